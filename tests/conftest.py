@@ -1,0 +1,79 @@
+"""What every test shares: one compute thread, an order from quick to slow, and a limit on each test's time."""
+
+import os
+
+# Before the first import of torch, and inherited by the kernels of the notebooks and of the browser tests:
+# two cores serve the whole run.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+
+import importlib.util
+import signal
+import threading
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import pytest
+
+SECONDS_PER_TEST = 300
+
+
+def pytest_configure() -> None:
+    """Let hypothesis take its time on slow machines, and draw the same examples in each run of CI."""
+    if importlib.util.find_spec("hypothesis") is None:
+        return
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "amplab",
+        deadline=None,
+        derandomize=os.environ.get("CI", "").lower() == "true",
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("amplab")
+
+
+def stage(item: pytest.Item) -> int:
+    """Return 0 for unit tests and doctests, 1 for notebook cells, 2 for tests that drive a browser."""
+    if item.get_closest_marker("browser") or "tests/browser/" in item.nodeid:
+        return 2
+    return 1 if item.path.suffix == ".ipynb" else 0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put what fails soonest first; the order within a stage is kept."""
+    items.sort(key=stage)
+
+
+@contextmanager
+def time_limit(what: str, seconds: float = SECONDS_PER_TEST) -> Iterator[None]:
+    """Raise TimeoutError in the main thread after `seconds` (where the system has interval timers)."""
+    if os.name != "posix" or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def expire(signum: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"{what} ran longer than {seconds} s")
+
+    previous = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
+    """Limit the time of the fixtures."""
+    with time_limit(f"the set-up of {item.nodeid}"):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Limit the time of the test itself."""
+    with time_limit(item.nodeid):
+        return (yield)
