@@ -1,3 +1,38 @@
-"""amplab: a lab for automatic mixed precision, on a library that stands on its own."""
+"""amplab: a lab for automatic mixed precision, on a library that stands on its own.
+
+The rooms, in reading order; each imports only those before it, and each is loaded when it is first touched, so that
+``import amplab`` costs nothing::
+
+    formats   what a number is: formats as data, bits, rounding, exponent histograms
+    kernels   fused operations beside their references
+    policies  which operation runs in which dtype, and why
+    scalers   how the loss scale moves
+    amp       initialize, scale_loss, master_params: the face that apex made known
+    trace     what happened in one step: every operation with its dtypes and the reason
+    lab       experiments: tasks, models, a trainer, the run log
+    views     the widgets of the lab (imported by name: they need the extra ``lab``)
+    cli       the ``amplab`` command
+"""
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from amplab import amp, formats, kernels, lab, policies, scalers, trace
 
 __version__ = "0.1.0"
+
+__all__ = ["formats", "kernels", "policies", "scalers", "amp", "trace", "lab"]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import a room at its first use (PEP 562)."""
+    if name in __all__:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module 'amplab' has no attribute {name!r}: there are {', '.join(__all__)}.")
+
+
+def __dir__() -> list[str]:
+    """List the rooms that are not loaded yet, too."""
+    return sorted({*globals(), *__all__})

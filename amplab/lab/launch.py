@@ -1,0 +1,166 @@
+"""Open JupyterLab on one notebook: this machine only, token kept, nothing fetched from elsewhere.
+
+The server is the JupyterLab of the running interpreter, so that the widgets' extensions and the kernel are those
+of one environment. The user's own Jupyter configuration stays in force: command-line flags override only what the
+lab needs, and the defaults in ``jupyter/labconfig`` (no news pop-up) stand behind the user's own settings.
+Standard library only. The dashboard itself is in :mod:`amplab.views`.
+"""
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+import webbrowser
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+__all__ = ["LaunchError", "Launch", "find_notebooks", "choose_notebook", "plan_launch", "launch"]
+
+ADDRESS = "127.0.0.1"
+SETTINGS = Path(__file__).parent / "jupyter"
+
+
+class LaunchError(Exception):
+    """JupyterLab cannot be opened as asked; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A command line and an environment that open JupyterLab.
+
+    Attributes:
+        command: program and arguments.
+        environment: the whole environment of the new process.
+        opens_browser: False where JupyterLab will print its address instead.
+    """
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    opens_browser: bool
+
+
+def find_notebooks(start: Path | None = None) -> Path:
+    """Return the folder of the numbered notebooks: beside the package, else in the working directory.
+
+    Args:
+        start: folder that holds ``notebooks/``; None looks beside the package and in the working directory.
+
+    Raises:
+        LaunchError: no such folder.
+    """
+    places = [start] if start else [Path(__file__).resolve().parents[2], Path.cwd()]
+    for place in places:
+        if any((place / "notebooks").glob("[0-9][0-9]_*.ipynb")):
+            return place / "notebooks"
+    looked = " and ".join(str(place / "notebooks") for place in places)
+    raise LaunchError(
+        f"found no notebooks in {looked}: they are part of the source checkout, not of the installed package; "
+        "clone the repository and run `amplab lab` in it."
+    )
+
+
+def choose_notebook(folder: Path, prefix: str = "00") -> Path:
+    """Return the one notebook in `folder` whose name starts with `prefix` ("03", "03_loss", a whole name).
+
+    Raises:
+        LaunchError: none does, or several do; the message lists what there is.
+    """
+    lessons = sorted(folder.glob("[0-9][0-9]_*.ipynb"))
+    chosen = [lesson for lesson in lessons if prefix and lesson.name.startswith(prefix)]
+    if len(chosen) == 1:
+        return chosen[0]
+    problem = "no lesson's name starts so" if not chosen else f"{len(chosen)} lessons' names start so"
+    raise LaunchError(f"--notebook {prefix!r}: {problem}; there are {', '.join(lesson.stem for lesson in lessons)}.")
+
+
+def plan_launch(
+    notebook: Path, *, port: int | None = None, browser: bool = True, extra: Sequence[str] = ()
+) -> Launch:
+    """Return the command that opens `notebook` as a single document.
+
+    Args:
+        notebook: a file in ``<root>/notebooks``; JupyterLab serves ``<root>``.
+        port: TCP port in [1, 65535]; None takes 8888 or the next free one.
+        browser: open one, where there is one.
+        extra: further arguments of JupyterLab, put last so that they win.
+
+    Raises:
+        LaunchError: JupyterLab is not installed, or the port is not to be had.
+    """
+    if importlib.util.find_spec("jupyterlab") is None:
+        raise LaunchError(
+            f"JupyterLab is not installed in {sys.prefix}: run `python -m pip install 'amplab[lab]'` "
+            "with that environment's Python (in a checkout: '.[lab]')."
+        )
+    if port is not None:
+        check_port(port)
+    opens_browser = browser and has_browser()
+    root = notebook.parents[1]
+    command = [
+        *(sys.executable, "-m", "jupyterlab", "--log-level=WARN"),
+        f"--ServerApp.ip={ADDRESS}",
+        f"--ServerApp.root_dir={root}",
+        f"--LabApp.default_url=/doc/tree/{quote(notebook.relative_to(root).as_posix())}",
+        "--LabApp.news_url=",
+        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+        "--LabApp.extension_manager=readonly",
+        *([] if port is None else [f"--ServerApp.port={port}", "--ServerApp.port_retries=0"]),
+        *([] if opens_browser else ["--no-browser"]),
+        *(["--allow-root"] if runs_as_root() else []),
+        *extra,
+    ]
+    return Launch(tuple(command), lab_environment(os.environ), opens_browser)
+
+
+def launch(plan: Launch) -> int:
+    """Become JupyterLab; on Windows, which cannot, run it and return its exit status."""
+    sys.stdout.flush()
+    if os.name != "nt":
+        os.execve(plan.command[0], plan.command, dict(plan.environment))
+    return subprocess.call(plan.command, env=dict(plan.environment))
+
+
+def lab_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return `environment` with the lab's default settings behind the user's, and this interpreter's kernel first."""
+    paths = [environment.get("JUPYTER_CONFIG_PATH", ""), str(SETTINGS)]
+    return {
+        "JUPYTER_PREFER_ENV_PATH": "1",
+        **environment,
+        "JUPYTER_CONFIG_PATH": os.pathsep.join(path for path in paths if path),
+    }
+
+
+def check_port(port: int) -> None:
+    """Raise LaunchError unless a server can listen on `port` here."""
+    if not 1 <= port <= 65535:
+        raise LaunchError(f"--port {port}: expected a number from 1 to 65535; leave it out to take the next free port.")
+    with socket.socket() as probe:
+        # As the server does it; without this a port just given back counts as taken (on Windows it means the opposite).
+        if os.name != "nt":
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((ADDRESS, port))
+        except OSError as error:
+            raise LaunchError(
+                f"--port {port}: not to be had on {ADDRESS} ({error.strerror or error}); choose another, "
+                "or leave --port out and the next free one is taken."
+            ) from error
+
+
+def has_browser() -> bool:
+    """Return whether a graphical browser can be opened (a text browser would take the terminal over)."""
+    if sys.platform.startswith("linux") and not any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"))):
+        return False
+    try:
+        webbrowser.get()
+    except webbrowser.Error:
+        return False
+    return True
+
+
+def runs_as_root() -> bool:
+    """Return whether this process is root's, where JupyterLab starts only when told that this is meant."""
+    return os.name == "posix" and os.geteuid() == 0
