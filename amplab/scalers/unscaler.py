@@ -1,0 +1,112 @@
+"""Take the loss scale out of gradients in place, on the device, and say whether they were finite.
+
+Which scale comes next is the rule's business (``rules.py``); gradients that go to float32 masters are in
+``master_weights.py``.
+"""
+
+import operator
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from amplab.kernels import unscale_
+
+__all__ = ["Unscaler", "inverse_scale"]
+
+
+def inverse_scale(scale: float | Tensor, device: torch.device) -> Tensor:
+    """``1 / scale`` as a ``(1,)`` float32 tensor on ``device``, the reciprocal taken in float64.
+
+    Raises:
+        ValueError: ``scale`` is a number that is not finite and > 0. (A tensor is taken as it is: no sync.)
+
+    Sync: none.
+    """
+    if isinstance(scale, Tensor):
+        return scale.detach().to(device, torch.float64).reciprocal().float().reshape(1)
+    if not 0.0 < scale < float("inf"):
+        raise ValueError(f"scale={scale}: expected a finite number > 0, the scale that the loss was multiplied by.")
+    return torch.tensor([1.0 / scale], dtype=torch.float32, device=device)
+
+
+class Unscaler:
+    """Unscale the gradients of a list of parameters, grouping the list by device once and not at every step.
+
+    ::
+
+        grad <- round(grad / scale);  found_inf <- 1.0 where a gradient or its quotient is inf or NaN
+
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> weight.grad = torch.tensor([256.0, 512.0])
+    >>> found_inf = Unscaler().unscale_([weight], 128.0)
+    >>> weight.grad.tolist(), found_inf.item()
+    ([2.0, 4.0], 0.0)
+    """
+
+    def __init__(self) -> None:
+        self._params: list[Tensor] = []
+        self._by_device: dict[torch.device, list[Tensor]] = {}
+        self._inverse: dict[torch.device, Tensor] = {}
+        self._scale: float | None = None
+
+    def unscale_(self, params: Iterable[Tensor], scale: float | Tensor, *, found_inf: Tensor | None = None) -> Tensor:
+        """Divide every ``param.grad`` by ``scale`` in place, each gradient once however often its parameter is listed.
+
+        Args:
+            params: parameters; those without a gradient are left out. Sparse gradients are coalesced first.
+            scale: > 0, a number or a one-element tensor on the device.
+            found_inf: ``(1,)`` float32, to go on with the verdict of an earlier call; None for a fresh one.
+
+        Returns:
+            ``(1,)`` float32: 1.0 where a gradient was not finite or overflowed, else 0.0.
+
+        Raises:
+            ValueError: a scale that is not finite and > 0.
+
+        Sync: none.
+        """
+        params = list(params)
+        if not self._knows(params):
+            self._group(params)
+        if found_inf is None:
+            found_inf = torch.zeros(1, device=next(iter(self._by_device), None))
+        for device, group in self._by_device.items():
+            self._unscale_group(group, found_inf, self._inverse_on(device, scale))
+        return found_inf
+
+    def _unscale_group(self, group: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
+        grads = [_values(param, grad) for param in group if (grad := param.grad) is not None]
+        if found_inf.device == inverse.device:
+            unscale_(grads, found_inf, inverse)
+            return
+        here = torch.zeros(1, device=inverse.device)
+        unscale_(grads, here, inverse)
+        found_inf.copy_(torch.maximum(found_inf, here.to(found_inf.device, non_blocking=True)))
+
+    def _inverse_on(self, device: torch.device, scale: float | Tensor) -> Tensor:
+        """The reciprocal on ``device``, made anew only when a number has changed."""
+        if isinstance(scale, Tensor):
+            return inverse_scale(scale, device)
+        if scale != self._scale:
+            self._inverse, self._scale = {}, scale
+        if device not in self._inverse:
+            self._inverse[device] = inverse_scale(scale, device)
+        return self._inverse[device]
+
+    def _knows(self, params: list[Tensor]) -> bool:
+        return len(params) == len(self._params) and all(map(operator.is_, params, self._params))
+
+    def _group(self, params: list[Tensor]) -> None:
+        self._params, self._by_device = params, {}
+        for param in {id(param): param for param in params}.values():
+            self._by_device.setdefault(param.device, []).append(param)
+
+
+def _values(param: Tensor, grad: Tensor) -> Tensor:
+    """The strided tensor of a gradient's numbers; a sparse one is coalesced: the sum of duplicates may overflow."""
+    if not grad.is_sparse:
+        return grad
+    if not grad.is_coalesced():
+        param.grad = grad = grad.coalesce()
+    return grad._values()
