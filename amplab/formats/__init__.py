@@ -1,0 +1,36 @@
+"""Number formats as data: what a bit pattern means, how a value rounds, what a range loses.
+
+`float_format` holds the one class, `known_formats` the six formats of the field,
+`out_of_range` and `exponent_histogram` say how much of a tensor a format loses.
+"""
+
+from amplab.formats.float_format import BitFields, FloatFormat
+from amplab.formats.known_formats import (
+    BFLOAT16,
+    FLOAT8_E4M3,
+    FLOAT8_E5M2,
+    FLOAT16,
+    FLOAT32,
+    FORMATS,
+    TF32,
+    format_of,
+)
+from amplab.formats.out_of_range import overflow_fraction, underflow_fraction
+from amplab.formats.exponent_histogram import ExponentHistogram, exponent_histogram
+
+__all__ = [
+    "BitFields",
+    "FloatFormat",
+    "FLOAT32",
+    "TF32",
+    "BFLOAT16",
+    "FLOAT16",
+    "FLOAT8_E5M2",
+    "FLOAT8_E4M3",
+    "FORMATS",
+    "format_of",
+    "underflow_fraction",
+    "overflow_fraction",
+    "ExponentHistogram",
+    "exponent_histogram",
+]

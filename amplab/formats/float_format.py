@@ -1,0 +1,290 @@
+"""One binary floating-point format as a frozen value: its bits, its range, its rounding.
+
+A pattern is sign | exponent | mantissa, the sign in the highest bit. With bias = 2^(E-1) - 1,
+
+    exponent field 0:      (-1)^sign * 2^(1 - bias)     * 0.mantissa     zero and subnormals
+    any other:             (-1)^sign * 2^(field - bias) * 1.mantissa     normals
+    exponent all ones:     infinity (mantissa 0) or NaN, where the format has an infinity;
+                           where it has none, only the pattern of all ones is NaN.
+
+`mantissa_bits` counts the stored bits, without the implicit one. The formats that are in use
+are listed in `known_formats`; what a format does to a whole tensor's range is in `out_of_range`.
+
+What lies beyond the range rounds to infinity; where there is none, it saturates at the largest
+number, as torch 2.13 casts to float8_e4m3fn (earlier versions of torch give NaN there).
+
+Reference: IEEE 754-2019, section 3.4; Micikevicius et al., "FP8 Formats for Deep Learning" (2022).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["BitFields", "FloatFormat", "Kind"]
+
+Kind = Literal["zero", "subnormal", "normal", "infinity", "nan"]
+
+FLOAT64_MANTISSA_BITS = 52
+FLOAT64_BIAS = 1023
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+
+
+class BitFields(NamedTuple):
+    """The three fields of a pattern as unsigned integers, the exponent still biased."""
+
+    sign: int
+    exponent: int
+    mantissa: int
+
+
+@dataclass(frozen=True)
+class FloatFormat:
+    """A binary floating-point format whose every value is also a float32 value.
+
+    >>> half = FloatFormat("float16", exponent_bits=5, mantissa_bits=10)
+    >>> half.max, half.epsilon, half.smallest_subnormal == 2**-24
+    (65504.0, 0.0009765625, True)
+    >>> hex(half.bits(1.0)), half.value(0x7BFF), half.next_up(2048.0)
+    ('0x3c00', 65504.0, 2050.0)
+
+    Args:
+        name: what the format is called, e.g. ``"float16"``.
+        exponent_bits: 2 to 8.
+        mantissa_bits: stored bits, 1 to 23.
+        has_infinity: whether the top exponent is kept for infinity and NaN (as IEEE 754 does).
+        torch_dtype: torch's own dtype with these bits, or None where there is none.
+
+    Raises:
+        ValueError: if a width is out of range, or the values would not fit in float32.
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    has_infinity: bool = True
+    torch_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.exponent_bits <= 8:
+            raise ValueError(
+                f"exponent_bits={self.exponent_bits}: expected 2 to 8; "
+                "wider formats do not fit in float32."
+            )
+        if not 1 <= self.mantissa_bits <= 23:
+            raise ValueError(
+                f"mantissa_bits={self.mantissa_bits}: expected 1 to 23 stored bits; "
+                "do not count the sign or the implicit leading one."
+            )
+        if self.max > FLOAT32_MAX:
+            raise ValueError(
+                f"exponent_bits={self.exponent_bits}, has_infinity=False: the largest value would "
+                "lie beyond float32; use has_infinity=True or at most 7 exponent bits."
+            )
+
+    # ---- the range --------------------------------------------------------------------------
+
+    @property
+    def bias(self) -> int:
+        """What is subtracted from the exponent field: 2^(E-1) - 1."""
+        return 2 ** (self.exponent_bits - 1) - 1
+
+    @property
+    def total_bits(self) -> int:
+        """Bits of a pattern, the sign included (19 for tf32, which is stored in 32)."""
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal number; subnormals share its spacing."""
+        return 1 - self.bias
+
+    @property
+    def max_exponent(self) -> int:
+        """Exponent of the largest finite number."""
+        return self.bias if self.has_infinity else self.bias + 1
+
+    @property
+    def max(self) -> float:
+        """The largest finite number."""
+        return self.value(self._largest_finite_bits)
+
+    @property
+    def smallest_normal(self) -> float:
+        """The smallest positive number with a leading one: 2^min_exponent."""
+        return 2.0**self.min_exponent
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """The smallest positive number; half of it, and all below, rounds to zero."""
+        return 2.0 ** (self.min_exponent - self.mantissa_bits)
+
+    @property
+    def epsilon(self) -> float:
+        """The distance from 1 to the next number: 2^-mantissa_bits."""
+        return 2.0**-self.mantissa_bits
+
+    # ---- patterns and values ----------------------------------------------------------------
+
+    def fields(self, bits: int) -> BitFields:
+        """Split a pattern into sign, (biased) exponent and mantissa.
+
+        >>> FloatFormat("float16", 5, 10).fields(0xBC01)
+        BitFields(sign=1, exponent=15, mantissa=1)
+
+        Raises:
+            ValueError: if `bits` is not a pattern of this format.
+        """
+        if not 0 <= bits < 2**self.total_bits:
+            raise ValueError(
+                f"bits={bits:#x}: a pattern of {self.name} lies between 0x0 and "
+                f"{2**self.total_bits - 1:#x}; mask off the bits above it."
+            )
+        return BitFields(
+            sign=bits >> (self.total_bits - 1),
+            exponent=(bits >> self.mantissa_bits) & (2**self.exponent_bits - 1),
+            mantissa=bits & (2**self.mantissa_bits - 1),
+        )
+
+    def kind(self, bits: int) -> Kind:
+        """Name what a pattern is: zero, subnormal, normal, infinity or nan."""
+        _, exponent, mantissa = self.fields(bits)
+        if exponent == 0:
+            return "subnormal" if mantissa else "zero"
+        magnitude = bits & (2 ** (self.total_bits - 1) - 1)
+        if magnitude <= self._largest_finite_bits:
+            return "normal"
+        return "infinity" if self.has_infinity and mantissa == 0 else "nan"
+
+    def value(self, bits: int) -> float:
+        """Return the number that a pattern stands for, exactly.
+
+        Raises:
+            ValueError: if `bits` is not a pattern of this format.
+        """
+        sign, exponent, mantissa = self.fields(bits)
+        kind = self.kind(bits)
+        if kind == "nan":
+            return math.nan
+        if kind == "infinity":
+            magnitude = math.inf
+        else:
+            leading_one = 2**self.mantissa_bits if exponent else 0
+            power = max(exponent, 1) - self.bias - self.mantissa_bits
+            magnitude = math.ldexp(leading_one + mantissa, power)
+        return -magnitude if sign else magnitude
+
+    def bits(self, value: float) -> int:
+        """Return the pattern of the number nearest to `value`, ties to the even pattern.
+
+        A value beyond the range gives infinity, or the largest number where the format has no
+        infinity. Every NaN gives the one quiet NaN; the sign of a zero is kept.
+        """
+        if math.isnan(value):
+            return self._nan_bits
+        sign_bit = (math.copysign(1.0, value) < 0) << (self.total_bits - 1)
+        if math.isinf(value):
+            return sign_bit | self._overflow_bits
+        exponent = self._exponent_of(value)
+        steps = round(math.ldexp(abs(value), self.mantissa_bits - exponent))  # half to even
+        # The leading one in `steps` carries into the exponent field by itself, and so does a
+        # mantissa that rounds up to the next power of two.
+        pattern = ((exponent - self.min_exponent) << self.mantissa_bits) + steps
+        if pattern > self._largest_finite_bits:
+            pattern = self._overflow_bits
+        return sign_bit | pattern
+
+    @property
+    def _largest_finite_bits(self) -> int:
+        nan_patterns = 1 if not self.has_infinity else 2**self.mantissa_bits
+        return 2 ** (self.total_bits - 1) - 1 - nan_patterns
+
+    @property
+    def _overflow_bits(self) -> int:
+        return self._largest_finite_bits + (1 if self.has_infinity else 0)
+
+    @property
+    def _nan_bits(self) -> int:
+        quiet_bit = 2 ** (self.mantissa_bits - 1) if self.has_infinity else 0
+        return self._largest_finite_bits + 1 + quiet_bit
+
+    def _exponent_of(self, value: float) -> int:
+        """floor(log2|value|), but never below that of the subnormals; `value` is finite."""
+        return max(math.frexp(value)[1] - 1, self.min_exponent) if value else self.min_exponent
+
+    # ---- neighbours -------------------------------------------------------------------------
+
+    def ulp(self, x: float) -> float:
+        """Return the spacing of the format at `x`, that is, the last bit of `x` once rounded.
+
+        It is inf where `x` rounds to infinity, and nan for NaN, as `math.ulp` has it.
+        """
+        rounded = abs(self.value(self.bits(x)))
+        if not math.isfinite(rounded):
+            return rounded
+        return 2.0 ** (self._exponent_of(rounded) - self.mantissa_bits)
+
+    def next_up(self, x: float) -> float:
+        """Return the least number of the format that is greater than `x`.
+
+        From the largest finite number on, that is inf, or nan where the format has no infinity
+        and nothing is greater. `x` itself need not be a number of the format.
+        """
+        if math.isnan(x):
+            return x
+        if x < -self.max:
+            return -self.max
+        if x >= self.max:
+            return math.inf if self.has_infinity else math.nan
+        nearest_bits = self.bits(x)
+        nearest = self.value(nearest_bits)
+        if nearest > x:
+            return nearest
+        if nearest == 0:
+            return self.smallest_subnormal
+        return self.value(nearest_bits + 1 if nearest > 0 else nearest_bits - 1)
+
+    def next_down(self, x: float) -> float:
+        """Return the greatest number of the format that is less than `x` (see `next_up`)."""
+        return -self.next_up(-x)
+
+    # ---- tensors ----------------------------------------------------------------------------
+
+    def round(self, tensor: Tensor) -> Tensor:
+        """Round every element to the nearest number of the format, ties to even.
+
+        One rounding, whatever the input: a float64 is not rounded to float32 on the way.
+        Overflow gives infinity, or the largest number where there is no infinity.
+        Not differentiable.
+
+        >>> FloatFormat("float16", 5, 10).round(torch.tensor([2049.0, 65519.0, 65520.0]))
+        tensor([ 2048., 65504.,    inf])
+
+        Args:
+            tensor: any floating dtype, any shape, any device with float64.
+
+        Returns:
+            The same shape; float64 for a float64 input, else float32 (which holds every value).
+
+        Raises:
+            TypeError: if the tensor is not floating-point.
+
+        Sync: none
+        """
+        if not tensor.is_floating_point():
+            raise TypeError(
+                f"round({tensor.dtype}): expected a floating-point tensor; "
+                "convert it with tensor.float() first."
+            )
+        x = tensor.detach().double()
+        # Powers of two made of bits are exact; torch.pow and torch.ldexp need not be.
+        exponent = ((x.view(torch.int64) >> FLOAT64_MANTISSA_BITS) & 0x7FF) - FLOAT64_BIAS
+        last_bit = exponent.clamp(min=self.min_exponent) - self.mantissa_bits
+        spacing = ((last_bit + FLOAT64_BIAS) << FLOAT64_MANTISSA_BITS).view(torch.float64)
+        rounded = torch.round(x / spacing) * spacing
+        overflow = math.inf if self.has_infinity else self.max
+        overflowed = torch.copysign(torch.full_like(rounded, overflow), rounded)
+        rounded = torch.where(rounded.abs() > self.max, overflowed, rounded)
+        return rounded if tensor.dtype is torch.float64 else rounded.float()
