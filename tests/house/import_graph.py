@@ -1,0 +1,50 @@
+"""Which modules a source file imports, read from its syntax tree: at the top and inside functions."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+__all__ = ["Import", "imports_of"]
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name.
+
+    Attributes:
+        target: what is imported, dotted: ``from a import b`` gives ``a.b`` (b may be a module or a name of a).
+        line: line number in the source.
+        function: the innermost function around it, None at module level.
+    """
+
+    target: str
+    line: int
+    function: str | None
+
+
+def imports_of(source: str, *, module: str, is_package: bool = False) -> list[Import]:
+    """Return every import of a module's source, `importlib.import_module("…")` with a literal included."""
+    return list(_walk(ast.parse(source), module if is_package else module.rpartition(".")[0], None))
+
+
+def _walk(node: ast.AST, package: str, function: str | None) -> Iterator[Import]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        function = node.name
+    for target in _targets(node, package):
+        yield Import(target, node.lineno, function)
+    for child in ast.iter_child_nodes(node):
+        yield from _walk(child, package, function)
+
+
+def _targets(node: ast.AST, package: str) -> list[str]:
+    match node:
+        case ast.Import(names=names):
+            return [alias.name for alias in names]
+        case ast.ImportFrom(module=name, names=names, level=level):
+            parts = package.split(".")[: len(package.split(".")) - level + 1] if level else []
+            base = ".".join([*parts, *([name] if name else [])])
+            return [f"{base}.{alias.name}" for alias in names]
+        case ast.Call(func=ast.Attribute(attr="import_module") | ast.Name(id="import_module" | "__import__")):
+            literals = [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
+            return [value for value in literals if isinstance(value, str)]
+    return []

@@ -1,0 +1,145 @@
+"""Slips that readers miss and a syntax tree does not: each has a check, and each check is shown to fire."""
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from source_tree import PACKAGE, ROOT, parse, python_files, relative
+
+Check = Callable[[ast.AST], Iterator[int]]
+
+
+def name_of(node: ast.AST) -> str:
+    """Return the last name of a (called) dotted name: ``raises`` for ``pytest.raises(ValueError)``."""
+    match node:
+        case ast.Call(func=func):
+            return name_of(func)
+        case ast.Attribute(attr=name) | ast.Name(id=name):
+            return name
+    return ""
+
+
+def messages_as_tuples(tree: ast.AST) -> Iterator[int]:
+    """Find ``raise E("text", value)`` and ``raise E("text"),``: the message prints as a tuple."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Raise) or node.exc is None:
+            continue
+        match node.exc:
+            case ast.Tuple() | ast.Call(args=[ast.Tuple(), *_]):
+                yield node.lineno
+            case ast.Call(args=[ast.Constant(value=str()) | ast.JoinedStr() | ast.BinOp(), _, *_]):
+                yield node.lineno
+
+
+def contexts_without_finally(tree: ast.AST) -> Iterator[int]:
+    """Find a @contextmanager that skips what follows its yield when the body raises."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if {"contextmanager", "asynccontextmanager"} & {name_of(item) for item in node.decorator_list}:
+            yield from unprotected_yields(node.body, followed=False)
+
+
+def unprotected_yields(block: list[ast.stmt], *, followed: bool) -> Iterator[int]:
+    """Yield the lines of yields after which something runs that no `finally` and no `with` protects."""
+    for index, statement in enumerate(block):
+        rest = block[index + 1 :]
+        after = not isinstance(rest[0], ast.Return) if rest else followed
+        nested = [
+            field
+            for name in ("body", "orelse", "handlers", "cases")
+            for field in [getattr(statement, name, None)]
+            if isinstance(field, list)
+        ]
+        if isinstance(statement, ast.With | ast.AsyncWith | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        if isinstance(statement, ast.Try) and statement.finalbody:
+            continue
+        for inner in nested:
+            blocks = [part.body if isinstance(part, ast.ExceptHandler | ast.match_case) else [part] for part in inner]
+            yield from unprotected_yields([line for part in blocks for line in part], followed=after)
+        if not nested and after and any(isinstance(part, ast.Yield) for part in ast.walk(statement)):
+            yield statement.lineno
+
+
+def crowded_raises(tree: ast.AST) -> Iterator[int]:
+    """Find several statements under one ``pytest.raises``: those after the first that raises never run."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.With | ast.AsyncWith) or len(node.body) == 1:
+            continue
+        if any(name_of(item.context_expr) in {"raises", "assertRaises"} for item in node.items):
+            yield node.lineno
+
+
+def mutable_defaults(tree: ast.AST) -> Iterator[int]:
+    """Find a default argument that all calls share and can change."""
+    displays = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            for default in [*node.args.defaults, *filter(None, node.args.kw_defaults)]:
+                made = isinstance(default, ast.Call) and name_of(default) in {"list", "dict", "set", "deque"}
+                if made or isinstance(default, displays):
+                    yield default.lineno
+
+
+def bare_excepts(tree: ast.AST) -> Iterator[int]:
+    """Find ``except:``, which also swallows an interrupt."""
+    return (node.lineno for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler) and node.type is None)
+
+
+CHECKS: tuple[Check, ...] = (
+    messages_as_tuples,
+    contexts_without_finally,
+    crowded_raises,
+    mutable_defaults,
+    bare_excepts,
+)
+
+
+@pytest.mark.parametrize("path", python_files(PACKAGE, ROOT / "tests"), ids=relative)
+def test_no_slips(path: Path) -> None:
+    tree = parse(path)
+    assert [f"{relative(path)}:{line}: {check.__name__}" for check in CHECKS for line in check(tree)] == []
+
+
+CONTEXT = "@contextmanager\ndef scope():\n"
+
+
+@pytest.mark.parametrize(
+    ("check", "source"),
+    [
+        (messages_as_tuples, "raise ValueError('expected a number, got', value)"),
+        (messages_as_tuples, "raise ValueError(f'expected a number {x}', value)"),
+        (messages_as_tuples, "raise (ValueError('expected a number'),)"),
+        (messages_as_tuples, "raise ValueError(('expected', 'a number'))"),
+        (contexts_without_finally, CONTEXT + "    push()\n    yield\n    pop()"),
+        (contexts_without_finally, CONTEXT + "    if on:\n        yield\n    pop()"),
+        (contexts_without_finally, CONTEXT + "    for x in y:\n        value = yield x\n        pop()"),
+        (contexts_without_finally, CONTEXT + "    try:\n        yield\n    except OSError:\n        pass\n    pop()"),
+        (crowded_raises, "with pytest.raises(ValueError):\n    build()\n    run()"),
+        (crowded_raises, "with pytest.raises(ValueError, match='x') as e, other():\n    build()\n    run()"),
+        (mutable_defaults, "def run(steps=[]): ..."),
+        (mutable_defaults, "def run(*, options=dict()): ..."),
+        (mutable_defaults, "run = lambda steps={}: steps"),
+        (bare_excepts, "try:\n    run()\nexcept:\n    pass"),
+    ],
+)
+def test_each_check_fires(check: Check, source: str) -> None:
+    assert len(list(check(ast.parse(source)))) == 1
+
+
+@pytest.mark.parametrize(
+    ("check", "source"),
+    [
+        (messages_as_tuples, "raise ValueError(f'expected {x}') from error"),
+        (messages_as_tuples, "raise subprocess.CalledProcessError(1, command)"),
+        (contexts_without_finally, CONTEXT + "    push()\n    try:\n        yield\n    finally:\n        pop()"),
+        (contexts_without_finally, CONTEXT + "    if x:\n        yield\n        return\n    with y:\n        yield"),
+        (crowded_raises, "with pytest.raises(ValueError):\n    build()"),
+        (mutable_defaults, "def run(steps=(), options=None, *, scale=float('inf')): ..."),
+        (bare_excepts, "try:\n    run()\nexcept OSError:\n    pass"),
+    ],
+)
+def test_no_check_fires_on_good_code(check: Check, source: str) -> None:
+    assert list(check(ast.parse(source))) == []
