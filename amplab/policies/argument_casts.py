@@ -1,0 +1,113 @@
+"""The loops over an op's arguments: lower, raise, promote, match.
+
+All of them walk lists and tuples, return new lists, and return None when the arguments hold a
+tensor subclass: such an op is left alone, whoever wrote the subclass decides about its dtype.
+They are on the hot path of every cast, hence the exact type checks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from amplab.policies.cast_cache import CastCache
+
+__all__ = ["HALVES", "cast_to", "floating_tensors", "lowered", "raised", "widest"]
+
+HALVES = frozenset([torch.float16, torch.bfloat16])
+_CASTABLE = HALVES | {torch.float32}
+_float64 = torch.float64
+
+
+def lowered(values: Iterable[Any], dtype: torch.dtype, cache: CastCache) -> list | None:
+    """`values` with float32 and 16-bit tensors in `dtype`, Parameters through `cache`.
+
+    None where there is a tensor subclass or a float64 tensor.
+    """
+    result: list[Any] = []
+    for value in values:
+        kind = type(value)
+        if kind is Tensor or kind is Parameter:
+            own = value.dtype
+            if own is not dtype:
+                if own in _CASTABLE:
+                    value = value.to(dtype) if kind is Tensor else cache.cast(value, dtype)
+                elif own is _float64:
+                    return None
+        elif kind is tuple or kind is list:
+            inner = lowered(value, dtype, cache)
+            if inner is None:
+                return None
+            value = kind(inner)
+        elif isinstance(value, Tensor):
+            return None
+        result.append(value)
+    return result
+
+
+def raised(values: Iterable[Any]) -> list | None:
+    """`values` with 16-bit tensors in float32; None where there is a tensor subclass."""
+    result: list[Any] = []
+    for value in values:
+        kind = type(value)
+        if kind is Tensor or kind is Parameter:
+            if value.dtype in HALVES:
+                value = value.to(torch.float32)
+        elif kind is tuple or kind is list:
+            inner = raised(value)
+            if inner is None:
+                return None
+            value = kind(inner)
+        elif isinstance(value, Tensor):
+            return None
+        result.append(value)
+    return result
+
+
+def floating_tensors(values: Iterable[Any]) -> list[Tensor] | None:
+    """The floating tensors among `values`; None where there is a tensor subclass."""
+    found: list[Tensor] = []
+    for value in values:
+        kind = type(value)
+        if kind is Tensor or kind is Parameter:
+            if value.is_floating_point():
+                found.append(value)
+        elif kind is tuple or kind is list:
+            inner = floating_tensors(value)
+            if inner is None:
+                return None
+            found += inner
+        elif isinstance(value, Tensor):
+            return None
+    return found
+
+
+def widest(tensors: list[Tensor]) -> torch.dtype | None:
+    """The widest dtype among `tensors`; None where they agree.
+
+    float16 with bfloat16 is float32. A 0-dim tensor counts as any other up to float32; a 0-dim
+    float64 tensor, like a Python number, does not widen tensors that have dimensions.
+    """
+    if len({tensor.dtype for tensor in tensors}) < 2:
+        return None
+    voting = [tensor.dtype for tensor in tensors if tensor.dim() or tensor.dtype is not _float64]
+    return functools.reduce(torch.promote_types, voting or [_float64])
+
+
+def cast_to(values: Iterable[Any], dtype: torch.dtype) -> list:
+    """`values` with 16-bit and float32 tensors in `dtype`; float64 stays."""
+    result: list[Any] = []
+    for value in values:
+        kind = type(value)
+        if kind is Tensor or kind is Parameter:
+            if value.dtype in _CASTABLE:
+                value = value.to(dtype)
+        elif kind is tuple or kind is list:
+            value = kind(cast_to(value, dtype))
+        result.append(value)
+    return result

@@ -1,0 +1,102 @@
+"""The function mode that carries a plan, and the per-thread list of such modes.
+
+The hot path is one dict lookup. Everything that changes what a mode does (another engine on top of
+it, disable_casts, cpu_half, explaining) swaps the dict; the lookup itself knows nothing of it.
+Only the topmost mode of a thread holds a plan; those below hold an empty one, so an op is cast once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch._C import _len_torch_function_stack
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
+
+from amplab.policies.casting_plan import Plan
+from amplab.policies.decision import Explanation
+from amplab.policies.half_on_cpu import HalfMode
+
+__all__ = ["THREAD", "CastingMode", "insert_above_device", "remove"]
+
+
+class CastingMode(TorchFunctionMode):
+    """One entry of an engine on one thread's stack of function modes.
+
+    Attributes:
+        plan: function -> step; functions not in it run as they are.
+        explanation: where steps report to while somebody explains.
+    """
+
+    def __init__(self, plans: PlanSource) -> None:
+        super().__init__()
+        self.plans = plans
+        self.plan: Plan = {}
+        self.explanation: Explanation | None = None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        step = self.plan.get(func)
+        if step is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return step(self, func, args, kwargs or {})
+
+
+class PlanSource(Protocol):
+    """What a mode asks for its plan; an engine is one."""
+
+    def plan(self, half_mode: HalfMode, casts: bool, explained: bool) -> Plan: ...
+
+
+class _CastingThread(threading.local):
+    """What this thread has switched on, and the modes it has pushed, the live one last."""
+
+    def __init__(self) -> None:
+        self.modes: list[CastingMode] = []
+        self.disabled = 0
+        self.half_mode: HalfMode | None = None
+        self.explanation: Explanation | None = None
+        self.entered: list[PlanSource] = []
+        self.installed: list[CastingMode] = []
+
+    def refresh(self, half_mode: HalfMode) -> None:
+        """Give the live mode its plan, and every other one the empty plan."""
+        for mode in self.modes:
+            mode.plan = {}
+        if self.modes:
+            live = self.modes[-1]
+            live.plan = live.plans.plan(half_mode, not self.disabled, self.explanation is not None)
+            live.explanation = self.explanation
+
+
+THREAD = _CastingThread()
+
+
+def insert_above_device(mode: TorchFunctionMode) -> None:
+    """Put `mode` at the bottom of this thread's stack, above a DeviceContext if one lies there.
+
+    Contexts entered earlier pop what they pushed from the top, so only the bottom is safe for a
+    mode that leaves in no particular order; torch's DeviceContext insists on the very bottom.
+    """
+    above = _pop_all()
+    below = [above.pop()] if above and isinstance(above[-1], DeviceContext) else []
+    _push_all([*below, mode, *reversed(above)])
+
+
+def remove(mode: TorchFunctionMode) -> None:
+    """Take `mode` out of this thread's stack, wherever it lies."""
+    _push_all([other for other in reversed(_pop_all()) if other is not mode])
+
+
+def _pop_all() -> list[TorchFunctionMode]:
+    """Empty the stack; its modes, top first."""
+    return [_pop_mode() for _ in range(_len_torch_function_stack())]
+
+
+def _push_all(modes: list[TorchFunctionMode]) -> None:
+    """Push `modes`, bottom first."""
+    for mode in modes:
+        _push_mode(mode)

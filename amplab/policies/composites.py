@@ -1,0 +1,56 @@
+"""Python composites of torch, opened: the same code, run so that a function mode sees the ops inside.
+
+A function mode gets a Python-level function such as F.multi_head_attention_forward as one call, and
+while it handles that call it is off: the linear and softmax inside would run unseen. `opened`
+returns the function's own code with torch's dispatch check answered "no overrides", so that it can
+run with the mode on. Tensor.backward is one of them: what checkpointing or a user's
+autograd.Function computes inside it is then cast as it was in the forward.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+__all__ = ["COMPOSITES", "opened"]
+
+COMPOSITES: frozenset[Callable[..., Any]] = frozenset(
+    [
+        F.multi_head_attention_forward,
+        F.gumbel_softmax,
+        F.lp_pool1d,
+        F.lp_pool2d,
+        F.lp_pool3d,
+        torch.Tensor.backward,
+        torch.autograd.backward,
+        torch.autograd.grad,
+    ]
+)
+"""The Python-level functions whose inner ops have rows of their own."""
+
+
+def _no_override(*args: Any) -> bool:
+    return False
+
+
+@functools.cache
+def opened(func: types.FunctionType) -> types.FunctionType:
+    """`func` without its check for `__torch_function__`; built-in functions come back as they are.
+
+    >>> opened(F.multi_head_attention_forward).__code__ is F.multi_head_attention_forward.__code__
+    True
+    """
+    inner = getattr(func, "__wrapped__", func)
+    if not isinstance(inner, types.FunctionType):
+        return func
+    scope = {name: value for name, value in inner.__globals__.items() if name != "__name__"}
+    checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    scope.update(dict.fromkeys(checks, _no_override))
+    copy = types.FunctionType(inner.__code__, scope, inner.__name__, inner.__defaults__, inner.__closure__)
+    copy.__kwdefaults__ = inner.__kwdefaults__
+    return copy

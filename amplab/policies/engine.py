@@ -1,0 +1,197 @@
+"""CastingEngine: carries out a PrecisionPolicy on the ops of a thread; and the scoped switches beside it.
+
+    with CastingEngine(PrecisionPolicy()).active():
+        loss = F.mse_loss(model(x), y)      # linear in float16, mse_loss in float32
+
+An engine pushes a torch function mode, which torch.compile traces without a graph break. All
+state is per thread: an engine active in one thread casts nothing in another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from amplab.policies.cast_cache import CastCache
+from amplab.policies.casting_mode import THREAD, CastingMode, insert_above_device, remove
+from amplab.policies.casting_plan import Plan, build_plan
+from amplab.policies.decision import Explanation
+from amplab.policies.half_on_cpu import HalfMode, default_half_mode
+from amplab.policies.precision_policy import PrecisionPolicy
+
+__all__ = ["CastingEngine", "casts_enabled", "cpu_half", "cpu_half_mode", "disable_casts", "explaining"]
+
+
+class CastingEngine:
+    """Casts the arguments of ops as `policy` says, while active or installed in the calling thread.
+
+    Seen: every op called from Python on plain tensors and Parameters: operators, methods, torch.*,
+    torch.nn.functional.*, and the ops inside opened composites and inside backward's recomputation.
+    Not seen: what C++ calls inside an op, `torch.ops.*`, other threads. Tensor subclasses are left alone.
+
+    float64 is never narrowed: an op with a float64 argument runs as in the float32 model, i.e. its
+    16-bit arguments are cast to float32 and torch's own promotion, or refusal, does the rest.
+    Ops with `out=` run as they are called. Where two engines are active the inner one casts.
+
+    Casts of Parameters are kept until the outermost `active()` block of the thread ends, and checked
+    against edits (see `cast_cache`); with `install` there is no such block, so call `clear_cache` after each
+    optimizer step and at each forward.
+
+    Args:
+        policy: what to carry out. With `table=None` nothing is cast, and only products of CPU halves are
+            computed as `cpu_half_mode()` says.
+    """
+
+    def __init__(self, policy: PrecisionPolicy = PrecisionPolicy()) -> None:
+        self.policy = policy
+        self._cache = CastCache()
+        self._plans: dict[tuple[HalfMode, bool, bool], Plan] = {}
+
+    def __repr__(self) -> str:
+        return f"CastingEngine({str(self.policy)!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CastingEngine:
+        return self  # an engine belongs to threads, not to the copied model whose hook holds it
+
+    def __reduce__(self) -> tuple[type[CastingEngine], tuple[PrecisionPolicy]]:
+        return CastingEngine, (self.policy,)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Cast in the calling thread inside the block. Re-entrant; ends with the block, exceptions included.
+
+        The outermost block of this engine in the thread clears the cache as it ends. Sync: none.
+        """
+        THREAD.entered.append(self)
+        mode = None if self._is_live() else self._push()
+        try:
+            yield
+        finally:
+            if mode is not None:
+                self._withdraw(mode)
+            THREAD.entered.pop()
+            if self not in THREAD.entered:
+                self.clear_cache()
+
+    def install(self) -> None:
+        """Cast in the calling thread until `uninstall`; does nothing where installed already.
+
+        The mode goes to the bottom of the thread's stack, so contexts of other modes that are open
+        now can close in their own order. Sync: none.
+        """
+        if self.installed:
+            return
+        mode = CastingMode(self)
+        insert_above_device(mode)
+        THREAD.modes.insert(len(THREAD.installed), mode)  # under the modes of open `active()` blocks
+        THREAD.installed.append(mode)
+        THREAD.refresh(cpu_half_mode())
+
+    def uninstall(self) -> None:
+        """Undo `install` in the calling thread and clear the cache; does nothing where not installed."""
+        for mode in [mode for mode in THREAD.installed if mode.plans is self]:
+            THREAD.installed.remove(mode)
+            self._withdraw(mode)
+        self.clear_cache()
+
+    @property
+    def installed(self) -> bool:
+        """Whether this engine is installed in the calling thread."""
+        return any(mode.plans is self for mode in THREAD.installed)
+
+    def clear_cache(self) -> None:
+        """Drop the kept casts of Parameters, e.g. after an optimizer step. Sync: none."""
+        self._cache.clear()
+
+    @property
+    def cache_size(self) -> int:
+        """How many casts of Parameters are kept."""
+        return len(self._cache)
+
+    def plan(self, half_mode: HalfMode, casts: bool, explained: bool) -> Plan:
+        """The plan that this engine's modes run, built on first use."""
+        key = (half_mode, casts, explained)
+        if key not in self._plans:
+            self._plans[key] = build_plan(self.policy, self._cache, half_mode, casts, explained)
+        return self._plans[key]
+
+    def _is_live(self) -> bool:
+        return bool(THREAD.modes) and THREAD.modes[-1].plans is self
+
+    def _push(self) -> CastingMode:
+        mode = CastingMode(self)
+        mode.__enter__()
+        THREAD.modes.append(mode)
+        THREAD.refresh(cpu_half_mode())
+        return mode
+
+    def _withdraw(self, mode: CastingMode) -> None:
+        remove(mode)
+        THREAD.modes.remove(mode)
+        THREAD.refresh(cpu_half_mode())
+
+
+@contextlib.contextmanager
+def disable_casts() -> Iterator[None]:
+    """No engine of this thread casts inside the block, not even one entered in it. Nests; exception-safe.
+
+    Products of CPU halves are still computed as `cpu_half_mode()` says. Sync: none.
+    """
+    THREAD.disabled += 1
+    THREAD.refresh(cpu_half_mode())
+    try:
+        yield
+    finally:
+        THREAD.disabled -= 1
+        THREAD.refresh(cpu_half_mode())
+
+
+def casts_enabled() -> bool:
+    """Whether engines of this thread may cast, i.e. no `disable_casts` block is open."""
+    return not THREAD.disabled
+
+
+@contextlib.contextmanager
+def cpu_half(mode: HalfMode) -> Iterator[None]:
+    """How engines of this thread multiply CPU halves inside the block.
+
+    Args:
+        mode: "fp32_accumulate" (float32 products and sums, one rounding) or "native" (the CPU's half kernel).
+
+    Raises:
+        ValueError: another word was given.
+    """
+    if mode not in ("fp32_accumulate", "native"):
+        raise ValueError(
+            f"cpu_half({mode!r}): expected 'fp32_accumulate' or 'native'; "
+            "use 'fp32_accumulate' on a CPU without fp16 arithmetic."
+        )
+    outer, THREAD.half_mode = THREAD.half_mode, mode
+    THREAD.refresh(mode)
+    try:
+        yield
+    finally:
+        THREAD.half_mode = outer
+        THREAD.refresh(cpu_half_mode())
+
+
+def cpu_half_mode() -> HalfMode:
+    """How this thread multiplies CPU halves: the innermost `cpu_half`, else what suits the CPU."""
+    return THREAD.half_mode or default_half_mode()
+
+
+@contextlib.contextmanager
+def explaining() -> Iterator[Explanation]:
+    """Yield an Explanation whose `.decision` follows the engines of this thread, op by op.
+
+    A block inside another yields the same Explanation. Costs nothing outside the block.
+    """
+    outer = THREAD.explanation
+    THREAD.explanation = explanation = outer or Explanation()
+    THREAD.refresh(cpu_half_mode())
+    try:
+        yield explanation
+    finally:
+        THREAD.explanation = outer
+        THREAD.refresh(cpu_half_mode())

@@ -1,0 +1,72 @@
+"""The variant of a plan that says what it does: used only while somebody is in `explaining()`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from amplab.policies.cast_policy import CastPolicy
+from amplab.policies.decision import Decision, Explanation
+from amplab.policies.op_table import OpRule
+from amplab.policies.precision_policy import PrecisionPolicy
+
+if TYPE_CHECKING:
+    from amplab.policies.casting_mode import CastingMode
+
+__all__ = ["ExplainedPlan", "reporting_run", "reporting_step"]
+
+
+class ExplainedPlan(dict):
+    """A plan with a step for every function: those it does not hold report that no row names them."""
+
+    def __init__(self, policy: PrecisionPolicy) -> None:
+        super().__init__()
+        self._policy = policy
+
+    def get(self, func: Callable[..., Any], default: Any = None) -> Callable[..., Any]:
+        return super().get(func) or reporting_run(_run_plain, self._policy.unlisted(func))
+
+
+def reporting_run(run: Callable[..., Any], rule: OpRule) -> Callable[..., Any]:
+    """`run`, with the explanation's decision set to the op while it runs."""
+    listed = rule if rule.spellings else None
+    decision = Decision(rule.op, listed, "op", rule.reason)
+
+    def reporting(mode: CastingMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        return _under(mode.explanation, decision, run, mode, func, args, kwargs)
+
+    return reporting
+
+
+def reporting_step(step: Callable[..., Any], rule: OpRule, policy: PrecisionPolicy) -> Callable[..., Any]:
+    """`step`, with the explanation's decision set to the cast until the op itself runs."""
+    decision = Decision(rule.op, rule, "cast", _cast_detail(rule, policy))
+
+    def reporting(mode: CastingMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        return _under(mode.explanation, decision, step, mode, func, args, kwargs)
+
+    return reporting
+
+
+def _under(
+    explanation: Explanation, decision: Decision, call: Callable[..., Any], mode: CastingMode, func: Any, args: Any, kwargs: Any
+) -> Any:
+    outer, explanation.decision = explanation.decision, decision
+    try:
+        return call(mode, func, args, kwargs)
+    finally:
+        explanation.decision = outer
+
+
+def _run_plain(mode: CastingMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+def _cast_detail(rule: OpRule, policy: PrecisionPolicy) -> str:
+    if rule.cast is CastPolicy.LOWER_PRECISION_FP:
+        return f"cast to {str(policy.compute_dtype).removeprefix('torch.')}"
+    if rule.cast in (CastPolicy.PROMOTE, CastPolicy.SEQUENCE_PROMOTE):
+        return "cast to the widest dtype of the arguments"
+    if rule.cast in (CastPolicy.MATCH_SELF, CastPolicy.BANNED):
+        return "cast to the dtype of the tensor written to"
+    return "cast to float32"

@@ -1,0 +1,108 @@
+"""float16 products on the CPU: computed as a tensor core does, or natively.
+
+    native:          C = half(A) · half(B) by the CPU's own half kernel
+    fp32_accumulate: C = round_half( float(A) · float(B) ),  A, B half
+
+Products of two halves are exact in float32 and the sum is rounded once, so the two agree in nearly
+every bit; without fp16 arithmetic in the CPU the native kernels are many times slower than float32.
+Everything here works on public functions and is differentiable: gradients are rounded to half
+at the same borders as in native half. The same rule below autograd is in `aten_accumulate`.
+In recurrent nets inputs, weights and outputs are rounded and the recurrence itself stays float32.
+In-place forms (`addmm_`, …) run natively.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn import functional as F
+
+__all__ = ["PRODUCTS", "HalfMode", "accumulated", "default_half_mode"]
+
+HalfMode = Literal["fp32_accumulate", "native"]
+
+PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
+    [
+        F.linear,
+        F.bilinear,
+        F.scaled_dot_product_attention,
+        *(getattr(torch, name) for name in ("conv1d", "conv2d", "conv3d", "conv_tbc")),
+        *(getattr(torch, name) for name in ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")),
+        *(
+            getattr(home, name)
+            for home in (torch, torch.Tensor)
+            for name in ("matmul", "mm", "mv", "bmm", "addmm", "addmv", "addbmm", "baddbmm", "dot", "vdot", "inner")
+        ),
+        torch.Tensor.__matmul__,
+        torch.Tensor.__rmatmul__,
+        torch.linalg.matmul,
+        torch.linalg.multi_dot,
+        torch.linalg.vecdot,
+        torch.chain_matmul,
+        torch.einsum,
+        torch.tensordot,
+        torch.bilinear,
+        *(getattr(torch, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")),
+        *(getattr(torch, name) for name in ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")),
+    ]
+)
+"""The functions that multiply and accumulate, hence are slow in half on a CPU without fp16 arithmetic."""
+
+
+@functools.cache
+def default_half_mode() -> HalfMode:
+    """"native" where oneDNN finds fp16 arithmetic in this CPU, else "fp32_accumulate"."""
+    if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        return "native"
+    return "fp32_accumulate"
+
+
+def accumulated(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """`func(*args, **kwargs)`; in float32 and rounded once where all its floating tensors are CPU halves.
+
+    Args:
+        func: one of PRODUCTS.
+        args, kwargs: its arguments; tensors may lie in lists and tuples.
+
+    Returns:
+        What `func` returns, floating tensors in float16 where the arguments were. Sync: none.
+    """
+    wide_args = _widened(args)
+    wide_kwargs = _widened(kwargs.values()) if kwargs else ()
+    if wide_args is None or wide_kwargs is None or "out" in kwargs:
+        return func(*args, **kwargs)
+    return _rounded(func(*wide_args, **dict(zip(kwargs, wide_kwargs))))
+
+
+def _widened(values: Any) -> list | None:
+    """Halves as float32; None where a floating tensor is no plain CPU half."""
+    wide: list[Any] = []
+    for value in values:
+        kind = type(value)
+        if kind is Tensor or kind is Parameter:
+            if value.dtype is torch.float16 and value.is_cpu:
+                value = value.to(torch.float32)
+            elif value.is_floating_point():
+                return None
+        elif kind is tuple or kind is list:
+            inner = _widened(value)
+            if inner is None:
+                return None
+            value = kind(inner)
+        elif isinstance(value, Tensor):
+            return None
+        wide.append(value)
+    return wide
+
+
+def _rounded(result: Any) -> Any:
+    if type(result) is Tensor:
+        return result.to(torch.float16) if result.dtype is torch.float32 else result
+    if type(result) is tuple:
+        return tuple(map(_rounded, result))
+    return result

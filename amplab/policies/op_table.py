@@ -1,0 +1,127 @@
+"""The op table: one row per op with its cast policy, its spellings and the reason.
+
+A spelling is a dotted path from `torch`, e.g. "torch.nn.functional.softmax". Two marks say that
+a spelling is not in every torch: "torch.foo>=2.9" came with 2.9, "torch.foo<2.9" left with it.
+Rows are found by function object, not by name: `torch.mm` and `torch.spmm` share a name.
+The rows themselves are in `apex_table`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from amplab.policies.cast_policy import CastPolicy
+
+__all__ = ["OpRule", "OpTable", "resolve"]
+
+
+@dataclasses.dataclass(frozen=True)
+class OpRule:
+    """One row: what happens to the arguments of `op`, and why.
+
+    Attributes:
+        op: the op's bare name, e.g. "softmax"; in-place ops end in an underscore.
+        cast: the kind of cast.
+        reason: one sentence with its number, e.g. "exp overflows half above 11.09".
+        spellings: every public path the op is called by.
+        added: those of `spellings` that the list this row comes from does not name.
+    """
+
+    op: str
+    cast: CastPolicy
+    reason: str
+    spellings: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.op} [{self.cast.value}] {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True)
+class OpTable:
+    """A named list of rows, searched by function object.
+
+    Attributes:
+        name: the word for the list, e.g. "apex".
+        rows: the rows; no function may be claimed by two of them.
+    """
+
+    name: str
+    rows: tuple[OpRule, ...]
+
+    def rule(self, func: Callable[..., Any]) -> OpRule | None:
+        """The row of `func`, or None where no row names it.
+
+        >>> from amplab.policies import APEX
+        >>> APEX.rule(torch.nn.functional.softmax).cast.value
+        'fp32'
+        >>> APEX.rule(torch.relu) is None
+        True
+        """
+        return self.by_function.get(func)
+
+    def rows_of(self, cast: CastPolicy) -> tuple[OpRule, ...]:
+        """The rows with the cast policy `cast`, in table order."""
+        return tuple(row for row in self.rows if row.cast is cast)
+
+    @functools.cached_property
+    def by_function(self) -> dict[Callable[..., Any], OpRule]:
+        """Function object -> row, for the spellings that the running torch has.
+
+        Raises:
+            ValueError: a function is claimed by two rows, or an unmarked spelling is missing.
+        """
+        found: dict[Callable[..., Any], OpRule] = {}
+        for row in self.rows:
+            for spelling in row.spellings:
+                func = resolve(spelling)
+                if func is None:
+                    continue
+                if found.setdefault(func, row) is not row:
+                    raise ValueError(
+                        f"op table {self.name!r}: {spelling} is claimed by the rows {found[func].op!r} and "
+                        f"{row.op!r}; a function has one row, so take it out of one of them."
+                    )
+        return found
+
+
+def resolve(spelling: str) -> Callable[..., Any] | None:
+    """The function that `spelling` names in the running torch; None where its mark excludes this torch.
+
+    Raises:
+        ValueError: there is no such function although nothing marks it as absent.
+
+    >>> resolve("torch.mm") == torch.mm
+    True
+    """
+    path, bound, version = _split_mark(spelling)
+    if bound and (_running_version() >= version) != (bound == ">="):
+        return None
+    value: Any = torch
+    for name in path.split(".")[1:]:
+        value = getattr(value, name, None)
+    if value is None:
+        raise ValueError(
+            f"spelling {spelling!r}: torch {torch.__version__} has no such function; "
+            "expected a dotted path from torch, marked '>=major.minor' or '<major.minor' where versions differ."
+        )
+    return value
+
+
+def _split_mark(spelling: str) -> tuple[str, str, tuple[int, int]]:
+    for bound in (">=", "<"):
+        path, found, version = spelling.partition(bound)
+        if found:
+            major, minor = version.split(".")
+            return path, bound, (int(major), int(minor))
+    return spelling, "", (0, 0)
+
+
+def _running_version() -> tuple[int, int]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
