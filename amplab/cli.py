@@ -1,23 +1,43 @@
 """The ``amplab`` command: open the lab in JupyterLab, or train in the terminal.
 
 Only the command line is read here. :mod:`amplab.lab.launch` opens JupyterLab, :mod:`amplab.lab.console` trains and
-prints; each is imported when its command runs, so that ``amplab --help`` needs no torch.
+prints, :class:`amplab.lab.ExperimentConfig` judges the values of an experiment; each is imported when its command
+runs, so that ``amplab --help`` needs no torch.
 """
 
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 
 from amplab import __version__
 
-__all__ = ["main", "build_parser", "parse_number", "parse_count", "parse_choice"]
+__all__ = ["main", "build_parser", "parse_count"]
 
 BAD_INPUT = 2
 INTERRUPTED = 130
-POWER = re.compile(r"(?P<base>\d+(?:\.\d+)?)\*\*(?P<exponent>[+-]?\d+)")
-# Options of `train` that are not fields of the experiment's configuration.
-NOT_CONFIG = frozenset({"command", "run", "steps", "log"})
+POWER = re.compile(r"(?P<base>\d+)\*\*(?P<exponent>\d{1,2})")
+
+# Field of ExperimentConfig, an example of its value, what it is. The flag is the field's name with hyphens.
+TRAIN_OPTIONS = (
+    ("task", "digits", "what is learnt (default: digits)"),
+    ("model", "mlp|cnn", "what learns it (default: mlp)"),
+    ("hidden", "128", "width of the hidden layers (default: 128)"),
+    ("opt_level", "O0|O1|O2|O3", "which parts are half (default: O1)"),
+    ("loss_scale", "dynamic|128", "dynamic, or a static scale (default: as the opt_level prescribes)"),
+    ("init_scale", "2**16", "dynamic scale at the first step (default: 2**16)"),
+    ("growth_interval", "50", "clean steps until the dynamic scale doubles (default: 50)"),
+    ("min_loss_scale", "1", "floor of the dynamic scale (default: none)"),
+    ("max_loss_scale", "2**24", "ceiling of the dynamic scale (default: 2**24)"),
+    ("keep_batchnorm_fp32", "true|false", "override of the opt_level"),
+    ("master_weights", "true|false", "override of the opt_level"),
+    ("optimizer", "sgd|adam|adamw", "(default: sgd)"),
+    ("lr", "0.1", "learning rate (default: the optimizer's)"),
+    ("momentum", "0.9", "momentum of sgd (default: 0.9)"),
+    ("batch_size", "64", "images per step (default: 64)"),
+    ("seed", "0", "seed of weights, split and batches (default: 0)"),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,20 +63,23 @@ def open_lab(options: argparse.Namespace) -> int:
     except LaunchError as error:
         return refuse(options, error)
     where = "in your browser" if plan.opens_browser else "at the address that JupyterLab prints below"
-    print(f"Opening {notebook.name} {where}. Ctrl+C twice here ends the lab.")
+    print(f"Opening {notebook.name} {where}. Ctrl+C twice here ends the lab.", flush=True)
     return launch(plan)
 
 
-def train(options: argparse.Namespace) -> int:
+def train_in_terminal(options: argparse.Namespace) -> int:
     """Train without a browser."""
-    from amplab.lab import ExperimentConfig, console
+    from amplab.lab import ExperimentConfig
+    from amplab.lab.console import train
 
-    given = {name: value for name, value in vars(options).items() if name not in NOT_CONFIG}
+    words = {field: getattr(options, field) for field, _, _ in TRAIN_OPTIONS}
+    given = [f"{field}={word}" for field, word in words.items() if word is not None]
+    version = str(ExperimentConfig()).split()[0]
     try:
-        config = ExperimentConfig(**given)
+        config = ExperimentConfig.parse(" ".join([version, *given]))
     except ValueError as error:
         return refuse(options, error)
-    console.train(config, steps=options.steps, log_path=options.log)
+    train(config, steps=options.steps, log_path=options.log)
     return 0
 
 
@@ -78,7 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
     parser = Parser(prog="amplab", description="A lab for automatic mixed precision.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"amplab {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_lab(commands.add_parser("lab", help="open JupyterLab on the lab notebook", allow_abbrev=False))
     add_train(commands.add_parser("train", help="train in the terminal", allow_abbrev=False))
     return parser
@@ -95,79 +118,30 @@ def add_lab(parser: argparse.ArgumentParser) -> None:
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``amplab train``; an option left out keeps the default of ExperimentConfig."""
+    """Add the options of ``amplab train``; their values are text until ExperimentConfig reads them."""
     parser.description = "Train one model and print its loss, its loss scale and every skipped step."
     parser.epilog = "Numbers may be written 65536, 2**16 or 1e4."
-    parser.argument_default = argparse.SUPPRESS
-    parser.add_argument("--steps", type=parse_count, default=300, help="training steps (default: 300)")
-    parser.add_argument("--log", default=None, metavar="PATH", help="file of the run log, written as it goes")
-    for flag, kind, metavar, text in TRAIN_OPTIONS:
-        parser.add_argument(flag, type=kind, metavar=metavar, help=text)
-    parser.set_defaults(run=train)
-
-
-def parse_number(text: str) -> float:
-    """Read a number: 128, 0.5, 1e4 or a power such as 2**20.
-
-    >>> parse_number("2**20"), parse_number("1e4"), parse_number("2**-14")
-    (1048576.0, 10000.0, 6.103515625e-05)
-
-    Raises:
-        argparse.ArgumentTypeError: it is none of these.
-    """
-    power = POWER.fullmatch(text.strip())
-    try:
-        return float(power["base"]) ** int(power["exponent"]) if power else float(text)
-    except (ValueError, OverflowError, ZeroDivisionError):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number such as 128, 1e4 or 2**16") from None
+    parser.add_argument("--steps", type=parse_count, default=300, metavar="300", help="training steps (default: 300)")
+    parser.add_argument("--log", type=Path, metavar="PATH", help="file of the run log, written as it goes")
+    for field, example, text in TRAIN_OPTIONS:
+        parser.add_argument(f"--{field.replace('_', '-')}", metavar=example, help=text)
+    parser.set_defaults(run=train_in_terminal)
 
 
 def parse_count(text: str) -> int:
-    """Read a whole number, in any of the spellings of :func:`parse_number`.
+    """Read a whole number > 0.
 
-    >>> parse_count("2**5"), parse_count("1e3")
-    (32, 1000)
+    >>> parse_count("300"), parse_count("1e3"), parse_count("2**5")
+    (300, 1000, 32)
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
     """
-    number = parse_number(text)
-    if not number.is_integer():
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number such as 300, 1e3 or 2**10")
+    power = POWER.fullmatch(text)
+    try:
+        number = float(power["base"]) ** int(power["exponent"]) if power else float(text)
+    except (ValueError, OverflowError):
+        number = -1.0
+    if number < 1 or not number.is_integer():
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number > 0 such as 300, 1e3 or 2**10")
     return int(number)
-
-
-def parse_choice(text: str) -> bool | None:
-    """Read true, false or default (None: what the opt_level prescribes).
-
-    >>> parse_choice("true"), parse_choice("default")
-    (True, None)
-    """
-    spellings = {"true": True, "false": False, "default": None}
-    if text.lower() not in spellings:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected true, false or default")
-    return spellings[text.lower()]
-
-
-def parse_loss_scale(text: str) -> float | str:
-    """Read dynamic, or a static loss scale."""
-    return "dynamic" if text.lower() == "dynamic" else parse_number(text)
-
-
-Option = tuple[str, Callable[[str], object], str, str]
-# Flag, type, metavar, help; the flag's name is the field of ExperimentConfig.
-TRAIN_OPTIONS: tuple[Option, ...] = (
-    ("--task", str, "digits", "what is learnt"),
-    ("--model", str, "mlp", "mlp or cnn"),
-    ("--hidden", parse_count, "128", "width of the hidden layers"),
-    ("--opt-level", str, "O1", "O0, O1, O2 or O3"),
-    ("--optimizer", str, "sgd", "sgd, adam or adamw"),
-    ("--lr", parse_number, "0.1", "learning rate"),
-    ("--momentum", parse_number, "0.9", "momentum of sgd"),
-    ("--batch-size", parse_count, "64", "images per step"),
-    ("--seed", parse_count, "0", "seed of weights and batches"),
-    ("--loss-scale", parse_loss_scale, "dynamic|128", "dynamic, or a static scale"),
-    ("--init-scale", parse_number, "2**16", "dynamic scale at the first step"),
-    ("--growth-interval", parse_count, "50", "clean steps until the dynamic scale doubles"),
-    ("--min-loss-scale", parse_number, "1", "floor of the dynamic scale"),
-    ("--max-loss-scale", parse_number, "2**24", "ceiling of the dynamic scale"),
-    ("--keep-batchnorm-fp32", parse_choice, "true|false", "override of the opt_level"),
-    ("--master-weights", parse_choice, "true|false", "override of the opt_level"),
-)

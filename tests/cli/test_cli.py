@@ -1,0 +1,122 @@
+"""The command line: what it accepts, what it refuses and in how many words, and what it does not load."""
+
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from amplab import __version__
+from amplab.cli import TRAIN_OPTIONS, build_parser, main
+from amplab.lab import ExperimentConfig, load_run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Return what a refused command says, having checked that it is one line on stderr and status 2."""
+    try:
+        status = main(arguments)
+    except SystemExit as exit_:
+        status = exit_.code
+    printed = capsys.readouterr()
+    assert status == 2
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    return printed.err
+
+
+def test_every_field_of_an_experiment_is_an_option() -> None:
+    assert {field for field, _, _ in TRAIN_OPTIONS} == {field.name for field in fields(ExperimentConfig)}
+
+
+def test_stated_defaults_are_those_of_the_experiment() -> None:
+    stated = {field: text.partition("(default: ")[2].rstrip(")") for field, _, text in TRAIN_OPTIONS}
+    literal = {field: value for field, value in stated.items() if value and "the " not in value}
+    given = " ".join(f"{field}={value}" for field, value in literal.items())
+    assert ExperimentConfig.parse(f"amplab/1 {given}") == ExperimentConfig()
+    assert len(literal) > 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--opt-level", "O7"], ["O7", "O0, O1, O2, O3"]),
+        (["--task", "cifar"], ["cifar", "digits"]),
+        (["--loss-scale", "0"], ["loss_scale=0", "> 0"]),
+        (["--loss-scale", "-128"], ["loss_scale=-128", "> 0"]),
+        (["--loss-scale", "big"], ["big", "dynamic"]),
+        (["--init-scale", "2**"], ["2**", "number"]),
+        (["--batch-size", "1.5"], ["1.5", "whole number"]),
+        (["--task", ""], ["task"]),
+        (["--opt-level", "O1", "--keep-batchnorm-fp32", "true"], ["keep_batchnorm_fp32", "O1"]),
+        (["--steps", "many"], ["many", "300"]),
+        (["--steps", "0"], ["0", "> 0"]),
+        (["--stpes", "3"], ["--stpes", "--help"]),
+    ],
+)
+def test_train_refuses_in_one_sentence(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], said: list[str]
+) -> None:
+    message = refusal(capsys, "train", *arguments)
+    assert message.startswith("amplab")
+    for word in said:
+        assert word in message
+
+
+@pytest.mark.parametrize("arguments", [[], ["dance"], ["lab", "--notebook", "77"], ["lab", "--port", "http"]])
+def test_other_refusals_are_one_sentence_too(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    assert refusal(capsys, *arguments).startswith("amplab")
+
+
+def test_unknown_lesson_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    message = refusal(capsys, "lab", "--notebook", "77")
+    assert "'77'" in message
+    assert "00_the_lab" in message
+    assert "01_number_formats" in message
+
+
+@pytest.mark.parametrize(("text", "value"), [("2**10", 1024), ("1e3", 1000), ("7", 7)])
+def test_steps_are_spelt_as_people_do(text: str, value: int) -> None:
+    assert build_parser().parse_args(["train", "--steps", text]).steps == value
+
+
+def test_train_leaves_a_log_of_the_experiment_it_was_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "run.jsonl"
+    words = "train --steps 4 --opt-level O2 --init-scale 2**20 --lr 1e-2 --hidden 16 --seed 5 --master-weights true"
+    assert main([*words.split(), "--log", str(log)]) == 0
+    run = load_run(log)
+    assert run.config == ExperimentConfig(
+        opt_level="O2", init_scale=2.0**20, lr=0.01, hidden=16, seed=5, master_weights=True
+    )
+    assert not run.truncated
+    assert "O2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["-m", "amplab"], ["-c", "import sys, amplab.cli; sys.exit(amplab.cli.main())"]])
+def test_module_and_script_are_the_same(command: list[str]) -> None:
+    result = subprocess.run(
+        [sys.executable, *command, "--version"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert result.stdout == f"amplab {__version__}\n"
+
+
+def test_installed_command_exists() -> None:
+    command = Path(sys.executable).with_name("amplab")
+    if not command.exists():
+        pytest.skip("amplab is not installed in this environment: python -m pip install -e .")
+    result = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
+    assert result.stdout == f"amplab {__version__}\n"
+
+
+def test_help_needs_no_torch() -> None:
+    script = (
+        "import sys\nfrom amplab.cli import main\n"
+        "try: main(['train', '--help'])\nexcept SystemExit: print('torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "--init-scale 2**16" in result.stdout
+    assert result.stdout.splitlines()[-1] == "False"

@@ -1,0 +1,152 @@
+"""Opening JupyterLab: which notebook, which port, whose settings; and one real server."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from amplab.lab.launch import (
+    LaunchError,
+    choose_notebook,
+    find_notebooks,
+    lab_environment,
+    plan_launch,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def lessons(tmp_path: Path) -> Path:
+    folder = tmp_path / "notebooks"
+    folder.mkdir()
+    for name in ("00_the_lab", "03_loss_scale", "10_formats", "11_kernels"):
+        (folder / f"{name}.ipynb").write_text("{}")
+    (folder / "scratch.ipynb").write_text("{}")
+    return folder
+
+
+def test_finds_the_notebooks_of_the_checkout() -> None:
+    assert find_notebooks() == ROOT / "notebooks"
+
+
+def test_missing_notebooks_are_said(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"found no notebooks in .*notebooks: .* clone the repository"):
+        find_notebooks(tmp_path)
+
+
+@pytest.mark.parametrize(("prefix", "name"), [("00", "00_the_lab"), ("03", "03_loss_scale"), ("10_f", "10_formats")])
+def test_chooses_the_lesson_by_its_first_letters(lessons: Path, prefix: str, name: str) -> None:
+    assert choose_notebook(lessons, prefix).stem == name
+
+
+@pytest.mark.parametrize(
+    ("prefix", "problem"), [("07", "no lesson"), ("1", "2 lessons"), ("", "no lesson"), ("s", "no lesson")]
+)
+def test_unclear_lesson_says_which_there_are(lessons: Path, prefix: str, problem: str) -> None:
+    with pytest.raises(LaunchError, match=f"{prefix!r}: {problem}.* 00_the_lab, 03_loss_scale, 10_formats, 11_kernels"):
+        choose_notebook(lessons, prefix)
+
+
+def test_command_opens_one_document_on_this_machine(lessons: Path) -> None:
+    plan = plan_launch(lessons / "03_loss_scale.ipynb", browser=False, extra=["--debug"])
+    assert plan.command[:3] == (sys.executable, "-m", "jupyterlab")
+    assert plan.command[-1] == "--debug"
+    assert {
+        "--ServerApp.ip=127.0.0.1",
+        f"--ServerApp.root_dir={lessons.parent}",
+        "--LabApp.default_url=/doc/tree/notebooks/03_loss_scale.ipynb",
+        "--LabApp.extension_manager=readonly",
+        "--no-browser",
+    } <= set(plan.command)
+    assert ("--allow-root" in plan.command) == (os.geteuid() == 0)
+    # The next free port is JupyterLab's own default, and the token is not ours to touch.
+    assert not [word for word in plan.command if "port" in word or "token" in word]
+
+
+def test_taken_port_is_said(lessons: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(LaunchError, match=rf"--port {port}: not to be had .* choose another, or leave --port out"):
+            plan_launch(lessons / "00_the_lab.ipynb", port=port)
+    assert f"--ServerApp.port={port}" in plan_launch(lessons / "00_the_lab.ipynb", port=port).command
+
+
+@pytest.mark.parametrize("port", [0, 65536])
+def test_impossible_port_is_said(lessons: Path, port: int) -> None:
+    with pytest.raises(LaunchError, match=f"--port {port}: expected a number from 1 to 65535"):
+        plan_launch(lessons / "00_the_lab.ipynb", port=port)
+
+
+def test_missing_jupyterlab_is_said(lessons: Path, tmp_path: Path) -> None:
+    script = (
+        "import sys; sys.path[:] = [path for path in sys.path if 'site-packages' not in path]\n"
+        "import importlib.util as util\n"
+        f"spec = util.spec_from_file_location('launch', {str(ROOT / 'amplab/lab/launch.py')!r})\n"
+        "launch = sys.modules['launch'] = util.module_from_spec(spec); spec.loader.exec_module(launch)\n"
+        f"launch.plan_launch(launch.choose_notebook(launch.Path({str(lessons)!r})))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "LaunchError: JupyterLab is not installed" in result.stderr
+    assert "python -m pip install 'amplab[lab]'" in result.stderr
+
+
+def test_settings_stand_behind_the_users_own() -> None:
+    environment = lab_environment({"JUPYTER_CONFIG_PATH": "/mine", "HOME": "/me"})
+    mine, ours = environment["JUPYTER_CONFIG_PATH"].split(os.pathsep)
+    assert mine == "/mine"
+    assert (Path(ours) / "labconfig" / "default_setting_overrides.json").exists()
+    assert environment["HOME"] == "/me"
+    assert environment["JUPYTER_PREFER_ENV_PATH"] == "1"
+
+
+def fetch(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=20) as reply:
+        return reply.read().decode()
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    """Start `amplab lab` without a browser, as a user without any configuration; yield the address it prints."""
+    folders = {
+        name: str(tmp_path / name)
+        for name in ("HOME", "IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
+    }
+    command = [sys.executable, "-m", "amplab", "lab", "--no-browser"]
+    server = subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, **folders}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    # Ends the loop below where the server never prints an address.
+    watchdog = threading.Timer(60, server.kill)
+    watchdog.start()
+    try:
+        yield next(found[0] for line in server.stdout if (found := re.search(r"http://127\.0\.0\.1\S+", line)))
+    finally:
+        watchdog.cancel()
+        server.send_signal(signal.SIGTERM)
+        server.communicate(timeout=30)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the server is stopped by a signal")
+def test_real_server_keeps_its_token_and_asks_no_questions(address: str) -> None:
+    page = r"(http://127\.0\.0\.1:\d+)/doc/tree/notebooks/00_the_lab\.ipynb\?token=(\w+)"
+    server, token = re.fullmatch(page, address).groups()
+    assert "jupyter-config-data" in fetch(address)
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        fetch(f"{server}/api/contents")
+    settings = fetch(f"{server}/lab/api/settings/@jupyterlab/apputils-extension:notification?token={token}")
+    defaults = json.loads(settings)["schema"]["properties"]
+    assert defaults["fetchNews"]["default"] == "false"
+    assert defaults["checkForUpdates"]["default"] is False
