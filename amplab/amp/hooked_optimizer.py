@@ -1,0 +1,272 @@
+"""One optimizer under a session: its masters, its gradients around a backward, and its skipped steps.
+
+    enter scale_loss    gradients of earlier backwards are set aside
+    leave scale_loss    new gradients are unscaled and added to those; half ones go on to the masters
+    before step         a step that is skipped finds every gradient parked, and so changes nothing
+    after step          gradients are put back, or the masters rounded into the model
+
+Official hooks of `torch.optim.Optimizer` only. The scale itself is in `loss_scaler`.
+"""
+
+import contextlib
+import operator
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amplab.amp.gradients import SetAside, add_scaled, add_unscaled, put_back, reached_first, set_aside
+from amplab.amp.loss_scaler import LossScaler
+from amplab.amp.model_weights import Uncast, set_values
+from amplab.amp.optimizer_params import cast_state, params_of, replace_params
+from amplab.amp.records import StepOutcome
+from amplab.policies import disable_casts
+from amplab.scalers import MasterWeights, Unscaler
+
+__all__ = ["HookedOptimizer"]
+
+_NO_STEP_YET = StepOutcome(False, "no step since initialize")
+_STEPPED = StepOutcome(True, "no overflow was to be skipped")
+
+
+class _Skip(NamedTuple):
+    loss_id: int
+    scaler: LossScaler
+    loss_scale: float
+    first_nonfinite: str | None
+
+
+class HookedOptimizer:
+    """What a session keeps about one optimizer; it does not keep the optimizer alive.
+
+    Args:
+        optimizer: any optimizer built on `torch.optim.Optimizer`.
+        uncast: what its parameters held before the model was cast, for those that were.
+        master_weights: let it step float32 masters of its half parameters.
+        casts_in_step: False runs ``step`` with casts disabled.
+        announce: print a line for each skipped step.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        uncast: Mapping[Tensor, Uncast],
+        *,
+        master_weights: bool,
+        casts_in_step: bool,
+        announce: bool,
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self.masters = MasterWeights()
+        self.outcome = _NO_STEP_YET
+        self._master_weights, self._casts_in_step, self._announce = master_weights, casts_in_step, announce
+        self._unscaler = Unscaler()
+        self._params: list[Tensor] = []
+        self._own: list[Tensor] = []
+        self._scaled_by: float | None = None
+        self._skip: _Skip | None = None
+        self._parked: list[SetAside] = []
+        self._step_scope: contextlib.ExitStack | None = None
+        self._in_closure = False
+        self._take_over(optimizer, uncast)
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    @property
+    def model_params(self) -> list[Tensor]:
+        """The parameters that a backward reaches, in the order of the groups: never masters."""
+        by_master = {id(pair.master): pair.model for pair in self.masters.pairs}
+        return [by_master.get(id(param), param) for param in self._current_params()]
+
+    @property
+    def passes_gradients_through(self) -> bool:
+        """Whether at scale 1.0 there is nothing to do with its gradients."""
+        return not self.masters.pairs and self._scaled_by is None
+
+    def set_grads_aside(self) -> list[SetAside]:
+        """Clear the way for a backward; the gradients that are there keep out of its unscaling."""
+        if not self._in_closure:
+            self._leave_step()
+        self._refresh()
+        halves = [pair.model for pair in self.masters.pairs]
+        if self._scaled_by is None:
+            # Whatever lies on the half parameters came from a backward that belonged to other optimizers.
+            for param in halves:
+                param.grad = None
+        return set_aside([*self._own, *halves])
+
+    def put_grads_back(self, aside: list[SetAside]) -> None:
+        """Undo `set_grads_aside` after a backward that failed; what it left behind is dropped."""
+        for param in [*self._own, *(pair.model for pair in self.masters.pairs)]:
+            param.grad = None
+        put_back(aside)
+
+    @torch.no_grad()
+    def keep_scaled(self, aside: list[SetAside], scale: float) -> None:
+        """Add up gradients that stay scaled by ``scale`` until a later backward unscales them all."""
+        add_scaled(aside, scale / (self._scaled_by or 1.0))
+        self._scaled_by = scale
+
+    @torch.no_grad()
+    def unscale(self, aside: list[SetAside], scale: float, found_inf: Tensor | None) -> Tensor:
+        """Unscale the new gradients, and bring those of half parameters to their masters.
+
+        Returns:
+            ``(1,)`` float32, 1.0 where one of them is inf or NaN.
+
+        Sync: none.
+        """
+        if self._scaled_by is not None:
+            self.keep_scaled(aside, scale)
+            self._scaled_by, aside = None, []
+        found_inf = add_unscaled(self._own, aside, scale, self._unscaler, found_inf)
+        if self.masters.pairs:
+            found_inf = self.masters.unscale_grads(scale, accumulate=True, found_inf=found_inf)
+            for pair in self.masters.pairs:
+                pair.model.grad = None
+        return found_inf
+
+    def first_nonfinite(self) -> Tensor | None:
+        """Return the model's parameter whose non-finite gradient backward reached first. Sync: many."""
+        params = self._current_params()
+        reached = reached_first(params)
+        return (
+            None
+            if reached is None
+            else next(model for param, model in zip(params, self.model_params, strict=True) if param is reached)
+        )
+
+    def skip_next_step(self, loss_id: int, scaler: LossScaler, loss_scale: float, first_nonfinite: str | None) -> None:
+        """Let the next step change nothing; of several overflows before it the first one counts.
+
+        Raises:
+            RuntimeError: called from the closure of a step, which cannot be skipped any more.
+        """
+        if self._in_closure:
+            raise RuntimeError(
+                f"The gradients overflowed at loss scale {loss_scale} inside the closure of "
+                f"{type(self._optimizer()).__name__}.step(), which cannot be skipped half-way. The scale is now "
+                f"{scaler.scale}: call step(closure) again, or use a static loss_scale."
+            )
+        self._skip = self._skip or _Skip(loss_id, scaler, loss_scale, first_nonfinite)
+
+    def release(self) -> Optimizer | None:
+        """Take the hooks off and give the optimizer back the model's parameters, with the masters' float32 values.
+
+        Returns:
+            The optimizer, if there still is one. State of parameters that are cast back later is left to do.
+        """
+        self._leave_step()
+        for handle in self._handles:
+            handle.remove()
+        by_master = {id(pair.master): pair.model for pair in self.masters.pairs}
+        for pair in self.masters.pairs:
+            pair.model.grad = None
+            set_values(pair.model, pair.master.data)
+            pair.model.grad = pair.master.grad
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            replace_params(optimizer, lambda param: by_master.get(id(param), param))
+        return optimizer
+
+    def _take_over(self, optimizer: Optimizer, uncast: Mapping[Tensor, Uncast]) -> None:
+        self._refresh()
+        for pair in self.masters.pairs:
+            if pair.model in uncast:  # the values that the model has rounded
+                pair.master.data, pair.master.grad = uncast[pair.model]
+                pair.model.grad = None
+        for param in self._own:
+            if param in uncast:
+                cast_state(optimizer, param)
+
+    def _current_params(self) -> list[Tensor]:
+        optimizer = self._optimizer()
+        return [] if optimizer is None else list(params_of(optimizer))
+
+    def _refresh(self) -> None:
+        """Meet parameters that were added to a group since."""
+        optimizer, params = self._optimizer(), self._current_params()
+        if optimizer is None or (len(params) == len(self._params) and all(map(operator.is_, params, self._params))):
+            return
+        if self._master_weights:
+            replace_params(optimizer, lambda param: self.masters.add_pairs([param])[0])
+        masters = {id(pair.master) for pair in self.masters.pairs}
+        self._params = self._current_params()
+        self._own = [param for param in self._params if id(param) not in masters]
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._leave_step()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is not None:
+            return (args[0], self._watched(closure), *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
+        self._refuse_scaled_grads(optimizer)
+        self._step_scope = contextlib.ExitStack()
+        if not self._casts_in_step:
+            self._step_scope.enter_context(disable_casts())
+        if self._skip is not None:
+            self._parked = set_aside(self._current_params())
+        return None
+
+    def _watched(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return ``closure`` so wrapped that a backward inside it is known to run within a step."""
+        if self._skip is not None or self.masters.pairs:
+            raise RuntimeError(
+                "Currently, Amp does not support closure use with optimizers. Call step() without a closure, after "
+                "scale_loss; optimizers that need one work at O0 and O1, with a static loss_scale."
+            )
+
+        def run() -> Any:
+            self._in_closure = True
+            try:
+                return closure()
+            finally:
+                self._in_closure = False
+
+        return run
+
+    def _refuse_scaled_grads(self, optimizer: Optimizer) -> None:
+        if self._scaled_by is not None and self._skip is None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() with gradients still scaled by {self._scaled_by}: the last "
+                "backward before a step must run in scale_loss without delay_unscale=True."
+            )
+        pairs = self.masters.pairs
+        if all(pair.master.grad is None for pair in pairs) and any(pair.model.grad is not None for pair in pairs):
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() found gradients on half parameters that never reached their "
+                "masters: run the backward in `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`."
+            )
+
+    def _after_step(self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        self._leave_step()
+        if self._skip is None:
+            self.masters.copy_to_model()
+            self.outcome = _STEPPED
+        else:
+            self._report_skip(self._skip)
+        for pair in self.masters.pairs:
+            pair.master.grad = None
+        self._skip = None
+
+    def _leave_step(self) -> None:
+        """End the step, or what is left of one that raised."""
+        if self._step_scope is not None:
+            self._step_scope.close()
+            self._step_scope = None
+            put_back(self._parked)
+            self._parked = []
+
+    def _report_skip(self, skip: _Skip) -> None:
+        where = f", first in the gradient of {skip.first_nonfinite}" if skip.first_nonfinite else ""
+        reason = f"gradient overflow at loss scale {skip.loss_scale} of loss scaler {skip.loss_id}{where}"
+        self.outcome = StepOutcome(False, reason, skip.first_nonfinite)
+        if self._announce:
+            print(  # noqa: T201  the line that apex prints
+                f"Gradient overflow.  Skipping step, loss scaler {skip.loss_id} "
+                f"reducing loss scale to {skip.scaler.scale}"
+            )

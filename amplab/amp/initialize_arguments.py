@@ -1,0 +1,115 @@
+"""What `initialize` accepts as models and optimizers, and the sentences that refuse the rest.
+
+The properties of a level are checked in `opt_levels`.
+"""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from amplab.amp.model_weights import LOW_PRECISION
+
+__all__ = [
+    "as_list",
+    "checked_models",
+    "checked_num_losses",
+    "checked_optimizers",
+    "refuse_half",
+    "warn_of_vanishing_eps",
+]
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return a list or tuple as a list, None as an empty one, anything else as a list of one."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def checked_models(models: Any) -> list[nn.Module]:
+    """Return the models of a call as a list, each once.
+
+    Raises:
+        TypeError: neither a module nor a list of modules.
+        RuntimeError: a model that a parallel wrapper has taken already.
+    """
+    chosen = list(dict.fromkeys(models)) if isinstance(models, list) else [models]
+    for model in chosen:
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"models must be either a single model or a list of models. Found {_kind(model)}; pass torch.nn.Module."
+            )
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            raise RuntimeError(
+                f"Incoming model is an instance of {type(model)}. Parallel wrappers should only be applied to the "
+                "model(s) AFTER the model(s) have been returned from amp.initialize."
+            )
+    return chosen
+
+
+def checked_optimizers(optimizers: Any) -> list[Optimizer]:
+    """Return the optimizers of a call as a list, each once; None is an empty one.
+
+    Raises:
+        TypeError: neither an optimizer nor a list of optimizers.
+    """
+    if optimizers is None:
+        return []
+    chosen = list(dict.fromkeys(optimizers)) if isinstance(optimizers, list) else [optimizers]
+    for optimizer in chosen:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                "optimizers must be either a single optimizer or a list of optimizers. "
+                f"Found {_kind(optimizer)}; pass torch.optim.Optimizer."
+            )
+    return chosen
+
+
+def checked_num_losses(num_losses: Any) -> int:
+    """Return the number of loss scalers to make.
+
+    Raises:
+        ValueError: not a whole number above 0.
+    """
+    if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
+        raise ValueError(f"num_losses={num_losses!r}: expected a whole number >= 1; use 1 unless losses get a loss_id.")
+    return num_losses
+
+
+def refuse_half(model: nn.Module) -> None:
+    """Refuse a model that somebody has cast to half already.
+
+    Raises:
+        RuntimeError: a float16 parameter or buffer, named.
+    """
+    for kind, tensors in (("param", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in tensors:
+            if tensor.dtype == torch.float16:
+                raise RuntimeError(
+                    f"Found {kind} {name} with type {tensor.type()}, expected torch.FloatTensor. When using "
+                    "amp.initialize, you do not need to call .half() on your model before passing it, no matter "
+                    "what optimization level you choose."
+                )
+
+
+def warn_of_vanishing_eps(optimizer: Optimizer) -> None:
+    """Warn of an ``eps`` that is 0 in the dtype of the parameters that the optimizer steps (Adam's at O3)."""
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        dtypes = {param.dtype for param in group["params"]}.intersection(LOW_PRECISION)
+        for dtype in dtypes if isinstance(eps, float) and eps > 0 else ():
+            if torch.tensor(eps, dtype=dtype) == 0:
+                warnings.warn(
+                    f"{type(optimizer).__name__} on half parameters: eps={eps} is 0 in {dtype}, so that a division by "
+                    "it makes parameters non-finite within a few steps. Use eps=1e-4, or master_weights=True (O2).",
+                    stacklevel=4,
+                )
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"an object of type {type(value).__name__}"

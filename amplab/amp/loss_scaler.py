@@ -1,0 +1,92 @@
+"""One loss scaler of a session: a rule, where it stands, and apex's way of writing that down.
+
+The rules themselves are in `amplab.scalers.rules`.
+"""
+
+import re
+from typing import Any
+
+import torch
+
+from amplab.amp.opt_levels import scale_value
+from amplab.scalers import DynamicScale, ScaleRule, ScaleState, StaticScale
+
+__all__ = ["SMALLEST_SCALE", "LossScaler", "scale_rule"]
+
+# Where a dynamic scale stops when no floor is given: 1 / scale is still finite in float32.
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+
+_ARGUMENTS = {  # of DynamicScale, and what they are called in initialize
+    "init_scale": "dynamic_init_scale",
+    "growth_factor": "scale_growth_factor",
+    "backoff_factor": "scale_backoff_factor",
+    "growth_interval": "scale_window",
+    "floor": "min_loss_scale",
+    "ceiling": "max_loss_scale",
+}
+
+
+class LossScaler:
+    """Own the scale of one ``loss_id``.
+
+    Args:
+        rule: how the scale moves.
+    """
+
+    def __init__(self, rule: ScaleRule) -> None:
+        self.rule = rule
+        self.state: ScaleState = rule.start()
+
+    @property
+    def scale(self) -> float:
+        """The scale that the next loss is multiplied by."""
+        return self.state.scale
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether overflows skip the step and move the scale."""
+        return self.rule.skips_on_overflow
+
+    def update(self, found_inf: bool) -> None:
+        """Move on after a backward; once for each exit of `scale_loss`, as apex counts."""
+        self.state = self.rule.next(self.state, found_inf)
+
+    def state_dict(self) -> dict[str, float | int]:
+        """Return apex's entry: the scale, and the clean steps since it last moved."""
+        return {"loss_scale": self.state.scale, "unskipped": self.state.clean_steps}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Take up a saved scale, not below the floor; a static scaler keeps its own.
+
+        Raises:
+            ValueError: the entry is not apex's, or its scale is negative or not finite.
+        """
+        try:
+            scale, clean_steps = float(saved["loss_scale"]), int(saved["unskipped"])
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(
+                f"{saved!r}: expected {{'loss_scale': float, 'unskipped': int}}, as amp.state_dict() writes."
+            ) from None
+        if isinstance(self.rule, DynamicScale):
+            # apex checkpoints of a collapsed run hold 0.0; training can go on from the floor.
+            scale = max(scale, self.rule.floor or SMALLEST_SCALE)
+            self.state = ScaleState(scale_value("loss_scale", scale), clean_steps)
+
+
+def scale_rule(loss_scale: float | str, **arguments: float | None) -> ScaleRule:
+    """Make the rule of a call of `initialize`, its errors in the words of that call.
+
+    Args:
+        loss_scale: "dynamic", or the scale of a static rule, which takes nothing from ``arguments``.
+        arguments: as `DynamicScale`; ``floor`` None or 0 becomes `SMALLEST_SCALE`.
+
+    Raises:
+        ValueError: an argument out of its range.
+    """
+    if not isinstance(loss_scale, str):
+        return StaticScale(loss_scale)
+    try:
+        return DynamicScale(**{**arguments, "floor": arguments["floor"] or SMALLEST_SCALE})
+    except ValueError as error:
+        words = "|".join(_ARGUMENTS)
+        raise ValueError(re.sub(rf"\b({words})\b", lambda word: _ARGUMENTS[word.group()], str(error))) from None

@@ -1,0 +1,55 @@
+"""Count the bytes that models and optimizers hold, by what they are for."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amplab.amp.hooked_optimizer import HookedOptimizer
+from amplab.amp.optimizer_params import params_of
+from amplab.amp.records import MemoryUse
+
+__all__ = ["memory_use"]
+
+
+def memory_use(models: Iterable[nn.Module], optimizers: Iterable[tuple[Optimizer, HookedOptimizer]]) -> MemoryUse:
+    """Return the bytes of everything that belongs to ``models`` and ``optimizers``; shared tensors count once.
+
+    Sync: none.
+    """
+    optimizers = list(optimizers)
+    owned = [param for optimizer, _ in optimizers for param in params_of(optimizer)]
+    masters = [pair.master for _, hooked in optimizers for pair in hooked.masters.pairs]
+    params = [param for model in models for param in model.parameters()]
+    is_master = {id(master) for master in masters}
+    params += [param for param in owned if id(param) not in is_master]
+    return MemoryUse(
+        parameters=_bytes(params),
+        gradients=_bytes(param.grad for param in [*params, *masters] if param.grad is not None),
+        masters=_bytes(masters),
+        optimizer_state=_bytes(tensor for optimizer, _ in optimizers for tensor in _tensors_in(optimizer.state)),
+    )
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(_tensor_bytes(tensor) for tensor in {id(tensor): tensor for tensor in tensors}.values())
+
+
+def _tensor_bytes(tensor: Tensor) -> int:
+    if tensor.layout != torch.strided:
+        tensor = tensor.coalesce()
+        return tensor.indices().nbytes + tensor.values().nbytes
+    return tensor.nbytes
+
+
+def _tensors_in(state: Any) -> Iterable[Tensor]:
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, (list, tuple)):
+        for entry in state:
+            yield from _tensors_in(entry)
+    elif isinstance(state, dict):
+        for entry in state.values():
+            yield from _tensors_in(entry)

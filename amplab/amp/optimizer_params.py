@@ -1,0 +1,50 @@
+"""Change which tensors an optimizer owns, in mid-training, with its state following them.
+
+    optimizer.param_groups   old -> new, in place in each group's list
+    optimizer.state          re-keyed old -> new, floating entries cast to the new parameter's dtype
+
+Step counts and other single numbers keep their dtype, as in ``Optimizer.load_state_dict``.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amplab.policies import cast_tree
+
+__all__ = ["cast_state", "params_of", "replace_params"]
+
+
+def params_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield every parameter of every group."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def replace_params(optimizer: Optimizer, replacement: Callable[[Tensor], Tensor]) -> None:
+    """Let ``optimizer`` own ``replacement(param)`` in the place of each of its parameters.
+
+    The groups' lists are edited in place, since some optimizers (LBFGS) keep a reference to them.
+    """
+    for group in optimizer.param_groups:
+        for index, old in enumerate(group["params"]):
+            new = replacement(old)
+            if new is not old:
+                group["params"][index] = new
+                if old in optimizer.state:
+                    optimizer.state[new] = optimizer.state.pop(old)
+                    cast_state(optimizer, new)
+
+
+def cast_state(optimizer: Optimizer, param: Tensor) -> None:
+    """Cast the floating state of ``param`` to its dtype."""
+    if param in optimizer.state:
+        state = optimizer.state[param]
+        for name, value in state.items():
+            state[name] = value if name == "step" or _is_number(value) else cast_tree(value, param.dtype)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0

@@ -1,0 +1,67 @@
+"""What a session tells about itself: frozen values, one per event or question.
+
+`ScaleRecord` at the exit of `scale_loss`, `StepOutcome` after `optimizer.step()`, `MemoryUse` when asked.
+"""
+
+from dataclasses import dataclass
+
+__all__ = ["MemoryUse", "ScaleRecord", "StepOutcome"]
+
+
+@dataclass(frozen=True)
+class ScaleRecord:
+    """One exit of `scale_loss` that unscaled gradients.
+
+    Attributes:
+        loss_id: which loss scaler.
+        loss_scale: the scale that this loss was multiplied by.
+        next_loss_scale: the scale that the next loss will be multiplied by.
+        found_inf: a gradient of the optimizers passed in is inf or NaN.
+        skipped: the next step of these optimizers will be left out (never at a static scale).
+        first_nonfinite: with ``found_inf``, the non-finite gradient that backward reached first, by its
+            parameter's name; the one nearest the loss.
+    """
+
+    loss_id: int
+    loss_scale: float
+    next_loss_scale: float
+    found_inf: bool
+    skipped: bool
+    first_nonfinite: str | None = None
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What the last ``optimizer.step()`` did.
+
+    Attributes:
+        stepped: the parameters were updated.
+        reason: why, or why not.
+        first_nonfinite: the parameter that a skipped step is due to.
+    """
+
+    stepped: bool
+    reason: str
+    first_nonfinite: str | None = None
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes held by what a session has initialized; a tensor shared by several owners counts once.
+
+    Attributes:
+        parameters: the models' parameters, in the dtype they have now.
+        gradients: the gradients of those parameters and of the masters.
+        masters: float32 master weights.
+        optimizer_state: momenta, moments, step counts: every tensor in ``optimizer.state``.
+    """
+
+    parameters: int
+    gradients: int
+    masters: int
+    optimizer_state: int
+
+    @property
+    def total(self) -> int:
+        """All four together, in bytes."""
+        return self.parameters + self.gradients + self.masters + self.optimizer_state

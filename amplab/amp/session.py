@@ -1,0 +1,378 @@
+"""Session: the apex face of amplab for one experiment, with nothing ambient.
+
+    with session.casting():
+        loss = criterion(model(x), y)
+        with session.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+    optimizer.step()
+
+What a level means stands in `opt_levels`; `hooks` carries it out on models and optimizers. The module
+functions of `amplab.amp`, which drive one session for everybody, are in `apex_face`.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amplab.amp.banner import banner, is_first_rank
+from amplab.amp.checkpoint import load_scalers, save_scalers
+from amplab.amp.hooked_optimizer import HookedOptimizer
+from amplab.amp.hooks import Hooks
+from amplab.amp.initialize_arguments import as_list, checked_models, checked_num_losses, checked_optimizers, refuse_half
+from amplab.amp.loss_scaler import LossScaler, scale_rule
+from amplab.amp.model_weights import LOW_PRECISION
+from amplab.amp.opt_levels import OptProperties, opt_level_named
+from amplab.amp.optimizer_params import params_of
+from amplab.amp.records import MemoryUse, ScaleRecord, StepOutcome
+from amplab.policies import CastingEngine, PrecisionPolicy
+
+__all__ = ["Session"]
+
+
+class Session:
+    """Mixed precision for the models and optimizers of one experiment.
+
+    Two sessions share nothing; one session may be used from any thread, by one thread at a time.
+
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> session = Session()
+    >>> model, optimizer = session.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    >>> model.weight.dtype, next(session.master_params(optimizer)).dtype
+    (torch.float16, torch.float32)
+    """
+
+    def __init__(self) -> None:
+        self._hooks = Hooks()
+        self._subscribers: list[Callable[[ScaleRecord], object]] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        self._properties: OptProperties | None = None
+        self._scalers: list[LossScaler] = []
+        self._unchecked: dict[int, Tensor] = {}
+        self._engine: CastingEngine | None = None
+
+    # -- what it is set to -------------------------------------------------------------------------
+
+    @property
+    def properties(self) -> OptProperties:
+        """The properties in force; everything off before `initialize`."""
+        return self._properties or OptProperties()
+
+    @property
+    def opt_level(self) -> str | None:
+        """The level's name, "O0" to "O3"; None before `initialize` and with ``enabled=False``."""
+        return self.properties.opt_level
+
+    def loss_scale(self, loss_id: int = 0) -> float:
+        """Return the scale that the next loss is multiplied by; 1.0 with ``enabled=False``. Sync: none."""
+        self._require_initialized("loss_scale")
+        return self._scaler(loss_id).scale if self.properties.enabled else 1.0
+
+    # -- before and after training -----------------------------------------------------------------
+
+    def initialize(
+        self,
+        models: Any,
+        optimizers: Any = None,
+        enabled: bool = True,
+        opt_level: str = "O1",
+        cast_model_type: torch.dtype | bool | None = None,
+        patch_torch_functions: bool | None = None,
+        keep_batchnorm_fp32: bool | str | None = None,
+        master_weights: bool | None = None,
+        loss_scale: float | str | None = None,
+        cast_model_outputs: torch.dtype | None = None,
+        num_losses: int = 1,
+        verbosity: int = 1,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float | None = 2.0**24,
+        *,
+        dynamic_init_scale: float = 2.0**16,
+        scale_growth_factor: float = 2.0,
+        scale_backoff_factor: float = 0.5,
+        scale_window: int = 2000,
+    ) -> Any:
+        """Prepare models and optimizers for an optimization level; the same objects come back, changed.
+
+        Safe to repeat: what this session has initialized before is released first, weights and optimizer
+        state kept.
+
+        Args:
+            models: a module or a list of modules, float32, on any device.
+            optimizers: an optimizer, a list of them, or None.
+            enabled: False returns everything as it is, and `scale_loss` yields the loss itself.
+            opt_level: "O0", "O1", "O2" or "O3"; the properties that follow override those of the level.
+            cast_model_type: dtype of the model's weights and inputs; False for no cast.
+            patch_torch_functions: cast around torch functions (O1 alone).
+            keep_batchnorm_fp32: leave BatchNorm float32 when the model is cast.
+            master_weights: step float32 masters of half parameters.
+            loss_scale: "dynamic" or a number > 0.
+            cast_model_outputs: dtype of what the models return; float32 where None and the model is cast.
+            num_losses: how many loss scalers to make, one for each ``loss_id``.
+            verbosity: 0 prints nothing; 1 the properties and each skipped step.
+            min_loss_scale: floor of a dynamic scale; float32's smallest normal number where None or 0.
+            max_loss_scale: ceiling of a dynamic scale; None for none.
+            dynamic_init_scale: where a dynamic scale starts.
+            scale_growth_factor: what it is multiplied by after ``scale_window`` backwards without overflow.
+            scale_backoff_factor: what it is multiplied by after an overflow.
+            scale_window: see ``scale_growth_factor``.
+
+        Returns:
+            ``models``, or ``(models, optimizers)`` where optimizers were given.
+
+        Raises:
+            RuntimeError: an override that makes no sense at this level; a model that is half or wrapped already.
+            TypeError: models or optimizers of another type.
+            ValueError: a number out of its range.
+
+        Sync: none.
+        """
+        arrived = models if optimizers is None else (models, optimizers)
+        if not enabled:
+            self._hooks.release_connected(as_list(models), as_list(optimizers))
+            self._forget()
+            self._properties = OptProperties()
+            return arrived
+        if not torch.backends.cudnn.enabled:
+            raise RuntimeError("Amp requires torch.backends.cudnn.enabled = True")
+        level = opt_level_named(opt_level)
+        properties = level.properties.with_overrides(
+            cast_model_type=cast_model_type,
+            patch_torch_functions=patch_torch_functions,
+            keep_batchnorm_fp32=keep_batchnorm_fp32,
+            master_weights=master_weights,
+            loss_scale=loss_scale,
+        )
+        rule = scale_rule(
+            properties.loss_scale,
+            init_scale=dynamic_init_scale,
+            growth_factor=scale_growth_factor,
+            backoff_factor=scale_backoff_factor,
+            growth_interval=scale_window,
+            floor=min_loss_scale,
+            ceiling=max_loss_scale,
+        )
+        chosen_models, chosen_optimizers = checked_models(models), checked_optimizers(optimizers)
+        scalers = [LossScaler(rule) for _ in range(checked_num_losses(num_losses))]
+        self._hooks.release_connected(chosen_models, chosen_optimizers)
+        for model in chosen_models:
+            refuse_half(model)
+        if verbosity > 0 and is_first_rank():
+            print(banner(level, properties))  # noqa: T201  as apex does
+        self._set_engine(properties)
+        self._hooks.hook(
+            chosen_models,
+            chosen_optimizers,
+            properties,
+            cast_model_outputs=cast_model_outputs,
+            engine=self._engine,
+            announce=verbosity > 0,
+        )
+        self._properties, self._scalers, self._unchecked = properties, scalers, {}
+        return arrived
+
+    def reset(self) -> None:
+        """Undo `initialize`: every hook off, half models float32 again, optimizers back to the models' parameters.
+
+        Values come from the masters where there are any. Optimizer state is kept, float32 again. An engine
+        that `install` put into another thread stays there. Afterwards `initialize` works at any level.
+        """
+        self._hooks.release_all()
+        self._set_engine(OptProperties())
+        self._forget()
+
+    def state_dict(self, destination: Any = None) -> Any:
+        """Return ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, …}``; empty with ``enabled=False``.
+
+        Raises:
+            RuntimeError: before `initialize`.
+        """
+        self._require_initialized("state_dict")
+        return save_scalers(self._scalers, destination)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned, here or in apex; entries go by the number in their key.
+
+        Raises:
+            RuntimeError: before `initialize`; or keys that are no loss scaler's.
+            ValueError: an entry without a positive ``loss_scale``.
+        """
+        self._require_initialized("load_state_dict")
+        load_scalers(self._scalers, state_dict)
+
+    # -- in every step -----------------------------------------------------------------------------
+
+    def casting(self) -> contextlib.AbstractContextManager[None]:
+        """Cast around functions in the calling thread inside the block, as the level says.
+
+        At O2 and O3 the block computes products of halves on the CPU with float32 accumulation; the models
+        do so in their own forward too. Nothing where the level casts nothing.
+        """
+        return contextlib.nullcontext() if self._engine is None else self._engine.active()
+
+    def install(self) -> None:
+        """Leave the casts of O1 on in the calling thread until `reset` or another level; nothing at other levels."""
+        if self._engine is not None and self.properties.patch_torch_functions:
+            self._engine.install()
+
+    @contextlib.contextmanager
+    def scale_loss(
+        self,
+        loss: Tensor,
+        optimizers: Any,
+        loss_id: int = 0,
+        model: Any = None,  # noqa: ARG002  apex has it, and does nothing with it either
+        delay_unscale: bool = False,
+        delay_overflow_check: bool = False,
+    ) -> Iterator[Tensor]:
+        """Yield ``loss.float() * loss_scale`` for the backward in the block; unscale the gradients afterwards.
+
+        A gradient that is inf or NaN lets a dynamic scale back off, and the next step of ``optimizers`` change
+        nothing. After an exception in the block gradients are what they were before it.
+
+        Args:
+            loss: any shape.
+            optimizers: one or a list: everything whose parameters this backward reaches.
+            loss_id: which loss scaler, below ``num_losses``.
+            model: not used; apex has it.
+            delay_unscale: leave gradients scaled, for a later backward before the step to unscale them all.
+            delay_overflow_check: leave the check, and the scale, to the next backward of this ``loss_id``.
+
+        Raises:
+            RuntimeError: before `initialize`, or for an optimizer that was not part of it.
+            IndexError: no such ``loss_id``.
+            TypeError: the loss is no tensor.
+
+        Sync: one with a dynamic scale or a subscriber, else none.
+        """
+        self._require_initialized("scale_loss")
+        if not isinstance(loss, Tensor):
+            raise TypeError(
+                f"scale_loss got a loss of type {type(loss).__name__}: expected the tensor to run backward from."
+            )
+        if not self.properties.enabled:
+            yield loss
+            return
+        hooked = [self._hooks.hooked(optimizer) for optimizer in as_list(optimizers)]
+        scaler = self._scaler(loss_id)
+        scale = scaler.scale
+        if scale == 1.0 and self._nothing_to_do(scaler, hooked):
+            with self._fresh_weight_casts():
+                yield loss.float()
+            return
+        asides = [each.set_grads_aside() for each in hooked]
+        try:
+            with self._fresh_weight_casts():
+                yield loss.float() * scale
+        except BaseException:
+            for each, aside in zip(hooked, asides, strict=True):
+                each.put_grads_back(aside)
+            raise
+        if delay_unscale:
+            for each, aside in zip(hooked, asides, strict=True):
+                each.keep_scaled(aside, scale)
+            return
+        found_inf = self._unchecked.pop(loss_id, None)
+        for each, aside in zip(hooked, asides, strict=True):
+            found_inf = each.unscale(aside, scale, found_inf)
+        if delay_overflow_check and found_inf is not None:
+            self._unchecked[loss_id] = found_inf
+        else:
+            self._check(found_inf, loss_id, scaler, hooked)
+
+    def master_params(self, optimizer: Optimizer) -> Iterator[Tensor]:
+        """Yield what ``optimizer`` steps, float32 masters included: the parameters to clip. Sync: none."""
+        return params_of(optimizer)
+
+    # -- what has happened -------------------------------------------------------------------------
+
+    def last_step(self, optimizer: Optimizer) -> StepOutcome:
+        """Say whether the last ``optimizer.step()`` changed the parameters, and why not.
+
+        Raises:
+            RuntimeError: an optimizer that was not part of `initialize`.
+        """
+        return self._hooks.hooked(optimizer).outcome
+
+    def subscribe(self, callback: Callable[[ScaleRecord], object]) -> Callable[[], None]:
+        """Call ``callback`` with a `ScaleRecord` whenever `scale_loss` has unscaled and checked gradients.
+
+        With a subscriber gradients are checked at static scales too. The call comes last, when everything is in
+        order; an exception in it leaves `scale_loss`.
+
+        Returns:
+            A function that ends the subscription.
+        """
+        self._subscribers.append(callback)
+
+        def unsubscribe() -> None:
+            if callback in self._subscribers:
+                self._subscribers.remove(callback)
+
+        return unsubscribe
+
+    def memory(self) -> MemoryUse:
+        """Count the bytes of what this session has initialized. Sync: none."""
+        return self._hooks.memory()
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _set_engine(self, properties: OptProperties) -> None:
+        policy = None
+        if properties.patch_torch_functions:
+            policy = PrecisionPolicy()
+        elif properties.cast_model_type in LOW_PRECISION:
+            policy = PrecisionPolicy(None, properties.cast_model_type)
+        if self._engine is not None and self._engine.policy != policy:
+            self._engine.uninstall()
+            self._engine = None
+        if self._engine is None and policy is not None:
+            self._engine = CastingEngine(policy)
+
+    def _require_initialized(self, name: str) -> None:
+        if self._properties is None:
+            raise RuntimeError(
+                f"Invoked `amp.{name}`, but internal Amp state has not been initialized.  model, optimizer = "
+                f"amp.initialize(model, optimizer, opt_level=...) must be called before `amp.{name}`."
+            )
+
+    def _scaler(self, loss_id: int) -> LossScaler:
+        if not 0 <= loss_id < len(self._scalers):
+            raise IndexError(
+                f"loss_id={loss_id}: there are {len(self._scalers)} loss scalers, numbered from 0; "
+                "pass num_losses to amp.initialize to have more."
+            )
+        return self._scalers[loss_id]
+
+    def _nothing_to_do(self, scaler: LossScaler, hooked: Sequence[HookedOptimizer]) -> bool:
+        quiet = not (scaler.dynamic or self._subscribers)
+        return quiet and all(each.passes_gradients_through for each in hooked)
+
+    @contextlib.contextmanager
+    def _fresh_weight_casts(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if self._engine is not None:
+                self._engine.clear_cache()
+
+    def _check(
+        self, found_inf: Tensor | None, loss_id: int, scaler: LossScaler, hooked: Sequence[HookedOptimizer]
+    ) -> None:
+        """Read the verdict on the gradients, move the scale, and see to it that an overflow skips the step."""
+        scale = scaler.scale
+        found = (scaler.dynamic or bool(self._subscribers)) and found_inf is not None and bool(found_inf)
+        skipped = found and scaler.dynamic
+        first = self._hooks.first_nonfinite(hooked) if found else None
+        scaler.update(skipped)
+        record = ScaleRecord(loss_id, scale, scaler.scale, found, skipped, first)
+        for each in hooked if skipped else ():
+            each.skip_next_step(loss_id, scaler, scale, first)
+        for callback in list(self._subscribers):
+            callback(record)
