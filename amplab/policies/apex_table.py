@@ -20,15 +20,15 @@ from amplab.policies.op_table import OpRule, OpTable
 
 __all__ = ["APEX"]
 
-_GEMM = "products of two halves are exact in float32 (11 + 11 bits fit in 24), so only the sum is rounded, by at most 2^-11"
-_RECURRENT = "its gates are matrix products of halves, exact in float32 (11 + 11 bits fit in 24), and sigmoid and tanh stay within 1"
+_GEMM = "products of two halves are exact in float32 (11 + 11 bits fit in 24), so only the sum is rounded, by 2^-11"
+_RECURRENT = "its gates are products of halves, exact in float32 (11 + 11 bits fit in 24), and its state stays within 1"
 _SQUARE = "squares its elements, and 256 squared is 65536, above half's largest value 65504"
 _SUM = "sums, and half reaches infinity at 65520 and cannot count by ones above 2048"
 _EXP = "exp overflows half above 11.09"
 _WIDEST = "with half (11 significant bits) and float32 (24) the wider type holds both arguments exactly"
 _COMPARE = "0.1 is 0.09998 in half, so values are compared in the wider type"
 _IN_PLACE = "writes into existing storage, 2 bytes an element in half, so the other arguments take its dtype"
-_NO_HALF = "half storage (largest value 65504) cannot hold what this op computes in float32; use the form without the underscore"
+_NO_HALF = "half storage (largest value 65504) cannot hold what this op computes in float32"
 
 
 def _t(*names: str) -> tuple[str, ...]:
@@ -69,11 +69,14 @@ _LOWER = _rows(
     ("chain_matmul", _GEMM, (), ("torch.chain_matmul", "torch.linalg.multi_dot")),
     (
         "scaled_dot_product_attention",
-        "two matrix products of halves, exact in float32 (11 + 11 bits fit in 24), with the softmax between them kept in float32",
+        "two products of halves, exact in float32 (11 + 11 bits fit in 24), and a softmax kept in float32 between",
         (),
         _f("scaled_dot_product_attention"),
     ),
-    *((name, _RECURRENT, (f"torch.{name}",)) for name in ("lstm", "gru", "rnn_tanh", "lstm_cell", "gru_cell", "rnn_tanh_cell")),
+    *(
+        (name, _RECURRENT, (f"torch.{name}",))
+        for name in ("lstm", "gru", "rnn_tanh", "lstm_cell", "gru_cell", "rnn_tanh_cell")
+    ),
     *((name, _GEMM, (f"torch.{name}",)) for name in ("rnn_relu", "rnn_relu_cell")),
 )
 
@@ -84,7 +87,12 @@ _FP32_POINTWISE = _rows(
     ("cosh", "overflows half above 11.78", _t("cosh")),
     ("sinh", "overflows half above 11.78", _t("sinh")),
     ("tan", "one step of half (2^-10) across pi/2 takes it from 2066.9 to -2029.5", _t("tan")),
-    ("erfinv", "is infinite at 1, and one step of half (2^-11) before it only 2.47", _t("erfinv"), ("torch.special.erfinv",)),
+    (
+        "erfinv",
+        "is infinite at 1, and one step of half (2^-11) before it only 2.47",
+        _t("erfinv"),
+        ("torch.special.erfinv",),
+    ),
     ("exp", "overflows half above 11.09 and is zero below -17.33", _t("exp")),
     ("expm1", "overflows half above 11.09", _t("expm1"), ("torch.special.expm1",)),
     ("log", "reaches -16.64, where half steps by 2^-6", _t("log")),
@@ -117,7 +125,18 @@ _FP32_REDUCTIONS = _rows(
     ("sum", _SUM, _t("sum"), _t("nansum")),
     ("std", _SQUARE, _t("std"), ("torch.std_mean",)),
     ("var", _SQUARE, _t("var"), ("torch.var_mean",)),
-    ("norm", _SQUARE, _t("norm"), ("torch.linalg.norm", "torch.linalg.vector_norm", "torch.linalg.matrix_norm", "torch.nuclear_norm", "torch.frobenius_norm")),
+    (
+        "norm",
+        _SQUARE,
+        _t("norm"),
+        (
+            "torch.linalg.norm",
+            "torch.linalg.vector_norm",
+            "torch.linalg.matrix_norm",
+            "torch.nuclear_norm",
+            "torch.frobenius_norm",
+        ),
+    ),
     ("dist", _SQUARE, _t("dist")),
     ("cdist", _SQUARE, (), ("torch.cdist",)),
     ("pdist", _SQUARE, (), _f("pdist")),
@@ -129,8 +148,18 @@ _FP32_REDUCTIONS = _rows(
     ("local_response_norm", _SQUARE, _f("local_response_norm")),
     ("normalize", "divides by max(norm, eps), and its eps of 1e-12 is zero in half", _f("normalize")),
     ("cosine_similarity", "divides by max(norm, eps), and its eps of 1e-08 is zero in half", _f("cosine_similarity")),
-    ("interpolate", "source coordinates lose their fraction in half above 1024", _f("interpolate"), _f("upsample", "upsample_nearest", "upsample_bilinear")),
-    ("grid_sample", "half coordinates near 1 step by 2^-11, one pixel of a 4096 wide image", _f("grid_sample"), ("torch.grid_sampler",)),
+    (
+        "interpolate",
+        "source coordinates lose their fraction in half above 1024",
+        _f("interpolate"),
+        _f("upsample", "upsample_nearest", "upsample_bilinear"),
+    ),
+    (
+        "grid_sample",
+        "half coordinates near 1 step by 2^-11, one pixel of a 4096 wide image",
+        _f("grid_sample"),
+        ("torch.grid_sampler",),
+    ),
 )
 
 _FP32_LOSSES = _rows(
@@ -172,19 +201,43 @@ _PROMOTE = _rows(
     ),
     *((name, _COMPARE, (*_t(name), *_m(f"__{name}__"))) for name in ("eq", "ne", "ge", "gt", "le", "lt")),
     ("equal", _COMPARE, _t("equal")),
-    *((name, _WIDEST, (), _t(name)) for name in ("vdot", "lerp", "scatter_add", "index_add", "index_copy", "index_put", "masked_scatter", "where")),
+    *(
+        (name, _WIDEST, (), _t(name))
+        for name in ("vdot", "lerp", "scatter_add", "index_add", "index_copy", "index_put", "masked_scatter", "where")
+    ),
 )
 
 _SEQUENCE = _rows(
     CastPolicy.SEQUENCE_PROMOTE,
     ("cat", _WIDEST, ("torch.cat",), ("torch.concat", "torch.concatenate")),
-    ("stack", _WIDEST, ("torch.stack",), ("torch.hstack", "torch.vstack", "torch.dstack", "torch.column_stack", "torch.row_stack")),
+    (
+        "stack",
+        _WIDEST,
+        ("torch.stack",),
+        ("torch.hstack", "torch.vstack", "torch.dstack", "torch.column_stack", "torch.row_stack"),
+    ),
 )
 
 _MATCH_SELF = _rows(
     CastPolicy.MATCH_SELF,
-    *((f"{name}_", _IN_PLACE, _m(f"{name}_")) for name in ("addmm", "addmv", "addr", "addcdiv", "addcmul", "atan2", "eq", "ge", "gt", "le", "lt", "ne")),
-    *((f"{name}_", _IN_PLACE, (), _m(f"{name}_")) for name in ("addbmm", "baddbmm", "lerp", "scatter", "scatter_add", "index_add", "index_copy", "index_put", "masked_scatter")),
+    *(
+        (f"{name}_", _IN_PLACE, _m(f"{name}_"))
+        for name in ("addmm", "addmv", "addr", "addcdiv", "addcmul", "atan2", "eq", "ge", "gt", "le", "lt", "ne")
+    ),
+    *(
+        (f"{name}_", _IN_PLACE, (), _m(f"{name}_"))
+        for name in (
+            "addbmm",
+            "baddbmm",
+            "lerp",
+            "scatter",
+            "scatter_add",
+            "index_add",
+            "index_copy",
+            "index_put",
+            "masked_scatter",
+        )
+    ),
     ("add_", _IN_PLACE, _m("add_", "__iadd__")),
     ("sub_", _IN_PLACE, _m("__isub__"), _m("sub_", "subtract_")),
     ("mul_", _IN_PLACE, _m("mul_", "__imul__"), _m("multiply_")),
@@ -195,21 +248,59 @@ _MATCH_SELF = _rows(
 
 _BANNED = _rows(
     CastPolicy.BANNED,
-    ("binary_cross_entropy", "a half sigmoid is exactly 1 from 8.32 on, and log(1 - 1) is -inf", _f("binary_cross_entropy")),
-    *((f"{name}_", _NO_HALF, _t(f"{name}_")) for name in ("acos", "asin", "cosh", "exp", "expm1", "log", "log10", "log2", "reciprocal", "rsqrt", "sinh", "tan")),
+    (
+        "binary_cross_entropy",
+        "a half sigmoid is exactly 1 from 8.32 on, and log(1 - 1) is -inf",
+        _f("binary_cross_entropy"),
+    ),
+    *(
+        (f"{name}_", _NO_HALF, _t(f"{name}_"))
+        for name in (
+            "acos",
+            "asin",
+            "cosh",
+            "exp",
+            "expm1",
+            "log",
+            "log10",
+            "log2",
+            "reciprocal",
+            "rsqrt",
+            "sinh",
+            "tan",
+        )
+    ),
     *((f"{name}_", _NO_HALF, _m(f"{name}_")) for name in ("erfinv", "pow", "cumprod", "cumsum", "renorm")),
 )
 
 _FALL_THROUGH = _rows(
     CastPolicy.FALL_THROUGH,
-    ("multi_head_attention_forward", "its projections, products and softmax follow their own rows", (), _f("multi_head_attention_forward")),
+    (
+        "multi_head_attention_forward",
+        "its projections, products and softmax follow their own rows",
+        (),
+        _f("multi_head_attention_forward"),
+    ),
     ("gumbel_softmax", "its log, division and softmax follow their own rows", (), _f("gumbel_softmax")),
     ("lp_pool", "its power and pooling follow their own rows", (), _f("lp_pool1d", "lp_pool2d", "lp_pool3d")),
-    ("backward", "ops recomputed inside it follow their own rows", (), (*_m("backward"), "torch.autograd.backward", "torch.autograd.grad")),
+    (
+        "backward",
+        "ops recomputed inside it follow their own rows",
+        (),
+        (*_m("backward"), "torch.autograd.backward", "torch.autograd.grad"),
+    ),
 )
 
 APEX = OpTable(
     "apex",
-    _LOWER + _FP32_POINTWISE + _FP32_REDUCTIONS + _FP32_LOSSES + _PROMOTE + _SEQUENCE + _MATCH_SELF + _BANNED + _FALL_THROUGH,
+    _LOWER
+    + _FP32_POINTWISE
+    + _FP32_REDUCTIONS
+    + _FP32_LOSSES
+    + _PROMOTE
+    + _SEQUENCE
+    + _MATCH_SELF
+    + _BANNED
+    + _FALL_THROUGH,
 )
 """apex.amp's lists with what torch has gained since; the default of every policy."""

@@ -1,8 +1,8 @@
 """The loops over an op's arguments: lower, raise, promote, match.
 
-All of them walk lists and tuples, return new lists, and return None when the arguments hold a
-tensor subclass: such an op is left alone, whoever wrote the subclass decides about its dtype.
-They are on the hot path of every cast, hence the exact type checks.
+All of them walk lists and tuples and return new lists. Tensor subclasses are left alone, whoever
+wrote the subclass decides about its dtype: a loop that meets one returns None, and the op runs as
+it was called. These are on the hot path of every cast, hence the exact type checks.
 """
 
 from __future__ import annotations
@@ -34,19 +34,21 @@ def lowered(values: Iterable[Any], dtype: torch.dtype, cache: CastCache) -> list
         kind = type(value)
         if kind is Tensor or kind is Parameter:
             own = value.dtype
-            if own is not dtype:
-                if own in _CASTABLE:
-                    value = value.to(dtype) if kind is Tensor else cache.cast(value, dtype)
-                elif own is _float64:
+            if own is dtype or own not in _CASTABLE:
+                if own is _float64:
                     return None
+                result.append(value)
+            else:
+                result.append(value.to(dtype) if kind is Tensor else cache.cast(value, dtype))
         elif kind is tuple or kind is list:
             inner = lowered(value, dtype, cache)
             if inner is None:
                 return None
-            value = kind(inner)
+            result.append(kind(inner))
         elif isinstance(value, Tensor):
             return None
-        result.append(value)
+        else:
+            result.append(value)
     return result
 
 
@@ -56,16 +58,16 @@ def raised(values: Iterable[Any]) -> list | None:
     for value in values:
         kind = type(value)
         if kind is Tensor or kind is Parameter:
-            if value.dtype in HALVES:
-                value = value.to(torch.float32)
+            result.append(value.to(torch.float32) if value.dtype in HALVES else value)
         elif kind is tuple or kind is list:
             inner = raised(value)
             if inner is None:
                 return None
-            value = kind(inner)
+            result.append(kind(inner))
         elif isinstance(value, Tensor):
             return None
-        result.append(value)
+        else:
+            result.append(value)
     return result
 
 
@@ -92,22 +94,29 @@ def widest(tensors: list[Tensor]) -> torch.dtype | None:
 
     float16 with bfloat16 is float32. A 0-dim tensor counts as any other up to float32; a 0-dim
     float64 tensor, like a Python number, does not widen tensors that have dimensions.
+
+    >>> widest([torch.zeros(2, dtype=torch.float16), torch.zeros(2, dtype=torch.float64)])
+    torch.float64
+    >>> widest([torch.zeros(2, dtype=torch.float16), torch.zeros(2), torch.zeros((), dtype=torch.float64)])
+    torch.float32
     """
     if len({tensor.dtype for tensor in tensors}) < 2:
         return None
     voting = [tensor.dtype for tensor in tensors if tensor.dim() or tensor.dtype is not _float64]
-    return functools.reduce(torch.promote_types, voting or [_float64])
+    if not any(tensor.dim() for tensor in tensors):
+        voting = [tensor.dtype for tensor in tensors]
+    return functools.reduce(torch.promote_types, voting)
 
 
 def cast_to(values: Iterable[Any], dtype: torch.dtype) -> list:
-    """`values` with 16-bit and float32 tensors in `dtype`; float64 stays."""
+    """`values`, in which there is no tensor subclass, with 16-bit and float32 tensors in `dtype`."""
     result: list[Any] = []
     for value in values:
         kind = type(value)
         if kind is Tensor or kind is Parameter:
-            if value.dtype in _CASTABLE:
-                value = value.to(dtype)
+            result.append(value.to(dtype) if value.dtype in _CASTABLE else value)
         elif kind is tuple or kind is list:
-            value = kind(cast_to(value, dtype))
-        result.append(value)
+            result.append(kind(cast_to(value, dtype)))
+        else:
+            result.append(value)
     return result

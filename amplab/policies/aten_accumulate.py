@@ -50,13 +50,13 @@ def accumulate_fp32(aten_overload: torch._ops.OpOverload, args: tuple, kwargs: d
     >>> accumulate_fp32(torch.ops.aten.relu.default, (a,), {})
     NotImplemented
     """
-    if aten_overload.overloadpacket not in _PRODUCTS or "out" in kwargs:
+    if aten_overload.overloadpacket not in _PRODUCTS or kwargs.get("out") is not None:
         return NotImplemented
     tensors = _tensors((*args, *kwargs.values()))
     halves = [tensor for tensor in tensors if tensor.dtype is torch.float16]
     if not halves or not all(tensor.is_cpu for tensor in halves):
         return NotImplemented
-    result = aten_overload(*_widened(args), **dict(zip(kwargs, _widened(kwargs.values()))))
+    result = aten_overload(*_widened(args), **dict(zip(kwargs, _widened(kwargs.values()), strict=True)))
     if aten_overload.overloadpacket is _FLASH:
         return (_rounded(result[0]), *result[1:])
     return _rounded(result)

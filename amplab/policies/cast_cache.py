@@ -32,10 +32,12 @@ class CastCache:
     """
 
     def __init__(self) -> None:
+        """Start empty."""
         self._entries: dict[tuple[int, torch.dtype], tuple] = {}
         self._exposed: set[int] = set()
 
     def __len__(self) -> int:
+        """How many copies are kept."""
         return len(self._entries)
 
     def clear(self) -> None:

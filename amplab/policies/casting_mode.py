@@ -12,14 +12,14 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch._C import _len_torch_function_stack
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
 from amplab.policies.casting_plan import Plan
 from amplab.policies.decision import Explanation
-from amplab.policies.half_on_cpu import HalfMode
+from amplab.policies.half_on_cpu import DEFAULT_HALF_MODE, HalfMode
 
-__all__ = ["THREAD", "CastingMode", "insert_above_device", "remove"]
+__all__ = ["THREAD", "CastingMode", "insert_above_device", "is_pushed", "remove"]
 
 
 class CastingMode(TorchFunctionMode):
@@ -31,6 +31,7 @@ class CastingMode(TorchFunctionMode):
     """
 
     def __init__(self, plans: PlanSource) -> None:
+        """Hold no plan yet; `THREAD.refresh` gives one to the live mode."""
         super().__init__()
         self.plans = plans
         self.plan: Plan = {}
@@ -39,6 +40,7 @@ class CastingMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Run `func` by its step, or as it is where the plan has none."""
         step = self.plan.get(func)
         if step is None:
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -48,7 +50,9 @@ class CastingMode(TorchFunctionMode):
 class PlanSource(Protocol):
     """What a mode asks for its plan; an engine is one."""
 
-    def plan(self, half_mode: HalfMode, casts: bool, explained: bool) -> Plan: ...
+    def plan(self, half_mode: HalfMode, casts: bool, explained: bool) -> Plan:
+        """The plan for this combination of switches."""
+        ...
 
 
 class _CastingThread(threading.local):
@@ -62,13 +66,15 @@ class _CastingThread(threading.local):
         self.entered: list[PlanSource] = []
         self.installed: list[CastingMode] = []
 
-    def refresh(self, half_mode: HalfMode) -> None:
+    def refresh(self) -> None:
         """Give the live mode its plan, and every other one the empty plan."""
         for mode in self.modes:
             mode.plan = {}
         if self.modes:
             live = self.modes[-1]
-            live.plan = live.plans.plan(half_mode, not self.disabled, self.explanation is not None)
+            live.plan = live.plans.plan(
+                self.half_mode or DEFAULT_HALF_MODE, not self.disabled, self.explanation is not None
+            )
             live.explanation = self.explanation
 
 
@@ -84,6 +90,11 @@ def insert_above_device(mode: TorchFunctionMode) -> None:
     above = _pop_all()
     below = [above.pop()] if above and isinstance(above[-1], DeviceContext) else []
     _push_all([*below, mode, *reversed(above)])
+
+
+def is_pushed(mode: TorchFunctionMode) -> bool:
+    """Whether `mode` is on this thread's stack; it is not while it handles a call."""
+    return any(other is mode for other in _get_current_function_mode_stack())
 
 
 def remove(mode: TorchFunctionMode) -> None:

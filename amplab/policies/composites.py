@@ -34,7 +34,7 @@ COMPOSITES: frozenset[Callable[..., Any]] = frozenset(
 """The Python-level functions whose inner ops have rows of their own."""
 
 
-def _no_override(*args: Any) -> bool:
+def _no_override(*_args: Any) -> bool:
     return False
 
 

@@ -49,7 +49,9 @@ class Explanation:
     """
 
     def __init__(self) -> None:
+        """Start outside any op."""
         self.decision: Decision | None = None
 
     def __repr__(self) -> str:
+        """Show the current decision."""
         return f"Explanation({self.decision})"

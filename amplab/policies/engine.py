@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from amplab.policies.cast_cache import CastCache
-from amplab.policies.casting_mode import THREAD, CastingMode, insert_above_device, remove
+from amplab.policies.casting_mode import THREAD, CastingMode, insert_above_device, is_pushed, remove
 from amplab.policies.casting_plan import Plan, build_plan
 from amplab.policies.decision import Explanation
-from amplab.policies.half_on_cpu import HalfMode, default_half_mode
+from amplab.policies.half_on_cpu import DEFAULT_HALF_MODE, HalfMode
 from amplab.policies.precision_policy import PrecisionPolicy
 
 __all__ = ["CastingEngine", "casts_enabled", "cpu_half", "cpu_half_mode", "disable_casts", "explaining"]
@@ -39,22 +39,27 @@ class CastingEngine:
     optimizer step and at each forward.
 
     Args:
-        policy: what to carry out. With `table=None` nothing is cast, and only products of CPU halves are
-            computed as `cpu_half_mode()` says.
+        policy: what to carry out; None for apex's lists in float16. With `table=None` nothing is cast, and
+            only products of CPU halves are computed as `cpu_half_mode()` says.
     """
 
-    def __init__(self, policy: PrecisionPolicy = PrecisionPolicy()) -> None:
-        self.policy = policy
+    def __init__(self, policy: PrecisionPolicy | None = None) -> None:
+        """Build the plan that is needed first."""
+        self.policy = PrecisionPolicy() if policy is None else policy
         self._cache = CastCache()
         self._plans: dict[tuple[HalfMode, bool, bool], Plan] = {}
+        self.plan(cpu_half_mode(), casts=True, explained=False)  # torch.compile can trace `active`, not this
 
     def __repr__(self) -> str:
+        """Show the policy in its string form."""
         return f"CastingEngine({str(self.policy)!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CastingEngine:
-        return self  # an engine belongs to threads, not to the copied model whose hook holds it
+        """Return itself: an engine belongs to threads, not to the copied model whose hook holds it."""
+        return self
 
     def __reduce__(self) -> tuple[type[CastingEngine], tuple[PrecisionPolicy]]:
+        """Pickle the policy alone; what is active or cached stays with the process."""
         return CastingEngine, (self.policy,)
 
     @contextlib.contextmanager
@@ -86,7 +91,7 @@ class CastingEngine:
         insert_above_device(mode)
         THREAD.modes.insert(len(THREAD.installed), mode)  # under the modes of open `active()` blocks
         THREAD.installed.append(mode)
-        THREAD.refresh(cpu_half_mode())
+        THREAD.refresh()
 
     def uninstall(self) -> None:
         """Undo `install` in the calling thread and clear the cache; does nothing where not installed."""
@@ -117,19 +122,19 @@ class CastingEngine:
         return self._plans[key]
 
     def _is_live(self) -> bool:
-        return bool(THREAD.modes) and THREAD.modes[-1].plans is self
+        return bool(THREAD.modes) and THREAD.modes[-1].plans is self and is_pushed(THREAD.modes[-1])
 
     def _push(self) -> CastingMode:
         mode = CastingMode(self)
         mode.__enter__()
         THREAD.modes.append(mode)
-        THREAD.refresh(cpu_half_mode())
+        THREAD.refresh()
         return mode
 
     def _withdraw(self, mode: CastingMode) -> None:
         remove(mode)
         THREAD.modes.remove(mode)
-        THREAD.refresh(cpu_half_mode())
+        THREAD.refresh()
 
 
 @contextlib.contextmanager
@@ -139,12 +144,12 @@ def disable_casts() -> Iterator[None]:
     Products of CPU halves are still computed as `cpu_half_mode()` says. Sync: none.
     """
     THREAD.disabled += 1
-    THREAD.refresh(cpu_half_mode())
+    THREAD.refresh()
     try:
         yield
     finally:
         THREAD.disabled -= 1
-        THREAD.refresh(cpu_half_mode())
+        THREAD.refresh()
 
 
 def casts_enabled() -> bool:
@@ -168,17 +173,17 @@ def cpu_half(mode: HalfMode) -> Iterator[None]:
             "use 'fp32_accumulate' on a CPU without fp16 arithmetic."
         )
     outer, THREAD.half_mode = THREAD.half_mode, mode
-    THREAD.refresh(mode)
+    THREAD.refresh()
     try:
         yield
     finally:
         THREAD.half_mode = outer
-        THREAD.refresh(cpu_half_mode())
+        THREAD.refresh()
 
 
 def cpu_half_mode() -> HalfMode:
     """How this thread multiplies CPU halves: the innermost `cpu_half`, else what suits the CPU."""
-    return THREAD.half_mode or default_half_mode()
+    return THREAD.half_mode or DEFAULT_HALF_MODE
 
 
 @contextlib.contextmanager
@@ -189,9 +194,9 @@ def explaining() -> Iterator[Explanation]:
     """
     outer = THREAD.explanation
     THREAD.explanation = explanation = outer or Explanation()
-    THREAD.refresh(cpu_half_mode())
+    THREAD.refresh()
     try:
         yield explanation
     finally:
         THREAD.explanation = outer
-        THREAD.refresh(cpu_half_mode())
+        THREAD.refresh()

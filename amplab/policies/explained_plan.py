@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from amplab.policies.cast_policy import CastPolicy
@@ -20,10 +21,12 @@ class ExplainedPlan(dict):
     """A plan with a step for every function: those it does not hold report that no row names them."""
 
     def __init__(self, policy: PrecisionPolicy) -> None:
+        """Start empty."""
         super().__init__()
         self._policy = policy
 
-    def get(self, func: Callable[..., Any], default: Any = None) -> Callable[..., Any]:
+    def get(self, func: Callable[..., Any], _default: Any = None) -> Callable[..., Any]:
+        """The step of `func`, or one that runs it and reports that no row names it."""
         return super().get(func) or reporting_run(_run_plain, self._policy.unlisted(func))
 
 
@@ -33,7 +36,8 @@ def reporting_run(run: Callable[..., Any], rule: OpRule) -> Callable[..., Any]:
     decision = Decision(rule.op, listed, "op", rule.reason)
 
     def reporting(mode: CastingMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        return _under(mode.explanation, decision, run, mode, func, args, kwargs)
+        with _decided(mode.explanation, decision):
+            return run(mode, func, args, kwargs)
 
     return reporting
 
@@ -43,22 +47,22 @@ def reporting_step(step: Callable[..., Any], rule: OpRule, policy: PrecisionPoli
     decision = Decision(rule.op, rule, "cast", _cast_detail(rule, policy))
 
     def reporting(mode: CastingMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        return _under(mode.explanation, decision, step, mode, func, args, kwargs)
+        with _decided(mode.explanation, decision):
+            return step(mode, func, args, kwargs)
 
     return reporting
 
 
-def _under(
-    explanation: Explanation, decision: Decision, call: Callable[..., Any], mode: CastingMode, func: Any, args: Any, kwargs: Any
-) -> Any:
+@contextlib.contextmanager
+def _decided(explanation: Explanation, decision: Decision) -> Iterator[None]:
     outer, explanation.decision = explanation.decision, decision
     try:
-        return call(mode, func, args, kwargs)
+        yield
     finally:
         explanation.decision = outer
 
 
-def _run_plain(mode: CastingMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _run_plain(_mode: CastingMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 

@@ -13,7 +13,6 @@ In-place forms (`addmm_`, …) run natively.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -22,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-__all__ = ["PRODUCTS", "HalfMode", "accumulated", "default_half_mode"]
+__all__ = ["DEFAULT_HALF_MODE", "PRODUCTS", "HalfMode", "accumulated"]
 
 HalfMode = Literal["fp32_accumulate", "native"]
 
@@ -54,12 +53,14 @@ PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
 """The functions that multiply and accumulate, hence are slow in half on a CPU without fp16 arithmetic."""
 
 
-@functools.cache
-def default_half_mode() -> HalfMode:
-    """"native" where oneDNN finds fp16 arithmetic in this CPU, else "fp32_accumulate"."""
+def _mode_for_this_cpu() -> HalfMode:
     if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_fp16_supported():
         return "native"
     return "fp32_accumulate"
+
+
+DEFAULT_HALF_MODE: HalfMode = _mode_for_this_cpu()
+""" "native" where oneDNN finds fp16 arithmetic in this CPU, else "fp32_accumulate"."""
 
 
 def accumulated(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -74,9 +75,9 @@ def accumulated(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -
     """
     wide_args = _widened(args)
     wide_kwargs = _widened(kwargs.values()) if kwargs else ()
-    if wide_args is None or wide_kwargs is None or "out" in kwargs:
+    if wide_args is None or wide_kwargs is None or kwargs.get("out") is not None:
         return func(*args, **kwargs)
-    return _rounded(func(*wide_args, **dict(zip(kwargs, wide_kwargs))))
+    return _rounded(func(*wide_args, **dict(zip(kwargs, wide_kwargs, strict=True))))
 
 
 def _widened(values: Any) -> list | None:
@@ -86,17 +87,20 @@ def _widened(values: Any) -> list | None:
         kind = type(value)
         if kind is Tensor or kind is Parameter:
             if value.dtype is torch.float16 and value.is_cpu:
-                value = value.to(torch.float32)
+                wide.append(value.to(torch.float32))
             elif value.is_floating_point():
                 return None
+            else:
+                wide.append(value)
         elif kind is tuple or kind is list:
             inner = _widened(value)
             if inner is None:
                 return None
-            value = kind(inner)
+            wide.append(kind(inner))
         elif isinstance(value, Tensor):
             return None
-        wide.append(value)
+        else:
+            wide.append(value)
     return wide
 
 

@@ -39,6 +39,7 @@ class OpRule:
     added: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        """One line: op, cast policy, reason."""
         return f"{self.op} [{self.cast.value}] {self.reason}"
 
 

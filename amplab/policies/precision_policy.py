@@ -45,6 +45,7 @@ class PrecisionPolicy:
     compute_dtype: torch.dtype = torch.float16
 
     def __post_init__(self) -> None:
+        """Refuse a compute dtype that no op could be cast to."""
         if self.compute_dtype not in _COMPUTE_DTYPES.values():
             raise ValueError(
                 f"compute_dtype={self.compute_dtype!r}: expected torch.float16, torch.bfloat16 or torch.float32; "
@@ -52,6 +53,7 @@ class PrecisionPolicy:
             )
 
     def __str__(self) -> str:
+        """The form that `parse` reads back."""
         table = "none" if self.table is None else self.table.name
         return f"{table}/{str(self.compute_dtype).removeprefix('torch.')}"
 

@@ -64,7 +64,7 @@ def _cast_mapping(mapping: MutableMapping, dtype: torch.dtype) -> MutableMapping
 def _cast_sequence(sequence: Any, dtype: torch.dtype) -> Any:
     items = list(sequence)
     cast = [cast_tree(item, dtype) for item in items]
-    if all(new is old for new, old in zip(cast, items)):
+    if all(new is old for new, old in zip(cast, items, strict=True)):
         return sequence
     if isinstance(sequence, tuple) and hasattr(type(sequence), "_make"):  # namedtuple, by its public protocol
         return type(sequence)._make(cast)

@@ -1,0 +1,167 @@
+"""One step per cast policy: cast the arguments of a call, then run the op.
+
+A step is called as step(mode, func, args, kwargs); `run`, called the same way with the cast arguments,
+is what runs the op (as it is, with fp32 accumulation, or opened; see `casting_plan`).
+Calls with `out=` are run as they come: the caller chose where to write, and so the dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amplab.policies.argument_casts import HALVES, cast_to, floating_tensors, lowered, raised, widest
+from amplab.policies.cast_cache import CastCache
+from amplab.policies.cast_policy import CastPolicy
+from amplab.policies.op_table import OpRule
+
+if TYPE_CHECKING:
+    from amplab.policies.casting_mode import CastingMode
+
+__all__ = ["Run", "Step", "StepParts", "make_step"]
+
+Run = Callable[["CastingMode", Callable[..., Any], Any, dict[str, Any]], Any]
+Step = Callable[["CastingMode", Callable[..., Any], tuple, dict[str, Any]], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepParts:
+    """What a step is made from: the row, the compute dtype, the cache for Parameters, and what runs the op."""
+
+    rule: OpRule
+    dtype: torch.dtype
+    cache: CastCache
+    run: Run
+
+
+def make_step(parts: StepParts) -> Step:
+    """The step for `parts.rule`."""
+    return _MAKERS[parts.rule.cast](parts)
+
+
+def _lower_step(parts: StepParts) -> Step:
+    dtype, cache, run = parts.dtype, parts.cache, parts.run
+    as_float32_model = _fp32_step(parts)
+
+    def step(mode: CastingMode, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        cast_args = lowered(args, dtype, cache)
+        if cast_args is None or (kwargs and kwargs.get("out") is not None):
+            return as_float32_model(mode, func, args, kwargs)
+        if not kwargs:
+            return run(mode, func, cast_args, kwargs)
+        values = lowered(kwargs.values(), dtype, cache)
+        if values is None:
+            return as_float32_model(mode, func, args, kwargs)
+        return run(mode, func, cast_args, dict(zip(kwargs, values, strict=True)))
+
+    return step
+
+
+def _fp32_step(parts: StepParts) -> Step:
+    run = parts.run
+
+    def step(mode: CastingMode, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        cast_args = raised(args)
+        if cast_args is not None and not kwargs:
+            return run(mode, func, cast_args, kwargs)
+        values = raised(kwargs.values())
+        if cast_args is None or values is None or kwargs.get("out") is not None:
+            return run(mode, func, args, kwargs)
+        return run(mode, func, cast_args, dict(zip(kwargs, values, strict=True)))
+
+    return step
+
+
+def _set_dtype_step(parts: StepParts) -> Step:
+    run = parts.run
+
+    def step(mode: CastingMode, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        first = floating_tensors(args[:1])
+        chosen = kwargs.get("dtype") is not None or any(isinstance(arg, torch.dtype) for arg in args)
+        if first and first[0].dtype in HALVES and not chosen:
+            kwargs = {**kwargs, "dtype": torch.float32}
+        return run(mode, func, args, kwargs)
+
+    return step
+
+
+def _promote_step(parts: StepParts) -> Step:
+    run = parts.run
+
+    def step(mode: CastingMode, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        tensors = floating_tensors((*args, *kwargs.values()) if kwargs else args)
+        if tensors is None or len(tensors) < 2 or kwargs.get("out") is not None:
+            return run(mode, func, args, kwargs)
+        wide = widest(tensors)
+        if wide is None:
+            return run(mode, func, args, kwargs)
+        return run(mode, func, cast_to(args, wide), _cast_kwargs(kwargs, wide))
+
+    return step
+
+
+def _match_self_step(parts: StepParts) -> Step:
+    run = parts.run
+
+    def step(mode: CastingMode, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        tensors = floating_tensors((*args, *kwargs.values()) if kwargs else args)
+        if not tensors or tensors[0] is not args[0]:
+            return run(mode, func, args, kwargs)
+        own = tensors[0].dtype
+        if all(tensor.dtype is own for tensor in tensors):
+            return run(mode, func, args, kwargs)
+        return run(mode, func, (args[0], *cast_to(args[1:], own)), _cast_kwargs(kwargs, own))
+
+    return step
+
+
+def _banned_step(parts: StepParts) -> Step:
+    rule, run = parts.rule, parts.run
+    in_place = rule.op.endswith("_")
+    match_self = _match_self_step(parts)
+
+    def step(mode: CastingMode, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        looked_at = args[:1] if in_place else (*args, *kwargs.values())
+        for tensor in floating_tensors(looked_at) or ():
+            if tensor.dtype in HALVES:
+                raise NotImplementedError(_refusal(rule, tensor.dtype))
+        return match_self(mode, func, args, kwargs) if in_place else run(mode, func, args, kwargs)
+
+    return step
+
+
+def _fall_through_step(parts: StepParts) -> Step:
+    return parts.run
+
+
+def _cast_kwargs(kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    return dict(zip(kwargs, cast_to(kwargs.values(), dtype), strict=True))
+
+
+def _refusal(rule: OpRule, dtype: torch.dtype) -> str:
+    given = str(dtype).removeprefix("torch.")
+    if rule.op.endswith("_"):
+        return (
+            f"Cannot call in-place method {rule.op} on fp16 Tensors: self is {given}, expected float32. "
+            f"Use {rule.op.removesuffix('_')}, which returns float32, or call .float() first."
+        )
+    return (
+        "amp does not work out-of-the-box with `F.binary_cross_entropy` or `torch.nn.BCELoss`: "
+        f"an argument is {given}, expected float32 ({rule.reason}). "
+        "Use torch.nn.BCEWithLogitsLoss on the logits, or call .float() before the sigmoid."
+    )
+
+
+_MAKERS: dict[CastPolicy, Callable[[StepParts], Step]] = {
+    CastPolicy.LOWER_PRECISION_FP: _lower_step,
+    CastPolicy.FP32: _fp32_step,
+    CastPolicy.FP32_SET_OPT_DTYPE: _set_dtype_step,
+    CastPolicy.PROMOTE: _promote_step,
+    CastPolicy.SEQUENCE_PROMOTE: _promote_step,
+    CastPolicy.MATCH_SELF: _match_self_step,
+    CastPolicy.BANNED: _banned_step,
+    CastPolicy.FALL_THROUGH: _fall_through_step,
+}
