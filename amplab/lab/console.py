@@ -1,0 +1,221 @@
+"""The lab in a terminal: train with a progress bar, a line for each skipped step, and a table at the end.
+
+The trainer trains in its own thread; everything is printed by the caller's, ten times a second at most. The options of
+`amplab train` are read in `amplab.cli`, the same experiment with a page around it is `amplab.lab.open`.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TextIO
+
+from amplab.amp import MemoryUse
+from amplab.lab.config import ExperimentConfig
+from amplab.lab.events import StepRecord
+from amplab.lab.fields import spell
+from amplab.lab.run_log import runs_directory
+from amplab.lab.trainer import Trainer
+
+__all__ = ["TrainSummary", "train"]
+
+_REDRAW_SECONDS = 0.1
+_LINE_SECONDS = 2.0
+_BAR = 24
+_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class TrainSummary:
+    """What came of a training.
+
+    Attributes:
+        config: What was trained.
+        steps: Steps made.
+        skipped: Steps skipped.
+        loss: Loss of the last step, None when there was none.
+        accuracy: Share of the held-out images classified correctly at the end, None when that failed.
+        loss_scale: Scale at the end.
+        steps_per_second: Over the whole run, None before the second step.
+        memory: Bytes at the end.
+        log_path: The run log, None when it could not be written.
+        interrupted: Whether Ctrl-C ended it.
+        failure: What ended it otherwise, None when it ran to its end.
+    """
+
+    config: ExperimentConfig
+    steps: int
+    skipped: int
+    loss: float | None
+    accuracy: float | None
+    loss_scale: float
+    steps_per_second: float | None
+    memory: MemoryUse
+    log_path: Path | None
+    interrupted: bool
+    failure: str | None
+
+    @property
+    def exit_status(self) -> int:
+        """0 when it ran to its end, 130 when interrupted, 1 when it failed."""
+        return 1 if self.failure else 130 if self.interrupted else 0
+
+    def __str__(self) -> str:
+        """Return the table."""
+        rate = self.steps_per_second
+        dynamic = "dynamic" if self.config.is_dynamic else "static"
+        rows = [
+            ("steps", f"{self.steps}, {self.skipped} skipped"),
+            ("loss", "–" if self.loss is None else f"{self.loss:.4f}"),
+            ("accuracy", "–" if self.accuracy is None else f"{self.accuracy:.1%} of held-out images"),
+            ("loss scale", f"{spell(float(self.loss_scale))} ({dynamic})"),
+            ("speed", "–" if rate is None else f"{rate:.0f} steps/s"),
+            ("parameters", _bytes(self.memory.parameters)),
+            ("gradients", _bytes(self.memory.gradients)),
+            ("masters", _bytes(self.memory.masters)),
+            ("optimizer state", _bytes(self.memory.optimizer_state)),
+            ("run log", str(self.log_path or "none: it could not be written")),
+        ]
+        return "\n".join(f"{name:16}{value}" for name, value in rows)
+
+
+def train(
+    config: ExperimentConfig,
+    *,
+    steps: int,
+    log_path: str | PathLike[str] | None = None,
+    stream: TextIO | None = None,
+) -> TrainSummary:
+    """Train `steps` steps, print how it goes and what came of it, and leave a run log.
+
+    Ctrl-C pauses at a step boundary and prints the table of what was done; the log loads again.
+
+    Args:
+        config: What to train.
+        steps: How many steps, > 0.
+        log_path: Folder or .jsonl file of the log, None for `runs_directory()`; a file that is there is never written
+            over, path-2 is taken instead.
+        stream: Where to print, None for the standard output. A terminal gets a bar, anything else a line now and then.
+
+    Raises:
+        ImportError: The task's data are not installed.
+        ValueError: `steps` is not a whole number > 0, or the batch is larger than the task.
+    """
+    trainer = Trainer(config, log=runs_directory() if log_path is None else log_path)
+    progress = _Progress(trainer, steps, sys.stdout if stream is None else stream)
+    interrupted = False
+    try:
+        trainer.start(steps)
+        while not trainer.wait(_REDRAW_SECONDS):
+            progress.show()
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        trainer.pause()
+        trainer.wait()
+    progress.finish(interrupted)
+    summary = _summary(trainer, interrupted)
+    trainer.stop()
+    trainer.wait()
+    progress.line(f"\n{summary}")
+    return summary
+
+
+class _Progress:
+    """Prints what is new: skipped steps and failures as lines, the rest as a bar (or now and then a line)."""
+
+    def __init__(self, trainer: Trainer, steps: int, stream: TextIO) -> None:
+        self._trainer = trainer
+        self._steps = steps
+        self._stream = stream
+        self._draws_bar = stream.isatty()
+        self._skips = 0
+        self._failures = 0
+        self._bar_width = 0
+        self._next_line = time.monotonic() + _LINE_SECONDS
+        self.line(str(trainer.config))
+
+    def show(self) -> None:
+        """Print what is new."""
+        for record in self._trainer.history.skips(self._skips):
+            self._skips += 1
+            self.line(_skip_line(record))
+        for failure in self._trainer.failures[self._failures :]:
+            self._failures += 1
+            self.line(failure.text)
+        if self._draws_bar:
+            self._draw_bar()
+        elif time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + _LINE_SECONDS
+            self.line(self._status())
+
+    def finish(self, interrupted: bool) -> None:
+        """Print the rest, and the last status."""
+        self._draws_bar, self._next_line = False, math.inf
+        self.show()
+        self.line(f"{self._status()}{'  interrupted' if interrupted else ''}")
+
+    def line(self, text: str) -> None:
+        """Print a line of its own, over the bar."""
+        self._erase()
+        self._stream.write(f"{text}\n")
+        self._stream.flush()
+
+    def _draw_bar(self) -> None:
+        done = len(self._trainer.history) * _BAR // self._steps
+        text = f"[{'#' * done}{'.' * (_BAR - done)}] {self._status()}"
+        self._erase()
+        self._stream.write(text)
+        self._stream.flush()
+        self._bar_width = len(text)
+
+    def _erase(self) -> None:
+        if self._bar_width:
+            self._stream.write(f"\r{' ' * self._bar_width}\r")
+            self._bar_width = 0
+
+    def _status(self) -> str:
+        history = self._trainer.history
+        last, rate = history.last, history.rate()
+        parts = [f"{len(history)}/{self._steps}"]
+        if last is not None:
+            parts += [f"loss {last.loss:.4f}", f"scale {spell(float(last.next_loss_scale))}"]
+        if history.last_accuracy is not None:
+            parts.append(f"accuracy {history.last_accuracy:.1%}")
+        if rate is not None:
+            parts.append(f"{rate:.0f} steps/s")
+        return "  ".join(parts)
+
+
+def _skip_line(record: StepRecord) -> str:
+    where = f" in {record.first_nonfinite}" if record.first_nonfinite else ""
+    return (
+        f"step {record.step}: gradient overflow{where} at loss scale {spell(float(record.loss_scale))}; "
+        f"step skipped, scale now {spell(float(record.next_loss_scale))}"
+    )
+
+
+def _summary(trainer: Trainer, interrupted: bool) -> TrainSummary:
+    history = trainer.history
+    failed = trainer.state == "failed"
+    return TrainSummary(
+        config=trainer.config,
+        steps=len(history),
+        skipped=history.skip_count,
+        loss=None if history.last is None else history.last.loss,
+        accuracy=None if failed else trainer.accuracy(),
+        loss_scale=trainer.loss_scale,
+        steps_per_second=history.rate(math.inf),
+        memory=trainer.memory(),
+        log_path=trainer.log_path,
+        interrupted=interrupted,
+        failure=trainer.failures[-1].text if failed else None,
+    )
+
+
+def _bytes(count: int) -> str:
+    return f"{count:,} B" if count < _BYTES else f"{count / _BYTES:,.1f} KiB"

@@ -1,0 +1,309 @@
+"""One experiment: a task, a model, an optimizer and an `amplab.amp.Session`, stepped by whoever holds it.
+
+    images, labels = batch(step)
+    loss = cross_entropy(model(images), labels)          # under session.casting()
+    with scale_loss(loss * shrink) as scaled: (scaled * fault).backward()
+    optimizer.step()                                      # left out when a gradient overflowed
+
+It has no thread and draws nothing: `trainer.py` runs it, `views` shows it. Injected faults take the real path: an
+overflow is a gradient that float16 cannot hold, not a flag.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from amplab.amp import MemoryUse, ScaleRecord, Session
+from amplab.formats import exponent_histogram
+from amplab.lab.config import LIVE_FIELDS, ExperimentConfig
+from amplab.lab.events import GradientRecord, StepRecord
+from amplab.lab.models import build_model
+from amplab.lab.tasks import load_task
+from amplab.trace import Trace, trace_step
+
+__all__ = ["ACCURACY_EVERY", "FAULTS", "UNDERFLOW_SHRINK", "Experiment", "check_fault"]
+
+FAULTS = ("overflow", "underflow", "nan")
+
+ACCURACY_EVERY = 25
+"""Steps from one measured accuracy to the next."""
+
+UNDERFLOW_SHRINK = 2.0**-16
+
+_OVERFLOW_LOG2 = 60  # gradients of 2^-44 and more then leave float16, none that occurs here leaves float32
+_FLOAT32_TOP = 2.0**127
+
+_SCALING_FIELDS = ("loss_scale", "init_scale", "growth_interval", "min_loss_scale", "max_loss_scale")
+_AMP_FIELDS = ("opt_level", "optimizer", "keep_batchnorm_fp32", "master_weights", *_SCALING_FIELDS)
+
+
+class Experiment:
+    """A model in training, one step at a time.
+
+    The same config gives the same steps bit for bit on the same machine, with one compute thread
+    (`torch.set_num_threads(1)`; the trainer sets it for its own thread).
+
+    Args:
+        config: What to train, and how.
+
+    Raises:
+        ImportError: The task's data are not installed.
+        ValueError: The batch is larger than the task.
+    """
+
+    def __init__(self, config: ExperimentConfig) -> None:
+        self._config = config
+        self._task = load_task(config.task, config.seed)
+        self._task.batches_per_epoch(config.batch_size)
+        self._model = build_model(config.model, config.hidden, config.seed)
+        self._optimizer = _build_optimizer(config, self._model)
+        self._session = Session()
+        self._session.subscribe(self._remember)
+        self._initialize(config)
+        self._scaled: ScaleRecord | None = None
+        self._step = 0
+        self._began: float | None = None
+        self._faults: set[str] = set()
+        self._shrinking = False
+
+    @property
+    def config(self) -> ExperimentConfig:
+        """What is in effect."""
+        return self._config
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, in whatever dtype the opt_level gave it."""
+        return self._model
+
+    @property
+    def session(self) -> Session:
+        """The mixed-precision session of this experiment alone."""
+        return self._session
+
+    @property
+    def steps_done(self) -> int:
+        """How many steps were made; also the number of the next one."""
+        return self._step
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale that the next step will use."""
+        return self._session.loss_scale()
+
+    @property
+    def shrinking(self) -> bool:
+        """Whether an injected underflow is on."""
+        return self._shrinking
+
+    def step(self) -> StepRecord:
+        """Train on the next batch and return what happened. Sync: one."""
+        began = time.perf_counter()
+        self._began = began if self._began is None else self._began
+        images, labels = self._batch(self._step)
+        self._optimizer.zero_grad(set_to_none=True)
+        with self._session.casting():
+            loss = F.cross_entropy(self._model(images), labels)
+            scale = self._session.loss_scale()
+            with self._session.scale_loss(self._shrunk(loss), self._optimizer) as scaled:
+                self._blown_up(scaled, scale).backward()
+            self._optimizer.step()
+        record = self._record(loss, scale)
+        self._faults.clear()
+        self._step += 1
+        return record
+
+    def inject(self, fault: str, *, on: bool | None = None) -> None:
+        """Disturb the training.
+
+        - "overflow": the next backward starts from a scaled loss so large that gradients leave float16 (at O0:
+          float32). A dynamic scale skips the step; a static one lets it into the weights, as it does in real runs.
+        - "nan": a pixel of the next batch is NaN. Weights are safe under a dynamic scale; the running statistics of a
+          BatchNorm are not, because forward updates them before anything can be skipped.
+        - "underflow": the loss is multiplied by 2^-16 from the next step on until switched off. Nothing undoes it.
+
+        Args:
+            fault: One of `FAULTS`.
+            on: True or False to switch it on or off; None arms "overflow" and "nan" for the next step and toggles
+                "underflow".
+
+        Raises:
+            ValueError: There is no such fault.
+        """
+        check_fault(fault)
+        if fault == "underflow":
+            self._shrinking = not self._shrinking if on is None else on
+        elif on is False:
+            self._faults.discard(fault)
+        else:
+            self._faults.add(fault)
+
+    def switch(self, config: ExperimentConfig) -> None:
+        """Go on under another config, from the next step on, with weights and optimizer state kept.
+
+        The loss scale goes on too where it was and is dynamic, unless init_scale itself changed. A new optimizer starts
+        without state.
+
+        Raises:
+            ValueError: A field changed that needs new weights, or the batch is larger than the task.
+        """
+        old = self._config
+        self.check_switch(old, config)
+        if any(getattr(old, name) != getattr(config, name) for name in _AMP_FIELDS):
+            keeps_scale = old.is_dynamic and config.is_dynamic and old.init_scale == config.init_scale
+            kept = self._session.state_dict() if keeps_scale else None
+            self._session.reset()
+            if old.optimizer != config.optimizer:
+                self._optimizer = _build_optimizer(config, self._model)
+            self._initialize(config)
+            if kept is not None:
+                self._session.load_state_dict(_clamped(kept, config))
+        for group in self._optimizer.param_groups:
+            group["lr"] = config.learning_rate
+            if "momentum" in group:
+                group["momentum"] = config.momentum
+        self._config = config
+
+    def check_switch(self, old: ExperimentConfig, new: ExperimentConfig) -> None:
+        """Raise ValueError where `switch` from `old` to `new` would."""
+        _refuse_new_weights(old, new)
+        self._task.batches_per_epoch(new.batch_size)
+
+    def accuracy(self) -> float:
+        """Return the share of held-out images that the model classifies correctly. Sync: one."""
+        self._model.eval()
+        try:
+            with torch.no_grad(), self._session.casting():
+                guesses = self._model(self._task.held_out_images).argmax(dim=1)  # (held_out,)
+        finally:
+            self._model.train()
+        return (guesses == self._task.held_out_labels).float().mean().item()
+
+    def trace(self) -> Trace:
+        """Record the forward and backward of the next batch, op by op; the experiment is left as it was."""
+        images, labels = self._task.batch(self._step, self._config.batch_size)
+        return trace_step(
+            self._model,
+            lambda: F.cross_entropy(self._model(images), labels),
+            casting=self._session.casting(),
+            loss_scale=self._session.loss_scale(),
+        )
+
+    def gradients(self) -> GradientRecord:
+        """Return the exponents of the gradients of the next batch, in float32 at the present (master) weights.
+
+        An injected underflow shrinks them as it shrinks the loss. The experiment is left as it was.
+        """
+        twin = self._float32_twin()
+        images, labels = self._task.batch(self._step, self._config.batch_size)
+        self._shrunk(F.cross_entropy(twin(images), labels)).backward()
+        layers = tuple((name, exponent_histogram(parameter.grad)) for name, parameter in twin.named_parameters())
+        return GradientRecord(step=self._step, loss_scale=self._session.loss_scale(), layers=layers)
+
+    def memory(self) -> MemoryUse:
+        """Return the bytes of parameters, gradients, masters and optimizer state."""
+        return self._session.memory()
+
+    def _initialize(self, config: ExperimentConfig) -> None:
+        self._session.initialize(
+            self._model,
+            self._optimizer,
+            opt_level=config.opt_level,
+            keep_batchnorm_fp32=config.keep_batchnorm_fp32,
+            master_weights=config.master_weights,
+            loss_scale=config.loss_scale,
+            verbosity=0,
+            min_loss_scale=config.min_loss_scale,
+            max_loss_scale=config.max_loss_scale,
+            dynamic_init_scale=config.init_scale,
+            scale_window=config.growth_interval,
+        )
+
+    def _remember(self, record: ScaleRecord) -> None:
+        self._scaled = record
+
+    def _batch(self, step: int) -> tuple[Tensor, Tensor]:
+        images, labels = self._task.batch(step, self._config.batch_size)
+        if "nan" in self._faults:
+            images[0, 0, 0, 0] = math.nan  # indexing by rows made a copy
+        return images, labels
+
+    def _shrunk(self, loss: Tensor) -> Tensor:
+        return loss * UNDERFLOW_SHRINK if self._shrinking else loss
+
+    def _blown_up(self, scaled: Tensor, scale: float) -> Tensor:
+        if "overflow" not in self._faults:
+            return scaled
+        if self._config.opt_level == "O0":
+            return scaled * _FLOAT32_TOP * _FLOAT32_TOP
+        return scaled * math.ldexp(1.0 / scale, _OVERFLOW_LOG2)
+
+    def _record(self, loss: Tensor, scale: float) -> StepRecord:
+        scaled = self._scaled
+        injected = [fault for fault in FAULTS if fault in self._faults or (fault == "underflow" and self._shrinking)]
+        measured = (self._step + 1) % ACCURACY_EVERY == 0
+        return StepRecord(
+            step=self._step,
+            loss=loss.item(),
+            loss_scale=scale,
+            next_loss_scale=self._session.loss_scale(),
+            skipped=scaled.skipped,
+            first_nonfinite=scaled.first_nonfinite,
+            opt_level=self._config.opt_level,
+            accuracy=self.accuracy() if measured else None,
+            seconds=round(time.perf_counter() - self._began, 6),
+            injected="+".join(injected) or None,
+        )
+
+    def _float32_twin(self) -> nn.Module:
+        """Return a model of its own with the present weights in float32 (the masters where there are any)."""
+        config = self._config
+        twin = build_model(config.model, config.hidden, config.seed)
+        with torch.no_grad():
+            for parameter, master in zip(
+                twin.parameters(), self._session.master_params(self._optimizer), strict=True
+            ):
+                parameter.copy_(master)
+        return twin
+
+
+def check_fault(fault: str) -> None:
+    """Raise ValueError unless `fault` is one of `FAULTS`."""
+    if fault not in FAULTS:
+        raise ValueError(f"{fault!r}: not a fault that can be injected; choose from {', '.join(FAULTS)}.")
+
+
+def _build_optimizer(config: ExperimentConfig, model: nn.Module) -> torch.optim.Optimizer:
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=config.learning_rate, momentum=config.momentum)
+    kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+    return kinds[config.optimizer](model.parameters(), lr=config.learning_rate)
+
+
+def _refuse_new_weights(old: ExperimentConfig, new: ExperimentConfig) -> None:
+    """Raise ValueError where the new config cannot go on with the old one's weights."""
+    if new == replace(old, **{name: getattr(new, name) for name in LIVE_FIELDS}):
+        return
+    names = [name for name in ("task", "model", "hidden", "seed") if getattr(old, name) != getattr(new, name)]
+    raise ValueError(
+        f"{names[0]}={getattr(new, names[0])}: it was {getattr(old, names[0])}, and another {names[0]} needs new "
+        f"weights; call reset() with the new config. At a step boundary these can change: {', '.join(LIVE_FIELDS)}."
+    )
+
+
+def _clamped(state: dict, config: ExperimentConfig) -> dict:
+    """Return a session's state with its scales inside the new floor and ceiling, its clean steps inside the window."""
+    floor = config.min_loss_scale or 0.0
+    return {
+        name: {
+            "loss_scale": min(max(entry["loss_scale"], floor), config.max_loss_scale),
+            "unskipped": min(entry["unskipped"], config.growth_interval - 1),
+        }
+        for name, entry in state.items()
+    }

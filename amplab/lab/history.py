@@ -1,0 +1,201 @@
+"""The whole of a run in memory: one growing numpy column per field of `StepRecord`, written by one thread, read by any.
+
+Nothing is dropped and NaN and inf are kept as they are. Words (opt_level, injected, the first non-finite parameter) are
+kept as codes. `thinned` picks the rows that a screen can show; the file on disk is in `run_log.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from amplab.lab.events import StepRecord
+from amplab.lab.thinning import BlockExtremes, thin
+
+__all__ = ["COLUMNS", "History"]
+
+COLUMNS: dict[str, type] = {
+    "step": np.int64,
+    "loss": np.float64,
+    "loss_scale": np.float64,
+    "next_loss_scale": np.float64,
+    "skipped": np.bool_,
+    "first_nonfinite": np.int32,
+    "opt_level": np.int32,
+    "accuracy": np.float64,
+    "seconds": np.float64,
+    "injected": np.int32,
+}
+"""Column of each field of `StepRecord`, in its order, and its type; those of int32 are codes of words."""
+
+_WORDS = tuple(name for name, kind in COLUMNS.items() if kind is np.int32)
+_FIRST_CAPACITY = 1024
+
+
+class History:
+    """Every step of one run, in order.
+
+    One thread appends; any thread may read, and gets copies.
+
+    >>> history = History()
+    >>> history.append(StepRecord(0, 2.3, 65536.0, 65536.0, False, None, "O1", None, 0.0, None))
+    >>> history
+    <History: 1 step, 0 skipped>
+    >>> history.thinned(["loss"], 100)["loss"]
+    array([2.3])
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._length = 0
+        self._columns = {name: np.empty(_FIRST_CAPACITY, dtype=kind) for name, kind in COLUMNS.items()}
+        self._codes: dict[str | None, int] = {None: 0}
+        self._words: list[str | None] = [None]
+        self._skipped: list[int] = []
+        self._levels: list[tuple[int, str]] = []
+        self._extremes: dict[str, BlockExtremes] = {}
+        self._last: StepRecord | None = None
+        self._last_accuracy: float | None = None
+
+    def append(self, record: StepRecord) -> None:
+        """Add the next step."""
+        with self._lock:
+            row = self._length
+            if row == len(self._columns["step"]):
+                self._columns = {name: np.resize(column, 2 * row) for name, column in self._columns.items()}
+            columns = self._columns
+            columns["step"][row] = record.step
+            columns["loss"][row] = record.loss
+            columns["loss_scale"][row] = record.loss_scale
+            columns["next_loss_scale"][row] = record.next_loss_scale
+            columns["skipped"][row] = record.skipped
+            columns["first_nonfinite"][row] = self._code(record.first_nonfinite)
+            columns["opt_level"][row] = self._code(record.opt_level)
+            columns["accuracy"][row] = math.nan if record.accuracy is None else record.accuracy
+            columns["seconds"][row] = record.seconds
+            columns["injected"][row] = self._code(record.injected)
+            if record.skipped:
+                self._skipped.append(row)
+            if not self._levels or self._levels[-1][1] != record.opt_level:
+                self._levels.append((record.step, record.opt_level))
+            if record.accuracy is not None:
+                self._last_accuracy = record.accuracy
+            self._last = record
+            self._length = row + 1
+
+    def __len__(self) -> int:
+        """Return the number of steps."""
+        return self._length
+
+    def __repr__(self) -> str:
+        """Return one line with the numbers."""
+        return f"<History: {len(self)} step{'s' * (len(self) != 1)}, {self.skip_count} skipped>"
+
+    @property
+    def last(self) -> StepRecord | None:
+        """The newest step, None before the first."""
+        return self._last
+
+    @property
+    def last_accuracy(self) -> float | None:
+        """The newest accuracy that was measured, None before the first."""
+        return self._last_accuracy
+
+    @property
+    def skip_count(self) -> int:
+        """How many steps were skipped."""
+        return len(self._skipped)
+
+    def column(self, name: str) -> np.ndarray:
+        """Return a copy of one column, `(steps,)`; words as an object array, an accuracy not measured as NaN."""
+        with self._lock:
+            return self._take(name, np.arange(self._length))
+
+    def record(self, row: int) -> StepRecord:
+        """Return one step by its row, from 0 (negative from the end).
+
+        Raises:
+            IndexError: There is no such row.
+        """
+        with self._lock:
+            return self._record(range(self._length)[row])
+
+    def records(self, start: int = 0) -> list[StepRecord]:
+        """Return the steps from row `start` on."""
+        with self._lock:
+            return [self._record(row) for row in range(start, self._length)]
+
+    def skips(self, start: int = 0) -> list[StepRecord]:
+        """Return the skipped steps, from the `start`-th skip on."""
+        with self._lock:
+            return [self._record(row) for row in self._skipped[start:]]
+
+    def level_changes(self) -> list[tuple[int, str]]:
+        """Return (step, opt_level) of the first step and of each whose level is not that of the step before."""
+        with self._lock:
+            return list(self._levels)
+
+    def rate(self, window: float = 1.0) -> float | None:
+        """Return steps per second over the last `window` seconds of training, None before the second step."""
+        with self._lock:
+            seconds = self._columns["seconds"][: self._length]
+            if len(seconds) < 2:
+                return None
+            first = min(int(np.searchsorted(seconds, seconds[-1] - window)), len(seconds) - 2)
+            span = float(seconds[-1] - seconds[first])
+            return (len(seconds) - 1 - first) / span if span > 0 else None
+
+    def thinned(self, columns: Sequence[str], limit: int) -> dict[str, np.ndarray]:
+        """Return some columns thinned to what a screen can show, with "step" and "skipped" always among them.
+
+        Kept are the first and last row, every skipped step, and of each bucket of rows the smallest, the largest and
+        the non-finite values of each column asked for; see `thinning.py`. Same rows in every column.
+
+        Args:
+            columns: Names of `COLUMNS`.
+            limit: About how many rows, at least 16.
+
+        Raises:
+            ValueError: An unknown column, or a limit below 16.
+        """
+        if limit < 16:
+            raise ValueError(f"limit={limit}: expected at least 16 rows; use column() for a single value.")
+        unknown = [name for name in columns if name not in COLUMNS]
+        if unknown:
+            raise ValueError(f"{unknown[0]!r}: not a column of a history; choose from {', '.join(COLUMNS)}.")
+        with self._lock:
+            names = dict.fromkeys(["step", *columns, "skipped"])
+            rows = self._rows_to_show([name for name in columns if COLUMNS[name] is np.float64], limit)
+            return {name: self._take(name, rows) for name in names}
+
+    def _rows_to_show(self, names: list[str], limit: int) -> np.ndarray:
+        if self._length <= limit:
+            return np.arange(self._length)
+        names = names or ["seconds"]
+        values = [self._columns[name][: self._length] for name in names]
+        candidates = [
+            self._extremes.setdefault(name, BlockExtremes()).rows(column)
+            for name, column in zip(names, values, strict=True)
+        ]
+        return thin(values, candidates=candidates, marked=np.array(self._skipped, dtype=np.int64), limit=limit)
+
+    def _take(self, name: str, rows: np.ndarray) -> np.ndarray:
+        values = self._columns[name][rows]
+        return np.array(self._words, dtype=object)[values] if name in _WORDS else values
+
+    def _record(self, row: int) -> StepRecord:
+        values = {name: column[row].item() for name, column in self._columns.items()}
+        values.update({name: self._words[values[name]] for name in _WORDS})
+        if math.isnan(values["accuracy"]):
+            values["accuracy"] = None
+        return StepRecord(**values)
+
+    def _code(self, word: str | None) -> int:
+        code = self._codes.get(word)
+        if code is None:
+            code = self._codes[word] = len(self._words)
+            self._words.append(word)
+        return code

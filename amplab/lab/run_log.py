@@ -1,0 +1,253 @@
+"""A run on disk as it happens: JSON lines, append-only, readable after a kill.
+
+    {"amplab_run": 1, "amplab": "0.1.0", "started": "…", "config": "amplab/1 task=digits …", "columns": ["step", …]}
+    [0,2.31,65536.0,65536.0,false,null,"O1",null,0.0021,null]
+    {"event": "config", "step": 120, "config": "amplab/1 task=digits model=mlp opt_level=O2"}
+
+The first line is the header, an array is a step (in the order of "columns"), an object is an event: a changed config or
+an injection. Every line is valid JSON: NaN and inf are the words "nan", "inf" and "-inf". Lines reach the operating
+system at least four times a second, so what a killed process loses is less than that, and a line cut in the middle.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from amplab import __version__
+from amplab.lab.config import ExperimentConfig
+from amplab.lab.events import StepRecord
+from amplab.lab.history import COLUMNS, History
+
+__all__ = ["FLUSH_SECONDS", "FORMAT", "Run", "RunLog", "free_path", "load_run", "new_path", "runs_directory"]
+
+FORMAT = 1
+"""Version of the file format, the value of "amplab_run" in the header."""
+
+FLUSH_SECONDS = 0.2
+
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode
+_LONGEST_HEADER = 65536
+
+
+def runs_directory() -> Path:
+    """Return the folder of run logs: $AMPLAB_RUNS, else ~/.amplab/runs."""
+    named = os.environ.get("AMPLAB_RUNS")
+    return Path(named) if named else Path.home() / ".amplab" / "runs"
+
+
+def new_path(directory: Path, config: ExperimentConfig) -> Path:
+    """Return a free path in `directory`, named by the time, the task, the model and the opt_level."""
+    name = f"{datetime.now():%Y%m%d-%H%M%S}-{config.task}-{config.model}-{config.opt_level}.jsonl"
+    return free_path(directory / name)
+
+
+def free_path(path: Path) -> Path:
+    """Return `path`, or where a file is there already, the first of path-2, path-3, … that is free."""
+    candidate, number = path, 1
+    while candidate.exists():
+        number += 1
+        candidate = path.with_stem(f"{path.stem}-{number}")
+    return candidate
+
+
+class RunLog:
+    """The log of one run, open for appending; never writes over another file.
+
+    Args:
+        path: A file that is not there yet; its folder is made.
+        config: What the run starts with.
+
+    Raises:
+        OSError: The file cannot be made or written (FileExistsError where it is there).
+    """
+
+    def __init__(self, path: Path, config: ExperimentConfig) -> None:
+        self.path = path
+        self._flushed = -math.inf
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("x", encoding="utf-8", newline="\n")
+        self._closed_with_me = weakref.finalize(self, self._file.close)
+        header = {"amplab_run": FORMAT, "amplab": __version__, "started": datetime.now(UTC).isoformat("T", "seconds")}
+        self._write({**header, "config": str(config), "columns": list(COLUMNS)})
+        self.flush()
+
+    def append(self, record: StepRecord) -> None:
+        """Write one step."""
+        self._write(
+            [
+                record.step,
+                _number(record.loss),
+                _number(record.loss_scale),
+                _number(record.next_loss_scale),
+                record.skipped,
+                record.first_nonfinite,
+                record.opt_level,
+                record.accuracy,
+                record.seconds,
+                record.injected,
+            ]
+        )
+
+    def note(self, event: str, *, step: int, **details: object) -> None:
+        """Write an event at `step`: what it is, and words or numbers that describe it."""
+        self._write({"event": event, "step": step, **details})
+        self.flush()
+
+    def flush(self) -> None:
+        """Hand what is written to the operating system."""
+        self._file.flush()
+        self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        """Flush and close; again is harmless."""
+        self._file.close()
+
+    def _write(self, line: object) -> None:
+        self._file.write(_encode(line) + "\n")
+        if time.monotonic() - self._flushed > FLUSH_SECONDS:
+            self.flush()
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A run read back from its log.
+
+    Attributes:
+        path: The file.
+        config: What the run started with.
+        last_config: What held at its end.
+        history: Every step.
+        events: The events, as they were written: dicts with "event" and "step".
+        truncated: Whether the last line was cut off (and dropped), as a kill leaves it.
+        started: Time of the start, ISO 8601, UTC.
+        version: The amplab that wrote it.
+    """
+
+    path: Path
+    config: ExperimentConfig
+    last_config: ExperimentConfig
+    history: History
+    events: tuple[dict[str, object], ...]
+    truncated: bool
+    started: str
+    version: str
+
+    def __str__(self) -> str:
+        """Return one line: what the run was, how far it came, and whether its last line was lost."""
+        steps, skips = len(self.history), self.history.skip_count
+        cut = "; the last line was cut off and is left out" if self.truncated else ""
+        return f"{self.config}: {steps} steps, {skips} skipped{cut}"
+
+
+def load_run(path: str | os.PathLike[str]) -> Run:
+    """Read a run log.
+
+    Returns:
+        The run; a cut-off last line is dropped and `truncated` says so.
+
+    Raises:
+        ValueError: Not a run log, one of another format version, or one with a damaged line before the last.
+        OSError: The file cannot be read (FileNotFoundError where there is none).
+    """
+    path = Path(path)
+    with path.open("rb") as file:
+        header = _read_header(path, file.readline(_LONGEST_HEADER))
+        config = _read_config(path, header["config"])
+        history, events, truncated = History(), [], False
+        for number, line, is_last in _lines(file):
+            entry = _read_line(line)
+            if entry is None and is_last:
+                truncated = True
+            elif entry is None:
+                raise ValueError(
+                    f"{path}: line {number} is damaged, and it is not the last one; "
+                    f"the {len(history)} steps before it are intact: delete from there on to load them."
+                )
+            elif isinstance(entry, StepRecord):
+                history.append(entry)
+            else:
+                events.append(entry)
+    configs = [event["config"] for event in events if event["event"] == "config"]
+    return Run(
+        path=path,
+        config=config,
+        last_config=_read_config(path, configs[-1]) if configs else config,
+        history=history,
+        events=tuple(events),
+        truncated=truncated,
+        started=str(header.get("started", "")),
+        version=str(header.get("amplab", "")),
+    )
+
+
+def _lines(file: Iterator[bytes]) -> Iterator[tuple[int, bytes, bool]]:
+    """Yield (line number, line, whether it is the last) from the second line of a file on."""
+    previous = next(file, None)
+    number = 2
+    while previous is not None:
+        following = next(file, None)
+        yield number, previous, following is None
+        previous, number = following, number + 1
+
+
+def _read_header(path: Path, line: bytes) -> dict[str, object]:
+    header = _json(line)
+    if not isinstance(header, dict) or "amplab_run" not in header:
+        what = "is empty" if not line else "does not start with the header of a run"
+        raise ValueError(
+            f"{path}: {what}: expected a run log of amplab, a .jsonl file whose first line holds "
+            f'"amplab_run"; look in {runs_directory()}.'
+        )
+    if header["amplab_run"] != FORMAT:
+        raise ValueError(
+            f"{path}: a run log of format {header['amplab_run']}, written by amplab {header.get('amplab', '?')}: "
+            f"this amplab {__version__} reads format {FORMAT}; load it with the amplab that wrote it."
+        )
+    if header.get("columns") != list(COLUMNS) or not isinstance(header.get("config"), str):
+        raise ValueError(f"{path}: the header is damaged: expected a config and the columns {', '.join(COLUMNS)}.")
+    return header
+
+
+def _read_config(path: Path, text: object) -> ExperimentConfig:
+    try:
+        return ExperimentConfig.parse(str(text))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _read_line(line: bytes) -> StepRecord | dict[str, object] | None:
+    """Return the step or the event of a line, None when it is neither."""
+    entry = _json(line)
+    if isinstance(entry, dict) and isinstance(entry.get("event"), str):
+        return entry
+    if not isinstance(entry, list) or len(entry) != len(COLUMNS):
+        return None
+    values = dict(zip(COLUMNS, entry, strict=True))
+    numbers = {name: _float(values[name]) for name in ("loss", "loss_scale", "next_loss_scale", "seconds")}
+    if None in numbers.values() or not isinstance(values["step"], int):
+        return None
+    return StepRecord(**{**values, **numbers})
+
+
+def _json(line: bytes) -> object:
+    """Return what a line says, None when it is not JSON."""
+    try:
+        return json.loads(line)
+    except ValueError:  # UnicodeDecodeError is one too
+        return None
+
+
+def _number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def _float(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) or value in ("nan", "inf", "-inf") else None

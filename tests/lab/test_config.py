@@ -1,0 +1,157 @@
+"""ExperimentConfig: its string both ways, its sentences, its changes."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from amplab.amp import explain_override
+from amplab.lab import ExperimentConfig
+from amplab.lab.fields import RULES, read, spell
+
+SCALES = st.integers(-126, 127).map(lambda power: 2.0**power) | st.floats(1e-6, 1e30)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> ExperimentConfig:
+    level = draw(st.sampled_from(["O0", "O1", "O2", "O3"]))
+    scale, other = draw(SCALES), draw(SCALES)
+    flags = {
+        name: None if explain_override(level, name) else draw(st.none() | st.booleans())
+        for name in ("keep_batchnorm_fp32", "master_weights")
+    }
+    return ExperimentConfig(
+        model=draw(st.sampled_from(["mlp", "cnn"])),
+        hidden=draw(st.integers(1, 8192)),
+        opt_level=level,
+        optimizer=draw(st.sampled_from(["sgd", "adam", "adamw"])),
+        lr=draw(st.none() | st.floats(1e-9, 10)),
+        momentum=draw(st.floats(0, 0.999)),
+        batch_size=draw(st.integers(1, 65536)),
+        seed=draw(st.integers(0, 2**63 - 1)),
+        loss_scale=draw(st.none() | st.just("dynamic") | SCALES),
+        init_scale=draw(SCALES),
+        growth_interval=draw(st.integers(1, 10**9)),
+        min_loss_scale=draw(st.none() | st.just(min(scale, other))),
+        max_loss_scale=max(scale, other),
+        **flags,
+    )
+
+
+@given(configs())
+def test_string_reads_back_as_the_same_config(config):
+    assert ExperimentConfig.parse(str(config)) == config
+    assert "\n" not in str(config)
+
+
+def test_string_names_the_three_and_what_differs():
+    assert str(ExperimentConfig()) == "amplab/1 task=digits model=mlp opt_level=O1"
+    assert (
+        str(ExperimentConfig(model="cnn", opt_level="O2", lr=0.05, init_scale=2.0**20, master_weights=False))
+        == "amplab/1 task=digits model=cnn opt_level=O2 lr=0.05 init_scale=2**20 master_weights=false"
+    )
+
+
+def test_parse_takes_the_spellings_people_use():
+    config = ExperimentConfig.parse("amplab/1  init_scale=2^20 growth_interval=1e3 loss_scale=128 min_loss_scale=none")
+    assert (config.init_scale, config.growth_interval, config.loss_scale) == (2.0**20, 1000, 128)
+    assert config.min_loss_scale is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"task": "mnist"}, "task=mnist: expected one of digits."),
+        ({"model": "resnet"}, "model=resnet: expected one of mlp, cnn."),
+        ({"opt_level": "O4"}, "opt_level=O4: expected one of O0, O1, O2, O3 (the letter O and a digit)."),
+        ({"opt_level": "01"}, "opt_level=01: expected one of O0, O1, O2, O3 (the letter O and a digit)."),
+        ({"optimizer": "lion"}, "optimizer=lion: expected one of sgd, adam, adamw."),
+        ({"hidden": 0}, "hidden=0: expected a whole number from 1 to 8192"),
+        ({"hidden": 12.5}, "hidden=12.5: expected a whole number"),
+        ({"hidden": True}, "hidden=true: expected a whole number"),
+        ({"lr": 0}, "lr=0: expected a number > 0"),
+        ({"lr": float("nan")}, "lr=nan: expected a number > 0"),
+        ({"momentum": 1.0}, "momentum=1: expected a number in [0, 1)"),
+        ({"loss_scale": -1}, "loss_scale=-1: expected 'dynamic', a number > 0"),
+        ({"loss_scale": 0.0}, "loss_scale=0: expected 'dynamic', a number > 0"),
+        ({"loss_scale": "big"}, "loss_scale=big: expected 'dynamic', a number > 0"),
+        ({"loss_scale": "128"}, "loss_scale=128: expected 'dynamic', a number > 0"),
+        ({"init_scale": float("inf")}, "init_scale=inf: expected a number > 0"),
+        ({"max_loss_scale": None}, "max_loss_scale=none: expected a number > 0"),
+        ({"growth_interval": 0}, "growth_interval=0: expected a whole number from 1"),
+        ({"seed": -1}, "seed=-1: expected a whole number from 0"),
+        ({"keep_batchnorm_fp32": "yes"}, "keep_batchnorm_fp32=yes: expected True, False, or None"),
+        ({"min_loss_scale": 256.0, "max_loss_scale": 128.0}, "min_loss_scale=256: expected at most max_loss_scale=128"),
+    ],
+)
+def test_refusals_say_what_was_given_and_what_is_allowed(fields, sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        ExperimentConfig(**fields)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O3"])
+def test_senseless_override_is_refused_with_the_reason_of_amp(level):
+    reason = explain_override(level, "keep_batchnorm_fp32")
+    if reason is None:
+        ExperimentConfig(opt_level=level, keep_batchnorm_fp32=True)
+        return
+    with pytest.raises(ValueError, match=re.escape(f"keep_batchnorm_fp32=true with opt_level={level}: {reason}")):
+        ExperimentConfig(opt_level=level, keep_batchnorm_fp32=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "expected a config string such as 'amplab/1 task=digits"),
+        ("task=digits", "expected a config string such as 'amplab/1 task=digits"),
+        ("amplab/2 task=digits", "config of version 2 (amplab/2): this amplab reads amplab/1"),
+        ("amplab/1 opt_levle=O2", "opt_levle: not a field of an experiment; did you mean opt_level?"),
+        ("amplab/1 qqq=1", "qqq: not a field of an experiment; choose from task, model"),
+        ("amplab/1 O2", "'O2': expected field=value"),
+        ("amplab/1 seed=1 seed=2", "'seed=2': seed is given twice"),
+        ("amplab/1 init_scale=2**2000", "init_scale=inf: expected a number > 0"),
+        ("amplab/1 hidden=wide", "hidden=wide: expected a whole number"),
+        ("amplab/1 opt_level=O1 master_weights=true", "master_weights=true with opt_level=O1: "),
+    ],
+)
+def test_parse_refuses_with_a_sentence(text, sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        ExperimentConfig.parse(text)
+
+
+def test_learning_rate_follows_the_optimizer_unless_given():
+    assert ExperimentConfig().learning_rate == 0.1
+    assert ExperimentConfig().changed(optimizer="adam").learning_rate == 0.005
+    assert ExperimentConfig(lr=0.02).changed(optimizer="adam").learning_rate == 0.02
+
+
+@pytest.mark.parametrize(("level", "scale"), [("O0", 1.0), ("O1", "dynamic"), ("O2", "dynamic"), ("O3", 1.0)])
+def test_loss_scale_is_the_levels_unless_given(level, scale):
+    config = ExperimentConfig(opt_level=level)
+    assert config.effective_loss_scale == scale
+    assert config.is_dynamic == (scale == "dynamic")
+    assert config.changed(loss_scale=128.0).effective_loss_scale == 128.0
+
+
+def test_a_new_level_drops_what_makes_no_sense_there_unless_given_with_it():
+    config = ExperimentConfig(opt_level="O2", keep_batchnorm_fp32=False, loss_scale=128.0)
+    changed = config.changed(opt_level="O1")
+    assert changed.keep_batchnorm_fp32 is None
+    assert changed.loss_scale == 128.0
+    with pytest.raises(ValueError, match="keep_batchnorm_fp32=false with opt_level=O1"):
+        config.changed(opt_level="O1", keep_batchnorm_fp32=False)
+
+
+def test_changed_refuses_unknown_fields():
+    with pytest.raises(ValueError, match="loss_scal: not a field of an experiment; did you mean loss_scale"):
+        ExperimentConfig().changed(loss_scal=1)
+
+
+def test_every_field_has_a_rule_and_its_default_passes():
+    assert list(RULES) == list(ExperimentConfig.__dataclass_fields__)
+
+
+@given(st.floats(2.0**-126, 2.0**127))
+def test_spelt_scales_read_back_exactly(scale):
+    assert read("init_scale", spell(scale)) == scale

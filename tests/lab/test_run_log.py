@@ -1,0 +1,150 @@
+"""The run log: every line is JSON, everything comes back, damage and foreign files are named."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from amplab.lab import ExperimentConfig, RunLog, StepRecord, load_run, runs_directory
+from amplab.lab.run_log import free_path, new_path
+
+CONFIG = ExperimentConfig(seed=3)
+RECORDS = [
+    StepRecord(0, 2.302585, 65536.0, 65536.0, False, None, "O1", None, 0.01, None),
+    StepRecord(1, math.nan, 65536.0, 32768.0, True, "hidden1.weight", "O1", None, 0.02, "nan"),
+    StepRecord(2, math.inf, 32768.0, 16384.0, True, "hïdden.weight", "O1", None, 0.03, "overflow+underflow"),
+    StepRecord(3, -math.inf, 2.0**-149, 0.1, False, None, "O2", 0.96, 0.04, None),
+]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    log = RunLog(tmp_path / "deep" / "run.jsonl", CONFIG)
+    for record in RECORDS[:3]:
+        log.append(record)
+    log.note("config", step=3, config=str(CONFIG.changed(opt_level="O2")))
+    log.append(RECORDS[3])
+    log.close()
+    return log.path
+
+
+def refuse_constant(word: str) -> None:
+    raise AssertionError(f"{word} is not JSON")
+
+
+def test_a_run_comes_back_as_it_was(path):
+    run = load_run(path)
+    assert list(map(repr, run.history.records())) == list(map(repr, RECORDS))  # repr: NaN equals itself there
+    assert (run.config, run.last_config) == (CONFIG, CONFIG.changed(opt_level="O2"))
+    assert [event["event"] for event in run.events] == ["config"]
+    assert not run.truncated
+    assert str(run) == f"{CONFIG}: 4 steps, 2 skipped"
+
+
+def test_every_line_is_strict_json(path):
+    lines = path.read_text(encoding="utf-8").splitlines()
+    entries = [json.loads(line, parse_constant=refuse_constant) for line in lines]
+    assert entries[0]["amplab_run"] == 1
+    assert len(entries[0]["columns"]) == len(entries[1])
+    assert len(lines) == 6
+
+
+def test_cut_anywhere_in_the_last_line_it_loads_and_says_so(path, tmp_path):
+    data = path.read_bytes()
+    start_of_last = data.rstrip(b"\n").rfind(b"\n") + 1
+    cut = tmp_path / "cut.jsonl"
+    for end in range(start_of_last + 1, len(data) - 1):
+        cut.write_bytes(data[:end])
+        run = load_run(cut)
+        assert (len(run.history), run.truncated) == (3, True), end
+    assert str(run).endswith("; the last line was cut off and is left out")
+    cut.write_bytes(data[:-1])  # only the newline is missing: the line is whole
+    assert (len(load_run(cut).history), load_run(cut).truncated) == (4, False)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", "is empty: expected a run log of amplab"),
+        (b"step,loss\n0,2.3\n", "does not start with the header of a run: expected a run log of amplab"),
+        (b"\x89PNG\r\n\x1a\n\xff\xfe", "does not start with the header of a run"),
+        (b'{"cells": []}\n', "does not start with the header of a run"),
+        (b'{"amplab_run": 1, "amplab": "0.1', "does not start with the header of a run"),
+        (b'{"amplab_run": 9, "amplab": "7.0"}\n', "a run log of format 9, written by amplab 7.0: this amplab"),
+        (b'{"amplab_run": 1, "columns": ["step"], "config": ""}\n', "the header is damaged"),
+    ],
+)
+def test_foreign_files_are_refused(tmp_path, content, sentence):
+    path = tmp_path / "other.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(f"{path}: ") + ".*" + re.escape(sentence)):
+        load_run(path)
+
+
+def test_config_of_another_version_is_refused(path):
+    path.write_text(path.read_text(encoding="utf-8").replace("amplab/1", "amplab/3", 1), encoding="utf-8")
+    with pytest.raises(ValueError, match="config of version 3"):
+        load_run(path)
+
+
+@pytest.mark.parametrize("damage", ["garbage", "[1,2]", '{"evnt": 1}', "[" + ",".join(["null"] * 10) + "]"])
+def test_damage_before_the_last_line_is_named(path, damage):
+    lines = path.read_text(encoding="utf-8").splitlines()
+    lines[2] = damage
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="line 3 is damaged, and it is not the last one; the 1 steps before it"):
+        load_run(path)
+
+
+def test_a_log_never_writes_over_a_file(path):
+    with pytest.raises(FileExistsError):
+        RunLog(path, CONFIG)
+    assert free_path(path).name == "run-2.jsonl"
+    RunLog(free_path(path), CONFIG).close()
+    assert free_path(path).name == "run-3.jsonl"
+
+
+def test_the_folder_is_named_by_the_environment(runs, monkeypatch):
+    assert runs_directory() == runs
+    assert re.fullmatch(r"\d{8}-\d{6}-digits-mlp-O1.jsonl", new_path(runs, CONFIG).name)
+    monkeypatch.delenv("AMPLAB_RUNS")
+    assert runs_directory() == Path.home() / ".amplab" / "runs"
+
+
+TRAIN_FOR_EVER = """
+import sys, threading
+from amplab.lab import ExperimentConfig, Trainer
+trainer = Trainer(ExperimentConfig(hidden=16), log=sys.argv[1])
+def tell(record):
+    print(len(trainer.history), flush=True)
+trainer.subscribe(tell)
+trainer.start()
+threading.Event().wait()
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
+def test_a_killed_process_leaves_a_log_that_loads(tmp_path):
+    path = tmp_path / "killed.jsonl"
+    process = subprocess.Popen([sys.executable, "-c", TRAIN_FOR_EVER, str(path)], stdout=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while int(process.stdout.readline()) < 200:
+            assert time.monotonic() < deadline
+        time.sleep(0.5)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        told = process.communicate()[0].split()
+    run = load_run(path)
+    steps = run.history.column("step")
+    assert steps.tolist() == list(range(len(steps)))
+    assert len(steps) >= 200
+    last_second = run.history.rate()  # what was not flushed is less than a quarter of a second of steps
+    assert int(told[-1]) - len(steps) <= 0.25 * last_second + 1
