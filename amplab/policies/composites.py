@@ -14,22 +14,14 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch.nn import functional as F
+from amplab.policies.apex_table import APEX
+from amplab.policies.cast_policy import CastPolicy
+from amplab.policies.op_table import resolve
 
 __all__ = ["COMPOSITES", "opened"]
 
 COMPOSITES: frozenset[Callable[..., Any]] = frozenset(
-    [
-        F.multi_head_attention_forward,
-        F.gumbel_softmax,
-        F.lp_pool1d,
-        F.lp_pool2d,
-        F.lp_pool3d,
-        torch.Tensor.backward,
-        torch.autograd.backward,
-        torch.autograd.grad,
-    ]
+    func for row in APEX.rows_of(CastPolicy.FALL_THROUGH) for func in map(resolve, row.spellings) if func is not None
 )
 """The Python-level functions whose inner ops have rows of their own."""
 
@@ -42,6 +34,7 @@ def _no_override(*_args: Any) -> bool:
 def opened(func: types.FunctionType) -> types.FunctionType:
     """`func` without its check for `__torch_function__`; built-in functions come back as they are.
 
+    >>> from torch.nn import functional as F
     >>> opened(F.multi_head_attention_forward).__code__ is F.multi_head_attention_forward.__code__
     True
     """

@@ -19,37 +19,29 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn import functional as F
+
+from amplab.policies.op_table import resolve
 
 __all__ = ["DEFAULT_HALF_MODE", "PRODUCTS", "HalfMode", "accumulated"]
 
 HalfMode = Literal["fp32_accumulate", "native"]
 
-PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
-    [
-        F.linear,
-        F.bilinear,
-        F.scaled_dot_product_attention,
-        *(getattr(torch, name) for name in ("conv1d", "conv2d", "conv3d", "conv_tbc")),
-        *(getattr(torch, name) for name in ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")),
-        *(
-            getattr(home, name)
-            for home in (torch, torch.Tensor)
-            for name in ("matmul", "mm", "mv", "bmm", "addmm", "addmv", "addbmm", "baddbmm", "dot", "vdot", "inner")
-        ),
-        torch.Tensor.__matmul__,
-        torch.Tensor.__rmatmul__,
-        torch.linalg.matmul,
-        torch.linalg.multi_dot,
-        torch.linalg.vecdot,
-        torch.chain_matmul,
-        torch.einsum,
-        torch.tensordot,
-        torch.bilinear,
-        *(getattr(torch, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")),
-        *(getattr(torch, name) for name in ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")),
-    ]
+_SPELLINGS = (
+    *(f"torch.nn.functional.{name}" for name in ("linear", "bilinear", "scaled_dot_product_attention")),
+    *(f"torch.{name}" for name in ("conv1d", "conv2d", "conv3d", "conv_tbc", "convolution", "_convolution")),
+    *(f"torch.{name}" for name in ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")),
+    *(
+        f"{home}.{name}"
+        for home in ("torch", "torch.Tensor")
+        for name in ("matmul", "mm", "mv", "bmm", "addmm", "addmv", "addbmm", "baddbmm", "dot", "vdot", "inner")
+    ),
+    *(f"torch.Tensor.{name}" for name in ("__matmul__", "__rmatmul__")),
+    *(f"torch.linalg.{name}" for name in ("matmul", "multi_dot", "vecdot")),
+    *(f"torch.{name}" for name in ("chain_matmul", "einsum", "tensordot", "bilinear")),
+    *(f"torch.{name}" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")),
+    *(f"torch.{name}" for name in ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")),
 )
+PRODUCTS: frozenset[Callable[..., Any]] = frozenset(func for func in map(resolve, _SPELLINGS) if func is not None)
 """The functions that multiply and accumulate, hence are slow in half on a CPU without fp16 arithmetic."""
 
 

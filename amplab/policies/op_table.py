@@ -2,6 +2,7 @@
 
 A spelling is a dotted path from `torch`, e.g. "torch.nn.functional.softmax". Two marks say that
 a spelling is not in every torch: "torch.foo>=2.9" came with 2.9, "torch.foo<2.9" left with it.
+A spelling that the running torch lacks is passed over, so that a newer torch does not break the table.
 Rows are found by function object, not by name: `torch.mm` and `torch.spmm` share a name.
 The rows themselves are in `apex_table`.
 """
@@ -17,7 +18,7 @@ import torch
 
 from amplab.policies.cast_policy import CastPolicy
 
-__all__ = ["OpRule", "OpTable", "resolve"]
+__all__ = ["OpRule", "OpTable", "absent", "resolve"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,10 @@ class OpTable:
     name: str
     rows: tuple[OpRule, ...]
 
+    def __reduce__(self) -> tuple[type[OpTable], tuple[str, tuple[OpRule, ...]]]:
+        """Pickle the rows; function objects are found again where it is loaded."""
+        return OpTable, (self.name, self.rows)
+
     def rule(self, func: Callable[..., Any]) -> OpRule | None:
         """The row of `func`, or None where no row names it.
 
@@ -75,7 +80,7 @@ class OpTable:
         """Function object -> row, for the spellings that the running torch has.
 
         Raises:
-            ValueError: a function is claimed by two rows, or an unmarked spelling is missing.
+            ValueError: a function is claimed by two rows.
         """
         found: dict[Callable[..., Any], OpRule] = {}
         for row in self.rows:
@@ -92,26 +97,24 @@ class OpTable:
 
 
 def resolve(spelling: str) -> Callable[..., Any] | None:
-    """The function that `spelling` names in the running torch; None where its mark excludes this torch.
-
-    Raises:
-        ValueError: there is no such function although nothing marks it as absent.
+    """The function that `spelling` names; None where the running torch does not have it.
 
     >>> resolve("torch.mm") == torch.mm
     True
+    >>> resolve("torch.conv4d") is None
+    True
     """
-    path, bound, version = _split_mark(spelling)
-    if bound and (_running_version() >= version) != (bound == ">="):
-        return None
     value: Any = torch
-    for name in path.split(".")[1:]:
+    for name in _split_mark(spelling)[0].split(".")[1:]:
         value = getattr(value, name, None)
-    if value is None:
-        raise ValueError(
-            f"spelling {spelling!r}: torch {torch.__version__} has no such function; "
-            "expected a dotted path from torch, marked '>=major.minor' or '<major.minor' where versions differ."
-        )
     return value
+
+
+def absent(spelling: str) -> bool:
+    """Whether the mark of `spelling` says that the running torch does not have it."""
+    _, bound, version = _split_mark(spelling)
+    major, minor = torch.__version__.split(".")[:2]
+    return bool(bound) and ((int(major), int(minor)) >= version) != (bound == ">=")
 
 
 def _split_mark(spelling: str) -> tuple[str, str, tuple[int, int]]:
@@ -121,8 +124,3 @@ def _split_mark(spelling: str) -> tuple[str, str, tuple[int, int]]:
             major, minor = version.split(".")
             return path, bound, (int(major), int(minor))
     return spelling, "", (0, 0)
-
-
-def _running_version() -> tuple[int, int]:
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)

@@ -1,0 +1,131 @@
+"""cast_tree keeps every container's type, casts floating tensors only, and copies nothing needlessly."""
+
+import collections
+import dataclasses
+from typing import NamedTuple
+
+import numpy
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+
+from amplab.policies import cast_tree
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    n: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: torch.Tensor
+    name: str
+    doubled: torch.Tensor = dataclasses.field(init=False, default=None)
+
+
+class Row(dict):
+    """A dict subclass with an attribute and a constructor of its own."""
+
+    def __init__(self, label):
+        super().__init__()
+        self.label = label
+
+
+class Batch:
+    """A batch class with `to` alone."""
+
+    def __init__(self, dtype=torch.float32):
+        self.dtype = dtype
+
+    def to(self, dtype):
+        return Batch(dtype)
+
+
+def x():
+    return torch.ones(2)
+
+
+def test_tensors_floating_only():
+    assert cast_tree(x(), torch.float16).dtype is torch.float16
+    for other in (
+        torch.ones(2, dtype=torch.int64),
+        torch.ones(2, dtype=torch.complex64),
+        torch.ones(2, dtype=torch.bool),
+    ):
+        assert cast_tree(other, torch.float16) is other
+
+
+@pytest.mark.parametrize("container", [list, tuple, collections.UserList])
+def test_sequences_keep_their_type(container):
+    value = container([x(), 3, None])
+    cast = cast_tree(value, torch.float16)
+    if container is collections.UserList:
+        assert cast is value
+    else:
+        assert type(cast) is container and cast[0].dtype is torch.float16 and list(cast[1:]) == [3, None]
+
+
+def test_sets_and_frozensets():
+    for container in (set, frozenset):
+        (tensor,) = cast_tree(container([x()]), torch.float16)
+        assert tensor.dtype is torch.float16
+
+
+def test_namedtuple_and_torch_return_type():
+    cast = cast_tree(Pair(x(), 3), torch.float16)
+    assert type(cast) is Pair and cast.x.dtype is torch.float16 and cast.n == 3
+    cast = cast_tree(torch.ones(2, 2).max(0), torch.float16)
+    assert cast.values.dtype is torch.float16 and cast.indices.dtype is torch.int64
+
+
+def test_mappings_keep_type_order_and_attributes():
+    row = Row("train")
+    row["b"], row["a"] = x(), 1
+    cast = cast_tree(row, torch.float16)
+    assert type(cast) is Row and cast.label == "train" and list(cast) == ["b", "a"]
+    assert cast["b"].dtype is torch.float16 and row["b"].dtype is torch.float32
+    ordered = cast_tree(collections.OrderedDict(x=x()), torch.float16)
+    assert type(ordered) is collections.OrderedDict
+    assert cast_tree(collections.defaultdict(list, x=x()), torch.float16).default_factory is list
+
+
+def test_dataclass_frozen_with_field_outside_init():
+    value = Frozen(x(), "a")
+    object.__setattr__(value, "doubled", x())
+    cast = cast_tree(value, torch.float16)
+    assert type(cast) is Frozen and cast.name == "a"
+    assert cast.x.dtype is cast.doubled.dtype is torch.float16
+    assert value.x.dtype is torch.float32
+
+
+def test_objects_with_to():
+    assert cast_tree(Batch(), torch.float16).dtype is torch.float16
+    assert cast_tree(pack_sequence([torch.ones(2, 3)]), torch.float16).data.dtype is torch.float16
+
+
+def test_modules_are_not_cast_in_place():
+    module = torch.nn.Linear(1, 1)
+    assert cast_tree({"m": module}, torch.float16)["m"] is module
+    assert module.weight.dtype is torch.float32
+
+
+def test_what_needs_no_cast_comes_back_itself():
+    for value in (
+        [1, torch.tensor(3)],
+        {"a": "text"},
+        (None,),
+        numpy.ones(2),
+        "text",
+        3,
+        torch.Size([2]),
+        [x().half()],
+    ):
+        assert cast_tree(value, torch.float16) is value
+
+
+def test_nesting_and_autograd():
+    leaf = torch.ones(2, requires_grad=True)
+    cast = cast_tree({"a": [(leaf,)]}, torch.float16)
+    cast["a"][0][0].sum().backward()
+    assert leaf.grad.dtype is torch.float32
