@@ -1,0 +1,32 @@
+"""What a trace asks of this thread's casting engines: which op table decides, and that their caches be empty."""
+
+from amplab.policies import CastingEngine, casts_enabled
+from amplab.policies.casting_mode import THREAD
+
+__all__ = ["NO_ENGINE", "NO_TABLE", "clear_cast_caches", "table_at_work"]
+
+NO_ENGINE = None
+NO_TABLE = ""
+
+
+def table_at_work() -> str | None:
+    """Return the name of the op table that decides about this thread's ops just now.
+
+    NO_TABLE where an engine is at work without one, or with casts disabled; NO_ENGINE where none is. Sync: none.
+    """
+    if not THREAD.modes:
+        return NO_ENGINE
+    engine = THREAD.modes[-1].plans
+    if not isinstance(engine, CastingEngine) or engine.policy.table is None or not casts_enabled():
+        return NO_TABLE
+    return engine.policy.table.name
+
+
+def clear_cast_caches() -> None:
+    """Drop the casts of Parameters that this thread's engines keep.
+
+    A trace begins without them, so that it shows every cast of one step, and leaves none of its own. Sync: none.
+    """
+    for mode in THREAD.modes:
+        if isinstance(mode.plans, CastingEngine):
+            mode.plans.clear_cache()

@@ -1,0 +1,166 @@
+"""Put what was seen of an op into words: its name, whether it is a cast or a view, and the reason for its dtypes.
+
+Everything here is a pure function of an event and of the records before it.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from amplab.policies import CastPolicy
+from amplab.trace.recorder import Event, Place
+from amplab.trace.records import OpRecord, TensorInfo
+
+__all__ = ["record_of"]
+
+SCALE_LOSS = "scale_loss"
+_ALLOCATES = frozenset(
+    ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "_unsafe_view")
+)
+_ADDS = frozenset((torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor))
+_PROMOTING = (CastPolicy.PROMOTE, CastPolicy.SEQUENCE_PROMOTE, CastPolicy.MATCH_SELF)
+_ASKS_FOR_DTYPE = frozenset(("to", "half", "bfloat16", "float", "double", "type", "type_as"))
+
+
+def record_of(event: Event, index: int, before: Sequence[OpRecord]) -> OpRecord:
+    """Return the record of `event`.
+
+    Args:
+        event: what was seen.
+        index: the record's place in the trace.
+        before: the records of the events that came earlier, among them the event's forward op.
+    """
+    place = event.place
+    origin = before[place.origin] if place.origin is not None else None
+    cast = _cast(event)
+    return OpRecord(
+        index=index,
+        op="cast" if cast else _op(event, origin),
+        aten=_aten_name(event.overload),
+        phase="backward" if place.backward else "forward",
+        module=_module(place, origin),
+        inputs=event.inputs,
+        outputs=event.outputs,
+        reason=_autograds_reason(event, origin) if _is_autograds(place) else _policys_reason(event, before),
+        is_cast=cast is not None,
+        cast_bytes=sum(info.nbytes for info in cast or ()),
+        note=_note(event),
+        is_view=_is_view(event.overload),
+    )
+
+
+def _cast(event: Event) -> tuple[TensorInfo, TensorInfo] | None:
+    """The tensor read and the tensor written where `event` only changes the dtype of floating-point values."""
+    name = event.overload.overloadpacket.__name__
+    if name == "_to_copy":
+        source, target = event.inputs[0], event.outputs[0]
+    elif name == "copy_" and len(event.inputs) == 2:
+        target, source = event.inputs
+    else:
+        return None
+    if source.dtype == target.dtype or not (source.dtype.is_floating_point and target.dtype.is_floating_point):
+        return None
+    return source, target
+
+
+def _op(event: Event, origin: OpRecord | None) -> str:
+    place = event.place
+    if _accumulates(event):
+        return "accumulate_grad"
+    if _is_seed(place):
+        return "backward"
+    if place.call:
+        return place.call
+    return origin.op if origin is not None else event.overload.overloadpacket.__name__.lstrip("_")
+
+
+def _module(place: Place, origin: OpRecord | None) -> str:
+    if place.parameter:
+        return place.parameter.rpartition(".")[0]
+    return origin.module if origin is not None else place.module
+
+
+def _policys_reason(event: Event, before: Sequence[OpRecord]) -> str:
+    """Why an op that was called has its dtypes."""
+    place, decision = event.place, event.place.decision
+    if place.call == SCALE_LOSS:
+        return "the loss is scaled in float32, so that small gradients stay in half's range"
+    if _cast(event):
+        return _cast_reason(event)
+    if _is_view(event.overload):
+        return "a view: nothing is computed"
+    dtypes = list(dict.fromkeys(info.dtype_name for info in event.inputs if info.dtype.is_floating_point))
+    if decision is not None and decision.rule is not None:
+        agreed = decision.rule.cast in _PROMOTING and len(dtypes) == 1 and not (before and before[-1].is_cast)
+        why = f"{decision.op}: its arguments are {dtypes[0]} as they come" if agreed else decision.reason
+        return f"{decision.rule.cast.value} list, {why}"
+    if not dtypes:
+        return "reads no floating-point tensor"
+    listed = "in no list" if place.table else "no op table at work"
+    if len(dtypes) > 1 and torch.Tag.pointwise in event.overload.tags:
+        return f"{listed}: torch promotes {' and '.join(dtypes)} to {event.outputs[0].dtype_name}"
+    return f"{listed}: runs in the dtype it gets"
+
+
+def _cast_reason(event: Event) -> str:
+    place, decision = event.place, event.place.decision
+    if place.stage:
+        what = "what it gets" if place.stage == "before" else "what it returns"
+        return f"a hook on {place.module} casts {what} to {event.outputs[0].dtype_name}"
+    if decision is not None and decision.kind == "cast" and decision.rule is not None:
+        return f"{decision.detail} for {decision.op}: {decision.rule.cast.value} list"
+    if place.call in _ASKS_FOR_DTYPE:
+        return f"asked for in the code: Tensor.{place.call}"
+    return f"on the way into {place.call}" if place.call else "inside torch"
+
+
+def _is_autograds(place: Place) -> bool:
+    """Whether autograd itself ran the op, and no Python code that it called."""
+    return place.backward and not place.recomputed and (not place.call or _is_seed(place) or bool(place.parameter))
+
+
+def _is_seed(place: Place) -> bool:
+    return place.backward and not place.node and not place.recomputed
+
+
+def _autograds_reason(event: Event, origin: OpRecord | None) -> str:
+    place = event.place
+    if place.parameter:
+        return f"autograd adds the gradient into {place.parameter}.grad"
+    if _accumulates(event):
+        return "autograd adds the gradients of a value used more than once"
+    if _is_seed(place):
+        return "where backward starts: the gradient of the loss is 1"
+    if origin is None:
+        return f"autograd: {place.node}"
+    if _cast(event) and not origin.is_cast:
+        return f"autograd brings the gradient to the dtype of what {origin.op} #{origin.index} read"
+    return f"autograd's mirror of {origin.op} #{origin.index}"
+
+
+def _accumulates(event: Event) -> bool:
+    """Whether autograd itself adds gradients up; no node of torch's own does that to its gradients with a plain add."""
+    place = event.place
+    adds_fan_in = place.node and not place.call and event.overload in _ADDS
+    return bool(place.parameter or adds_fan_in)
+
+
+def _note(event: Event) -> str:
+    place = event.place
+    notes = (
+        "fp32 accumulate, rounded once" if event.accumulated else "",
+        "recomputed for backward" if place.recomputed else "",
+        f"in the backward of {place.function}" if place.function and place.call else "",
+        "in a hook on a gradient" if place.node and place.call and not place.function and not place.recomputed else "",
+    )
+    return "; ".join(filter(None, notes))
+
+
+_aten_name = functools.cache(str)
+
+
+@functools.cache
+def _is_view(overload: torch._ops.OpOverload) -> bool:
+    """Whether `overload` computes and moves nothing: views, changes of shape in place, uninitialised storage."""
+    return overload.is_view or torch.Tag.inplace_view in overload.tags or overload.overloadpacket.__name__ in _ALLOCATES

@@ -1,0 +1,192 @@
+"""Watch a step run: one event per op, forward and backward, with no tensor kept.
+
+Two modes work together. A dispatch mode sees every aten op, those of autograd's backward too; a function mode knows the
+call in the model's code that they belong to (`linear` for `t` and `addmm`). A backward op finds its forward op through
+autograd's sequence numbers: an op takes the number of the node that autograd made for it just before it was dispatched,
+and that node is the current one when its gradient is computed.
+
+Reference: torch.utils._python_dispatch.TorchDispatchMode, torch.overrides.TorchFunctionMode,
+torch.autograd._get_sequence_nr, torch._C._current_autograd_node.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from amplab.policies import Decision, accumulate_fp32, cpu_half, cpu_half_mode, explaining
+from amplab.trace.calls import Calls
+from amplab.trace.engines import NO_ENGINE, table_at_work
+from amplab.trace.modules import ModuleStack, Stage
+from amplab.trace.records import TensorInfo
+
+__all__ = ["Event", "Place", "Recorder"]
+
+_current_node = torch._C._current_autograd_node
+_next_sequence_number = torch.autograd._get_sequence_nr
+_without_torch_function = torch._C.DisableTorchFunction
+
+
+class Place(NamedTuple):
+    """Where a step stood when an op ran.
+
+    Args:
+        call: the call in Python that the op belongs to (`linear`), empty where C++ ran on its own.
+        module: path of the module whose forward is running.
+        stage: `before` or `after` where a hook around that forward runs, else empty.
+        table: the op table at work, `NO_TABLE` or `NO_ENGINE`.
+        decision: what the engine said of the op, or None.
+        backward: True while autograd computes gradients.
+        recomputed: True where a checkpointed block runs again for its backward.
+        node: name of the autograd node at work, empty in forward.
+        function: name of the custom `autograd.Function` whose backward runs, or empty.
+        origin: number of the forward event that the node belongs to, or None.
+        parameter: name of the parameter whose gradient is accumulated, or empty.
+    """
+
+    call: str
+    module: str
+    stage: Stage
+    table: str | None
+    decision: Decision | None
+    backward: bool = False
+    recomputed: bool = False
+    node: str = ""
+    function: str = ""
+    origin: int | None = None
+    parameter: str = ""
+
+
+class Event(NamedTuple):
+    """What was seen of one op while it ran; `reasons.record_of` puts it into words.
+
+    Args:
+        overload: the aten op.
+        place: where the step stood.
+        inputs: tensors read, in argument order.
+        outputs: tensors returned.
+        accumulated: True where a half product was computed in float32 and rounded once.
+    """
+
+    overload: torch._ops.OpOverload
+    place: Place
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+    accumulated: bool
+
+
+class Recorder:
+    """Collect the events of one step of `model`.
+
+    Inside `recording()`, use `calls` around the model's code, `calls.named(...)` around ops that belong to no call, and
+    `calls.autograd_at_work()` around backward.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.events: list[Event] = []
+        self._modules = ModuleStack(model)
+        self.calls = Calls(self._modules)
+        self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._infos: dict[tuple[torch.dtype, torch.Size], TensorInfo] = {}
+        self._numbers: list[int] = []  # sequence numbers taken by forward events, rising
+        self._takers: list[int] = []  # and the events that took them
+        self._first_number = 0
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record every op of the block.
+
+        Engines call half products as such in it, and the products are computed here as `cpu_half_mode()` asks for.
+        """
+        self._first_number = _next_sequence_number()
+        self._accumulates = cpu_half_mode() == "fp32_accumulate"
+        with ExitStack() as block:
+            block.enter_context(cpu_half("native"))
+            self._explanation = block.enter_context(explaining())
+            block.enter_context(self._modules.following())
+            block.enter_context(_Ops(self._record))
+            yield
+
+    def _record(self, overload: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+        place = self._place()
+        inputs = self._seen((*args, *kwargs.values()))  # before the call, which may change them in place
+        result = NotImplemented
+        if self._accumulates and self._under_engine(place):
+            result = accumulate_fp32(overload, args, kwargs)
+        accumulated = result is not NotImplemented
+        if not accumulated:
+            result = overload(*args, **kwargs)
+        self.events.append(Event(overload, place, inputs, self._seen((result,)), accumulated))
+        return result
+
+    def _place(self) -> Place:
+        calls, node = self.calls, _current_node()
+        modules = self._modules
+        called = calls.name, modules.path, modules.stage, table_at_work(), self._explanation.decision
+        if node is None and not calls.in_autograd:
+            self._take_number()
+            return Place(*called)
+        if torch.is_grad_enabled():
+            self._take_number()  # for a gradient of the gradient, or for a block computed again
+        if node is None or modules.depth > calls.autograd_depth:
+            return Place(*called, backward=True, recomputed=modules.depth > calls.autograd_depth)
+        name = node.name()
+        if name == "torch::autograd::AccumulateGrad":
+            return Place(*called, True, False, name, parameter=self._parameters.get(id(node.variable), ""))
+        custom = isinstance(node, torch.autograd.function.BackwardCFunction)
+        function = name.removesuffix("Backward") if custom else ""
+        return Place(*called, True, False, name, function, self._taker_of(node._sequence_nr()))
+
+    def _take_number(self) -> None:
+        number = _next_sequence_number() - 1
+        if number >= self._first_number and (not self._numbers or number > self._numbers[-1]):
+            self._numbers.append(number)
+            self._takers.append(len(self.events))
+
+    def _taker_of(self, number: int) -> int | None:
+        """The event that took `number`, or the nearest one before it for a node that dispatched no op of its own."""
+        place = bisect_right(self._numbers, number)
+        return self._takers[place - 1] if place else None
+
+    def _under_engine(self, place: Place) -> bool:
+        """Whether an engine decides how a product is computed; for autograd's ops, whether one did in forward."""
+        if place.call or place.origin is None:
+            return place.table is not NO_ENGINE
+        return self.events[place.origin].place.table is not NO_ENGINE
+
+    def _seen(self, values: Iterable[Any]) -> tuple[TensorInfo, ...]:
+        found = []
+        for value in values:
+            if isinstance(value, Tensor):
+                found.append(self._info(value))
+            elif isinstance(value, list | tuple):
+                found += [self._info(item) for item in value if isinstance(item, Tensor)]
+        return tuple(found)
+
+    def _info(self, tensor: Tensor) -> TensorInfo:
+        key = tensor.dtype, tensor.shape
+        info = self._infos.get(key)
+        if info is None:
+            info = self._infos[key] = TensorInfo(tensor.dtype, tuple(tensor.shape))
+        return info
+
+
+class _Ops(TorchDispatchMode):
+    """Hand every op to `record`, which runs it."""
+
+    def __init__(self, record: Callable[[torch._ops.OpOverload, tuple, dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self._record = record
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper it stands for would import the compiler, seconds at the first op
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        # What an op is made of is no call of the model's code, and no engine is to cast in it.
+        with _without_torch_function():
+            return self._record(func, args, kwargs or {})

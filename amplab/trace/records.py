@@ -1,0 +1,150 @@
+"""What a traced step is made of: `TensorInfo`, `OpRecord` and `Trace`.
+
+A record is one op as the dispatcher saw it, one aten call with the dtypes that went in and came out, its place in the
+model and the reason for its dtypes. Records hold no tensor. Recording is in `recorder.py`, wording in `reasons.py`,
+printing in `table.py`.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from amplab.trace import table
+
+__all__ = ["OpRecord", "TensorInfo", "Trace"]
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """The dtype and shape of a tensor that an op read or wrote.
+
+    >>> str(TensorInfo(torch.float16, (64, 128)))
+    'float16[64, 128]'
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype's name without `torch.`."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a dense tensor of this shape and dtype."""
+        return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype_name}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class OpRecord:
+    """One op of a traced step.
+
+    Args:
+        index: place in `Trace.records`, in the order of execution.
+        op: the call as a reader of the model's code knows it (`linear`, `relu`, `cross_entropy`); a change of dtype is
+            a `cast`. In backward the name of the forward op whose gradient is computed.
+        aten: the dispatcher's op, e.g. `aten.addmm.default`.
+        phase: `forward` or `backward`; a gradient computed inside the loss function is `backward` too.
+        module: path of the innermost module at work, the model's class name for its own forward, empty outside it.
+        inputs: tensors read, in argument order.
+        outputs: tensors returned.
+        reason: why these dtypes: list and row of the op table, promotion, fall-through, or autograd's mirror.
+        is_cast: True when the op only changes the dtype of floating-point values.
+        cast_bytes: bytes that the cast reads and writes together; 0 where `is_cast` is False.
+        note: how it was computed where that is worth saying, e.g. `fp32 accumulate, rounded once`.
+        is_view: True when no number is computed or moved: views, detach, uninitialised storage.
+    """
+
+    index: int
+    op: str
+    aten: str
+    phase: str
+    module: str
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+    reason: str
+    is_cast: bool = False
+    cast_bytes: int = 0
+    note: str = ""
+    is_view: bool = False
+
+    @property
+    def folds(self) -> bool:
+        """Whether a table may leave this record out: a view, or an op on integers and booleans alone."""
+        return self.is_view or not any(info.dtype.is_floating_point for info in (*self.inputs, *self.outputs))
+
+    @property
+    def dtypes(self) -> tuple[tuple[torch.dtype, ...], tuple[torch.dtype, ...]]:
+        """Input dtypes and output dtypes."""
+        return tuple(info.dtype for info in self.inputs), tuple(info.dtype for info in self.outputs)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The ops of one step, forward and backward, in the order of execution.
+
+    The optimizer's ops are not in it: a trace ends with backward.
+    """
+
+    records: tuple[OpRecord, ...]
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __iter__(self) -> Iterator[OpRecord]:
+        return iter(self.records)
+
+    @property
+    def casts(self) -> tuple[OpRecord, ...]:
+        """The records that only change a dtype."""
+        return tuple(record for record in self.records if record.is_cast)
+
+    @property
+    def cast_bytes(self) -> int:
+        """Bytes read and written by all casts together."""
+        return sum(record.cast_bytes for record in self.records)
+
+    def rows(self, *, views: bool = False) -> list[dict[str, str]]:
+        """Return one dict of plain strings per record, for a table on screen.
+
+        Keys: `index, op, aten, module, phase, in, out, shapes, cast, cast_bytes, view, reason, note`; `cast` and `view`
+        are `yes` or `no`, `in` and `out` are dtypes joined by commas, `shapes` is `64x128, 128x128 -> 64x128`.
+
+        Args:
+            views: also the records that a reader of dtypes can do without (`OpRecord.folds`).
+        """
+        return [table.row(record) for record in self.records if views or not record.folds]
+
+    def text(self, *, views: bool = False) -> str:
+        """Return the step as an aligned table with a line of totals, ready to print."""
+        return table.text(self.records, views=views)
+
+    def changed_since(self, other: "Trace") -> set[int]:
+        """Return the indexes of the records whose dtypes are not those of `other`.
+
+        Records are matched by (module, op, phase, occurrence); a record that `other` lacks counts as changed. Views are
+        counted apart from the ops that compute, so that they shift nothing.
+        """
+        before = {key: record.dtypes for key, record in other._keyed()}
+        return {record.index for key, record in self._keyed() if before.get(key) != record.dtypes}
+
+    def _keyed(self) -> Iterator[tuple[tuple[str, str, str, bool, int], OpRecord]]:
+        seen: Counter[tuple[str, str, str, bool]] = Counter()
+        for record in self.records:
+            key = (record.module, record.op, record.phase, record.is_view)
+            yield (*key, seen[key]), record
+            seen[key] += 1
+
+    def __str__(self) -> str:
+        return self.text()

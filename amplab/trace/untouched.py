@@ -1,0 +1,161 @@
+"""Leave a model as it was: everything that a forward and a backward write, put back.
+
+Kept: parameters, buffers (values, also those that forward adds or rebinds), `.grad` of every leaf, `requires_grad`,
+training flags, and the random states of torch, its devices, Python and numpy. Not kept, because no one could know of
+it: plain Python attributes that a model's forward sets, and generators of one's own.
+"""
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+__all__ = ["ParkedGradients", "untouched"]
+
+
+class ParkedGradients:
+    """Gradients set aside, so that a backward starts from none and its results can be dropped.
+
+    Hooks that wait for an accumulated gradient (an optimizer stepping inside backward) are set aside with them.
+    """
+
+    def __init__(self) -> None:
+        self._parked: dict[int, tuple[Tensor, Tensor | None, dict]] = {}
+
+    def park(self, leaves: Iterable[Tensor]) -> None:
+        """Set aside the gradients of `leaves` that are not yet parked."""
+        for leaf in leaves:
+            if id(leaf) not in self._parked:
+                hooks = leaf._post_accumulate_grad_hooks
+                self._parked[id(leaf)] = (leaf, leaf.grad, dict(hooks or {}))
+                leaf.grad = None
+                if hooks:
+                    hooks.clear()
+
+    def park_leaves_of(self, loss: Tensor) -> None:
+        """Set aside the gradients of every leaf that a backward from `loss` reaches."""
+        self.park(node.variable for node in _nodes_behind(loss) if node.name() == "torch::autograd::AccumulateGrad")
+
+    def restore(self) -> None:
+        """Put every gradient and hook back."""
+        for leaf, grad, hooks in self._parked.values():
+            leaf.grad = grad
+            if hooks:
+                leaf._post_accumulate_grad_hooks.update(hooks)
+        self._parked.clear()
+
+
+def _nodes_behind(loss: Tensor) -> Iterator[torch.autograd.graph.Node]:
+    waiting, seen = [loss.grad_fn], {loss.grad_fn}
+    while waiting:
+        node = waiting.pop()
+        yield node
+        found = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= found
+        waiting += found
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
+    """Run a block on `model` and put everything back that it changed, also after an exception.
+
+    Gives the gradients set aside, to which the block adds the leaves that lie outside the model. Holds one copy of the
+    model's parameters and buffers while the block runs.
+
+    Sync: none.
+    """
+    gradients = ParkedGradients()
+    with ExitStack() as undo:
+        with _quietly():
+            undo.callback(gradients.restore)
+            gradients.park(parameter for parameter in model.parameters() if parameter.is_leaf)
+            for module in model.modules():
+                undo.callback(_ModuleState.of(module).restore)
+        undo.enter_context(_random_states(model))
+        yield gradients
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Out of reach of autograd and of the function modes that are active, casting engines among them."""
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        yield
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A tensor and its value; `alias` is the same memory, with a version of its own that autograd does not watch."""
+
+    tensor: Tensor
+    alias: Tensor
+    value: Tensor
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Copy":
+        return cls(tensor, tensor.data, tensor.detach().clone(), tensor.requires_grad)
+
+    def restore(self) -> None:
+        self.alias.copy_(self.value)
+        if self.tensor.data_ptr() != self.alias.data_ptr():
+            self.tensor.data = self.alias
+        if self.tensor.requires_grad != self.requires_grad:
+            self.tensor.requires_grad_(self.requires_grad)
+
+
+@dataclass(frozen=True)
+class _ModuleState:
+    """What one module owns itself: its parameters, buffers and training flag."""
+
+    module: nn.Module
+    training: bool
+    parameters: dict[str, Tensor | None]
+    buffers: dict[str, Tensor | None]
+    copies: tuple[_Copy, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "_ModuleState":
+        parameters, buffers = dict(module._parameters), dict(module._buffers)
+        tensors = [tensor for tensor in (*parameters.values(), *buffers.values()) if tensor is not None]
+        return cls(module, module.training, parameters, buffers, tuple(_Copy.of(tensor) for tensor in tensors))
+
+    def restore(self) -> None:
+        self.module.training = self.training
+        _rebind(self.module._parameters, self.parameters)
+        _rebind(self.module._buffers, self.buffers)
+        with _quietly():
+            for copy in self.copies:
+                copy.restore()
+
+
+def _rebind(owned: dict[str, Tensor | None], before: dict[str, Tensor | None]) -> None:
+    for name in owned.keys() - before.keys():
+        del owned[name]
+    owned.update(before)
+
+
+@contextmanager
+def _random_states(model: nn.Module) -> Iterator[None]:
+    tensors = (*model.parameters(), *model.buffers())
+    devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
+    python, numpys, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    states = [
+        (device, torch.get_device_module(device).get_rng_state(*_which(device))) for device in sorted(devices, key=str)
+    ]
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpys)
+        torch.set_rng_state(torchs)
+        for device, state in states:
+            torch.get_device_module(device).set_rng_state(state, *_which(device))
+
+
+def _which(device: torch.device) -> tuple[torch.device, ...]:
+    """What tells a device module whose random state is meant; MPS has one device and takes no argument."""
+    return () if device.type == "mps" else (device,)
