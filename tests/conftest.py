@@ -9,6 +9,7 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 
 import importlib.util
 import signal
+import tempfile
 import threading
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -19,8 +20,12 @@ import pytest
 SECONDS_PER_TEST = 300
 
 
-def pytest_configure() -> None:
-    """Let hypothesis take its time on slow machines, and draw the same examples in each run of CI."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep run logs out of the user's own folder; let hypothesis take its time, and draw the same in each run of CI."""
+    if "AMPLAB_RUNS" not in os.environ:
+        runs = tempfile.TemporaryDirectory(prefix="amplab-runs-")
+        config.add_cleanup(runs.cleanup)
+        os.environ["AMPLAB_RUNS"] = runs.name
     if importlib.util.find_spec("hypothesis") is None:
         return
     from hypothesis import HealthCheck, settings
