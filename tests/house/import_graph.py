@@ -15,25 +15,31 @@ class Import:
         target: what is imported, dotted: ``from a import b`` gives ``a.b`` (b may be a module or a name of a).
         line: line number in the source.
         function: the innermost function around it, None at module level.
+        for_types: under ``if TYPE_CHECKING``, so never carried out.
     """
 
     target: str
     line: int
     function: str | None
+    for_types: bool = False
 
 
 def imports_of(source: str, *, module: str, is_package: bool = False) -> list[Import]:
     """Return every import of a module's source, `importlib.import_module("…")` with a literal included."""
-    return list(_walk(ast.parse(source), module if is_package else module.rpartition(".")[0], None))
+    package = module if is_package else module.rpartition(".")[0]
+    return list(_walk(ast.parse(source), package, function=None, for_types=False))
 
 
-def _walk(node: ast.AST, package: str, function: str | None) -> Iterator[Import]:
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        function = node.name
+def _walk(node: ast.AST, package: str, *, function: str | None, for_types: bool) -> Iterator[Import]:
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+            function = name
+        case ast.If(test=ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING")):
+            for_types = True
     for target in _targets(node, package):
-        yield Import(target, node.lineno, function)
+        yield Import(target, node.lineno, function, for_types)
     for child in ast.iter_child_nodes(node):
-        yield from _walk(child, package, function)
+        yield from _walk(child, package, function=function, for_types=for_types)
 
 
 def _targets(node: ast.AST, package: str) -> list[str]:

@@ -33,14 +33,14 @@ for thread in threading.enumerate():
     if thread is not threading.main_thread(): print("started", thread.name)
 """
 
-# Lets nothing be imported but what torch and numpy themselves require, and the standard library.
-BLOCK = """
+# Hides what is installed beyond torch, numpy, what these two require and the standard library.
+HIDE = """
 import sys
-class Blocked:
+class Hiding:
+    def __init__(self, finder): self.finder = finder
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {blocked!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}} (blocked)", name=name)
-sys.meta_path.insert(0, Blocked())
+        return None if name.partition(".")[0] in {hidden!r} else self.finder.find_spec(name, path, target)
+sys.meta_path[:] = map(Hiding, sys.meta_path)
 {code}
 """
 
@@ -97,7 +97,7 @@ def required_by(*names: str) -> set[str]:
     return needed
 
 
-def blocked_packages() -> set[str]:
+def foreign_packages() -> set[str]:
     """Return the installed top-level packages that the core may not need."""
     allowed = required_by("torch", "numpy") | {"amplab"}
     return {
@@ -108,7 +108,7 @@ def blocked_packages() -> set[str]:
 
 
 def run_core(code: str) -> subprocess.CompletedProcess[str]:
-    return run(BLOCK.format(blocked=blocked_packages(), code=code))
+    return run(HIDE.format(hidden=foreign_packages(), code=code))
 
 
 def test_import_loads_and_starts_nothing() -> None:
@@ -133,9 +133,8 @@ def test_import_alone_does_not_even_load_torch() -> None:
 
 
 def test_import_is_quick() -> None:
-    # 0.3 s of processor time beyond torch's is the aim; twice that leaves room for a busy machine.
-    runs = [run(SECONDS.format(code=IMPORT_ALL)) for _ in range(3)]
-    assert min(float(result.stdout) for result in runs) < 0.6
+    # 0.3 s of processor time beyond torch's is the aim; twice that, in one of three runs, holds on a busy machine.
+    assert any(float(run(SECONDS.format(code=IMPORT_ALL)).stdout) < 0.6 for _ in range(3))
 
 
 def test_core_runs_with_torch_and_numpy_alone() -> None:
@@ -144,7 +143,7 @@ def test_core_runs_with_torch_and_numpy_alone() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_the_block_holds() -> None:
+def test_the_rest_is_hidden_indeed() -> None:
     names = ["ipywidgets", "sklearn", "plotly", "pytest"]
     code = f"for name in {names}:\n    try: __import__(name)\n    except ModuleNotFoundError as error: print(error)"
-    assert run_core(code).stdout.splitlines() == [f"No module named '{name}' (blocked)" for name in names]
+    assert run_core(code).stdout.splitlines() == [f"No module named {name!r}" for name in names]
