@@ -24,6 +24,7 @@ from amplab.lab.launch import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
+SERVER = re.escape("http://127.0.0.1")
 
 
 @pytest.fixture
@@ -132,7 +133,14 @@ def address(tmp_path: Path) -> Iterator[str]:
     watchdog = threading.Timer(60, server.kill)
     watchdog.start()
     try:
-        yield next(found[0] for line in server.stdout if (found := re.search(r"http://127\.0\.0\.1\S+", line)))
+        printed = []
+        for line in server.stdout:
+            printed.append(line)
+            if found := re.search(SERVER + r"\S+", line):
+                yield found[0]
+                break
+        else:
+            pytest.fail(f"amplab lab printed no address: {''.join(printed)}")
     finally:
         watchdog.cancel()
         server.send_signal(signal.SIGTERM)
@@ -141,7 +149,7 @@ def address(tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.skipif(os.name != "posix", reason="the server is stopped by a signal")
 def test_real_server_keeps_its_token_and_asks_no_questions(address: str) -> None:
-    page = r"(http://127\.0\.0\.1:\d+)/doc/tree/notebooks/00_the_lab\.ipynb\?token=(\w+)"
+    page = rf"({SERVER}:\d+)/doc/tree/notebooks/00_the_lab\.ipynb\?token=(\w+)"
     server, token = re.fullmatch(page, address).groups()
     assert "jupyter-config-data" in fetch(address)
     with pytest.raises(urllib.error.HTTPError, match="403"):
