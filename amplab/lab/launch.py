@@ -55,7 +55,7 @@ def find_notebooks(start: Path | None = None) -> Path:
     for place in places:
         if any((place / "notebooks").glob("[0-9][0-9]_*.ipynb")):
             return place / "notebooks"
-    looked = " and ".join(str(place / "notebooks") for place in places)
+    looked = " and ".join(dict.fromkeys(str(place / "notebooks") for place in places))
     raise LaunchError(
         f"found no notebooks in {looked}: they are part of the source checkout, not of the installed package; "
         "clone the repository and run `amplab lab` in it."
