@@ -37,14 +37,18 @@ def default_session() -> Session:
     return _DEFAULT
 
 
-def initialize(models: Any, optimizers: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: D103  set below
+def initialize(models: Any, optimizers: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Prepare models and optimizers for an optimization level, and cast from here on where the level says so.
+
+    Arguments, results and refusals are those of `Session.initialize`. At O1 the calling thread casts until `reset`,
+    or until another level is chosen.
+    """
     prepared = _DEFAULT.initialize(models, optimizers, *args, **kwargs)
     _DEFAULT.install()
     return prepared
 
 
 initialize.__signature__ = inspect.signature(_DEFAULT.initialize)  # type: ignore[attr-defined]
-initialize.__doc__ = Session.initialize.__doc__
 
 last_step = _DEFAULT.last_step
 load_state_dict = _DEFAULT.load_state_dict

@@ -61,9 +61,11 @@ class ForwardHooks:
 
     def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Enter the engine, then cast the inputs."""
-        scope = self._scope(model)
-        scope.__enter__()
-        self._entered.scopes.append(scope)
+        if self.engine is not None:
+            rests = self.on_cpu_only and not _on_cpu(model)
+            scope = contextlib.nullcontext() if rests else self.engine.active()
+            scope.__enter__()
+            self._entered.scopes.append(scope)
         if self.input_dtype is None:
             return None
         return cast_tree(args, self.input_dtype), cast_tree(kwargs, self.input_dtype)
@@ -74,10 +76,10 @@ class ForwardHooks:
             self._entered.scopes.pop().__exit__(None, None, None)
         return output if self.output_dtype is None else cast_tree(output, self.output_dtype)
 
-    def _scope(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-        if self.engine is None or (self.on_cpu_only and not _on_cpu(model)):
-            return contextlib.nullcontext()
-        return self.engine.active()
+    def leave(self) -> None:
+        """Leave what this thread is still in: an interrupt in forward lets no hook run."""
+        while self._entered.scopes:
+            self._entered.scopes.pop().__exit__(None, None, None)
 
     def __getstate__(self) -> dict[str, Any]:
         policy = None if self.engine is None else str(self.engine.policy)

@@ -6,8 +6,9 @@ add_unscaled(aside, scale)             after the backward: .grad <- old + new / 
 add_scaled(aside, factor)              the same, left scaled:  .grad <- old * factor + new
 """
 
+import contextlib
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from amplab.kernels import unscale_add
 from amplab.scalers import Unscaler, inverse_scale
 
-__all__ = ["SetAside", "add_scaled", "add_unscaled", "put_back", "reached_first", "set_aside"]
+__all__ = ["SetAside", "add_scaled", "add_unscaled", "bookkeeping", "put_back", "reached_first", "set_aside"]
 
 
 class SetAside(NamedTuple):
@@ -23,6 +24,11 @@ class SetAside(NamedTuple):
 
     param: Tensor
     grad: Tensor
+
+
+def bookkeeping() -> contextlib.AbstractContextManager[Any]:
+    """Let the block pass by every function mode: under an engine each look at a ``.grad`` would go through Python."""
+    return torch._C.DisableTorchFunction()
 
 
 def set_aside(params: Iterable[Tensor]) -> list[SetAside]:

@@ -42,6 +42,7 @@ class HookedModel:
         self._half = weights_dtype in LOW_PRECISION
         self._masters = tuple(masters)
         self._prefix = prefix
+        self._forward = forward
         self._handles = forward.register(model)
         if self._half:
             self._handles += SavedMasters(masters).register(model)
@@ -60,6 +61,7 @@ class HookedModel:
         Returns:
             The parameters that were cast back.
         """
+        self._forward.leave()
         for handle in self._handles:
             handle.remove()
         if not self._half:

@@ -10,6 +10,7 @@ Official hooks of `torch.optim.Optimizer` only. The scale itself is in `loss_sca
 
 import contextlib
 import operator
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amplab.amp.gradients import SetAside, add_scaled, add_unscaled, put_back, reached_first, set_aside
+from amplab.amp.gradients import SetAside, add_scaled, add_unscaled, bookkeeping, put_back, reached_first, set_aside
 from amplab.amp.loss_scaler import LossScaler
 from amplab.amp.model_weights import Uncast, set_values
 from amplab.amp.optimizer_params import cast_state, params_of, replace_params
@@ -29,14 +30,24 @@ from amplab.scalers import MasterWeights, Unscaler
 __all__ = ["HookedOptimizer"]
 
 _NO_STEP_YET = StepOutcome(False, "no step since initialize")
-_STEPPED = StepOutcome(True, "no overflow was to be skipped")
+_STEPPED = StepOutcome(True, "parameters updated")
 
 
 class _Skip(NamedTuple):
+    """An overflow that the next step answers for."""
+
     loss_id: int
     scaler: LossScaler
     loss_scale: float
     first_nonfinite: str | None
+
+
+class _Step(NamedTuple):
+    """A step that has begun: in which thread, in which scope, and the gradients that it must not see."""
+
+    thread: int
+    scope: contextlib.AbstractContextManager[None]
+    parked: list[SetAside]
 
 
 class HookedOptimizer:
@@ -68,8 +79,7 @@ class HookedOptimizer:
         self._own: list[Tensor] = []
         self._scaled_by: float | None = None
         self._skip: _Skip | None = None
-        self._parked: list[SetAside] = []
-        self._step_scope: contextlib.ExitStack | None = None
+        self._step: _Step | None = None
         self._in_closure = False
         self._take_over(optimizer, uncast)
         self._handles = [
@@ -178,7 +188,9 @@ class HookedOptimizer:
         self._refresh()
         for pair in self.masters.pairs:
             if pair.model in uncast:  # the values that the model has rounded
-                pair.master.data, pair.master.grad = uncast[pair.model]
+                values, grad = uncast[pair.model]
+                pair.master.data = values.float()
+                pair.master.grad = None if grad is None else grad.float()
                 pair.model.grad = None
         for param in self._own:
             if param in uncast:
@@ -204,12 +216,12 @@ class HookedOptimizer:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is not None:
             return (args[0], self._watched(closure), *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
-        self._refuse_scaled_grads(optimizer)
-        self._step_scope = contextlib.ExitStack()
-        if not self._casts_in_step:
-            self._step_scope.enter_context(disable_casts())
-        if self._skip is not None:
-            self._parked = set_aside(self._current_params())
+        with bookkeeping():
+            self._refuse_scaled_grads(optimizer)
+            parked = set_aside(self._current_params()) if self._skip else []
+        scope = contextlib.nullcontext() if self._casts_in_step else disable_casts()
+        self._step = _Step(threading.get_ident(), scope, parked)
+        scope.__enter__()
         return None
 
     def _watched(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -239,34 +251,34 @@ class HookedOptimizer:
         if all(pair.master.grad is None for pair in pairs) and any(pair.model.grad is not None for pair in pairs):
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() found gradients on half parameters that never reached their "
-                "masters: run the backward in `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`."
+                "masters: run the backward in `with amp.scale_loss(loss, optimizer) as scaled_loss: "
+                "scaled_loss.backward()`."
             )
 
     def _after_step(self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-        self._leave_step()
-        if self._skip is None:
-            self.masters.copy_to_model()
-            self.outcome = _STEPPED
-        else:
-            self._report_skip(self._skip)
-        for pair in self.masters.pairs:
-            pair.master.grad = None
+        with bookkeeping():
+            self._leave_step()
+            if self._skip is None:
+                self.masters.copy_to_model()
+            for pair in self.masters.pairs:
+                pair.master.grad = None
+        self.outcome = _STEPPED if self._skip is None else self._skipped(self._skip)
         self._skip = None
 
     def _leave_step(self) -> None:
         """End the step, or what is left of one that raised."""
-        if self._step_scope is not None:
-            self._step_scope.close()
-            self._step_scope = None
-            put_back(self._parked)
-            self._parked = []
+        step, self._step = self._step, None
+        if step is not None:
+            put_back(step.parked)
+            if step.thread == threading.get_ident():  # a scope of another thread ends there
+                step.scope.__exit__(None, None, None)
 
-    def _report_skip(self, skip: _Skip) -> None:
+    def _skipped(self, skip: _Skip) -> StepOutcome:
         where = f", first in the gradient of {skip.first_nonfinite}" if skip.first_nonfinite else ""
         reason = f"gradient overflow at loss scale {skip.loss_scale} of loss scaler {skip.loss_id}{where}"
-        self.outcome = StepOutcome(False, reason, skip.first_nonfinite)
         if self._announce:
             print(  # noqa: T201  the line that apex prints
                 f"Gradient overflow.  Skipping step, loss scaler {skip.loss_id} "
                 f"reducing loss scale to {skip.scaler.scale}"
             )
+        return StepOutcome(False, reason, skip.first_nonfinite)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from amplab.amp.banner import banner, is_first_rank
 from amplab.amp.checkpoint import load_scalers, save_scalers
+from amplab.amp.gradients import SetAside, bookkeeping
 from amplab.amp.hooked_optimizer import HookedOptimizer
 from amplab.amp.hooks import Hooks
 from amplab.amp.initialize_arguments import as_list, checked_models, checked_num_losses, checked_optimizers, refuse_half
@@ -259,28 +260,31 @@ class Session:
         if not self.properties.enabled:
             yield loss
             return
-        hooked = [self._hooks.hooked(optimizer) for optimizer in as_list(optimizers)]
+        hooked = list(dict.fromkeys(self._hooks.hooked(optimizer) for optimizer in as_list(optimizers)))
         scaler = self._scaler(loss_id)
         scale = scaler.scale
         if scale == 1.0 and self._nothing_to_do(scaler, hooked):
-            with self._fresh_weight_casts():
+            try:
                 yield loss.float()
+            finally:
+                self._drop_weight_casts()
             return
-        asides = [each.set_grads_aside() for each in hooked]
+        with bookkeeping():
+            asides = [(each, each.set_grads_aside()) for each in hooked]
         try:
-            with self._fresh_weight_casts():
-                yield loss.float() * scale
+            yield loss.float() * scale
         except BaseException:
-            for each, aside in zip(hooked, asides, strict=True):
+            for each, aside in asides:
                 each.put_grads_back(aside)
             raise
+        finally:
+            self._drop_weight_casts()
         if delay_unscale:
-            for each, aside in zip(hooked, asides, strict=True):
+            for each, aside in asides:
                 each.keep_scaled(aside, scale)
             return
-        found_inf = self._unchecked.pop(loss_id, None)
-        for each, aside in zip(hooked, asides, strict=True):
-            found_inf = each.unscale(aside, scale, found_inf)
+        with bookkeeping():
+            found_inf = self._unscale(asides, scale, self._unchecked.pop(loss_id, None))
         if delay_overflow_check and found_inf is not None:
             self._unchecked[loss_id] = found_inf
         else:
@@ -350,17 +354,21 @@ class Session:
             )
         return self._scalers[loss_id]
 
+    @staticmethod
+    def _unscale(
+        asides: Sequence[tuple[HookedOptimizer, list[SetAside]]], scale: float, found_inf: Tensor | None
+    ) -> Tensor | None:
+        for hooked, aside in asides:
+            found_inf = hooked.unscale(aside, scale, found_inf)
+        return found_inf
+
     def _nothing_to_do(self, scaler: LossScaler, hooked: Sequence[HookedOptimizer]) -> bool:
         quiet = not (scaler.dynamic or self._subscribers)
         return quiet and all(each.passes_gradients_through for each in hooked)
 
-    @contextlib.contextmanager
-    def _fresh_weight_casts(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            if self._engine is not None:
-                self._engine.clear_cache()
+    def _drop_weight_casts(self) -> None:
+        if self._engine is not None:
+            self._engine.clear_cache()
 
     def _check(
         self, found_inf: Tensor | None, loss_id: int, scaler: LossScaler, hooked: Sequence[HookedOptimizer]
