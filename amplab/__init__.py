@@ -11,6 +11,7 @@ The rooms, in reading order; each imports only those before it, and each is load
     trace     what happened in one step: every operation with its dtypes and the reason
     lab       experiments: tasks, models, a trainer, the run log
     views     the widgets of the lab (imported by name: they need the extra ``lab``)
+    launch    JupyterLab, opened on one notebook
     cli       the ``amplab`` command
 """
 

@@ -1,8 +1,8 @@
 """The ``amplab`` command: open the lab in JupyterLab, or train in the terminal.
 
-Only the command line is read here. :mod:`amplab.lab.launch` opens JupyterLab, :mod:`amplab.lab.console` trains and
-prints, :class:`amplab.lab.ExperimentConfig` judges the values of an experiment; each is imported when its command
-runs, so that ``amplab --help`` needs no torch.
+Only the command line is read here. :mod:`amplab.launch` opens JupyterLab, :mod:`amplab.lab.console` trains and prints,
+:class:`amplab.lab.ExperimentConfig` judges the values of an experiment; these two are imported when they are needed, so
+that ``amplab lab`` and ``amplab --help`` wait for no torch.
 """
 
 import argparse
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from amplab import __version__
+from amplab.launch import LaunchError, choose_notebook, find_notebooks, launch, plan_launch
 
 __all__ = ["main", "build_parser", "parse_count"]
 
@@ -55,8 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def open_lab(options: argparse.Namespace) -> int:
     """Open JupyterLab on a notebook."""
-    from amplab.lab.launch import LaunchError, choose_notebook, find_notebooks, launch, plan_launch
-
     try:
         notebook = choose_notebook(find_notebooks(), options.notebook)
         plan = plan_launch(notebook, port=options.port, browser=options.browser, extra=options.jupyter)

@@ -15,13 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from amplab.lab.launch import (
-    LaunchError,
-    choose_notebook,
-    find_notebooks,
-    lab_environment,
-    plan_launch,
-)
+from amplab.launch import LaunchError, choose_notebook, find_notebooks, lab_environment, plan_launch
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = re.escape("http://127.0.0.1")
@@ -94,10 +88,9 @@ def test_impossible_port_is_said(lessons: Path, port: int) -> None:
 def test_missing_jupyterlab_is_said(lessons: Path, tmp_path: Path) -> None:
     script = (
         "import sys; sys.path[:] = [path for path in sys.path if 'site-packages' not in path]\n"
-        "import importlib.util as util\n"
-        f"spec = util.spec_from_file_location('launch', {str(ROOT / 'amplab/lab/launch.py')!r})\n"
-        "launch = sys.modules['launch'] = util.module_from_spec(spec); spec.loader.exec_module(launch)\n"
-        f"launch.plan_launch(launch.choose_notebook(launch.Path({str(lessons)!r})))"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from amplab.launch import Path, choose_notebook, plan_launch\n"
+        f"plan_launch(choose_notebook(Path({str(lessons)!r})))"
     )
     result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "LaunchError: JupyterLab is not installed" in result.stderr

@@ -3,7 +3,7 @@
 The server is the JupyterLab of the running interpreter, so that the widgets' extensions and the kernel are those
 of one environment. The user's own Jupyter configuration stays in force: command-line flags override only what the
 lab needs, and the defaults in ``jupyter/labconfig`` (no news pop-up) stand behind the user's own settings.
-Standard library only. The dashboard itself is in :mod:`amplab.views`.
+Standard library only, so that JupyterLab does not wait for torch. The dashboard itself is in :mod:`amplab.views`.
 """
 
 import importlib.util
@@ -51,7 +51,7 @@ def find_notebooks(start: Path | None = None) -> Path:
     Raises:
         LaunchError: no such folder.
     """
-    places = [start] if start else [Path(__file__).resolve().parents[2], Path.cwd()]
+    places = [start] if start else [Path(__file__).resolve().parents[1], Path.cwd()]
     for place in places:
         if any((place / "notebooks").glob("[0-9][0-9]_*.ipynb")):
             return place / "notebooks"
