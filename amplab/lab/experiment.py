@@ -67,6 +67,8 @@ class Experiment:
         self._session.subscribe(self._remember)
         self._initialize(config)
         self._scaled: ScaleRecord | None = None
+        self._memory = self._session.memory()
+        self._weigh_until = 2  # the optimizer makes its state in its first step
         self._step = 0
         self._began: float | None = None
         self._faults: set[str] = set()
@@ -81,6 +83,11 @@ class Experiment:
     def model(self) -> nn.Module:
         """The model, in whatever dtype the opt_level gave it."""
         return self._model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer; at O2 it steps the masters."""
+        return self._optimizer
 
     @property
     def session(self) -> Session:
@@ -113,6 +120,8 @@ class Experiment:
             scale = self._session.loss_scale()
             with self._session.scale_loss(self._shrunk(loss), self._optimizer) as scaled:
                 self._blown_up(scaled, scale).backward()
+            if self._step < self._weigh_until or self._step % ACCURACY_EVERY == 0:
+                self._memory = self._session.memory()
             self._optimizer.step()
         record = self._record(loss, scale)
         self._faults.clear()
@@ -164,6 +173,7 @@ class Experiment:
             self._initialize(config)
             if kept is not None:
                 self._session.load_state_dict(_clamped(kept, config))
+            self._weigh_until = self._step + 2
         for group in self._optimizer.param_groups:
             group["lr"] = config.learning_rate
             if "momentum" in group:
@@ -207,8 +217,12 @@ class Experiment:
         return GradientRecord(step=self._step, loss_scale=self._session.loss_scale(), layers=layers)
 
     def memory(self) -> MemoryUse:
-        """Return the bytes of parameters, gradients, masters and optimizer state."""
-        return self._session.memory()
+        """Return the bytes of parameters, gradients, masters and optimizer state, as last weighed.
+
+        They are weighed when the gradients are there, just before the optimizer's step: in the two steps after a change
+        and every 25 steps.
+        """
+        return self._memory
 
     def _initialize(self, config: ExperimentConfig) -> None:
         self._session.initialize(

@@ -71,7 +71,6 @@ class Trainer:
         self._step_limit = step_limit
         self._publisher = Publisher()
         self._recorder = self._new_recorder()
-        self._memory = self._experiment.memory()
         self._worker = Worker(step=self._train, is_wanted=lambda: self._state == "running", on_error=self._fail)
         self._turn = self._worker.turn  # guards the four below
         self._wanted = self._experiment.config
@@ -116,8 +115,8 @@ class Trainer:
         return self._publisher.failures
 
     def memory(self) -> MemoryUse:
-        """Return the bytes of parameters, gradients, masters and optimizer state, measured every 25 steps."""
-        return self._memory
+        """Return the bytes of parameters, gradients, masters and optimizer state; see `Experiment.memory`."""
+        return self._experiment.memory()
 
     def accuracy(self) -> float:
         """Measure the share of held-out images classified correctly, at the next step boundary, and return it."""
@@ -274,8 +273,6 @@ class Trainer:
     def _train(self) -> None:
         record = self._experiment.step()
         self._recorder.append(record)
-        if record.accuracy is not None or record.step == 0:
-            self._memory = self._experiment.memory()
         self._publisher.publish(record)
         if self._budget is not None:
             self._count_down()
@@ -300,7 +297,6 @@ class Trainer:
     def _announce(self, state: str, note: str) -> None:
         if state != "running":
             self._recorder.flush()
-            self._memory = self._experiment.memory()
         self._publisher.publish(StateChanged(state, len(self.history), note))
 
     def _switch(self, config: ExperimentConfig) -> None:
@@ -308,7 +304,6 @@ class Trainer:
         if config == previous:
             return
         self._experiment.switch(config)
-        self._memory = self._experiment.memory()
         self._recorder.note("config", step=step, config=str(config))
         self._publisher.publish(ConfigChanged(config, previous, step))
 
@@ -317,7 +312,6 @@ class Trainer:
         self._recorder.close()
         self._experiment = Experiment(config)
         self._recorder = self._new_recorder()
-        self._memory = self._experiment.memory()
         self._publisher.publish(ConfigChanged(config, previous, 0, reset=True))
 
     def _disturb(self, fault: str, on: bool | None) -> None:
