@@ -4,7 +4,8 @@
     fp32_accumulate: C = round_half( float(A) · float(B) ),  A, B half
 
 Products of two halves are exact in float32 and the sum is rounded once, so the two agree in nearly
-every bit; without fp16 arithmetic in the CPU the native kernels are many times slower than float32.
+every bit (the CPU's half convolutions round their gradients more often: per sample and per column);
+without fp16 arithmetic in the CPU the native kernels are many times slower than float32.
 Everything here works on public functions and is differentiable: gradients are rounded to half
 at the same borders as in native half. The same rule below autograd is in `aten_accumulate`.
 In recurrent nets inputs, weights and outputs are rounded and the recurrence itself stays float32.

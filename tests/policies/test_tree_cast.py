@@ -63,7 +63,9 @@ def test_sequences_keep_their_type(container):
     if container is collections.UserList:
         assert cast is value
     else:
-        assert type(cast) is container and cast[0].dtype is torch.float16 and list(cast[1:]) == [3, None]
+        assert type(cast) is container
+        assert cast[0].dtype is torch.float16
+        assert list(cast[1:]) == [3, None]
 
 
 def test_sets_and_frozensets():
@@ -74,17 +76,23 @@ def test_sets_and_frozensets():
 
 def test_namedtuple_and_torch_return_type():
     cast = cast_tree(Pair(x(), 3), torch.float16)
-    assert type(cast) is Pair and cast.x.dtype is torch.float16 and cast.n == 3
+    assert type(cast) is Pair
+    assert cast.x.dtype is torch.float16
+    assert cast.n == 3
     cast = cast_tree(torch.ones(2, 2).max(0), torch.float16)
-    assert cast.values.dtype is torch.float16 and cast.indices.dtype is torch.int64
+    assert cast.values.dtype is torch.float16
+    assert cast.indices.dtype is torch.int64
 
 
 def test_mappings_keep_type_order_and_attributes():
     row = Row("train")
     row["b"], row["a"] = x(), 1
     cast = cast_tree(row, torch.float16)
-    assert type(cast) is Row and cast.label == "train" and list(cast) == ["b", "a"]
-    assert cast["b"].dtype is torch.float16 and row["b"].dtype is torch.float32
+    assert type(cast) is Row
+    assert cast.label == "train"
+    assert list(cast) == ["b", "a"]
+    assert cast["b"].dtype is torch.float16
+    assert row["b"].dtype is torch.float32
     ordered = cast_tree(collections.OrderedDict(x=x()), torch.float16)
     assert type(ordered) is collections.OrderedDict
     assert cast_tree(collections.defaultdict(list, x=x()), torch.float16).default_factory is list
@@ -94,7 +102,8 @@ def test_dataclass_frozen_with_field_outside_init():
     value = Frozen(x(), "a")
     object.__setattr__(value, "doubled", x())
     cast = cast_tree(value, torch.float16)
-    assert type(cast) is Frozen and cast.name == "a"
+    assert type(cast) is Frozen
+    assert cast.name == "a"
     assert cast.x.dtype is cast.doubled.dtype is torch.float16
     assert value.x.dtype is torch.float32
 
