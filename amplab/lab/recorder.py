@@ -6,6 +6,7 @@ A log that cannot be made or written is told through `on_failure`, once, and the
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 
@@ -84,8 +85,11 @@ class Recorder:
         return log
 
     def _give_up(self, error: OSError) -> None:
-        where, self._wanted = self._path or self._wanted, None
-        self._log = None
+        where = self._path or self._wanted
+        log, self._log, self._wanted = self._log, None, None
+        if log is not None:
+            with suppress(OSError):  # what could not be written before cannot be written now
+                log.close()
         self._on_failure(
             f"log: cannot write {where} ({error.strerror or error}). The run goes on without a log; name a folder "
             f"that can be written in the environment variable AMPLAB_RUNS, then reset."

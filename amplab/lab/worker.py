@@ -122,6 +122,7 @@ def _started(work: Callable[[], None]) -> threading.Thread:
     is_set = threading.Event()
 
     def run() -> None:
+        torch.get_num_threads()  # takes over the process's number, which would otherwise happen in the first op
         torch.set_num_threads(1)
         is_set.set()
         work()
