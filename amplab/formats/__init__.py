@@ -4,6 +4,7 @@
 `out_of_range` and `exponent_histogram` say how much of a tensor a format loses.
 """
 
+from amplab.formats.exponent_histogram import ExponentHistogram, exponent_histogram
 from amplab.formats.float_format import BitFields, FloatFormat
 from amplab.formats.known_formats import (
     BFLOAT16,
@@ -16,7 +17,6 @@ from amplab.formats.known_formats import (
     format_of,
 )
 from amplab.formats.out_of_range import overflow_fraction, underflow_fraction
-from amplab.formats.exponent_histogram import ExponentHistogram, exponent_histogram
 
 __all__ = [
     "BitFields",

@@ -27,7 +27,8 @@ class ExponentHistogram:
     """Counts of finite non-zero elements per power of two, beside the zeros, infs and nans.
 
     Attributes:
-        counts: int64 array ``(bins,)``; ``counts[i]`` elements have 2^(low+i) <= |x| < 2^(low+i+1).
+        counts: int64 array ``(bins,)``, read-only from here on; ``counts[i]`` elements have
+            2^(low+i) <= |x| < 2^(low+i+1).
         low: exponent of the first bin.
         zeros, infs, nans: elements that are in no bin.
         total: all elements: ``counts.sum() + zeros + infs + nans``.
@@ -40,12 +41,23 @@ class ExponentHistogram:
     nans: int
     total: int
 
+    def __post_init__(self) -> None:
+        """Close the counts to changes, as the other fields are."""
+        self.counts.setflags(write=False)
+
     def __eq__(self, other: object) -> bool:
+        """Compare bins and counts; an array alone would not compare to one truth."""
         if not isinstance(other, ExponentHistogram):
             return NotImplemented
-        scalars = ("low", "zeros", "infs", "nans", "total")
-        same_scalars = all(getattr(self, name) == getattr(other, name) for name in scalars)
-        return same_scalars and np.array_equal(self.counts, other.counts)
+        return self._identity == other._identity
+
+    def __hash__(self) -> int:
+        """Hash what equality compares."""
+        return hash(self._identity)
+
+    @property
+    def _identity(self) -> tuple:
+        return (self.counts.tobytes(), self.low, self.zeros, self.infs, self.nans, self.total)
 
     @property
     def exponents(self) -> np.ndarray:

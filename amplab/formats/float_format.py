@@ -18,6 +18,7 @@ Reference: IEEE 754-2019, section 3.4; Micikevicius et al., "FP8 Formats for Dee
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -68,10 +69,10 @@ class FloatFormat:
     torch_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        """Refuse what could not be computed with here."""
         if not 2 <= self.exponent_bits <= 8:
             raise ValueError(
-                f"exponent_bits={self.exponent_bits}: expected 2 to 8; "
-                "wider formats do not fit in float32."
+                f"exponent_bits={self.exponent_bits}: expected 2 to 8; wider formats do not fit in float32."
             )
         if not 1 <= self.mantissa_bits <= 23:
             raise ValueError(
@@ -106,7 +107,7 @@ class FloatFormat:
         """Exponent of the largest finite number."""
         return self.bias if self.has_infinity else self.bias + 1
 
-    @property
+    @cached_property
     def max(self) -> float:
         """The largest finite number."""
         return self.value(self._largest_finite_bits)
@@ -275,8 +276,7 @@ class FloatFormat:
         """
         if not tensor.is_floating_point():
             raise TypeError(
-                f"round({tensor.dtype}): expected a floating-point tensor; "
-                "convert it with tensor.float() first."
+                f"round({tensor.dtype}): expected a floating-point tensor; convert it with tensor.float() first."
             )
         x = tensor.detach().double()
         # Powers of two made of bits are exact; torch.pow and torch.ldexp need not be.

@@ -69,8 +69,7 @@ def _magnitudes(tensor: Tensor) -> Tensor:
     """|x| in float64, where no scale in use over- or underflows."""
     if not tensor.is_floating_point():
         raise TypeError(
-            f"tensor of {tensor.dtype}: expected a floating-point tensor; "
-            "integers neither underflow nor overflow here."
+            f"tensor of {tensor.dtype}: expected a floating-point tensor; integers neither underflow nor overflow here."
         )
     return tensor.detach().double().abs()
 
@@ -78,8 +77,7 @@ def _magnitudes(tensor: Tensor) -> Tensor:
 def _checked_scale(scale: float) -> float:
     if not 0 < scale < math.inf:
         raise ValueError(
-            f"scale={scale}: expected a finite number > 0; "
-            "a loss scale is usually a power of two such as 2.0**16."
+            f"scale={scale}: expected a finite number > 0; a loss scale is usually a power of two such as 2.0**16."
         )
     return scale
 

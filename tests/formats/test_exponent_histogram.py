@@ -39,7 +39,7 @@ def counted_by_numpy(x):
 
 
 def as_counter(histogram):
-    pairs = zip(histogram.exponents.tolist(), histogram.counts.tolist())
+    pairs = zip(histogram.exponents.tolist(), histogram.counts.tolist(), strict=True)
     return Counter({exponent: count for exponent, count in pairs if count})
 
 
@@ -88,17 +88,13 @@ def test_shape_strides_grad_and_emptiness_do_not_matter():
 @pytest.mark.parametrize("power", [-20, 0, 16])
 def test_shifting_the_histogram_is_scaling_the_tensor(power):
     x = torch.randn(1000)
-    assert as_counter(exponent_histogram(x).shifted(power)) == as_counter(
-        exponent_histogram(x * 2.0**power)
-    )
+    assert as_counter(exponent_histogram(x).shifted(power)) == as_counter(exponent_histogram(x * 2.0**power))
 
 
 def test_a_scale_between_two_powers_counts_as_the_nearer():
     histogram = exponent_histogram(torch.ones(1))
     assert histogram.shifted(math.log2(1000)) == histogram.shifted(10)
-    with pytest.raises(
-        ValueError, match=r"log2_scale=-inf: expected a finite number; pass the log"
-    ):
+    with pytest.raises(ValueError, match=r"log2_scale=-inf: expected a finite number; pass the log"):
         histogram.shifted(-math.inf)
 
 
@@ -115,6 +111,13 @@ def test_specials_add_up():
     assert (both.zeros, both.infs, both.nans, both.total, both.finite_nonzero) == (6, 8, 10, 30, 6)
 
 
+def test_a_histogram_is_a_value():
+    histogram = exponent_histogram(torch.ones(3))
+    assert len({histogram, exponent_histogram(torch.full((3,), 1.5)), histogram.shifted(1)}) == 2
+    with pytest.raises(ValueError, match="read-only"):
+        histogram.counts[0] = 1
+
+
 def test_adding_something_else_is_a_type_error():
     with pytest.raises(TypeError):
         exponent_histogram(torch.ones(1)) + 1
@@ -124,9 +127,7 @@ def test_adding_something_else_is_a_type_error():
 @pytest.mark.parametrize("power", [-16, 0, 12])
 def test_shares_agree_with_the_exact_ones(fmt, power):
     generator = torch.Generator().manual_seed(3)
-    x = torch.randn(5000, generator=generator) * 2.0 ** torch.randint(
-        -40, 30, (5000,), generator=generator
-    )
+    x = torch.randn(5000, generator=generator) * 2.0 ** torch.randint(-40, 30, (5000,), generator=generator)
     edge = (x.abs() * 2.0**power >= 65520) & (x.abs() * 2.0**power < 65536)
     x = x[~edge]  # a histogram cannot see the last half spacing of the top binade
     moved = exponent_histogram(x).shifted(power)
@@ -140,13 +141,9 @@ def test_shares_of_nothing_are_zero():
 
 
 def test_integers_and_sparse_tensors_are_refused():
-    with pytest.raises(
-        TypeError, match=r"exponent_histogram\(torch.int64\): expected a floating-point"
-    ):
+    with pytest.raises(TypeError, match=r"exponent_histogram\(torch.int64\): expected a floating-point"):
         exponent_histogram(torch.ones(2, dtype=torch.int64))
-    with pytest.raises(
-        TypeError, match=r"expected a dense tensor; pass tensor.coalesce\(\).values\(\)"
-    ):
+    with pytest.raises(TypeError, match=r"expected a dense tensor; pass tensor.coalesce\(\).values\(\)"):
         exponent_histogram(torch.eye(2).to_sparse())
 
 

@@ -18,9 +18,7 @@ def test_the_range_is_that_of_torch_finfo(fmt):
     assert fmt.smallest_normal == finfo.smallest_normal
     assert fmt.epsilon == finfo.eps
     assert fmt.total_bits == finfo.bits
-    smallest = torch.tensor(
-        [1], dtype=torch.uint8 if finfo.bits == 8 else getattr(torch, f"int{finfo.bits}")
-    )
+    smallest = torch.tensor([1], dtype=torch.uint8 if finfo.bits == 8 else getattr(torch, f"int{finfo.bits}"))
     assert fmt.smallest_subnormal == smallest.view(fmt.torch_dtype).double().item()
 
 
@@ -43,9 +41,7 @@ def test_format_of_is_the_inverse_of_torch_dtype(fmt):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.complex64])
 def test_format_of_another_dtype_is_refused_with_what_is_allowed(dtype):
-    with pytest.raises(
-        ValueError, match=r"expected one of torch.float32, torch.bfloat16, .*FloatFormat\("
-    ):
+    with pytest.raises(ValueError, match=r"expected one of torch.float32, torch.bfloat16, .*FloatFormat\("):
         format_of(dtype)
 
 

@@ -22,9 +22,7 @@ WITH_DTYPE = [fmt for fmt in FORMATS.values() if fmt.torch_dtype is not None]
 def wide_tensor():
     """Magnitudes from 2^-40 to 2^40, with zeros, infinities and NaNs among them."""
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(20_000, generator=generator) * 2.0 ** torch.randint(
-        -40, 40, (20_000,), generator=generator
-    )
+    x = torch.randn(20_000, generator=generator) * 2.0 ** torch.randint(-40, 40, (20_000,), generator=generator)
     special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan])
     edges = torch.tensor([2.0**-25, 2.0**-24, 65519.0, 65520.0, 464.0, 465.0, 61440.0, 61439.0])
     return torch.cat([x, special, edges, -edges])
@@ -56,21 +54,15 @@ def test_a_share_of_nothing_is_zero():
 
 
 def test_the_scale_is_applied_beyond_the_range_of_the_tensors_own_dtype():
-    assert (
-        overflow_fraction(torch.tensor([60000.0], dtype=torch.float16), TF32, scale=2.0**16) == 0.0
-    )
+    assert overflow_fraction(torch.tensor([60000.0], dtype=torch.float16), TF32, scale=2.0**16) == 0.0
 
 
 @given(st.floats(2.0**-30, 2.0**30), st.integers(-20, 20))
 def test_scaling_the_tensor_is_scaling_by_the_argument(x, power):
     tensor = torch.tensor([x], dtype=torch.float64)
     scaled = tensor * 2.0**power
-    assert underflow_fraction(tensor, FLOAT16, scale=2.0**power) == underflow_fraction(
-        scaled, FLOAT16
-    )
-    assert overflow_fraction(tensor, FLOAT16, scale=2.0**power) == overflow_fraction(
-        scaled, FLOAT16
-    )
+    assert underflow_fraction(tensor, FLOAT16, scale=2.0**power) == underflow_fraction(scaled, FLOAT16)
+    assert overflow_fraction(tensor, FLOAT16, scale=2.0**power) == overflow_fraction(scaled, FLOAT16)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])

@@ -1,0 +1,385 @@
+"""What the bit explorer shows, as plain values: a state, its transitions, and its picture as a dict.
+
+    BitState --with_flipped, with_number, with_format, with_step--> BitState
+    explorer_payload(BitState) -> dict of strings, booleans and per-cent positions
+
+Nothing here knows a widget; `bit_explorer` holds one state and sends its payload, `bit_explorer.js` draws it.
+How a number is read from text and written as text is in `number_text`.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from amplab.formats import FORMATS, FloatFormat
+from amplab.views.number_text import binary_power, parse_number, short_text, value_text
+
+__all__ = ["FORMAT_LABELS", "BitState", "explorer_payload"]
+
+FORMAT_LABELS = {
+    "float32": "float32",
+    "tf32": "tf32",
+    "bfloat16": "bfloat16",
+    "float16": "half · float16",
+    "float8_e5m2": "float8 e5m2",
+    "float8_e4m3": "float8 e4m3",
+}
+RULER_LOW, RULER_HIGH = -152.0, 131.0  # log2 at the ends of the ruler, a little beyond float32's range
+NEIGHBOUR_REACH = 36.0  # per cent of the line between the value and its farther neighbour
+
+
+@dataclass(frozen=True)
+class BitState:
+    """A pattern of a format, and the number it was asked for.
+
+    Attributes:
+        format_name: a name in `amplab.formats.FORMATS`.
+        bits: the pattern.
+        typed: the number as somebody wrote it, or "" where the pattern came from its bits.
+
+    Raises:
+        ValueError: if no format has that name.
+    """
+
+    format_name: str = "float16"
+    bits: int = 0
+    typed: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse a format that is not there."""
+        if self.format_name not in FORMATS:
+            raise ValueError(
+                f"format_name={self.format_name!r}: expected one of {', '.join(FORMATS)}; "
+                "a format of one's own can be studied with amplab.formats.FloatFormat."
+            )
+
+    @property
+    def fmt(self) -> FloatFormat:
+        """The format itself."""
+        return FORMATS[self.format_name]
+
+    @property
+    def value(self) -> float:
+        """The number that the pattern stands for."""
+        return self.fmt.value(self.bits)
+
+    @property
+    def problem(self) -> str:
+        """Why `typed` cannot be read, or "" where it can."""
+        try:
+            if self.typed:
+                self._read(self.typed)
+        except ValueError as problem:
+            return str(problem)
+        return ""
+
+    @property
+    def number(self) -> float:
+        """The number that was typed, where it can be read, else the value of the pattern."""
+        return parse_number(self.typed) if self.typed and not self.problem else self.value
+
+    def with_flipped(self, position: int) -> "BitState":
+        """Flip one bit, counted from the lowest (0).
+
+        Raises:
+            ValueError: if the format has no such bit.
+        """
+        if not 0 <= position < self.fmt.total_bits:
+            raise ValueError(
+                f"position={position}: {self.format_name} has bits 0 to {self.fmt.total_bits - 1}; "
+                "count from the lowest fraction bit, the sign is the highest."
+            )
+        return replace(self, bits=self.bits ^ (1 << position), typed="")
+
+    def with_number(self, text: str) -> "BitState":
+        """Take the nearest number to what was typed, or the pattern where it begins with 0x or 0b.
+
+        Text that is no number changes nothing but `typed`; the payload then carries the reason.
+        """
+        try:
+            bits = self._read(text)
+        except ValueError:
+            return replace(self, typed=text.strip())
+        return replace(self, bits=bits, typed="" if _is_pattern(text) else text.strip())
+
+    def _read(self, text: str) -> int:
+        """The pattern that a text asks for; ValueError says why there is none."""
+        if not _is_pattern(text):
+            return self.fmt.bits(parse_number(text))
+        try:
+            pattern = int(text, 0)
+        except ValueError as problem:
+            raise ValueError(f"{text.strip()!r} is not a pattern; write it like 0x3c00 or 0b1011.") from problem
+        self.fmt.fields(pattern)  # raises where the format has no such pattern
+        return pattern
+
+    def with_format(self, format_name: str) -> "BitState":
+        """Round the same number to another format."""
+        typed = value_text(self.value) if self.problem or not self.typed else self.typed
+        return BitState(format_name).with_number(typed)
+
+    def with_step(self, steps: int) -> "BitState":
+        """Go up (steps > 0) or down to the next numbers of the format, as far as there are any."""
+        value = self.value
+        for _ in range(abs(steps)):
+            onward = self.fmt.next_up(value) if steps > 0 else self.fmt.next_down(value)
+            value = value if math.isnan(onward) else onward
+        return replace(self, bits=self.bits if math.isnan(value) else self.fmt.bits(value), typed="")
+
+
+def _is_pattern(text: str) -> bool:
+    return text.strip()[:2].lower() in ("0x", "0b")
+
+
+def explorer_payload(state: BitState) -> dict:
+    """Return everything that the explorer draws; JSON-safe (no NaN, no infinity)."""
+    fmt, value = state.fmt, state.value
+    return {
+        "format": state.format_name,
+        "formats": [{"name": name, "label": FORMAT_LABELS[name]} for name in FORMATS],
+        "layout": f"{fmt.exponent_bits} exponent bits, bias {fmt.bias} · {fmt.mantissa_bits} fraction bits",
+        "bits": _bit_cells(state),
+        "hex": f"0x{state.bits:0{-(-fmt.total_bits // 4)}x}",
+        "kind": fmt.kind(state.bits),
+        "value": value_text(value),
+        "spacing": _spacing(fmt, value),
+        "multiple": _multiple(fmt, value),
+        "formula": _formula(fmt, state.bits),
+        "note": _note(fmt, state.bits),
+        "typed": state.typed,
+        "rounding": _rounding(state),
+        "landmarks": _landmarks(fmt),
+        "neighbours": _neighbours(state),
+        "ruler": _ruler(state),
+    }
+
+
+# ---- the pattern --------------------------------------------------------------------------------
+
+
+def _bit_cells(state: BitState) -> list[dict]:
+    """One cell per bit, the sign first."""
+    fmt = state.fmt
+    cells = []
+    for position in reversed(range(fmt.total_bits)):
+        if position == fmt.total_bits - 1:
+            field, weight = "sign", "±"
+        elif position >= fmt.mantissa_bits:
+            field, weight = "exponent", str(2 ** (position - fmt.mantissa_bits))
+        else:
+            field, weight = "fraction", binary_power(position - fmt.mantissa_bits)
+        name = "sign bit" if field == "sign" else f"{field} bit {position - fmt.mantissa_bits * (field == 'exponent')}"
+        cells.append(
+            {
+                "position": position,
+                "on": bool(state.bits >> position & 1),
+                "field": field,
+                "weight": weight,
+                "name": name,
+            }
+        )
+    return cells
+
+
+def _formula(fmt: FloatFormat, bits: int) -> dict | None:
+    """The parts of (-1)^sign x 2^(exponent - bias) x significand, or None where none applies."""
+    if fmt.kind(bits) in ("infinity", "nan"):
+        return None
+    sign, exponent, mantissa = fmt.fields(bits)
+    leading = "1" if exponent else "0"
+    return {
+        "sign": str(sign),
+        "exponent": f"{max(exponent, 1)} − {fmt.bias}",
+        "power": f"{max(exponent, 1) - fmt.bias}".replace("-", "−"),
+        "significand": f"{leading}.{mantissa:0{fmt.mantissa_bits}b}",
+        "decimal": value_text((exponent > 0) + mantissa / 2**fmt.mantissa_bits),
+    }
+
+
+def _spacing(fmt: FloatFormat, value: float) -> str:
+    """The spacing at the value as a power of two, "" at infinity and NaN."""
+    return binary_power(round(math.log2(fmt.ulp(value)))) if math.isfinite(value) else ""
+
+
+def _multiple(fmt: FloatFormat, value: float) -> str:
+    """The value as a whole number of spacings, e.g. "1365 × 2⁻¹²"."""
+    if not math.isfinite(value):
+        return ""
+    return f"{round(value / fmt.ulp(value))} × {_spacing(fmt, value)}"
+
+
+def _note(fmt: FloatFormat, bits: int) -> str:
+    smallest = binary_power(round(math.log2(fmt.smallest_subnormal)))
+    return {
+        "normal": "A normal number: the 1 before the point is implied, not stored.",
+        "subnormal": "A subnormal number: the exponent field is 0, so no 1 is implied and the power stays at "
+        f"{1 - fmt.bias}. The spacing stays {smallest}; precision runs out bit by bit.".replace("-", "−"),
+        "zero": "Zero: exponent and fraction are 0. The sign bit remains, so there are two zeros, equal to each other.",
+        "infinity": "Infinity: the exponent is all ones, the fraction 0. This is where an overflow goes.",
+        "nan": "NaN, not a number: the exponent is all ones, the fraction is not 0."
+        if fmt.has_infinity
+        else "NaN, not a number: all bits but the sign are ones. It is the only such pattern, and no infinity exists.",
+    }[fmt.kind(bits)]
+
+
+# ---- the number that was typed ------------------------------------------------------------------
+
+
+def _rounding(state: BitState) -> dict | None:
+    """What became of the typed number: {verdict, text}, or None where nothing was typed."""
+    if not state.typed:
+        return None
+    if state.problem:
+        return {"verdict": "unread", "text": state.problem}
+    verdict = _verdict(state.fmt, state.number)
+    return {"verdict": verdict, "text": _story(state.fmt, state.number, verdict)}
+
+
+def _verdict(fmt: FloatFormat, number: float) -> str:
+    """exact, rounded, tie, underflow, overflow or clipped."""
+    rounded = fmt.value(fmt.bits(number))
+    if math.isnan(number) or rounded == number:
+        return "exact"
+    if rounded == 0:
+        return "underflow"
+    if math.isinf(rounded):
+        return "overflow"
+    if abs(number) > fmt.max + fmt.ulp(fmt.max) / 2:
+        return "clipped"
+    return "tie" if abs(number - rounded) == fmt.ulp(number) / 2 else "rounded"
+
+
+def _story(fmt: FloatFormat, number: float, verdict: str) -> str:
+    smallest = binary_power(round(math.log2(fmt.smallest_subnormal)))
+    edge = value_text(fmt.max + fmt.ulp(fmt.max) / 2)
+    if verdict in ("rounded", "tie"):
+        return _error_text(fmt, number, verdict)
+    return {
+        "exact": "Held exactly.",
+        "underflow": f"Vanishes: not more than half of the smallest number, {smallest}, so the nearest number is 0.",
+        "overflow": f"Overflows: from {edge} on, halfway to the power of two that would follow, it rounds to infinity.",
+        "clipped": f"Clipped: beyond {edge} nothing is near, and without an infinity the largest number stands in.",
+    }[verdict]
+
+
+def _error_text(fmt: FloatFormat, number: float, verdict: str) -> str:
+    rounded = fmt.value(fmt.bits(number))
+    error = rounded - number
+    size = f"off by {short_text(error)} ({_relative_text(error / number)} of the number)"
+    if verdict == "tie":
+        return f"A tie, halfway between two numbers: it goes to the one with last bit 0, {size}."
+    return f"Rounds to the nearest, {size}, {abs(error) / fmt.ulp(number):.2f} of the spacing."
+
+
+def _relative_text(share: float) -> str:
+    """A relative error as per cent, or as a power of ten where it is tiny."""
+    share = abs(share)
+    return f"{short_text(100 * share, digits=2)} %" if share >= 1e-6 else short_text(share, digits=2)
+
+
+def _landmarks(fmt: FloatFormat) -> list[dict]:
+    """Numbers worth a click: text to type, and what it is."""
+    edges = [
+        ("largest", value_text(fmt.max)),
+        ("smallest normal", f"2^{fmt.min_exponent}"),
+        ("smallest", f"2^{fmt.min_exponent - fmt.mantissa_bits}"),
+        ("1 + ε", f"1 + 2^-{fmt.mantissa_bits}"),
+    ]
+    everyday = [(text, text) for text in ("0.1", "1/3", "2049", "65520", "1e-8", "-1e9")]
+    special = [("∞", "inf"), ("NaN", "nan")]
+    return [{"label": label, "text": text} for label, text in edges + everyday + special]
+
+
+# ---- the neighbours on a line -------------------------------------------------------------------
+
+
+def _neighbours(state: BitState) -> dict | None:
+    """The numbers below and above with per-cent positions on a line, or None for inf and NaN.
+
+    `zone` is the stretch of all numbers that round to this one: up to half way to each neighbour.
+    """
+    fmt, value = state.fmt, state.value
+    if not math.isfinite(value):
+        return None
+    gap_below, gap_above = _gaps(fmt, value)
+    below, above = fmt.next_down(value), fmt.next_up(value)
+    per_unit = NEIGHBOUR_REACH / max(gap_below, gap_above)
+    left, right = 50.0 - gap_below * per_unit, 50.0 + gap_above * per_unit
+    return {
+        "below": {"text": _end_text(below), "position": left},
+        "value": {"text": value_text(value), "position": 50.0},
+        "above": {"text": _end_text(above), "position": right},
+        "gap_below": "" if math.isnan(below) else _gap_text(gap_below),
+        "gap_above": "" if math.isnan(above) else _gap_text(gap_above),
+        "zone": [
+            0.0 if math.isnan(below) else (50.0 + left) / 2,
+            100.0 if math.isnan(above) else (50.0 + right) / 2,
+        ],
+        "typed": _typed_position(state, per_unit),
+    }
+
+
+def _typed_position(state: BitState, per_unit: float) -> float | None:
+    """Where the typed number lies on the line of neighbours, in per cent; None where none was typed."""
+    offset = state.number - state.value
+    if not state.typed or offset == 0 or not math.isfinite(offset):
+        return None
+    return min(max(50.0 + offset * per_unit, 1.0), 99.0)
+
+
+def _gaps(fmt: FloatFormat, value: float) -> tuple[float, float]:
+    """Distance to the number below and above; at the ends of the range, the spacing there."""
+    below, above = fmt.next_down(value), fmt.next_up(value)
+    gap_below = value - below if math.isfinite(below) else fmt.ulp(value)
+    gap_above = above - value if math.isfinite(above) else fmt.ulp(value)
+    return gap_below, gap_above
+
+
+def _gap_text(gap: float) -> str:
+    return f"{binary_power(round(math.log2(gap)))} = {short_text(gap)}"
+
+
+def _end_text(number: float) -> str:
+    return "nothing beyond" if math.isnan(number) else value_text(number)
+
+
+# ---- the ruler ----------------------------------------------------------------------------------
+
+
+def _ruler(state: BitState) -> dict:
+    """Every format's range on one log2 axis, and what the number becomes in each."""
+    number = state.number
+    return {
+        "title": state.typed if state.typed and not math.isnan(number) else value_text(number),
+        "ticks": [{"label": binary_power(e), "position": _along(e)} for e in range(-128, 129, 32)],
+        "marker": None if math.isnan(number) else _along(_log2(abs(number))),
+        "rows": [_ruler_row(fmt, number) for fmt in FORMATS.values()],
+    }
+
+
+def _ruler_row(fmt: FloatFormat, number: float) -> dict:
+    rounded, verdict = fmt.value(fmt.bits(number)), _verdict(fmt, number)
+    words = {"exact": "exact", "underflow": "vanishes", "overflow": "overflows", "clipped": "clipped"}
+    smallest = fmt.min_exponent - fmt.mantissa_bits
+    return {
+        "name": fmt.name,
+        "label": FORMAT_LABELS[fmt.name],
+        "start": _along(smallest),
+        "normal": _along(fmt.min_exponent),
+        "end": _along(math.log2(fmt.max)),
+        "range": f"{binary_power(smallest)} to {short_text(fmt.max)}",
+        "result": short_text(rounded, digits=9),
+        "verdict": verdict,
+        "words": words.get(verdict) or f"off by {_relative_text((rounded - number) / number)}",
+    }
+
+
+def _log2(magnitude: float) -> float:
+    if magnitude == 0:
+        return RULER_LOW
+    return RULER_HIGH if math.isinf(magnitude) else math.log2(magnitude)
+
+
+def _along(log2: float) -> float:
+    """Per cent of the ruler's length at a power of two, kept on the ruler."""
+    share = (log2 - RULER_LOW) / (RULER_HIGH - RULER_LOW)
+    return round(100 * min(max(share, 0.0), 1.0), 3)

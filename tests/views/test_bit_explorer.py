@@ -1,0 +1,389 @@
+"""The bit explorer: numbers read and written, states, the payload as plain values, and the widget that carries it."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from amplab.formats import FORMATS
+from amplab.views import BitExplorer, bit_explorer
+from amplab.views.bit_explorer_payload import BitState, explorer_payload
+from amplab.views.bit_explorer_still import explorer_html
+from amplab.views.number_text import binary_power, parse_number, short_text, value_text
+
+any_format = st.sampled_from(list(FORMATS))
+
+
+@st.composite
+def any_state(draw):
+    """Any pattern of any format, with or without something typed."""
+    state = BitState(draw(any_format))
+    state = BitState(state.format_name, draw(st.integers(0, 2**state.fmt.total_bits - 1)))
+    return state.with_number(draw(st.floats().map(repr))) if draw(st.booleans()) else state
+
+
+def shown(text, format_name="float16"):
+    return explorer_payload(BitState(format_name).with_number(text))
+
+
+# ---- numbers as text ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("65504", 65504.0),
+        (" -1e9 ", -1e9),
+        ("2^-24", 2.0**-24),
+        ("2**-24", 2.0**-24),
+        ("1 + 2^-11", 1 + 2.0**-11),
+        ("-2^4", -16.0),
+        ("1/3", 1 / 3),
+        ("3×4", 12.0),
+        ("−0.5", -0.5),
+        ("-inf", -math.inf),
+        ("∞", math.inf),
+    ],
+)
+def test_a_number_is_read_as_people_write_it(text, number):
+    assert parse_number(text) == number
+
+
+@pytest.mark.parametrize(
+    "text", ["", "abc", "1e-", "1,5", "__import__('os')", "'a'", "True", "1 if 1 else 2", "1/0", "(-1)^0.5", "9" * 80]
+)
+def test_what_is_no_number_is_refused_with_examples(text):
+    with pytest.raises(ValueError, match=r"is not a number; try 0.1, 1e-8, 2\^-24"):
+        parse_number(text)
+
+
+def test_beyond_float64_is_refused_and_not_computed_for_hours():
+    with pytest.raises(ValueError, match=r"lies beyond float64; type inf"):
+        parse_number("9^9^9")
+
+
+@given(st.floats())
+def test_a_value_reads_back_from_its_text(value):
+    back = parse_number(value_text(value))
+    np.testing.assert_array_equal(back, value)
+    assert math.copysign(1, back) == math.copysign(1, value) or math.isnan(value)
+
+
+@given(st.floats(-1e300, 1e300))
+def test_short_text_is_near_and_short(value):
+    assert parse_number(short_text(value)) == pytest.approx(value, rel=6e-3, abs=1e-320)
+    assert len(short_text(value)) <= 10
+
+
+def test_powers_are_raised():
+    assert binary_power(-149) == "2⁻¹⁴⁹"
+
+
+# ---- states -------------------------------------------------------------------------------------
+
+
+def test_flipping_is_undone_by_flipping_again():
+    state = BitState("bfloat16").with_number("0.1")
+    for position in range(16):
+        flipped = state.with_flipped(position)
+        assert flipped.bits ^ state.bits == 1 << position
+        assert flipped.typed == ""
+        assert flipped.with_flipped(position).bits == state.bits
+
+
+def test_the_number_is_kept_when_the_format_changes():
+    state = BitState("float16").with_number("0.1").with_format("float8_e5m2").with_format("float32")
+    assert (state.typed, state.value) == ("0.1", np.float32(0.1))
+
+
+def test_a_flipped_pattern_goes_to_the_next_format_as_a_number():
+    state = BitState("float32").with_number("1").with_flipped(0).with_format("float16")
+    assert (state.typed, state.value) == ("1.0000001192092896", 1.0)
+
+
+def test_stepping_visits_the_neighbours_and_stops_at_the_ends():
+    half = BitState("float16").with_number("65504")
+    assert half.with_step(1).value == half.with_step(5).value == math.inf
+    assert half.with_step(-2).value == 65504 - 64
+    assert BitState("float8_e4m3").with_number("448").with_step(1).value == 448
+    assert BitState("float16").with_step(-1).value == -(2.0**-24)
+    nan = BitState("float16").with_number("nan")
+    assert nan.with_step(1).bits == nan.bits
+
+
+def test_hex_and_binary_are_patterns():
+    assert BitState("float16").with_number("0x3c00").value == 1.0
+    assert BitState("float8_e5m2").with_number("0b10111100").value == -1.0
+    assert BitState("float16").with_number("0x3c00").typed == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("abc", "'abc' is not a number"), ("0xzz", "'0xzz' is not a pattern"), ("0x10000", "between 0x0 and 0xffff")],
+)
+def test_what_cannot_be_read_changes_no_bits_and_is_explained(text, problem):
+    before = BitState("float16").with_number("1")
+    after = before.with_number(text)
+    assert (after.bits, after.number) == (before.bits, 1.0)
+    assert problem in after.problem
+    assert explorer_payload(after)["rounding"] == {"verdict": "unread", "text": after.problem}
+
+
+def test_a_state_without_such_a_format_or_bit_is_refused():
+    with pytest.raises(ValueError, match=r"format_name='half': expected one of float32, tf32, .*FloatFormat"):
+        BitState("half")
+    with pytest.raises(ValueError, match=r"position=16: float16 has bits 0 to 15; count from the lowest"):
+        BitState("float16").with_flipped(16)
+
+
+# ---- the payload --------------------------------------------------------------------------------
+
+
+@given(any_state())
+def test_a_payload_is_json_and_its_bits_are_the_pattern(state):
+    payload = json.loads(json.dumps(explorer_payload(state), allow_nan=False))
+    digits = "".join("01"[bit["on"]] for bit in payload["bits"])
+    assert int(digits, 2) == int(payload["hex"], 16) == state.bits
+    np.testing.assert_array_equal(parse_number(payload["value"]), state.value)
+
+
+@given(any_state())
+def test_the_formula_computes_the_value(state):
+    formula = explorer_payload(state)["formula"]
+    if formula is None:
+        assert not math.isfinite(state.value)
+        return
+    whole, _, fraction = formula["significand"].partition(".")
+    significand = int(whole + fraction, 2) / 2 ** len(fraction)
+    exponent, bias = (int(part) for part in formula["exponent"].split(" − "))
+    assert (-1) ** int(formula["sign"]) * 2.0 ** (exponent - bias) * significand == state.value
+    assert parse_number(formula["decimal"]) == significand
+    assert int(formula["power"].replace("−", "-")) == exponent - bias
+
+
+@given(any_state())
+def test_every_position_lies_on_its_line(state):
+    payload = explorer_payload(state)
+    ruler = payload["ruler"]
+    places = [ruler["marker"]] + [row[end] for row in ruler["rows"] for end in ("start", "normal", "end")]
+    if payload["neighbours"]:
+        places += [*payload["neighbours"]["zone"], payload["neighbours"]["typed"]]
+        places += [payload["neighbours"][name]["position"] for name in ("below", "above")]
+    assert all(0 <= place <= 100 for place in places if place is not None)
+
+
+@given(any_format, st.floats(-1e6, 1e6))
+def test_a_typed_number_lies_in_the_zone_of_the_value_it_rounds_to(format_name, number):
+    neighbours = shown(repr(number), format_name)["neighbours"]
+    if neighbours and neighbours["typed"] is not None:
+        low, high = neighbours["zone"]
+        assert low - 1e-6 <= neighbours["typed"] <= high + 1e-6
+
+
+def test_neighbours_of_a_power_of_two_are_nearer_below():
+    neighbours = shown("1")["neighbours"]
+    assert neighbours["below"]["text"] == "0.99951171875"
+    assert neighbours["above"]["text"] == "1.0009765625"
+    assert 50 - neighbours["below"]["position"] == (neighbours["above"]["position"] - 50) / 2
+    assert neighbours["gap_above"] == "2⁻¹⁰ = 0.000977"
+
+
+def test_neighbours_at_the_edge_of_the_range():
+    assert shown("65504")["neighbours"]["above"]["text"] == "∞"
+    finite_only = shown("448", "float8_e4m3")["neighbours"]
+    assert (finite_only["above"]["text"], finite_only["zone"][1]) == ("nothing beyond", 100.0)
+    assert shown("inf")["neighbours"] is shown("nan")["neighbours"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "format_name", "verdict", "said"),
+    [
+        ("1", "float16", "exact", "Held exactly"),
+        ("2049", "float16", "tie", "goes to the one with last bit 0, off by -1 (0.049 % of the number)"),
+        ("0.1", "float16", "rounded", "off by -2.44e-5 (0.024 % of the number), 0.40 of the spacing"),
+        ("1e-8", "float16", "underflow", "half of the smallest number, 2⁻²⁴"),
+        ("65519", "float16", "rounded", "off by -15"),
+        ("65520", "float16", "overflow", "from 65520 on"),
+        ("-1e9", "float16", "overflow", "rounds to infinity"),
+        ("465", "float8_e4m3", "clipped", "beyond 464"),
+        ("464", "float8_e4m3", "tie", "off by -16"),
+        ("nan", "float16", "exact", "Held exactly"),
+    ],
+)
+def test_what_became_of_a_number_is_told(text, format_name, verdict, said):
+    rounding = shown(text, format_name)["rounding"]
+    assert rounding["verdict"] == verdict
+    assert said in rounding["text"]
+
+
+def test_the_ruler_says_what_each_format_makes_of_the_number():
+    rows = {row["name"]: row for row in shown("1e-8")["ruler"]["rows"]}
+    for name, fmt in FORMATS.items():
+        if fmt.torch_dtype is not None:
+            cast = torch.tensor(1e-8).to(fmt.torch_dtype).float().item()
+            assert parse_number(rows[name]["result"]) == pytest.approx(cast, rel=1e-8)
+    assert rows["float16"]["words"] == "vanishes"
+    assert rows["bfloat16"]["words"] == "off by 0.12 %"
+    assert rows["float16"]["start"] < rows["float16"]["normal"] < rows["float16"]["end"]
+
+
+def test_the_mark_on_the_ruler_moves_with_the_logarithm():
+    at = {text: shown(text)["ruler"]["marker"] for text in ("0", "2^-24", "1", "2^24", "inf", "nan")}
+    assert at["1"] - at["2^-24"] == pytest.approx(at["2^24"] - at["1"], abs=0.01)
+    assert (at["0"], at["inf"], at["nan"]) == (0.0, 100.0, None)
+    assert shown("-1")["ruler"]["marker"] == at["1"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_landmarks_are_what_they_say(name):
+    fmt = FORMATS[name]
+    numbers = {mark["label"]: parse_number(mark["text"]) for mark in shown("1", name)["landmarks"]}
+    assert numbers["largest"] == fmt.max
+    assert numbers["smallest normal"] == fmt.smallest_normal
+    assert numbers["smallest"] == fmt.smallest_subnormal
+    assert numbers["1 + ε"] == fmt.next_up(1.0)
+
+
+def test_kinds_are_explained():
+    assert "A subnormal number" in shown("2^-24")["note"]
+    assert "power stays at −14" in shown("2^-24")["note"]
+    assert "the only such pattern" in shown("nan", "float8_e4m3")["note"]
+    assert "the fraction is not 0" in shown("nan")["note"]
+    assert "overflow goes" in shown("inf")["note"]
+
+
+# ---- the still picture --------------------------------------------------------------------------
+
+
+class TextOf(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.open, self.text = [], ""
+
+    def handle_starttag(self, tag, _attributes):
+        self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@given(any_state())
+def test_the_still_picture_is_sound_html_with_the_bits_and_the_value(state):
+    payload = explorer_payload(state)
+    reader = TextOf()
+    reader.feed(explorer_html(payload))
+    assert reader.open == []
+    assert reader.text.startswith(f"{state.bits:0{state.fmt.total_bits}b}")
+    assert payload["value"] in reader.text
+
+
+def test_the_still_picture_escapes_what_was_typed():
+    assert "<script>" not in explorer_html(shown("<script>"))
+
+
+# ---- the widget ---------------------------------------------------------------------------------
+
+
+def test_methods_do_what_clicks_do():
+    explorer = BitExplorer("0.1")
+    explorer.pick("float8_e4m3")
+    assert explorer.value == 0.1015625
+    explorer.flip(0)
+    assert (explorer.bits, explorer.value) == (0x1C, 0.09375)
+    explorer.step()
+    assert explorer.value == 0.1015625
+    explorer.enter(1000)
+    assert (explorer.format_name, explorer.value) == ("float8_e4m3", 448.0)
+    assert explorer.payload == explorer_payload(BitState("float8_e4m3", 0x7E, "1000"))
+
+
+@pytest.mark.parametrize(
+    ("message", "value"),
+    [({"flip": 15}, -1.0), ({"step": -1}, 0.99951171875), ({"pick": "float32"}, 1.0), ({"enter": "2^-24"}, 2.0**-24)],
+)
+def test_messages_of_the_page_change_the_payload(message, value):
+    explorer = BitExplorer(1)
+    published = []
+    explorer.observe(lambda change: published.append(change["new"]["value"]), "payload")
+    explorer._handle_custom_msg(message, [])
+    assert explorer.value == value
+    assert published == [value_text(value)]
+
+
+def test_a_half_typed_number_from_the_page_is_shown_with_its_reason():
+    explorer = BitExplorer(1)
+    explorer._handle_custom_msg({"enter": "1e-"}, [])
+    assert explorer.value == 1.0
+    assert explorer.payload["rounding"]["verdict"] == "unread"
+
+
+def test_a_number_that_cannot_be_read_is_refused_in_python():
+    explorer = BitExplorer(1)
+    with pytest.raises(ValueError, match=r"'many' is not a number"):
+        explorer.enter("many")
+    assert explorer.value == 1.0
+    with pytest.raises(ValueError, match=r"format_name='fp16': expected one of"):
+        BitExplorer(1, "fp16")
+
+
+def test_the_payload_cannot_be_set_from_outside():
+    with pytest.raises(Exception, match="read-only"):
+        BitExplorer(1).payload = {}
+
+
+def test_the_repr_is_one_line_with_the_numbers():
+    assert repr(BitExplorer("1/3")) == "BitExplorer('1/3', 'float16'): 0x3555 = 0.333251953125, spacing 2⁻¹²"
+    assert repr(BitExplorer("0x7c00")) == "BitExplorer('∞', 'float16'): 0x7c00 = ∞"
+    assert repr(BitExplorer(0.5)) == repr(BitExplorer("0.5"))
+
+
+def test_the_bundle_has_the_widget_the_line_and_the_still_picture():
+    explorer = BitExplorer("1/3")
+    data, _ = explorer._repr_mimebundle_()
+    assert data["text/plain"] == repr(explorer)
+    assert data["text/html"] == explorer_html(explorer.payload)
+    assert data["application/vnd.jupyter.widget-view+json"]["model_id"] == explorer.model_id
+
+
+# ---- its page -----------------------------------------------------------------------------------
+
+FOLDER = Path(bit_explorer.__file__).parent
+SCRIPT = (FOLDER / "bit_explorer.js").read_text(encoding="utf-8")
+STYLE = (FOLDER / "bit_explorer.css").read_text(encoding="utf-8")
+
+
+def test_the_page_is_small_and_asks_nobody():
+    assert len(SCRIPT.encode()) < 20_000
+    assert not re.search(r"https?:|import\s|fetch\(|XMLHttp|@import|url\(", SCRIPT + STYLE)
+
+
+def test_the_page_sends_only_messages_that_are_answered():
+    assert set(re.findall(r"act\(\{ (\w+):", SCRIPT)) == {"pick", "flip", "step", "enter"}
+
+
+def luminance(color):
+    channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one, other):
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize(("theme", "background"), [(0, "#ffffff"), (1, "#212121"), (2, "#212121")])
+def test_every_hue_can_be_read_on_the_themes_background(theme, background):
+    hues = re.findall(r"--(?:sign|exponent|fraction|warn): (#\w{6});", STYLE)[4 * theme : 4 * theme + 4]
+    assert len(hues) == 4
+    assert all(contrast(hue, background) >= 4.5 for hue in hues)
