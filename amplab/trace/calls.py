@@ -28,6 +28,7 @@ class Calls(TorchFunctionMode):
 
     Attributes:
         name: the call's name, empty between calls.
+        autocast: whether torch's own autocast was on as the call began; inside, it switches itself off.
         in_autograd: True inside a call that computes gradients.
         autograd_depth: how many modules were at work when that call began.
     """
@@ -35,6 +36,7 @@ class Calls(TorchFunctionMode):
     def __init__(self, modules: ModuleStack) -> None:
         super().__init__()
         self.name = ""
+        self.autocast = False
         self.in_autograd = False
         self.autograd_depth = 0
         self._modules = modules
@@ -43,20 +45,18 @@ class Calls(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func in self._opened:
             return self._open(func, args, kwargs or {})
-        before, self.name = self.name, _name_of(func)
-        try:
+        with self.named(_name_of(func)):
             return func(*args, **(kwargs or {}))
-        finally:
-            self.name = before
 
     @contextmanager
     def named(self, name: str) -> Iterator[None]:
         """Take the ops of the block for those of one call."""
-        before, self.name = self.name, name
+        before = self.name, self.autocast
+        self.name, self.autocast = name, torch._C._is_any_autocast_enabled()
         try:
             yield
         finally:
-            self.name = before
+            self.name, self.autocast = before
 
     @contextmanager
     def autograd_at_work(self) -> Iterator[None]:

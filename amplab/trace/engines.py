@@ -3,19 +3,21 @@
 from amplab.policies import CastingEngine, casts_enabled
 from amplab.policies.casting_mode import THREAD
 
-__all__ = ["NO_ENGINE", "NO_TABLE", "clear_cast_caches", "table_at_work"]
+__all__ = ["NO_ENGINE", "NO_TABLE", "TORCH_AUTOCAST", "clear_cast_caches", "table_at_work"]
 
 NO_ENGINE = None
 NO_TABLE = ""
+TORCH_AUTOCAST = "torch.autocast"
 
 
-def table_at_work() -> str | None:
+def table_at_work(autocast: bool) -> str | None:
     """Return the name of the op table that decides about this thread's ops just now.
 
-    NO_TABLE where an engine is at work without one, or with casts disabled; NO_ENGINE where none is. Sync: none.
+    NO_TABLE where an engine is at work without one, or with casts disabled; where no engine is, TORCH_AUTOCAST or
+    NO_ENGINE, as `autocast` says. Sync: none.
     """
     if not THREAD.modes:
-        return NO_ENGINE
+        return TORCH_AUTOCAST if autocast else NO_ENGINE
     engine = THREAD.modes[-1].plans
     if not isinstance(engine, CastingEngine) or engine.policy.table is None or not casts_enabled():
         return NO_TABLE

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from amplab.policies import CastPolicy
+from amplab.trace.engines import TORCH_AUTOCAST
 from amplab.trace.recorder import Event, Place
 from amplab.trace.records import OpRecord, TensorInfo
 
@@ -20,7 +21,8 @@ _ALLOCATES = frozenset(
 )
 _ADDS = frozenset((torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor))
 _PROMOTING = (CastPolicy.PROMOTE, CastPolicy.SEQUENCE_PROMOTE, CastPolicy.MATCH_SELF)
-_ASKS_FOR_DTYPE = frozenset(("to", "half", "bfloat16", "float", "double", "type", "type_as"))
+_ASKS_FOR_DTYPE = frozenset(("to", "half", "bfloat16", "float", "double", "type", "type_as", "copy_", "setitem"))
+_GRADIENTS_OF_CASTS = ("ToCopyBackward", "CopyBackwards")
 
 
 def record_of(event: Event, index: int, before: Sequence[OpRecord]) -> OpRecord:
@@ -33,7 +35,9 @@ def record_of(event: Event, index: int, before: Sequence[OpRecord]) -> OpRecord:
     """
     place = event.place
     origin = before[place.origin] if place.origin is not None else None
-    cast = _cast(event)
+    change = _change_of_dtype(event)
+    inner = change is not None and _is_inside_an_op(place, origin)
+    cast = None if inner else change
     return OpRecord(
         index=index,
         op="cast" if cast else _op(event, origin),
@@ -42,15 +46,15 @@ def record_of(event: Event, index: int, before: Sequence[OpRecord]) -> OpRecord:
         module=_module(place, origin),
         inputs=event.inputs,
         outputs=event.outputs,
-        reason=_autograds_reason(event, origin) if _is_autograds(place) else _policys_reason(event, before),
+        reason=_reason(event, cast is not None, origin, before),
         is_cast=cast is not None,
         cast_bytes=sum(info.nbytes for info in cast or ()),
-        note=_note(event),
+        note=_note(event, inner),
         is_view=_is_view(event.overload),
     )
 
 
-def _cast(event: Event) -> tuple[TensorInfo, TensorInfo] | None:
+def _change_of_dtype(event: Event) -> tuple[TensorInfo, TensorInfo] | None:
     """The tensor read and the tensor written where `event` only changes the dtype of floating-point values."""
     name = event.overload.overloadpacket.__name__
     if name == "_to_copy":
@@ -62,6 +66,15 @@ def _cast(event: Event) -> tuple[TensorInfo, TensorInfo] | None:
     if source.dtype == target.dtype or not (source.dtype.is_floating_point and target.dtype.is_floating_point):
         return None
     return source, target
+
+
+def _is_inside_an_op(place: Place, origin: OpRecord | None) -> bool:
+    """Whether a change of dtype is how torch computes an op (attention on the CPU), which nobody asked for."""
+    if _is_autograds(place):
+        return place.node.startswith(_GRADIENTS_OF_CASTS) and origin is not None and not origin.is_cast
+    if not place.call or place.stage or place.call in _ASKS_FOR_DTYPE or place.call == SCALE_LOSS:
+        return False
+    return place.table != TORCH_AUTOCAST if place.decision is None else place.decision.kind == "op"
 
 
 def _op(event: Event, origin: OpRecord | None) -> str:
@@ -81,15 +94,21 @@ def _module(place: Place, origin: OpRecord | None) -> str:
     return origin.module if origin is not None else place.module
 
 
-def _policys_reason(event: Event, before: Sequence[OpRecord]) -> str:
-    """Why an op that was called has its dtypes."""
-    place, decision = event.place, event.place.decision
-    if place.call == SCALE_LOSS:
+def _reason(event: Event, is_cast: bool, origin: OpRecord | None, before: Sequence[OpRecord]) -> str:
+    if _is_autograds(event.place):
+        return _autograds_reason(event, is_cast, origin)
+    if event.place.call == SCALE_LOSS:
         return "the loss is scaled in float32, so that small gradients stay in half's range"
-    if _cast(event):
+    if is_cast:
         return _cast_reason(event)
     if _is_view(event.overload):
         return "a view: nothing is computed"
+    return _policys_reason(event, before)
+
+
+def _policys_reason(event: Event, before: Sequence[OpRecord]) -> str:
+    """Why an op that was called has its dtypes."""
+    place, decision = event.place, event.place.decision
     dtypes = list(dict.fromkeys(info.dtype_name for info in event.inputs if info.dtype.is_floating_point))
     if decision is not None and decision.rule is not None:
         agreed = decision.rule.cast in _PROMOTING and len(dtypes) == 1 and not (before and before[-1].is_cast)
@@ -97,7 +116,10 @@ def _policys_reason(event: Event, before: Sequence[OpRecord]) -> str:
         return f"{decision.rule.cast.value} list, {why}"
     if not dtypes:
         return "reads no floating-point tensor"
-    listed = "in no list" if place.table else "no op table at work"
+    if place.table == TORCH_AUTOCAST:
+        listed = "under torch.autocast"
+    else:
+        listed = "in no list" if place.table else "no op table at work"
     if len(dtypes) > 1 and torch.Tag.pointwise in event.overload.tags:
         return f"{listed}: torch promotes {' and '.join(dtypes)} to {event.outputs[0].dtype_name}"
     return f"{listed}: runs in the dtype it gets"
@@ -111,8 +133,8 @@ def _cast_reason(event: Event) -> str:
     if decision is not None and decision.kind == "cast" and decision.rule is not None:
         return f"{decision.detail} for {decision.op}: {decision.rule.cast.value} list"
     if place.call in _ASKS_FOR_DTYPE:
-        return f"asked for in the code: Tensor.{place.call}"
-    return f"on the way into {place.call}" if place.call else "inside torch"
+        return f"asked for in the code: {place.call}"
+    return f"torch.autocast casts for {place.call}" if place.call else "inside torch"
 
 
 def _is_autograds(place: Place) -> bool:
@@ -124,7 +146,7 @@ def _is_seed(place: Place) -> bool:
     return place.backward and not place.node and not place.recomputed
 
 
-def _autograds_reason(event: Event, origin: OpRecord | None) -> str:
+def _autograds_reason(event: Event, is_cast: bool, origin: OpRecord | None) -> str:
     place = event.place
     if place.parameter:
         return f"autograd adds the gradient into {place.parameter}.grad"
@@ -134,7 +156,7 @@ def _autograds_reason(event: Event, origin: OpRecord | None) -> str:
         return "where backward starts: the gradient of the loss is 1"
     if origin is None:
         return f"autograd: {place.node}"
-    if _cast(event) and not origin.is_cast:
+    if is_cast and not origin.is_cast:
         return f"autograd brings the gradient to the dtype of what {origin.op} #{origin.index} read"
     return f"autograd's mirror of {origin.op} #{origin.index}"
 
@@ -146,10 +168,11 @@ def _accumulates(event: Event) -> bool:
     return bool(place.parameter or adds_fan_in)
 
 
-def _note(event: Event) -> str:
+def _note(event: Event, inner: bool) -> str:
     place = event.place
     notes = (
         "fp32 accumulate, rounded once" if event.accumulated else "",
+        "inside the op" if inner else "",
         "recomputed for backward" if place.recomputed else "",
         f"in the backward of {place.function}" if place.function and place.call else "",
         "in a hook on a gradient" if place.node and place.call and not place.function and not place.recomputed else "",

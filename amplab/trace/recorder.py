@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amplab.policies import Decision, accumulate_fp32, cpu_half, cpu_half_mode, explaining
+from amplab.policies import Decision, Explanation, accumulate_fp32, cpu_half, cpu_half_mode, explaining
 from amplab.trace.calls import Calls
-from amplab.trace.engines import NO_ENGINE, table_at_work
+from amplab.trace.engines import NO_ENGINE, TORCH_AUTOCAST, table_at_work
 from amplab.trace.modules import ModuleStack, Stage
 from amplab.trace.records import TensorInfo
 
@@ -38,7 +38,7 @@ class Place(NamedTuple):
         call: the call in Python that the op belongs to (`linear`), empty where C++ ran on its own.
         module: path of the module whose forward is running.
         stage: `before` or `after` where a hook around that forward runs, else empty.
-        table: the op table at work, `NO_TABLE` or `NO_ENGINE`.
+        table: the op table at work, see `engines.table_at_work`.
         decision: what the engine said of the op, or None.
         backward: True while autograd computes gradients.
         recomputed: True where a checkpointed block runs again for its backward.
@@ -95,6 +95,8 @@ class Recorder:
         self._numbers: list[int] = []  # sequence numbers taken by forward events, rising
         self._takers: list[int] = []  # and the events that took them
         self._first_number = 0
+        self._accumulates = False
+        self._explanation = Explanation()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -126,7 +128,7 @@ class Recorder:
     def _place(self) -> Place:
         calls, node = self.calls, _current_node()
         modules = self._modules
-        called = calls.name, modules.path, modules.stage, table_at_work(), self._explanation.decision
+        called = calls.name, modules.path, modules.stage, table_at_work(calls.autocast), self._explanation.decision
         if node is None and not calls.in_autograd:
             self._take_number()
             return Place(*called)
@@ -154,9 +156,8 @@ class Recorder:
 
     def _under_engine(self, place: Place) -> bool:
         """Whether an engine decides how a product is computed; for autograd's ops, whether one did in forward."""
-        if place.call or place.origin is None:
-            return place.table is not NO_ENGINE
-        return self.events[place.origin].place.table is not NO_ENGINE
+        decisive = place if place.call or place.origin is None else self.events[place.origin].place
+        return decisive.table not in (NO_ENGINE, TORCH_AUTOCAST)
 
     def _seen(self, values: Iterable[Any]) -> tuple[TensorInfo, ...]:
         found = []

@@ -115,20 +115,23 @@ class Trace:
         """Bytes read and written by all casts together."""
         return sum(record.cast_bytes for record in self.records)
 
-    def rows(self, *, views: bool = False) -> list[dict[str, str]]:
-        """Return one dict of plain strings per record, for a table on screen.
+    def rows(self, *, every: bool = False) -> list[dict[str, str]]:
+        """Return the step as dicts of plain strings, for a table on screen.
 
-        Keys: `index, op, aten, module, phase, in, out, shapes, cast, cast_bytes, view, reason, note`; `cast` and `view`
-        are `yes` or `no`, `in` and `out` are dtypes joined by commas, `shapes` is `64x128, 128x128 -> 64x128`.
+        Keys: `index, op, aten, module, phase, in, out, shapes, cast, cast_bytes, times, view, reason, note`. `cast` and
+        `view` are `yes` or `no`, `in` and `out` are dtypes joined by commas, `shapes` is `64x128, 128x128 -> 64x128`.
 
         Args:
-            views: also the records that a reader of dtypes can do without (`OpRecord.folds`).
+            every: one row per record. Otherwise records that a reader of dtypes can do without are folded
+                (`OpRecord.folds`), and records that follow each other in one op of one module and differ in nothing
+                but shape share a row: `index`, `aten` and `shapes` are the first one's, `times` counts them,
+                `cast_bytes` is their sum.
         """
-        return [table.row(record) for record in self.records if views or not record.folds]
+        return table.rows(self.records, every=every)
 
-    def text(self, *, views: bool = False) -> str:
-        """Return the step as an aligned table with a line of totals, ready to print."""
-        return table.text(self.records, views=views)
+    def text(self, *, every: bool = False) -> str:
+        """Return `rows` as an aligned table with a line of totals, ready to print."""
+        return table.text(self.records, every=every)
 
     def changed_since(self, other: "Trace") -> set[int]:
         """Return the indexes of the records whose dtypes are not those of `other`.

@@ -19,12 +19,14 @@ from amplab.trace.untouched import ParkedGradients, untouched
 
 __all__ = ["trace_step"]
 
+_AS_IT_IS = nullcontext()
+
 
 def trace_step(
     model: nn.Module,
     loss_fn: Callable[[], Tensor],
     *,
-    casting: AbstractContextManager | None = None,
+    casting: AbstractContextManager = _AS_IT_IS,
     loss_scale: float = 1.0,
 ) -> Trace:
     """Run one forward and backward of `model` and return every op with its dtypes, its place and the reason.
@@ -52,7 +54,7 @@ def trace_step(
     """
     _check(model, loss_fn, loss_scale)
     recorder = Recorder(model)
-    with untouched(model) as gradients, casting or nullcontext():
+    with untouched(model) as gradients, casting:
         clear_cast_caches()
         try:
             _run(recorder, gradients, loss_fn, loss_scale)

@@ -1,82 +1,98 @@
 """Records as plain strings: the rows of a table, and the table as text.
 
-Pure functions of what they are given; nothing here knows how a record came to be.
+Pure functions of the records they are given; nothing here knows how a record came to be.
 """
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from amplab.trace.records import OpRecord, TensorInfo
 
-__all__ = ["row", "text"]
+__all__ = ["rows", "text"]
 
 _COLUMNS = ("index", "op", "module", "in", "out", "cast_bytes", "note", "reason")
 _TITLES = ("#", "op", "module", "in", "out", "cast bytes", "note", "reason")
+_TO_THE_RIGHT = (0, 5)
 _WIDEST_REASON = 80
+_NUMBER = re.compile(r" #\d+")
 
 
-def row(record: "OpRecord") -> dict[str, str]:
-    """Return `record` as a dict of plain strings; the keys are listed in `Trace.rows`."""
+def rows(records: Iterable["OpRecord"], *, every: bool = False) -> list[dict[str, str]]:
+    """Return `records` as dicts of plain strings; keys and folding as `Trace.rows` says."""
+    groups = ([record] for record in records) if every else _folded(records)
+    return [_row(group) for group in groups]
+
+
+def text(records: Sequence["OpRecord"], *, every: bool = False) -> str:
+    """Return `records` as an aligned table, a rule above each phase, and a line of totals."""
+    shown = rows(records, every=every)
+    cells = [_cells(row) for row in shown]
+    widths = [max(map(len, column)) for column in zip(_TITLES, *cells, strict=True)]
+    width = sum(widths) + 2 * len(widths) - 2
+    lines = [_line(_TITLES, widths)]
+    for phase, numbered in groupby(range(len(shown)), key=lambda place: shown[place]["phase"]):
+        lines.append(f"-- {phase} ".ljust(width, "-"))
+        lines += [_line(cells[place], widths) for place in numbered]
+    return "\n".join([*lines, _totals(records, every)])
+
+
+def _folded(records: Iterable["OpRecord"]) -> Iterator[list["OpRecord"]]:
+    kept = (record for record in records if not record.folds)
+    for _, neighbours in groupby(kept, key=lambda record: (record.phase, record.module, record.op)):
+        alike: dict[tuple, list[OpRecord]] = {}
+        for record in neighbours:
+            alike.setdefault((record.dtypes, record.note, _NUMBER.sub("", record.reason)), []).append(record)
+        yield from alike.values()
+
+
+def _row(group: Sequence["OpRecord"]) -> dict[str, str]:
+    record = group[0]
     return {
         "index": str(record.index),
         "op": record.op,
         "aten": record.aten,
         "module": record.module,
         "phase": record.phase,
-        "in": _dtypes(record.inputs),
-        "out": _dtypes(record.outputs),
+        "in": ", ".join(info.dtype_name for info in record.inputs),
+        "out": ", ".join(info.dtype_name for info in record.outputs),
         "shapes": f"{_shapes(record.inputs)} -> {_shapes(record.outputs)}".strip(),
         "cast": "yes" if record.is_cast else "no",
-        "cast_bytes": f"{record.cast_bytes:,}" if record.is_cast else "",
+        "cast_bytes": f"{sum(member.cast_bytes for member in group):,}" if record.is_cast else "",
+        "times": str(len(group)),
         "view": "yes" if record.is_view else "no",
         "reason": record.reason,
         "note": record.note,
     }
 
 
-def text(records: Sequence["OpRecord"], *, views: bool = False) -> str:
-    """Return `records` as an aligned table, forward above backward as they ran, and a line of totals."""
-    shown = [record for record in records if views or not record.folds]
-    cells = [_cells(record) for record in shown]
-    widths = [max(map(len, column)) for column in zip(_TITLES, *cells, strict=True)]
-    lines, phase = [_line(_TITLES, widths)], ""
-    for record, line in zip(shown, cells, strict=True):
-        if record.phase != phase:
-            phase = record.phase
-            lines.append(f"-- {phase} ".ljust(len(lines[0]) if len(lines) == 1 else len(lines[1]), "-"))
-        lines.append(_line(line, widths))
-    return "\n".join([*lines, _totals(records, shown)])
-
-
-def _cells(record: "OpRecord") -> list[str]:
-    """The cells of one line; a long reason is cut short, `row` has all of it."""
-    cells = row(record)
-    if len(record.reason) > _WIDEST_REASON:
-        cells["reason"] = record.reason[: _WIDEST_REASON - 1].rstrip(" ,:") + "…"
-    return [cells[column] or ("" if column == "note" else "-") for column in _COLUMNS]
+def _cells(row: dict[str, str]) -> list[str]:
+    """The cells of one line; a long reason is cut short, the row has all of it."""
+    cells = {**row, "module": row["module"] or "-", "in": row["in"] or "-", "out": row["out"] or "-"}
+    if row["times"] != "1":
+        cells["op"] += f" ×{row['times']}"
+    if len(row["reason"]) > _WIDEST_REASON:
+        cells["reason"] = row["reason"][: _WIDEST_REASON - 1].rstrip(" ,:") + "…"
+    return [cells[column] for column in _COLUMNS]
 
 
 def _line(cells: Iterable[str], widths: Iterable[int]) -> str:
-    numeric = {0, 5}
     parts = (
-        cell.rjust(width) if place in numeric else cell.ljust(width)
+        cell.rjust(width) if place in _TO_THE_RIGHT else cell.ljust(width)
         for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
     )
     return "  ".join(parts).rstrip()
 
 
-def _totals(records: Sequence["OpRecord"], shown: Sequence["OpRecord"]) -> str:
+def _totals(records: Sequence["OpRecord"], every: bool) -> str:
+    shown = [record for record in records if every or not record.folds]
     forward = sum(record.phase == "forward" for record in shown)
-    casts = [record for record in records if record.is_cast]
-    moved = sum(record.cast_bytes for record in casts)
-    line = f"{len(shown)} ops: {forward} forward, {len(shown) - forward} backward; {len(casts)} casts, {moved:,} bytes"
-    folded = len(records) - len(shown)
-    return f"{line}; {folded} views and index ops folded" if folded else line
-
-
-def _dtypes(infos: Sequence["TensorInfo"]) -> str:
-    return ", ".join(info.dtype_name for info in infos)
+    casts = [record.cast_bytes for record in records if record.is_cast]
+    ops = f"{len(shown)} ops: {forward} forward, {len(shown) - forward} backward"
+    folded = "" if every else f"; {len(records) - len(shown)} views and index ops folded"
+    return f"{ops}; {len(casts)} casts, {sum(casts):,} bytes{folded}"
 
 
 def _shapes(infos: Sequence["TensorInfo"]) -> str:

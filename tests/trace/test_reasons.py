@@ -1,0 +1,162 @@
+"""The reason of every kind of op, in words."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from amplab.amp import Session
+from amplab.policies import APEX, CastingEngine, PrecisionPolicy, cpu_half, disable_casts
+from amplab.trace import trace_step
+
+
+class Free(nn.Module):
+    """Runs any function of one float32 weight of shape (4, 4)."""
+
+    def __init__(self, run, dtype=torch.float32):
+        super().__init__()
+        self.weight, self.run = nn.Parameter(torch.eye(4, dtype=dtype)), run
+
+    def forward(self):
+        return self.run(self.weight)
+
+
+def forward(run, *, policy=None, dtype=torch.float32):
+    """The records of `run` in forward that a table shows, the closing sum left out."""
+    model = Free(run, dtype)
+    context = {} if policy is None else {"casting": CastingEngine(policy).active()}
+    trace = trace_step(model, lambda: model().float().sum(), **context)
+    return [record for record in trace if record.phase == "forward" and record.module and not record.folds]
+
+
+O1 = PrecisionPolicy()
+
+
+def test_a_listed_op_gives_its_list_and_row():
+    cast, product = forward(lambda w: F.linear(w, w), policy=O1)
+    assert cast.reason == "cast to float16 for linear: lower_precision_fp list"
+    assert product.reason == f"lower_precision_fp list, {APEX.rule(F.linear).reason}"
+    _, raised, softmax = forward(lambda w: torch.softmax(w.half(), 0), policy=O1)
+    assert raised.reason == "cast to float32 for softmax: fp32 list"
+    assert softmax.reason == f"fp32 list, {APEX.rule(torch.softmax).reason}"
+
+
+def test_an_op_in_no_list_falls_through():
+    (relu,) = forward(torch.relu, policy=O1)
+    assert relu.reason == "in no list: runs in the dtype it gets"
+    *_, relu = forward(lambda w: torch.relu(w.half()), policy=O1)
+    assert relu.reason == "in no list: runs in the dtype it gets"
+    assert relu.outputs[0].dtype == torch.float16
+
+
+def test_promotion_by_the_list_and_by_torch():
+    _, widened, added = forward(lambda w: w.half() + w, policy=O1)
+    assert widened.reason == "cast to the widest dtype of the arguments for add: promote list"
+    assert added.reason == f"promote list, {APEX.rule(torch.add).reason}"
+    (added,) = forward(lambda w: w + w, policy=O1)
+    assert added.reason == "promote list, add: its arguments are float32 as they come"
+    _, added = forward(lambda w: w.half() + w)
+    assert added.reason == "no op table at work: torch promotes float16 and float32 to float32"
+    assert added.outputs[0].dtype == torch.float32
+
+
+def test_without_a_table_every_op_runs_as_it_comes():
+    for policy in (None, PrecisionPolicy(table=None)):
+        (product,) = forward(lambda w: w @ w, policy=policy, dtype=torch.float16)
+        assert product.reason == "no op table at work: runs in the dtype it gets"
+
+
+def test_casts_disabled_is_no_table_at_work():
+    def run(w):
+        with disable_casts():
+            return w @ w
+
+    (product,) = forward(run, policy=O1)
+    assert product.reason == "no op table at work: runs in the dtype it gets"
+    assert product.outputs[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        (lambda w: w.half(), "asked for in the code: half"),
+        (lambda w: w.to(torch.bfloat16), "asked for in the code: to"),
+        (lambda w: w.type(torch.float64), "asked for in the code: type"),
+        (lambda w: torch.zeros(4, 4, dtype=torch.float16).copy_(w), "asked for in the code: copy_"),
+    ],
+)
+@pytest.mark.parametrize("policy", [None, O1])
+def test_casts_that_the_code_asks_for(run, reason, policy):
+    cast = next(record for record in forward(run, policy=policy) if record.is_cast)
+    assert cast.op == "cast"
+    assert cast.reason == reason
+
+
+def test_casts_of_hooks_say_so(scenario):
+    model, loss = scenario("mlp")
+    session = Session()
+    session.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+    first, last = (record for record in trace_step(model, loss).casts if record.phase == "forward")
+    assert first.reason == "a hook on Mlp casts what it gets to float16"
+    assert last.reason == "a hook on Mlp casts what it returns to float32"
+    session.reset()
+
+
+def test_views_and_integers_have_nothing_to_decide():
+    model = Free(lambda w: w.t() + torch.arange(4).add(1))
+    trace = trace_step(model, lambda: model().sum())
+    reasons = {record.op: record.reason for record in trace if record.phase == "forward"}
+    assert reasons["t"] == "a view: nothing is computed"
+    assert reasons["arange"] == "reads no floating-point tensor"
+
+
+def test_backward_starts_from_one_and_the_scale_is_named():
+    model = Free(torch.exp, torch.float16)
+    trace = trace_step(model, lambda: model().sum(), loss_scale=4.0)
+    scaling = [record for record in trace if "small gradients" in record.reason]
+    assert [(record.op, record.outputs[0].dtype) for record in scaling] == [
+        ("cast", torch.float32),
+        ("scale_loss", torch.float32),
+    ]
+    seed = next(record for record in trace if record.phase == "backward")
+    assert (seed.op, seed.reason) == ("backward", "where backward starts: the gradient of the loss is 1")
+
+
+def test_the_mirror_of_a_cast_is_a_cast():
+    model = Free(lambda w: F.linear(w, w))
+    trace = trace_step(model, lambda: model().sum(), casting=CastingEngine(O1).active())
+    there, back = (next(record for record in trace.casts if record.phase == phase) for phase in ("forward", "backward"))
+    assert back.reason.startswith("autograd's mirror of cast #")
+    assert (there.outputs[0].dtype, trace.casts[-1].outputs[0].dtype) == (torch.float16, torch.float32)
+
+
+def test_a_gradient_that_autograd_casts_by_itself():
+    model = Free(lambda w: w * torch.ones(4, 4, dtype=torch.float64))
+    trace = trace_step(model, lambda: model().sum())
+    (cast,) = trace.casts
+    assert cast.phase == "backward"
+    assert cast.reason.startswith("autograd brings the gradient to the dtype of what mul #")
+
+
+def test_casts_inside_an_op_count_nowhere():
+    """Without a batch of heads attention on the CPU takes torch's own route, which computes in float32."""
+
+    def attend(w):
+        return F.scaled_dot_product_attention(w[None], w[None], w[None])
+
+    for mode in ("fp32_accumulate", "native"):
+        with cpu_half(mode):
+            records = forward(attend, policy=PrecisionPolicy(table=None), dtype=torch.float16)
+        assert {record.op for record in records} == {"scaled_dot_product_attention"}
+        inner = [record for record in records if "inside the op" in record.note]
+        assert inner
+        assert not any(record.is_cast or record.cast_bytes for record in records)
+
+
+def test_mixed_dtypes_of_one_op_are_no_promotion():
+    model = nn.BatchNorm1d(4)
+    x = torch.ones(3, 4, dtype=torch.float16, requires_grad=True)
+    trace = trace_step(model, lambda: model(x).float().square().sum())
+    norm = next(record for record in trace if record.op == "batch_norm" and not record.folds)
+    assert {info.dtype for info in norm.inputs} == {torch.float16, torch.float32}
+    assert norm.reason == "no op table at work: runs in the dtype it gets"

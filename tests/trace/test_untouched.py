@@ -1,0 +1,142 @@
+"""Every trace that a block could leave on a model, one by one."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from amplab.policies import CastingEngine
+from amplab.trace.untouched import ParkedGradients, untouched
+
+
+class Counting(nn.Module):
+    """Buffers of every kind: kept, not kept, none yet, and a new one in forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(4.0))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("hidden", torch.ones(3), persistent=False)
+        self.register_buffer("later", None)
+
+
+def rebind(model):
+    model.hidden = model.hidden * 5
+    model.later = torch.ones(1)
+
+
+CHANGES = {
+    "a parameter in place": lambda model: model.weight.detach().add_(1),
+    "a parameter past its version": lambda model: model.weight.data.add_(1),
+    "a parameter's storage": lambda model: setattr(model.weight, "data", torch.zeros(4)),
+    "a parameter's dtype": lambda model: model.half(),
+    "a parameter for another": lambda model: setattr(model, "weight", nn.Parameter(torch.zeros(2))),
+    "requires_grad": lambda model: model.weight.requires_grad_(False),
+    "a buffer in place": lambda model: model.steps.add_(1),
+    "buffers for others": rebind,
+    "a new buffer": lambda model: model.register_buffer("fresh", torch.ones(2)),
+    "the training flag": lambda model: model.eval(),
+    "a gradient": lambda model: setattr(model.weight, "grad", torch.ones(4)),
+    "torch's random state": lambda model: torch.rand(3),
+    "python's random state": lambda model: random.random(),
+    "numpy's random state": lambda model: np.random.rand(),
+}
+
+
+def state(model):
+    buffers = {name: None if tensor is None else tensor.tolist() for name, tensor in model._buffers.items()}
+    weight = model.weight
+    return (
+        (weight.tolist(), weight.dtype, weight.requires_grad, model.training, buffers),
+        (id(weight), id(weight.grad), weight.data_ptr(), id(model.hidden), model.steps.data_ptr()),
+        (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()),
+    )
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("fails", [False, True])
+def test_every_change_is_undone(change, fails):
+    model = Counting()
+    model.weight.grad = torch.full((4,), 3.0)
+    before = state(model)
+
+    def block():
+        with untouched(model):
+            CHANGES[change](model)
+            assert state(model) != before
+            if fails:
+                raise ArithmeticError("on purpose")
+
+    if fails:
+        with pytest.raises(ArithmeticError, match="on purpose"):
+            block()
+    else:
+        block()
+    assert state(model) == before
+
+
+def test_the_statistics_of_batch_norm_come_back():
+    model = nn.BatchNorm1d(3)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with untouched(model):
+        model(torch.randn(5, 3))
+        assert not torch.equal(model.running_mean, before["running_mean"])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_graph_from_before_still_runs_backward():
+    model = nn.Linear(3, 2)
+    loss = model(torch.ones(1, 3)).square().sum()
+    with untouched(model):
+        model(torch.ones(1, 3)).sum().backward()
+    loss.backward()
+    assert model.weight.grad is not None
+
+
+def test_gradients_are_gone_inside_and_the_same_objects_after():
+    model = nn.Linear(3, 2)
+    kept = model.weight.grad = torch.ones(2, 3)
+    with untouched(model):
+        assert model.weight.grad is None
+        model(torch.ones(1, 3)).sum().backward()
+    assert model.weight.grad is kept
+    assert model.bias.grad is None
+
+
+def test_an_engine_around_it_keeps_its_cache():
+    model, engine = nn.Linear(3, 2), CastingEngine()
+    engine.install()
+    try:
+        with untouched(model):
+            pass
+        model(torch.ones(1, 3))
+        assert engine.cache_size == 2  # a weight whose memory was handed out would not be kept
+    finally:
+        engine.uninstall()
+
+
+def test_leaves_behind_a_loss_are_parked_wherever_they_are():
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    x.grad, y.grad = torch.full((2,), 4.0), None
+    parked = ParkedGradients()
+    parked.park_leaves_of((x * y + x).sum())
+    assert x.grad is None
+    (x * y).sum().backward()
+    parked.restore()
+    assert x.grad.tolist() == [4, 4]
+    assert y.grad is None
+
+
+def test_hooks_on_accumulated_gradients_rest_and_come_back():
+    calls = []
+    model = nn.Linear(2, 1)
+    handle = model.weight.register_post_accumulate_grad_hook(lambda parameter: calls.append("first"))
+    model.weight.register_post_accumulate_grad_hook(lambda parameter: calls.append("second"))
+    with untouched(model):
+        model(torch.ones(1, 2)).sum().backward()
+    assert calls == []
+    handle.remove()
+    model(torch.ones(1, 2)).sum().backward()
+    assert calls == ["second"]
