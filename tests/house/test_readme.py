@@ -27,7 +27,8 @@ def last_command(script: str) -> str:
 
 
 def test_is_short() -> None:
-    assert len(README.splitlines()) <= LONGEST
+    length = len(README.splitlines())
+    assert length <= LONGEST
 
 
 def test_example_prints_its_number() -> None:
