@@ -8,18 +8,24 @@ Only the topmost mode of a thread holds a plan; those below hold an empty one, s
 from __future__ import annotations
 
 import threading
+import types
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch._C import _len_torch_function_stack
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
 from amplab.policies.casting_plan import Plan
+from amplab.policies.casting_steps import Step
 from amplab.policies.decision import Explanation
 from amplab.policies.half_on_cpu import DEFAULT_HALF_MODE, HalfMode
 
 __all__ = ["THREAD", "CastingMode", "insert_above_device", "is_pushed", "remove"]
+
+_PYTHON_METHODS = tuple(value for value in vars(torch.Tensor).values() if isinstance(value, types.FunctionType))
 
 
 class CastingMode(TorchFunctionMode):
@@ -41,10 +47,17 @@ class CastingMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run `func` by its step, or as it is where the plan has none."""
-        step = self.plan.get(func)
+        step = self._traced_step(func) if is_dynamo_compiling() else self.plan.get(func)
         if step is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         return step(self, func, args, kwargs or {})
+
+    def _traced_step(self, func: Callable[..., Any]) -> Step | None:
+        # torch.compile compares Tensor's Python methods right with `is`, and wrongly as dict keys.
+        for method in _PYTHON_METHODS:
+            if func is method:
+                return self.plan.get(method, None)
+        return self.plan.get(func)
 
 
 class PlanSource(Protocol):
@@ -82,13 +95,15 @@ THREAD = _CastingThread()
 
 
 def insert_above_device(mode: TorchFunctionMode) -> None:
-    """Put `mode` at the bottom of this thread's stack, above a DeviceContext if one lies there.
+    """Put `mode` at the bottom of this thread's stack, above the default device's context if there is one.
 
-    Contexts entered earlier pop what they pushed from the top, so only the bottom is safe for a
-    mode that leaves in no particular order; torch's DeviceContext insists on the very bottom.
+    Contexts entered earlier pop from the top, `with torch.device(...)` among them, so only the
+    bottom is safe for a mode that leaves in no particular order. The context of set_default_device
+    is the one that insists on the very bottom; it is told by what its `__enter__` keeps.
     """
     above = _pop_all()
-    below = [above.pop()] if above and isinstance(above[-1], DeviceContext) else []
+    at_bottom = bool(above) and isinstance(above[-1], DeviceContext) and "old_device" in vars(above[-1])
+    below = [above.pop()] if at_bottom else []
     _push_all([*below, mode, *reversed(above)])
 
 

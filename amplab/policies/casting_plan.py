@@ -53,6 +53,7 @@ def build_plan(policy: PrecisionPolicy, cache: CastCache, half_mode: HalfMode, c
         explained: whether steps report to the mode's explanation.
     """
     runs: dict[Callable[..., Any], Run] = {func: _opening_run(func) for func in COMPOSITES}
+    runs[torch.Tensor.unflatten] = _run_unflatten
     if half_mode == "fp32_accumulate":
         runs.update(dict.fromkeys(PRODUCTS, _run_accumulated))
     rules = policy.table.by_function if policy.table is not None and casts else {}
@@ -82,6 +83,11 @@ def _run_plain(_mode: CastingMode, func: Callable[..., Any], args: Any, kwargs: 
 
 def _run_accumulated(_mode: CastingMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     return accumulated(func, args, kwargs)
+
+
+def _run_unflatten(_mode: CastingMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    # Under any function mode torch.compile fails on the super() call in the method; attention calls it.
+    return (torch.unflatten if torch.compiler.is_compiling() else func)(*args, **kwargs)
 
 
 def _opening_run(composite: Callable[..., Any]) -> Run:
