@@ -1,5 +1,6 @@
 """Fused operators beside their references, and the build that makes them fast."""
 
+from amplab.kernels.build import BuildReport, ensure, report
 from amplab.kernels.unscale import unscale_, unscale_add, unscale_copy
 
-__all__ = ["unscale_", "unscale_add", "unscale_copy"]
+__all__ = ["BuildReport", "ensure", "report", "unscale_", "unscale_add", "unscale_copy"]

@@ -160,10 +160,15 @@ def _check_arguments(inputs: Sequence[Tensor], outputs: Sequence[Tensor], found_
         raise RuntimeError(f"{len(inputs)} inputs, {len(outputs)} outputs: expected lists of equal length.")
     for index, (x, out) in enumerate(zip(inputs, outputs, strict=True)):
         _check_tensor("input", index, x, found_inf)
-        if out is not x:
+        if outputs is not inputs:
             _check_tensor("output", index, out, found_inf)
             if x.shape != out.shape:
-                raise RuntimeError(f"output {index}: expected the shape of input {index}.")
+                raise RuntimeError(f"output {index}: expected the shape of the input.")
+        if _repeats(out):
+            raise RuntimeError(
+                f"{'input' if outputs is inputs else 'output'} {index} is expanded: "
+                "several of its elements share one place in memory; pass a clone."
+            )
 
 
 def _check_tensor(side: str, index: int, tensor: Tensor, found_inf: Tensor) -> None:
@@ -173,6 +178,13 @@ def _check_tensor(side: str, index: int, tensor: Tensor, found_inf: Tensor) -> N
         raise RuntimeError(f"{side} {index}: expected float16, bfloat16, float32 or float64.")
     if tensor.device != found_inf.device:
         raise RuntimeError(f"{side} {index} is on another device than found_inf; call once per device.")
+
+
+def _repeats(tensor: Tensor) -> bool:
+    """Whether the tensor was expanded, so that a write to one element changes others."""
+    if tensor.is_contiguous():
+        return False
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _register(name: str, schema: str, reference: Callable[..., None], fake: Callable[..., None]) -> OpOverload:

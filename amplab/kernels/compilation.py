@@ -1,0 +1,68 @@
+"""Compile the kernels, in a process of its own: ``python -m amplab.kernels.compilation <key>``.
+
+A process, because `torch.utils.cpp_extension.load_inline` wants ninja on PATH, prints, remembers failures and waits
+for ever on the lock of a builder that was killed: none of that may reach the process that trains. It goes on when
+that one ends, so a short script still leaves the kernels to the next. What it prints is the log of the build.
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch.utils.cpp_extension import load_inline
+
+from amplab.kernels.cache import building, find, publish, writable_folder
+from amplab.kernels.recipe import LIBRARY, Recipe, current_recipe, search_path
+
+__all__ = ["compile_library", "main"]
+
+_SCRATCH = "scratch-"
+
+
+def main(arguments: list[str]) -> int:
+    """Build for the key given and keep the result; 0 when the library is there."""
+    recipe = current_recipe()
+    if arguments != [recipe.key]:
+        raise SystemExit(f"asked for {arguments}, but this machine and these sources make {recipe.key}: start again.")
+    folder = writable_folder(recipe.key)
+    if folder is None:
+        raise SystemExit("no folder to keep the kernels in: set XDG_CACHE_HOME to one that can be written.")
+    with building(folder):
+        if find(recipe.key) is None:
+            compile_library(recipe, folder)
+    return 0
+
+
+def compile_library(recipe: Recipe, folder: Path) -> Path:
+    """Compile into a fresh folder beside the library's place, then move the library there.
+
+    A fresh folder has no lock that a killed process left, and no other process writes in it.
+    """
+    for stale in folder.glob(_SCRATCH + "*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=folder))
+    try:
+        os.environ["PATH"] = search_path()
+        load_inline(
+            LIBRARY,
+            cpp_sources=[path.read_text() for path in recipe.cpp],
+            cuda_sources=[path.read_text() for path in recipe.cuda],
+            extra_cflags=list(recipe.cflags),
+            extra_cuda_cflags=list(recipe.cuda_cflags),
+            extra_ldflags=list(recipe.ldflags),
+            extra_include_paths=[str(Path(__file__).parent)],
+            build_directory=str(scratch),
+            is_python_module=False,
+            no_implicit_headers=True,
+        )
+        return publish(next(scratch.glob(LIBRARY + ".*[sp][oy]*")), folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,137 @@
+"""What is built: sources and flags, and the key that changes whenever either, torch, Python or the CPU does.
+
+Where the result is kept is in ``cache.py``; who compiles it, in ``compilation.py``.
+"""
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import sys
+import sysconfig
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch.torch_version import TorchVersion
+
+__all__ = ["LIBRARY", "Obstacle", "Recipe", "current_recipe", "obstacle", "search_path"]
+
+LIBRARY = "amplab_kernels"
+_HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One build: the sources for each compiler, and the flags."""
+
+    cpp: tuple[Path, ...]
+    cuda: tuple[Path, ...]
+    headers: tuple[Path, ...]
+    cflags: tuple[str, ...]
+    cuda_cflags: tuple[str, ...]
+    ldflags: tuple[str, ...]
+
+    @property
+    def what(self) -> str:
+        """In words, for the report."""
+        devices = "CPU and CUDA" if self.cuda else "CPU"
+        return f"{devices} kernels from {', '.join(path.name for path in (*self.cpp, *self.cuda))}"
+
+    @cached_property
+    def key(self) -> str:
+        """The name of the cached build: sha256 over everything that may change its machine code."""
+        digest = hashlib.sha256()
+        for path in (*self.cpp, *self.cuda, *self.headers):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        environment = (torch.__version__, torch.version.cuda, sys.version, platform.machine(), _cpu_features())
+        digest.update(repr((self.cflags, self.cuda_cflags, self.ldflags, environment)).encode())
+        return digest.hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why nothing can be built, and what to do about it."""
+
+    cause: str
+    remedy: str
+
+
+def current_recipe() -> Recipe:
+    """The recipe for this machine: CUDA too where there is a CUDA device and nvcc. Sync: none."""
+    with_cuda = torch.version.cuda is not None and torch.cuda.device_count() > 0 and _nvcc() is not None
+    return Recipe(
+        cpp=(_HERE / "unscale.cpp",),
+        cuda=(_HERE / "unscale.cu",) if with_cuda else (),
+        headers=tuple(sorted(_HERE.glob("*.h"))),
+        cflags=_cflags() + (("-DUSE_CUDA",) if with_cuda else ()),
+        cuda_cflags=("-O3", "-DNDEBUG", "-DUSE_CUDA", "--expt-relaxed-constexpr"),
+        ldflags=() if sys.platform == "win32" else ("-Wl,-s",) if sys.platform == "linux" else (),
+    )
+
+
+def obstacle() -> Obstacle | None:
+    """The first thing that is missing for a build, found without compiling anything; None if all is there."""
+    if TorchVersion(torch.__version__) < (2, 10):
+        return Obstacle(
+            f"the kernels are written for the stable C interface of torch 2.10, and this is torch {torch.__version__}",
+            "python -m pip install 'torch>=2.10'",
+        )
+    if find_spec("setuptools") is None:
+        return Obstacle("torch.utils.cpp_extension needs setuptools", "python -m pip install setuptools")
+    if shutil.which("ninja", path=search_path()) is None:
+        return Obstacle("torch.utils.cpp_extension needs ninja", "python -m pip install ninja")
+    compiler = _compiler()
+    if shutil.which(compiler, path=search_path()) is None:
+        return Obstacle(f"no C++ compiler: {compiler!r} is not on PATH", _compiler_remedy())
+    return None
+
+
+def search_path() -> str:
+    """PATH, and after it the folders where pip puts programs: ninja is found in a venv that is not activated."""
+    folders = [os.environ.get("PATH", ""), os.path.dirname(sys.executable), sysconfig.get_path("scripts")]
+    return os.pathsep.join(folder for folder in folders if folder)
+
+
+def _cflags() -> tuple[str, ...]:
+    if sys.platform == "win32":
+        return ("/O2", "/DNDEBUG")
+    native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+    # A product and a sum must be rounded one after the other, as torch rounds them.
+    return ("-O2", native, "-DNDEBUG", "-ffp-contract=off")
+
+
+def _compiler() -> str:
+    """The program that torch will call."""
+    if sys.platform == "win32":
+        return "cl"
+    return shlex.split(os.environ.get("CXX") or "c++")[0]
+
+
+def _compiler_remedy() -> str:
+    if sys.platform == "darwin":
+        return "xcode-select --install"
+    if sys.platform == "win32":
+        return "install the Visual Studio Build Tools and start from their developer prompt"
+    return "install g++ (Debian: apt install g++; conda: conda install -c conda-forge cxx-compiler)"
+
+
+def _nvcc() -> str | None:
+    """Where nvcc lies, by torch's own rules: CUDA_HOME, then PATH, then /usr/local/cuda."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home:
+        return shutil.which("nvcc", path=os.path.join(home, "bin"))
+    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
+def _cpu_features() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("flags", "Features", "model name")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
