@@ -9,10 +9,12 @@ Official hooks of `torch.optim.Optimizer` only. The scale itself is in `loss_sca
 """
 
 import contextlib
+import inspect
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -43,8 +45,9 @@ class _Skip(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A step that has begun: in which thread, in which scope, and the gradients that it must not see."""
+    """A step that has begun: its frame, its thread, its scope, and the gradients that it must not see."""
 
+    frame: FrameType | None
     thread: int
     scope: contextlib.AbstractContextManager[None]
     parked: list[SetAside]
@@ -212,6 +215,9 @@ class HookedOptimizer:
         self._own = [param for param in self._params if id(param) not in masters]
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        frame = _caller()
+        if self._step is not None and self._step.frame in _callers_of(frame):
+            return None  # super().step() of a subclass, whose hooks torch runs once more
         self._leave_step()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is not None:
@@ -220,7 +226,7 @@ class HookedOptimizer:
             self._refuse_scaled_grads(optimizer)
             parked = set_aside(self._current_params()) if self._skip else []
         scope = contextlib.nullcontext() if self._casts_in_step else disable_casts()
-        self._step = _Step(threading.get_ident(), scope, parked)
+        self._step = _Step(frame, threading.get_ident(), scope, parked)
         scope.__enter__()
         return None
 
@@ -256,6 +262,8 @@ class HookedOptimizer:
             )
 
     def _after_step(self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        if self._step is not None and self._step.frame is not _caller():
+            return
         with bookkeeping():
             self._leave_step()
             if self._skip is None:
@@ -282,3 +290,15 @@ class HookedOptimizer:
                 f"reducing loss scale to {skip.scaler.scale}"
             )
         return StepOutcome(False, reason, skip.first_nonfinite)
+
+
+def _caller() -> FrameType | None:
+    """Return the frame that called the function that asks: for a hook, that of ``step``."""
+    here = inspect.currentframe()
+    return here.f_back.f_back if here is not None and here.f_back is not None else None
+
+
+def _callers_of(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+        yield frame

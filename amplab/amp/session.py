@@ -50,13 +50,14 @@ class Session:
     def __init__(self) -> None:
         self._hooks = Hooks()
         self._subscribers: list[Callable[[ScaleRecord], object]] = []
-        self._forget()
-
-    def _forget(self) -> None:
-        self._properties: OptProperties | None = None
-        self._scalers: list[LossScaler] = []
-        self._unchecked: dict[int, Tensor] = {}
         self._engine: CastingEngine | None = None
+        self._take_up(None, [])
+
+    def _take_up(self, properties: OptProperties | None, scalers: list[LossScaler]) -> None:
+        self._properties = properties
+        self._scalers = scalers
+        self._unchecked: dict[int, Tensor] = {}
+        self._set_engine(properties or OptProperties())
 
     # -- what it is set to -------------------------------------------------------------------------
 
@@ -137,8 +138,7 @@ class Session:
         arrived = models if optimizers is None else (models, optimizers)
         if not enabled:
             self._hooks.release_connected(as_list(models), as_list(optimizers))
-            self._forget()
-            self._properties = OptProperties()
+            self._take_up(OptProperties(), [])
             return arrived
         if not torch.backends.cudnn.enabled:
             raise RuntimeError("Amp requires torch.backends.cudnn.enabled = True")
@@ -166,7 +166,7 @@ class Session:
             refuse_half(model)
         if verbosity > 0 and is_first_rank():
             print(banner(level, properties))  # noqa: T201  as apex does
-        self._set_engine(properties)
+        self._take_up(properties, scalers)
         self._hooks.hook(
             chosen_models,
             chosen_optimizers,
@@ -175,7 +175,6 @@ class Session:
             engine=self._engine,
             announce=verbosity > 0,
         )
-        self._properties, self._scalers, self._unchecked = properties, scalers, {}
         return arrived
 
     def reset(self) -> None:
@@ -185,8 +184,7 @@ class Session:
         that `install` put into another thread stays there. Afterwards `initialize` works at any level.
         """
         self._hooks.release_all()
-        self._set_engine(OptProperties())
-        self._forget()
+        self._take_up(None, [])
 
     def state_dict(self, destination: Any = None) -> Any:
         """Return ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, …}``; empty with ``enabled=False``.
