@@ -146,13 +146,10 @@ class HookedOptimizer:
 
     def first_nonfinite(self) -> Tensor | None:
         """Return the model's parameter whose non-finite gradient backward reached first. Sync: many."""
-        params = self._current_params()
-        reached = reached_first(params)
-        return (
-            None
-            if reached is None
-            else next(model for param, model in zip(params, self.model_params, strict=True) if param is reached)
-        )
+        reached = reached_first(self._current_params())
+        if reached is None:
+            return None
+        return next((pair.model for pair in self.masters.pairs if pair.master is reached), reached)
 
     def skip_next_step(self, loss_id: int, scaler: LossScaler, loss_scale: float, first_nonfinite: str | None) -> None:
         """Let the next step change nothing; of several overflows before it the first one counts.
@@ -177,6 +174,9 @@ class HookedOptimizer:
         self._leave_step()
         for handle in self._handles:
             handle.remove()
+        if self._scaled_by is not None:
+            for param, grad in set_aside(self._own):
+                param.grad = grad / self._scaled_by
         by_master = {id(pair.master): pair.model for pair in self.masters.pairs}
         for pair in self.masters.pairs:
             pair.model.grad = None
@@ -219,9 +219,10 @@ class HookedOptimizer:
         if self._step is not None and self._step.frame in _callers_of(frame):
             return None  # super().step() of a subclass, whose hooks torch runs once more
         self._leave_step()
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is not None:
-            return (args[0], self._watched(closure), *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
+        if len(args) > 1 and args[1] is not None:
+            return (args[0], self._watched(args[1]), *args[2:]), kwargs
+        if kwargs.get("closure") is not None:
+            return args, {**kwargs, "closure": self._watched(kwargs["closure"])}
         with bookkeeping():
             self._refuse_scaled_grads(optimizer)
             parked = set_aside(self._current_params()) if self._skip else []

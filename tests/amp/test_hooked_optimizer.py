@@ -347,7 +347,8 @@ def test_a_closure_is_served_where_nothing_can_be_skipped(problem):
         loss.backward()
         return loss
 
-    assert torch.equal(optimizer.step(closure), hand_optimizer.step(closure=hand_closure))
+    assert torch.equal(optimizer.step(closure), hand_optimizer.step(hand_closure))
+    assert torch.equal(optimizer.step(closure=closure), hand_optimizer.step(hand_closure))
     assert same(model.state_dict(), by_hand.state_dict())
 
 

@@ -179,6 +179,16 @@ def test_gradients_that_wait_for_a_step_change_levels_too(problem):
     assert all(map(torch.equal, (param.grad for param in model.parameters()), before))
 
 
+def test_gradients_that_wait_scaled_are_unscaled_by_reset(problem):
+    session, model = amp.Session(), problem.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session.initialize(model, optimizer, opt_level="O1", patch_torch_functions=False, verbosity=0)
+    with session.scale_loss(model[0].weight.sum(), optimizer, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+    session.reset()
+    assert torch.equal(model[0].weight.grad, torch.ones(32, 16))
+
+
 def test_batch_norm_without_weights_is_cast(problem):
     model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8, affine=False), nn.BatchNorm1d(8), nn.LayerNorm(8))
     amp.Session().initialize(model, opt_level="O2", verbosity=0)
