@@ -1,0 +1,121 @@
+"""The gradients' exponents as plain values: two curves over powers of two, and one row for each layer.
+
+A loss scale of 2^k moves the histogram k places to the right and changes nothing else; so the scaled gradients are the
+unscaled ones, shifted. Shares are of the finite non-zero elements: a gradient that is exactly zero (a blank pixel, a
+dead unit) is no underflow. No widget and no plotly here.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from dataclasses import dataclass
+from functools import reduce
+from itertools import pairwise
+from operator import add
+
+import numpy as np
+
+from amplab.formats import FLOAT16, ExponentHistogram
+from amplab.lab import GradientRecord
+from amplab.views.scale_text import scale_text
+
+__all__ = ["HIGH", "LOW", "Curves", "curves", "float16_zones", "layer_rows", "layers_html", "sentence"]
+
+LOW, HIGH = -44, 24
+"""Exponents that are drawn; what lies beyond counts at the edge."""
+
+
+@dataclass(frozen=True, eq=False)
+class Curves:
+    """Shares in percent of all finite non-zero gradient elements, float32 `(HIGH - LOW + 1,)`, per power of two."""
+
+    exponents: np.ndarray
+    unscaled: np.ndarray
+    scaled: np.ndarray
+
+
+def curves(record: GradientRecord) -> Curves:
+    """Return both curves of all layers together."""
+    unscaled = reduce(add, (histogram for _, histogram in record.layers))
+    return Curves(np.arange(LOW, HIGH + 1), _percent(unscaled), _percent(_scaled(unscaled, record.loss_scale)))
+
+
+def float16_zones() -> list[tuple[float, float, str]]:
+    """Return (from, to, name) of the ranges of float16 on the exponent axis, from bin edges."""
+    kept = math.log2(FLOAT16.smallest_subnormal) - 1  # half of the smallest rounds away
+    normal = math.log2(FLOAT16.smallest_normal)
+    top = FLOAT16.max_exponent + 1
+    names = ("→ 0", "subnormal", "normal", "→ inf")
+    return [(*edges, name) for edges, name in zip(pairwise((LOW, kept, normal, top, HIGH + 1)), names, strict=True)]
+
+
+def layer_rows(record: GradientRecord) -> list[dict]:
+    """Return for each layer the shares flushed without and with the scale, overflowed with it, and its zeros."""
+    return [_layer(name, histogram, record.loss_scale) for name, histogram in record.layers]
+
+
+def layers_html(record: GradientRecord) -> str:
+    """Return the layers as an HTML table."""
+    heads = ("Layer", "flushed: raw → scaled", "overflow", "zeros")
+    columns = "".join(f'<th scope="col"{_NUMBER if place else ""}>{head}</th>' for place, head in enumerate(heads))
+    rows = "".join(_html_row(row) for row in layer_rows(record))
+    return (
+        '<div class="amplab amp-scroll amp-narrow" tabindex="0" role="region" aria-label="Gradients by layer">'
+        '<table><caption class="amp-sr">Share of each layer\'s gradient that float16 would lose</caption>'
+        f"<thead><tr>{columns}</tr></thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def sentence(record: GradientRecord) -> str:
+    """Return the finding in one line: what the scale saves and what it costs."""
+    total = reduce(add, (histogram for _, histogram in record.layers))
+    scaled = _scaled(total, record.loss_scale)
+    before, after = (percent_text(each.underflow_fraction(FLOAT16)) for each in (total, scaled))
+    overflowed = percent_text(scaled.overflow_fraction(FLOAT16))
+    return (
+        f"Step {record.step:,}, scale {scale_text(record.loss_scale)}: flushed to zero {before} unscaled, "
+        f"{after} scaled; overflowed {overflowed}"
+    )
+
+
+def percent_text(share: float) -> str:
+    """Return a share in percent, small ones told apart from none.
+
+    >>> percent_text(0.0), percent_text(0.0004), percent_text(0.25)
+    ('0 %', '<0.1 %', '25.0 %')
+    """
+    if share == 0:
+        return "0 %"
+    return "<0.1 %" if share < 0.001 else f"{100 * share:.1f} %"
+
+
+def _scaled(histogram: ExponentHistogram, loss_scale: float) -> ExponentHistogram:
+    return histogram.shifted(math.log2(loss_scale))
+
+
+def _percent(histogram: ExponentHistogram) -> np.ndarray:
+    bins = np.clip(histogram.exponents, LOW, HIGH) - LOW
+    counts = np.bincount(bins, weights=histogram.counts, minlength=HIGH - LOW + 1)
+    return (100 * counts / max(histogram.finite_nonzero, 1)).astype(np.float32)
+
+
+def _layer(name: str, histogram: ExponentHistogram, loss_scale: float) -> dict:
+    scaled = _scaled(histogram, loss_scale)
+    return {
+        "name": name,
+        "flushed_unscaled": histogram.underflow_fraction(FLOAT16),
+        "flushed": scaled.underflow_fraction(FLOAT16),
+        "overflowed": scaled.overflow_fraction(FLOAT16),
+        "zeros": histogram.zeros / max(histogram.total, 1),
+    }
+
+
+def _html_row(row: dict) -> str:
+    flushed = f"{percent_text(row['flushed_unscaled'])} → {percent_text(row['flushed'])}"
+    cells = (flushed, percent_text(row["overflowed"]), percent_text(row["zeros"]))
+    numbers = "".join(f"<td{_NUMBER}>{html.escape(cell)}</td>" for cell in cells)
+    return f"<tr><td><code>{html.escape(row['name'])}</code></td>{numbers}</tr>"
+
+
+_NUMBER = ' class="amp-num"'

@@ -1,0 +1,24 @@
+// What the lab has to say above everything: a traceback, a sentence, or the choice between two experiments.
+
+function render({ model, el }) {
+  const root = h("section", { class: "amplab amp-notices", "aria-label": "Messages" });
+  el.append(root);
+  const send = (type, id) => model.send({ type, id });
+  const card = (notice) => {
+    const buttons = notice.choices.map(([type, text], index) =>
+      h("button", { type: "button", class: index === 0 ? "amp-button amp-primary" : "amp-button", onclick: () => send(type, notice.id) }, text));
+    return h("div", { class: `amp-notice amp-${notice.kind}`, role: notice.kind === "error" ? "alert" : "status" },
+      h("div", { class: "amp-notice-head" }, h("strong", {}, notice.title), h("span", { class: "amp-notice-text" }, notice.text), buttons),
+      notice.detail ? h("pre", { tabindex: "0", "aria-label": "Traceback" }, notice.detail) : null);
+  };
+  const show = () => root.replaceChildren(...model.get("notices").map(card));
+  model.on("change:notices", show);
+  show();
+  const cleanup = ownKeys(root);
+  return () => {
+    model.off("change:notices", show);
+    cleanup();
+  };
+}
+
+export default { render };

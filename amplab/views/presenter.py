@@ -1,0 +1,288 @@
+"""Brings a trainer's events to the dashboard's parts, and the page's messages to the trainer.
+
+All of it happens in the ticker's thread: the trainer's thread and the kernel's only queue a job or wake it. The run is
+drawn ten times a second at most, gradients and overflows twice, and none of it while no page is open.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from amplab import kernels
+from amplab.lab import (
+    ConfigChanged,
+    Event,
+    ExperimentConfig,
+    Failed,
+    GradientRecord,
+    GradientsReady,
+    StateChanged,
+    StepRecord,
+    TraceReady,
+    Trainer,
+)
+from amplab.policies import cpu_half_mode
+from amplab.trace import Trace
+from amplab.views.actions import act
+from amplab.views.controls_payload import controls_payload
+from amplab.views.dtypes_payload import dtypes_payload
+from amplab.views.gradient_figure import load_plotly
+from amplab.views.gradients import GradientBox
+from amplab.views.gradients_payload import sentence
+from amplab.views.live_payload import frame_rows, level_marks, modes_line, summary
+from amplab.views.notice_board import Notice, NoticeBoard, failure, offer
+from amplab.views.overflows_payload import overflows_payload
+from amplab.views.parts import Controls, LiveView, Notices, Panels
+from amplab.views.ticker import Ticker
+
+__all__ = ["Parts", "Presenter"]
+
+SLOW = 0.5
+"""Seconds between two drawings of the gradients or of the overflow table, which cost more than a frame."""
+
+RETRACED = ("task", "model", "hidden", "opt_level", "keep_batchnorm_fp32", "master_weights")
+"""Fields that decide the dtypes of a step."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The widgets that a dashboard is laid out from."""
+
+    notices: Notices
+    controls: Controls
+    live: LiveView
+    panels: Panels
+    gradients: GradientBox
+
+
+class Presenter:
+    """Keeps the parts in step with one trainer until closed.
+
+    Args:
+        trainer: The experiment.
+
+    Attributes:
+        parts: The widgets.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._board = NoticeBoard()
+        self._wanted: ExperimentConfig | None = None  # what the offer's "start new" begins
+        self._views: set[str] = set()
+        self._answers = 0
+        self._refusal: str | None = None
+        self._armed: set[str] = set()
+        self._shrinking_asked: bool | None = None
+        self._traced: tuple[str, Trace] | None = None
+        self._levels = level_marks(trainer.history) or [(0, trainer.config.opt_level)]
+        self._scale = 0.0  # what the next step will use, as the trainer's thread last knew it
+        self._overflows_due = self._gradients_due = 0.0
+        self._skips_shown = -1
+        self._plotly: threading.Thread | None = None
+        self._ticker = Ticker(self._tick, on_failure=lambda text: self._put(failure(text)))
+        self.parts = Parts(
+            notices=Notices(self._queued(self._answer_notice)),
+            controls=Controls(self._queued(self._answer_control)),
+            live=LiveView(self._queued(self._answer_view)),
+            panels=Panels(self._queued(lambda _: None)),
+            gradients=GradientBox(),
+        )
+        self.parts.panels.observe(lambda _: self._ticker.call(self._turn_page), ["tab", "dark"])
+        # Before the first step: a build that nobody listens to is told on stderr.
+        kernels.ensure(on_report=lambda _: self._ticker.wake())
+        self._ticker.call(self._begin)
+
+    def offer(self, wanted: ExperimentConfig | None) -> None:
+        """Ask whether to go on with this experiment or to begin `wanted` (None: the present config)."""
+        self._ticker.call(lambda: self._offer(wanted))
+
+    def close(self) -> None:
+        """Leave the trainer alone and end the ticker and the widgets."""
+        self._unsubscribe()
+        self._ticker.close()
+        for part in vars(self.parts).values():
+            part.close()
+
+    # Other threads
+
+    def _queued(self, answer: Callable[[dict], None]) -> Callable[[dict], None]:
+        return lambda message: self._ticker.call(lambda: answer(message))
+
+    def _hear(self, event: Event) -> None:
+        """In the trainer's thread, at every step."""
+        if type(event) is StepRecord:
+            if self._armed and event.injected is not None:
+                self._ticker.call(lambda: self._armed.difference_update(event.injected.split("+")))
+            self._scale = event.next_loss_scale
+            self._ticker.wake()
+        else:
+            # Here, at a step boundary: in the midst of a switch a session has no scale.
+            self._scale = self._trainer.loss_scale
+            self._ticker.call(lambda: self._take(event))
+
+    # The ticker's thread: what the trainer tells
+
+    def _begin(self) -> None:
+        self._unsubscribe = self._trainer.subscribe(self._hear)
+        for past in self._trainer.failures:
+            self._put(failure(past.text, fatal=past.fatal))
+        self._show_controls()
+        self._trainer.request_trace()
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case TraceReady():
+                self._show_trace(event)
+            case GradientsReady():
+                self._show_gradients(event.record)
+            case ConfigChanged():
+                self._take_config(event)
+            case Failed():
+                self._put(failure(event.text, fatal=event.fatal))
+            case StateChanged(note=note) if note:
+                self._put(Notice("note", "Paused", note))
+        self._ticker.wake()
+
+    def _take_config(self, event: ConfigChanged) -> None:
+        if event.reset:
+            self._levels, self._armed, self._shrinking_asked = [(0, event.config.opt_level)], set(), None
+            self._skips_shown = -1
+            self._board.withdraw("offer")
+            self.parts.notices.notices = self._board.payload()
+        elif self._levels[-1][1] != event.config.opt_level:
+            kept = [mark for mark in self._levels if mark[0] < event.step]
+            self._levels = [*kept, (event.step, event.config.opt_level)]
+        if event.config.model != event.previous.model:
+            self._traced = None
+        if any(getattr(event.config, name) != getattr(event.previous, name) for name in RETRACED):
+            self._trainer.request_trace()
+
+    # The ticker's thread: what the page asks
+
+    def _answer_control(self, message: dict) -> None:
+        self._refusal = act(self._trainer, message)
+        self._answers += 1
+        if message["type"] == "inject" and self._refusal is None:
+            self._arm(message["kind"])
+        self._show_controls()
+        self._ticker.wake()
+
+    def _arm(self, fault: str) -> None:
+        """Remember what was asked for until the trainer has come to it: the page shows it at once."""
+        if fault == "underflow":
+            self._shrinking_asked = not self._is_shrinking()
+        else:
+            self._armed.add(fault)
+
+    def _is_shrinking(self) -> bool:
+        if self._shrinking_asked == self._trainer.shrinking:
+            self._shrinking_asked = None
+        return self._trainer.shrinking if self._shrinking_asked is None else self._shrinking_asked
+
+    def _answer_view(self, message: dict) -> None:
+        if message["type"] == "hello":
+            self._views.add(message["view"])
+            self._ticker.wake()
+        else:
+            self._views.discard(message["view"])
+
+    def _answer_notice(self, message: dict) -> None:
+        self._board.take_down(message["id"])
+        if message["type"] == "new":
+            self._trainer.reset(self._wanted)
+        elif message["type"] == "reset":
+            self._trainer.reset()
+        self.parts.notices.notices = self._board.payload()
+
+    def _turn_page(self) -> None:
+        panels = self.parts.panels
+        self.parts.gradients.follow(dark=panels.dark)
+        if panels.tab != "gradients":
+            return
+        if self._plotly is None:
+            # Importing plotly takes a second or more: in a thread of its own the charts go on.
+            self._plotly = threading.Thread(target=self._load_plotly, name="amplab-plotly", daemon=True)
+            self._plotly.start()
+        elif not self._plotly.is_alive():
+            self._trainer.request_gradients()
+
+    def _load_plotly(self) -> None:
+        load_plotly()
+        self._ticker.call(self._trainer.request_gradients)
+
+    def _offer(self, wanted: ExperimentConfig | None) -> None:
+        trainer = self._trainer
+        self._wanted = wanted
+        other = None if wanted in (None, trainer.config) else str(wanted)
+        self._put(offer(str(trainer.config), len(trainer.history), trainer.state, other))
+
+    # The ticker's thread: drawing
+
+    def _tick(self) -> None:
+        self._show_controls()
+        if self._views:
+            self._show_frame()
+            self._show_overflows()
+            self._ask_gradients()
+
+    def _show_controls(self) -> None:
+        shown = controls_payload(
+            self._trainer.config,
+            state=self._trainer.state,
+            refusal=self._refusal,
+            shrinking=self._is_shrinking(),
+            armed=sorted(self._armed),
+        )
+        # A refused value still stands in its field: a new number makes the page write the field again.
+        self.parts.controls.shown = shown | {"answers": self._answers}
+
+    def _show_frame(self) -> None:
+        trainer, history = self._trainer, self._trainer.history
+        figures = summary(
+            history,
+            loss_scale=self._scale,
+            rate=history.rate() if trainer.state == "running" else None,
+            memory=trainer.memory(),
+            modes=modes_line(kernels.report(), cpu_half_mode()),
+        )
+        self.parts.live.show_frame(frame_rows(history), levels=self._levels, summary=figures)
+
+    def _show_overflows(self) -> None:
+        history, now = self._trainer.history, time.monotonic()
+        if history.skip_count == self._skips_shown:
+            return
+        if now < self._overflows_due:
+            self._ticker.wake()
+            return
+        self._overflows_due, self._skips_shown = now + SLOW, history.skip_count
+        self.parts.panels.overflows = overflows_payload(history)
+
+    def _ask_gradients(self) -> None:
+        now = time.monotonic()
+        if self.parts.panels.tab != "gradients" or self._plotly is None or self._plotly.is_alive():
+            return
+        if now >= self._gradients_due:
+            self._gradients_due = now + SLOW
+            self._trainer.request_gradients()
+
+    def _show_gradients(self, record: GradientRecord) -> None:
+        panels = self.parts.panels
+        self.parts.gradients.show(record, dark=panels.dark)
+        panels.gradients = {"summary": sentence(record), "ready": True}
+
+    def _show_trace(self, event: TraceReady) -> None:
+        before = self._traced
+        self._traced = (event.opt_level, event.trace)
+        self.parts.panels.dtypes = dtypes_payload(
+            event.trace,
+            before=before and before[1],
+            levels=(before and before[0], event.opt_level),
+        )
+
+    def _put(self, notice: Notice) -> None:
+        self._board.put(notice)
+        self.parts.notices.notices = self._board.payload()

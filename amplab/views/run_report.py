@@ -1,0 +1,65 @@
+"""What a finished `run` says: a few lines of numbers that are the same wherever the run is the same. No widget here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from amplab.lab import ExperimentConfig, History
+from amplab.views.scale_text import scale_text
+
+__all__ = ["RunReport", "run_report"]
+
+
+@dataclass(frozen=True, repr=False)
+class RunReport:
+    """The outcome of some steps of a run.
+
+    Attributes:
+        config: The experiment, as a string.
+        steps: Steps made by this call, and `total` by the run.
+        total: Steps of the run so far.
+        skipped: How many of `steps` were skipped.
+        first_scale: Loss scale of the first of them.
+        next_scale: Loss scale that the next step will use.
+        first_loss: Training loss of the first of them.
+        last_loss: Training loss of the last of them.
+        accuracy: Held-out accuracy last measured in [0, 1], None before the first.
+    """
+
+    config: str
+    steps: int
+    total: int
+    skipped: int
+    first_scale: float
+    next_scale: float
+    first_loss: float
+    last_loss: float
+    accuracy: float | None
+
+    def __repr__(self) -> str:
+        """Return one line for each number; losses are rounded to tenths, accuracy to whole percents."""
+        return "\n".join(
+            [
+                self.config,
+                f"steps       {self.steps} (now at {self.total}), {self.skipped} skipped",
+                f"loss scale  {scale_text(self.first_scale)} -> {scale_text(self.next_scale)}",
+                f"loss        {self.first_loss:.1f} -> {self.last_loss:.1f}",
+                f"accuracy    {'not measured yet' if self.accuracy is None else f'{100 * self.accuracy:.0f} %'}",
+            ]
+        )
+
+
+def run_report(config: ExperimentConfig, history: History, steps: int) -> RunReport:
+    """Return the report of the last `steps` steps of `history`."""
+    first, last, total = history.record(-steps), history.last, len(history)
+    return RunReport(
+        config=str(config),
+        steps=steps,
+        total=total,
+        skipped=int(history.column("skipped")[-steps:].sum()),
+        first_scale=first.loss_scale,
+        next_scale=last.next_loss_scale,
+        first_loss=first.loss,
+        last_loss=last.loss,
+        accuracy=history.last_accuracy,
+    )
