@@ -1,0 +1,62 @@
+"""A real JupyterLab and Chromium for each session, a fresh page for each test, and what every page must keep to."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# The modules beside this one, which measure.py imports as a script.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from lab_page import LabPage, chromium_path, launch_chromium
+from lab_server import LabServer, running_server
+from playwright.sync_api import Browser, sync_playwright
+
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of this folder."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.browser)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """Chromium; without one the tests are skipped here and fail in CI."""
+    if chromium_path() is None:
+        missing = "found no Chromium or Chrome; install one, or name it in AMPLAB_CHROMIUM."
+        pytest.fail(missing) if os.environ.get("CI", "").lower() == "true" else pytest.skip(missing)
+    with sync_playwright() as playwright, launch_chromium(playwright) as chromium:
+        yield chromium
+
+
+@pytest.fixture(scope="session")
+def server(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabServer]:
+    """JupyterLab, started once."""
+    with running_server(tmp_path_factory.mktemp("jupyterlab")) as lab_server:
+        yield lab_server
+
+
+@pytest.fixture
+def page(server: LabServer, browser: Browser) -> Iterator[LabPage]:
+    """A page of 1000 px that has had no error and asked for nothing beyond this machine when the test ends."""
+    lab_page = LabPage(server, browser)
+    try:
+        yield lab_page
+    finally:
+        lab_page.close()
+    assert lab_page.errors == []
+    assert lab_page.foreign == []
+
+
+@pytest.fixture
+def lab(page: LabPage) -> LabPage:
+    """The lab's notebook with all cells run."""
+    page.open(NOTEBOOKS / "00_the_lab.ipynb")
+    page.run_all()
+    page.show_dashboard()
+    return page
