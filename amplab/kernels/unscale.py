@@ -60,7 +60,8 @@ def unscale_(tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) ->
     ([1.0, 2.0], 1.0)
     """
     build.settle()
-    _UNSCALE(tensors, found_inf, inv_scale)
+    with torch.no_grad():
+        _UNSCALE(tensors, found_inf, inv_scale)
 
 
 def unscale_copy(inputs: Sequence[Tensor], outputs: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
@@ -81,7 +82,8 @@ def unscale_copy(inputs: Sequence[Tensor], outputs: Sequence[Tensor], found_inf:
     Sync: none.
     """
     build.settle()
-    _UNSCALE_COPY(inputs, outputs, found_inf, inv_scale)
+    with torch.no_grad():
+        _UNSCALE_COPY(inputs, outputs, found_inf, inv_scale)
 
 
 def unscale_add(inputs: Sequence[Tensor], outputs: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
@@ -98,7 +100,8 @@ def unscale_add(inputs: Sequence[Tensor], outputs: Sequence[Tensor], found_inf: 
     Reference: apex's ``amp_C.multi_tensor_axpby`` with its check on the incoming gradients.
     """
     build.settle()
-    _UNSCALE_ADD(inputs, outputs, found_inf, inv_scale)
+    with torch.no_grad():
+        _UNSCALE_ADD(inputs, outputs, found_inf, inv_scale)
 
 
 def multi_tensor_unscale__reference(tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:

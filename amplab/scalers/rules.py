@@ -10,6 +10,7 @@ Unscaling gradients is in ``unscaler.py``.
 import math
 import struct
 from dataclasses import dataclass
+from numbers import Real
 from typing import Protocol
 
 __all__ = ["APEX_DYNAMIC", "TORCH_DYNAMIC", "DynamicScale", "ScaleRule", "ScaleState", "StaticScale"]
@@ -51,6 +52,7 @@ class StaticScale:
 
     Raises:
         ValueError: the scale is not a positive finite number.
+        TypeError: it is not a number at all.
 
     Reference: apex ``LossScaler(loss_scale=128.0)``, which never skips. (apex counts on over an overflow; the
     count decides nothing here, so it tells how long all was well.)
@@ -142,7 +144,7 @@ class DynamicScale:
                 f"backoff_factor={self.backoff_factor}: expected a value between 0 and 1; "
                 "use growth_factor to grow the scale."
             )
-        if self.growth_interval != int(self.growth_interval) or self.growth_interval < 1:
+        if not self.growth_interval >= 1 or self.growth_interval % 1 != 0:
             raise ValueError(
                 f"growth_interval={self.growth_interval}: expected a whole number of steps >= 1; "
                 "for a scale that never moves use StaticScale."
@@ -182,6 +184,8 @@ def _float32(value: float) -> float:
 
 
 def _require_scale(name: str, value: float, *, otherwise: str = "") -> None:
+    if not isinstance(value, Real):
+        raise TypeError(f"{name}={value!r}: expected a number, such as 65536.0; for a dynamic scale use DynamicScale.")
     if not 0.0 < value < math.inf:
         expected = f"{name}={value}: expected a finite number > 0" + (f" {otherwise}" if otherwise else "")
         raise ValueError(f"{expected}; powers of two, such as 128.0 or 65536.0, scale without rounding.")

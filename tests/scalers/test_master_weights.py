@@ -1,0 +1,168 @@
+import math
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import Parameter
+
+from amplab.scalers import MasterWeights
+
+
+def half(*values):
+    return Parameter(torch.tensor(values, dtype=torch.float16))
+
+
+def give_grad(param, *grad):
+    param.grad = torch.tensor(grad, dtype=param.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_16_bit_parameter_gets_a_float32_copy(dtype):
+    param = Parameter(torch.tensor([0.1, 2.0], dtype=dtype))
+    [master] = MasterWeights().add_pairs([param])
+    assert isinstance(master, Parameter)
+    assert master.dtype == torch.float32
+    assert master.requires_grad
+    assert master.is_leaf
+    assert torch.equal(master, param.float())
+    assert master.data_ptr() != param.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_wider_parameter_stands_for_itself(dtype):
+    param = Parameter(torch.ones(2, dtype=dtype))
+    masters = MasterWeights()
+    assert masters.add_pairs([param])[0] is param
+    assert masters.of(param) is param
+    assert masters.pairs == ()
+
+
+def test_requires_grad_and_the_order_in_memory_are_kept():
+    frozen = Parameter(torch.ones(2, dtype=torch.float16), requires_grad=False)
+    image_weight = Parameter(torch.ones(2, 3, 4, 4, dtype=torch.float16).to(memory_format=torch.channels_last))
+    masters = MasterWeights([frozen, image_weight])
+    assert not masters.of(frozen).requires_grad
+    assert masters.of(image_weight).stride() == image_weight.stride()
+
+
+def test_a_shared_parameter_has_one_master():
+    shared, other = half(1.0), half(2.0)
+    masters = MasterWeights()
+    first, second, third = masters.add_pairs([shared, other, shared])
+    assert first is third
+    assert first is not second
+    assert masters.add_pairs([shared])[0] is first
+    assert [pair.model for pair in masters.pairs] == [shared, other]
+
+
+def test_a_group_that_comes_later_joins():
+    first, later = half(1.0), half(2.0)
+    masters = MasterWeights([first])
+    [master] = masters.add_pairs([later])
+    give_grad(later, 8.0)
+    masters.unscale_grads(2.0)
+    assert master.grad.tolist() == [4.0]
+
+
+def test_gradients_come_unscaled_in_float32():
+    """1 / 2^20 is far below the smallest subnormal of half, 2^-24 times it: only the master can hold the quotient."""
+    param = half(1.0, 1.0)
+    masters = MasterWeights([param])
+    give_grad(param, 1.0, 2.0**-10)
+    assert masters.unscale_grads(2.0**20).tolist() == [0.0]
+    assert masters.of(param).grad.tolist() == [2.0**-20, 2.0**-30]
+    assert param.grad.tolist() == [1.0, 2.0**-10]
+
+
+def test_accumulating_adds_and_replacing_does_not():
+    param, late = half(1.0), half(1.0)
+    masters = MasterWeights([param, late])
+    give_grad(param, 4.0)
+    masters.unscale_grads(2.0)
+    give_grad(param, 8.0)
+    give_grad(late, 6.0)
+    masters.unscale_grads(4.0, accumulate=True)
+    assert masters.of(param).grad.tolist() == [4.0]
+    assert masters.of(late).grad.tolist() == [1.5]
+    masters.unscale_grads(4.0)
+    assert masters.of(param).grad.tolist() == [2.0]
+
+
+def test_a_parameter_without_gradient_leaves_its_master_without():
+    param = half(1.0)
+    masters = MasterWeights([param])
+    give_grad(param, 4.0)
+    masters.unscale_grads(2.0)
+    param.grad = None
+    masters.unscale_grads(2.0, accumulate=True)
+    assert masters.of(param).grad.tolist() == [2.0]
+    masters.unscale_grads(2.0)
+    assert masters.of(param).grad is None
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_what_is_not_finite_is_found(accumulate, bad):
+    param, other = half(1.0), half(1.0)
+    masters = MasterWeights([param, other])
+    give_grad(param, 1.0)
+    give_grad(other, 1.0)
+    assert masters.unscale_grads(2.0).item() == 0.0
+    give_grad(other, bad)
+    found_inf = masters.unscale_grads(2.0, accumulate=accumulate)
+    assert found_inf.item() == 1.0
+    give_grad(other, 1.0)
+    assert masters.unscale_grads(2.0, found_inf=found_inf) is found_inf
+    assert found_inf.item() == 1.0
+
+
+def test_masters_are_rounded_into_the_model_and_back():
+    param = half(1.0, 1.0)
+    masters = MasterWeights([param])
+    version = param._version
+    with torch.no_grad():
+        masters.of(param).copy_(torch.tensor([0.1, 1e6]))
+    masters.copy_to_model()
+    assert torch.equal(param.detach(), torch.tensor([0.1, 1e6]).half())
+    assert param._version > version  # whoever caches the weight by its version sees the change
+    with torch.no_grad():
+        param.fill_(3.0)
+    masters.copy_from_model()
+    assert masters.of(param).tolist() == [3.0, 3.0]
+
+
+def test_an_optimizer_steps_the_masters_where_half_would_stand_still():
+    param = half(1.0)
+    masters = MasterWeights([param])
+    optimizer = torch.optim.SGD([masters.of(param)], lr=1.0)
+    for _ in range(8):
+        give_grad(param, 2.0**-13 * 1024)  # a step of 2^-13, a quarter of half's spacing below 1.0
+        masters.unscale_grads(1024.0)
+        optimizer.step()
+        masters.copy_to_model()
+    assert param.item() == 1.0 - 2.0**-10
+
+
+def test_no_pairs_are_no_trouble():
+    masters = MasterWeights()
+    assert masters.unscale_grads(2.0).tolist() == [0.0]
+    masters.copy_to_model()
+    masters.copy_from_model()
+
+
+def test_never_waits_for_the_device():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        param = half(1.0, 2.0)
+        masters = MasterWeights([param])
+        give_grad(param, 1.0, 2.0)
+        masters.unscale_grads(2.0)
+        masters.unscale_grads(2.0, accumulate=True)
+        masters.copy_to_model()
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
+def test_a_nonsense_scale_is_refused(scale):
+    param = half(1.0)
+    give_grad(param, 1.0)
+    with pytest.raises(ValueError, match=r"scale=.*: expected a finite number > 0"):
+        MasterWeights([param]).unscale_grads(scale)
