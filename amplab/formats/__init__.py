@@ -1,12 +1,12 @@
 """Number formats as data: what a bit pattern means, how a value rounds, what a range loses.
 
 `float_format` holds the one class, `known_formats` the six formats of the field,
-`out_of_range` and `exponent_histogram` say how much of a tensor a format loses, `histogram_text` draws it.
+`out_of_range` and `exponents` say how much of a tensor a format loses, `histogram_drawing` draws it.
 """
 
-from amplab.formats.exponent_histogram import ExponentHistogram, exponent_histogram
+from amplab.formats.exponents import ExponentHistogram, exponent_histogram
 from amplab.formats.float_format import BitFields, FloatFormat
-from amplab.formats.histogram_text import histogram_text
+from amplab.formats.histogram_drawing import histogram_text
 from amplab.formats.known_formats import (
     BFLOAT16,
     FLOAT8_E4M3,

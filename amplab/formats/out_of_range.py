@@ -5,7 +5,7 @@
                so that it becomes infinity, or is clipped where the format has none
 
 Both are shares of the finite non-zero elements. Counts by power of two, from which the same
-shares follow for every scale at once, are in `exponent_histogram`.
+shares follow for every scale at once, are in `exponents`.
 """
 
 import math

@@ -5,7 +5,7 @@ One column per power of two, so that a loss scale of 2^k moves the picture k col
 
 import numpy as np
 
-from amplab.formats.exponent_histogram import ExponentHistogram
+from amplab.formats.exponents import ExponentHistogram
 from amplab.formats.float_format import FloatFormat
 
 __all__ = ["histogram_text"]
