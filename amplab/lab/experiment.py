@@ -120,9 +120,9 @@ class Experiment:
             scale = self._session.loss_scale()
             with self._session.scale_loss(self._shrunk(loss), self._optimizer) as scaled:
                 self._blown_up(scaled, scale).backward()
-            if self._step < self._weigh_until or self._step % ACCURACY_EVERY == 0:
-                self._memory = self._session.memory()
-            self._optimizer.step()
+        if self._step < self._weigh_until or self._step % ACCURACY_EVERY == 0:
+            self._memory = self._session.memory()
+        self._optimizer.step()
         record = self._record(loss, scale)
         self._faults.clear()
         self._step += 1

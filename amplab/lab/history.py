@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
 
 import numpy as np
 
@@ -32,7 +34,9 @@ COLUMNS: dict[str, type] = {
 """Column of each field of `StepRecord`, in its order, and its type; those of int32 are codes of words."""
 
 _WORDS = tuple(name for name, kind in COLUMNS.items() if kind is np.int32)
+_READERS: dict[str, Callable[[StepRecord], object]] = {name: attrgetter(name) for name in COLUMNS}
 _FIRST_CAPACITY = 1024
+_PENDING = 256
 
 
 class History:
@@ -52,6 +56,7 @@ class History:
         self._lock = threading.Lock()
         self._length = 0
         self._columns = {name: np.empty(_FIRST_CAPACITY, dtype=kind) for name, kind in COLUMNS.items()}
+        self._pending: list[StepRecord] = []  # appended, not yet in the columns
         self._codes: dict[str | None, int] = {None: 0}
         self._words: list[str | None] = [None]
         self._skipped: list[int] = []
@@ -61,34 +66,19 @@ class History:
         self._last_accuracy: float | None = None
 
     def append(self, record: StepRecord) -> None:
-        """Add the next step."""
+        """Add the next step; between two training steps every microsecond counts, so the columns are filled later."""
         with self._lock:
-            row = self._length
-            if row == len(self._columns["step"]):
-                self._columns = {name: np.resize(column, 2 * row) for name, column in self._columns.items()}
-            columns = self._columns
-            columns["step"][row] = record.step
-            columns["loss"][row] = record.loss
-            columns["loss_scale"][row] = record.loss_scale
-            columns["next_loss_scale"][row] = record.next_loss_scale
-            columns["skipped"][row] = record.skipped
-            columns["first_nonfinite"][row] = self._code(record.first_nonfinite)
-            columns["opt_level"][row] = self._code(record.opt_level)
-            columns["accuracy"][row] = math.nan if record.accuracy is None else record.accuracy
-            columns["seconds"][row] = record.seconds
-            columns["injected"][row] = self._code(record.injected)
-            if record.skipped:
-                self._skipped.append(row)
-            if not self._levels or self._levels[-1][1] != record.opt_level:
-                self._levels.append((record.step, record.opt_level))
+            self._pending.append(record)
+            self._last = record
             if record.accuracy is not None:
                 self._last_accuracy = record.accuracy
-            self._last = record
-            self._length = row + 1
+            if len(self._pending) == _PENDING:
+                self._fill()
 
     def __len__(self) -> int:
         """Return the number of steps."""
-        return self._length
+        with self._lock:
+            return self._length + len(self._pending)
 
     def __repr__(self) -> str:
         """Return one line with the numbers."""
@@ -107,11 +97,12 @@ class History:
     @property
     def skip_count(self) -> int:
         """How many steps were skipped."""
-        return len(self._skipped)
+        with self._filled():
+            return len(self._skipped)
 
     def column(self, name: str) -> np.ndarray:
         """Return a copy of one column, `(steps,)`; words as an object array, an accuracy not measured as NaN."""
-        with self._lock:
+        with self._filled():
             return self._take(name, np.arange(self._length))
 
     def record(self, row: int) -> StepRecord:
@@ -120,27 +111,27 @@ class History:
         Raises:
             IndexError: There is no such row.
         """
-        with self._lock:
+        with self._filled():
             return self._record(range(self._length)[row])
 
     def records(self, start: int = 0) -> list[StepRecord]:
         """Return the steps from row `start` on."""
-        with self._lock:
+        with self._filled():
             return [self._record(row) for row in range(start, self._length)]
 
     def skips(self, start: int = 0) -> list[StepRecord]:
         """Return the skipped steps, from the `start`-th skip on."""
-        with self._lock:
+        with self._filled():
             return [self._record(row) for row in self._skipped[start:]]
 
     def level_changes(self) -> list[tuple[int, str]]:
         """Return (step, opt_level) of the first step and of each whose level is not that of the step before."""
-        with self._lock:
+        with self._filled():
             return list(self._levels)
 
     def rate(self, window: float = 1.0) -> float | None:
         """Return steps per second over the last `window` seconds of training, None before the second step."""
-        with self._lock:
+        with self._filled():
             seconds = self._columns["seconds"][: self._length]
             if len(seconds) < 2:
                 return None
@@ -166,10 +157,38 @@ class History:
         unknown = [name for name in columns if name not in COLUMNS]
         if unknown:
             raise ValueError(f"{unknown[0]!r}: not a column of a history; choose from {', '.join(COLUMNS)}.")
-        with self._lock:
+        with self._filled():
             names = dict.fromkeys(["step", *columns, "skipped"])
             rows = self._rows_to_show([name for name in columns if COLUMNS[name] is np.float64], limit)
             return {name: self._take(name, rows) for name in names}
+
+    @contextmanager
+    def _filled(self) -> Iterator[None]:
+        """Hold the lock, with every step in the columns."""
+        with self._lock:
+            self._fill()
+            yield
+
+    def _fill(self) -> None:
+        """Move the pending steps into the columns."""
+        fresh, self._pending = self._pending, []
+        if not fresh:
+            return
+        start, end = self._length, self._length + len(fresh)
+        capacity = len(self._columns["step"])
+        if end > capacity:
+            self._columns = {name: np.resize(column, max(2 * capacity, end)) for name, column in self._columns.items()}
+        for name, read in _READERS.items():
+            values = [read(record) for record in fresh]
+            if name in _WORDS:
+                values = [self._code(word) for word in values]
+            self._columns[name][start:end] = values
+        for row, record in enumerate(fresh, start):
+            if record.skipped:
+                self._skipped.append(row)
+            if not self._levels or self._levels[-1][1] != record.opt_level:
+                self._levels.append((record.step, record.opt_level))
+        self._length = end
 
     def _rows_to_show(self, names: list[str], limit: int) -> np.ndarray:
         if self._length <= limit:

@@ -71,7 +71,7 @@ class RunLog:
 
     def __init__(self, path: Path, config: ExperimentConfig) -> None:
         self.path = path
-        self._flushed = -math.inf
+        self._pending: list[StepRecord] = []
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("x", encoding="utf-8", newline="\n")
         self._closed_with_me = weakref.finalize(self, self._file.close)
@@ -80,40 +80,34 @@ class RunLog:
         self.flush()
 
     def append(self, record: StepRecord) -> None:
-        """Write one step."""
-        self._write(
-            [
-                record.step,
-                _number(record.loss),
-                _number(record.loss_scale),
-                _number(record.next_loss_scale),
-                record.skipped,
-                record.first_nonfinite,
-                record.opt_level,
-                record.accuracy,
-                record.seconds,
-                record.injected,
-            ]
-        )
+        """Take one step; it is written with the next ones, within `FLUSH_SECONDS`."""
+        self._pending.append(record)
+        if time.monotonic() - self._flushed > FLUSH_SECONDS:
+            self.flush()
 
     def note(self, event: str, *, step: int, **details: object) -> None:
         """Write an event at `step`: what it is, and words or numbers that describe it."""
+        self.flush()
         self._write({"event": event, "step": step, **details})
         self.flush()
 
     def flush(self) -> None:
-        """Hand what is written to the operating system."""
-        self._file.flush()
+        """Hand every step to the operating system."""
         self._flushed = time.monotonic()
+        fresh, self._pending = self._pending, []
+        self._file.writelines(_encode(_row(record)) + "\n" for record in fresh)
+        self._file.flush()
 
     def close(self) -> None:
         """Flush and close; again is harmless."""
-        self._file.close()
+        if not self._file.closed:
+            try:
+                self.flush()
+            finally:
+                self._file.close()
 
     def _write(self, line: object) -> None:
         self._file.write(_encode(line) + "\n")
-        if time.monotonic() - self._flushed > FLUSH_SECONDS:
-            self.flush()
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,6 +237,22 @@ def _json(line: bytes) -> object:
         return json.loads(line)
     except ValueError:  # UnicodeDecodeError is one too
         return None
+
+
+def _row(record: StepRecord) -> list[object]:
+    """Return a step as the values of its line, in the order of `COLUMNS`."""
+    return [
+        record.step,
+        _number(record.loss),
+        _number(record.loss_scale),
+        _number(record.next_loss_scale),
+        record.skipped,
+        record.first_nonfinite,
+        record.opt_level,
+        record.accuracy,
+        record.seconds,
+        record.injected,
+    ]
 
 
 def _number(value: float) -> float | str:

@@ -16,6 +16,7 @@ from functools import partial
 from os import PathLike
 from pathlib import Path
 
+from amplab import kernels
 from amplab.amp import MemoryUse
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import ConfigChanged, Failed, GradientsReady, StateChanged, TraceReady
@@ -77,6 +78,8 @@ class Trainer:
         self._state = "ready"
         self._budget: int | None = None  # steps until it pauses, None for no end
         self._asked: set[str] = set()  # requests that wait in the queue
+        if kernels.ensure(on_report=_tell_all).status == "failed":
+            self._tell_kernels(kernels.report())
         _LIVE.add(self)
 
     @property
@@ -319,6 +322,9 @@ class Trainer:
         armed = self._experiment.shrinking if fault == "underflow" else on is not False
         self._recorder.note("inject", step=len(self.history), fault=fault, on=armed)
 
+    def _tell_kernels(self, report: kernels.BuildReport) -> None:
+        self._worker.post(lambda: self._publisher.publish(Failed(str(report))))
+
     def _new_recorder(self) -> Recorder:
         def tell(text: str) -> None:
             self._publisher.publish(Failed(text))
@@ -350,6 +356,12 @@ def _check_steps(steps: int) -> None:
 
 
 _LIVE: weakref.WeakSet[Trainer] = weakref.WeakSet()
+
+
+def _tell_all(report: kernels.BuildReport) -> None:
+    """Tell a failed build of the kernels as an event; it would be a warning in the midst of a step."""
+    for trainer in list(_LIVE) if report.status == "failed" else ():
+        trainer._tell_kernels(report)
 
 
 def _stop_all() -> None:

@@ -458,6 +458,23 @@ def test_a_disk_that_fills_up_is_told_and_the_run_goes_on(tmp_path):
     assert len(ear.of(Failed)) == 1
 
 
+WITHOUT_COMPILER = """
+from amplab.lab import ExperimentConfig, Trainer
+trainer = Trainer(ExperimentConfig(hidden=16))
+trainer.run(2)
+print(trainer.state, trainer.failures[0].fatal, trainer.failures[0].text)
+"""
+
+
+def test_kernels_that_cannot_be_built_are_an_event_and_no_warning(tmp_path):
+    environment = {**os.environ, "AMPLAB_KERNELS": "auto", "CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-W", "error", "-c", WITHOUT_COMPILER]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("paused False amplab kernels: failed. ")
+    assert "To have them: " in result.stdout
+
+
 INTERRUPTED = """
 import signal, sys, threading, time, os
 from amplab.lab import ExperimentConfig, Trainer

@@ -1,0 +1,105 @@
+"""Training in a terminal: what is printed, where the log goes, and what an interrupt leaves."""
+
+import io
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from amplab.lab import ExperimentConfig, load_run
+from amplab.lab.console import train
+
+SMALL = ExperimentConfig(hidden=16)
+
+
+def test_it_prints_the_config_the_skips_and_a_table(runs: Path):
+    out = io.StringIO()
+    summary = train(SMALL.changed(init_scale=2.0**24, max_loss_scale=2.0**24), steps=30, stream=out)
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "amplab/1 task=digits model=mlp opt_level=O1 hidden=16 init_scale=2**24"
+    skips = [line for line in lines if line.endswith("step skipped, scale now 2**23")]
+    assert skips[0].startswith("step 0: gradient overflow in ")
+    assert " at loss scale 2**24; " in skips[0]
+    assert summary.skipped == sum("step skipped" in line for line in lines) > 0
+    assert [(line[:16].strip(), line[16:]) for line in lines[-10:-6]] == [
+        ("steps", f"30, {summary.skipped} skipped"),
+        ("loss", f"{summary.loss:.4f}"),
+        ("accuracy", f"{summary.accuracy:.1%} of held-out images"),
+        ("loss scale", f"2**{int(summary.loss_scale).bit_length() - 1} (dynamic)"),
+    ]
+    assert [line[:16].strip() for line in lines[-6:]] == [
+        "speed", "parameters", "gradients", "masters", "optimizer state", "run log",
+    ]  # fmt: skip
+    assert lines[-1][16:] == str(summary.log_path)
+    assert "\r" not in out.getvalue()
+    assert summary.log_path.parent == runs
+    assert len(load_run(summary.log_path).history) == summary.steps == 30
+    assert summary.exit_status == 0
+
+
+def test_a_second_run_leaves_the_first_log_alone(tmp_path):
+    path = tmp_path / "run.jsonl"
+    first = train(SMALL, steps=2, log_path=path, stream=io.StringIO())
+    second = train(SMALL, steps=3, log_path=path, stream=io.StringIO())
+    assert (first.log_path, second.log_path) == (path, tmp_path / "run-2.jsonl")
+    assert [len(load_run(log).history) for log in (first.log_path, second.log_path)] == [2, 3]
+
+
+def test_a_log_that_cannot_be_written_is_told(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    out = io.StringIO()
+    summary = train(SMALL, steps=2, log_path=blocked / "runs", stream=out)
+    assert f"log: cannot write {blocked / 'runs'}" in out.getvalue()
+    assert out.getvalue().endswith("none: it could not be written\n")
+    assert summary.steps == 2
+
+
+def test_bad_requests_are_refused_before_anything_runs(runs: Path):
+    with pytest.raises(ValueError, match="steps=0: expected a whole number > 0"):
+        train(SMALL, steps=0, stream=io.StringIO())
+    with pytest.raises(ValueError, match="batch_size=5000: digits has 1437 images"):
+        train(SMALL.changed(batch_size=5000), steps=1, stream=io.StringIO())
+    assert not runs.exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal and SIGINT")
+def test_a_terminal_gets_a_bar_and_an_interrupt_leaves_a_table_and_a_log(tmp_path):
+    code = (
+        "import sys; from amplab.lab import ExperimentConfig; from amplab.lab.console import train; "
+        "sys.exit(train(ExperimentConfig(hidden=16), steps=10**6, log_path=sys.argv[1]).exit_status)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "run.jsonl")]
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(command, stdout=theirs, stderr=subprocess.PIPE)
+    os.close(theirs)
+    seen = ""
+    end = time.monotonic() + 60
+    while "] " not in seen or seen.count("\r") < 8:
+        assert time.monotonic() < end
+        seen += os.read(ours, 4096).decode()
+    process.send_signal(signal.SIGINT)
+    while True:
+        try:
+            chunk = os.read(ours, 4096).decode()
+        except OSError:  # the other end is closed
+            break
+        if not chunk:
+            break
+        seen += chunk
+    os.close(ours)
+    assert process.wait(30) == 130
+    with process.stderr as errors:
+        assert errors.read() == b""
+    assert "[........................] " in seen
+    assert "/1000000  loss " in seen
+    assert "interrupted" in seen
+    assert f"run log         {tmp_path / 'run.jsonl'}" in seen
+    run = load_run(tmp_path / "run.jsonl")
+    assert not run.truncated
+    assert f"steps           {len(run.history)}, " in seen
