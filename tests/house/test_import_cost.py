@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
 
 from source_tree import ROOT, module_name, python_files
 from test_layers import CORE, room_of
@@ -99,11 +101,13 @@ def required_by(*names: str) -> set[str]:
 
 def foreign_packages() -> set[str]:
     """Return the installed top-level packages that the core may not need."""
+    # setuptools, which torch requires, carries what it needs itself.
+    carried = {path.name for path in (Path(find_spec("setuptools").origin).parent / "_vendor").iterdir()}
     allowed = required_by("torch", "numpy") | {"amplab"}
     return {
         package
         for package, distributions in metadata.packages_distributions().items()
-        if not allowed & {normal(name) for name in distributions}
+        if package not in carried and not allowed & {normal(name) for name in distributions}
     }
 
 
