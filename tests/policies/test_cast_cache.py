@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy
 import pytest
 import torch
 from torch.nn import Parameter
@@ -154,11 +155,14 @@ def test_two_backward_passes_over_one_cast(weight, engine):
 
 
 def test_a_new_weight_at_an_old_address_is_not_taken_for_it():
-    cache = CastCache()
-    for value in range(50):
-        weight = Parameter(torch.full((2,), float(value)), requires_grad=False)
+    cache, memory, identities = CastCache(), numpy.zeros(2, dtype=numpy.float32), []
+    for value in range(20):
+        memory[:] = value
+        weight = Parameter(torch.from_numpy(memory), requires_grad=False)
         assert cache.cast(weight, torch.float16)[0] == value
+        identities.append(id(weight))
         del weight
+    assert len(set(identities)) < len(identities)
 
 
 def test_cleared_at_the_end_of_the_outermost_block_and_when_asked(weight, engine):

@@ -48,6 +48,7 @@ def test_active_is_reentrant(engine):
     with engine.active():
         with engine.active():
             assert dtype() is torch.float16
+            assert len(_get_current_function_mode_stack()) == 1
         assert dtype() is torch.float16
     assert dtype() is torch.float32
 
