@@ -9,7 +9,15 @@ from amplab.policies.aten_accumulate import accumulate_fp32
 from amplab.policies.cast_cache import CastCache
 from amplab.policies.cast_policy import CastPolicy
 from amplab.policies.decision import Decision, Explanation
-from amplab.policies.engine import CastingEngine, casts_enabled, cpu_half, cpu_half_mode, disable_casts, explaining
+from amplab.policies.engine import (
+    CastingEngine,
+    casts_enabled,
+    cpu_half,
+    cpu_half_mode,
+    disable_casts,
+    explaining,
+    thread_engines,
+)
 from amplab.policies.op_table import OpRule, OpTable
 from amplab.policies.precision_policy import PrecisionPolicy
 from amplab.policies.rnn_input import accept_half_input, match_rnn_input
@@ -34,4 +42,5 @@ __all__ = [
     "disable_casts",
     "explaining",
     "match_rnn_input",
+    "thread_engines",
 ]

@@ -20,7 +20,15 @@ from amplab.policies.decision import Explanation
 from amplab.policies.half_on_cpu import DEFAULT_HALF_MODE, HalfMode
 from amplab.policies.precision_policy import PrecisionPolicy
 
-__all__ = ["CastingEngine", "casts_enabled", "cpu_half", "cpu_half_mode", "disable_casts", "explaining"]
+__all__ = [
+    "CastingEngine",
+    "casts_enabled",
+    "cpu_half",
+    "cpu_half_mode",
+    "disable_casts",
+    "explaining",
+    "thread_engines",
+]
 
 
 class CastingEngine:
@@ -135,6 +143,11 @@ class CastingEngine:
         remove(mode)
         THREAD.modes.remove(mode)
         THREAD.refresh()
+
+
+def thread_engines() -> tuple[CastingEngine, ...]:
+    """The engines at work in the calling thread, outermost first; the last one is the one that casts."""
+    return tuple(mode.plans for mode in THREAD.modes if isinstance(mode.plans, CastingEngine))
 
 
 @contextlib.contextmanager

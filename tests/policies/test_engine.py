@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from amplab.policies import CastingEngine, PrecisionPolicy, casts_enabled, disable_casts
+from amplab.policies import CastingEngine, PrecisionPolicy, casts_enabled, disable_casts, thread_engines
 
 X = torch.ones(2, 2)
 BFLOAT16 = PrecisionPolicy(compute_dtype=torch.bfloat16)
@@ -74,6 +74,15 @@ def test_the_inner_engine_casts(engine):
                 assert dtype() is torch.float16
             assert dtype() is torch.bfloat16
         assert dtype() is torch.float16
+
+
+def test_thread_engines_end_with_the_one_that_casts(engine):
+    other = CastingEngine(BFLOAT16)
+    assert thread_engines() == ()
+    with other.active():
+        engine.install()
+        assert thread_engines() == (engine, other)
+    assert thread_engines() == (engine,)
 
 
 def test_install_and_uninstall_are_repeatable(engine):
