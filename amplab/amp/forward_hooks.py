@@ -7,23 +7,16 @@ pickled one under an equal one. The weights are cast in `model_weights`; engines
 """
 
 import contextlib
-import threading
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from amplab.amp.open_scopes import OpenScopes
 from amplab.policies import CastingEngine, PrecisionPolicy, cast_tree
 
 __all__ = ["ForwardHooks"]
-
-
-class _Entered(threading.local):
-    """The engine scopes that this thread has entered, innermost last."""
-
-    def __init__(self) -> None:
-        self.scopes: list[contextlib.AbstractContextManager[Any]] = []
 
 
 class ForwardHooks:
@@ -48,7 +41,7 @@ class ForwardHooks:
         self.output_dtype = output_dtype
         self.engine = engine
         self.on_cpu_only = on_cpu_only
-        self._entered = _Entered()
+        self._scopes = OpenScopes()
 
     def register(self, model: nn.Module) -> list[RemovableHandle]:
         """Hang the hooks on ``model``, inside of any hooks that it has; empty where there is nothing to do."""
@@ -63,32 +56,28 @@ class ForwardHooks:
         """Enter the engine, then cast the inputs."""
         if self.engine is not None:
             rests = self.on_cpu_only and not _on_cpu(model)
-            scope = contextlib.nullcontext() if rests else self.engine.active()
-            scope.__enter__()
-            self._entered.scopes.append(scope)
+            self._scopes.enter(contextlib.nullcontext() if rests else self.engine.active())
         if self.input_dtype is None:
             return None
         return cast_tree(args, self.input_dtype), cast_tree(kwargs, self.input_dtype)
 
     def after_forward(self, _model: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         """Leave the engine, then cast the output; called with None when forward has raised."""
-        if self._entered.scopes:
-            self._entered.scopes.pop().__exit__(None, None, None)
+        self._scopes.leave()
         return output if self.output_dtype is None else cast_tree(output, self.output_dtype)
 
     def leave(self) -> None:
         """Leave what this thread is still in: an interrupt in forward lets no hook run."""
-        while self._entered.scopes:
-            self._entered.scopes.pop().__exit__(None, None, None)
+        self._scopes.leave_all()
 
     def __getstate__(self) -> dict[str, Any]:
         policy = None if self.engine is None else str(self.engine.policy)
-        return {**self.__dict__, "engine": policy, "_entered": None}
+        return {**self.__dict__, "engine": policy, "_scopes": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         policy = state["engine"]
         engine = None if policy is None else CastingEngine(PrecisionPolicy.parse(policy))
-        self.__dict__.update(state, engine=engine, _entered=_Entered())
+        self.__dict__.update(state, engine=engine, _scopes=OpenScopes())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ForwardHooks":
         return ForwardHooks(

@@ -8,10 +8,8 @@
 Official hooks of `torch.optim.Optimizer` only. The scale itself is in `loss_scaler`.
 """
 
-import contextlib
 import inspect
 import operator
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
@@ -24,6 +22,7 @@ from torch.optim import Optimizer
 from amplab.amp.gradients import SetAside, add_scaled, add_unscaled, bookkeeping, put_back, reached_first, set_aside
 from amplab.amp.loss_scaler import LossScaler
 from amplab.amp.model_weights import Uncast, set_values
+from amplab.amp.open_scopes import OpenScopes
 from amplab.amp.optimizer_params import cast_state, params_of, replace_params
 from amplab.amp.records import StepOutcome
 from amplab.policies import disable_casts
@@ -45,11 +44,9 @@ class _Skip(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A step that has begun: its frame, its thread, its scope, and the gradients that it must not see."""
+    """A step that has begun: its frame, and the gradients that it must not see."""
 
     frame: FrameType | None
-    thread: int
-    scope: contextlib.AbstractContextManager[None]
     parked: list[SetAside]
 
 
@@ -83,6 +80,7 @@ class HookedOptimizer:
         self._scaled_by: float | None = None
         self._skip: _Skip | None = None
         self._step: _Step | None = None
+        self._scopes = OpenScopes()
         self._in_closure = False
         self._take_over(optimizer, uncast)
         self._handles = [
@@ -226,9 +224,9 @@ class HookedOptimizer:
         with bookkeeping():
             self._refuse_scaled_grads(optimizer)
             parked = set_aside(self._current_params()) if self._skip else []
-        scope = contextlib.nullcontext() if self._casts_in_step else disable_casts()
-        self._step = _Step(frame, threading.get_ident(), scope, parked)
-        scope.__enter__()
+        self._step = _Step(frame, parked)
+        if not self._casts_in_step:
+            self._scopes.enter(disable_casts())
         return None
 
     def _watched(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -276,11 +274,10 @@ class HookedOptimizer:
 
     def _leave_step(self) -> None:
         """End the step, or what is left of one that raised."""
+        self._scopes.leave_all()
         step, self._step = self._step, None
         if step is not None:
             put_back(step.parked)
-            if step.thread == threading.get_ident():  # a scope of another thread ends there
-                step.scope.__exit__(None, None, None)
 
     def _skipped(self, skip: _Skip) -> StepOutcome:
         where = f", first in the gradient of {skip.first_nonfinite}" if skip.first_nonfinite else ""

@@ -5,6 +5,7 @@ comparison with plain torch is exact.
 """
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -287,6 +288,29 @@ def test_a_step_that_raises_is_recovered_from(problem, skipping):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float16
     optimizer.step()
     assert session.last_step(optimizer).stepped is not skipping
+
+
+def test_a_step_that_raised_in_another_thread_stays_there(problem):
+    class Failing(torch.optim.SGD):
+        def step(self, closure=None):
+            raise RuntimeError
+
+    model = problem.model()
+    optimizer = Failing(model.parameters(), lr=0.1)
+    session = amp.Session()
+    session.initialize(model, optimizer, opt_level="O1", verbosity=0)
+
+    def step():
+        with pytest.raises(RuntimeError):
+            optimizer.step()
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    thread.join()
+    with session.casting():
+        with session.scale_loss(problem.loss(model, 0), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float16
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
