@@ -188,6 +188,6 @@ class _Ops(TorchDispatchMode):
         return False  # the wrapper it stands for would import the compiler, seconds at the first op
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        # What an op is made of is no call of the model's code, and no engine is to cast in it.
+        # What happens in here is no call of the model's code: not to be named, not to be cast, and quicker so.
         with _without_torch_function():
             return self._record(func, args, kwargs or {})

@@ -103,10 +103,11 @@ def test_casts_of_hooks_say_so(scenario):
 
 
 def test_views_and_integers_have_nothing_to_decide():
-    model = Free(lambda w: w.t() + torch.arange(4).add(1))
+    model = Free(lambda w: w.t() + torch.arange(4).add(1) + torch.empty(4).zero_().unsqueeze_(0))
     trace = trace_step(model, lambda: model().sum())
     reasons = {record.op: record.reason for record in trace if record.phase == "forward"}
     assert reasons["t"] == "a view: nothing is computed"
+    assert reasons["unsqueeze_"] == reasons["empty"] == "a view: nothing is computed"
     assert reasons["arange"] == "reads no floating-point tensor"
 
 
@@ -138,19 +139,20 @@ def test_a_gradient_that_autograd_casts_by_itself():
     assert cast.reason.startswith("autograd brings the gradient to the dtype of what mul #")
 
 
-def test_casts_inside_an_op_count_nowhere():
+@pytest.mark.parametrize("mode", ["fp32_accumulate", "native"])
+def test_casts_inside_an_op_count_nowhere(mode):
     """Without a batch of heads attention on the CPU takes torch's own route, which computes in float32."""
-
-    def attend(w):
-        return F.scaled_dot_product_attention(w[None], w[None], w[None])
-
-    for mode in ("fp32_accumulate", "native"):
-        with cpu_half(mode):
-            records = forward(attend, policy=PrecisionPolicy(table=None), dtype=torch.float16)
-        assert {record.op for record in records} == {"scaled_dot_product_attention"}
-        inner = [record for record in records if "inside the op" in record.note]
-        assert inner
-        assert not any(record.is_cast or record.cast_bytes for record in records)
+    model = Free(lambda w: F.scaled_dot_product_attention(w[None], w[None], w[None]), torch.float16)
+    engine = CastingEngine(PrecisionPolicy(table=None))
+    with cpu_half(mode):
+        trace = trace_step(model, lambda: model().sum(), casting=engine.active())
+    inner = [record for record in trace if "inside the op" in record.note]
+    assert {(record.op, record.phase) for record in inner} == {
+        ("scaled_dot_product_attention", "forward"),
+        ("scaled_dot_product_attention", "backward"),
+    }
+    assert trace.casts == ()
+    assert trace.cast_bytes == 0
 
 
 def test_mixed_dtypes_of_one_op_are_no_promotion():

@@ -237,6 +237,34 @@ def test_ambient_casting_of_torch_is_recorded_too(scenario):
     assert "torch.autocast casts for linear" in trace.casts[0].reason
 
 
+def test_halves_of_torchs_own_casting_are_native():
+    model = nn.Linear(4, 4)
+    with cpu_half("fp32_accumulate"):
+        trace = trace_step(model, lambda: model(torch.ones(2, 4)).sum(), casting=torch.autocast("cpu", torch.float16))
+    (product,) = [record for record in trace if record.aten == "aten.addmm.default"]
+    assert (product.outputs[0].dtype, product.note) == (torch.float16, "")
+
+
+def test_an_engine_in_forward_alone_decides_the_products_of_backward_too(scenario):
+    model, loss = scenario("cnn", torch.float16)
+    engine = CastingEngine(PrecisionPolicy(table=None))
+
+    def inside():
+        with engine.active():
+            return loss()
+
+    with cpu_half("fp32_accumulate"):
+        with torch.random.fork_rng():
+            inside().backward()
+        seen = {}
+        for key, parameter in model.named_parameters():
+            parameter.register_hook(lambda grad, key=key: seen.__setitem__(key, grad.clone()))
+        trace = trace_step(model, inside)
+    (convolution,) = [record for record in trace if record.aten == "aten.convolution_backward.default"]
+    assert convolution.note == "fp32 accumulate, rounded once"
+    assert all(torch.equal(parameter.grad, seen[key]) for key, parameter in model.named_parameters())
+
+
 def test_a_gradient_penalty_is_backward_twice():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Softplus(), nn.Linear(8, 1))
