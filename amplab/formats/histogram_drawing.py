@@ -14,7 +14,7 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def histogram_text(
-    histogram: ExponentHistogram, fmt: FloatFormat, *, low: int = -45, high: int = 23, height: int = 4
+    histogram: ExponentHistogram, fmt: FloatFormat, *, low: int = -45, high: int = 24, height: int = 4
 ) -> str:
     """Draw the histogram, an axis of exponents, and what `fmt` does to each column.
 

@@ -48,7 +48,7 @@ def test_the_axis_writes_each_exponent_at_its_column():
 def test_the_range_below_is_what_rounding_does(fmt):
     _, _, ranges = drawn(torch.ones(1), fmt)
     starts = {"zero": 0} | {name: ranges.index(f"│{name[:3]}") for name in ("subnormal", "normal", "overflow")}
-    for column, exponent in enumerate(range(-45, 24)):
+    for column, exponent in enumerate(range(-45, 25)):
         middle = torch.tensor([1.5 * 2.0**exponent])  # 1.75 * 2^8 is e4m3's largest, so the middle still fits
         name = max((start, name) for name, start in starts.items() if start <= column)[1]
         rounded = fmt.round(middle).item()
