@@ -66,6 +66,7 @@ class Experiment:
         self._session = Session()
         self._session.subscribe(self._remember)
         self._initialize(config)
+        self._loss_scale = self._session.loss_scale()
         self._scaled: ScaleRecord | None = None
         self._memory = self._session.memory()
         self._weigh_until = 2  # the optimizer makes its state in its first step
@@ -101,8 +102,8 @@ class Experiment:
 
     @property
     def loss_scale(self) -> float:
-        """The scale that the next step will use."""
-        return self._session.loss_scale()
+        """The scale that the next step will use; may be read from any thread."""
+        return self._loss_scale
 
     @property
     def shrinking(self) -> bool:
@@ -117,13 +118,13 @@ class Experiment:
         self._optimizer.zero_grad(set_to_none=True)
         with self._session.casting():
             loss = F.cross_entropy(self._model(images), labels)
-            scale = self._session.loss_scale()
             with self._session.scale_loss(self._shrunk(loss), self._optimizer) as scaled:
-                self._blown_up(scaled, scale).backward()
+                self._blown_up(scaled).backward()
         if self._step < self._weigh_until or self._step % ACCURACY_EVERY == 0:
             self._memory = self._session.memory()
         self._optimizer.step()
-        record = self._record(loss, scale)
+        record = self._record(loss)
+        self._loss_scale = record.next_loss_scale
         self._faults.clear()
         self._step += 1
         return record
@@ -135,7 +136,8 @@ class Experiment:
           float32). A dynamic scale skips the step; a static one lets it into the weights, as it does in real runs.
         - "nan": a pixel of the next batch is NaN. Weights are safe under a dynamic scale; the running statistics of a
           BatchNorm are not, because forward updates them before anything can be skipped.
-        - "underflow": the loss is multiplied by 2^-16 from the next step on until switched off. Nothing undoes it.
+        - "underflow": the loss is multiplied by 2^-16 from the next step on, until switched off; the gradients are not
+          multiplied back.
 
         Args:
             fault: One of `FAULTS`.
@@ -173,6 +175,7 @@ class Experiment:
             self._initialize(config)
             if kept is not None:
                 self._session.load_state_dict(_clamped(kept, config))
+            self._loss_scale = self._session.loss_scale()
             self._weigh_until = self._step + 2
         for group in self._optimizer.param_groups:
             group["lr"] = config.learning_rate
@@ -202,7 +205,7 @@ class Experiment:
             self._model,
             lambda: F.cross_entropy(self._model(images), labels),
             casting=self._session.casting(),
-            loss_scale=self._session.loss_scale(),
+            loss_scale=self._loss_scale,
         )
 
     def gradients(self) -> GradientRecord:
@@ -214,7 +217,7 @@ class Experiment:
         images, labels = self._task.batch(self._step, self._config.batch_size)
         self._shrunk(F.cross_entropy(twin(images), labels)).backward()
         layers = tuple((name, exponent_histogram(parameter.grad)) for name, parameter in twin.named_parameters())
-        return GradientRecord(step=self._step, loss_scale=self._session.loss_scale(), layers=layers)
+        return GradientRecord(step=self._step, loss_scale=self._loss_scale, layers=layers)
 
     def memory(self) -> MemoryUse:
         """Return the bytes of parameters, gradients, masters and optimizer state, as last weighed.
@@ -251,22 +254,22 @@ class Experiment:
     def _shrunk(self, loss: Tensor) -> Tensor:
         return loss * UNDERFLOW_SHRINK if self._shrinking else loss
 
-    def _blown_up(self, scaled: Tensor, scale: float) -> Tensor:
+    def _blown_up(self, scaled: Tensor) -> Tensor:
         if "overflow" not in self._faults:
             return scaled
         if self._config.opt_level == "O0":
             return scaled * _FLOAT32_TOP * _FLOAT32_TOP
-        return scaled * math.ldexp(1.0 / scale, _OVERFLOW_LOG2)
+        return scaled * math.ldexp(1.0 / self._loss_scale, _OVERFLOW_LOG2)
 
-    def _record(self, loss: Tensor, scale: float) -> StepRecord:
+    def _record(self, loss: Tensor) -> StepRecord:
         scaled = self._scaled
         injected = [fault for fault in FAULTS if fault in self._faults or (fault == "underflow" and self._shrinking)]
         measured = (self._step + 1) % ACCURACY_EVERY == 0
         return StepRecord(
             step=self._step,
             loss=loss.item(),
-            loss_scale=scale,
-            next_loss_scale=self._session.loss_scale(),
+            loss_scale=scaled.loss_scale,
+            next_loss_scale=scaled.next_loss_scale,
             skipped=scaled.skipped,
             first_nonfinite=scaled.first_nonfinite,
             opt_level=self._config.opt_level,
@@ -280,9 +283,7 @@ class Experiment:
         config = self._config
         twin = build_model(config.model, config.hidden, config.seed)
         with torch.no_grad():
-            for parameter, master in zip(
-                twin.parameters(), self._session.master_params(self._optimizer), strict=True
-            ):
+            for parameter, master in zip(twin.parameters(), self._session.master_params(self._optimizer), strict=True):
                 parameter.copy_(master)
         return twin
 

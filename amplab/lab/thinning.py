@@ -65,9 +65,7 @@ class BlockExtremes:
         return np.concatenate([*self._rows, np.arange(self._done, len(column))])
 
 
-def thin(
-    columns: list[np.ndarray], *, candidates: list[np.ndarray], marked: np.ndarray, limit: int
-) -> np.ndarray:
+def thin(columns: list[np.ndarray], *, candidates: list[np.ndarray], marked: np.ndarray, limit: int) -> np.ndarray:
     """Return the sorted rows to draw, about `limit` of them; every row where they all fit.
 
     Args:

@@ -133,4 +133,3 @@ def _started(work: Callable[[], None]) -> threading.Thread:
     is_set.wait()
     torch.set_num_threads(own)
     return thread
-

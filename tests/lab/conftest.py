@@ -1,8 +1,13 @@
-"""Run logs of these tests go to a folder of their own."""
+"""What the tests of the lab share: a folder for run logs, a small trainer, an ear for its events."""
 
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from amplab.lab import Event, ExperimentConfig, StateChanged, Trainer
 
 
 @pytest.fixture(autouse=True)
@@ -12,3 +17,51 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("AMPLAB_RUNS", str(folder))
     monkeypatch.setenv("AMPLAB_KERNELS", "reference")  # for the processes started here: they compile nothing
     return folder
+
+
+@pytest.fixture
+def trainer():
+    """A trainer of the default experiment with 16 hidden units, no log."""
+    trainer = Trainer(ExperimentConfig(hidden=16))
+    yield trainer
+    trainer.stop()
+    assert trainer.wait(10)
+
+
+class Ear:
+    """Keeps the events of a trainer."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.events: list[Event] = []
+        self.threads: set[str] = set()
+        trainer.subscribe(self.hear)
+
+    def hear(self, event: Event) -> None:
+        self.events.append(event)
+        self.threads.add(threading.current_thread().name)
+
+    def of(self, kind: type) -> list:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    @property
+    def states(self) -> list[str]:
+        return [event.state for event in self.of(StateChanged)]
+
+
+@pytest.fixture
+def listen() -> Callable[[Trainer], Ear]:
+    """Listen to a trainer."""
+    return Ear
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], bool]], None]:
+    """Wait for a condition."""
+
+    def wait(condition: Callable[[], bool], seconds: float = 20) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end
+            time.sleep(0.002)
+
+    return wait

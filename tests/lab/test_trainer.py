@@ -1,22 +1,17 @@
-"""The trainer: one thread, states, changes at step boundaries, events in order, failures told and survived."""
+"""The trainer: states, changes at step boundaries, requests, failures, events in order."""
 
-import gc
 import os
 import subprocess
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from amplab.lab import (
     ConfigChanged,
-    Event,
     Experiment,
     ExperimentConfig,
     Failed,
@@ -25,45 +20,9 @@ from amplab.lab import (
     StepRecord,
     TraceReady,
     Trainer,
-    load_run,
 )
 
 SMALL = ExperimentConfig(hidden=16)
-
-
-class Ear:
-    """Keeps the events of a trainer."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.events: list[Event] = []
-        self.threads: set[str] = set()
-        trainer.subscribe(self.hear)
-
-    def hear(self, event: Event) -> None:
-        self.events.append(event)
-        self.threads.add(threading.current_thread().name)
-
-    def of(self, kind: type) -> list:
-        return [event for event in self.events if isinstance(event, kind)]
-
-    @property
-    def states(self) -> list[str]:
-        return [event.state for event in self.of(StateChanged)]
-
-
-@pytest.fixture
-def trainer():
-    trainer = Trainer(SMALL)
-    yield trainer
-    trainer.stop()
-    assert trainer.wait(10)
-
-
-def until(condition: Callable[[], bool], seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def records(trainer: Trainer) -> list[StepRecord]:
@@ -71,7 +30,7 @@ def records(trainer: Trainer) -> list[StepRecord]:
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_run_start_step_and_bare_steps_give_the_same_history(level):
+def test_run_start_step_and_bare_steps_give_the_same_history(level, until):
     config = replace(SMALL, opt_level=level)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -94,8 +53,8 @@ def test_run_start_step_and_bare_steps_give_the_same_history(level):
     assert records(stepped) == bare
 
 
-def test_states_and_their_events(trainer):
-    ear = Ear(trainer)
+def test_states_and_their_events(trainer, listen, until):
+    ear = listen(trainer)
     assert trainer.state == "ready"
     trainer.start()
     assert trainer.state == "running"
@@ -122,8 +81,8 @@ def test_states_and_their_events(trainer):
         trainer.step()
 
 
-def test_step_from_rest_makes_one_step(trainer):
-    ear = Ear(trainer)
+def test_step_from_rest_makes_one_step(trainer, listen):
+    ear = listen(trainer)
     trainer.step()
     trainer.step()
     assert trainer.wait(10)
@@ -137,8 +96,8 @@ def test_start_with_a_number_of_steps_rests_after_them(trainer):
     assert (len(trainer.history), trainer.state) == (4, "paused")
 
 
-def test_a_change_lands_on_a_step_boundary_with_weights_kept(trainer):
-    ear = Ear(trainer)
+def test_a_change_lands_on_a_step_boundary_with_weights_kept(trainer, listen, until):
+    ear = listen(trainer)
     trainer.start()
     until(lambda: len(trainer.history) > 5)
     trainer.change(opt_level="O2")
@@ -179,8 +138,8 @@ def test_a_bad_change_is_refused_in_the_call_and_changes_nothing(trainer, fields
     assert (trainer.config, trainer.state) == (SMALL, "ready")
 
 
-def test_reset_begins_anew_from_the_seed(trainer):
-    ear = Ear(trainer)
+def test_reset_begins_anew_from_the_seed(trainer, listen):
+    ear = listen(trainer)
     trainer.inject("overflow")
     trainer.inject("underflow")
     trainer.run(6)
@@ -204,7 +163,7 @@ def records_of(config: ExperimentConfig, steps: int) -> list[StepRecord]:
     return records(trainer)
 
 
-def test_reset_in_full_flight(trainer):
+def test_reset_in_full_flight(trainer, until):
     trainer.start()
     until(lambda: len(trainer.history) > 5)
     trainer.reset()
@@ -230,8 +189,8 @@ def test_faults_are_recorded_in_their_step(trainer):
         trainer.inject("zap")
 
 
-def test_requests_are_answered_at_rest_and_in_flight(trainer):
-    ear = Ear(trainer)
+def test_requests_are_answered_at_rest_and_in_flight(trainer, listen, until):
+    ear = listen(trainer)
     trainer.request_trace()
     assert trainer.wait(20)
     (at_rest,) = ear.of(TraceReady)
@@ -247,8 +206,8 @@ def test_requests_are_answered_at_rest_and_in_flight(trainer):
     assert records(trainer) == records_of(SMALL, len(trainer.history))  # looking changed nothing
 
 
-def test_a_request_that_waits_is_not_queued_twice(trainer):
-    ear = Ear(trainer)
+def test_a_request_that_waits_is_not_queued_twice(trainer, listen):
+    ear = listen(trainer)
     gate = threading.Event()
     trainer.subscribe(lambda event: gate.wait(10) if isinstance(event, StepRecord) else None)
     trainer.step()
@@ -257,32 +216,6 @@ def test_a_request_that_waits_is_not_queued_twice(trainer):
     gate.set()
     assert trainer.wait(20)
     assert len(ear.of(TraceReady)) == 1
-
-
-def test_a_callback_that_raises_is_told_once_and_the_run_goes_on(trainer):
-    def broken(event: Event) -> None:
-        raise KeyError("colour")
-
-    trainer.subscribe(broken)
-    ear = Ear(trainer)
-    trainer.run(10)
-    (told,) = ear.of(Failed)
-    assert told.text.startswith("callback <function test_a_callback_that_raises")
-    assert 'raise KeyError("colour")' in told.text
-    assert not told.fatal
-    assert trainer.failures == (told,)
-    assert len(ear.of(StepRecord)) == 10
-
-
-def test_an_unsubscribed_callback_hears_nothing_more(trainer):
-    heard: list[Event] = []
-    unsubscribe = trainer.subscribe(heard.append)
-    trainer.run(1)
-    count = len(heard)
-    unsubscribe()
-    unsubscribe()
-    trainer.run(1)
-    assert len(heard) == count > 0
 
 
 class Boom(RuntimeError):
@@ -296,8 +229,8 @@ def fail_at_the_next_forward(trainer: Trainer) -> None:
     trainer._experiment.model.register_forward_pre_hook(explode)
 
 
-def test_a_failed_run_says_so_and_a_reset_mends_it(trainer):
-    ear = Ear(trainer)
+def test_a_failed_run_says_so_and_a_reset_mends_it(trainer, listen):
+    ear = listen(trainer)
     trainer.run(2)
     fail_at_the_next_forward(trainer)
     with pytest.raises(RuntimeError, match=r"run\(5\): failed at step 2"):
@@ -314,8 +247,8 @@ def test_a_failed_run_says_so_and_a_reset_mends_it(trainer):
     assert records(trainer) == records_of(SMALL, 3)
 
 
-def test_a_trace_that_fails_leaves_the_run_alone(trainer):
-    ear = Ear(trainer)
+def test_a_trace_that_fails_leaves_the_run_alone(trainer, listen):
+    ear = listen(trainer)
     handle = trainer._experiment.model.register_forward_pre_hook(lambda *_: 1 / 0)
     trainer.request_trace()
     assert trainer.wait(10)
@@ -335,127 +268,13 @@ def test_run_refuses_what_it_cannot_do(trainer):
         trainer.run(3)
 
 
-def test_waiting_in_a_callback_is_refused_instead_of_hanging(trainer):
-    ear = Ear(trainer)
-    trainer.subscribe(lambda event: trainer.run(2) if isinstance(event, TraceReady) else None)
-    trainer.request_trace()
-    until(lambda: bool(ear.of(Failed)))
-    assert "wait() in a callback would wait for itself" in ear.of(Failed)[0].text
-
-
-def test_controls_may_be_used_in_a_callback(trainer):
-    trainer.subscribe(lambda event: trainer.pause() if isinstance(event, StepRecord) and event.step == 7 else None)
-    trainer.start()
-    assert trainer.wait(20)
-    assert len(trainer.history) == 8
-
-
-def test_a_forgotten_run_pauses_at_its_limit():
+def test_a_forgotten_run_pauses_at_its_limit(listen):
     trainer = Trainer(SMALL, step_limit=20)
-    ear = Ear(trainer)
+    ear = listen(trainer)
     trainer.start()
     assert trainer.wait(20)
     assert len(trainer.history) == 20
     assert ear.of(StateChanged)[-1].note == "20 steps are done, the limit of one run; reset() begins anew."
-
-
-def test_only_the_trainers_own_thread_computes_with_one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(3)
-    seen: dict[str, int] = {}
-    try:
-        trainer = Trainer(SMALL)
-        trainer.subscribe(lambda event: seen.__setitem__("trainer", torch.get_num_threads()))
-        trainer.run(1)
-        later = threading.Thread(target=lambda: seen.__setitem__("later", torch.get_num_threads()))
-        later.start()
-        later.join()
-        assert seen == {"trainer": 1, "later": 3}
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(threads)
-
-
-def test_an_idle_trainer_is_collected(monkeypatch):
-    monkeypatch.setattr("amplab.lab.worker._IDLE_SECONDS", 0.05)
-    trainer = Trainer(SMALL)
-    trainer.run(1)
-    gone, thread = weakref.ref(trainer), trainer._worker._thread
-    del trainer
-    thread.join(10)
-    gc.collect()
-    assert gone() is None
-
-
-def test_it_starts_again_after_its_thread_has_ended(monkeypatch):
-    monkeypatch.setattr("amplab.lab.worker._IDLE_SECONDS", 0.01)
-    trainer = Trainer(SMALL)
-    for _ in range(3):
-        trainer.run(1)
-        until(lambda: trainer._worker._thread is None)
-    assert records(trainer) == records_of(SMALL, 3)
-
-
-def test_the_log_holds_steps_changes_and_faults_and_a_reset_begins_another(runs: Path):
-    trainer = Trainer(SMALL, log=runs)
-    assert trainer.log_path is None
-    trainer.run(2)
-    first = trainer.log_path
-    trainer.inject("nan")
-    trainer.change(opt_level="O2")
-    trainer.run(2)
-    trainer.reset()
-    trainer.run(1)
-    trainer.stop()
-    assert trainer.wait(10)
-    run = load_run(first)
-    assert [event["event"] for event in run.events] == ["inject", "config"]
-    assert run.events[0] == {"event": "inject", "step": 2, "fault": "nan", "on": True}
-    assert (run.config, run.last_config) == (SMALL, SMALL.changed(opt_level="O2"))
-    assert run.history.column("injected").tolist() == [None, None, "nan", None]
-    assert run.history.level_changes() == [(0, "O1"), (2, "O2")]
-    assert trainer.log_path != first
-    assert len(load_run(trainer.log_path).history) == 1
-    trainer.inject("nan")  # after the end: nothing to write to, and no complaint
-    assert trainer.wait(10)
-    assert trainer.state == "stopped"
-
-
-def test_the_log_is_the_history(runs: Path):
-    trainer = Trainer(SMALL, log=runs / "one.jsonl")
-    trainer.run(60)
-    run = load_run(runs / "one.jsonl")  # flushed when it rests
-    assert run.history.records() == trainer.history.records()
-    assert run.history.last_accuracy == trainer.history.last_accuracy is not None
-
-
-def test_a_log_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_path):
-    blocked = tmp_path / "blocked"
-    blocked.write_text("a file where a folder should be")
-    trainer = Trainer(SMALL, log=blocked / "runs")
-    ear = Ear(trainer)
-    trainer.run(5)
-    (told,) = ear.of(Failed)
-    assert told.text.startswith(f"log: cannot write {blocked / 'runs'} (")
-    assert "The run goes on without a log; name a folder" in told.text
-    assert (len(trainer.history), trainer.log_path, trainer.state) == (5, None, "paused")
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_a_disk_that_fills_up_is_told_and_the_run_goes_on(tmp_path):
-    full = Path("/dev/full").open("w", encoding="utf-8")  # noqa: SIM115 - the log closes it
-    trainer = Trainer(SMALL, log=tmp_path / "run.jsonl")
-    ear = Ear(trainer)
-    trainer.run(1)
-    trainer._recorder._log._file.close()
-    trainer._recorder._log._file = full
-    trainer.run(2)
-    assert full.closed
-    assert "No space left on device" in ear.of(Failed)[0].text
-    assert len(ear.of(Failed)) == 1
-    assert len(trainer.history) == 3
-    trainer.run(2)
-    assert len(ear.of(Failed)) == 1
 
 
 WITHOUT_COMPILER = """
@@ -473,30 +292,3 @@ def test_kernels_that_cannot_be_built_are_an_event_and_no_warning(tmp_path):
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith("paused False amplab kernels: failed. ")
     assert "To have them: " in result.stdout
-
-
-INTERRUPTED = """
-import signal, sys, threading, time, os
-from amplab.lab import ExperimentConfig, Trainer
-trainer = Trainer(ExperimentConfig(hidden=16), log=sys.argv[1])
-trainer.run(1)
-threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-try:
-    trainer.run(10**6)
-except KeyboardInterrupt:
-    print(trainer.state, len(trainer.history) > 1, trainer.run(1).last.step == len(trainer.history) - 1)
-trainer.start()  # and left running: the end of Python must be clean
-time.sleep(0.3)
-"""
-
-
-@pytest.mark.skipif(os.name != "posix", reason="SIGINT to itself")
-def test_an_interrupt_pauses_at_a_boundary_and_python_ends_cleanly(tmp_path):
-    path = tmp_path / "run.jsonl"
-    command = [sys.executable, "-c", INTERRUPTED, str(path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.split() == ["paused", "True", "True"]
-    run = load_run(path)
-    assert not run.truncated
-    assert run.history.column("step").tolist() == list(range(len(run.history)))

@@ -1,0 +1,71 @@
+"""What is kept of a run: the log is the history, and a log that fails is told and done without."""
+
+from pathlib import Path
+
+import pytest
+
+from amplab.lab import ExperimentConfig, Failed, Trainer, load_run
+
+SMALL = ExperimentConfig(hidden=16)
+
+
+def test_the_log_holds_steps_changes_and_faults_and_a_reset_begins_another(runs: Path):
+    trainer = Trainer(SMALL, log=runs)
+    assert trainer.log_path is None
+    trainer.run(2)
+    first = trainer.log_path
+    trainer.inject("nan")
+    trainer.change(opt_level="O2")
+    trainer.run(2)
+    trainer.reset()
+    trainer.run(1)
+    trainer.stop()
+    assert trainer.wait(10)
+    run = load_run(first)
+    assert [event["event"] for event in run.events] == ["inject", "config"]
+    assert run.events[0] == {"event": "inject", "step": 2, "fault": "nan", "on": True}
+    assert (run.config, run.last_config) == (SMALL, SMALL.changed(opt_level="O2"))
+    assert run.history.column("injected").tolist() == [None, None, "nan", None]
+    assert run.history.level_changes() == [(0, "O1"), (2, "O2")]
+    assert trainer.log_path != first
+    assert len(load_run(trainer.log_path).history) == 1
+    trainer.inject("nan")  # after the end: nothing to write to, and no complaint
+    assert trainer.wait(10)
+    assert trainer.state == "stopped"
+
+
+def test_the_log_is_the_history(runs: Path):
+    trainer = Trainer(SMALL, log=runs / "one.jsonl")
+    trainer.run(60)
+    run = load_run(runs / "one.jsonl")  # flushed when it rests
+    assert run.history.records() == trainer.history.records()
+    assert run.history.last_accuracy == trainer.history.last_accuracy is not None
+
+
+def test_a_log_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_path, listen):
+    blocked = tmp_path / "blocked"
+    blocked.write_text("a file where a folder should be")
+    trainer = Trainer(SMALL, log=blocked / "runs")
+    ear = listen(trainer)
+    trainer.run(5)
+    (told,) = ear.of(Failed)
+    assert told.text.startswith(f"log: cannot write {blocked / 'runs'} (")
+    assert "The run goes on without a log; name a folder" in told.text
+    assert (len(trainer.history), trainer.log_path, trainer.state) == (5, None, "paused")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_disk_that_fills_up_is_told_and_the_run_goes_on(tmp_path, listen):
+    full = Path("/dev/full").open("w", encoding="utf-8")  # noqa: SIM115 - the log closes it
+    trainer = Trainer(SMALL, log=tmp_path / "run.jsonl")
+    ear = listen(trainer)
+    trainer.run(1)
+    trainer._recorder._log._file.close()
+    trainer._recorder._log._file = full
+    trainer.run(2)
+    assert full.closed
+    assert "No space left on device" in ear.of(Failed)[0].text
+    assert len(ear.of(Failed)) == 1
+    assert len(trainer.history) == 3
+    trainer.run(2)
+    assert len(ear.of(Failed)) == 1

@@ -1,0 +1,94 @@
+"""The trainer's thread: its compute threads, its idle end, an interrupt, the end of Python."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+
+from amplab.lab import ExperimentConfig, Failed, StepRecord, TraceReady, Trainer, load_run
+
+SMALL = ExperimentConfig(hidden=16)
+
+
+def test_waiting_in_a_callback_is_refused_instead_of_hanging(trainer, listen, until):
+    ear = listen(trainer)
+    trainer.subscribe(lambda event: trainer.run(2) if isinstance(event, TraceReady) else None)
+    trainer.request_trace()
+    until(lambda: bool(ear.of(Failed)))
+    assert "wait() in a callback would wait for itself" in ear.of(Failed)[0].text
+
+
+def test_controls_may_be_used_in_a_callback(trainer):
+    trainer.subscribe(lambda event: trainer.pause() if isinstance(event, StepRecord) and event.step == 7 else None)
+    trainer.start()
+    assert trainer.wait(20)
+    assert len(trainer.history) == 8
+
+
+def test_only_the_trainers_own_thread_computes_with_one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    seen: dict[str, int] = {}
+    try:
+        trainer = Trainer(SMALL)
+        trainer.subscribe(lambda event: seen.__setitem__("trainer", torch.get_num_threads()))
+        trainer.run(1)
+        later = threading.Thread(target=lambda: seen.__setitem__("later", torch.get_num_threads()))
+        later.start()
+        later.join()
+        assert seen == {"trainer": 1, "later": 3}
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_an_idle_trainer_is_collected(monkeypatch):
+    monkeypatch.setattr("amplab.lab.worker._IDLE_SECONDS", 0.05)
+    trainer = Trainer(SMALL)
+    trainer.run(1)
+    gone, thread = weakref.ref(trainer), trainer._worker._thread
+    del trainer
+    thread.join(10)
+    gc.collect()
+    assert gone() is None
+
+
+def test_it_starts_again_after_its_thread_has_ended(monkeypatch, until):
+    monkeypatch.setattr("amplab.lab.worker._IDLE_SECONDS", 0.01)
+    trainer = Trainer(SMALL)
+    for _ in range(3):
+        trainer.run(1)
+        until(lambda: trainer._worker._thread is None)
+    assert trainer.history.column("step").tolist() == [0, 1, 2]
+
+
+INTERRUPTED = """
+import signal, sys, threading, time, os
+from amplab.lab import ExperimentConfig, Trainer
+trainer = Trainer(ExperimentConfig(hidden=16), log=sys.argv[1])
+trainer.run(1)
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    trainer.run(10**6)
+except KeyboardInterrupt:
+    print(trainer.state, len(trainer.history) > 1, trainer.run(1).last.step == len(trainer.history) - 1)
+trainer.start()  # and left running: the end of Python must be clean
+time.sleep(0.3)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="SIGINT to itself")
+def test_an_interrupt_pauses_at_a_boundary_and_python_ends_cleanly(tmp_path):
+    path = tmp_path / "run.jsonl"
+    command = [sys.executable, "-c", INTERRUPTED, str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.split() == ["paused", "True", "True"]
+    run = load_run(path)
+    assert not run.truncated
+    assert run.history.column("step").tolist() == list(range(len(run.history)))
