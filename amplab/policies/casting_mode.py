@@ -114,6 +114,10 @@ def is_pushed(mode: TorchFunctionMode) -> bool:
 
 def remove(mode: TorchFunctionMode) -> None:
     """Take `mode` out of this thread's stack, wherever it lies."""
+    top = _pop_mode()
+    if top is mode:
+        return
+    _push_mode(top)
     _push_all([other for other in reversed(_pop_all()) if other is not mode])
 
 
