@@ -15,6 +15,7 @@ Nothing happens on import. What is built is in ``recipe.py``, where it is kept i
 """
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -31,7 +32,7 @@ import torch
 from amplab.kernels import cache
 from amplab.kernels.recipe import Obstacle, Recipe, current_recipe, obstacle
 
-__all__ = ["BuildReport", "ensure", "report", "settle"]
+__all__ = ["BuildReport", "KernelLibrary", "ensure", "report", "settle"]
 
 _MODES = ("auto", "reference", "require")
 _TIMEOUT = 900.0  # seconds; a compiler that takes longer is taken to hang
@@ -70,7 +71,7 @@ with the same results.
             case "building":
                 sentences = f"{self.what}, in the background. The pure-torch reference serves meanwhile."
             case _:
-                cause = f": {self.cause}" if self.cause else ""
+                cause = f": {self.cause.rstrip('.')}" if self.cause else ""
                 remedy = f" To have them: {self.remedy}." if self.remedy else ""
                 sentences = f"{self.what}{cause}.{remedy} The pure-torch reference serves, with the same results."
         return f"amplab kernels: {self.status}. {sentences}"
@@ -109,8 +110,8 @@ def settle() -> None:
         _KERNELS.attend()
 
 
-class _Kernels:
-    """The one library of this process."""
+class KernelLibrary:
+    """The kernels as a process sees them: not asked for, building, loaded, failed. There is one; tests make more."""
 
     def __init__(self) -> None:
         self.report = BuildReport("reference", "CPU and CUDA kernels", cause="not asked for yet")
@@ -121,8 +122,8 @@ class _Kernels:
         self._thread: threading.Thread | None = None
         self._on_report: OnReport | None = None
 
-    def ensure(self, on_report: OnReport | None, wait: bool) -> BuildReport:
-        """See `ensure`."""
+    def ensure(self, on_report: OnReport | None = None, wait: bool = False) -> BuildReport:
+        """The function `ensure` of this module, of this library."""
         self._on_report = on_report or self._on_report
         self.attend()
         if wait and self._thread is not None:
@@ -190,7 +191,7 @@ class _Kernels:
             self._on_report(news)
 
 
-_KERNELS = _Kernels()
+_KERNELS = KernelLibrary()
 
 
 def _mode() -> str:
@@ -264,7 +265,8 @@ def _run_compiler(recipe: Recipe, *, own_session: bool) -> Obstacle | None:
 def _explain(recipe: Recipe, log: bytes) -> Obstacle:
     """The first error of a failed build, and where to read the rest."""
     lines = [line.strip() for line in log.decode(errors="replace").splitlines() if line.strip()]
-    cause = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "the build said nothing")
+    errors = [line for line in lines if re.search(r"\berror( \w+)?:", line)]  # a compiler's, not Python's "Error:"
+    cause = (errors[:1] or lines[-1:] or ["the build said nothing"])[0]
     folder = cache.writable_folder(recipe.key)
     if folder is None:
         return Obstacle(cause, "set XDG_CACHE_HOME to a folder that can be written")
@@ -278,4 +280,4 @@ def _frames_to_caller() -> int:
     frame, level = sys._getframe(1), 1
     while frame is not None and frame.f_code.co_filename.startswith(package):
         frame, level = frame.f_back, level + 1
-    return level - 1
+    return level

@@ -1,0 +1,358 @@
+"""The build: one cold build in processes of their own, and all the ways not to have one."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from amplab.kernels import BuildReport, cache, recipe
+from amplab.kernels.build import KernelLibrary
+
+STEP = """
+import json, sys, time, warnings
+import torch
+from amplab import kernels
+news = []
+began = time.perf_counter()
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    {before}
+    for _ in range(2):
+        grads, found_inf = [torch.tensor([2.0, float("inf")])], torch.zeros(1)
+        kernels.unscale_(grads, found_inf, torch.tensor([0.5]))
+report = kernels.report()
+print(json.dumps(dict(
+    status=report.status, text=str(report), seconds=time.perf_counter() - began,
+    grads=grads[0].tolist(), found_inf=found_inf.item(), news=news,
+    warnings=[(str(w.message), w.category.__name__, w.filename) for w in said],
+    compiled="amplab" in torch._C._dispatch_dump("amplab::multi_tensor_unscale_").split("CPU:")[-1].split("\\n")[0]
+        if "CPU:" in torch._C._dispatch_dump("amplab::multi_tensor_unscale_") else False,
+    imported_compiler="torch.utils.cpp_extension" in sys.modules,
+)))
+"""
+
+
+def environment(folder, **variables):
+    """This process's environment with a cache, home and temporary folder inside ``folder``."""
+    (folder / "tmp").mkdir(exist_ok=True)
+    own = {"XDG_CACHE_HOME": str(folder / "cache"), "TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1"}
+    kept = {name: value for name, value in os.environ.items() if name not in ("AMPLAB_KERNELS", "CXX")}
+    return {**kept, **own, **variables}
+
+
+def start(folder, before="pass", **variables):
+    command = [sys.executable, "-c", STEP.format(before=before)]
+    return subprocess.Popen(
+        command, env=environment(folder, **variables), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish(process):
+    """What the step printed about itself, and its stderr."""
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    return json.loads(out), err
+
+
+def step(folder, before="pass", **variables):
+    return finish(start(folder, before, **variables))
+
+
+def is_right(result):
+    return result["grads"] == [1.0, float("inf")] and result["found_inf"] == 1.0
+
+
+def libraries(folder):
+    return list(folder.rglob("amplab_kernels*.so"))
+
+
+def no_tools(folder):
+    """A PATH on which nothing is."""
+    (folder / "nothing").mkdir(exist_ok=True)
+    return str(folder / "nothing")
+
+
+needs_tools = pytest.mark.skipif(
+    recipe.obstacle() is not None or os.name != "posix", reason=f"cannot build here: {recipe.obstacle()}"
+)
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory):
+    """One cold build with everything going wrong on the way; each chapter is looked at by a test of its own.
+
+    A script begins a build and ends before it; the builder is killed while it compiles; two processes then want
+    the kernels at the same moment.
+    """
+    folder = tmp_path_factory.mktemp("story")
+    told = {"folder": folder, "short script": step(folder)}
+    [scratch] = wait_for(lambda: list(folder.rglob("scratch-*/main.cpp")))
+    told["lock"] = wait_for(lambda: list(scratch.parent.glob("lock")))
+    kill_builder(folder)
+    began = time.perf_counter()
+    patient = "print(kernels.ensure(on_report=lambda r: news.append(r.status), wait=True), file=sys.stderr)"
+    both = [start(folder, AMPLAB_KERNELS="require"), start(folder, patient)]
+    told["require"], told["auto"] = (finish(process) for process in both)
+    told["seconds"] = time.perf_counter() - began
+    return told
+
+
+def wait_for(condition, seconds=120.0):
+    deadline = time.monotonic() + seconds
+    while not (result := condition()):
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+    return result
+
+
+def kill_builder(folder):
+    """kill -9 to the process that holds the folder's lock, told by the command it was started with."""
+    [key] = [path.parent.name for path in folder.rglob("building")]
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            own = str(folder).encode() in (process / "environ").read_bytes()
+        except OSError:
+            continue
+        if own and key.encode() in words:
+            os.kill(int(process.name), signal.SIGKILL)
+            return
+    raise AssertionError("no builder is running")
+
+
+proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc to find the builder")
+
+
+@needs_tools
+@proc
+def test_a_short_script_does_not_wait_and_is_right(story):
+    result, err = story["short script"]
+    assert is_right(result)
+    assert result["status"] == "building"
+    assert not result["compiled"]
+    assert result["warnings"] == []
+    [line] = err.splitlines()
+    assert line.startswith("amplab kernels: building. CPU kernels from unscale.cpp, in the background.")
+    assert not result["imported_compiler"]
+
+
+@needs_tools
+@proc
+def test_a_killed_builder_is_no_obstacle(story):
+    assert story["lock"], "torch had not taken its lock when the builder was killed"
+    assert story["require"][0]["status"] == "built"
+    assert not list(story["folder"].rglob("scratch-*"))
+
+
+@needs_tools
+@proc
+@pytest.mark.parametrize("which", ["require", "auto"])
+def test_two_processes_at_once_share_one_build(story, which):
+    result, _ = story[which]
+    assert is_right(result)
+    assert result["status"] == "built"
+    assert result["compiled"]
+    assert result["warnings"] == []
+    assert len(libraries(story["folder"])) == 1
+
+
+@needs_tools
+@proc
+def test_reports_follow_one_another(story):
+    result, err = story["auto"]
+    assert result["news"] == ["building", "built"]
+    assert "amplab kernels: built. CPU kernels from unscale.cpp, kept in " in err
+    assert "building" not in err  # whoever listens is told, and stderr is left alone
+
+
+@needs_tools
+@proc
+def test_a_cached_build_needs_no_tools_and_writes_nothing(story):
+    folder = story["folder"]
+    before = {path: path.stat().st_mtime_ns for path in (folder / "cache").rglob("*")}
+    result, err = step(folder, PATH=no_tools(folder), AMPLAB_KERNELS="require")
+    assert is_right(result)
+    assert result["compiled"]
+    assert err == ""
+    assert not result["imported_compiler"]
+    assert {path: path.stat().st_mtime_ns for path in (folder / "cache").rglob("*")} == before
+
+
+def test_without_a_compiler_results_are_right_and_one_warning_says_why(tmp_path):
+    result, err = step(tmp_path, PATH=no_tools(tmp_path), CXX="c++-of-nowhere")
+    assert is_right(result)
+    assert result["status"] == "failed"
+    assert [message for message, _, _ in result["warnings"]] == [result["text"]]
+    assert err == ""
+
+
+def test_an_import_starts_nothing(tmp_path):
+    command = "import amplab.kernels, threading; print(threading.active_count(), amplab.kernels.report().status)"
+    result = subprocess.run(
+        [sys.executable, "-c", command], env=environment(tmp_path), capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == ["1", "reference"]
+    assert not (tmp_path / "cache").exists()
+
+
+# In this process, each time with a library of its own that has nothing to load.
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """A library that was not asked for yet, an empty cache, and no tools."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("PATH", no_tools(tmp_path))
+    monkeypatch.setenv("CXX", "c++-of-nowhere")
+    monkeypatch.delenv("AMPLAB_KERNELS", raising=False)
+    return KernelLibrary()
+
+
+NO_COMPILER = "no C++ compiler: 'c++-of-nowhere' is not on PATH"
+
+
+@needs_tools
+def test_no_compiler_is_one_warning_with_cause_and_remedy(library):
+    with pytest.warns(RuntimeWarning, match=re.escape(NO_COMPILER)) as warned:
+        library.attend()
+    library.attend()  # says nothing more, or it would be an error here
+    [warning] = warned
+    assert warning.filename == __file__  # the caller's line, not one of amplab's
+    assert "To have them: " in str(warning.message)
+    assert "The pure-torch reference serves, with the same results." in str(warning.message)
+    assert library.report.status == "failed"
+    assert not library.needs_attention
+
+
+@needs_tools
+def test_whoever_listens_is_told_of_the_failure_and_not_warned(library):
+    news = []
+    assert library.ensure(news.append) is library.report
+    assert [report.cause for report in news] == [NO_COMPILER]
+
+
+@needs_tools
+def test_require_raises_each_time_where_nothing_can_be_built(library, monkeypatch):
+    monkeypatch.setenv("AMPLAB_KERNELS", "require")
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=f"^AMPLAB_KERNELS=require: {re.escape(NO_COMPILER)}. To have the kernels:"
+        ):
+            library.attend()
+        assert library.needs_attention
+
+
+def test_reference_builds_nothing(library, monkeypatch, tmp_path):
+    monkeypatch.setenv("AMPLAB_KERNELS", "reference")
+    library.attend()
+    assert (library.report.status, library.report.cause) == ("reference", "AMPLAB_KERNELS=reference")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_another_mode_is_refused_each_time(library, monkeypatch):
+    monkeypatch.setenv("AMPLAB_KERNELS", "fast")
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"^AMPLAB_KERNELS='fast': expected one of auto, reference, require; unset it"
+        ):
+            library.attend()
+        assert library.needs_attention
+
+
+@needs_tools
+def test_a_library_that_does_not_load_is_thrown_away(library, tmp_path):
+    folder = cache.writable_folder(recipe.current_recipe().key)
+    (tmp_path / "broken").write_bytes(b"not a library")
+    cache.publish(tmp_path / "broken", folder)
+    library.ensure(print)
+    assert library.report.cause == NO_COMPILER
+    assert libraries(tmp_path) == []
+
+
+@needs_tools
+def test_a_compiler_that_fails_is_quoted_and_its_log_kept(library, tmp_path, monkeypatch):
+    monkeypatch.undo()
+    compiler = tmp_path / "c++"
+    failing = "echo 'unscale.cpp:1:1: error: the moon is wrong' >&2; exit 1"
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *.cpp*) {failing};; *) exec {shutil.which("c++")} "$@";; esac\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.warns(RuntimeWarning, match="error: the moon is wrong"):
+        report = library.ensure(wait=True)
+    assert report.status == "failed"
+    assert report.cause == "unscale.cpp:1:1: error: the moon is wrong"
+    assert report.cause in Path(report.remedy.removeprefix("read ")).read_text()
+
+
+@pytest.mark.parametrize(
+    ("report", "text"),
+    [
+        (BuildReport("built", "CPU kernels", 6.04), "amplab kernels: built. CPU kernels, in 6.0 s."),
+        (
+            BuildReport("reference", "CPU kernels", cause="AMPLAB_KERNELS=reference"),
+            "amplab kernels: reference. CPU kernels: AMPLAB_KERNELS=reference. "
+            "The pure-torch reference serves, with the same results.",
+        ),
+    ],
+)
+def test_a_report_prints_as_a_sentence(report, text):
+    assert str(report) == text
+
+
+# What decides about a build, without building.
+
+
+def test_ninja_is_found_beside_python_without_path(tmp_path, monkeypatch):
+    tools = tmp_path / "venv" / "bin"
+    tools.mkdir(parents=True)
+    for name in ("ninja", "python"):
+        (tools / name).write_text("#!/bin/sh\n")
+        (tools / name).chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tools / "python"))
+    monkeypatch.setenv("PATH", no_tools(tmp_path))
+    assert shutil.which("ninja", path=recipe.search_path()) == str(tools / "ninja")
+
+
+def test_old_torch_is_an_obstacle(monkeypatch):
+    monkeypatch.setattr("torch.__version__", "2.9.1+cpu")
+    assert "this is torch 2.9.1+cpu" in recipe.obstacle().cause
+    assert recipe.obstacle().remedy == "python -m pip install 'torch>=2.10'"
+
+
+def test_the_key_follows_sources_flags_and_torch(tmp_path, monkeypatch):
+    source = tmp_path / "a.cpp"
+    source.write_text("int a;")
+
+    def key(*cflags):
+        return recipe.Recipe((source,), (), (), cflags, (), ()).key
+
+    original = key("-O2")
+    assert key("-O2") == original
+    assert key("-O3") != original
+    monkeypatch.setattr("torch.__version__", "2.99")
+    assert key("-O2") != original
+    monkeypatch.undo()
+    source.write_text("int b;")
+    assert key("-O2") != original
+
+
+@pytest.mark.skipif(os.name != "posix", reason="ownership is a matter of POSIX")
+def test_a_folder_that_others_may_write_is_not_trusted(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/nowhere")
+    folder = cache.writable_folder("0123")
+    assert folder.parent == tmp_path / f"amplab-kernels-{os.getuid()}"
+    cache.publish(Path(shutil.copy(__file__, tmp_path / "library")), folder)
+    assert cache.find("0123") is not None
+    folder.parent.chmod(0o777)
+    assert cache.find("0123") is None
+    assert cache.writable_folder("0123") is None
