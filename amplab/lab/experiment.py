@@ -174,7 +174,7 @@ class Experiment:
                 self._optimizer = _build_optimizer(config, self._model)
             self._initialize(config)
             if kept is not None:
-                self._session.load_state_dict(_clamped(kept, config))
+                self._session.load_state_dict(_below_ceiling(kept, config))
             self._loss_scale = self._session.loss_scale()
             self._weigh_until = self._step + 2
         for group in self._optimizer.param_groups:
@@ -312,13 +312,7 @@ def _refuse_new_weights(old: ExperimentConfig, new: ExperimentConfig) -> None:
     )
 
 
-def _clamped(state: dict, config: ExperimentConfig) -> dict:
-    """Return a session's state with its scales inside the new floor and ceiling, its clean steps inside the window."""
-    floor = config.min_loss_scale or 0.0
-    return {
-        name: {
-            "loss_scale": min(max(entry["loss_scale"], floor), config.max_loss_scale),
-            "unskipped": min(entry["unskipped"], config.growth_interval - 1),
-        }
-        for name, entry in state.items()
-    }
+def _below_ceiling(state: dict, config: ExperimentConfig) -> dict:
+    """Return a session's state with its scales at most max_loss_scale; it sees to the floor itself when it loads."""
+    ceiling = config.max_loss_scale
+    return {name: {**entry, "loss_scale": min(entry["loss_scale"], ceiling)} for name, entry in state.items()}

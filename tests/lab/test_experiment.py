@@ -192,6 +192,9 @@ def test_a_dynamic_scale_goes_on_unless_its_start_changes():
     assert experiment.loss_scale == 2.0**19
     experiment.switch(experiment.config.changed(max_loss_scale=2.0**17))
     assert experiment.loss_scale == 2.0**17
+    experiment.switch(experiment.config.changed(min_loss_scale=2.0**20, max_loss_scale=2.0**21))
+    assert experiment.loss_scale == 2.0**20
+    experiment.switch(experiment.config.changed(min_loss_scale=None))
     experiment.switch(experiment.config.changed(init_scale=1024.0))
     assert experiment.loss_scale == 1024.0
     experiment.switch(experiment.config.changed(loss_scale=128.0))
