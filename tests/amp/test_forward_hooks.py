@@ -134,6 +134,13 @@ def test_a_copy_runs_on_weights_of_its_own(problem, level, duplicate):
     assert torch.equal(model(problem.inputs), expected)
 
 
+def test_a_pickle_holds_no_masters():
+    model = nn.Linear(256, 256)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.Session().initialize(model, optimizer, opt_level="O2", verbosity=0)
+    assert 2 * 256 * 256 < len(pickle.dumps(model)) < 3 * 256 * 256
+
+
 def test_a_copy_of_o2_can_be_initialized_by_another_session_after_float(problem):
     session, model = amp.Session(), problem.model()
     session.initialize(model, opt_level="O2", verbosity=0)
@@ -151,12 +158,14 @@ def test_an_exception_in_forward_ends_the_engine(level, error):
         def forward(self, inputs):
             raise error
 
-    session, model = amp.Session(), Failing(2, 2)
-    session.initialize(model, opt_level=level, verbosity=0)
+    session, model, beside = amp.Session(), Failing(2, 2), nn.Linear(2, 2)
+    session.initialize([model, beside], opt_level=level, verbosity=0)
+    weight = torch.ones(2, 2)
     with pytest.raises(error):
         model(torch.ones(1, 2))
-    session.reset()  # an interrupt lets no hook run: this is where its scope ends
-    weight = torch.ones(2, 2)
+    if error is ValueError:
+        assert (weight @ weight).dtype == torch.float32
+    session.initialize(model, opt_level="O0", verbosity=0)  # an interrupt lets no hook run: its scope ends here
     assert (weight @ weight).dtype == torch.float32
     other = amp.Session()
     other.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)

@@ -105,6 +105,20 @@ def test_half_weights_and_parts_of_a_model_can_be_loaded(problem):
     assert torch.equal(masters[5], torch.ones(4))
 
 
+def test_masters_follow_what_other_hooks_make_of_the_values(problem):
+    session, model, optimizer = start(problem, "O2", "sgd")
+
+    def double(module, saved, prefix, *_):
+        saved[prefix + "weight"] = saved.pop(prefix + "half_of_it") * 2
+
+    model[0].register_load_state_dict_pre_hook(double)
+    values = torch.full((32, 16), 0.1)
+    model[0].load_state_dict({"half_of_it": values, "bias": torch.zeros(32)})
+    master = next(session.master_params(optimizer))
+    assert torch.equal(master, (values * 2).half().float())
+    assert torch.equal(model[0].weight, master.half())
+
+
 def test_a_load_that_fails_keeps_masters_and_model_together(problem):
     session, model, optimizer = start(problem, "O2", "sgd")
     wrong = problem.model(seed=1).state_dict()

@@ -1,0 +1,187 @@
+"""Accumulation and failures in scale_loss, against the gradients of plain torch.
+
+``patch_torch_functions=False`` at O1 is float32 with dynamic scaling: powers of two scale without rounding, so every
+comparison with plain torch is exact.
+"""
+
+
+import pytest
+import torch
+from torch import nn
+
+from amplab import amp
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True),
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+    "adadelta": torch.optim.Adadelta,
+}
+
+
+def initialized(model, optimizer, **overrides):
+    session = amp.Session()
+    overrides = {"opt_level": "O1", "patch_torch_functions": False, "verbosity": 0, **overrides}
+    session.initialize(model, optimizer, **overrides)
+    return session
+
+
+def same(left, right):
+    """Whether two nests of dicts, lists and tensors agree bit for bit."""
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    return torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_accumulated_gradients_are_those_of_float32(problem, delayed, set_to_none):
+    model, by_hand = problem.model(), problem.model()
+    optimizer, hand_optimizer = (OPTIMIZERS["adam"](each.parameters()) for each in (model, by_hand))
+    session = initialized(model, optimizer)
+    for step in range(4):
+        for micro in range(3):
+            loss = problem.loss(model, 3 * step + micro)
+            with session.scale_loss(loss, optimizer, delay_unscale=delayed and micro < 2) as scaled_loss:
+                scaled_loss.backward()
+            problem.loss(by_hand, 3 * step + micro).backward()
+        for param, expected in zip(model.parameters(), by_hand.parameters(), strict=True):
+            assert torch.equal(param.grad, expected.grad)
+        for each in (optimizer, hand_optimizer):
+            each.step()
+            each.zero_grad(set_to_none=set_to_none)
+    assert same(model.state_dict(), by_hand.state_dict())
+    assert session.state_dict()["loss_scaler0"]["unskipped"] == (4 if delayed else 12)
+
+
+def test_a_scale_that_moves_during_delayed_accumulation_is_accounted_for(problem):
+    model, by_hand = problem.model(), problem.model()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    session = initialized(model, optimizer, num_losses=2, scale_window=1)
+    for step, options in enumerate([{}, {"delay_unscale": True}, {"loss_id": 1, "delay_unscale": True}, {}]):
+        with session.scale_loss(problem.loss(model, step), optimizer, **options) as scaled_loss:
+            scaled_loss.backward()
+        problem.loss(by_hand, step).backward()
+    assert (session.loss_scale(0), session.loss_scale(1)) == (2.0**18, 2.0**16)
+    for param, expected in zip(model.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, expected.grad, rtol=1e-6, atol=1e-7)
+
+
+def test_accumulation_on_masters(problem):
+    """Gradients of three backwards add up in float32 on the masters, and the model's are clear after each."""
+    model = problem.model(batch_norm=False)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    session = amp.Session()
+    session.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    sums = [torch.zeros_like(master) for master in session.master_params(optimizer)]
+    for step in range(3):
+        (problem.loss(model, step) * 2.0**16).backward()
+        for total, param in zip(sums, model.parameters(), strict=True):
+            total.add_(param.grad.float() / 2.0**16)
+        with session.scale_loss(problem.loss(model, step), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        assert all(param.grad is None for param in model.parameters())
+    assert all(torch.equal(m.grad, total) for m, total in zip(session.master_params(optimizer), sums, strict=True))
+    optimizer.step()
+    assert all(master.grad is None for master in session.master_params(optimizer))
+
+
+def test_delayed_accumulation_on_half_parameters(problem):
+    model = problem.model(batch_norm=False)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    session = amp.Session()
+    session.initialize(model, optimizer, opt_level="O2", loss_scale=64.0, verbosity=0)
+    sums = [torch.zeros_like(param) for param in model.parameters()]
+    for step in range(3):
+        (problem.loss(model, step) * 64).backward()
+        for total, param in zip(sums, model.parameters(), strict=True):
+            total.add_(param.grad)
+            param.grad = None
+    for step in range(3):
+        with session.scale_loss(problem.loss(model, step), optimizer, delay_unscale=step < 2) as scaled_loss:
+            scaled_loss.backward()
+    for master, total in zip(session.master_params(optimizer), sums, strict=True):
+        torch.testing.assert_close(master.grad, total.float() / 64, rtol=2e-3, atol=1e-5)
+
+
+def fail_in_the_block(session, loss, optimizer, error):
+    with session.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+        raise error
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_exception_in_the_block_leaves_everything_as_it_was(problem, level, error):
+    def run(stumble):
+        session, model = amp.Session(), problem.model()
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        session.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+        with session.casting():
+            for step in range(3):
+                if stumble:
+                    model.eval()
+                    with pytest.raises(error):
+                        fail_in_the_block(session, problem.loss(model, step), optimizer, error)
+                    model.train()
+                problem.train(session, model, optimizer, [step])
+        return model.state_dict(), session.state_dict()
+
+    assert same(run(stumble=True), run(stumble=False))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_exception_keeps_what_was_accumulated(problem, level):
+    model = problem.model()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    session = amp.Session()
+    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    with session.casting(), session.scale_loss(problem.loss(model, 0), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    before = [param.grad.clone() for param in session.master_params(optimizer)]
+    assert all(grad.isfinite().all() for grad in before)
+    with pytest.raises(KeyError):
+        fail_in_the_block(session, problem.loss(model, 1), optimizer, KeyError)
+    assert same(before, [param.grad for param in session.master_params(optimizer)])
+
+
+def test_gradients_of_other_optimizers_stay_out_of_a_step(problem):
+    """As in a GAN: the generator's backward leaves gradients on the half parameters of the discriminator."""
+    generator, discriminator = nn.Linear(4, 16), problem.model(batch_norm=False)
+    optimizers = [OPTIMIZERS["sgd"](model.parameters()) for model in (generator, discriminator)]
+    session = amp.Session()
+    session.initialize([generator, discriminator], optimizers, opt_level="O2", verbosity=0, loss_scale=2.0)
+    fake = generator(torch.ones(8, 4))
+    with session.scale_loss(discriminator(fake).sum(), optimizers[0]) as scaled_loss:
+        scaled_loss.backward()
+    optimizers[0].step()
+    with session.scale_loss(problem.loss(discriminator, 0), optimizers[1]) as scaled_loss:
+        scaled_loss.backward()
+    found = [master.grad for master in session.master_params(optimizers[1])]
+    discriminator.zero_grad()
+    (problem.loss(discriminator, 0) * 2).backward()
+    assert all(torch.equal(g, p.grad.float() / 2) for g, p in zip(found, discriminator.parameters(), strict=True))
+
+
+def test_one_optimizer_named_twice_is_unscaled_once(problem):
+    model = problem.model()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    session = initialized(model, optimizer)
+    with session.scale_loss(model[0].weight.sum(), [optimizer, optimizer]) as scaled_loss:
+        scaled_loss.backward()
+    assert torch.equal(model[0].weight.grad, torch.ones(32, 16))
+
+
+def test_sparse_gradients_are_unscaled_and_added_up():
+    model = nn.Embedding(8, 2, sparse=True)
+    optimizer = torch.optim.SparseAdam(model.parameters())
+    session = initialized(model, optimizer)
+    for _ in range(2):
+        with session.scale_loss(model(torch.tensor([1, 3, 3])).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+    assert model.weight.grad.to_dense()[:, 0].tolist() == [0, 2, 0, 4, 0, 0, 0, 0]
+    optimizer.step()
+    assert session.last_step(optimizer).stepped
