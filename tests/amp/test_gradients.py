@@ -183,5 +183,9 @@ def test_sparse_gradients_are_unscaled_and_added_up():
         with session.scale_loss(model(torch.tensor([1, 3, 3])).sum(), optimizer) as scaled_loss:
             scaled_loss.backward()
     assert model.weight.grad.to_dense()[:, 0].tolist() == [0, 2, 0, 4, 0, 0, 0, 0]
+    with session.scale_loss(model.weight.sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert model.weight.grad[:, 0].tolist() == [1, 3, 1, 5, 1, 1, 1, 1]
+    model.weight.grad = model.weight.grad.to_sparse(1)
     optimizer.step()
     assert session.last_step(optimizer).stepped
