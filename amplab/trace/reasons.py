@@ -72,7 +72,7 @@ def _is_inside_an_op(place: Place, origin: OpRecord | None) -> bool:
     """Whether a change of dtype is how torch computes an op (attention on the CPU), which nobody asked for."""
     if _is_autograds(place):
         return place.node.startswith(_GRADIENTS_OF_CASTS) and origin is not None and not origin.is_cast
-    if not place.call or place.stage or place.call in _ASKS_FOR_DTYPE or place.call == SCALE_LOSS:
+    if not place.call or place.call in _ASKS_FOR_DTYPE or place.call == SCALE_LOSS:
         return False
     return place.table != TORCH_AUTOCAST if place.decision is None else place.decision.kind == "op"
 

@@ -43,7 +43,7 @@ def trace_step(
     Raises:
         TypeError: `model`, `loss_fn` or what it returns is of another type.
         ValueError: a loss that is no single number or hangs on no parameter, a loss scale out of range, a model that is
-            compiled or not yet initialised. What `loss_fn` raises passes through, with everything put back.
+            compiled, scripted or not yet initialised. What `loss_fn` raises passes through, with everything put back.
 
     Sync: none.
 
@@ -102,6 +102,8 @@ def _check_module(path: str, module: nn.Module) -> None:
             f"{path} is compiled: its ops are fused and never reach the dispatcher one by one; trace the module that "
             "was given to torch.compile."
         )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(f"{path} is scripted and takes no hooks; trace the module that was given to torch.jit.")
     if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(False), *module.buffers(False))):
         raise ValueError(f"{path} has uninitialised parameters: expected a model that has seen a batch; run it once.")
 

@@ -59,6 +59,9 @@ def _nodes_behind(loss: Tensor) -> Iterator[torch.autograd.graph.Node]:
         waiting += found
 
 
+_unseen_by_engines = torch._C.DisableTorchFunction
+
+
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
     """Run a block on `model` and put everything back that it changed, also after an exception.
@@ -70,20 +73,13 @@ def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
     """
     gradients = ParkedGradients()
     with ExitStack() as undo:
-        with _quietly():
+        with _unseen_by_engines():
             undo.callback(gradients.restore)
             gradients.park(parameter for parameter in model.parameters() if parameter.is_leaf)
             for module in model.modules():
                 undo.callback(_ModuleState.of(module).restore)
         undo.enter_context(_random_states(model))
         yield gradients
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Out of reach of autograd and of the function modes that are active, casting engines among them."""
-    with torch.no_grad(), torch._C.DisableTorchFunction():
-        yield
 
 
 @dataclass(frozen=True)
@@ -127,7 +123,7 @@ class _ModuleState:
         self.module.training = self.training
         _rebind(self.module._parameters, self.parameters)
         _rebind(self.module._buffers, self.buffers)
-        with _quietly():
+        with _unseen_by_engines():
             for copy in self.copies:
                 copy.restore()
 

@@ -95,6 +95,22 @@ def test_the_backward_of_a_custom_function_is_its_own_code(scenario):
     ]
 
 
+def test_adding_in_a_custom_backward_is_its_own_code():
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad + grad
+
+    model = nn.Linear(2, 2)
+    trace = trace_step(model, lambda: Doubled.apply(model(torch.ones(1, 2))).sum())
+    (added,) = [record for record in trace if record.aten == "aten.add.Tensor"]
+    assert (added.op, added.note) == ("add", "in the backward of Doubled")
+
+
 def test_ops_without_gradient_have_no_backward(scenario):
     model, loss = scenario("custom")
     trace = trace_step(model, loss)

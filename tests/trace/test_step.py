@@ -4,7 +4,9 @@ import contextlib
 import copy
 import dataclasses
 import random
+import warnings
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -237,6 +239,14 @@ def test_ambient_casting_of_torch_is_recorded_too(scenario):
     assert "torch.autocast casts for linear" in trace.casts[0].reason
 
 
+def test_a_scripted_module_is_refused():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
+    with pytest.raises(ValueError, match="is scripted and takes no hooks; trace the module that was given"):
+        trace_step(scripted, list)
+
+
 def test_halves_of_torchs_own_casting_are_native():
     model = nn.Linear(4, 4)
     with cpu_half("fp32_accumulate"):
@@ -285,6 +295,24 @@ def test_a_gradient_penalty_is_backward_twice():
     }
     penalty = next(record for record in trace if record.op == "square" and record.phase == "forward")
     assert any(record.phase == "backward" for record in trace.records[: penalty.index])
+
+
+def test_gradients_computed_in_a_forward_are_backward_and_not_run_again():
+    class Energy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.potential = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+        def forward(self, x):
+            (force,) = torch.autograd.grad(self.potential(x).sum(), x, create_graph=True)
+            return force
+
+    model = Energy()
+    x = torch.ones(2, 3, requires_grad=True)
+    trace = trace_step(model, lambda: model(x).square().mean())
+    assert not any(record.note for record in trace)
+    inside = [record for record in trace if record.phase == "backward" and record.op == "tanh"]
+    assert {record.module for record in inside} == {"potential.1"}
 
 
 def test_leaves_outside_the_model_get_their_gradients_back():
@@ -351,6 +379,13 @@ def test_a_compiled_module_is_refused():
     model[0].compile(backend="eager")
     with pytest.raises(ValueError, match="0 is compiled: its ops are fused"):
         trace_step(model, list)
+
+
+def test_a_step_traced_in_a_thread_of_its_own_is_the_same(scenario):
+    model, loss = scenario("cnn")
+    with ThreadPoolExecutor(1) as pool:
+        elsewhere = pool.submit(lambda: trace_step(model, loss, casting=CastingEngine().active())).result()
+    assert elsewhere == trace_step(model, loss, casting=CastingEngine().active())
 
 
 def test_dropout_draws_the_same_numbers_with_and_without_a_trace():
