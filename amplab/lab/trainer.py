@@ -228,11 +228,11 @@ class Trainer:
             ValueError: `steps` is not a whole number > 0.
         """
         _check_steps(steps)
-        with self._turn:
-            if self._state == "running":
-                raise RuntimeError(f"run({steps}): the experiment is running already; call pause() first.")
-            self.start(steps)
         try:
+            with self._turn:
+                if self._state == "running":
+                    raise RuntimeError(f"run({steps}): the experiment is running already; call pause() first.")
+                self.start(steps)
             self.wait()
         except KeyboardInterrupt:
             self.pause()

@@ -72,7 +72,10 @@ import signal, sys, threading, time, os
 from amplab.lab import ExperimentConfig, Trainer
 trainer = Trainer(ExperimentConfig(hidden=16), log=sys.argv[1])
 trainer.run(1)
-threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+def interrupt(event):
+    if getattr(event, "step", 0) == 20:
+        os.kill(os.getpid(), signal.SIGINT)
+trainer.subscribe(interrupt)
 try:
     trainer.run(10**6)
 except KeyboardInterrupt:
