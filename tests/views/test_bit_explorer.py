@@ -193,6 +193,8 @@ def test_neighbours_of_a_power_of_two_are_nearer_below():
     assert neighbours["above"]["text"] == "1.0009765625"
     assert 50 - neighbours["below"]["position"] == (neighbours["above"]["position"] - 50) / 2
     assert neighbours["gap_above"] == "2⁻¹⁰ = 0.000977"
+    half_way = [(50 + neighbours[name]["position"]) / 2 for name in ("below", "above")]
+    assert neighbours["zone"] == half_way
 
 
 def test_neighbours_at_the_edge_of_the_range():
