@@ -72,7 +72,7 @@ def test_reference_into_outputs_is_numpys_arithmetic(dtype, output):
     def rounded(exact):  # torch takes a double to half by way of float
         return exact.astype(np.float32).astype(output) if output == np.float16 else exact.astype(output)
 
-    copied, added, inv_scale = torch.empty(500).numpy().astype(output), before.copy(), torch.tensor([float(inverse)])
+    copied, added, inv_scale = np.zeros(500, output), before.copy(), torch.tensor([float(inverse)])
     multi_tensor_unscale_copy_reference([torch.from_numpy(x)], [torch.from_numpy(copied)], flag(), inv_scale)
     multi_tensor_unscale_add_reference([torch.from_numpy(x)], [torch.from_numpy(added)], flag(), inv_scale)
     assert np.array_equal(copied, rounded(product))
