@@ -90,7 +90,9 @@ def add_scaled(aside: Iterable[SetAside], factor: float) -> None:
         if new is None:
             param.grad = old
         else:
-            param.grad = old + new if old.is_sparse else old.add_(new)
+            param.grad = (
+                new + old if old.is_sparse else old.add_(new)
+            )  # torch adds sparse to dense, not dense to sparse
 
 
 def reached_first(params: Iterable[Tensor]) -> Tensor | None:

@@ -221,9 +221,11 @@ class HookedOptimizer:
             return (args[0], self._watched(args[1]), *args[2:]), kwargs
         if kwargs.get("closure") is not None:
             return args, {**kwargs, "closure": self._watched(kwargs["closure"])}
-        with bookkeeping():
-            self._refuse_scaled_grads(optimizer)
-            parked = set_aside(self._current_params()) if self._skip else []
+        parked: list[SetAside] = []
+        if self._skip is not None or not self.passes_gradients_through:
+            with bookkeeping():
+                self._refuse_scaled_grads(optimizer)
+                parked = set_aside(self._current_params()) if self._skip else []
         self._step = _Step(frame, parked)
         if not self._casts_in_step:
             self._scopes.enter(disable_casts())
@@ -263,12 +265,13 @@ class HookedOptimizer:
     def _after_step(self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         if self._step is not None and self._step.frame is not _caller():
             return
-        with bookkeeping():
-            self._leave_step()
-            if self._skip is None:
-                self.masters.copy_to_model()
-            for pair in self.masters.pairs:
-                pair.master.grad = None
+        self._leave_step()
+        if self.masters.pairs:
+            with bookkeeping():
+                if self._skip is None:
+                    self.masters.copy_to_model()
+                for pair in self.masters.pairs:
+                    pair.master.grad = None
         self.outcome = _STEPPED if self._skip is None else self._skipped(self._skip)
         self._skip = None
 
