@@ -26,7 +26,7 @@ class Publisher:
         self._lock = threading.Lock()
         self._callbacks: dict[int, Callback] = {}
         self._next_token = 0
-        self._reported: set[tuple[int, str]] = set()
+        self._told: dict[int, set[str]] = {}  # what each callback has raised
         self._failures: deque[Failed] = deque(maxlen=_FAILURES_KEPT)
 
     @property
@@ -57,12 +57,16 @@ class Publisher:
             self._callbacks = {other: callback for other, callback in self._callbacks.items() if other != token}
 
     def _report(self, token: int, callback: Callback, event: Event, error: Exception) -> None:
-        key = (token, repr(error))
-        if key in self._reported:
+        told = self._told.setdefault(token, set())
+        if repr(error) in told or len(told) == _FAILURES_KEPT:
             return
-        self._reported.add(key)
+        told.add(repr(error))
         text = (
             f"callback {callback!r} raised {type(error).__name__} on {type(event).__name__}; the run goes on, and the "
             f"same failure is not told again.\n{''.join(traceback.format_exception(error))}"
         )
-        self.publish(Failed(text))
+        failed = Failed(text)
+        if isinstance(event, Failed):  # telling a failure fails: it is kept, and telling goes no further
+            self._failures.append(failed)
+        else:
+            self.publish(failed)

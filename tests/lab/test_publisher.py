@@ -27,3 +27,16 @@ def test_an_unsubscribed_callback_hears_nothing_more(trainer):
     unsubscribe()
     trainer.run(1)
     assert len(heard) == count > 0
+
+
+def test_a_callback_that_always_finds_something_new_to_raise_floods_nobody(trainer, listen):
+    count = iter(range(10**6))
+
+    def broken(event: Event) -> None:
+        raise ValueError(f"number {next(count)}")
+
+    trainer.subscribe(broken)
+    ear = listen(trainer)
+    trainer.run(60)
+    assert 1 <= len(ear.of(Failed)) <= 20
+    assert len(ear.of(StepRecord)) == 60
