@@ -1,3 +1,5 @@
+"""The built kernels, for tests that hold them against their reference."""
+
 import pytest
 
 from amplab import kernels

@@ -1,3 +1,5 @@
+"""The unscale operators: reference and kernel, to the bit, over layouts, dtypes and non-finite values."""
+
 import math
 import re
 

@@ -1,3 +1,5 @@
+"""Master weights: pairs, gradients to the masters, values back to the model."""
+
 import math
 
 import pytest

@@ -1,3 +1,5 @@
+"""The scaling rules against apex's and torch's own, over random overflows."""
+
 import math
 import re
 from dataclasses import FrozenInstanceError, asdict, dataclass

@@ -1,3 +1,5 @@
+"""Unscaling gradients in place: values, verdicts, devices, sparse gradients, no sync."""
+
 import math
 
 import pytest
