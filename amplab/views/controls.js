@@ -20,14 +20,24 @@ function dropdown(label, change) {
   return { select, show };
 }
 
-/** A number that is sent when it is finished (Enter or leaving the field), never while it is typed. */
+/**
+ * A number that is sent when it is finished (Enter or leaving the field), never while it is typed. What is being typed is
+ * left alone; the kernel's next answer after it was sent is written, be it the new value or, when refused, the old one.
+ */
 function number(label, change, attributes = {}) {
   const input = h("input", { type: "number", "aria-label": label, ...attributes });
-  input.addEventListener("change", () => change(input.value === "" ? null : Number(input.value)));
+  const commit = () => {
+    if (input.value === input.dataset.shown || input.value === input.dataset.sent) return;
+    input.dataset.sent = input.value;
+    change(input.value === "" ? null : Number(input.value));
+  };
+  input.addEventListener("change", commit);
+  input.addEventListener("keydown", (event) => event.key === "Enter" && commit());
   const show = (value) => {
     const text = value === null ? "" : String(value);
-    if (document.activeElement !== input || input.dataset.shown !== text) input.value = text;
+    if (document.activeElement !== input || input.dataset.shown !== text || "sent" in input.dataset) input.value = text;
     input.dataset.shown = text;
+    delete input.dataset.sent;
   };
   return { input, show };
 }

@@ -12,6 +12,7 @@ import ipywidgets
 from amplab.lab import ExperimentConfig, Trainer
 from amplab.views.presenter import Presenter
 from amplab.views.run_report import RunReport, run_report
+from amplab.views.watch import watch
 
 __all__ = ["Dashboard"]
 
@@ -49,14 +50,18 @@ class Dashboard(ipywidgets.VBox):
     def run(self, steps: int = 50) -> RunReport:
         """Train `steps` steps while the cell waits, drawn live, and return what came of it.
 
-        The same config gives the same run: seed, split and batches are part of it.
+        The same config gives the same run: seed, split and batches are part of it. Where the experiment is running
+        already, the cell waits for its next `steps` steps (fewer when it is paused) and lets it run on.
 
         Raises:
-            RuntimeError: It is running already, or it has failed or was stopped.
+            RuntimeError: It has failed or was stopped, or was running and came to rest without a step.
             ValueError: `steps` is not a whole number > 0.
         """
-        history = self.trainer.run(steps)
-        return run_report(self.trainer.config, history, steps)
+        if self.trainer.state == "running":
+            steps = watch(self.trainer, steps)
+        else:
+            self.trainer.run(steps)
+        return run_report(self.trainer.config, self.trainer.history, steps)
 
     def offer(self, wanted: ExperimentConfig | None = None) -> None:
         """Ask in the page whether to go on with this experiment or to begin a new one.

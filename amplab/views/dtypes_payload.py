@@ -55,6 +55,7 @@ def _sentence(
     moved = f"{len(casts)} casts, {sum(casts) / 1000:.0f} kB" if casts else "no casts"
     parts = [f"{levels[1]}: {len(rows)} ops", moved]
     if before is not None:
-        since = f"since {levels[0]}" if levels[0] != levels[1] else "since the change"
-        parts.append(f"{since}: {sum(row['changed'] for row in rows)} changed, casts {len(before.casts)} → {len(casts)}")
+        since = levels[0] if levels[0] != levels[1] else "the change"
+        changed = sum(row["changed"] for row in rows)
+        parts.append(f"since {since}: {changed} changed, casts {len(before.casts)} → {len(casts)}")
     return " · ".join(parts)

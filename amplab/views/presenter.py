@@ -83,6 +83,8 @@ class Presenter:
         self._overflows_due = self._gradients_due = 0.0
         self._skips_shown = -1
         self._plotly: threading.Thread | None = None
+        self._plotly_loaded = False
+        self._gradients_asked: tuple | None = None
         self._ticker = Ticker(self._tick, on_failure=lambda text: self._put(failure(text)))
         self.parts = Parts(
             notices=Notices(self._queued(self._answer_notice)),
@@ -207,12 +209,12 @@ class Presenter:
             # Importing plotly takes a second or more: in a thread of its own the charts go on.
             self._plotly = threading.Thread(target=self._load_plotly, name="amplab-plotly", daemon=True)
             self._plotly.start()
-        elif not self._plotly.is_alive():
-            self._trainer.request_gradients()
+        self._ticker.wake()
 
     def _load_plotly(self) -> None:
         load_plotly()
-        self._ticker.call(self._trainer.request_gradients)
+        self._plotly_loaded = True
+        self._ticker.wake()
 
     def _offer(self, wanted: ExperimentConfig | None) -> None:
         trainer = self._trainer
@@ -262,12 +264,15 @@ class Presenter:
         self.parts.panels.overflows = overflows_payload(history)
 
     def _ask_gradients(self) -> None:
-        now = time.monotonic()
-        if self.parts.panels.tab != "gradients" or self._plotly is None or self._plotly.is_alive():
+        trainer, now = self._trainer, time.monotonic()
+        present = (len(trainer.history), trainer.shrinking, trainer.config)
+        if self.parts.panels.tab != "gradients" or not self._plotly_loaded or present == self._gradients_asked:
             return
-        if now >= self._gradients_due:
-            self._gradients_due = now + SLOW
-            self._trainer.request_gradients()
+        if now < self._gradients_due:
+            self._ticker.wake()
+            return
+        self._gradients_due, self._gradients_asked = now + SLOW, present
+        trainer.request_gradients()
 
     def _show_gradients(self, record: GradientRecord) -> None:
         panels = self.parts.panels

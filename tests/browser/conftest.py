@@ -10,11 +10,9 @@ import pytest
 # The modules beside this one, which measure.py imports as a script.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from lab_page import LabPage, chromium_path, launch_chromium
+from lab_page import NOTEBOOKS, LabPage, chromium_path, launch_chromium, sound_page
 from lab_server import LabServer, running_server
 from playwright.sync_api import Browser, sync_playwright
-
-NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,14 +41,9 @@ def server(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def page(server: LabServer, browser: Browser) -> Iterator[LabPage]:
-    """A page of 1000 px that has had no error and asked for nothing beyond this machine when the test ends."""
-    lab_page = LabPage(server, browser)
-    try:
+    """A page for one test."""
+    with sound_page(server, browser) as lab_page:
         yield lab_page
-    finally:
-        lab_page.close()
-    assert lab_page.errors == []
-    assert lab_page.foreign == []
 
 
 @pytest.fixture

@@ -8,9 +8,14 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from lab_server import LabServer
-from playwright.sync_api import Browser, Locator, Page, Playwright
+from playwright.sync_api import Browser, Locator, Page, Playwright, expect
 
-__all__ = ["LabPage", "chromium_path", "launch_chromium"]
+__all__ = ["NOTEBOOKS", "LabPage", "chromium_path", "launch_chromium", "sound_page"]
+
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+
+PATIENCE = 30_000  # ms; a busy machine is no failure
+expect.set_options(timeout=PATIENCE)
 
 LOCAL = {"127.0.0.1", "localhost", ""}  # data: and blob: have no host
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -62,7 +67,7 @@ class LabPage:
     def __init__(self, server: LabServer, browser: Browser, *, width: int = 1000, scale: float = 1) -> None:
         self.server = server
         self._context = browser.new_context(viewport={"width": width, "height": 900}, device_scale_factor=scale)
-        self._context.set_default_timeout(30_000)
+        self._context.set_default_timeout(PATIENCE)
         self.page: Page = self._context.new_page()
         self.errors: list[str] = []
         self.foreign: list[str] = []
@@ -123,3 +128,15 @@ class LabPage:
     def _note_request(self, url: str) -> None:
         if (urlsplit(url).hostname or "") not in LOCAL:
             self.foreign.append(url)
+
+
+@contextmanager
+def sound_page(server: LabServer, browser: Browser) -> Iterator[LabPage]:
+    """Open a page that must have had no error and asked for nothing beyond this machine when it is closed."""
+    lab_page = LabPage(server, browser)
+    try:
+        yield lab_page
+    finally:
+        lab_page.close()
+    if lab_page.errors or lab_page.foreign:
+        raise AssertionError(f"errors of the page: {lab_page.errors}; requests to elsewhere: {lab_page.foreign}")

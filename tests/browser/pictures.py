@@ -10,13 +10,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from lab_page import LabPage, launch_chromium
+from lab_page import NOTEBOOKS, LabPage, launch_chromium
 from lab_server import running_server
 from playwright.sync_api import sync_playwright
 
 __all__ = ["main"]
 
-NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 LAB = NOTEBOOKS / "00_the_lab.ipynb"
 CELL = "the-lab"
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -25,15 +24,19 @@ LARGEST = 250_000  # bytes of a stored picture
 
 def main() -> None:
     """Execute, photograph, store."""
-    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
-        with running_server(Path(folder)) as server, launch_chromium(playwright) as browser:
-            lab = LabPage(server, browser, scale=1.4)
-            lab.open(LAB)
-            lab.run_all()
-            lab.save()
-            executed = json.loads((server.root / LAB.name).read_text(encoding="utf-8"))
-            light, dark = photograph(lab)
-            lab.close()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        sync_playwright() as playwright,
+        running_server(Path(folder)) as server,
+        launch_chromium(playwright) as browser,
+    ):
+        lab = LabPage(server, browser, scale=1.4)
+        lab.open(LAB)
+        lab.run_all()
+        lab.save()
+        executed = json.loads((server.root / LAB.name).read_text(encoding="utf-8"))
+        light, dark = photograph(lab)
+        lab.close()
     store(executed, light)
     (NOTEBOOKS / "images").mkdir(exist_ok=True)
     (NOTEBOOKS / "images" / "lab_light.png").write_bytes(light)

@@ -1,0 +1,94 @@
+"""The dashboard as a person sees it: figures, buttons, tabs, tables, and what is painted on its canvases."""
+
+import re
+
+from lab_page import LabPage
+from playwright.sync_api import Locator, expect
+
+__all__ = ["DashboardPage"]
+
+# Columns of a canvas in which the given colour is painted.
+PAINTED = """(canvas, [red, green, blue]) => {
+  const { width, height } = canvas;
+  const pixels = canvas.getContext("2d").getImageData(0, 0, width, height).data;
+  const wanted = [red, green, blue];
+  const near = (at) => wanted.reduce((sum, value, i) => sum + Math.abs(pixels[at + i] - value), 0) < 24;
+  let columns = 0;
+  for (let x = 0; x < width; x += 1) {
+    for (let y = 0; y < height; y += 1) {
+      const at = 4 * (y * width + x);
+      if (pixels[at + 3] > 200 && near(at)) { columns += 1; break; }
+    }
+  }
+  return columns;
+}"""
+SUPERSCRIPTS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
+ACCENT_LIGHT = [0x0B, 0x6B, 0xB8]
+SKIP_LIGHT = [0xC0, 0x4F, 0x00]
+
+
+class DashboardPage:
+    """The last dashboard of a page.
+
+    Attributes:
+        lab: The page around it.
+        root: The dashboard's element.
+    """
+
+    def __init__(self, lab: LabPage) -> None:
+        self.lab = lab
+        self.root: Locator = lab.show_dashboard()
+
+    def button(self, text: str) -> Locator:
+        """Return the button with this text."""
+        return self.root.locator("button", has_text=re.compile(rf"^{re.escape(text)}$"))
+
+    def press(self, text: str) -> None:
+        """Press the button with this text."""
+        self.button(text).click()
+
+    def inject(self, kind: str) -> None:
+        """Press one of the faults."""
+        self.root.locator(f"[data-kind={kind}]").click()
+
+    def open_tab(self, name: str) -> None:
+        """Bring a tab to the front: dtypes, gradients or overflows."""
+        self.root.locator(f"[role=tab][data-tab={name}]").click()
+
+    def figure(self, name: str) -> str:
+        """Return one of the figures above the charts: step, skipped, scale, accuracy, rate, memory."""
+        return self.root.locator(f"[data-figure={name}]").inner_text()
+
+    @property
+    def step(self) -> int:
+        """How many steps are done."""
+        return int(self.figure("step").replace(",", ""))
+
+    @property
+    def log2_scale(self) -> int:
+        """The exponent of the loss scale."""
+        return exponent(self.figure("scale"))
+
+    def wait_for_step(self, least: int) -> None:
+        """Wait until at least so many steps are done and drawn."""
+        self.lab.page.wait_for_function(
+            "([figure, least]) => Number(figure.innerText.replaceAll(',', '')) >= least",
+            arg=[self.root.locator("[data-figure=step]").element_handle(), least],
+        )
+
+    def wait_for_state(self, state: str) -> None:
+        """Wait until the first button says what a running or a resting experiment offers."""
+        expect(self.root.locator(".amp-primary[data-does]")).to_have_text("Pause" if state == "running" else "Start")
+
+    def rows(self, panel: str) -> Locator:
+        """Return the rows of a panel's table."""
+        return self.root.locator(f"[data-panel={panel}] tbody tr:not(.amp-empty)")
+
+    def painted_columns(self, chart: int, colour: list[int]) -> int:
+        """Return in how many pixel columns of a chart (0 the loss, 1 the scale) a colour is painted."""
+        return self.root.locator("canvas").nth(chart).evaluate(PAINTED, colour)
+
+
+def exponent(text: str) -> int:
+    """Read 2¹⁶ as 16."""
+    return int(text.removeprefix("2").translate(SUPERSCRIPTS))

@@ -1,0 +1,166 @@
+"""How the dashboard behaves towards its user: names, keys, room, refusals, failures, themes."""
+
+from collections.abc import Iterator
+
+import pytest
+from dashboard_page import DashboardPage
+from lab_page import NOTEBOOKS, sound_page
+from lab_server import LabServer
+from playwright.sync_api import Browser, expect
+
+WIDEST, HIGHEST = 1000, 760  # px: one screen of a laptop
+STICKING_OUT = """root => [...root.querySelectorAll("*")].filter(element =>
+  element.offsetParent && !element.closest(".amp-sr, .amp-scroll, svg") &&
+  element.getBoundingClientRect().right > root.getBoundingClientRect().right + 1).map(element => element.className)"""
+RAISING = """
+def mine(event):
+    raise ValueError('a callback of my own')
+
+end = lab.trainer.subscribe(mine)
+"""
+
+
+@pytest.fixture(scope="module")
+def dashboard(server: LabServer, browser: Browser) -> Iterator[DashboardPage]:
+    """One dashboard for all tests of this file; each leaves it at rest, and none makes it fail unseen."""
+    with sound_page(server, browser) as page:
+        page.open(NOTEBOOKS / "00_the_lab.ipynb")
+        page.run_all()
+        shown = DashboardPage(page)
+        yield shown
+        expect(shown.root.locator(".amp-notice")).to_have_count(0)
+
+
+def test_it_fits_one_screen(dashboard: DashboardPage) -> None:
+    box = dashboard.root.bounding_box()
+    assert box["width"] <= WIDEST
+    assert box["height"] <= HIGHEST
+    assert dashboard.root.evaluate(STICKING_OUT) == []
+
+
+def test_everything_that_can_be_used_has_a_name(dashboard: DashboardPage) -> None:
+    roles = {"button", "radio", "tab", "combobox", "spinbutton", "textbox", "image", "region", "tablist", "radiogroup"}
+    nodes = [node for node in accessibility_nodes(dashboard) if node["role"] in roles]
+    assert len(nodes) > 25
+    assert [node for node in nodes if not node["name"]] == []
+    for name in ("Start", "Step", "Reset", "O0", "O1", "O2", "O3", "Learning rate", "master_weights"):
+        assert any(node["name"] == name for node in nodes), name
+
+
+def accessibility_nodes(dashboard: DashboardPage) -> list[dict[str, str]]:
+    """Return role and name of what the browser tells a screen reader about the dashboard."""
+    session = dashboard.lab.page.context.new_cdp_session(dashboard.lab.page)
+    session.send("DOM.getDocument", {"depth": 0})
+    found = session.send("Runtime.evaluate", {"expression": "document.querySelector('.amp-dashboard')"})
+    ids = {"objectId": found["result"]["objectId"]}
+    tree = session.send("Accessibility.queryAXTree", ids)["nodes"]
+    return [
+        {"role": node["role"]["value"], "name": node.get("name", {}).get("value", "")}
+        for node in tree
+        if not node["ignored"]
+    ]
+
+
+def test_keys_drive_it_and_stay_in_it(dashboard: DashboardPage) -> None:
+    page = dashboard.lab.page
+    cells = page.locator(".jp-Cell").count()
+    dashboard.button("O1").focus()
+    page.keyboard.press("ArrowRight")
+    expect(dashboard.button("O2")).to_be_focused()
+    expect(dashboard.button("O2")).to_have_attribute("aria-checked", "true")
+    page.keyboard.press("ArrowLeft")
+    expect(dashboard.button("O1")).to_have_attribute("aria-checked", "true")
+    for key in ("d", "d", "a", "b", "x"):  # JupyterLab's own keys for cells
+        page.keyboard.press(key)
+    assert page.locator(".jp-Cell").count() == cells
+    dashboard.button("Start").focus()
+    page.keyboard.press("Tab")
+    expect(dashboard.button("Step")).to_be_focused()
+    before = dashboard.step
+    page.keyboard.press("Enter")
+    dashboard.wait_for_step(before + 1)
+    assert dashboard.step == before + 1
+
+
+def test_overrides_that_make_no_sense_are_greyed_with_the_reason(dashboard: DashboardPage) -> None:
+    masters = dashboard.root.get_by_label("master_weights")
+    expect(masters).to_be_disabled()
+    expect(dashboard.root.locator(".amp-off", has_text="master_weights")).to_contain_text("need no masters")
+    dashboard.press("O2")
+    expect(masters).to_be_enabled()
+    masters.select_option("false")
+    expect(dashboard.root.locator(".amp-config")).to_contain_text("master_weights=false")
+    masters.select_option("default")
+    dashboard.press("O1")
+    expect(masters).to_be_disabled()
+
+
+def test_a_refused_value_says_why_and_goes_back(dashboard: DashboardPage) -> None:
+    rate = dashboard.root.get_by_label("Learning rate")
+    rate.fill("-1")
+    rate.press("Enter")
+    alert = dashboard.root.locator(".amp-controls [role=alert]")
+    expect(alert).to_contain_text("lr=-1")
+    expect(alert).to_contain_text("a number > 0")
+    expect(rate).to_have_value("0.1")
+    rate.fill("0.05")
+    rate.press("Enter")
+    expect(alert).to_be_hidden()
+    expect(dashboard.root.locator(".amp-config")).to_contain_text("lr=0.05")
+
+
+def test_a_callback_that_raises_is_shown_and_the_lab_goes_on(dashboard: DashboardPage) -> None:
+    dashboard.lab.execute(RAISING)
+    before = dashboard.step
+    dashboard.press("Step")
+    dashboard.wait_for_step(before + 1)
+    alert = dashboard.root.get_by_role("alert").filter(has_text="a callback of my own")
+    expect(alert).to_contain_text("raise ValueError")
+    dashboard.lab.execute("end()")
+    dashboard.press("Step")
+    dashboard.wait_for_step(before + 2)
+    alert.get_by_role("button", name="Dismiss").click()
+    expect(alert).to_have_count(0)
+
+
+def test_an_underflow_is_seen_in_the_gradients(dashboard: DashboardPage) -> None:
+    dashboard.open_tab("gradients")
+    figure = dashboard.root.locator(".amp-gradients .svg-container")
+    figure.wait_for(timeout=60_000)
+    box = dashboard.root.locator(".amp-gradients > .js-plotly-plot")
+    expect(dashboard.root.locator(".amp-layers tbody tr")).to_have_count(6)
+    dashboard.lab.page.wait_for_function(
+        "([figure, box]) => Math.abs(figure.clientWidth - box.clientWidth) <= 2",
+        arg=[figure.element_handle(), box.element_handle()],
+    )
+    summary = dashboard.root.locator("[data-panel=gradients] .amp-summary")
+    before, step = summary.inner_text(), dashboard.step
+    dashboard.inject("underflow")
+    dashboard.press("Step")
+    expect(dashboard.root.locator("[data-kind=underflow]")).to_have_attribute("aria-pressed", "true")
+    expect(summary).to_contain_text(f"Step {step + 1:,}")
+    assert flushed_unscaled(summary.inner_text()) > flushed_unscaled(before) + 20
+    dashboard.inject("underflow")
+    expect(dashboard.root.locator("[data-kind=underflow]")).to_have_attribute("aria-pressed", "false")
+
+
+def flushed_unscaled(sentence: str) -> float:
+    """Read the share in percent out of "… flushed to zero 12.3 % unscaled, …"."""
+    return float(sentence.split("flushed to zero ")[1].split(" %")[0].replace("<", ""))
+
+
+def test_it_follows_the_theme(dashboard: DashboardPage) -> None:
+    ink = "() => document.querySelector('.amp-gradients .js-plotly-plot')._fullLayout.font.color"
+    light = dashboard.lab.page.evaluate(ink)
+    dashboard.lab.theme("JupyterLab Dark")
+    dashboard.lab.page.wait_for_function(f"light => ({ink})() !== light", arg=light)
+    dashboard.lab.page.wait_for_function(
+        "() => getComputedStyle(document.querySelector('.amp-live')).color.includes('255, 255, 255')"
+    )
+    dark_accent = [0x56, 0xB4, 0xE9]
+    for _ in range(50):
+        if dashboard.painted_columns(1, dark_accent) > 100:
+            break
+        dashboard.lab.page.wait_for_timeout(100)
+    assert dashboard.painted_columns(1, dark_accent) > 100
+    dashboard.lab.theme("JupyterLab Light")
