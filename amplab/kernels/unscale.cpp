@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <limits>
 
 #if defined(__AVX2__) && defined(__F16C__)
 #include <immintrin.h>
@@ -34,17 +35,12 @@ inline __m256 load(const BFloat16* x) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
 }
 
-// Stores the rounded values and returns them.
-inline __m256 store(float* y, __m256 value) {
-  _mm256_storeu_ps(y, value);
-  return value;
-}
-inline __m256 store(Half* y, __m256 value) {
+inline void store(float* y, __m256 value) { _mm256_storeu_ps(y, value); }
+inline void store(Half* y, __m256 value) {
   const __m128i rounded = _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(y), rounded);
-  return _mm256_cvtph_ps(rounded);
 }
-inline __m256 store(BFloat16* y, __m256 value) {
+inline void store(BFloat16* y, __m256 value) {
   const __m256i bits = _mm256_castps_si256(value);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   const __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
@@ -53,24 +49,35 @@ inline __m256 store(BFloat16* y, __m256 value) {
   const __m128i low = _mm256_castsi256_si128(rounded);
   const __m128i high = _mm256_extracti128_si256(rounded, 1);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(y), _mm_packus_epi32(low, high));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(rounded, 16));
 }
 
-// All ones in the lanes that hold inf or NaN.
-inline __m256 nonfinite(__m256 x) {
-  const __m256 difference = _mm256_sub_ps(x, x);
-  return _mm256_cmp_ps(difference, difference, _CMP_UNORD_Q);
+// The smallest magnitude that is infinite once it is rounded: halfway from the largest number to the next power of 2.
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+template <class Out>
+constexpr float kOverflow = kInfinity;
+template <>
+constexpr float kOverflow<Half> = 65520.0f;
+template <>
+constexpr float kOverflow<BFloat16> = 0x1.ffp127f;
+
+// All ones in the lanes whose magnitude is NaN or not below `limit`.
+inline __m256 reaches(__m256 x, float limit) {
+  const __m256 magnitude = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x);
+  return _mm256_cmp_ps(magnitude, _mm256_set1_ps(limit), _CMP_NLT_UQ);
 }
 
 template <Write write, class In, class Out>
 inline __m256 unscale_lanes(const In* x, Out* y, __m256 inv_scale) {
   const __m256 product = _mm256_mul_ps(load(x), inv_scale);
   if constexpr (write == Write::replace) {
-    return nonfinite(store(y, product));
+    store(y, product);
+    return reaches(product, kOverflow<Out>);
   } else {
     const __m256 before = load(y);
-    const __m256 overflow = nonfinite(store(y, _mm256_add_ps(before, product)));
-    return _mm256_or_ps(nonfinite(product), _mm256_andnot_ps(nonfinite(before), overflow));
+    const __m256 sum = _mm256_add_ps(before, product);
+    store(y, sum);
+    const __m256 overflow = _mm256_andnot_ps(reaches(before, kInfinity), reaches(sum, kOverflow<Out>));
+    return _mm256_or_ps(reaches(product, kInfinity), overflow);
   }
 }
 
@@ -79,13 +86,7 @@ bool unscale_floats(const In* x, Out* y, int64_t numel, float inv_scale) {
   const __m256 inverse = _mm256_set1_ps(inv_scale);
   __m256 bad = _mm256_setzero_ps();
   int64_t i = 0;
-  for (; i + 4 * kLanes <= numel; i += 4 * kLanes) {
-    __m256 here[4];
-    for (int k = 0; k < 4; ++k) {
-      here[k] = unscale_lanes<write>(x + i + k * kLanes, y + i + k * kLanes, inverse);
-    }
-    bad = _mm256_or_ps(bad, _mm256_or_ps(_mm256_or_ps(here[0], here[1]), _mm256_or_ps(here[2], here[3])));
-  }
+#pragma GCC unroll 4
   for (; i + kLanes <= numel; i += kLanes) {
     bad = _mm256_or_ps(bad, unscale_lanes<write>(x + i, y + i, inverse));
   }
@@ -111,7 +112,7 @@ bool stream_floats(const In* x, float* y, int64_t numel, float inv_scale) {
   for (; i + kLanes <= numel; i += kLanes) {
     const __m256 product = _mm256_mul_ps(load(x + i), inverse);
     _mm256_stream_ps(y + i, product);
-    bad = _mm256_or_ps(bad, nonfinite(product));
+    bad = _mm256_or_ps(bad, reaches(product, kInfinity));
   }
   _mm_sfence();
   found |= unscale_floats<Write::replace>(x + i, y + i, numel - i, inv_scale);

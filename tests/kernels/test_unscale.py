@@ -130,6 +130,18 @@ def test_a_product_beyond_the_output_is_found(implementation):
     assert found_inf.item() == 1.0
 
 
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 65520.0), (torch.bfloat16, (2 - 2**-8) * 2.0**127)])
+@pytest.mark.parametrize("name", ["multi_tensor_unscale_copy", "multi_tensor_unscale_add"])
+def test_the_border_of_overflow_is_where_rounding_puts_it(implementation, name, dtype, limit):
+    """Halfway from the largest number to the next power of two, where the even neighbour is infinity."""
+    x = torch.full((9,), limit)
+    for inputs, found in ((x, 1.0), (-x, 1.0), (torch.nextafter(x, torch.zeros(9)), 0.0)):
+        found_inf, output = flag(), torch.zeros(9, dtype=dtype)
+        implementation(name)([inputs], [output], found_inf, torch.tensor([1.0]))
+        assert found_inf.item() == found
+        assert bool(output.isinf().all()) == bool(found)
+
+
 @pytest.mark.parametrize(("before", "x", "found"), [(60000.0, 60000.0, 1.0), (math.inf, 1.0, 0.0), (1.0, 1.0, 0.0)])
 def test_a_sum_is_blamed_only_for_what_it_makes_infinite(implementation, before, x, found):
     found_inf = flag()
