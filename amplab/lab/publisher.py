@@ -43,7 +43,10 @@ class Publisher:
         return lambda: self._unsubscribe(token)
 
     def publish(self, event: Event) -> None:
-        """Hand an event to every callback; one that raises is reported to all, the first time it raises so."""
+        """Hand an event to every callback; one that raises is reported to all, the first time it raises so.
+
+        Of each callback at most 20 failures are told, which also ends the circle of one that raises when told.
+        """
         if isinstance(event, Failed):
             self._failures.append(event)
         for token, callback in self._callbacks.items():
@@ -65,8 +68,4 @@ class Publisher:
             f"callback {callback!r} raised {type(error).__name__} on {type(event).__name__}; the run goes on, and the "
             f"same failure is not told again.\n{''.join(traceback.format_exception(error))}"
         )
-        failed = Failed(text)
-        if isinstance(event, Failed):  # telling a failure fails: it is kept, and telling goes no further
-            self._failures.append(failed)
-        else:
-            self.publish(failed)
+        self.publish(Failed(text))
