@@ -278,7 +278,7 @@ def test_a_library_that_does_not_load_is_thrown_away(library, tmp_path):
 
 
 @needs_tools
-def test_a_compiler_that_fails_is_quoted_and_its_log_kept(library, tmp_path, monkeypatch):
+def test_a_compiler_that_fails_is_quoted_and_its_log_kept(library, tmp_path, monkeypatch, capsys):
     monkeypatch.undo()
     compiler = tmp_path / "c++"
     failing = "echo 'unscale.cpp:1:1: error: the moon is wrong' >&2; exit 1"
@@ -286,10 +286,12 @@ def test_a_compiler_that_fails_is_quoted_and_its_log_kept(library, tmp_path, mon
     compiler.chmod(0o755)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setitem(sys.modules, "ipykernel", None)  # as in a notebook, whose cells' outputs are compared
     with pytest.warns(RuntimeWarning, match="error: the moon is wrong"):
         report = library.ensure(wait=True)
     assert report.status == "failed"
     assert report.cause == "unscale.cpp:1:1: error: the moon is wrong"
+    assert capsys.readouterr() == ("", "")
     assert report.cause in Path(report.remedy.removeprefix("read ")).read_text()
 
 
