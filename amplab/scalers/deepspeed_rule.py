@@ -1,4 +1,4 @@
-"""DeepSpeed's rule: hysteresis before it backs off, growth on a fixed beat since the last overflow, an end at the floor.
+"""DeepSpeed's rule: hysteresis before it backs off, growth on a beat since the last overflow, an end at the floor.
 
 Its growth is not the shared recurrence (``recurrence.py``): the count goes on over a growth, and the step that grows
 is the one after ``growth_interval`` clean ones. It runs on the host: found_inf is read once for each step.
@@ -101,7 +101,7 @@ class DeepSpeedScale:
         if self.raises_at_floor and state.scale == self.floor:
             raise LossScaleAtMinimumError(
                 "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run. "
-                f"The floor is {self.floor}: look for the first tensor that is not finite, or set raises_at_floor=False."
+                f"The floor is {self.floor}: find the first tensor that is not finite, or set raises_at_floor=False."
             )
         return HysteresisState(max(float(self.floor), state.scale / self.factor), 0, state.hysteresis)
 

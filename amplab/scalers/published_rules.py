@@ -282,7 +282,7 @@ def _apex_recurrence(
     floor: float | None,
     ceiling: float,
 ) -> Recurrence:
-    """Bounds and Python floats as apex has them: the ceiling holds from the start, the floor from the first overflow."""
+    """Bounds and Python floats as apex has them: the ceiling holds from the start, the floor at overflows."""
     return Recurrence(
         init_scale=min(float(ceiling), float(init_scale)),
         growth_factor=growth_factor,
