@@ -2,6 +2,7 @@
 
 from amplab.scalers.deepspeed_rule import DeepSpeedScale, LossScaleAtMinimumError
 from amplab.scalers.device_rule import AskedScale, DeviceScale, RecurrentScale, device_scale
+from amplab.scalers.flat_gradients import BrokenView, FlatGradients, ViewBreak, check_combined_tensors
 from amplab.scalers.master_weights import MasterPair, MasterWeights
 from amplab.scalers.published_rules import (
     PUBLISHED_RULES,
@@ -12,6 +13,7 @@ from amplab.scalers.published_rules import (
     MegatronScale,
 )
 from amplab.scalers.recurrence import Recurrence, RecurrentRule
+from amplab.scalers.replay import Replay, ReplayStep, Verdict, overflow_verdict, replay
 from amplab.scalers.rules import APEX_DYNAMIC, TORCH_DYNAMIC, DynamicScale, ScaleRule, StaticScale
 from amplab.scalers.scale_state import HysteresisState, ScaleState
 from amplab.scalers.unscaler import Unscaler, inverse_scale
@@ -23,9 +25,11 @@ __all__ = [
     "ApexScale",
     "AscendScale",
     "AskedScale",
+    "BrokenView",
     "DeepSpeedScale",
     "DeviceScale",
     "DynamicScale",
+    "FlatGradients",
     "HysteresisState",
     "JmpScale",
     "KerasScale",
@@ -36,10 +40,17 @@ __all__ = [
     "Recurrence",
     "RecurrentRule",
     "RecurrentScale",
+    "Replay",
+    "ReplayStep",
     "ScaleRule",
     "ScaleState",
     "StaticScale",
     "Unscaler",
+    "Verdict",
+    "ViewBreak",
+    "check_combined_tensors",
     "device_scale",
     "inverse_scale",
+    "overflow_verdict",
+    "replay",
 ]
