@@ -136,9 +136,11 @@ class FlatGradients:
             self._params = now
             self._combine()
             return broken
+        for each in broken:
+            if (grad := self._params[each.index].grad) is not None:
+                _require_dense(each.index, grad)
         with torch.no_grad():
-            for each in broken:
-                self._return_grad(self._slots[id(self._params[each.index])])
+            self._return_grads([self._slots[id(self._params[each.index])] for each in broken])
         return broken
 
     @torch.no_grad()
@@ -201,6 +203,16 @@ class FlatGradients:
         for param, part in zip(params, buffer.split(sizes), strict=True):
             view = _view_like(part[: param.numel()], param)
             self._slots[id(param)] = slot = _Slot(param, view, view.data_ptr(), _kind(param))
+            self._return_grad(slot)
+
+    def _return_grads(self, slots: list[_Slot]) -> None:
+        """Copy gradients in; those that lie in a buffer already, in another place or order, are taken out first."""
+        own = {buffer.untyped_storage().data_ptr() for buffer in self._buffers}
+        for slot in slots:
+            grad = slot.param.grad
+            if grad is not None and grad.untyped_storage().data_ptr() in own:
+                slot.param.grad = grad.clone()
+        for slot in slots:
             self._return_grad(slot)
 
     def _return_grad(self, slot: _Slot) -> None:

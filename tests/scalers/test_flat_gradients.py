@@ -284,3 +284,40 @@ def test_never_waits_for_the_device():
         flat.zero_()
         model.zero_grad()
         flat.rebuild()
+
+
+def test_the_same_memory_in_another_order_is_broken_too():
+    weight = nn.Parameter(torch.zeros(2, 2))
+    weight.grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    flat = FlatGradients([weight])
+    weight.grad = weight.grad.t()
+    assert reasons(flat.rebuild()) == {ViewBreak.REASSIGNED}
+    assert weight.grad.tolist() == [[1.0, 3.0], [2.0, 4.0]]
+
+
+def test_two_gradients_that_changed_places_keep_their_new_values():
+    one, two = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    one.grad, two.grad = torch.full((2,), 1.0), torch.full((2,), 2.0)
+    flat = FlatGradients([one, two])
+    one.grad, two.grad = two.grad, one.grad
+    assert len(flat.rebuild()) == 2
+    assert (one.grad.tolist(), two.grad.tolist()) == ([2.0, 2.0], [1.0, 1.0])
+    assert flat.check() == ()
+
+
+def test_a_gradient_made_sparse_is_refused_and_named():
+    param = nn.Parameter(torch.zeros(2))
+    param.grad = torch.ones(2)
+    flat = FlatGradients([param])
+    param.grad = torch.ones(2).to_sparse()
+    with pytest.raises(TypeError, match=r"parameter 0: its gradient is torch.sparse_coo"):
+        flat.rebuild()
+
+
+def test_a_parameter_of_no_elements_is_combined_too():
+    empty, one = nn.Parameter(torch.zeros(0)), nn.Parameter(torch.zeros(1))
+    empty.grad, one.grad = torch.zeros(0), torch.ones(1)
+    flat = FlatGradients([empty, one])
+    assert flat.unscale_(2.0).item() == 0.0
+    assert flat.check() == ()
+    assert one.grad.tolist() == [0.5]
