@@ -8,6 +8,7 @@ Every `RecurrentRule` has this form, with the bits of the pure rule. Any other r
 asked on the host and its scale written to the device: ``Sync: one``, or none when the verdict is there as a bool.
 """
 
+import math
 from abc import ABC, abstractmethod
 
 import torch
@@ -73,7 +74,7 @@ class DeviceScale(ABC):
         """Move on after a step.
 
         Args:
-            found_inf: one element, float32, 0.0 for finite gradients; or the verdict itself, as a bool.
+            found_inf: one element, float32, 0.0 for finite gradients, else > 0; or the verdict itself, as a bool.
 
         Sync: as `syncs` says for a tensor, none for a bool.
         """
@@ -101,6 +102,7 @@ class RecurrentScale(DeviceScale):
     """The shared recurrence on tensors. Sync: none.
 
     The arithmetic is the pure rule's: products in float64, rounded to float32 where the source keeps a float32.
+    Where that is torch's own rule between bounds, torch's one kernel does it.
     """
 
     syncs = 0
@@ -114,6 +116,9 @@ class RecurrentScale(DeviceScale):
     @torch.no_grad()
     def update_(self, found_inf: Tensor | bool) -> None:
         """Move on after a step, on the device. Sync: none."""
+        if self._torch_kernel and isinstance(found_inf, Tensor):
+            self._update_by_torch_(found_inf.detach().to(self.scale.device, non_blocking=True))
+            return
         bad = self._verdict(found_inf)
         if self._recurrence.growth_interval is None:
             self.clean_steps.add_(1).masked_fill_(bad, 0)
@@ -125,6 +130,14 @@ class RecurrentScale(DeviceScale):
         self._exact.copy_(torch.where(backs_off, _backed_off(self._recurrence, self._exact), scale))
         self.scale.copy_(self._exact)
         self.clean_steps.copy_(clean_steps.masked_fill_(bad.logical_or(grows), 0))
+
+    def _update_by_torch_(self, found_inf: Tensor) -> None:
+        rule = self._recurrence
+        factors = (rule.growth_factor, rule.backoff_factor)
+        torch._amp_update_scale_(self.scale, self.clean_steps, found_inf, *factors, rule.growth_interval)
+        if rule.floor > 0.0 or rule.ceiling < math.inf:
+            self.scale.clamp_(rule.round(rule.floor), rule.round(rule.ceiling))
+        self._exact.copy_(self.scale)
 
     def _verdict(self, found_inf: Tensor | bool) -> Tensor:
         if isinstance(found_inf, Tensor):
@@ -154,6 +167,7 @@ class RecurrentScale(DeviceScale):
         self.scale.copy_(self._exact)
         self.clean_steps.fill_(state.clean_steps)
         self._hysteresis.fill_(patience_of(state, self._recurrence.hysteresis or 1))
+        self._torch_kernel = _is_torchs(self._recurrence) and _is_within(state, self._recurrence)
 
     def follow(self, rule: ScaleRule) -> None:
         """Go on from here under other constants. Sync: none."""
@@ -163,6 +177,8 @@ class RecurrentScale(DeviceScale):
             )
         if self._recurrence.hysteresis is None and rule.recurrence.hysteresis is not None:
             self._hysteresis.fill_(rule.recurrence.hysteresis)
+        known = self._torch_kernel and _is_wider(rule.recurrence, self._recurrence)
+        self._torch_kernel = known and _is_torchs(rule.recurrence)
         self._rule, self._recurrence = rule, rule.recurrence
 
 
@@ -191,6 +207,27 @@ class AskedScale(DeviceScale):
         if isinstance(rule, RecurrentRule):
             raise TypeError(f"{rule!r}: expected a rule that the host is asked; make a new device_scale for this one.")
         self._rule = rule
+
+
+def _is_torchs(rule: Recurrence) -> bool:
+    """Whether torch's kernel and a clamp are this rule: a ceiling must cut growth off before it overflows."""
+    alike = rule.single and rule.keeps_finite and not rule.divides and rule.hysteresis is None
+    cut_off = rule.ceiling == math.inf or rule.round(rule.ceiling * rule.growth_factor) < math.inf
+    return alike and cut_off and rule.growth_interval is not None and rule.growth_interval < 2**31
+
+
+def _is_within(state: ScaleState, rule: Recurrence) -> bool:
+    """Whether a state is one that the rule itself reaches: a clamp leaves it, and its count is below the interval."""
+    inside = rule.round(rule.floor) <= rule.round(state.scale) <= rule.round(rule.ceiling)
+    return inside and (rule.growth_interval is None or state.clean_steps < rule.growth_interval)
+
+
+def _is_wider(rule: Recurrence, than: Recurrence) -> bool:
+    """Whether every state within one rule is within the other; nothing is read from the device to know it."""
+    if rule.growth_interval is None or than.growth_interval is None:
+        return False
+    bounds = rule.floor <= than.floor and rule.ceiling >= than.ceiling
+    return bounds and rule.growth_interval >= than.growth_interval
 
 
 def _rounded(scale: Tensor, recurrence: Recurrence) -> Tensor:

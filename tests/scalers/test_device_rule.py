@@ -75,6 +75,33 @@ class Own:
         return ScaleState(state.scale * 2 / 3 if found_inf else state.scale, 0 if found_inf else state.clean_steps + 1)
 
 
+@settings(max_examples=200)
+@given(RULES, overflows, st.floats(2.0**-149, 2.0**127, width=32), st.integers(0, 9))
+def test_goes_on_from_any_state(rule, found_infs, start, clean_steps):
+    state = ScaleState(start, clean_steps)
+    scale = device_scale(rule, state=state)
+    for found_inf in found_infs:
+        scale.update_(torch.tensor([float(found_inf)]))
+        state = rule.next(state, found_inf)
+        assert scale.state() == state
+
+
+@given(overflows, intervals, intervals, floors, floors, factors)
+def test_follows_any_rule_of_torchs_kind(found_infs, interval, other_interval, floor, other_floor, growth_factor):
+    rule, other = (
+        DynamicScale(4.0, 2.0, 0.5, interval, floor),
+        DynamicScale(4.0, growth_factor, 0.3, other_interval, other_floor),
+    )
+    scale, state = device_scale(rule), rule.start()
+    for step, found_inf in enumerate(found_infs):
+        if step == len(found_infs) // 2:
+            scale.follow(other)
+            rule = other
+        scale.update_(torch.tensor([float(found_inf)]))
+        state = rule.next(state, found_inf)
+        assert scale.state() == state
+
+
 @settings(max_examples=300)
 @given(RULES, overflows)
 def test_has_the_bits_of_the_pure_rule(rule, found_infs):
@@ -134,8 +161,8 @@ def test_a_scale_beyond_float32_is_inf_on_the_device():
     assert scale.state().scale == 2.0**200
 
 
-@pytest.mark.parametrize("verdict", [torch.tensor(2.0), torch.tensor([0.5]), torch.tensor([[math.nan]]), True])
-def test_any_verdict_but_zero_is_an_overflow(verdict):
+@pytest.mark.parametrize("verdict", [torch.tensor(2.0), torch.tensor([0.5]), torch.tensor([math.inf]), True])
+def test_any_verdict_above_zero_is_an_overflow(verdict):
     scale = device_scale(DynamicScale())
     scale.update_(verdict)
     assert scale.state() == ScaleState(2.0**15)
