@@ -206,3 +206,10 @@ def test_can_be_pickled(rule):
     copy.update_(True)
     assert scale.state() == rule.next(rule.start(), True)
     assert copy.state() == rule.next(scale.state(), True)
+
+
+def test_growth_beyond_float32_ends_at_a_ceiling_below_it():
+    rule = DynamicScale(init_scale=2.0**127, growth_interval=1, ceiling=3e38)
+    scale = device_scale(rule)
+    scale.update_(torch.zeros(1))
+    assert scale.state() == rule.next(rule.start(), found_inf=False) == ScaleState(torch.tensor(3e38).item())
