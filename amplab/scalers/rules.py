@@ -3,29 +3,48 @@
     state = rule.start()
     state = rule.next(state, found_inf)      # after every backward (apex) or step (torch)
 
-No tensor and no device here: a history of states can be plotted, tested and replayed under another rule.
+No tensor and no device here: a history of states can be plotted, tested and replayed under another rule
+(``replay.py``). Here are the protocol, the static scale and torch's rule with bounds; the rules of the other
+libraries are in ``published_rules.py`` and ``deepspeed_rule.py``, their form on tensors in ``device_rule.py``.
 Unscaling gradients is in ``unscaler.py``.
 """
 
 import math
-import struct
 from dataclasses import dataclass
-from numbers import Real
 from typing import Protocol
+
+from amplab.scalers.recurrence import (
+    Recurrence,
+    RecurrentRule,
+    require_factors,
+    require_interval,
+    require_scale,
+)
+from amplab.scalers.scale_state import ScaleState
 
 __all__ = ["APEX_DYNAMIC", "TORCH_DYNAMIC", "DynamicScale", "ScaleRule", "ScaleState", "StaticScale"]
 
 
-@dataclass(frozen=True)
-class ScaleState:
-    """Where a rule stands: the loss scale in use, and the clean steps since it last moved or overflowed."""
-
-    scale: float
-    clean_steps: int = 0
-
-
 class ScaleRule(Protocol):
-    """What every rule offers."""
+    """What every rule offers, and all that a rule of your own has to.
+
+    ``next`` is a pure function: the same state and verdict give the same next state. A rule that counts more than
+    clean steps returns states of its own, frozen and derived from `ScaleState`.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True)
+    ... class HalveAndCreep:
+    ...     '''Halve at an overflow, creep up by a thousandth at every clean step.'''
+    ...     skips_on_overflow: bool = True
+    ...     def start(self):
+    ...         return ScaleState(1024.0)
+    ...     def next(self, state, found_inf):
+    ...         scale = state.scale / 2 if found_inf else state.scale * 1.001
+    ...         return ScaleState(max(1.0, scale), 0 if found_inf else state.clean_steps + 1)
+    >>> rule = HalveAndCreep()
+    >>> rule.next(rule.next(rule.start(), True), False)
+    ScaleState(scale=512.512, clean_steps=1)
+    """
 
     @property
     def skips_on_overflow(self) -> bool:
@@ -39,7 +58,7 @@ class ScaleRule(Protocol):
 
 
 @dataclass(frozen=True)
-class StaticScale:
+class StaticScale(RecurrentRule):
     """The same scale for ever; gradients that overflow go into the step.
 
     ::
@@ -65,24 +84,21 @@ class StaticScale:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        _require_scale("scale", self.scale)
+        require_scale("scale", self.scale)
 
     @property
     def skips_on_overflow(self) -> bool:
         """No: what overflowed goes into the step."""
         return False
 
-    def start(self) -> ScaleState:
-        """The scale itself, no clean steps."""
-        return ScaleState(float(self.scale))
-
-    def next(self, state: ScaleState, found_inf: bool) -> ScaleState:
-        """Keep the scale; count the clean steps."""
-        return ScaleState(state.scale, 0 if found_inf else state.clean_steps + 1)
+    @property
+    def recurrence(self) -> Recurrence:
+        """A scale that never moves."""
+        return Recurrence(self.scale, growth_interval=None, single=False)
 
 
 @dataclass(frozen=True)
-class DynamicScale:
+class DynamicScale(RecurrentRule):
     """Back off at every overflow, grow after a run of clean steps.
 
     ::
@@ -95,7 +111,7 @@ class DynamicScale:
                        scale = grown if it is finite in float32 else scale
                        clean_steps = 0
 
-    The scale is a float32, as it is on the device: products are rounded to it. Without a floor, 166 overflows in
+    The scale is a float32, as it is on the device: every value is rounded to it. Without a floor, 166 overflows in
     a row take 2^16 to exactly 0.0.
 
     Args:
@@ -109,7 +125,8 @@ class DynamicScale:
     Raises:
         ValueError: an argument out of its range.
 
-    Reference: ``torch.amp.GradScaler`` (no floor, no ceiling) and apex ``LossScaler`` (ceiling 2^24).
+    Reference: ``torch.amp.GradScaler`` (no floor, no ceiling); with a ceiling of 2^24 the scales of apex's
+    ``LossScaler`` down to float32's range (`ApexScale` follows apex below it).
 
     >>> rule = DynamicScale(growth_interval=2)
     >>> after_overflow = rule.next(rule.start(), found_inf=True)
@@ -125,70 +142,28 @@ class DynamicScale:
     ceiling: float | None = None
 
     def __post_init__(self) -> None:
-        _require_scale("init_scale", self.init_scale)
-        for name, bound in (("floor", self.floor), ("ceiling", self.ceiling)):
-            if bound is not None:
-                _require_scale(name, bound, otherwise="or None for no " + name)
-        self._require_factors()
+        require_scale("init_scale", self.init_scale)
+        require_scale("floor", self.floor, optional=True)
+        require_scale("ceiling", self.ceiling, optional=True)
+        require_factors(self.growth_factor, self.backoff_factor)
+        require_interval("growth_interval", self.growth_interval)
         if self.floor is not None and self.ceiling is not None and self.floor > self.ceiling:
             raise ValueError(f"floor={self.floor} is above ceiling={self.ceiling}: expected floor <= ceiling.")
 
-    def _require_factors(self) -> None:
-        if not 1.0 < self.growth_factor < math.inf:
-            raise ValueError(
-                f"growth_factor={self.growth_factor}: expected a finite value > 1; "
-                "use backoff_factor to shrink the scale."
-            )
-        if not 0.0 < self.backoff_factor < 1.0:
-            raise ValueError(
-                f"backoff_factor={self.backoff_factor}: expected a value between 0 and 1; "
-                "use growth_factor to grow the scale."
-            )
-        if not self.growth_interval >= 1 or self.growth_interval % 1 != 0:
-            raise ValueError(
-                f"growth_interval={self.growth_interval}: expected a whole number of steps >= 1; "
-                "for a scale that never moves use StaticScale."
-            )
-
     @property
-    def skips_on_overflow(self) -> bool:
-        """Yes."""
-        return True
-
-    def start(self) -> ScaleState:
-        """``init_scale``, brought between floor and ceiling."""
-        return ScaleState(self._at_least_floor(self._at_most_ceiling(float(self.init_scale))))
-
-    def next(self, state: ScaleState, found_inf: bool) -> ScaleState:
-        """Back off, count, or grow."""
-        if found_inf:
-            return ScaleState(self._at_least_floor(_float32(state.scale * self.backoff_factor)))
-        if state.clean_steps + 1 < self.growth_interval:
-            return ScaleState(state.scale, state.clean_steps + 1)
-        grown = self._at_most_ceiling(_float32(state.scale * self.growth_factor))
-        return ScaleState(grown if math.isfinite(grown) else state.scale)
-
-    def _at_least_floor(self, scale: float) -> float:
-        return scale if self.floor is None else max(float(self.floor), scale)
-
-    def _at_most_ceiling(self, scale: float) -> float:
-        return scale if self.ceiling is None else min(float(self.ceiling), scale)
-
-
-def _float32(value: float) -> float:
-    """``value`` rounded to float32, inf where it overflows."""
-    try:
-        return struct.unpack("f", struct.pack("f", value))[0]
-    except OverflowError:
-        return math.copysign(math.inf, value)
-
-
-def _require_scale(name: str, value: float, *, otherwise: str = "") -> None:
-    if not isinstance(value, Real):
-        raise TypeError(f"{name}={value!r}: expected a number, such as 65536.0; for a dynamic scale use DynamicScale.")
-    if not 0.0 < value < math.inf:
-        expected = f"{name}={value}: expected a finite number > 0" + (f" {otherwise}" if otherwise else "")
-        raise ValueError(f"{expected}; powers of two, such as 128.0 or 65536.0, scale without rounding.")
+    def recurrence(self) -> Recurrence:
+        """torch's constants, or those given; ``init_scale`` brought between floor and ceiling."""
+        floor = 0.0 if self.floor is None else float(self.floor)
+        ceiling = math.inf if self.ceiling is None else float(self.ceiling)
+        return Recurrence(
+            init_scale=max(floor, min(ceiling, self.init_scale)),
+            growth_factor=self.growth_factor,
+            backoff_factor=self.backoff_factor,
+            growth_interval=self.growth_interval,
+            floor=floor,
+            ceiling=ceiling,
+            keeps_finite=True,
+        )
 
 
 TORCH_DYNAMIC = DynamicScale()

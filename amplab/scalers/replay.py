@@ -1,0 +1,207 @@
+"""Another rule on a recorded run: the scale it would have had at every step, and the steps it would have skipped.
+
+    replay(rule, found_infs)                        the verdicts as they were
+    replay(rule, gradient_exponents=exponents)      the verdicts as they would have been under this rule's scale
+
+An unscaled gradient of exponent e lies in [2^e, 2^(e+1)); times the replayed scale it overflows for certain, or for
+certain not, or the record cannot tell. A step that was recorded with inf or NaN says nothing of how large its
+gradients were. Every step that is not certain says why.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from amplab.formats import FLOAT16, ExponentHistogram, FloatFormat
+from amplab.scalers.deepspeed_rule import LossScaleAtMinimumError
+from amplab.scalers.rules import ScaleRule
+from amplab.scalers.scale_state import ScaleState
+
+__all__ = ["Replay", "ReplayStep", "Verdict", "overflow_verdict", "replay"]
+
+_NOT_FINITE = "the recorded gradients were inf or NaN: how large they would have been is not in the record"
+_CENSORED = "the largest recorded gradients are in the top bin, which also holds all that is larger"
+_WITHIN_BINADE = (
+    "the largest recorded gradient lies in a binade that this scale takes across the format's largest value"
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a step overflows; ``doubt`` says why the record cannot tell, None where it can."""
+
+    found_inf: bool
+    doubt: str | None = None
+
+
+@dataclass(frozen=True)
+class ReplayStep:
+    """One replayed step.
+
+    Attributes:
+        step: from 0.
+        scale: what the loss of this step is multiplied by.
+        found_inf: whether its gradients overflow under that scale.
+        skipped: whether the optimizer step is left out.
+        doubt: why the record cannot tell ``found_inf``; None where it can.
+    """
+
+    step: int
+    scale: float
+    found_inf: bool
+    skipped: bool
+    doubt: str | None = None
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A run under another rule.
+
+    Attributes:
+        rule: the rule.
+        steps: one `ReplayStep` for each recorded step, up to the one at which the rule ended the run.
+        end: the state after the last step, ready to go on from.
+        stopped: what the rule said when it ended the run (DeepSpeed at its floor); None where it did not.
+    """
+
+    rule: ScaleRule
+    steps: tuple[ReplayStep, ...]
+    end: ScaleState
+    stopped: str | None = None
+
+    @property
+    def scales(self) -> tuple[float, ...]:
+        """The scale at every step."""
+        return tuple(step.scale for step in self.steps)
+
+    @property
+    def skips(self) -> tuple[int, ...]:
+        """The steps that are left out."""
+        return tuple(step.step for step in self.steps if step.skipped)
+
+    @property
+    def doubtful(self) -> tuple[int, ...]:
+        """The steps of which the record cannot tell whether they overflow. From the first on the scale is a guess."""
+        return tuple(step.step for step in self.steps if step.doubt is not None)
+
+
+def replay(
+    rule: ScaleRule,
+    found_infs: Iterable[bool] | None = None,
+    *,
+    gradient_exponents: Iterable[float | ExponentHistogram] | None = None,
+    recorded_scales: Sequence[float] | None = None,
+    fmt: FloatFormat = FLOAT16,
+) -> Replay:
+    """Run a rule over a recorded run.
+
+    Args:
+        rule: any rule.
+        found_infs: the verdict of every step, taken as it is, whatever the scale.
+        gradient_exponents: instead, for every step: floor(log2) of the largest unscaled gradient (-inf where all are
+            zero, inf or nan where one was not finite), or the `ExponentHistogram` of the unscaled gradients.
+        recorded_scales: the scale of every recorded step. With it an overflow that was recorded under a scale no
+            larger than the replayed one is certain; without it no recorded overflow is.
+        fmt: the format that gradients overflow in.
+
+    Returns:
+        The replayed run. Where the record cannot tell, a recorded overflow is taken as one and a recorded finite
+        step as finite.
+
+    Raises:
+        ValueError: not exactly one of the two records, scales of another length, or an exponent that is none.
+
+    Sync: none.
+
+    >>> from amplab.scalers import DynamicScale
+    >>> run = replay(DynamicScale(growth_interval=2), gradient_exponents=[0, 0, 0, -2, -2])
+    >>> run.scales, run.skips
+    ((65536.0, 32768.0, 32768.0, 65536.0, 65536.0), (0,))
+    """
+    if (found_infs is None) == (gradient_exponents is None):
+        raise ValueError("replay: expected found_infs or gradient_exponents, one of the two; the other is left out.")
+    record = list(gradient_exponents if found_infs is None else found_infs)
+    if recorded_scales is not None and len(recorded_scales) != len(record):
+        raise ValueError(
+            f"recorded_scales: {len(recorded_scales)} for {len(record)} steps; expected one scale for each step."
+        )
+    state, steps = rule.start(), []
+    for step, recorded in enumerate(record):
+        recorded_scale = None if recorded_scales is None else recorded_scales[step]
+        verdict = (
+            overflow_verdict(recorded, state.scale, recorded_scale=recorded_scale, fmt=fmt)
+            if found_infs is None
+            else Verdict(bool(recorded))
+        )
+        skipped = verdict.found_inf and rule.skips_on_overflow
+        steps.append(ReplayStep(step, state.scale, verdict.found_inf, skipped, verdict.doubt))
+        try:
+            state = rule.next(state, verdict.found_inf)
+        except LossScaleAtMinimumError as end:
+            return Replay(rule, tuple(steps), state, stopped=str(end))
+    return Replay(rule, tuple(steps), state)
+
+
+def overflow_verdict(
+    recorded: float | ExponentHistogram,
+    scale: float,
+    *,
+    recorded_scale: float | None = None,
+    fmt: FloatFormat = FLOAT16,
+) -> Verdict:
+    """Decide whether recorded gradients overflow under a scale.
+
+    ::
+
+        2^e * scale >= limit                    overflows
+        (2 - epsilon) * 2^e * scale < limit     does not       limit = what rounds to inf in the format
+
+    for the largest exponent e. The gradients are taken for numbers of the format, so the largest of a binade is
+    (2 - epsilon) * 2^e: a scale that is a power of two always leaves no doubt. A scale of 0 or inf leaves no finite
+    gradient.
+
+    Args:
+        recorded: as one of `replay`'s ``gradient_exponents``.
+        scale: the scale to decide for.
+        recorded_scale: the scale under which it was recorded.
+        fmt: the format that gradients overflow in.
+
+    Raises:
+        ValueError: an exponent that is no whole number.
+
+    >>> overflow_verdict(0, 65536.0)
+    Verdict(found_inf=True, doubt=None)
+    >>> overflow_verdict(0, 40000.0).doubt
+    "the largest recorded gradient lies in a binade that this scale takes across the format's largest value"
+    """
+    largest, censored, finite = _largest_exponent(recorded)
+    if not 0.0 < scale < math.inf:
+        return Verdict(True)
+    limit = fmt.max + fmt.ulp(fmt.max) / 2  # the first number that rounds away
+    surely = largest is not None and scale >= math.ldexp(limit, -largest)
+    if surely:
+        return Verdict(True)
+    if not finite:
+        known = recorded_scale is not None and scale >= recorded_scale
+        return Verdict(True, None if known else _NOT_FINITE)
+    if largest is None:
+        return Verdict(False)
+    if censored:
+        return Verdict(False, _CENSORED)
+    inside = scale * (2.0 - fmt.epsilon) < math.ldexp(limit, -largest)
+    return Verdict(False, None if inside else _WITHIN_BINADE)
+
+
+def _largest_exponent(recorded: float | ExponentHistogram) -> tuple[int | None, bool, bool]:
+    """The largest finite exponent (None: there is none), whether larger ones hide in it, whether all was finite."""
+    if isinstance(recorded, ExponentHistogram):
+        largest = None if recorded.span is None else recorded.span[1]
+        top = largest is not None and largest == recorded.low + len(recorded.counts) - 1
+        return largest, top, recorded.infs + recorded.nans == 0
+    if math.isfinite(recorded):
+        if recorded != int(recorded):
+            raise ValueError(
+                f"gradient exponent {recorded}: expected a whole number, floor(log2) of the largest gradient."
+            )
+        return int(recorded), False, True
+    return None, False, recorded == -math.inf
