@@ -1,15 +1,15 @@
 """The table of op dtypes as plain values, from a trace of one training step.
 
-A row is one op: its number, name, module, the dtypes in and out with repetitions counted, and the reason. Views and
-other ops that move no numbers are left out, as in the trace's own table. No widget here.
+A row is one of the trace's own table (`Trace.rows`): an op, or several in succession that differ in nothing but shape,
+with the dtypes in and out, repetitions counted, and the reason. No widget here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import groupby
+from collections.abc import Iterator
+from itertools import groupby, islice
 
-from amplab.trace import OpRecord, TensorInfo, Trace
+from amplab.trace import OpRecord, Trace
 
 __all__ = ["dtypes_payload"]
 
@@ -23,39 +23,49 @@ def dtypes_payload(trace: Trace, *, before: Trace | None = None, levels: tuple[s
         levels: Names of the level before (None at first) and of the present one.
     """
     changed = trace.changed_since(before) if before is not None else frozenset()
-    shown = [record for record in trace.records if not record.is_view]
-    rows = [_row(number, record, record.index in changed) for number, record in enumerate(shown, start=1)]
-    return {"rows": rows, "summary": _sentence(rows, shown, before, levels)}
+    rows = [_row(row, any(record.index in changed for record in group)) for row, group in _rows_with_records(trace)]
+    return {"rows": rows, "summary": _sentence(rows, trace, before, levels)}
 
 
-def _row(number: int, record: OpRecord, changed: bool) -> dict:
+def _rows_with_records(trace: Trace) -> Iterator[tuple[dict[str, str], list[OpRecord]]]:
+    """Yield each row of the trace's table with the records that it stands for."""
+    records = (record for record in trace if not record.folds)
+    for row in trace.rows():
+        yield row, list(islice(records, int(row["times"])))
+
+
+def _row(row: dict[str, str], changed: bool) -> dict:
     return {
-        "number": number,
-        "op": record.op,
-        "aten": record.aten,
-        "phase": record.phase,
-        "module": record.module,
-        "inputs": _dtypes(record.inputs),
-        "outputs": _dtypes(record.outputs),
-        "reason": f"{record.reason} ({record.note})" if record.note else record.reason,
-        "cast": record.is_cast,
+        "index": row["index"],
+        "op": row["op"],
+        "times": int(row["times"]),
+        "aten": row["aten"],
+        "shapes": row["shapes"],
+        "phase": row["phase"],
+        "module": row["module"],
+        "inputs": _counted(row["in"]),
+        "outputs": _counted(row["out"]),
+        "reason": f"{row['reason']} ({row['note']})" if row["note"] else row["reason"],
+        "cast": row["cast"] == "yes",
         "changed": changed,
     }
 
 
-def _dtypes(infos: Iterable[TensorInfo]) -> list[list]:
-    """Dtypes in order, equal neighbours counted: float32, float32, float16 -> [["float32", 2], ["float16", 1]]."""
-    return [[name, len(list(group))] for name, group in groupby(info.dtype_name for info in infos)]
+def _counted(dtypes: str) -> list[list]:
+    """Return dtypes in order, equal neighbours counted.
+
+    >>> _counted("float32, float32, float16")
+    [['float32', 2], ['float16', 1]]
+    """
+    return [[name, len(list(group))] for name, group in groupby(dtypes.split(", "))] if dtypes else []
 
 
-def _sentence(
-    rows: list[dict], shown: list[OpRecord], before: Trace | None, levels: tuple[str | None, str]
-) -> str:
-    casts = [record.cast_bytes for record in shown if record.is_cast]
-    moved = f"{len(casts)} casts, {sum(casts) / 1000:.0f} kB" if casts else "no casts"
-    parts = [f"{levels[1]}: {len(rows)} ops", moved]
+def _sentence(rows: list[dict], trace: Trace, before: Trace | None, levels: tuple[str | None, str]) -> str:
+    casts = len(trace.casts)
+    moved = f"{casts} casts, {trace.cast_bytes / 1000:.0f} kB" if casts else "no casts"
+    parts = [f"{levels[1]}: {sum(row['times'] for row in rows)} ops", moved]
     if before is not None:
         since = levels[0] if levels[0] != levels[1] else "the change"
         changed = sum(row["changed"] for row in rows)
-        parts.append(f"since {since}: {changed} changed, casts {len(before.casts)} → {len(casts)}")
+        parts.append(f"since {since}: {changed} row{'s' * (changed != 1)} changed, casts {len(before.casts)} → {casts}")
     return " · ".join(parts)

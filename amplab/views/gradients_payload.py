@@ -28,7 +28,12 @@ LOW, HIGH = -44, 24
 
 @dataclass(frozen=True, eq=False)
 class Curves:
-    """Shares in percent of all finite non-zero gradient elements, float32 `(HIGH - LOW + 1,)`, per power of two."""
+    """Shares in percent of all finite non-zero gradient elements, one per power of two.
+
+    Attributes:
+        exponents: int32 `(HIGH - LOW + 1,)`.
+        unscaled, scaled: float32 of the same shape.
+    """
 
     exponents: np.ndarray
     unscaled: np.ndarray
@@ -38,7 +43,8 @@ class Curves:
 def curves(record: GradientRecord) -> Curves:
     """Return both curves of all layers together."""
     unscaled = reduce(add, (histogram for _, histogram in record.layers))
-    return Curves(np.arange(LOW, HIGH + 1), _percent(unscaled), _percent(_scaled(unscaled, record.loss_scale)))
+    exponents = np.arange(LOW, HIGH + 1, dtype=np.int32)  # int64 has no typed array in a page
+    return Curves(exponents, _percent(unscaled), _percent(_scaled(unscaled, record.loss_scale)))
 
 
 def float16_zones() -> list[tuple[float, float, str]]:

@@ -41,10 +41,11 @@ function signature(row) {
 }
 
 function opRow(row) {
+  const times = row.times > 1 ? h("small", { class: "amp-times" }, ` ×${row.times}`) : null;
   const note = row.changed ? h("span", { class: "amp-changed", title: "Different from the opt_level before" }, "changed") : null;
   return h("tr", { class: [row.cast ? "amp-cast" : "", row.changed ? "amp-row-changed" : ""].join(" ").trim(), "data-phase": row.phase },
-    h("td", { class: "amp-num" }, String(row.number)),
-    h("td", {}, h("code", { title: row.aten }, row.op), note),
+    h("td", { class: "amp-num" }, row.index),
+    h("td", {}, h("code", { title: `${row.aten}  ${row.shapes}` }, row.op), times, note),
     h("td", { class: "amp-module" }, row.module),
     h("td", { class: "amp-signature" }, signature(row)),
     h("td", { class: "amp-reason" }, h("span", { class: "amp-clamped", title: row.reason }, row.reason)));

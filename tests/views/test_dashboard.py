@@ -1,0 +1,205 @@
+"""The dashboard without a page: what it sends when a page says hello, when messages come, when things fail."""
+
+import numpy as np
+import pytest
+
+from amplab.lab import ExperimentConfig, Trainer
+from amplab.views import Dashboard
+
+
+@pytest.fixture
+def lab(trainer: Trainer, wire: list[dict]):
+    made = Dashboard(trainer)
+    yield made
+    made.close()
+
+
+def tell(part, **message: object) -> None:
+    """Deliver a message as the page sends it."""
+    part._handle_custom_msg(message, [])
+
+
+def frames(wire: list[dict]) -> list[dict]:
+    custom = [sent for sent in wire if sent["data"].get("method") == "custom"]
+    return [sent for sent in custom if sent["data"]["content"].get("kind") == "frame"]
+
+
+def rows_of(frame: dict) -> np.ndarray:
+    return np.frombuffer(frame["buffers"][0], np.float64).reshape(-1, 4)
+
+
+def parts(lab: Dashboard):
+    return lab._presenter.parts
+
+
+def test_its_text_is_one_short_line_without_addresses(lab: Dashboard) -> None:
+    assert repr(lab) == "<amplab lab at step 0: amplab/1 task=digits model=mlp opt_level=O1 hidden=16>"
+    assert lab.config() == "amplab/1 task=digits model=mlp opt_level=O1 hidden=16"
+    assert ExperimentConfig.parse(lab.config()) == lab.trainer.config
+
+
+def test_nothing_is_drawn_before_a_page_is_there(lab: Dashboard, wire: list[dict], until) -> None:
+    lab.run(steps=30)
+    assert frames(wire) == []
+    tell(parts(lab).live, type="hello", view="a")
+    until(lambda: frames(wire))
+    rows = rows_of(frames(wire)[-1])
+    np.testing.assert_array_equal(rows[:, 0], np.arange(30))
+    np.testing.assert_array_equal(rows[:, 1], lab.trainer.history.column("loss"))
+    figures = frames(wire)[-1]["data"]["content"]["summary"]
+    assert figures["step"] == 30
+    assert figures["scale"] == lab.trainer.loss_scale
+    assert figures["accuracy"] == lab.trainer.history.last_accuracy
+
+
+def test_a_second_page_gets_the_whole_run_and_the_last_to_leave_ends_the_drawing(
+    lab: Dashboard, wire: list[dict], until
+) -> None:
+    for view in ("a", "b"):
+        tell(parts(lab).live, type="hello", view=view)
+        until(lambda: frames(wire))
+        wire.clear()
+    tell(parts(lab).live, type="bye", view="a")
+    lab.run(steps=3)
+    until(lambda: frames(wire) and len(rows_of(frames(wire)[-1])) == 3)
+    tell(parts(lab).live, type="bye", view="b")
+    settle(lab, until)
+    wire.clear()
+    lab.run(steps=3)
+    settle(lab, until)
+    assert frames(wire) == []
+
+
+def settle(lab: Dashboard, until) -> None:
+    """Wait until the ticker has done all that it was asked for."""
+    done: list[bool] = []
+    lab._presenter._ticker.call(lambda: done.append(True))
+    until(lambda: done and not lab._presenter._ticker._awake)
+
+
+def test_not_more_than_ten_frames_a_second(lab: Dashboard, wire: list[dict], until) -> None:
+    tell(parts(lab).live, type="hello", view="a")
+    tell(parts(lab).controls, type="start")
+    until(lambda: len(lab.trainer.history) > 100)
+    tell(parts(lab).controls, type="pause")
+    until(lambda: lab.trainer.state == "paused")
+    settle(lab, until)
+    history = lab.trainer.history
+    assert len(frames(wire)) <= 10 * (history.last.seconds + 0.5)
+    assert len(rows_of(frames(wire)[-1])) == len(history), "and the last of them is complete"
+
+
+def test_controls_show_what_is_in_effect(lab: Dashboard, until) -> None:
+    until(lambda: parts(lab).controls.shown)
+    tell(parts(lab).live, type="hello", view="a")
+    tell(parts(lab).controls, type="change", field="opt_level", value="O2")
+    until(lambda: parts(lab).controls.shown["config"]["opt_level"] == "O2")
+    tell(parts(lab).controls, type="change", field="lr", value=-1)
+    until(lambda: parts(lab).controls.shown["refusal"])
+    assert "lr=-1" in parts(lab).controls.shown["refusal"]
+    tell(parts(lab).controls, type="change", field="lr", value=0.5)
+    until(lambda: parts(lab).controls.shown["lr"] == 0.5)
+    assert parts(lab).controls.shown["refusal"] is None
+
+
+def test_an_armed_fault_shows_until_its_step_is_made(lab: Dashboard, until) -> None:
+    tell(parts(lab).live, type="hello", view="a")
+    tell(parts(lab).controls, type="inject", kind="overflow")
+    until(lambda: parts(lab).controls.shown.get("armed") == ["overflow"])
+    tell(parts(lab).controls, type="step")
+    until(lambda: parts(lab).controls.shown["armed"] == [])
+    until(lambda: parts(lab).panels.overflows.get("count") == "1")
+    tell(parts(lab).controls, type="inject", kind="underflow")
+    until(lambda: parts(lab).controls.shown["shrinking"] and lab.trainer.shrinking)
+
+
+def test_the_dtypes_follow_the_level_and_mark_what_changed(lab: Dashboard, until) -> None:
+    panels = parts(lab).panels
+    until(lambda: panels.dtypes.get("rows"))
+    assert not any(row["changed"] for row in panels.dtypes["rows"])
+    tell(parts(lab).controls, type="change", field="opt_level", value="O0")
+    until(lambda: panels.dtypes["summary"].startswith("O0"))
+    assert any(row["changed"] for row in panels.dtypes["rows"])
+    tell(parts(lab).controls, type="change", field="model", value="cnn")
+    until(lambda: any(row["module"] == "conv1" for row in panels.dtypes["rows"]))
+    assert not any(row["changed"] for row in panels.dtypes["rows"]), "another model has no level before"
+
+
+def test_gradients_are_drawn_when_their_tab_is_opened(lab: Dashboard, until) -> None:
+    tell(parts(lab).live, type="hello", view="a")
+    settle(lab, until)
+    assert parts(lab).gradients.children == ()
+    parts(lab).panels.tab = "gradients"
+    until(lambda: parts(lab).panels.gradients.get("ready"))
+    figure, layers = parts(lab).gradients.children
+    assert "output.bias" in layers.value
+    first = figure.data[0].y.copy()
+    tell(parts(lab).controls, type="step")
+    until(lambda: parts(lab).panels.gradients["summary"].startswith("Step 1,"))
+    assert not np.array_equal(first, figure.data[0].y)
+    parts(lab).panels.dark = True
+    until(lambda: figure.layout.font.color == "rgba(255,255,255,0.72)")
+
+
+def test_a_callback_that_raises_is_a_notice_and_the_run_goes_on(lab: Dashboard, until) -> None:
+    def mine(event: object) -> None:
+        raise ValueError("a callback of my own")
+
+    lab.trainer.subscribe(mine)
+    tell(parts(lab).controls, type="step")
+    until(lambda: parts(lab).notices.notices)
+    notice = parts(lab).notices.notices[0]
+    assert notice["kind"] == "error"
+    assert 'raise ValueError("a callback of my own")' in notice["detail"]
+    tell(parts(lab).notices, type="dismiss", id=notice["id"])
+    until(lambda: not parts(lab).notices.notices)
+    lab.run(steps=2)
+    assert lab.trainer.state == "paused"
+
+
+def test_a_view_that_fails_says_so_itself(lab: Dashboard, until) -> None:
+    tell(parts(lab).controls, type="explode")
+    until(lambda: parts(lab).notices.notices)
+    assert "KeyError" in parts(lab).notices.notices[0]["text"]
+
+
+def test_an_offer_is_answered(lab: Dashboard, until) -> None:
+    lab.run(steps=3)
+    wanted = ExperimentConfig(opt_level="O3", hidden=16)
+    lab.offer(wanted)
+    until(lambda: parts(lab).notices.notices)
+    notice = parts(lab).notices.notices[0]
+    assert str(wanted) in notice["text"]
+    tell(parts(lab).notices, type="new", id=notice["id"])
+    until(lambda: lab.trainer.config == wanted and len(lab.trainer.history) == 0)
+    until(lambda: not parts(lab).notices.notices)
+
+
+def test_a_dashboard_of_a_run_that_has_begun_shows_all_of_it(trainer: Trainer, wire: list[dict], until) -> None:
+    trainer.run(4)
+    trainer.change(opt_level="O2")
+    trainer.run(2)
+    lab = Dashboard(trainer)
+    tell(parts(lab).live, type="hello", view="a")
+    until(lambda: frames(wire))
+    assert frames(wire)[-1]["data"]["content"]["levels"] == [(0, "O1"), (4, "O2")]
+    assert len(rows_of(frames(wire)[-1])) == 6
+    lab.close()
+    trainer.run(2)
+    assert len(trainer.history) == 8, "closing a view ends no experiment"
+
+
+def test_a_run_in_a_cell_reports_and_repeats() -> None:
+    reports = []
+    for _ in range(2):
+        lab = Dashboard(Trainer(ExperimentConfig(hidden=16, init_scale=2.0**20)))
+        reports.append(lab.run(steps=25))
+        lab.close()
+    assert reports[0] == reports[1]
+    assert reports[0].steps == 25
+
+
+def test_run_waits_for_a_run_that_is_going_on(lab: Dashboard) -> None:
+    lab.trainer.start()
+    assert lab.run(steps=5).steps == 5
+    assert lab.trainer.state == "running"

@@ -1,0 +1,62 @@
+"""Frames of the live view: complete, thin enough, and with every skip, NaN and inf in them."""
+
+import numpy as np
+import pytest
+
+from amplab.amp import MemoryUse
+from amplab.kernels import BuildReport
+from amplab.lab import History
+from amplab.views.live_payload import INJECTED, ROWS, SKIPPED, frame_rows, level_marks, modes_line, summary
+
+MEMORY = MemoryUse(parameters=100, gradients=20, masters=3, optimizer_state=4000)
+
+
+def test_a_short_run_is_shown_in_full(eventful: History) -> None:
+    rows = frame_rows(eventful)
+    assert rows.dtype == np.float64
+    np.testing.assert_array_equal(rows[:, 0], np.arange(10))
+    np.testing.assert_array_equal(rows[:, 1], [1, 1, 1, np.nan, 1, 1, 1, 1, np.inf, 1])
+    np.testing.assert_array_equal(rows[:, 2], eventful.column("loss_scale"))
+    np.testing.assert_array_equal(rows[:, 3], [0, 0, 0, 0, 0, SKIPPED + INJECTED, 0, 0, SKIPPED, 0])
+
+
+def test_a_long_run_is_thinned_and_keeps_what_must_be_seen(record) -> None:
+    history, steps = History(), 20_000
+    odd = {7_001: {"loss": np.nan}, 11_111: {"loss": np.inf}, 15_000: {"loss": 9.0}, 16_001: {"skipped": True}}
+    noise = np.random.default_rng(0).random(steps)
+    for step in range(steps):
+        history.append(record(step, **{"loss": float(noise[step]), **odd.get(step, {})}))
+    rows = frame_rows(history)
+    assert len(rows) <= 1.2 * ROWS
+    assert set(odd) <= set(rows[:, 0])
+    assert rows[0, 0] == 0
+    assert rows[-1, 0] == steps - 1
+    assert np.isnan(rows[rows[:, 0] == 7_001, 1])
+    assert rows[rows[:, 0] == 16_001, 3] == SKIPPED
+
+
+def test_levels_are_marked_where_they_begin(eventful: History) -> None:
+    assert level_marks(eventful) == [(0, "O1"), (6, "O2")]
+    assert level_marks(History()) == []
+
+
+def test_the_figures_are_those_of_the_run(eventful: History) -> None:
+    shown = summary(eventful, loss_scale=32768.0, rate=None, memory=MEMORY, modes="so")
+    assert shown == {
+        "step": 10,
+        "skipped": 2,
+        "scale": 32768.0,
+        "accuracy": None,
+        "rate": None,
+        "memory": 4123,
+        "memory_parts": "parameters 100 B · gradients 20 B · masters 3 B · optimizer state 4,000 B",
+        "modes": "so",
+    }
+
+
+@pytest.mark.parametrize("status", ["reference", "building", "built", "failed"])
+def test_the_line_of_modes_names_kernels_and_arithmetic(status: str) -> None:
+    line = modes_line(BuildReport(status, "CPU kernels", cause="no compiler", remedy="install g++"), "fp32_accumulate")
+    assert line.startswith("float16 on CPU: float32 accumulate, rounded once")
+    assert ("C++" in line) == (status != "reference")
+    assert ("no compiler" in line and "install g++" in line) == (status == "failed")

@@ -1,0 +1,50 @@
+"""Notices: what a failure and an offer say, and which stay up."""
+
+import json
+
+from amplab.views.notice_board import KEPT, NoticeBoard, failure, offer
+
+TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\nValueError: no\n'
+
+
+def test_a_traceback_is_kept_and_its_last_line_is_the_sentence() -> None:
+    notice = failure(TRACEBACK)
+    assert notice.text == "ValueError: no"
+    assert notice.detail == TRACEBACK.strip()
+    assert notice.choices == (("dismiss", "Dismiss"),)
+
+
+def test_a_sentence_before_a_traceback_is_the_sentence() -> None:
+    notice = failure(f"callback f raised ValueError\n{TRACEBACK}", fatal=True)
+    assert notice.text == "callback f raised ValueError"
+    assert notice.detail == TRACEBACK.strip()
+    assert notice.choices[0] == ("reset", "Reset")
+
+
+def test_an_offer_names_both_experiments() -> None:
+    text = offer("amplab/1 one", 1234, "paused", "amplab/1 two").text
+    assert text == "amplab/1 one is paused at step 1,234 and goes on untouched. Start new begins amplab/1 two."
+    assert "Start new" not in offer("amplab/1 one", 0, "running", None).text
+
+
+def test_the_newest_is_first_and_the_oldest_gives_way() -> None:
+    board = NoticeBoard()
+    for number in range(KEPT + 2):
+        board.put(failure(f"failure {number}"))
+    board.put(failure(f"failure {KEPT + 1}"))  # the same again
+    payload = board.payload()
+    assert [notice["text"] for notice in payload] == [f"failure {KEPT + 1 - place}" for place in range(KEPT)]
+    assert json.loads(json.dumps(payload)) is not None
+    board.take_down(payload[0]["id"])
+    board.take_down(payload[0]["id"])
+    assert len(board.payload()) == KEPT - 1
+
+
+def test_an_offer_replaces_an_older_one_and_can_be_withdrawn() -> None:
+    board = NoticeBoard()
+    board.put(failure("stays"))
+    board.put(offer("a", 1, "running", None))
+    board.put(offer("a", 2, "running", None))
+    assert [notice["kind"] for notice in board.payload()] == ["offer", "error"]
+    board.withdraw("offer")
+    assert [notice["text"] for notice in board.payload()] == ["stays"]

@@ -1,0 +1,60 @@
+"""The ticker: not too often, never missing the last change, and not to be brought down."""
+
+import threading
+import time
+from itertools import pairwise
+
+from amplab.views.ticker import Ticker
+
+
+def test_many_changes_make_few_ticks_and_the_last_is_seen(until) -> None:
+    state, seen = [0], []
+    ticker = Ticker(lambda: seen.append((time.monotonic(), state[0])), on_failure=seen.append, period=0.05)
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        state[0] += 1
+        ticker.wake()
+        time.sleep(0.001)
+    until(lambda: seen and seen[-1][1] == state[0])
+    ticker.close()
+    gaps = [later - earlier for (earlier, _), (later, _) in pairwise(seen)]
+    assert 2 <= len(seen) <= 12
+    assert min(gaps) > 0.04
+
+
+def test_it_sleeps_until_it_is_woken() -> None:
+    ticks = []
+    ticker = Ticker(lambda: ticks.append(1), on_failure=ticks.append, period=0.01)
+    time.sleep(0.1)
+    assert ticks == []
+    ticker.close()
+
+
+def test_jobs_run_in_order_in_the_one_thread(until) -> None:
+    order, threads = [], set()
+    ticker = Ticker(lambda: None, on_failure=order.append)
+    for number in range(20):
+        ticker.call(lambda number=number: (order.append(number), threads.add(threading.current_thread())))
+    until(lambda: len(order) == 20)
+    assert order == list(range(20))
+    assert threads == {ticker._thread}
+    ticker.close()
+
+
+def test_a_failing_job_is_told_and_the_next_one_runs(until) -> None:
+    told, done = [], []
+    ticker = Ticker(lambda: None, on_failure=told.append)
+    ticker.call(lambda: 1 / 0)
+    ticker.call(lambda: done.append(True))
+    until(lambda: done)
+    assert "ZeroDivisionError" in told[0]
+    ticker.close()
+
+
+def test_closing_ends_the_thread_even_from_within(until) -> None:
+    outside = Ticker(lambda: None, on_failure=print)
+    outside.close()
+    assert not outside._thread.is_alive()
+    inside = Ticker(lambda: None, on_failure=print)
+    inside.call(inside.close)
+    until(lambda: not inside._thread.is_alive())
