@@ -78,8 +78,8 @@ class Trainer:
         self._state = "ready"
         self._budget: int | None = None  # steps until it pauses, None for no end
         self._asked: set[str] = set()  # requests that wait in the queue
-        if kernels.ensure(on_report=_tell_all).status == "failed":
-            self._tell_kernels(kernels.report())
+        self._has_told_kernels = False
+        kernels.ensure(on_report=_no_warning)
         _LIVE.add(self)
 
     @property
@@ -277,6 +277,8 @@ class Trainer:
         record = self._experiment.step()
         self._recorder.append(record)
         self._publisher.publish(record)
+        if record.accuracy is not None:
+            self._tell_kernels()
         if self._budget is not None:
             self._count_down()
         if self._experiment.steps_done >= self._step_limit:
@@ -298,6 +300,7 @@ class Trainer:
                 self._enter("paused", f"{self._step_limit} steps are done, the limit of one run; reset() begins anew.")
 
     def _announce(self, state: str, note: str) -> None:
+        self._tell_kernels()
         if state != "running":
             self._recorder.flush()
         self._publisher.publish(StateChanged(state, len(self.history), note))
@@ -322,8 +325,12 @@ class Trainer:
         armed = self._experiment.shrinking if fault == "underflow" else on is not False
         self._recorder.note("inject", step=len(self.history), fault=fault, on=armed)
 
-    def _tell_kernels(self, report: kernels.BuildReport) -> None:
-        self._worker.post(lambda: self._publisher.publish(Failed(str(report))))
+    def _tell_kernels(self) -> None:
+        """Tell once that a build of the kernels has failed."""
+        report = kernels.report()
+        if report.status == "failed" and not self._has_told_kernels:
+            self._has_told_kernels = True
+            self._publisher.publish(Failed(str(report)))
 
     def _new_recorder(self) -> Recorder:
         def tell(text: str) -> None:
@@ -358,10 +365,8 @@ def _check_steps(steps: int) -> None:
 _LIVE: weakref.WeakSet[Trainer] = weakref.WeakSet()
 
 
-def _tell_all(report: kernels.BuildReport) -> None:
-    """Tell a failed build of the kernels as an event; it would be a warning in the midst of a step."""
-    for trainer in list(_LIVE) if report.status == "failed" else ():
-        trainer._tell_kernels(report)
+def _no_warning(report: kernels.BuildReport) -> None:
+    """Take the place of the warning that a failed build gives in the midst of a step; trainers tell it as an event."""
 
 
 def _stop_all() -> None:
