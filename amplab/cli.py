@@ -76,10 +76,9 @@ def train_in_terminal(options: argparse.Namespace) -> int:
     version = str(ExperimentConfig()).split()[0]
     try:
         config = ExperimentConfig.parse(" ".join([version, *given]))
-    except ValueError as error:
+        return train(config, steps=options.steps, log_path=options.log).exit_status
+    except (ValueError, ImportError) as error:
         return refuse(options, error)
-    train(config, steps=options.steps, log_path=options.log)
-    return 0
 
 
 def refuse(options: argparse.Namespace, error: Exception) -> int:

@@ -104,7 +104,7 @@ class Presenter:
 
     def close(self) -> None:
         """Leave the trainer alone and end the ticker and the widgets."""
-        self._unsubscribe()
+        self._ticker.call(lambda: self._unsubscribe())  # after `_begin`, however soon this is called
         self._ticker.close()
         for part in vars(self.parts).values():
             part.close()

@@ -49,6 +49,7 @@ def test_stated_defaults_are_those_of_the_experiment() -> None:
         (["--loss-scale", "big"], ["big", "dynamic"]),
         (["--init-scale", "2**"], ["2**", "number"]),
         (["--batch-size", "1.5"], ["1.5", "whole number"]),
+        (["--batch-size", "5000"], ["5000"]),
         (["--task", ""], ["task"]),
         (["--opt-level", "O1", "--keep-batchnorm-fp32", "true"], ["keep_batchnorm_fp32", "O1"]),
         (["--steps", "many"], ["many", "300"]),
