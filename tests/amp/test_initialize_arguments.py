@@ -44,9 +44,10 @@ def test_refusals_of_initialize(session, call, error, message):
     assert len(refusal.value.args) == 1
 
 
-def test_cudnn_switched_off_is_refused(session, monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
-    with pytest.raises(RuntimeError, match=r"^Amp requires torch.backends.cudnn.enabled = True$"):
+def test_cudnn_switched_off_is_refused(session):
+    with torch.backends.cudnn.flags(enabled=False), pytest.raises(
+        RuntimeError, match=r"^Amp requires torch.backends.cudnn.enabled = True$"
+    ):
         session.initialize(nn.Linear(1, 1))
 
 

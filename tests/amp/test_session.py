@@ -257,8 +257,8 @@ def test_a_session_keeps_nothing_alive(session, problem):
 def test_two_sessions_in_two_threads_do_not_meet(problem):
     """Each thread's run is bitwise the run that it is alone."""
 
-    def run(level, losses, meet):
-        session, model = amp.Session(), problem.model()
+    def run(level, losses, meet, model):
+        session = amp.Session()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         session.initialize(model, optimizer, opt_level=level, verbosity=0)
         for step in range(20):
@@ -267,10 +267,13 @@ def test_two_sessions_in_two_threads_do_not_meet(problem):
 
     alone = {level: [] for level in LEVELS[:3]}
     for level, losses in alone.items():
-        run(level, losses, lambda: None)
+        run(level, losses, lambda: None, problem.model())
     together = {level: [] for level in alone}
     barrier = threading.Barrier(len(together))
-    threads = [threading.Thread(target=run, args=(level, losses, barrier.wait)) for level, losses in together.items()]
+    threads = [  # the models are made here: threads share the generator that seeds them
+        threading.Thread(target=run, args=(level, losses, barrier.wait, problem.model()))
+        for level, losses in together.items()
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

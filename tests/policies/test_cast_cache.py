@@ -156,9 +156,10 @@ def test_two_backward_passes_over_one_cast(weight, engine):
 
 def test_a_new_weight_at_an_old_address_is_not_taken_for_it():
     cache, memory, identities = CastCache(), numpy.zeros(2, dtype=numpy.float32), []
-    for value in range(20):
+    values = torch.from_numpy(memory)
+    for value in range(200):
         memory[:] = value
-        weight = Parameter(torch.from_numpy(memory), requires_grad=False)
+        weight = Parameter(values, requires_grad=False)
         assert cache.cast(weight, torch.float16)[0] == value
         identities.append(id(weight))
         del weight
