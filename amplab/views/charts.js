@@ -165,14 +165,22 @@ class LossChart extends Chart {
     pen.stroke();
   }
 
-  /** NaN and inf have no height: they are drawn on the upper edge, one per five pixels, never dropped. */
+  /** NaN and inf have no height: each is a tick on the upper edge, never dropped, and each run of them is named once. */
   edge(rows, palette) {
-    let last = -Infinity;
+    let named = -Infinity, word = "";
     for (const [step, loss] of rows) {
-      if (Number.isFinite(loss) || this.x(step) - last < 5) continue;
-      last = this.x(step);
-      this.text(Number.isNaN(loss) ? "NaN" : loss > 0 ? "inf" : "-inf", last, GUTTER.top - 6, palette.skip, "center", `700 9px ${palette.font}`);
-      this.line(Math.round(last) + 0.5, GUTTER.top - 1, Math.round(last) + 0.5, GUTTER.top + 7, palette.skip);
+      if (Number.isFinite(loss)) {
+        word = "";
+        continue;
+      }
+      const at = Math.round(this.x(step)) + 0.5;
+      this.line(at, GUTTER.top - 2, at, GUTTER.top + 6, palette.skip);
+      const name = decimal(loss);
+      if (name !== word && at - named > 30) {
+        const fits = at < this.width - 36;
+        this.text(name, fits ? at + 3 : at - 3, GUTTER.top + 11, palette.skip, fits ? "left" : "right", `700 10px ${palette.font}`);
+        [named, word] = [at, name];
+      }
     }
   }
 }
@@ -193,7 +201,7 @@ class ScaleChart extends Chart {
     const low = Math.floor(Math.min(...minmax(heights)) - 1);
     const high = Math.max(Math.ceil(Math.max(...minmax(heights)) + 1), low + 4);
     const y = (value) => GUTTER.top + (this.height - GUTTER.top - GUTTER.bottom) * (1 - (value - low) / (high - low));
-    const gap = Math.max(1, Math.ceil((high - low) / 5));
+    const gap = 2 ** Math.max(0, Math.ceil(Math.log2((high - low) / 6)));
     const marks = [];
     for (let at = Math.ceil(low / gap) * gap; at <= high; at += gap) marks.push(at);
     this.frame(live, marks, y, (tick, at) => this.exponent(tick, at, palette));
@@ -204,9 +212,9 @@ class ScaleChart extends Chart {
   }
 
   exponent(tick, at, palette) {
-    const width = String(tick).length * 5.4;
-    this.text("2", GUTTER.left - 5 - width, at + 1, palette.soft, "right");
-    this.text(String(tick), GUTTER.left - 4, at - 3, palette.soft, "right", `8.5px ${palette.font}`);
+    const small = `8.5px ${palette.font}`;
+    this.text(String(tick), GUTTER.left - 4, at - 3, palette.soft, "right", small);
+    this.text("2", GUTTER.left - 5 - this.pen.measureText(String(tick)).width, at + 1, palette.soft, "right");
   }
 
   /** The scale holds between two changes, so the line goes level, then upright. */
@@ -244,11 +252,19 @@ class ScaleChart extends Chart {
     });
   }
 
+  /** A triangle stands on the line at each skip; where they crowd, a tick stands for those that would hide each other. */
   skips(rows, log2, y, palette) {
+    let last = -Infinity;
     for (const [step, , scale, marks] of rows) {
       if (!(marks & SKIPPED)) continue;
       const value = log2(scale);
-      this.triangle(this.x(step), value === null ? this.height - GUTTER.bottom : y(value) - 2, palette.skip, marks & INJECTED, palette.paper);
+      const [at, foot] = [this.x(step), value === null ? this.height - GUTTER.bottom : y(value) - 2];
+      if (at - last < 7) {
+        this.line(at, foot - 4, at, foot, palette.skip);
+        continue;
+      }
+      last = at;
+      this.triangle(at, foot, palette.skip, marks & INJECTED, palette.paper);
     }
   }
 }

@@ -79,25 +79,31 @@ def sentence(record: GradientRecord) -> str:
     scaled = _scaled(total, record.loss_scale)
     before, after = (percent_text(each.underflow_fraction(FLOAT16)) for each in (total, scaled))
     overflowed = percent_text(scaled.overflow_fraction(FLOAT16))
+    broken = _nonfinite(total)
     return (
         f"Step {record.step:,}, scale {scale_text(record.loss_scale)}: flushed to zero {before} unscaled, "
-        f"{after} scaled; overflowed {overflowed}"
+        f"{after} scaled; overflowed {overflowed}" + (f"; {percent_text(broken)} are NaN or inf" if broken else "")
     )
 
 
 def percent_text(share: float) -> str:
     """Return a share in percent, small ones told apart from none.
 
-    >>> percent_text(0.0), percent_text(0.0004), percent_text(0.25)
-    ('0 %', '<0.1 %', '25.0 %')
+    >>> percent_text(0.0), percent_text(0.0004), percent_text(0.25), percent_text(1.0)
+    ('0 %', '<0.1 %', '25.0 %', '100 %')
     """
-    if share == 0:
-        return "0 %"
+    if share in (0, 1):
+        return f"{100 * share:.0f} %"
     return "<0.1 %" if share < 0.001 else f"{100 * share:.1f} %"
 
 
 def _scaled(histogram: ExponentHistogram, loss_scale: float) -> ExponentHistogram:
     return histogram.shifted(math.log2(loss_scale))
+
+
+def _nonfinite(histogram: ExponentHistogram) -> float:
+    """The share of elements that are NaN or inf before any scaling: no loss scale is to blame for them."""
+    return (histogram.nans + histogram.infs) / max(histogram.total, 1)
 
 
 def _percent(histogram: ExponentHistogram) -> np.ndarray:
@@ -114,12 +120,14 @@ def _layer(name: str, histogram: ExponentHistogram, loss_scale: float) -> dict:
         "flushed": scaled.underflow_fraction(FLOAT16),
         "overflowed": scaled.overflow_fraction(FLOAT16),
         "zeros": histogram.zeros / max(histogram.total, 1),
+        "nonfinite": _nonfinite(histogram),
     }
 
 
 def _html_row(row: dict) -> str:
     flushed = f"{percent_text(row['flushed_unscaled'])} → {percent_text(row['flushed'])}"
-    cells = (flushed, percent_text(row["overflowed"]), percent_text(row["zeros"]))
+    overflowed = f"{percent_text(row['nonfinite'])} NaN" if row["nonfinite"] else percent_text(row["overflowed"])
+    cells = (flushed, overflowed, percent_text(row["zeros"]))
     numbers = "".join(f"<td{_NUMBER}>{html.escape(cell)}</td>" for cell in cells)
     return f"<tr><td><code>{html.escape(row['name'])}</code></td>{numbers}</tr>"
 

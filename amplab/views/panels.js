@@ -33,6 +33,11 @@ function table(caption, heads) {
     h("table", {}, h("caption", { class: "amp-sr" }, caption), h("thead", {}, head), body)) };
 }
 
+/** A dtype as a coloured chip; the colour repeats the text, it never stands alone. */
+function chip(dtype) {
+  return h("span", { class: "amp-chip", "data-dtype": dtype }, dtype);
+}
+
 /** float32 ×2 + float16 -> float16: the dtypes of a record, repeated ones counted. */
 function signature(row) {
   const side = (dtypes) => dtypes.flatMap(([dtype, times], index) => [

@@ -35,7 +35,7 @@ class Part(anywidget.AnyWidget):
 class Controls(Part):
     """Every choice of an experiment; see `controls_payload`."""
 
-    _esm = joined("elements.js", "icons.js", "page.js", "controls.js")
+    _esm = joined("elements.js", "icons.js", "choices.js", "page.js", "controls.js")
     shown = traitlets.Dict().tag(sync=True)
 
 
@@ -59,7 +59,7 @@ class LiveView(Part):
 class Panels(Part):
     """The tabs: op dtypes, gradients, overflows."""
 
-    _esm = joined("elements.js", "numbers.js", "page.js", "panels.js")
+    _esm = joined("elements.js", "numbers.js", "choices.js", "page.js", "panels.js")
     tab = traitlets.Enum(["dtypes", "gradients", "overflows"], default_value="dtypes").tag(sync=True)
     dark = traitlets.Bool(False).tag(sync=True)
     dtypes = traitlets.Dict().tag(sync=True)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["LabServer", "running_server"]
+__all__ = ["LabServer", "free_port", "own_folders", "running_server", "wait_until_ready"]
 
 START_SECONDS = 60.0
 
@@ -43,11 +43,11 @@ def running_server(folder: Path) -> Iterator[LabServer]:
     """Start JupyterLab in `folder`; its process, and with it every kernel, ends with the block."""
     root = folder / "root"
     root.mkdir()
-    server = LabServer(_free_port(), secrets.token_hex(16), root)
+    server = LabServer(free_port(), secrets.token_hex(16), root)
     with (folder / "server.log").open("w") as log:
-        process = subprocess.Popen(_command(server), env=_environment(folder), stdout=log, stderr=log)
+        process = subprocess.Popen(_command(server), env=own_folders(folder), stdout=log, stderr=log)
         try:
-            _wait_until_ready(server, process, folder / "server.log")
+            wait_until_ready(server, process, folder / "server.log")
             yield server
         finally:
             process.send_signal(signal.SIGTERM)
@@ -71,7 +71,7 @@ def _command(server: LabServer) -> list[str]:
     ]
 
 
-def _environment(folder: Path) -> dict[str, str]:
+def own_folders(folder: Path) -> dict[str, str]:
     """Return the environment with every Jupyter folder, the run logs and IPython's in `folder`."""
     own = {
         name: str(folder / name.lower())
@@ -86,13 +86,15 @@ def _environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", **own}
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port on this machine that nothing listens to."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-def _wait_until_ready(server: LabServer, process: subprocess.Popen, log: Path) -> None:
+def wait_until_ready(server: LabServer, process: subprocess.Popen, log: Path) -> None:
+    """Wait until the server answers; raise RuntimeError with its log where it does not."""
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end and process.poll() is None:
         try:

@@ -79,6 +79,14 @@ def test_zones_are_float16s_own_edges() -> None:
     assert end == HIGH + 1
 
 
+def test_gradients_that_are_broken_before_any_scaling_are_said() -> None:
+    broken = exponent_histogram(torch.tensor([float("nan"), float("inf"), 1.0, 2.0]))
+    record = GradientRecord(step=0, loss_scale=1.0, layers=(("layer", broken),))
+    assert sentence(record).endswith("; 50.0 % are NaN or inf")
+    assert "50.0 % NaN" in layers_html(record)
+    assert curves(record).unscaled.sum() == pytest.approx(100)
+
+
 def test_the_sentence_and_the_table_say_the_same(record: GradientRecord) -> None:
     total = reduce(add, (histogram for _, histogram in record.layers))
     assert total.total == 6000
