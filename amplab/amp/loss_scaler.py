@@ -69,8 +69,8 @@ class LossScaler:
             ) from None
         if isinstance(self.rule, DynamicScale):
             # apex checkpoints of a collapsed run hold 0.0; training can go on from the floor.
-            scale = max(scale, self.rule.floor or SMALLEST_SCALE)
-            self.state = ScaleState(scale_value("loss_scale", scale), clean_steps)
+            known = scale if scale == 0.0 else scale_value("loss_scale", scale)
+            self.state = ScaleState(max(known, self.rule.floor or SMALLEST_SCALE), clean_steps)
 
 
 def scale_rule(loss_scale: float | str, **arguments: float | None) -> ScaleRule:

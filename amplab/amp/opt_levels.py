@@ -207,7 +207,7 @@ def scale_value(name: str, value: Any) -> float:
     """
     try:
         scale = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(
             f'{name}={value!r}: expected "dynamic" or a number > 0; try "dynamic", or 128.0 for a static scale.'
         ) from None

@@ -159,7 +159,10 @@ class ExperimentConfig:
         Raises:
             ValueError: Not such a string, of another version, with an unknown or repeated field, or a value that the
                 field may not hold.
+            TypeError: No string at all.
         """
+        if not isinstance(text, str):
+            raise TypeError(f"{text!r}: expected a config string; copy one from the lab's config().")
         head, *pairs = text.split() or [""]
         _check_head(head, text)
         values: dict[str, object] = {}

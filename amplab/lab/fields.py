@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -20,6 +21,7 @@ OPTIMIZERS = ("sgd", "adam", "adamw")
 LEVELS = ("O0", "O1", "O2", "O3")
 
 _LARGEST_SCALE = 2.0**127  # the largest power of two in float32, the type of a scaled loss
+_LONGEST_ECHO = 40  # characters of a refused value
 _POWER = re.compile(r"(?P<base>\d+(?:\.\d+)?)(?:\*\*|\^)(?P<exponent>[+-]?\d+)")
 _WHOLE = re.compile(r"[+-]?\d{1,30}")
 _WORDS = {"none": None, "true": True, "false": False}
@@ -39,7 +41,8 @@ class FieldRule:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # Compared, not converted: a whole number may be beyond every float.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _is_scale(value: object) -> bool:
@@ -70,8 +73,8 @@ RULES: dict[str, FieldRule] = {
     "opt_level": _one_of(LEVELS, note=" (the letter O and a digit)"),
     "optimizer": _one_of(OPTIMIZERS),
     "lr": FieldRule(
-        lambda value: value is None or (_is_number(value) and value > 0),
-        "a number > 0, or None for the optimizer's default",
+        lambda value: value is None or _is_scale(value),
+        "a number > 0 and at most 2**127, or None for the optimizer's default",
     ),
     "momentum": FieldRule(lambda value: _is_number(value) and 0 <= value < 1, "a number in [0, 1); 0 switches it off"),
     "batch_size": _count(1, 65536, "the images per step"),
@@ -97,7 +100,7 @@ def check(name: str, value: object) -> None:
     """Raise ValueError unless `value` is one that the field `name` may hold."""
     rule = _rule(name)
     if not rule.accepts(value):
-        raise ValueError(f"{name}={spell(value)}: expected {rule.allowed}.")
+        raise ValueError(_refusal(name, spell(value)))
 
 
 def spell(value: object) -> str:
@@ -129,8 +132,14 @@ def read(name: str, text: str) -> object:
     value = _value(text)
     if isinstance(value, float) and value.is_integer() and not rule.accepts(value):
         value = int(value)  # 1e3 and 2**5 are counts too
-    check(name, value)
+    if not rule.accepts(value):
+        raise ValueError(_refusal(name, text))
     return value
+
+
+def _refusal(name: str, given: str) -> str:
+    echo = given if len(given) <= _LONGEST_ECHO else f"{given[:_LONGEST_ECHO]}…"
+    return f"{name}={echo}: expected {RULES[name].allowed}."
 
 
 def _value(text: str) -> object:
@@ -158,4 +167,4 @@ def _rule(name: str) -> FieldRule:
         return RULES[name]
     close = get_close_matches(name, RULES, n=1)
     hint = f"did you mean {close[0]}?" if close else f"choose from {', '.join(RULES)}."
-    raise ValueError(f"{name}: not a field of an experiment; {hint}")
+    raise ValueError(f"{name[:_LONGEST_ECHO]}: not a field of an experiment; {hint}")

@@ -152,11 +152,15 @@ def load_run(path: str | os.PathLike[str]) -> Run:
         OSError: The file cannot be read (FileNotFoundError where there is none).
     """
     path = Path(path)
+    if path.is_dir():
+        raise ValueError(f"{path}: is a folder: expected one run log in it, such as {path / 'run.jsonl'}.")
     with path.open("rb") as file:
         header = _read_header(path, file.readline(_LONGEST_HEADER))
         config = _read_config(path, header["config"])
         history, events, truncated = History(), [], False
         for number, line, is_last in _lines(file):
+            if not line.strip():  # as an editor leaves one
+                continue
             entry = _read_line(line)
             if entry is None and is_last:
                 truncated = True
@@ -217,6 +221,9 @@ def _read_config(path: Path, text: object) -> ExperimentConfig:
         raise ValueError(f"{path}: {error}") from error
 
 
+_KINDS = {"step": int, "skipped": bool, "opt_level": str}
+
+
 def _read_line(line: bytes) -> StepRecord | dict[str, object] | None:
     """Return the step or the event of a line, None when it is neither."""
     entry = _json(line)
@@ -226,7 +233,7 @@ def _read_line(line: bytes) -> StepRecord | dict[str, object] | None:
         return None
     values = dict(zip(COLUMNS, entry, strict=True))
     numbers = {name: _float(values[name]) for name in ("loss", "loss_scale", "next_loss_scale", "seconds")}
-    if None in numbers.values() or not isinstance(values["step"], int):
+    if None in numbers.values() or not all(isinstance(values[name], kind) for name, kind in _KINDS.items()):
         return None
     return StepRecord(**{**values, **numbers})
 
@@ -235,7 +242,7 @@ def _json(line: bytes) -> object:
     """Return what a line says, None when it is not JSON."""
     try:
         return json.loads(line)
-    except ValueError:  # UnicodeDecodeError is one too
+    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
         return None
 
 

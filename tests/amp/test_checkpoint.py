@@ -61,9 +61,9 @@ def test_other_entries_are_refused(prepared, bad):
         prepared().load_state_dict({"loss_scaler0": bad})
 
 
-@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), -5.0])
 def test_scales_that_cannot_be_are_refused(prepared, scale):
-    with pytest.raises(ValueError, match=r"^loss_scale=(nan|inf): expected a finite number > 0"):
+    with pytest.raises(ValueError, match=r"^loss_scale=(nan|inf|-5.0): expected a finite number > 0"):
         prepared().load_state_dict({"loss_scaler0": entry(scale)})
 
 

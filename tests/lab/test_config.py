@@ -72,6 +72,8 @@ def test_parse_takes_the_spellings_people_use():
         ({"hidden": True}, "hidden=true: expected a whole number"),
         ({"lr": 0}, "lr=0: expected a number > 0"),
         ({"lr": float("nan")}, "lr=nan: expected a number > 0"),
+        ({"lr": 1e39}, "lr=1e+39: expected a number > 0 and at most 2**127"),
+        ({"lr": 10**400}, f"lr=1{'0' * 39}…: expected a number > 0 and at most 2**127"),
         ({"momentum": 1.0}, "momentum=1: expected a number in [0, 1)"),
         ({"loss_scale": -1}, "loss_scale=-1: expected 'dynamic', a number > 0"),
         ({"loss_scale": 0.0}, "loss_scale=0: expected 'dynamic', a number > 0"),
@@ -110,7 +112,8 @@ def test_senseless_override_is_refused_with_the_reason_of_amp(level):
         ("amplab/1 qqq=1", "qqq: not a field of an experiment; choose from task, model"),
         ("amplab/1 O2", "'O2': expected field=value"),
         ("amplab/1 seed=1 seed=2", "'seed=2': seed is given twice"),
-        ("amplab/1 init_scale=2**2000", "init_scale=inf: expected a number > 0"),
+        ("amplab/1 init_scale=2**2000", "init_scale=2**2000: expected a number > 0"),
+        ("amplab/1 opt_level=01", "opt_level=01: expected one of O0, O1, O2, O3"),
         ("amplab/1 hidden=wide", "hidden=wide: expected a whole number"),
         ("amplab/1 opt_level=O1 master_weights=true", "master_weights=true with opt_level=O1: "),
     ],
@@ -118,6 +121,11 @@ def test_senseless_override_is_refused_with_the_reason_of_amp(level):
 def test_parse_refuses_with_a_sentence(text, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)):
         ExperimentConfig.parse(text)
+
+
+def test_parse_takes_strings_alone():
+    with pytest.raises(TypeError, match="^None: expected a config string"):
+        ExperimentConfig.parse(None)
 
 
 def test_learning_rate_follows_the_optimizer_unless_given():

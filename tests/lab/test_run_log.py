@@ -94,7 +94,29 @@ def test_config_of_another_version_is_refused(path):
         load_run(path)
 
 
-@pytest.mark.parametrize("damage", ["garbage", "[1,2]", '{"evnt": 1}', "[" + ",".join(["null"] * 10) + "]"])
+def test_a_blank_line_at_the_end_does_no_harm(path):
+    path.write_text(path.read_text(encoding="utf-8") + "\n\n", encoding="utf-8")
+    assert len(load_run(path).history) == len(RECORDS)
+    assert not load_run(path).truncated
+
+
+def test_a_folder_is_no_run_log(tmp_path):
+    with pytest.raises(ValueError, match="is a folder: expected one run log in it"):
+        load_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "garbage",
+        "[1,2]",
+        '{"evnt": 1}',
+        "[" + ",".join(["null"] * 10) + "]",
+        "[" * 100_000,
+        '[1,1.0,2.0,2.0,"yes",null,"O1",null,0.1,null]',
+        '[1,1.0,2.0,2.0,false,null,[1],null,0.1,null]',
+    ],
+)
 def test_damage_before_the_last_line_is_named(path, damage):
     lines = path.read_text(encoding="utf-8").splitlines()
     lines[2] = damage
