@@ -26,6 +26,9 @@ def pytest_configure(config: pytest.Config) -> None:
         runs = tempfile.TemporaryDirectory(prefix="amplab-runs-")
         config.add_cleanup(runs.cleanup)
         os.environ["AMPLAB_RUNS"] = runs.name
+    # A shell starts what it puts in the background deaf to Ctrl+C, and so would be every process of the tests.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if importlib.util.find_spec("hypothesis") is None:
         return
     from hypothesis import HealthCheck, settings
