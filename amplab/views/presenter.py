@@ -1,7 +1,7 @@
 """Brings a trainer's events to the dashboard's parts, and the page's messages to the trainer.
 
 All of it happens in the ticker's thread: the trainer's thread and the kernel's only queue a job or wake it. The run is
-drawn ten times a second at most, gradients and overflows twice, and none of it while no page is open.
+drawn ten times a second at most, overflows twice, gradients once, and none of it while no page is open.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ from amplab.views.ticker import Ticker
 __all__ = ["Parts", "Presenter"]
 
 SLOW = 0.5
-"""Seconds between two drawings of the gradients or of the overflow table, which cost more than a frame."""
+"""Seconds between two drawings of the overflow table."""
+
+SLOWER = 1.0
+"""Seconds between two drawings of the gradients: one costs a backward here and a tenth of a second in the page."""
 
 RETRACED = ("task", "model", "hidden", "opt_level", "keep_batchnorm_fp32", "master_weights")
 """Fields that decide the dtypes of a step."""
@@ -225,8 +228,8 @@ class Presenter:
     # The ticker's thread: drawing
 
     def _tick(self) -> None:
-        self._show_controls()
         if self._views:
+            self._show_controls()
             self._show_frame()
             self._show_overflows()
             self._ask_gradients()
@@ -271,11 +274,14 @@ class Presenter:
         if now < self._gradients_due:
             self._ticker.wake()
             return
-        self._gradients_due, self._gradients_asked = now + SLOW, present
+        self._gradients_due, self._gradients_asked = now + SLOWER, present
         trainer.request_gradients()
 
     def _show_gradients(self, record: GradientRecord) -> None:
         panels = self.parts.panels
+        if not self._views or panels.tab != "gradients":  # asked for by another view of the same run, or too late
+            self._gradients_asked = None
+            return
         self.parts.gradients.show(record, dark=panels.dark)
         panels.gradients = {"summary": sentence(record), "ready": True}
 

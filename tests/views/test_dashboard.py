@@ -141,6 +141,24 @@ def test_gradients_are_drawn_when_their_tab_is_opened(lab: Dashboard, until) -> 
     until(lambda: figure.layout.font.color == "rgba(255,255,255,0.72)")
 
 
+def test_a_dashboard_without_a_page_draws_no_gradients_for_another(lab: Dashboard, trainer: Trainer, until) -> None:
+    other = Dashboard(trainer)
+    for each in (lab, other):
+        tell(parts(each).live, type="hello", view="a")
+        parts(each).panels.tab = "gradients"
+        until(lambda each=each: parts(each).panels.gradients.get("ready"))
+    tell(parts(other).live, type="bye", view="a")
+    settle(other, until)
+    still = other._presenter.parts.panels.gradients
+    tell(parts(lab).controls, type="step")
+    until(lambda: parts(lab).panels.gradients["summary"].startswith("Step 1,"))
+    settle(other, until)
+    assert parts(other).panels.gradients == still
+    tell(parts(other).live, type="hello", view="b")
+    until(lambda: parts(other).panels.gradients["summary"].startswith("Step 1,"))
+    other.close()
+
+
 def test_a_callback_that_raises_is_a_notice_and_the_run_goes_on(lab: Dashboard, until) -> None:
     def mine(event: object) -> None:
         raise ValueError("a callback of my own")
