@@ -21,14 +21,25 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from amplab import amp, formats, kernels, lab, policies, scalers, trace
+    from amplab.policies import cpu_half
 
 __version__ = "0.1.0"
 
-__all__ = ["formats", "kernels", "policies", "scalers", "amp", "trace", "lab"]
+__all__ = [
+    "formats", "kernels", "policies", "scalers", "amp", "trace", "lab",
+    "cpu_half",
+]  # fmt: skip
+
+_HOMES = {
+    "cpu_half": "policies",
+}
+"""The names that have a place beside the rooms, and the room each comes from."""
 
 
-def __getattr__(name: str) -> ModuleType:
-    """Import a room at its first use (PEP 562)."""
+def __getattr__(name: str) -> ModuleType | object:
+    """Import a room, or what comes from one, at its first use (PEP 562)."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     if name in __all__:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module 'amplab' has no attribute {name!r}: there are {', '.join(__all__)}.")
