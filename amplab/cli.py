@@ -9,6 +9,7 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from amplab import __version__
@@ -47,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the words after ``amplab``; None takes those of the process.
     """
-    options = build_parser().parse_args(arguments)
+    options, unknown = build_parser().parse_known_args(arguments)
+    if unknown:
+        return refuse(options, ValueError(unknown_words(options, unknown)))
     try:
         return options.run(options)
     except KeyboardInterrupt:
@@ -87,6 +90,14 @@ def refuse(options: argparse.Namespace, error: Exception) -> int:
     return BAD_INPUT
 
 
+def unknown_words(options: argparse.Namespace, words: Sequence[str]) -> str:
+    """Return the sentence that refuses words no option takes, with the option that was probably meant."""
+    flags = {"--no-browser", *(f"--{name.replace('_', '-')}" for name in vars(options))} - {"--browser"}
+    close = get_close_matches(words[0].partition("=")[0], sorted(flags), n=1, cutoff=0.7)
+    meant = f"did you mean {close[0]}?" if close else f"see `amplab {options.command} --help`."
+    return f"{' '.join(words)}: no option takes this; {meant}"
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose refusal is one sentence."""
 
@@ -109,7 +120,7 @@ def add_lab(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``amplab lab``."""
     parser.description = "Open JupyterLab on the lab notebook, for this machine only."
     parser.add_argument("--notebook", default="00", metavar="03", help="the lesson whose name starts so (default: 00)")
-    parser.add_argument("--port", type=parse_count, help="fail if it is taken (default: 8888 or the next free one)")
+    parser.add_argument("--port", type=int, help="fail if it is taken (default: 8888 or the next free one)")
     parser.add_argument("--no-browser", dest="browser", action="store_false", help="print the address instead")
     parser.add_argument("jupyter", nargs="*", metavar="-- ARGUMENT", help="anything else for JupyterLab, after --")
     parser.set_defaults(run=open_lab)

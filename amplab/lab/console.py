@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from os import PathLike
@@ -103,8 +104,11 @@ def train(
 
     Raises:
         ImportError: The task's data are not installed.
-        ValueError: `steps` is not a whole number > 0, or the batch is larger than the task.
+        ValueError: `steps` is not a whole number > 0, the batch is larger than the task, or no log can be written where
+            `log_path` says.
     """
+    if log_path is not None:
+        _check_writable(Path(log_path))
     trainer = Trainer(config, log=runs_directory() if log_path is None else log_path)
     progress = _Progress(trainer, steps, sys.stdout if stream is None else stream)
     interrupted = False
@@ -123,6 +127,20 @@ def train(
     trainer.wait()
     progress.line(f"\n{summary}")
     return summary
+
+
+def _check_writable(path: Path) -> None:
+    """Raise ValueError where no log can be made: who names a place wants to know at once, not at the end."""
+    folder = path.parent if path.suffix == ".jsonl" and not path.is_dir() else path
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--log {path}: cannot write there ({error.strerror or error}); name a folder or a .jsonl file that can be "
+            f"written, or leave --log out for {runs_directory()}."
+        ) from error
 
 
 class _Progress:

@@ -117,7 +117,7 @@ class Failed:
     """Something went wrong: ``text`` is a sentence, followed by the traceback where there is one.
 
     ``fatal`` is True when training cannot go on without a reset, False when the run goes on (a callback that raised, a
-    log that cannot be written).
+    log that cannot be written, a bad batch that stays in BatchNorm's statistics).
     """
 
     text: str

@@ -219,6 +219,11 @@ class Experiment:
         layers = tuple((name, exponent_histogram(parameter.grad)) for name, parameter in twin.named_parameters())
         return GradientRecord(step=self._step, loss_scale=self._loss_scale, layers=layers)
 
+    def nonfinite_buffers(self) -> tuple[str, ...]:
+        """Return the names of the model's buffers that hold NaN or inf; no skipped step takes them back. Sync: one."""
+        buffers = [(name, buffer) for name, buffer in self._model.named_buffers() if buffer.is_floating_point()]
+        return tuple(name for name, buffer in buffers if not torch.isfinite(buffer).all())
+
     def memory(self) -> MemoryUse:
         """Return the bytes of parameters, gradients, masters and optimizer state, as last weighed.
 

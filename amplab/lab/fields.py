@@ -58,7 +58,8 @@ def _one_of(words: tuple[str, ...], *, note: str = "") -> FieldRule:
 
 
 def _count(low: int, high: int, what: str) -> FieldRule:
-    return FieldRule(lambda value: _is_count(value, low, high), f"a whole number from {low} to {high}, {what}")
+    allowed = f"a whole number from {low} to {high} (a plain int), {what}"
+    return FieldRule(lambda value: _is_count(value, low, high), allowed)
 
 
 _OVERRIDE = FieldRule(
@@ -112,7 +113,7 @@ def spell(value: object) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if not isinstance(value, float):
-        return str(value)
+        return value if isinstance(value, str) else repr(value)
     mantissa, exponent = math.frexp(value)
     if mantissa == 0.5 and not -10 < exponent - 1 < 10:
         return f"2**{exponent - 1}"

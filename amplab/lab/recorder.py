@@ -91,6 +91,6 @@ class Recorder:
             with suppress(OSError):  # what could not be written before cannot be written now
                 log.close()
         self._on_failure(
-            f"log: cannot write {where} ({error.strerror or error}). The run goes on without a log; name a folder "
-            f"that can be written in the environment variable AMPLAB_RUNS, then reset."
+            f"log: cannot write {where} ({error.strerror or error}). The run goes on without a log; to have one, "
+            f"name a folder that can be written in the environment variable AMPLAB_RUNS and begin anew."
         )

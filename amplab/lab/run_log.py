@@ -170,6 +170,11 @@ def load_run(path: str | os.PathLike[str]) -> Run:
                     f"the {len(history)} steps before it are intact: delete from there on to load them."
                 )
             elif isinstance(entry, StepRecord):
+                if entry.step != len(history):
+                    raise ValueError(
+                        f"{path}: line {number} holds step {entry.step} where step {len(history)} was expected: lines "
+                        f"were lost or doubled; delete from there on to load the steps before it."
+                    )
                 history.append(entry)
             else:
                 events.append(entry)

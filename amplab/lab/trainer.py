@@ -9,6 +9,7 @@ kept in `recorder.py`.
 from __future__ import annotations
 
 import atexit
+import math
 import traceback
 import weakref
 from collections.abc import Callable
@@ -78,7 +79,7 @@ class Trainer:
         self._state = "ready"
         self._budget: int | None = None  # steps until it pauses, None for no end
         self._asked: set[str] = set()  # requests that wait in the queue
-        self._has_told_kernels = False
+        self._has_told_kernels = self._has_told_buffers = False
         kernels.ensure(on_report=_no_warning)
         _LIVE.add(self)
 
@@ -279,6 +280,8 @@ class Trainer:
         self._publisher.publish(record)
         if record.accuracy is not None:
             self._tell_kernels()
+        if not math.isfinite(record.loss):
+            self._tell_buffers(record.step)
         if self._budget is not None:
             self._count_down()
         if self._experiment.steps_done >= self._step_limit:
@@ -317,6 +320,7 @@ class Trainer:
         previous = self.config
         self._recorder.close()
         self._experiment = Experiment(config)
+        self._has_told_buffers = False
         self._recorder = self._new_recorder()
         self._publisher.publish(ConfigChanged(config, previous, 0, reset=True))
 
@@ -331,6 +335,20 @@ class Trainer:
         if report.status == "failed" and not self._has_told_kernels:
             self._has_told_kernels = True
             self._publisher.publish(Failed(str(report)))
+
+    def _tell_buffers(self, step: int) -> None:
+        """Tell once that a bad batch has stayed in the model although its step was skipped."""
+        if self._has_told_buffers or not (names := self._experiment.nonfinite_buffers()):
+            return
+        self._has_told_buffers = True
+        self._publisher.publish(
+            Failed(
+                f"step {step} left NaN or inf in {', '.join(names)}: BatchNorm takes a batch into its running "
+                f"statistics in the forward pass, before a step can be skipped. The weights may be safe, yet accuracy "
+                f"is measured with these statistics: reset() to begin anew, and in a loop of your own check the batch "
+                f"before the forward pass."
+            )
+        )
 
     def _new_recorder(self) -> Recorder:
         def tell(text: str) -> None:

@@ -119,7 +119,7 @@ def _policys_reason(event: Event, before: Sequence[OpRecord]) -> str:
     if place.table == TORCH_AUTOCAST:
         listed = "under torch.autocast"
     else:
-        listed = "in no list" if place.table else "no op table at work"
+        listed = "in no list" if place.table else "no op list applies"
     if len(dtypes) > 1 and torch.Tag.pointwise in event.overload.tags:
         return f"{listed}: torch promotes {' and '.join(dtypes)} to {event.outputs[0].dtype_name}"
     return f"{listed}: runs in the dtype it gets"

@@ -84,7 +84,7 @@ class Chart extends Surface {
       label(tick, at);
     }
     for (const tick of ticks(low, high, 6)) {
-      this.text(integer(tick), this.x(tick), this.height - 7, palette.soft, tick === low ? "left" : "center");
+      this.step(tick, tick === low ? "left" : "center", palette.soft);
     }
     levels.forEach(([step, name], index) => {
       if (step < low && index + 1 < levels.length && levels[index + 1][0] <= low) return;
@@ -92,6 +92,14 @@ class Chart extends Surface {
       if (step > low) this.line(at, 4, at, bottom, palette.soft, [2, 3]);
       this.text(name, at + 4, 7, palette.soft, "left", `600 10px ${palette.font}`);
     });
+  }
+
+  /** The number of a step under the axis, moved in where the edge would cut it. */
+  step(tick, align, colour) {
+    const text = integer(tick);
+    this.pen.font = this.font;
+    const most = this.width - 1 - this.pen.measureText(text).width / 2;
+    this.text(text, align === "center" ? Math.min(this.x(tick), most) : this.x(tick), this.height - 7, colour, align);
   }
 
   reading(live, step) {

@@ -42,11 +42,17 @@ function number(label, change, attributes = {}) {
   return { input, show };
 }
 
+/** 2^n, or as text what no number can hold: JSON knows no Infinity, and a refusal names what was typed. */
+function power2(exponent) {
+  const value = 2 ** exponent;
+  return value > 0 && Number.isFinite(value) ? value : `2**${exponent}`;
+}
+
 /** A number entered as an exponent of two: 16 stands for 65536. */
 function exponent(label, title, change) {
-  const field = number(`${label}, exponent of two`, (value) => change(value === null ? null : 2 ** value), { step: "1", placeholder: "none" });
-  const power2 = h("span", { class: "amp-power" }, h("b", { "aria-hidden": "true" }, "2"), field.input);
-  const box = h("label", { class: "amp-field", title }, h("span", {}, label), power2);
+  const field = number(`${label}, exponent of two`, (value) => change(value === null ? null : power2(value)), { step: "1", placeholder: "none" });
+  const power = h("span", { class: "amp-power" }, h("b", { "aria-hidden": "true" }, "2"), field.input);
+  const box = h("label", { class: "amp-field", title }, h("span", {}, label), power);
   return { box, show: (value) => field.show(value === null ? null : Math.round(Math.log2(value) * 100) / 100) };
 }
 

@@ -72,7 +72,7 @@ def _override(config: ExperimentConfig, name: str) -> dict:
     """A boolean override: its three values, and why it is greyed where it makes no sense."""
     prescribed = getattr(OPT_LEVELS[config.opt_level].properties, name)
     value = getattr(config, name)
-    default = f"{config.opt_level}: {'–' if prescribed is None else prescribed}"
+    default = f"not at {config.opt_level}" if prescribed is None else f"{config.opt_level}: {prescribed}"
     return {
         "value": "default" if value is None else str(value).lower(),
         "options": [["default", default], ["true", "True"], ["false", "False"]],

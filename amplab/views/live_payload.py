@@ -74,7 +74,7 @@ def modes_line(kernels: BuildReport, half_mode: str) -> str:
     """Return how numbers are computed here, in one line.
 
     >>> modes_line(BuildReport("building", "CPU kernels"), "native")
-    'float16 on CPU: native arithmetic · kernels: pure torch, C++ is being built'
+    'float16 on CPU: native arithmetic · kernels: C++ is being built'
     """
     return f"float16 on CPU: {_HALF_MODES[half_mode]} · kernels: {_KERNELS[kernels.status].format(kernels)}"
 
@@ -82,7 +82,7 @@ def modes_line(kernels: BuildReport, half_mode: str) -> str:
 _HALF_MODES = {"fp32_accumulate": "float32 accumulate, rounded once, as tensor cores do", "native": "native arithmetic"}
 _KERNELS = {
     "reference": "pure torch",
-    "building": "pure torch, C++ is being built",
+    "building": "C++ is being built",
     "built": "C++",
     "failed": "pure torch ({0.cause}; to have C++: {0.remedy})",
 }

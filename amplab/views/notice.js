@@ -11,7 +11,11 @@ function render({ model, el }) {
       h("div", { class: "amp-notice-head" }, h("strong", {}, notice.title), h("span", { class: "amp-notice-text" }, notice.text), buttons),
       notice.detail ? h("pre", { tabindex: "0", "aria-label": "Traceback" }, notice.detail) : null);
   };
-  const show = () => root.replaceChildren(...model.get("notices").map(card));
+  const show = () => {
+    root.replaceChildren(...model.get("notices").map(card));
+    // The last lines of a traceback say what went wrong.
+    root.querySelectorAll("pre").forEach((detail) => { detail.scrollTop = detail.scrollHeight; });
+  };
   model.on("change:notices", show);
   show();
   const cleanup = ownKeys(root);

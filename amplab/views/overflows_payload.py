@@ -34,7 +34,7 @@ def _row(record: StepRecord) -> dict:
 
 def _sentence(total: int, injected: int, limit: int) -> str:
     if total == 0:
-        return "A dynamic scale skips a step whose gradients are not all finite, and halves; a static one lets it through."
+        return "A dynamic scale skips a step whose gradients are not finite, and halves; a static one lets it through."
     if total > limit:
         return f"{total:,} steps skipped; the latest {limit} are listed, {injected} of them with an injected fault."
     return f"{total:,} step{'s' * (total != 1)} skipped, {injected} with an injected fault."

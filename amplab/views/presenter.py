@@ -107,7 +107,7 @@ class Presenter:
 
     def close(self) -> None:
         """Leave the trainer alone and end the ticker and the widgets."""
-        self._ticker.call(lambda: self._unsubscribe())  # after `_begin`, however soon this is called
+        self._ticker.call(self._end)  # after `_begin`, however soon this is called
         self._ticker.close()
         for part in vars(self.parts).values():
             part.close()
@@ -137,6 +137,9 @@ class Presenter:
             self._put(failure(past.text, fatal=past.fatal))
         self._show_controls()
         self._trainer.request_trace()
+
+    def _end(self) -> None:
+        self._unsubscribe()
 
     def _take(self, event: Event) -> None:
         match event:

@@ -54,7 +54,9 @@ def test_stated_defaults_are_those_of_the_experiment() -> None:
         (["--opt-level", "O1", "--keep-batchnorm-fp32", "true"], ["keep_batchnorm_fp32", "O1"]),
         (["--steps", "many"], ["many", "300"]),
         (["--steps", "0"], ["0", "> 0"]),
-        (["--stpes", "3"], ["--stpes", "--help"]),
+        (["--stpes", "3"], ["--stpes", "--steps?"]),
+        (["--step", "3"], ["--step 3", "--steps?"]),
+        (["--colour", "red"], ["--colour", "amplab train --help"]),
     ],
 )
 def test_train_refuses_in_one_sentence(
@@ -66,9 +68,9 @@ def test_train_refuses_in_one_sentence(
         assert word in message
 
 
-@pytest.mark.parametrize("arguments", [[], ["dance"], ["lab", "--notebook", "77"], ["lab", "--port", "http"]])
-def test_other_refusals_are_one_sentence_too(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    assert refusal(capsys, *arguments).startswith("amplab")
+@pytest.mark.parametrize("words", ["", "dance", "lab --notebook 77", "lab --port http", "lab --port 0", "lab --brwser"])
+def test_other_refusals_are_one_sentence_too(capsys: pytest.CaptureFixture[str], words: str) -> None:
+    assert refusal(capsys, *words.split()).startswith("amplab")
 
 
 def test_unknown_lesson_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:

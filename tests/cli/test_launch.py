@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -106,9 +107,17 @@ def test_settings_stand_behind_the_users_own() -> None:
     assert environment["JUPYTER_PREFER_ENV_PATH"] == "1"
 
 
-def fetch(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=20) as reply:
-        return reply.read().decode()
+def fetch(url: str, *, patience: float = 20.0) -> str:
+    """Return a page; JupyterLab prints its address a moment before it listens there."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=patience) as reply:
+                return reply.read().decode()
+        except urllib.error.URLError as error:
+            if not isinstance(error.reason, ConnectionRefusedError) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,6 +70,7 @@ def test_parse_takes_the_spellings_people_use():
         ({"optimizer": "lion"}, "optimizer=lion: expected one of sgd, adam, adamw."),
         ({"hidden": 0}, "hidden=0: expected a whole number from 1 to 8192"),
         ({"hidden": 12.5}, "hidden=12.5: expected a whole number"),
+        ({"hidden": np.int64(4)}, "hidden=np.int64(4): expected a whole number from 1 to 8192 (a plain int)"),
         ({"hidden": True}, "hidden=true: expected a whole number"),
         ({"lr": 0}, "lr=0: expected a number > 0"),
         ({"lr": float("nan")}, "lr=nan: expected a number > 0"),
@@ -124,7 +126,7 @@ def test_parse_refuses_with_a_sentence(text, sentence):
 
 
 def test_parse_takes_strings_alone():
-    with pytest.raises(TypeError, match="^None: expected a config string"):
+    with pytest.raises(TypeError, match=r"^None: expected a config string"):
         ExperimentConfig.parse(None)
 
 

@@ -50,14 +50,25 @@ def test_a_second_run_leaves_the_first_log_alone(tmp_path):
     assert [len(load_run(log).history) for log in (first.log_path, second.log_path)] == [2, 3]
 
 
-def test_a_log_that_cannot_be_written_is_told(tmp_path):
+def test_a_log_that_cannot_be_written_is_told(tmp_path, monkeypatch):
     blocked = tmp_path / "file"
     blocked.write_text("")
+    monkeypatch.setenv("AMPLAB_RUNS", str(blocked / "runs"))
     out = io.StringIO()
-    summary = train(SMALL, steps=2, log_path=blocked / "runs", stream=out)
+    summary = train(SMALL, steps=2, stream=out)
     assert f"log: cannot write {blocked / 'runs'}" in out.getvalue()
     assert out.getvalue().endswith("none: it could not be written\n")
     assert summary.steps == 2
+
+
+@pytest.mark.parametrize("name", ["runs", "run.jsonl"])
+def test_a_place_for_the_log_that_was_named_must_be_writable(tmp_path, name):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    out = io.StringIO()
+    with pytest.raises(ValueError, match=r"cannot write there .* leave --log out"):
+        train(SMALL, steps=2, log_path=blocked / name, stream=out)
+    assert out.getvalue() == ""
 
 
 def test_bad_requests_are_refused_before_anything_runs(runs: Path):

@@ -50,7 +50,7 @@ def test_a_log_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_path, list
     trainer.run(5)
     (told,) = ear.of(Failed)
     assert told.text.startswith(f"log: cannot write {blocked / 'runs'} (")
-    assert "The run goes on without a log; name a folder" in told.text
+    assert "The run goes on without a log; to have one, name a folder" in told.text
     assert (len(trainer.history), trainer.log_path, trainer.state) == (5, None, "paused")
 
 

@@ -125,6 +125,17 @@ def test_damage_before_the_last_line_is_named(path, damage):
         load_run(path)
 
 
+@pytest.mark.parametrize(("kept", "held"), [([0, 1, 1, 2], 1), ([0, 2], 2)])
+def test_steps_that_were_lost_or_doubled_are_named(tmp_path, kept, held):
+    path = tmp_path / "run.jsonl"
+    with_steps = RunLog(path, CONFIG)
+    with_steps.close()
+    rows = [f'[{step},1.0,2.0,2.0,false,null,"O1",null,0.1,null]\n' for step in kept]
+    path.write_text(path.read_text(encoding="utf-8") + "".join(rows), encoding="utf-8")
+    with pytest.raises(ValueError, match=rf"holds step {held} where step \d was expected: lines were lost or doubled"):
+        load_run(path)
+
+
 def test_a_log_never_writes_over_a_file(path):
     with pytest.raises(FileExistsError):
         RunLog(path, CONFIG)

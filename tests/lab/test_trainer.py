@@ -259,6 +259,29 @@ def test_a_trace_that_fails_leaves_the_run_alone(trainer, listen):
     trainer.run(2)
 
 
+def test_a_nan_that_stays_in_batchnorm_is_told_once(listen):
+    trainer = Trainer(replace(SMALL, model="cnn"))
+    ear = listen(trainer)
+    trainer.run(2)
+    for _ in range(2):
+        trainer.inject("nan")
+        trainer.run(1)
+    (told,) = ear.of(Failed)
+    assert told.text.startswith("step 2 left NaN or inf in ")
+    assert "running_mean" in told.text
+    assert trainer.history.last.skipped
+    trainer.reset()
+    trainer.run(1)
+    assert len(ear.of(Failed)) == 1
+
+
+def test_a_nan_that_a_model_without_buffers_skips_is_no_failure(trainer, listen):
+    ear = listen(trainer)
+    trainer.inject("nan")
+    trainer.run(2)
+    assert ear.of(Failed) == []
+
+
 def test_run_refuses_what_it_cannot_do(trainer):
     for steps in (0, -3, 2.5, True, None):
         with pytest.raises(ValueError, match="expected a whole number > 0"):

@@ -56,14 +56,14 @@ def test_promotion_by_the_list_and_by_torch():
     (added,) = forward(lambda w: w + w, policy=O1)
     assert added.reason == "promote list, add: its arguments are float32 as they come"
     _, added = forward(lambda w: w.half() + w)
-    assert added.reason == "no op table at work: torch promotes float16 and float32 to float32"
+    assert added.reason == "no op list applies: torch promotes float16 and float32 to float32"
     assert added.outputs[0].dtype == torch.float32
 
 
 def test_without_a_table_every_op_runs_as_it_comes():
     for policy in (None, PrecisionPolicy(table=None)):
         (product,) = forward(lambda w: w @ w, policy=policy, dtype=torch.float16)
-        assert product.reason == "no op table at work: runs in the dtype it gets"
+        assert product.reason == "no op list applies: runs in the dtype it gets"
 
 
 def test_casts_disabled_is_no_table_at_work():
@@ -72,7 +72,7 @@ def test_casts_disabled_is_no_table_at_work():
             return w @ w
 
     (product,) = forward(run, policy=O1)
-    assert product.reason == "no op table at work: runs in the dtype it gets"
+    assert product.reason == "no op list applies: runs in the dtype it gets"
     assert product.outputs[0].dtype == torch.float32
 
 
@@ -161,4 +161,4 @@ def test_mixed_dtypes_of_one_op_are_no_promotion():
     trace = trace_step(model, lambda: model(x).float().square().sum())
     norm = next(record for record in trace if record.op == "batch_norm" and not record.folds)
     assert {info.dtype for info in norm.inputs} == {torch.float16, torch.float32}
-    assert norm.reason == "no op table at work: runs in the dtype it gets"
+    assert norm.reason == "no op list applies: runs in the dtype it gets"
