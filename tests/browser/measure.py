@@ -1,6 +1,6 @@
 """Measure what the live view costs and how soon the first plot is there: `python tests/browser/measure.py`.
 
-    cost = 1 - median(steps/s open) / median(steps/s closed)
+    cost = 1 - median over the rounds of (steps/s open / steps/s closed in the same round)
 
 Both in one kernel and one page, digits, MLP of width 128, O1: the dashboard is closed (its output cleared) and opened
 in turn, with each of its tabs in front, and every turn trains for the same seconds. The time to the first plot runs
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from operator import truediv
 from pathlib import Path
 
 from dashboard_page import ACCENT_LIGHT, DashboardPage
@@ -125,10 +126,9 @@ def main() -> None:
         plot = first_plot(playwright)
         rates = view_cost(playwright, options.rounds, options.seconds)
     print(f"first plot after {plot:.1f} s (goal: at most 20 s)")
-    closed = statistics.median(rates["closed"])
     for view, values in rates.items():
         spread = f"{min(values):.0f}…{max(values):.0f}"
-        cost = 100 * (1 - statistics.median(values) / closed)
+        cost = 100 * (1 - statistics.median(map(truediv, values, rates["closed"])))
         print(f"{view:10} {statistics.median(values):6.0f} steps/s  ({spread})  cost {cost:5.1f} %")
     if options.json:
         print(json.dumps({"first_plot_seconds": plot, "steps_per_second": rates}))

@@ -20,6 +20,15 @@ LAB = NOTEBOOKS / "00_the_lab.ipynb"
 CELL = "the-lab"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 LARGEST = 250_000  # bytes of a stored picture
+RIBBON = """dashboard => {
+  const ribbon = document.createElement("div");
+  ribbon.id = "still";
+  ribbon.textContent = "A picture of the lab. To start it, click here and press Shift+Enter.";
+  ribbon.style.cssText = "background: #0b6bb8; color: white; font: 600 14px var(--jp-ui-font-family, sans-serif);"
+    + "padding: 8px 12px; border-radius: 4px; margin: 0 0 10px; text-align: center";
+  dashboard.prepend(ribbon);
+}"""
+"""A stored output looks like the live one: without a word on it people press its buttons."""
 
 
 def main() -> None:
@@ -35,16 +44,16 @@ def main() -> None:
         lab.run_all()
         lab.save()
         executed = json.loads((server.root / LAB.name).read_text(encoding="utf-8"))
-        light, dark = photograph(lab)
+        light, dark, still = photograph(lab)
         lab.close()
-    store(executed, light)
+    store(executed, still)
     (NOTEBOOKS / "images").mkdir(exist_ok=True)
     (NOTEBOOKS / "images" / "lab_light.png").write_bytes(light)
     (NOTEBOOKS / "images" / "lab_dark.png").write_bytes(dark)
 
 
-def photograph(lab: LabPage) -> tuple[bytes, bytes]:
-    """Train until there is something to see; return the dashboard in the light and in the dark theme."""
+def photograph(lab: LabPage) -> tuple[bytes, bytes, bytes]:
+    """Train until there is something to see; return the dashboard in light, in dark, and as a still that says so."""
     dashboard, page = lab.show_dashboard(), lab.page
     lab.execute("lab.trainer.run(200)")
     page.locator("[data-kind=overflow]").click()
@@ -52,10 +61,13 @@ def photograph(lab: LabPage) -> tuple[bytes, bytes]:
     lab.execute("lab.trainer.run(130); lab.trainer.change(opt_level='O2'); lab.trainer.run(120)")
     page.wait_for_timeout(1500)
     light = dashboard.screenshot()
+    dashboard.evaluate(RIBBON)
+    still = dashboard.screenshot()
+    page.locator("#still").evaluate("ribbon => ribbon.remove()")
     lab.theme("JupyterLab Dark")
     page.wait_for_selector("#jupyterlab-splash", state="detached")
     page.wait_for_timeout(1500)
-    return light, dashboard.screenshot()
+    return light, dashboard.screenshot(), still
 
 
 def store(notebook: dict, picture: bytes) -> None:

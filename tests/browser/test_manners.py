@@ -109,6 +109,16 @@ def test_a_refused_value_says_why_and_goes_back(dashboard: DashboardPage) -> Non
     expect(dashboard.root.locator(".amp-config")).to_contain_text("lr=0.05")
 
 
+def test_an_exponent_that_no_number_holds_is_refused_as_it_was_typed(dashboard: DashboardPage) -> None:
+    start = dashboard.root.get_by_label("init, exponent of two")
+    alert = dashboard.root.locator(".amp-controls [role=alert]")
+    for exponent in ("2000", "-2000"):
+        start.fill(exponent)
+        start.press("Enter")
+        expect(alert).to_contain_text(f"init_scale=2**{exponent}: expected a number > 0")
+        expect(start).to_have_value("16")
+
+
 def test_a_callback_that_raises_is_shown_and_the_lab_goes_on(dashboard: DashboardPage) -> None:
     dashboard.lab.execute(RAISING)
     before = dashboard.step
