@@ -1,7 +1,7 @@
 """The face that scripts know from NVIDIA apex: four optimization levels, loss scaling, master weights.
 
 Reading order: OPT_LEVELS (what the levels are), Session (one experiment), then the functions of apex, which drive
-one session for the whole program.
+one session for the whole program, then save_run_state and load_run_state, for a whole run in one file.
 """
 
 from amplab.amp.apex_face import (
@@ -19,6 +19,8 @@ from amplab.amp.apex_face import (
 )
 from amplab.amp.opt_levels import OPT_LEVELS, OptLevel, OptProperties, explain_override
 from amplab.amp.records import MemoryUse, ScaleRecord, StepOutcome
+from amplab.amp.run_state import RunState, load_run_state, save_run_state
+from amplab.amp.run_state_file import RunStateError
 from amplab.amp.session import Session
 from amplab.policies import disable_casts
 
@@ -27,6 +29,8 @@ __all__ = [
     "MemoryUse",
     "OptLevel",
     "OptProperties",
+    "RunState",
+    "RunStateError",
     "ScaleRecord",
     "Session",
     "StepOutcome",
@@ -35,11 +39,13 @@ __all__ = [
     "explain_override",
     "initialize",
     "last_step",
+    "load_run_state",
     "load_state_dict",
     "loss_scale",
     "master_params",
     "memory",
     "reset",
+    "save_run_state",
     "scale_loss",
     "state_dict",
     "subscribe",

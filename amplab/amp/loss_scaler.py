@@ -11,7 +11,7 @@ import torch
 from amplab.amp.opt_levels import scale_value
 from amplab.scalers import DynamicScale, ScaleRule, ScaleState, StaticScale
 
-__all__ = ["SMALLEST_SCALE", "LossScaler", "scale_rule"]
+__all__ = ["SMALLEST_SCALE", "LossScaler", "checked_entry", "scale_rule"]
 
 # Where a dynamic scale stops when no floor is given: 1 / scale is still finite in float32.
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
@@ -61,16 +61,25 @@ class LossScaler:
         Raises:
             ValueError: the entry is not apex's, or its scale is negative or not finite.
         """
-        try:
-            scale, clean_steps = float(saved["loss_scale"]), int(saved["unskipped"])
-        except (KeyError, TypeError, ValueError):
-            raise ValueError(
-                f"{saved!r}: expected {{'loss_scale': float, 'unskipped': int}}, as amp.state_dict() writes."
-            ) from None
+        scale, clean_steps = checked_entry(saved)
         if isinstance(self.rule, DynamicScale):
-            # apex checkpoints of a collapsed run hold 0.0; training can go on from the floor.
-            known = scale if scale == 0.0 else scale_value("loss_scale", scale)
-            self.state = ScaleState(max(known, self.rule.floor or SMALLEST_SCALE), clean_steps)
+            self.state = ScaleState(max(scale, self.rule.floor or SMALLEST_SCALE), clean_steps)
+
+
+def checked_entry(saved: Any) -> tuple[float, int]:
+    """Return the scale and the clean steps of an entry of apex's.
+
+    Raises:
+        ValueError: the entry is not apex's, or its scale is negative or not finite.
+    """
+    try:
+        scale, clean_steps = float(saved["loss_scale"]), int(saved["unskipped"])
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(
+            f"{saved!r}: expected {{'loss_scale': float, 'unskipped': int}}, as amp.state_dict() writes."
+        ) from None
+    # apex checkpoints of a collapsed run hold 0.0; training can go on from the floor.
+    return scale if scale == 0.0 else scale_value("loss_scale", scale), clean_steps
 
 
 def scale_rule(loss_scale: float | str, **arguments: float | None) -> ScaleRule:

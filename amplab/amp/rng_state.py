@@ -1,0 +1,83 @@
+"""The random number generators that a training run draws from, as plain values.
+
+    {"torch": uint8 tensor, "cuda": [uint8 tensor of each device], "python": (3, (…), None), "numpy": {…}}
+
+The global generators alone. One of your own (``torch.Generator``, ``numpy.random.Generator``, ``random.Random``) has a
+state that you can put into a run state's ``extra``.
+"""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["capture_rng", "checked_rng", "restore_rng"]
+
+_NUMPY_GENERATOR = "MT19937"
+
+
+def capture_rng() -> dict[str, Any]:
+    """Return the state of the global generators of torch (CPU, and CUDA once it is in use), random and numpy.
+
+    Raises:
+        ValueError: numpy's global generator was exchanged for another kind.
+
+    Sync: one for each CUDA device in use.
+    """
+    return {
+        "torch": torch.get_rng_state(),
+        # Asking starts CUDA, and what has not been started has drawn nothing.
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        "python": random.getstate(),
+        "numpy": _numpy_state(),
+    }
+
+
+def checked_rng(saved: Any) -> dict[str, Any]:
+    """Return ``saved`` if `restore_rng` can take it up, having tried it on generators of its own.
+
+    Raises:
+        ValueError: it is not what `capture_rng` returns.
+    """
+    try:
+        torch.Generator().set_state(saved["torch"])
+        random.Random().setstate(saved["python"])
+        np.random.RandomState().set_state(_numpy_tuple(saved["numpy"]))
+        sizes = [state.numel() for state in saved["cuda"]]
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"the state of the random number generators cannot be taken up ({error})") from None
+    if len(set(sizes)) > 1:
+        raise ValueError("the states of the CUDA generators differ in size")
+    return saved
+
+
+def restore_rng(saved: dict[str, Any]) -> None:
+    """Set the global generators to what `capture_rng` returned; CUDA devices that are not here are passed over.
+
+    Sync: none.
+    """
+    torch.set_rng_state(saved["torch"])
+    random.setstate(saved["python"])
+    np.random.set_state(_numpy_tuple(saved["numpy"]))
+    here = torch.cuda.device_count() if saved["cuda"] else 0
+    for device, state in enumerate(saved["cuda"][:here]):
+        torch.cuda.set_rng_state(state, device)
+
+
+def _numpy_state() -> dict[str, Any]:
+    """numpy's state with its 624 words in a tensor, since an array cannot be loaded with ``weights_only=True``."""
+    state = np.random.get_state(legacy=False)
+    if state["bit_generator"] != _NUMPY_GENERATOR:
+        raise ValueError(
+            f"numpy.random draws from {state['bit_generator']}: expected {_NUMPY_GENERATOR}, its default; "
+            "numpy.random.set_bit_generator(numpy.random.MT19937()) brings it back."
+        )
+    words = torch.from_numpy(state["state"]["key"].astype(np.int64))
+    position, has_gauss, gauss = int(state["state"]["pos"]), int(state["has_gauss"]), float(state["gauss"])
+    return {"words": words, "position": position, "has_gauss": has_gauss, "gauss": gauss}
+
+
+def _numpy_tuple(saved: dict[str, Any]) -> tuple[str, np.ndarray, int, int, float]:
+    words = saved["words"].numpy().astype(np.uint32)
+    return _NUMPY_GENERATOR, words, saved["position"], saved["has_gauss"], saved["gauss"]

@@ -1,0 +1,128 @@
+"""The file of a run state: what it can hold, and what is refused in its place."""
+
+import re
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from amplab import amp
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run.pt"
+
+
+def network():
+    return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32))
+
+
+def saved_model(path):
+    model = network()
+    amp.save_run_state(path, model=model)
+    return model
+
+
+def resave(path, **changes):
+    """Write a run state again with other entries, as a program that edits checkpoints would."""
+    state = torch.load(path, weights_only=True)
+    torch.save({**state, **changes}, path)
+
+
+@pytest.mark.parametrize(
+    ("extra", "where"),
+    [
+        ({"best": np.float64(0.5)}, "extra['best'] is a numpy.float64"),
+        ([1, {"x": (nn.Linear(1, 1),)}], "extra[1]['x'][0] is a torch.nn.modules.linear.Linear"),
+        ({frozenset(): 1}, "the key frozenset() of extra is a builtins.frozenset"),
+    ],
+)
+def test_what_a_file_cannot_hold_is_named(tmp_path, extra, where):
+    with pytest.raises(amp.RunStateError, match=re.escape(where)):
+        amp.save_run_state(tmp_path / "run.pt", extra=extra)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.9, 0.999])
+def test_a_file_cut_off_is_refused(path, share):
+    saved_model(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * share)])
+    with pytest.raises(amp.RunStateError, match=r"run\.pt (is empty|is cut off after \d+ bytes)"):
+        amp.load_run_state(path, model=network())
+
+
+def test_a_flipped_bit_is_found(path):
+    model = saved_model(path)
+    content = bytearray(path.read_bytes())
+    place = content.index(model[0].weight.detach().numpy().tobytes())
+    content[place + 100] ^= 1
+    path.write_bytes(content)
+    assert not torch.equal(torch.load(path)["models"][0]["0.weight"], model[0].weight)  # torch does not mind
+    with pytest.raises(amp.RunStateError, match=r"is damaged: the bytes of .*/data/\d+ do not match their checksum"):
+        amp.load_run_state(path, model=network())
+
+
+def test_checksums_are_written_whatever_torch_is_set_to(path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        amp.save_run_state(path, position=torch.arange(100))
+        assert not torch.serialization.get_crc32_options()
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert torch.equal(amp.load_run_state(path).position, torch.arange(100))
+
+
+def write_text(path):
+    path.write_text("epoch 3\n")
+
+
+def write_archive(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("notes.txt", "epoch 3")
+
+
+def write_model(path):
+    torch.save(network(), path)
+
+
+def write_weights(path):
+    torch.save(network().state_dict(), path)
+
+
+def write_tensor(path):
+    torch.save(torch.ones(3), path)
+
+
+def write_newer(path):
+    amp.save_run_state(path)
+    resave(path, amplab_run_state=2, amplab="9.9")
+
+
+@pytest.mark.parametrize(
+    ("write", "said"),
+    [
+        (write_text, ["is not a zip archive of torch.save"]),
+        (write_archive, ["torch.load(weights_only=True) does not read", "expected a file of save_run_state"]),
+        (write_model, ["torch.load(weights_only=True) does not read"]),
+        (write_weights, ["none of save_run_state", "the keys '0.weight', '0.bias'", "and 1 more", "load_state_dict"]),
+        (write_tensor, ["none of save_run_state", "a Tensor"]),
+        (write_newer, ["has format 2, written by amplab 9.9", "reads format 1"]),
+    ],
+)
+def test_a_foreign_file_is_refused(path, write, said):
+    write(path)
+    with pytest.raises(amp.RunStateError) as refusal:
+        amp.load_run_state(path, model=network())
+    for words in said:
+        assert words in str(refusal.value)
+
+
+def test_a_missing_file_and_a_missing_folder_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"run\.pt"):
+        amp.load_run_state(tmp_path / "run.pt")
+    with pytest.raises(FileNotFoundError, match=r"there is no such folder to write run\.pt in; make it first"):
+        amp.save_run_state(tmp_path / "nowhere" / "run.pt")
