@@ -11,6 +11,7 @@ The rooms, in reading order; each imports only those before it, and each is load
     trace     what happened in one step: every operation with its dtypes and the reason
     lab       experiments: tasks, models, a trainer, the run log
     views     the widgets of the lab (imported by name: they need the extra ``lab``)
+    bench     measurements that you can repeat
     launch    JupyterLab, opened on one notebook
     cli       the ``amplab`` command
 """
@@ -20,13 +21,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from amplab import amp, formats, kernels, lab, policies, scalers, trace
+    from amplab import amp, bench, formats, kernels, lab, policies, scalers, trace
     from amplab.policies import cpu_half
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "formats", "kernels", "policies", "scalers", "amp", "trace", "lab",
+    "formats", "kernels", "policies", "scalers", "amp", "trace", "lab", "bench",
     "cpu_half",
 ]  # fmt: skip
 

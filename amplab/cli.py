@@ -1,11 +1,12 @@
-"""The ``amplab`` command: open the lab in JupyterLab, or train in the terminal.
+"""The ``amplab`` command: open the lab in JupyterLab, train in the terminal, or measure.
 
 Only the command line is read here. :mod:`amplab.launch` opens JupyterLab, :mod:`amplab.lab.console` trains and prints,
-:class:`amplab.lab.ExperimentConfig` judges the values of an experiment; these two are imported when they are needed, so
-that ``amplab lab`` and ``amplab --help`` wait for no torch.
+:class:`amplab.lab.ExperimentConfig` judges the values of an experiment, :mod:`amplab.bench` measures; these three are
+imported when they are needed, so that ``amplab lab`` and ``amplab --help`` wait for no torch.
 """
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -40,6 +41,8 @@ TRAIN_OPTIONS = (
     ("batch_size", "64", "images per step (default: 64)"),
     ("seed", "0", "seed of weights, split and batches (default: 0)"),
 )
+
+BENCH_SUITES = ("scaler", "casting", "kernels")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,6 +87,28 @@ def train_in_terminal(options: argparse.Namespace) -> int:
         return refuse(options, error)
 
 
+def bench(options: argparse.Namespace) -> int:
+    """Measure a suite and print its table; a figure below its goal is no failure."""
+    from amplab.amp.atomic_file import write_atomically
+    from amplab.bench import as_json, as_text, run_suite
+
+    if options.json is not None and not may_write(options.json):
+        return refuse(options, OSError(f"--json {options.json}: expected a file in a folder that can be written to."))
+    try:
+        results = run_suite(options.suite, rounds=options.rounds)
+        print(as_text(results))
+        if options.json is not None:
+            write_atomically(options.json, lambda file: file.write(as_json(results).encode()))
+    except (OSError, RuntimeError) as error:
+        return refuse(options, error)
+    return 0
+
+
+def may_write(path: Path) -> bool:
+    """Whether a file can be written at `path`, to be known before minutes of measuring."""
+    return not path.is_dir() and os.access(path.parent, os.W_OK)
+
+
 def refuse(options: argparse.Namespace, error: Exception) -> int:
     """Say on stderr why a command cannot run; return the exit status of bad input."""
     print(f"amplab {options.command}: {error}", file=sys.stderr)
@@ -113,6 +138,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_lab(commands.add_parser("lab", help="open JupyterLab on the lab notebook", allow_abbrev=False))
     add_train(commands.add_parser("train", help="train in the terminal", allow_abbrev=False))
+    add_bench(commands.add_parser("bench", help="measure amplab against torch", allow_abbrev=False))
     return parser
 
 
@@ -135,6 +161,18 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     for field, example, text in TRAIN_OPTIONS:
         parser.add_argument(f"--{field.replace('_', '-')}", metavar=example, help=text)
     parser.set_defaults(run=train_in_terminal)
+
+
+def add_bench(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``amplab bench``."""
+    parser.description = "Measure amplab against torch, by turns in one run, with one thread, and print the ratios."
+    parser.epilog = "Close what else is running: the ratios bear it, but their spread grows."
+    parser.add_argument("suite", choices=BENCH_SUITES, metavar="|".join(BENCH_SUITES), help="what to measure")
+    parser.add_argument("--rounds", type=parse_count, default=30, metavar="30", help="of each figure (default: 30)")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the figures and the machine's facts there, too"
+    )
+    parser.set_defaults(run=bench)
 
 
 def parse_count(text: str) -> int:

@@ -1,0 +1,157 @@
+"""Time two ways of doing the same, by turns, and keep the ratio of each round.
+
+    round 1: ours × n, theirs × n      median time of ours / median time of theirs = ratio 1
+    round 2: theirs × n, ours × n      ratio 2
+    …                                  the median of the ratios, and their quartiles
+
+A machine that slows down slows both sides of a round, so the ratio stands where times wander; a round that something
+else has disturbed is an outlier, which a median passes by. One thread: on a busy machine a parallel region waits for
+the scheduler, milliseconds whatever it computes. What a side needs before each run (fresh gradients, a scaler that has
+forgotten its last step) is prepared outside the time.
+"""
+
+import contextlib
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from amplab.bench.rows import Goal, Row
+
+__all__ = ["Case", "Contestant", "Pair", "measure", "one_thread"]
+
+_WARM_UP = 3
+_TURN_SECONDS = 0.02  # of one side in one round, where a single run is shorter
+_MOST_RUNS = 200
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way of doing it.
+
+    Attributes:
+        run: what is timed.
+        prepare: what has to happen before each run, and is not timed.
+    """
+
+    run: Callable[[], object]
+    prepare: Callable[[], object] | None = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two ways of doing the same, and the sizes of what they do it to."""
+
+    ours: Contestant
+    theirs: Contestant
+    details: Mapping[str, float | int | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A comparison that can be measured.
+
+    Attributes:
+        name: what is timed.
+        against: what it is compared with.
+        goal: what the ratio has to reach.
+        make: makes both sides; called when their turn has come, so that one case's memory is free before the next.
+    """
+
+    name: str
+    against: str
+    goal: Goal
+    make: Callable[[], Pair]
+
+
+def measure(
+    case: Case,
+    rounds: int,
+    on_round: Callable[[int], object] | None = None,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Row:
+    """Measure one case with one thread.
+
+    Args:
+        case: what to compare.
+        rounds: how often each side has its turn, > 0.
+        on_round: called after each round with its number, from 1.
+        clock: the time, in seconds.
+
+    Raises:
+        ValueError: no round at all.
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds={rounds}: expected a whole number > 0; 30 gives a steady median.")
+    with one_thread(), _no_collection():
+        pair = case.make()
+        sides = (pair.ours, pair.theirs)
+        runs = [_runs_per_turn(side, clock) for side in sides]
+        times: tuple[list[float], list[float]] = ([], [])
+        for number in range(rounds):
+            for side in (0, 1) if number % 2 == 0 else (1, 0):
+                times[side].append(_seconds(sides[side], runs[side], clock))
+            if on_round is not None:
+                on_round(number + 1)
+    ratios = [case.goal.ratio(ours, theirs) for ours, theirs in zip(*times, strict=True)]
+    ratio = statistics.median(ratios)
+    details = {
+        "ours_ms": statistics.median(times[0]) * 1e3,
+        "theirs_ms": statistics.median(times[1]) * 1e3,
+        "rounds": rounds,
+        "runs": rounds * runs[0],
+        **pair.details,
+    }
+    return Row(case.name, case.against, ratio, _quartiles(ratios), case.goal, case.goal.met_by(ratio), details)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread inside the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect no garbage in the block."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _runs_per_turn(side: Contestant, clock: Callable[[], float]) -> int:
+    """Warm up, and return how many runs make a turn long enough for a median."""
+    shortest = min(_seconds(side, 1, clock) for _ in range(_WARM_UP))
+    return max(1, min(_MOST_RUNS, round(_TURN_SECONDS / max(shortest, 1e-9))))
+
+
+def _seconds(side: Contestant, runs: int, clock: Callable[[], float]) -> float:
+    """Return the median time of so many runs: one that the scheduler has broken into does not count."""
+    times = []
+    for _ in range(runs):
+        if side.prepare is not None:
+            side.prepare()
+        start = clock()
+        side.run()
+        times.append(clock() - start)
+    return statistics.median(times)
+
+
+def _quartiles(ratios: list[float]) -> tuple[float, float]:
+    if len(ratios) == 1:
+        return ratios[0], ratios[0]
+    first, _, third = statistics.quantiles(ratios, n=4, method="inclusive")
+    return first, third

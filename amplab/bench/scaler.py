@@ -1,0 +1,117 @@
+"""What loss scaling costs in Python: the whole call of unscale_, and clipping after it, against torch's GradScaler."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+
+from amplab.bench.interleaved import Case, Contestant, Pair
+from amplab.bench.rows import Goal
+from amplab.bench.workloads import random_tensors
+from amplab.scalers import Unscaler
+
+__all__ = ["Gradients", "scaler_cases", "torch_unscale", "unscaler_against_torch"]
+
+_SCALE = 2.0**16
+_MAX_NORM = 1.0
+_THEIRS = "torch.amp.GradScaler.unscale_"
+
+
+class Gradients:
+    """Parameters of one optimizer, and the scaled gradients that a backward would leave on them.
+
+    Args:
+        count: how many tensors.
+        elements: of each.
+        fresh: a new gradient tensor at each step, as after ``zero_grad()``; else the same one, filled anew.
+    """
+
+    def __init__(self, count: int, elements: int, *, fresh: bool) -> None:
+        self.params = [torch.nn.Parameter(each) for each in random_tensors([(elements,)] * count)]
+        self.optimizer = torch.optim.SGD(self.params, lr=0.1)
+        self._values = [each * _SCALE for each in random_tensors([(elements,)] * count)]
+        self._fresh = fresh
+        self._give()
+
+    def refill(self) -> None:
+        """Do what the backward of the next step would do."""
+        if self._fresh:
+            self._give()
+        else:
+            torch._foreach_copy_([param.grad for param in self.params], self._values)
+
+    def _give(self) -> None:
+        for param, values in zip(self.params, self._values, strict=True):
+            param.grad = values.clone()
+
+
+def scaler_cases(many: int = 2000, few: int = 200, elements: int = 1000) -> list[Case]:
+    """Return the cases of ``amplab bench scaler``.
+
+    Args:
+        many: gradients of the cases that unscale alone.
+        few: gradients of the case that clips too.
+        elements: of each gradient, float32.
+    """
+    sizes = f"{many} × {elements} float32"
+    return [
+        Case(
+            f"Unscaler.unscale_, {sizes}, {kind} gradients",
+            _THEIRS,
+            Goal("at least", 3.0),
+            lambda fresh=kind == "fresh": unscaler_against_torch(many, elements, fresh=fresh),
+        )
+        for kind in ("fresh", "kept")
+    ] + [
+        Case(
+            f"Unscaler.unscale_ + clip_grad_norm_, {few} × {elements}",
+            "torch's two calls",
+            Goal("at least", 5.0),
+            lambda: _with_clipping(few, elements),
+        )
+    ]
+
+
+def unscaler_against_torch(count: int, elements: int, *, fresh: bool) -> Pair:
+    """Both whole Python calls on float32 gradients."""
+    ours, theirs = Gradients(count, elements, fresh=fresh), Gradients(count, elements, fresh=fresh)
+    unscale = _our_unscale(ours)
+    prepare, torchs = torch_unscale(theirs)
+    details = {"tensors": count, "elements": count * elements}
+    return Pair(Contestant(unscale, ours.refill), Contestant(torchs, prepare), details)
+
+
+def torch_unscale(gradients: Gradients) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Return what prepares torch's GradScaler for a step, and its call of unscale_."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=_SCALE, growth_interval=2**30)
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(gradients.optimizer)
+
+    def prepare() -> None:
+        scaler.update()
+        gradients.refill()
+
+    return prepare, lambda: scaler.unscale_(gradients.optimizer)
+
+
+def _our_unscale(gradients: Gradients) -> Callable[[], Tensor]:
+    unscaler = Unscaler()
+    return lambda: unscaler.unscale_(gradients.params, _SCALE)
+
+
+def _with_clipping(count: int, elements: int) -> Pair:
+    ours, theirs = Gradients(count, elements, fresh=True), Gradients(count, elements, fresh=True)
+    unscale = _our_unscale(ours)
+    prepare, torchs = torch_unscale(theirs)
+
+    def run() -> None:
+        unscale()
+        clip_grad_norm_(ours.params, _MAX_NORM)
+
+    def their_run() -> None:
+        torchs()
+        clip_grad_norm_(theirs.params, _MAX_NORM)
+
+    details = {"tensors": count, "elements": count * elements}
+    return Pair(Contestant(run, ours.refill), Contestant(their_run, prepare), details)

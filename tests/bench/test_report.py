@@ -1,0 +1,41 @@
+"""The table and the JSON, from rows that were not measured but made."""
+
+import json
+
+from amplab.bench import BenchResults, Goal, Row, as_json, as_text
+
+ROWS = (
+    Row("unscale_", "torch's", 3.456, (3.1, 3.9), Goal("at least", 3.0), True, {"ours_ms": 0.5, "tensors": 7}),
+    Row("engine, MLP", "torch.autocast", 1.1, (1.0, 1.25), Goal("at most", 1.08), False),
+)
+RESULTS = BenchResults("scaler", {"cpu": "Abacus", "threads": 1, "load": 0.5}, ROWS)
+
+
+def test_table():
+    assert as_text(RESULTS) == (
+        "what         against         ratio  quartiles  goal\n"
+        "-------------------------------------------------------------\n"
+        "unscale_     torch's         3.46   3.10–3.90  ≥ 3     met\n"
+        "engine, MLP  torch.autocast  1.10   1.00–1.25  ≤ 1.08  missed\n"
+        "\n"
+        "1 of 2 goals met. Medians of interleaved rounds, one thread; ≥: how many times as fast, ≤: how many times the "
+        "time.\n"
+        "cpu Abacus, threads 1, load 0.5"
+    )
+
+
+def test_json():
+    whole = json.loads(as_json(RESULTS))
+    first, second = whole.pop("rows")
+    assert whole == {"amplab_bench": 1, "suite": "scaler", "machine": {"cpu": "Abacus", "threads": 1, "load": 0.5}}
+    assert first == {
+        "name": "unscale_",
+        "against": "torch's",
+        "ratio": 3.456,
+        "spread": [3.1, 3.9],
+        "goal": "≥ 3",
+        "met": True,
+        "details": {"ours_ms": 0.5, "tensors": 7},
+    }
+    assert second["met"] is False
+    assert second["details"] == {}

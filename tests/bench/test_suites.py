@@ -1,0 +1,63 @@
+"""The suites, on small tensors: both sides of each case do the same work, and every case comes out as a row."""
+
+import io
+
+import pytest
+import torch
+
+from amplab.bench import Goal, run_cases, run_suite
+from amplab.bench.casting import casting_cases
+from amplab.bench.kernels import kernel_cases
+from amplab.bench.scaler import Gradients, scaler_cases, torch_unscale
+from amplab.bench.suites import SUITES
+
+SMALL = {
+    "scaler": lambda: scaler_cases(many=4, few=3, elements=5),
+    "casting": lambda: casting_cases(width=8, layers=1),
+    "kernels": lambda: kernel_cases(large=64, many=4, elements=5, model=((3, 2), (7,))),
+}
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_every_case_becomes_a_row(suite):
+    stream = io.StringIO()
+    cases = SMALL[suite]()
+    results = run_cases(suite, cases, rounds=1, stream=stream)
+    assert [row.name for row in results.rows] == [case.name for case in cases]
+    assert len({row.name for row in results.rows}) == len(cases)
+    for row, case in zip(results.rows, cases, strict=True):
+        assert row.ratio > 0
+        assert row.met == case.goal.met_by(row.ratio)
+    assert stream.getvalue().count("\n") == len(cases)
+
+
+def test_goals_are_those_that_are_published():
+    goals = {suite: [str(case.goal) for case in make()] for suite, make in SUITES.items()}
+    assert goals == {
+        "scaler": ["≥ 3", "≥ 3", "≥ 5"],
+        "casting": ["≤ 1.08", "≤ 1.08", "≤ 1.25", "≤ 1.5"],
+        "kernels": ["≥ 0.93", "≥ 0.93", "≥ 2", "≥ 1.6", "≥ 1.8", "≥ 3"],
+    }
+    assert Goal("at least", 3.0) in [case.goal for case in SUITES["scaler"]()]
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_gradients_are_refilled(fresh):
+    gradients = Gradients(3, 4, fresh=fresh)
+    tensors = [param.grad for param in gradients.params]
+    scaled = [each.clone() for each in tensors]
+    prepare, unscale = torch_unscale(gradients)
+    for _ in range(2):
+        prepare()
+        unscale()
+        for param, values in zip(gradients.params, scaled, strict=True):
+            assert torch.equal(param.grad, values / 65536.0)
+    gradients.refill()
+    for param, values, tensor in zip(gradients.params, scaled, tensors, strict=True):
+        assert torch.equal(param.grad, values)
+        assert (param.grad is tensor) != fresh
+
+
+def test_an_unknown_suite_is_refused():
+    with pytest.raises(ValueError, match=r"^'dance' is no suite: expected one of scaler, casting, kernels\.$"):
+        run_suite("dance")
