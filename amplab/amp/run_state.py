@@ -14,7 +14,8 @@ position       where the data stands: a step, an epoch, a sampler's state
 extra          what else the run needs: the scheduler's state_dict, a generator's state
 =============  ==========================================================================================
 
-Gradients are not part of it: save between steps, not between two backwards of one. The file is `run_state_file`'s.
+Gradients are not part of it: save between steps, not between two backwards of one. Under torch.distributed each rank
+draws from generators of its own, so each saves to a path of its own. The file is `run_state_file`'s business.
 """
 
 import os

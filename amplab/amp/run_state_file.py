@@ -29,7 +29,7 @@ FORMAT = 1
 """Version of the file format, the value of "amplab_run_state"."""
 
 _MARK = "amplab_run_state"
-_PLAIN = (Tensor, Parameter, torch.Size, torch.dtype, torch.device, type(None), bool, int, float, complex, str, bytes)
+_PLAIN = (Tensor, Parameter, torch.Size, torch.dtype, torch.device, type(None), bool, int, float, str, bytes)
 _SEQUENCES = (list, tuple)
 _MAPPINGS = (dict, OrderedDict)
 
