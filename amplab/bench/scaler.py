@@ -11,7 +11,7 @@ from amplab.bench.rows import Goal
 from amplab.bench.workloads import random_tensors
 from amplab.scalers import Unscaler
 
-__all__ = ["Gradients", "scaler_cases", "torch_unscale", "unscaler_against_torch"]
+__all__ = ["Gradients", "iteration", "scaler_cases", "torch_scaler", "unscaler_against_torch"]
 
 _SCALE = 2.0**16
 _MAX_NORM = 1.0
@@ -76,15 +76,22 @@ def scaler_cases(many: int = 2000, few: int = 200, elements: int = 1000) -> list
 def unscaler_against_torch(count: int, elements: int, *, fresh: bool) -> Pair:
     """Both whole Python calls on float32 gradients."""
     ours, theirs = Gradients(count, elements, fresh=fresh), Gradients(count, elements, fresh=fresh)
-    unscale = _our_unscale(ours)
-    prepare, torchs = torch_unscale(theirs)
-    details = {"tensors": count, "elements": count * elements}
-    return Pair(Contestant(unscale, ours.refill), Contestant(torchs, prepare), details)
+    return Pair(
+        Contestant(_unscaler(ours), ours.refill),
+        iteration(torch_scaler(), theirs, lambda scaler: scaler.unscale_(theirs.optimizer)),
+        {"tensors": count, "elements": count * elements},
+    )
 
 
-def torch_unscale(gradients: Gradients) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return what prepares torch's GradScaler for a step, and its call of unscale_."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=_SCALE, growth_interval=2**30)
+def torch_scaler() -> torch.amp.GradScaler:
+    """Return torch's scaler at the scale of `Gradients`, where it stays."""
+    return torch.amp.GradScaler("cpu", init_scale=_SCALE, growth_interval=2**30)
+
+
+def iteration(
+    scaler: torch.amp.GradScaler, gradients: Gradients, run: Callable[[torch.amp.GradScaler], object]
+) -> Contestant:
+    """Return the contestant that times ``run(scaler)``, in an iteration that begins before and ends after the time."""
     scaler.scale(torch.zeros(()))
     scaler.unscale_(gradients.optimizer)
 
@@ -92,26 +99,25 @@ def torch_unscale(gradients: Gradients) -> tuple[Callable[[], None], Callable[[]
         scaler.update()
         gradients.refill()
 
-    return prepare, lambda: scaler.unscale_(gradients.optimizer)
+    return Contestant(lambda: run(scaler), prepare)
 
 
-def _our_unscale(gradients: Gradients) -> Callable[[], Tensor]:
+def _unscaler(gradients: Gradients) -> Callable[[], Tensor]:
     unscaler = Unscaler()
     return lambda: unscaler.unscale_(gradients.params, _SCALE)
 
 
 def _with_clipping(count: int, elements: int) -> Pair:
     ours, theirs = Gradients(count, elements, fresh=True), Gradients(count, elements, fresh=True)
-    unscale = _our_unscale(ours)
-    prepare, torchs = torch_unscale(theirs)
+    unscale = _unscaler(ours)
 
     def run() -> None:
         unscale()
         clip_grad_norm_(ours.params, _MAX_NORM)
 
-    def their_run() -> None:
-        torchs()
+    def torchs(scaler: torch.amp.GradScaler) -> None:
+        scaler.unscale_(theirs.optimizer)
         clip_grad_norm_(theirs.params, _MAX_NORM)
 
     details = {"tensors": count, "elements": count * elements}
-    return Pair(Contestant(run, ours.refill), Contestant(their_run, prepare), details)
+    return Pair(Contestant(run, ours.refill), iteration(torch_scaler(), theirs, torchs), details)

@@ -8,7 +8,7 @@ import torch
 from amplab.bench import Goal, run_cases, run_suite
 from amplab.bench.casting import casting_cases
 from amplab.bench.kernels import kernel_cases
-from amplab.bench.scaler import Gradients, scaler_cases, torch_unscale
+from amplab.bench.scaler import Gradients, iteration, scaler_cases, torch_scaler
 from amplab.bench.suites import SUITES
 
 SMALL = {
@@ -46,10 +46,10 @@ def test_gradients_are_refilled(fresh):
     gradients = Gradients(3, 4, fresh=fresh)
     tensors = [param.grad for param in gradients.params]
     scaled = [each.clone() for each in tensors]
-    prepare, unscale = torch_unscale(gradients)
+    torchs = iteration(torch_scaler(), gradients, lambda scaler: scaler.unscale_(gradients.optimizer))
     for _ in range(2):
-        prepare()
-        unscale()
+        torchs.prepare()
+        torchs.run()
         for param, values in zip(gradients.params, scaled, strict=True):
             assert torch.equal(param.grad, values / 65536.0)
     gradients.refill()
