@@ -31,6 +31,7 @@ class OpRule:
         reason: one sentence with its number, e.g. "exp overflows half above 11.09".
         spellings: every public path the op is called by.
         added: those of `spellings` that the list this row comes from does not name.
+        aten: the ATen ops it becomes, without overloads, e.g. ("nll_loss", "nll_loss2d").
     """
 
     op: str
@@ -38,6 +39,7 @@ class OpRule:
     reason: str
     spellings: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
+    aten: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """One line: op, cast policy, reason."""
