@@ -24,12 +24,12 @@ _COMPARE = "0.1 is 0.09998 in half, so values are compared in the wider type"
 _IN_PLACE = "writes into existing storage, 2 bytes an element in half, so the other arguments take its dtype"
 _NO_HALF = "half storage (largest value 65504) cannot hold what this op computes in float32"
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc")
-_INNER_CONVOLUTIONS = ("convolution", "_convolution", "cudnn_convolution", "cudnn_convolution_transpose")
 
 _LOWER = rows(
     CastPolicy.LOWER_PRECISION_FP,
     *((name, GEMM, (f"torch.{name}", *f(name))) for name in _CONVOLUTIONS),
-    ("convolution", GEMM, (), tuple(f"torch.{name}" for name in _INNER_CONVOLUTIONS)),
+    *((name, GEMM, (), (f"torch.{name}",)) for name in ("convolution", "_convolution")),
+    ("cudnn_convolution", GEMM, (), ("torch.cudnn_convolution", "torch.cudnn_convolution_transpose")),
     ("linear", GEMM, f("linear")),
     ("prelu", "one multiplication an element, rounded by at most 2^-11", t("prelu"), f("prelu")),
     ("addr", "one multiplication and one addition an element, each rounded by at most 2^-11", t("addr")),
@@ -52,7 +52,7 @@ _LOWER = rows(
     ),
     *((name, GEMM, (f"torch.{name}",)) for name in ("rnn_relu", "rnn_relu_cell")),
     aten={
-        "convolution": "convolution _convolution cudnn_convolution cudnn_convolution_transpose",
+        "cudnn_convolution": "cudnn_convolution cudnn_convolution_transpose",
         "vecdot": "linalg_vecdot",
         "chain_matmul": "chain_matmul linalg_multi_dot",
         "scaled_dot_product_attention": "scaled_dot_product_attention _scaled_dot_product_flash_attention",
@@ -96,7 +96,7 @@ _FP32_POINTWISE = rows(
     ("softplus", EXP, f("softplus")),
     ("cpu", "hands results to the host, where many ops lack half; float32 keeps all 11 of its bits", m("cpu")),
     aten={
-        "cpu": "_to_copy",
+        "cpu": "to _to_copy",
     },
 )
 
@@ -154,7 +154,7 @@ _FP32_REDUCTIONS = rows(
         "softmin": "neg softmax",
         "std": "std std_mean",
         "var": "var var_mean",
-        "norm": "norm linalg_norm",
+        "norm": "norm linalg_norm linalg_vector_norm linalg_matrix_norm",
         "vector_norm": "linalg_vector_norm",
         "matrix_norm": "linalg_matrix_norm",
         "layer_norm": "layer_norm native_layer_norm",

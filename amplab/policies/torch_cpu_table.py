@@ -35,7 +35,7 @@ def _linalg(*names: str) -> tuple[str, ...]:
 _LOWER = recast(
     APEX.rows,
     CastPolicy.LOWER_PRECISION_FP,
-    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc convolution linear prelu "
+    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc _convolution linear prelu "
     "addmm mm addbmm baddbmm bmm matmul vecdot scaled_dot_product_attention",
 )
 _LOWER += recast(

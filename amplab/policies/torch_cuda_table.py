@@ -9,8 +9,9 @@ functions that are opened so that the ops inside are seen (fall_through). In-pla
 Differences from torch.autocast("cuda"):
   - A promote op with float64 or with both 16-bit dtypes runs in the widest dtype; torch refuses some of these.
   - binary_cross_entropy is refused for 16-bit arguments only; torch refuses every call.
-  - What a C++ function computes before its deciding op is in that op's dtype already (the difference in
-    pairwise_distance, lgamma in mvlgamma, label smoothing in cross_entropy).
+  - What a C++ function computes before its deciding op is in that op's dtype already: the difference in
+    pairwise_distance, lgamma in mvlgamma, the products in trapezoid, and the log_softmax in cross_entropy,
+    whose result torch rounds to the logits' 16 bits before it takes the nll_loss in float32.
   - A product that a C++ function takes after other arithmetic (cov, corrcoef, pinv, matrix_power) is not lowered.
 """
 
@@ -27,9 +28,9 @@ _LOWER = (
     *recast(
         APEX.rows,
         CastPolicy.LOWER_PRECISION_FP,
-        "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc convolution linear prelu "
-        "addmm addmv addr mm mv addbmm baddbmm bmm matmul einsum vecdot chain_matmul scaled_dot_product_attention "
-        "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell",
+        "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc convolution _convolution "
+        "cudnn_convolution linear prelu addmm addmv addr mm mv addbmm baddbmm bmm matmul einsum vecdot chain_matmul "
+        "scaled_dot_product_attention lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell",
     ),
 )
 
