@@ -4,7 +4,7 @@ A spelling is a dotted path from `torch`, e.g. "torch.nn.functional.softmax". Tw
 a spelling is not in every torch: "torch.foo>=2.9" came with 2.9, "torch.foo<2.9" left with it.
 A spelling that the running torch lacks is passed over, so that a newer torch does not break the table.
 Rows are found by function object, not by name: `torch.mm` and `torch.spmm` share a name.
-The rows themselves are in `apex_table`.
+The rows themselves are in `apex_table`, `torch_cuda_table` and `torch_cpu_table`.
 """
 
 from __future__ import annotations
