@@ -87,18 +87,18 @@ _FP32_KERNELS = rows(
     ("fake_quantize_per_tensor_affine", _NO_KERNEL, ("torch.fake_quantize_per_tensor_affine",)),
     (
         "quantile",
-        "sorts in 32 or 64 bits: half holds 2048 ranks apart, and interpolates between them",
+        "interpolates between ranks, and half cannot tell ranks above 2048 apart",
         t("quantile", "nanquantile"),
     ),
     ("trace", "sums the diagonal, and half reaches infinity at 65520", t("trace")),
     (
         "polar",
-        "makes a complex number of two reals, and 16-bit reals have no CPU kernel, 32-bit ones have",
+        "makes a complex number, and its CPU kernel takes 32-bit and 64-bit floats only",
         ("torch.polar",),
     ),
     (
         "view_as_complex",
-        "there is no complex number of two bfloat16 parts, only of 16-bit, 32-bit and 64-bit IEEE ones",
+        "there is no complex number with parts of bfloat16's 8 significant bits",
         ("torch.view_as_complex",),
     ),
     aten={

@@ -12,6 +12,7 @@ Differences from torch.autocast("cuda"):
   - What a C++ function computes before its deciding op is in that op's dtype already: the difference in
     pairwise_distance, lgamma in mvlgamma, the products in trapezoid, and the log_softmax in cross_entropy,
     whose result torch rounds to the logits' 16 bits before it takes the nll_loss in float32.
+  - F.interpolate is float32 in mode "area" too, where torch leaves the pooling inside it as it comes.
   - A product that a C++ function takes after other arithmetic (cov, corrcoef, pinv, matrix_power) is not lowered.
 """
 
@@ -45,7 +46,7 @@ _FP32 = (
         "huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss "
         "multi_margin_loss binary_cross_entropy_with_logits",
     ),
-    *recast(APEX.rows, CastPolicy.FP32, "cross_entropy pairwise_distance", listed=False),
+    *recast(APEX.rows, CastPolicy.FP32, "cross_entropy pairwise_distance interpolate", listed=False),
     *rows(
         CastPolicy.FP32,
         ("square", SQUARE, (), t("square")),
@@ -81,7 +82,7 @@ _FALL_THROUGH = (
         APEX.rows,
         CastPolicy.FALL_THROUGH,
         "multi_head_attention_forward linear_cross_entropy gumbel_softmax lp_pool backward gaussian_nll_loss "
-        "interpolate local_response_norm multilabel_soft_margin_loss normalize triplet_margin_with_distance_loss",
+        "local_response_norm multilabel_soft_margin_loss normalize triplet_margin_with_distance_loss",
         reason=INSIDE,
         listed=False,
     ),

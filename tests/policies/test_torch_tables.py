@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from op_calls import draw
+from torch.autograd.profiler import profile
 from torch.overrides import get_overridable_functions
 
 from amplab.policies import APEX, TABLES, TORCH_CPU, TORCH_CUDA, CastPolicy
@@ -65,7 +67,7 @@ MACROS = {
 }
 
 
-def header_lists() -> dict[str, CastPolicy]:
+def cast_policies_of_the_header() -> dict[str, CastPolicy]:
     """ATen name -> cast policy, as torch's own header lists them for every accelerator."""
     text = HEADER.read_text()
     found = {"norm": CastPolicy.FP32_SET_OPT_DTYPE, "binary_cross_entropy": CastPolicy.BANNED}
@@ -77,7 +79,7 @@ def header_lists() -> dict[str, CastPolicy]:
 
 @pytest.mark.skipif(not HEADER.exists(), reason="this torch ships without autocast_mode.h")
 def test_cast_policies_of_the_cuda_list_are_those_of_torchs_header():
-    expected = header_lists()
+    expected = cast_policies_of_the_header()
     assert len(expected) > 95
     ours = {name: row.cast for row in TORCH_CUDA.rows if listed(row) for name in row.aten}
     assert {name: ours.get(name) for name in expected} == expected
@@ -146,3 +148,32 @@ def test_python_functions_with_listed_ops_inside_are_listed_or_opened(table):
 def test_what_is_opened_is_python(table):
     opened = [func for row in table.rows_of(CastPolicy.FALL_THROUGH) for func in map(resolve, row.spellings)]
     assert all(isinstance(func, types.FunctionType) for func in opened if func is not None)
+
+
+NO_KERNEL = {
+    "polar": lambda dtype: torch.polar(torch.ones(2, dtype=dtype), torch.ones(2, dtype=dtype)),
+    "view_as_complex": lambda dtype: torch.view_as_complex(torch.ones(2, 2, dtype=dtype)),
+    "fft_fft": lambda dtype: torch.fft.fft(torch.ones(3, dtype=dtype)),
+    "svd": lambda dtype: torch.linalg.svdvals(torch.eye(3, dtype=dtype)),
+    "inverse": lambda dtype: torch.inverse(torch.eye(3, dtype=dtype)),
+}
+
+
+@pytest.mark.parametrize(("op", "call"), NO_KERNEL.items(), ids=NO_KERNEL)
+def test_what_the_cpu_list_keeps_in_float32_for_want_of_a_kernel(op, call):
+    reason = next(row.reason for row in TORCH_CPU.rows if row.op == op)
+    assert "only" in reason or "bfloat16" in reason
+    call(torch.float32)
+    with pytest.raises(RuntimeError):
+        call(torch.bfloat16)
+
+
+def test_rows_of_a_list_that_torch_does_not_name_have_a_registered_op_inside():
+    registered = packets(REGISTERED["torch_cuda"])
+    inside = [row for row in TORCH_CUDA.rows if not listed(row) and row.cast is not CastPolicy.FALL_THROUGH]
+    assert {row.op for row in inside} >= {"square", "trapezoid", "cross_entropy", "inner"}
+    for row in inside:
+        func, values = draw(row.op)
+        with profile() as seen:
+            func(*values)
+        assert registered & {event.name.removeprefix("aten::") for event in seen.function_events}, row.op
