@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import html
 import textwrap
-
-import torch
+from collections.abc import Iterable
 
 from amplab.policies.cast_policy import CastPolicy
-from amplab.policies.op_table import OpRule, OpTable, absent
+from amplab.policies.op_table import OpRule, absent
 
 __all__ = ["PolicyRows", "policy_rows"]
 
@@ -67,16 +66,16 @@ class PolicyRows(list[dict[str, str]]):
         return f"{len(self)} ops, the others run in the dtype they get"
 
 
-def policy_rows(table: OpTable | None, compute_dtype: torch.dtype, title: str) -> PolicyRows:
-    """The rows of `table` under a policy that computes in `compute_dtype`.
+def policy_rows(rules: Iterable[OpRule], *, table: str, lower: str, title: str) -> PolicyRows:
+    """The rows of a policy.
 
     Args:
-        table: the op table; None gives no rows.
-        compute_dtype: what lower_precision_fp rows run in.
+        rules: its rows as the engine carries them out.
+        table: the name of the list they come from.
+        lower: what lower_precision_fp rows run in, e.g. "float16".
         title: the policy's string form.
     """
-    lower = str(compute_dtype).removeprefix("torch.")
-    return PolicyRows([_row(rule, table.name, lower) for rule in (table.rows if table is not None else ())], title)
+    return PolicyRows([_row(rule, table, lower) for rule in rules], title)
 
 
 def _row(rule: OpRule, table: str, lower: str) -> dict[str, str]:

@@ -101,7 +101,9 @@ class PrecisionPolicy:
         >>> PrecisionPolicy("torch_cuda").rows()[0]["runs in"]
         'float16'
         """
-        return policy_rows(self.table, self.compute_dtype, str(self))
+        rules = () if self.table is None else self.table.rows
+        table, _, lower = str(self).partition("/")
+        return policy_rows(rules, table=table, lower=lower, title=str(self))
 
     def unlisted(self, func: Callable[..., Any]) -> OpRule:
         """The fall_through row of an op that the table does not name."""
