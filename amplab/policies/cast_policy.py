@@ -1,6 +1,6 @@
 """What a policy can ask of one op: the eight kinds of cast, in the field's words.
 
-Which op has which kind is data, in `apex_table`; how a kind is carried out is in `casting_mode`.
+Which op has which kind is data, in the tables; how a kind is carried out is in `casting_steps`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from amplab.policies.argument_casts import floating_tensors
 from amplab.policies.cast_cache import CastCache
 from amplab.policies.cast_policy import CastPolicy
 from amplab.policies.casting_steps import Run, Step, StepParts, make_step
-from amplab.policies.composites import COMPOSITES, opened
+from amplab.policies.composites import composites_of, opened
 from amplab.policies.explained_plan import ExplainedPlan, reporting_run, reporting_step
 from amplab.policies.half_on_cpu import PRODUCTS, HalfMode, accumulated
 from amplab.policies.op_table import OpRule
@@ -52,7 +52,8 @@ def build_plan(policy: PrecisionPolicy, cache: CastCache, half_mode: HalfMode, c
         casts: whether arguments are cast at all.
         explained: whether steps report to the mode's explanation.
     """
-    runs: dict[Callable[..., Any], Run] = {func: _opening_run(func) for func in COMPOSITES}
+    composites = composites_of(policy.table if casts else None)
+    runs: dict[Callable[..., Any], Run] = {func: _opening_run(func) for func in composites}
     runs[torch.Tensor.unflatten] = _run_unflatten
     if half_mode == "fp32_accumulate":
         runs.update(dict.fromkeys(PRODUCTS, _run_accumulated))
@@ -63,7 +64,7 @@ def build_plan(policy: PrecisionPolicy, cache: CastCache, half_mode: HalfMode, c
     for func in (*runs, *rules):
         rule = rules.get(func) or policy.unlisted(func)
         run = runs.get(func) or _runner(func, rule)
-        if not explained or func in COMPOSITES:  # the ops inside a composite report for themselves
+        if not explained or func in composites:  # the ops inside a composite report for themselves
             plan[func] = make_step(StepParts(rule, policy.compute_dtype, cache, run))
         else:
             step = make_step(StepParts(rule, policy.compute_dtype, cache, reporting_run(run, rule)))

@@ -79,9 +79,9 @@ def _set_dtype_step(parts: StepParts) -> Step:
     run = parts.run
 
     def step(mode: CastingMode, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        first = floating_tensors(args[:1])
+        first = floating_tensors(args[:1] or (kwargs.get("input"),))
         chosen = kwargs.get("dtype") is not None or any(isinstance(arg, torch.dtype) for arg in args)
-        if first and first[0].dtype in HALVES and not chosen:
+        if first and first[0].dtype in HALVES and not chosen and kwargs.get("out") is None:
             kwargs = {**kwargs, "dtype": torch.float32}
         return run(mode, func, args, kwargs)
 

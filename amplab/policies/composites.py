@@ -16,14 +16,23 @@ from typing import Any
 
 from amplab.policies.apex_table import APEX
 from amplab.policies.cast_policy import CastPolicy
-from amplab.policies.op_table import resolve
+from amplab.policies.op_table import OpTable, resolve
 
-__all__ = ["COMPOSITES", "opened"]
+__all__ = ["COMPOSITES", "composites_of", "opened"]
 
-COMPOSITES: frozenset[Callable[..., Any]] = frozenset(
-    func for row in APEX.rows_of(CastPolicy.FALL_THROUGH) for func in map(resolve, row.spellings) if func is not None
-)
-"""The Python-level functions whose inner ops have rows of their own."""
+
+def _fall_through(table: OpTable) -> frozenset[Callable[..., Any]]:
+    found = (resolve(spelling) for row in table.rows_of(CastPolicy.FALL_THROUGH) for spelling in row.spellings)
+    return frozenset(func for func in found if func is not None)
+
+
+COMPOSITES = _fall_through(APEX)
+"""The Python-level functions whose inner ops have rows of their own, whatever the table."""
+
+
+def composites_of(table: OpTable | None) -> frozenset[Callable[..., Any]]:
+    """COMPOSITES with those that fall through in `table`: its lists may name what is inside, not the function."""
+    return COMPOSITES if table is None else COMPOSITES | _fall_through(table)
 
 
 def _no_override(*_args: Any) -> bool:

@@ -30,6 +30,9 @@ HalfMode = Literal["fp32_accumulate", "native"]
 _SPELLINGS = (
     *(f"torch.nn.functional.{name}" for name in ("linear", "bilinear", "scaled_dot_product_attention")),
     *(f"torch.{name}" for name in ("conv1d", "conv2d", "conv3d", "conv_tbc", "convolution", "_convolution")),
+    *(f"torch.{name}" for name in ("cudnn_convolution", "cudnn_convolution_transpose", "mkldnn_rnn_layer")),
+    *(f"torch.{name}" for name in ("_scaled_dot_product_flash_attention", "_native_multi_head_attention")),
+    *(f"{home}._addmm_activation" for home in ("torch", "torch.Tensor")),
     *(f"torch.{name}" for name in ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")),
     *(
         f"{home}.{name}"

@@ -4,7 +4,7 @@ A spelling is a dotted path from `torch`, e.g. "torch.nn.functional.softmax". Tw
 a spelling is not in every torch: "torch.foo>=2.9" came with 2.9, "torch.foo<2.9" left with it.
 A spelling that the running torch lacks is passed over, so that a newer torch does not break the table.
 Rows are found by function object, not by name: `torch.mm` and `torch.spmm` share a name.
-The rows themselves are in `apex_table`.
+The rows themselves are in `apex_table`, `torch_cuda_table` and `torch_cpu_table`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class OpRule:
         reason: one sentence with its number, e.g. "exp overflows half above 11.09".
         spellings: every public path the op is called by.
         added: those of `spellings` that the list this row comes from does not name.
+        aten: the ATen ops it becomes, without overloads, e.g. ("nll_loss", "nll_loss2d").
     """
 
     op: str
@@ -38,6 +39,7 @@ class OpRule:
     reason: str
     spellings: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
+    aten: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """One line: op, cast policy, reason."""

@@ -5,8 +5,17 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from amplab.policies import CastingEngine, PrecisionPolicy, cpu_half, disable_casts, explaining
-from amplab.policies.composites import opened
+from amplab.policies import (
+    APEX,
+    TORCH_CPU,
+    TORCH_CUDA,
+    CastingEngine,
+    PrecisionPolicy,
+    cpu_half,
+    disable_casts,
+    explaining,
+)
+from amplab.policies.composites import COMPOSITES, composites_of, opened
 
 
 @pytest.fixture(autouse=True)
@@ -121,3 +130,16 @@ def test_inner_ops_explain_themselves():
         torch.nn.MultiheadAttention(8, 2, batch_first=True)(x, x, x)
     assert ("_softmax", "softmax") in seen
     assert any(op == "linear" for _, op in seen)
+
+
+def test_a_table_opens_what_falls_through_in_it_beside_what_every_table_opens():
+    assert composites_of(None) == composites_of(APEX) == COMPOSITES
+    assert composites_of(TORCH_CUDA) - COMPOSITES >= {F.normalize, torch.Tensor.__rdiv__}
+    assert F.interpolate in composites_of(TORCH_CPU) - COMPOSITES
+    x = torch.rand(1, 2, 4, 4, 4).half()
+    with CastingEngine(PrecisionPolicy(TORCH_CUDA)).active():
+        assert F.normalize(x).dtype is (1 / x).dtype is F.interpolate(x, size=2).dtype is torch.float32
+    with CastingEngine(PrecisionPolicy(TORCH_CPU)).active():
+        # The CPU's list has no resampling, but the pooling that averages over volumes.
+        assert F.interpolate(x, size=2).dtype is torch.float16
+        assert F.interpolate(x, size=2, mode="area").dtype is torch.float32

@@ -295,6 +295,21 @@ def test_torch_compile_traces_without_graph_breaks(engine):
     assert not torch.equal(compiled(x), traced)
 
 
+@pytest.mark.parametrize("table", ["torch_cuda", "torch_cpu"])
+def test_torch_compile_traces_torchs_own_lists(table):
+    torch._dynamo.reset()
+    lists = CastingEngine(PrecisionPolicy(table, torch.bfloat16))
+
+    def inside(x):
+        with lists.active():
+            y = x @ x
+            return y, torch.softmax(input=y, dim=0), y.sum(0), F.normalize(y), torch.addcmul(y, x, x), 1 / y
+
+    for eager, traced in zip(inside(X), torch.compile(inside, fullgraph=True, backend="eager")(X), strict=True):
+        assert eager.dtype is traced.dtype
+        assert torch.equal(eager, traced)
+
+
 def test_torch_compile_traces_a_block_inside(engine):
     torch._dynamo.reset()
 

@@ -4,7 +4,16 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from amplab.policies import CastingEngine, PrecisionPolicy, cpu_half, cpu_half_mode
+from amplab.policies import (
+    APEX,
+    TORCH_CPU,
+    TORCH_CUDA,
+    CastingEngine,
+    CastPolicy,
+    PrecisionPolicy,
+    cpu_half,
+    cpu_half_mode,
+)
 from amplab.policies.half_on_cpu import PRODUCTS
 
 ENGINE = CastingEngine(PrecisionPolicy(table=None))
@@ -146,12 +155,15 @@ def test_other_dtypes_and_mixtures_run_as_they_come():
 
 
 def test_products_hold_what_the_table_calls_a_product():
-    from amplab.policies import APEX, CastPolicy
-
-    lower = {func for func, row in APEX.by_function.items() if row.cast is CastPolicy.LOWER_PRECISION_FP}
-    elementwise = {"prelu", "addr"}
-    assert {APEX.rule(func).op for func in lower - PRODUCTS} == elementwise
-    assert {APEX.rule(func).op for func in PRODUCTS - lower} == {"bilinear", "dot", "vdot"}
+    rows = {func: row for table in (APEX, TORCH_CPU, TORCH_CUDA) for func, row in table.by_function.items()}
+    lower = {
+        func
+        for table in (APEX, TORCH_CPU, TORCH_CUDA)
+        for func, row in table.by_function.items()
+        if row.cast is CastPolicy.LOWER_PRECISION_FP
+    }
+    assert {rows[func].op for func in lower - PRODUCTS} == {"prelu", "addr"}
+    assert {rows[func].op for func in PRODUCTS - lower} == {"bilinear", "dot", "vdot"}
 
 
 def test_the_mode_is_scoped_and_survives_exceptions():

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from amplab.policies import APEX, CastPolicy, PrecisionPolicy
+from amplab.policies import APEX, TABLES, TORCH_CPU, CastPolicy, PrecisionPolicy
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-@pytest.mark.parametrize(("table", "dtype"), list(itertools.product((APEX, None), DTYPES)))
+@pytest.mark.parametrize(("table", "dtype"), list(itertools.product((*TABLES.values(), None), DTYPES)))
 def test_string_form_parses_back(table, dtype):
     policy = PrecisionPolicy(table, dtype)
     assert PrecisionPolicy.parse(str(policy)) == policy
@@ -33,6 +33,22 @@ def test_other_compute_dtypes_are_refused(dtype):
 def test_other_texts_are_refused(text):
     with pytest.raises(ValueError, match=rf"policy '{text}': expected 'table/dtype' .* e.g. 'apex/float16'"):
         PrecisionPolicy.parse(text)
+
+
+def test_a_table_may_be_given_by_name():
+    assert PrecisionPolicy("torch_cpu") == PrecisionPolicy(TORCH_CPU)
+    assert str(PrecisionPolicy("torch_cpu", torch.bfloat16)) == "torch_cpu/bfloat16"
+
+
+def test_a_misspelt_table_is_answered_with_the_nearest():
+    with pytest.raises(ValueError, match=r"e.g. 'apex/float16'; did you mean torch_cuda or torch_cpu\?"):
+        PrecisionPolicy.parse("torch_cud/float16")
+
+
+def test_ops_are_explained_by_name():
+    assert PrecisionPolicy().explain("softmax") == PrecisionPolicy().explain(F.softmax)
+    assert PrecisionPolicy().explain("F.relu").cast is CastPolicy.FALL_THROUGH
+    assert PrecisionPolicy("torch_cpu").explain("softmax").reason.startswith("softmax: on no list of torch_cpu/float16")
 
 
 def test_explain_listed_unlisted_and_without_table():

@@ -1,0 +1,115 @@
+"""The rows of a policy: plain values, and a table as text and in a notebook."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from amplab.policies import APEX, TABLES, CastingEngine, CastPolicy, PrecisionPolicy
+from amplab.policies.op_table import resolve
+from amplab.trace import trace_step
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_rows_are_plain_values_one_for_each_row_of_the_table(table):
+    rows = PrecisionPolicy(table).rows()
+    assert isinstance(rows, list)
+    assert json.loads(json.dumps(rows)) == rows
+    assert [row["op"] for row in rows] == [row.op for row in TABLES[table].rows]
+    assert {row["cast"] for row in rows} <= {cast.value for cast in CastPolicy}
+    assert rows[0]["spellings"].split()[0] == "torch.conv1d"
+    assert all(callable(resolve(name)) for row in rows for name in row["spellings"].split())
+
+
+def test_what_a_row_runs_in():
+    rows = {row["op"]: row for row in PrecisionPolicy("apex", torch.bfloat16).rows()}
+    assert {op: rows[op]["runs in"] for op in ("linear", "softmax", "add", "add_", "exp_", "backward")} == {
+        "linear": "bfloat16",
+        "softmax": "float32",
+        "add": "the widest given",
+        "add_": "its own",
+        "exp_": "float32 only",
+        "backward": "as it comes",
+    }
+
+
+def test_a_list_that_names_only_an_op_inside_says_so():
+    rows = {row["op"]: row["list"] for row in PrecisionPolicy("torch_cuda").rows()}
+    assert (rows["pow"], rows["square"]) == ("torch_cuda", "torch_cuda (inside)")
+
+
+def test_without_a_table_there_are_no_rows():
+    rows = PrecisionPolicy(None).rows()
+    assert rows == []
+    assert repr(rows).splitlines()[0] == "none/float16: 0 ops, the others run in the dtype they get"
+    assert "<table>" in rows._repr_html_()
+
+
+def test_the_text_form_holds_every_row_in_columns():
+    rows = PrecisionPolicy().rows()
+    lines = repr(rows).splitlines()
+    assert lines[0] == f"apex/float16: {len(APEX.rows)} ops, the others run in the dtype they get"
+    assert lines[1].split() == ["op", "cast", "runs", "in", "reason"]
+    assert max(map(len, lines)) <= 160
+    softmax = next(line for line in lines if line.startswith("softmax "))
+    assert softmax.split(maxsplit=3) == ["softmax", "fp32", "float32", "softmax: exp overflows half above 11.09"]
+    starts = [line.split()[0] for line in lines[2:] if not line.startswith(" ")]
+    assert starts == [row["op"] for row in rows]
+
+
+class Cells(HTMLParser):
+    """Collects the text of a table's rows, and checks that tags close in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.open = [], []
+
+    def handle_starttag(self, tag, attrs):
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        if tag != "br":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.rows and {"td", "th"} & set(self.open):
+            self.rows[-1][-1] += data
+
+
+def test_a_notebook_shows_the_same_rows():
+    formatters = pytest.importorskip("IPython.core.formatters")
+    rows = PrecisionPolicy("torch_cuda").rows()
+    shown, _ = formatters.DisplayFormatter().format(rows)
+    cells = Cells()
+    cells.feed(shown["text/html"])
+    assert cells.open == []
+    assert cells.rows[0] == ["op", "cast", "runs in", "reason"]
+    assert [row[1:] for row in cells.rows[1:]] == [[row["cast"], row["runs in"], row["reason"]] for row in rows]
+    assert all(given[0].startswith(row["op"]) for given, row in zip(cells.rows[1:], rows, strict=True))
+    assert shown["text/plain"] == repr(rows)
+
+
+def test_every_colour_comes_from_the_theme_and_has_a_fallback():
+    html = PrecisionPolicy().rows()._repr_html_()
+    assert re.findall(r"#[0-9a-fA-F]{3,8}\b", html.partition("</style>")[0]) == []
+    variables = re.findall(r"var\(([^()]*(?:\([^()]*\))?[^()]*)\)", html)
+    assert len(variables) > 6
+    assert all(each.startswith("--jp-") and "," in each for each in variables)
+    assert "<script" not in html
+
+
+def test_the_dtype_view_gives_the_reasons_of_these_rows():
+    rows = {row["op"]: row for row in PrecisionPolicy().rows()}
+    model, batch, labels = torch.nn.Linear(4, 3), torch.randn(2, 4), torch.tensor([0, 1])
+    engine = CastingEngine(PrecisionPolicy())
+    trace = trace_step(model, lambda: F.cross_entropy(model(batch), labels), casting=engine.active())
+    reasons = {row["reason"] for row in trace.rows()}
+    for op in ("linear", "cross_entropy"):
+        assert f"{rows[op]['cast']} list, {rows[op]['reason']}" in reasons
