@@ -5,18 +5,24 @@ one session for the whole program, then save_run_state and load_run_state, for a
 """
 
 from amplab.amp.apex_face import (
-    default_session,
     initialize,
     last_step,
     load_state_dict,
     loss_scale,
     master_params,
     memory,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
     reset,
     scale_loss,
+    scaled_grad,
     state_dict,
     subscribe,
 )
+from amplab.amp.collapse import LossScaleCollapse
+from amplab.amp.default_sessions import default_session
+from amplab.amp.function_casts import float_function, half_function, promote_function
 from amplab.amp.opt_levels import OPT_LEVELS, OptLevel, OptProperties, explain_override
 from amplab.amp.records import MemoryUse, ScaleRecord, StepOutcome
 from amplab.amp.run_state import RunState, load_run_state, save_run_state
@@ -26,6 +32,7 @@ from amplab.policies import disable_casts
 
 __all__ = [
     "OPT_LEVELS",
+    "LossScaleCollapse",
     "MemoryUse",
     "OptLevel",
     "OptProperties",
@@ -37,6 +44,8 @@ __all__ = [
     "default_session",
     "disable_casts",
     "explain_override",
+    "float_function",
+    "half_function",
     "initialize",
     "last_step",
     "load_run_state",
@@ -44,9 +53,14 @@ __all__ = [
     "loss_scale",
     "master_params",
     "memory",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
     "reset",
     "save_run_state",
     "scale_loss",
+    "scaled_grad",
     "state_dict",
     "subscribe",
 ]

@@ -25,9 +25,15 @@ def load_scalers(scalers: Sequence[LossScaler], saved: Mapping[str, Any]) -> Non
     """Load what `save_scalers` wrote; entries without a scaler are named in a printed line.
 
     Raises:
+        TypeError: ``saved`` is no mapping.
         RuntimeError: keys that are none of ours; the others are loaded first.
         ValueError: an entry that is not apex's.
     """
+    if not isinstance(saved, Mapping):
+        raise TypeError(
+            f"amp.load_state_dict got an object of type {type(saved).__name__}: expected the mapping that "
+            'amp.state_dict() returned; with a checkpoint pass checkpoint["amp"].'
+        )
     if len(saved) != len(scalers):
         _say(f"Warning: state_dict contains {len(saved)} entries, while {len(scalers)} loss_scalers are used")
     unexpected = []

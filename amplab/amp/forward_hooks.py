@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from amplab.amp.open_scopes import OpenScopes
-from amplab.policies import CastingEngine, PrecisionPolicy, cast_tree
+from amplab.policies import CastingEngine, cast_tree
 
 __all__ = ["ForwardHooks"]
 
@@ -71,13 +71,10 @@ class ForwardHooks:
         self._scopes.leave_all()
 
     def __getstate__(self) -> dict[str, Any]:
-        policy = None if self.engine is None else str(self.engine.policy)
-        return {**self.__dict__, "engine": policy, "_scopes": None}
+        return {**self.__dict__, "_scopes": None}  # the engine pickles as its policy
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        policy = state["engine"]
-        engine = None if policy is None else CastingEngine(PrecisionPolicy.parse(policy))
-        self.__dict__.update(state, engine=engine, _scopes=OpenScopes())
+        self.__dict__.update(state, _scopes=OpenScopes())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ForwardHooks":
         return ForwardHooks(

@@ -72,6 +72,10 @@ class Hooks:
                 prefix=f"models[{index}]." if len(models) > 1 else "",
             )
 
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Say whether ``optimizer`` was part of `initialize`."""
+        return optimizer in self._optimizers
+
     def hooked(self, optimizer: Any) -> HookedOptimizer:
         """Return what is held about ``optimizer``.
 

@@ -17,6 +17,7 @@ __all__ = [
     "checked_models",
     "checked_num_losses",
     "checked_optimizers",
+    "refuse_combined",
     "refuse_half",
     "warn_of_vanishing_eps",
 ]
@@ -55,11 +56,18 @@ def checked_optimizers(optimizers: Any) -> list[Optimizer]:
 
     Raises:
         TypeError: neither an optimizer nor a list of optimizers.
+        RuntimeError: an ``FP16_Optimizer``, which scales losses by itself.
     """
     if optimizers is None:
         return []
     chosen = list(dict.fromkeys(optimizers)) if isinstance(optimizers, list) else [optimizers]
     for optimizer in chosen:
+        if type(optimizer).__name__ == "FP16_Optimizer":  # of fp16_utils, or somebody's copy of it
+            raise RuntimeError(
+                f"An incoming optimizer is an instance of {type(optimizer)}. The optimizer(s) passed to "
+                "amp.initialize() must be bare instances of either ordinary Pytorch optimizers, or Apex fused "
+                "optimizers."
+            )
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 "optimizers must be either a single optimizer or a list of optimizers. "
@@ -77,6 +85,28 @@ def checked_num_losses(num_losses: Any) -> int:
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"num_losses={num_losses!r}: expected a whole number >= 1; use 1 unless losses get a loss_id.")
     return num_losses
+
+
+def refuse_combined(
+    combine_grad: Any, combine_ddp: Any, ddp_replica_count: Any, check_combined_tensors: Any
+) -> None:
+    """Refuse what the Ascend flavour of apex calls combined gradients; the values that ask for nothing pass.
+
+    Raises:
+        NotImplementedError: one of them asks for something.
+    """
+    asked = {
+        "combine_grad": combine_grad,
+        "combine_ddp": combine_ddp,
+        "ddp_replica_count": ddp_replica_count != 4,
+        "check_combined_tensors": check_combined_tensors,
+    }
+    for name, wanted in asked.items():
+        if wanted:
+            raise NotImplementedError(
+                f"{name}: amp.initialize does not combine gradients into flat buffers. Leave {name} out; gradients are "
+                "unscaled in one fused pass without it."
+            )
 
 
 def refuse_half(model: nn.Module) -> None:

@@ -206,7 +206,7 @@ def scale_value(name: str, value: Any) -> float:
         ValueError: not a number, not finite, or not above 0.
     """
     try:
-        scale = float(value)
+        scale = float("no number" if isinstance(value, bool) else value)
     except (TypeError, ValueError, OverflowError):
         raise ValueError(
             f'{name}={value!r}: expected "dynamic" or a number > 0; try "dynamic", or 128.0 for a static scale.'

@@ -14,13 +14,31 @@ from torch.optim import Optimizer
 
 from amplab.policies import cast_tree
 
-__all__ = ["cast_state", "params_of", "replace_params"]
+__all__ = ["cast_state", "master_params", "params_of", "replace_params"]
 
 
 def params_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield every parameter of every group."""
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def master_params(optimizer: Any) -> Iterator[Tensor]:
+    """Yield what ``optimizer`` steps, after a look at what it is.
+
+    Raises:
+        TypeError: it has no ``param_groups``.
+    """
+    try:
+        groups = optimizer.param_groups  # apex takes whatever has them
+    except AttributeError:
+        groups = None
+    if not isinstance(groups, list):
+        raise TypeError(
+            f"master_params got an object of type {type(optimizer).__name__}: expected an optimizer; pass one of those "
+            "that amp.initialize returned."
+        )
+    return params_of(optimizer)
 
 
 def replace_params(optimizer: Optimizer, replacement: Callable[[Tensor], Tensor]) -> None:

@@ -11,6 +11,7 @@ functions of `amplab.amp`, which drive one session for everybody, are in `apex_f
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,16 +21,24 @@ from torch.optim import Optimizer
 
 from amplab.amp.banner import banner, is_first_rank
 from amplab.amp.checkpoint import load_scalers, save_scalers
-from amplab.amp.gradients import SetAside, bookkeeping
-from amplab.amp.hooked_optimizer import HookedOptimizer
+from amplab.amp.collapse import OnCollapse, checked_on_collapse
 from amplab.amp.hooks import Hooks
-from amplab.amp.initialize_arguments import as_list, checked_models, checked_num_losses, checked_optimizers, refuse_half
+from amplab.amp.initialize_arguments import (
+    as_list,
+    checked_models,
+    checked_num_losses,
+    checked_optimizers,
+    refuse_combined,
+    refuse_half,
+)
 from amplab.amp.loss_scaler import LossScaler, scale_rule
-from amplab.amp.model_weights import LOW_PRECISION
+from amplab.amp.loss_scaling import LossScaling, scaled_grad
 from amplab.amp.opt_levels import OptProperties, opt_level_named
-from amplab.amp.optimizer_params import params_of
+from amplab.amp.optimizer_params import master_params
 from amplab.amp.records import MemoryUse, ScaleRecord, StepOutcome
-from amplab.policies import CastingEngine, PrecisionPolicy
+from amplab.amp.registered_functions import ALLOW_BANNED, RegisteredFunctions, Registration
+from amplab.amp.session_casts import SessionCasts
+from amplab.policies import CastPolicy
 
 __all__ = ["Session"]
 
@@ -47,17 +56,18 @@ class Session:
     (torch.float16, torch.float32)
     """
 
-    def __init__(self) -> None:
-        self._hooks = Hooks()
+    def __init__(self, registered: RegisteredFunctions | None = None) -> None:
+        self.registered = RegisteredFunctions() if registered is None else registered
+        self._hooks, self._casts = Hooks(), SessionCasts()
         self._subscribers: list[Callable[[ScaleRecord], object]] = []
-        self._engine: CastingEngine | None = None
-        self._take_up(None, [])
+        self._properties: OptProperties | None = None
+        self._scaling: LossScaling | None = None
 
-    def _take_up(self, properties: OptProperties | None, scalers: list[LossScaler]) -> None:
-        self._properties = properties
-        self._scalers = scalers
-        self._unchecked: dict[int, Tensor] = {}
-        self._set_engine(properties or OptProperties())
+    def _take_up(
+        self, properties: OptProperties | None, scaling: LossScaling | None, *registered: Registration
+    ) -> None:
+        self._properties, self._scaling = properties, scaling
+        self._casts.take_up(self.properties, registered)
 
     # -- what it is set to -------------------------------------------------------------------------
 
@@ -67,14 +77,24 @@ class Session:
         return self._properties or OptProperties()
 
     @property
+    def initialized(self) -> bool:
+        """Whether `initialize` has been called since the last `reset`, be it with ``enabled=False``."""
+        return self._properties is not None
+
+    @property
     def opt_level(self) -> str | None:
         """The level's name, "O0" to "O3"; None before `initialize` and with ``enabled=False``."""
         return self.properties.opt_level
 
+    @property
+    def scalers(self) -> tuple[LossScaler, ...]:
+        """One for each ``loss_id``; none before `initialize` and with ``enabled=False``."""
+        return () if self._scaling is None else self._scaling.scalers
+
     def loss_scale(self, loss_id: int = 0) -> float:
         """Return the scale that the next loss is multiplied by; 1.0 with ``enabled=False``. Sync: none."""
-        self._require_initialized("loss_scale")
-        return self._scaler(loss_id).scale if self.properties.enabled else 1.0
+        self._require_initialized("amp.loss_scale")
+        return 1.0 if self._scaling is None else self._scaling.scaler(loss_id).scale
 
     # -- before and after training -----------------------------------------------------------------
 
@@ -99,6 +119,13 @@ class Session:
         scale_growth_factor: float = 2.0,
         scale_backoff_factor: float = 0.5,
         scale_window: int = 2000,
+        on_collapse: OnCollapse = "raise",
+        allow_banned: bool = False,
+        user_cast_preferred: bool | None = None,  # noqa: ARG002  what it asks for is always so
+        combine_grad: bool | None = None,
+        combine_ddp: bool | None = None,
+        ddp_replica_count: int = 4,
+        check_combined_tensors: bool | None = None,
     ) -> Any:
         """Prepare models and optimizers for an optimization level; the same objects come back, changed.
 
@@ -124,6 +151,11 @@ class Session:
             scale_growth_factor: what it is multiplied by after ``scale_window`` backwards without overflow.
             scale_backoff_factor: what it is multiplied by after an overflow.
             scale_window: see ``scale_growth_factor``.
+            on_collapse: "raise" `LossScaleCollapse` where no smaller scale can help any more, or "warn" of it.
+            allow_banned: at O1 run ``F.binary_cross_entropy`` on half in float32 instead of refusing it.
+            user_cast_preferred: functions that the user has registered win over the lists; they always do.
+            combine_grad, combine_ddp, ddp_replica_count, check_combined_tensors: refused, since gradients are not
+                combined here.
 
         Returns:
             ``models``, or ``(models, optimizers)`` where optimizers were given.
@@ -132,13 +164,14 @@ class Session:
             RuntimeError: an override that makes no sense at this level; a model that is half or wrapped already.
             TypeError: models or optimizers of another type.
             ValueError: a number out of its range.
+            NotImplementedError: one of the four arguments for combined gradients.
 
         Sync: none.
         """
         arrived = models if optimizers is None else (models, optimizers)
         if not enabled:
             self._hooks.release_connected(as_list(models), as_list(optimizers))
-            self._take_up(OptProperties(), [])
+            self._take_up(OptProperties(), None)
             return arrived
         if not torch.backends.cudnn.enabled:
             raise RuntimeError("Amp requires torch.backends.cudnn.enabled = True")
@@ -159,6 +192,8 @@ class Session:
             floor=min_loss_scale,
             ceiling=max_loss_scale,
         )
+        refuse_combined(combine_grad, combine_ddp, ddp_replica_count, check_combined_tensors)
+        checked_on_collapse(on_collapse)
         chosen_models, chosen_optimizers = checked_models(models), checked_optimizers(optimizers)
         scalers = [LossScaler(rule) for _ in range(checked_num_losses(num_losses))]
         self._hooks.release_connected(chosen_models, chosen_optimizers)
@@ -166,25 +201,48 @@ class Session:
             refuse_half(model)
         if verbosity > 0 and is_first_rank():
             print(banner(level, properties))  # noqa: T201  as apex does
-        self._take_up(properties, scalers)
+        scaling = LossScaling(
+            self._hooks,
+            scalers,
+            self._subscribers,
+            on_collapse=on_collapse,
+            master_weights=bool(properties.master_weights),
+        )
+        self._take_up(properties, scaling, *self.registered.all(), *((ALLOW_BANNED,) if allow_banned else ()))
         self._hooks.hook(
             chosen_models,
             chosen_optimizers,
             properties,
             cast_model_outputs=cast_model_outputs,
-            engine=self._engine,
+            engine=self._casts.engine,
             announce=verbosity > 0,
         )
         return arrived
+
+    def register_function(self, cast: CastPolicy, module: Any, name: str) -> None:
+        """Put ``module.name`` on a list of O1; `register_half_function` and its kin say the rest.
+
+        After an `initialize` at O1 it has no effect before the next one, and warns of that.
+        """
+        registration = self.registered.add(cast, module, name)
+        late = self.properties.patch_torch_functions and not any(map(registration.same_as, self._casts.in_force))
+        if late:
+            warnings.warn(
+                f"{name} is registered after amp.initialize, so it is not cast yet: call amp.initialize again with the "
+                "same models and optimizers, which is safe, or register it before.",
+                stacklevel=3,
+            )
 
     def reset(self) -> None:
         """Undo `initialize`: every hook off, half models float32 again, optimizers back to the models' parameters.
 
         Values come from the masters where there are any. Optimizer state is kept, float32 again. An engine
-        that `install` put into another thread stays there. Afterwards `initialize` works at any level.
+        that `install` put into another thread stays there. Registered functions are forgotten, and the user's
+        modules get theirs back. Afterwards `initialize` works at any level.
         """
         self._hooks.release_all()
-        self._take_up(None, [])
+        self._take_up(None, None)
+        self.registered.forget()
 
     def state_dict(self, destination: Any = None) -> Any:
         """Return ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, …}``; empty with ``enabled=False``.
@@ -192,8 +250,8 @@ class Session:
         Raises:
             RuntimeError: before `initialize`.
         """
-        self._require_initialized("state_dict")
-        return save_scalers(self._scalers, destination)
+        self._require_initialized("amp.state_dict")
+        return save_scalers(self.scalers, destination)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned, here or in apex; entries go by the number in their key.
@@ -202,8 +260,8 @@ class Session:
             RuntimeError: before `initialize`; or keys that are no loss scaler's.
             ValueError: an entry without a positive ``loss_scale``.
         """
-        self._require_initialized("load_state_dict")
-        load_scalers(self._scalers, state_dict)
+        self._require_initialized("amp.load_state_dict")
+        load_scalers(self.scalers, state_dict)
 
     # -- in every step -----------------------------------------------------------------------------
 
@@ -213,12 +271,11 @@ class Session:
         At O2 and O3 the block computes products of halves on the CPU with float32 accumulation; the models
         do so in their own forward too. Nothing where the level casts nothing.
         """
-        return contextlib.nullcontext() if self._engine is None else self._engine.active()
+        return self._casts.scope()
 
     def install(self) -> None:
         """Leave the casts of O1 on in the calling thread until `reset` or another level; nothing at other levels."""
-        if self._engine is not None and self.properties.patch_torch_functions:
-            self._engine.install()
+        self._casts.install()
 
     @contextlib.contextmanager
     def scale_loss(
@@ -250,47 +307,55 @@ class Session:
 
         Sync: one with a dynamic scale or a subscriber, else none.
         """
-        self._require_initialized("scale_loss")
+        self._require_initialized("with amp.scale_loss", opening="'")
         if not isinstance(loss, Tensor):
             raise TypeError(
                 f"scale_loss got a loss of type {type(loss).__name__}: expected the tensor to run backward from."
             )
-        if not self.properties.enabled:
+        if self._scaling is None:
             yield loss
             return
-        hooked = list(dict.fromkeys(self._hooks.hooked(optimizer) for optimizer in as_list(optimizers)))
-        scaler = self._scaler(loss_id)
-        scale = scaler.scale
-        if scale == 1.0 and self._nothing_to_do(scaler, hooked):
+        delays = {"delay_unscale": delay_unscale, "delay_overflow_check": delay_overflow_check}
+        with self._scaling.scaled(loss, optimizers, loss_id, **delays) as scaled_loss:
             try:
-                yield loss.float()
+                yield scaled_loss
             finally:
-                self._drop_weight_casts()
-            return
-        with bookkeeping():
-            asides = [(each, each.set_grads_aside()) for each in hooked]
-        try:
-            yield loss.float() * scale
-        except BaseException:
-            for each, aside in asides:
-                each.put_grads_back(aside)
-            raise
-        finally:
-            self._drop_weight_casts()
-        if delay_unscale:
-            for each, aside in asides:
-                each.keep_scaled(aside, scale)
-            return
-        with bookkeeping():
-            found_inf = self._unscale(asides, scale, self._unchecked.pop(loss_id, None))
-        if delay_overflow_check and found_inf is not None:
-            self._unchecked[loss_id] = found_inf
-        else:
-            self._check(found_inf, loss_id, scaler, hooked)
+                self._casts.drop_weight_casts()
+
+    def scaled_grad(
+        self, outputs: Tensor, inputs: Tensor | Sequence[Tensor], *, loss_id: int = 0, **options: Any
+    ) -> tuple[Tensor | None, ...]:
+        """Differentiate through half layers without losing small gradients: for penalties on gradients.
+
+            grads = autograd.grad(outputs * loss_scale, inputs) / loss_scale
+
+        No ``.grad`` is touched and no scale moves. A gradient that overflows is inf here, makes the penalty inf, and
+        so has the step skipped by the `scale_loss` around the penalty's own backward.
+
+        Args:
+            outputs: what to differentiate, any shape where ``grad_outputs`` is given, else one element.
+            inputs: with respect to what: a tensor or a sequence of them.
+            loss_id: whose scale to use.
+            options: those of `torch.autograd.grad`: ``grad_outputs``, ``create_graph=True`` for a penalty, ….
+
+        Returns:
+            The gradients in float32, one for each input; None where ``allow_unused`` allows it.
+
+        Raises:
+            RuntimeError: before `initialize`.
+            IndexError: no such ``loss_id``.
+
+        Sync: none.
+        """
+        return scaled_grad(outputs, inputs, self.loss_scale(loss_id), **options)
 
     def master_params(self, optimizer: Optimizer) -> Iterator[Tensor]:
-        """Yield what ``optimizer`` steps, float32 masters included: the parameters to clip. Sync: none."""
-        return params_of(optimizer)
+        """Yield what ``optimizer`` steps, float32 masters included: the parameters to clip. Sync: none.
+
+        Raises:
+            TypeError: what is given has no ``param_groups``.
+        """
+        return master_params(optimizer)
 
     # -- what has happened -------------------------------------------------------------------------
 
@@ -325,60 +390,9 @@ class Session:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _set_engine(self, properties: OptProperties) -> None:
-        policy = None
-        if properties.patch_torch_functions:
-            policy = PrecisionPolicy()
-        elif properties.cast_model_type in LOW_PRECISION:
-            policy = PrecisionPolicy(None, properties.cast_model_type)
-        if self._engine is not None and self._engine.policy != policy:
-            self._engine.uninstall()
-            self._engine = None
-        if self._engine is None and policy is not None:
-            self._engine = CastingEngine(policy)
-
-    def _require_initialized(self, name: str) -> None:
-        if self._properties is None:
+    def _require_initialized(self, name: str, *, opening: str = "`") -> None:
+        if not self.initialized:  # apex opens its quotation of scale_loss with another sign
             raise RuntimeError(
-                f"Invoked `amp.{name}`, but internal Amp state has not been initialized.  model, optimizer = "
-                f"amp.initialize(model, optimizer, opt_level=...) must be called before `amp.{name}`."
+                f"Invoked {opening}{name}`, but internal Amp state has not been initialized.  model, optimizer = "
+                f"amp.initialize(model, optimizer, opt_level=...) must be called before `{name}`."
             )
-
-    def _scaler(self, loss_id: int) -> LossScaler:
-        if not 0 <= loss_id < len(self._scalers):
-            raise IndexError(
-                f"loss_id={loss_id}: there are {len(self._scalers)} loss scalers, numbered from 0; "
-                "pass num_losses to amp.initialize to have more."
-            )
-        return self._scalers[loss_id]
-
-    @staticmethod
-    def _unscale(
-        asides: Sequence[tuple[HookedOptimizer, list[SetAside]]], scale: float, found_inf: Tensor | None
-    ) -> Tensor | None:
-        for hooked, aside in asides:
-            found_inf = hooked.unscale(aside, scale, found_inf)
-        return found_inf
-
-    def _nothing_to_do(self, scaler: LossScaler, hooked: Sequence[HookedOptimizer]) -> bool:
-        quiet = not (scaler.dynamic or self._subscribers)
-        return quiet and all(each.passes_gradients_through for each in hooked)
-
-    def _drop_weight_casts(self) -> None:
-        if self._engine is not None:
-            self._engine.clear_cache()
-
-    def _check(
-        self, found_inf: Tensor | None, loss_id: int, scaler: LossScaler, hooked: Sequence[HookedOptimizer]
-    ) -> None:
-        """Read the verdict on the gradients, move the scale, and see to it that an overflow skips the step."""
-        scale = scaler.scale
-        found = (scaler.dynamic or bool(self._subscribers)) and found_inf is not None and bool(found_inf)
-        skipped = found and scaler.dynamic
-        first = self._hooks.first_nonfinite(hooked) if found else None
-        scaler.update(skipped)
-        record = ScaleRecord(loss_id, scale, scaler.scale, found, skipped, first)
-        for each in hooked if skipped else ():
-            each.skip_next_step(loss_id, scaler, scale, first)
-        for callback in list(self._subscribers):
-            callback(record)

@@ -118,6 +118,11 @@ class CastingEngine:
         self._cache.clear()
 
     @property
+    def cache(self) -> CastCache:
+        """Where the casts of Parameters are kept, for those who cast beside this engine's modes."""
+        return self._cache
+
+    @property
     def cache_size(self) -> int:
         """How many casts of Parameters are kept."""
         return len(self._cache)

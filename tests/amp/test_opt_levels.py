@@ -57,7 +57,6 @@ ACCEPTED = [
     *((level, "loss_scale", "dynamic", "dynamic") for level in LEVELS),
     *((level, "loss_scale", "128.0", 128.0) for level in LEVELS),
     ("O2", "loss_scale", 3, 3.0),
-    ("O2", "loss_scale", True, 1.0),
 ]
 
 
@@ -95,6 +94,7 @@ REFUSED = [
     *(("O1", "master_weights", value, RuntimeError, O1_MASTERS) for value in (True, False)),
     ("O1", "loss_scale", "foo", ValueError, "loss_scale='foo': expected \"dynamic\" or a number > 0"),
     ("O1", "loss_scale", [1], ValueError, 'loss_scale=[1]: expected "dynamic" or a number > 0'),
+    *(("O2", "loss_scale", value, ValueError, 'loss_scale={!r}: expected "dynamic" or a') for value in (True, False)),
     *(
         ("O1", "loss_scale", value, ValueError, "loss_scale={!r}: expected a finite number > 0")
         for value in (0, -1.0, float("inf"), float("nan"), "-8")

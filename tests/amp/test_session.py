@@ -135,13 +135,14 @@ def overflow(session, optimizer, param):
     optimizer.step()
 
 
+@pytest.mark.filterwarnings("ignore:Loss scaler 0 has skipped 20 steps")
 @pytest.mark.parametrize(
     ("floor", "lowest"), [(None, torch.finfo(torch.float32).tiny), (0, torch.finfo(torch.float32).tiny), (4.0, 4.0)]
 )
 def test_scale_never_falls_below_its_floor(session, floor, lowest):
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session.initialize(model, optimizer, verbosity=0, min_loss_scale=floor)
+    session.initialize(model, optimizer, verbosity=0, min_loss_scale=floor, on_collapse="warn")
     for _ in range(200):
         overflow(session, optimizer, model.weight)
     assert session.loss_scale() == lowest
