@@ -77,12 +77,8 @@ class LossScaling:
             return
         with bookkeeping():
             asides = [(each, each.set_grads_aside()) for each in hooked]
-        try:
+        with _put_back_on_failure(asides):
             yield loss.float() * scale
-        except BaseException:
-            for each, aside in asides:
-                each.put_grads_back(aside)
-            raise
         if delay_unscale:
             for each, aside in asides:
                 each.keep_scaled(aside, scale)
@@ -135,6 +131,16 @@ class LossScaling:
             callback(record)
         with bookkeeping():
             self._watches[loss_id].see(record, loss)
+
+
+@contextlib.contextmanager
+def _put_back_on_failure(asides: Sequence[tuple[HookedOptimizer, list[SetAside]]]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        for hooked, aside in asides:
+            hooked.put_grads_back(aside)
+        raise
 
 
 def scaled_grad(outputs: Tensor, inputs: Any, scale: float, **options: Any) -> tuple[Tensor | None, ...]:

@@ -241,6 +241,7 @@ class Experiment:
             master_weights=config.master_weights,
             loss_scale=config.loss_scale,
             verbosity=0,
+            on_collapse="warn",  # a run that skips for ever is there to be looked at
             min_loss_scale=config.min_loss_scale,
             max_loss_scale=config.max_loss_scale,
             dynamic_init_scale=config.init_scale,
