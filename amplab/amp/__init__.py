@@ -20,6 +20,8 @@ from amplab.amp.apex_face import (
     state_dict,
     subscribe,
 )
+from amplab.amp.apex_state import amp_state as _amp_state
+from amplab.amp.apex_state import init
 from amplab.amp.collapse import LossScaleCollapse
 from amplab.amp.default_sessions import default_session
 from amplab.amp.function_casts import float_function, half_function, promote_function
@@ -31,6 +33,7 @@ from amplab.amp.session import Session
 from amplab.policies import disable_casts
 
 __all__ = [
+    "_amp_state",
     "OPT_LEVELS",
     "LossScaleCollapse",
     "MemoryUse",
@@ -46,6 +49,7 @@ __all__ = [
     "explain_override",
     "float_function",
     "half_function",
+    "init",
     "initialize",
     "last_step",
     "load_run_state",

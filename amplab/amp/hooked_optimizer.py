@@ -9,6 +9,7 @@ Official hooks of `torch.optim.Optimizer` only. The scale itself is in `loss_sca
 """
 
 import inspect
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,7 @@ from amplab.amp.gradients import SetAside, add_scaled, add_unscaled, bookkeeping
 from amplab.amp.loss_scaler import LossScaler
 from amplab.amp.model_weights import Uncast, set_values
 from amplab.amp.open_scopes import OpenScopes
+from amplab.amp.optimizer_names import AmpStash, lend_names, take_names_back
 from amplab.amp.optimizer_params import cast_state, params_of, replace_params
 from amplab.amp.records import StepOutcome
 from amplab.policies import disable_casts
@@ -83,6 +85,10 @@ class HookedOptimizer:
         self._scopes = OpenScopes()
         self._in_closure = False
         self._take_over(optimizer, uncast)
+        def flags() -> tuple[bool, bool]:
+            return self._skip is not None, self._scaled_by is not None
+
+        lend_names(optimizer, AmpStash(self.masters, self._model_groups, flags), self.masters.copy_to_model)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -91,8 +97,7 @@ class HookedOptimizer:
     @property
     def model_params(self) -> list[Tensor]:
         """The parameters that a backward reaches, in the order of the groups: never masters."""
-        by_master = {id(pair.master): pair.model for pair in self.masters.pairs}
-        return [by_master.get(id(param), param) for param in self._current_params()]
+        return list(itertools.chain.from_iterable(self._model_groups()))
 
     @property
     def passes_gradients_through(self) -> bool:
@@ -182,6 +187,7 @@ class HookedOptimizer:
             pair.model.grad = pair.master.grad
         optimizer = self._optimizer()
         if optimizer is not None:
+            take_names_back(optimizer)
             replace_params(optimizer, lambda param: by_master.get(id(param), param))
         return optimizer
 
@@ -196,6 +202,12 @@ class HookedOptimizer:
         for param in self._own:
             if param in uncast:
                 cast_state(optimizer, param)
+
+    def _model_groups(self) -> list[list[Tensor]]:
+        optimizer = self._optimizer()
+        by_master = {id(pair.master): pair.model for pair in self.masters.pairs}
+        groups = [] if optimizer is None else optimizer.param_groups
+        return [[by_master.get(id(param), param) for param in group["params"]] for group in groups]
 
     def _current_params(self) -> list[Tensor]:
         optimizer = self._optimizer()

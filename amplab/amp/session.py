@@ -12,7 +12,7 @@ functions of `amplab.amp`, which drive one session for everybody, are in `apex_f
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amplab.amp.banner import banner, is_first_rank
-from amplab.amp.checkpoint import load_scalers, save_scalers
 from amplab.amp.collapse import OnCollapse, checked_on_collapse
-from amplab.amp.hooks import Hooks
 from amplab.amp.initialize_arguments import (
     as_list,
     checked_models,
@@ -36,14 +34,14 @@ from amplab.amp.loss_scaling import LossScaling, scaled_grad
 from amplab.amp.opt_levels import OptProperties, opt_level_named
 from amplab.amp.optimizer_params import master_params
 from amplab.amp.records import MemoryUse, ScaleRecord, StepOutcome
-from amplab.amp.registered_functions import ALLOW_BANNED, RegisteredFunctions, Registration
-from amplab.amp.session_casts import SessionCasts
+from amplab.amp.registered_functions import ALLOW_BANNED
+from amplab.amp.session_state import SessionState
 from amplab.policies import CastPolicy
 
 __all__ = ["Session"]
 
 
-class Session:
+class Session(SessionState):
     """Mixed precision for the models and optimizers of one experiment.
 
     Two sessions share nothing; one session may be used from any thread, by one thread at a time.
@@ -55,46 +53,6 @@ class Session:
     >>> model.weight.dtype, next(session.master_params(optimizer)).dtype
     (torch.float16, torch.float32)
     """
-
-    def __init__(self, registered: RegisteredFunctions | None = None) -> None:
-        self.registered = RegisteredFunctions() if registered is None else registered
-        self._hooks, self._casts = Hooks(), SessionCasts()
-        self._subscribers: list[Callable[[ScaleRecord], object]] = []
-        self._properties: OptProperties | None = None
-        self._scaling: LossScaling | None = None
-
-    def _take_up(
-        self, properties: OptProperties | None, scaling: LossScaling | None, *registered: Registration
-    ) -> None:
-        self._properties, self._scaling = properties, scaling
-        self._casts.take_up(self.properties, registered)
-
-    # -- what it is set to -------------------------------------------------------------------------
-
-    @property
-    def properties(self) -> OptProperties:
-        """The properties in force; everything off before `initialize`."""
-        return self._properties or OptProperties()
-
-    @property
-    def initialized(self) -> bool:
-        """Whether `initialize` has been called since the last `reset`, be it with ``enabled=False``."""
-        return self._properties is not None
-
-    @property
-    def opt_level(self) -> str | None:
-        """The level's name, "O0" to "O3"; None before `initialize` and with ``enabled=False``."""
-        return self.properties.opt_level
-
-    @property
-    def scalers(self) -> tuple[LossScaler, ...]:
-        """One for each ``loss_id``; none before `initialize` and with ``enabled=False``."""
-        return () if self._scaling is None else self._scaling.scalers
-
-    def loss_scale(self, loss_id: int = 0) -> float:
-        """Return the scale that the next loss is multiplied by; 1.0 with ``enabled=False``. Sync: none."""
-        self._require_initialized("amp.loss_scale")
-        return 1.0 if self._scaling is None else self._scaling.scaler(loss_id).scale
 
     # -- before and after training -----------------------------------------------------------------
 
@@ -172,6 +130,7 @@ class Session:
         if not enabled:
             self._hooks.release_connected(as_list(models), as_list(optimizers))
             self._take_up(OptProperties(), None)
+            self.verbosity = verbosity
             return arrived
         if not torch.backends.cudnn.enabled:
             raise RuntimeError("Amp requires torch.backends.cudnn.enabled = True")
@@ -217,6 +176,7 @@ class Session:
             engine=self._casts.engine,
             announce=verbosity > 0,
         )
+        self.verbosity = verbosity
         return arrived
 
     def register_function(self, cast: CastPolicy, module: Any, name: str) -> None:
@@ -243,25 +203,6 @@ class Session:
         self._hooks.release_all()
         self._take_up(None, None)
         self.registered.forget()
-
-    def state_dict(self, destination: Any = None) -> Any:
-        """Return ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, …}``; empty with ``enabled=False``.
-
-        Raises:
-            RuntimeError: before `initialize`.
-        """
-        self._require_initialized("amp.state_dict")
-        return save_scalers(self.scalers, destination)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, here or in apex; entries go by the number in their key.
-
-        Raises:
-            RuntimeError: before `initialize`; or keys that are no loss scaler's.
-            ValueError: an entry without a positive ``loss_scale``.
-        """
-        self._require_initialized("amp.load_state_dict")
-        load_scalers(self.scalers, state_dict)
 
     # -- in every step -----------------------------------------------------------------------------
 
@@ -387,12 +328,3 @@ class Session:
     def memory(self) -> MemoryUse:
         """Count the bytes of what this session has initialized. Sync: none."""
         return self._hooks.memory()
-
-    # -- inside ------------------------------------------------------------------------------------
-
-    def _require_initialized(self, name: str, *, opening: str = "`") -> None:
-        if not self.initialized:  # apex opens its quotation of scale_loss with another sign
-            raise RuntimeError(
-                f"Invoked {opening}{name}`, but internal Amp state has not been initialized.  model, optimizer = "
-                f"amp.initialize(model, optimizer, opt_level=...) must be called before `{name}`."
-            )

@@ -1,0 +1,137 @@
+"""The private names that apex puts on an optimizer and that training scripts read, on ours from initialize to release.
+
+    optimizer._amp_stash                            lists of its parameters by dtype, and two flags
+    optimizer._lazy_init_maybe_master_weights()     nothing is lazy here: masters exist from initialize on
+    optimizer._master_params_to_model_params()      rounds the masters into the model
+
+Attributes of an object that is not ours: scripts ask ``hasattr(optimizer, "_amp_stash")`` whether amp is on. They are
+not pickled with the optimizer.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amplab.scalers import MasterWeights
+
+__all__ = ["AmpStash", "lend_names", "take_names_back"]
+
+_NAMES = (
+    "_amp_stash",
+    "_amp_lazy_init",
+    "_lazy_init_maybe_master_weights",
+    "_master_params_to_model_params",
+    "_prepare_amp_backward",
+    "_post_amp_backward",
+)
+
+
+class AmpStash:
+    """What apex keeps in ``optimizer._amp_stash``, read from what amplab keeps.
+
+    Args:
+        masters: of this optimizer.
+        groups: returns the model's parameters group by group, never masters.
+        flags: returns whether a skip is due, and whether gradients wait scaled.
+
+    Attributes:
+        lazy_init_called: True; scripts set it after loading a checkpoint.
+    """
+
+    def __init__(
+        self,
+        masters: MasterWeights,
+        groups: Callable[[], Sequence[Sequence[Tensor]]],
+        flags: Callable[[], tuple[bool, bool]],
+    ) -> None:
+        self._masters, self._groups, self._flags = masters, groups, flags
+        self.lazy_init_called = True
+
+    @property
+    def already_patched(self) -> bool:
+        """Whether the next step will be skipped."""
+        return self._flags()[0]
+
+    @property
+    def params_have_scaled_gradients(self) -> bool:
+        """Whether gradients wait, scaled, for a backward without ``delay_unscale``."""
+        return self._flags()[1]
+
+    @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """The model's half parameters, group by group."""
+        return [[param for param in group if param.dtype is torch.float16] for group in self._groups()]
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
+        """Their float32 masters."""
+        return [[self._masters.of(param) for param in group] for group in self.fp16_groups]
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
+        """The parameters that are float32 in the model too."""
+        return [[param for param in group if param.dtype is torch.float32] for group in self._groups()]
+
+    @property
+    def all_fp16_params(self) -> list[Tensor]:
+        """The model's half parameters."""
+        return list(itertools.chain.from_iterable(self.fp16_groups))
+
+    @property
+    def all_fp32_from_fp16_params(self) -> list[Tensor]:
+        """The masters of the half parameters; empty where there are none."""
+        return [pair.master for pair in self._masters.pairs]
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[Tensor]:
+        """The parameters that are float32 in the model too."""
+        return list(itertools.chain.from_iterable(self.fp32_from_fp32_groups))
+
+    @property
+    def all_fp32_params(self) -> list[Tensor]:
+        """The same, by apex's name for it where there are no masters."""
+        return self.all_fp32_from_fp32_params
+
+    def __getattr__(self, name: str) -> NoReturn:
+        known = sorted(key for key in vars(AmpStash) if not key.startswith("_"))
+        raise AttributeError(
+            f"optimizer._amp_stash.{name}: amplab keeps no such thing; what it answers is lazy_init_called, "
+            f"{', '.join(known)}. Gradients and masters are found with amp.master_params(optimizer)."
+        )
+
+
+def lend_names(optimizer: Optimizer, stash: AmpStash, copy_to_model: Callable[[], None]) -> None:
+    """Put apex's names on ``optimizer``."""
+    values: dict[str, Any] = {
+        "_amp_stash": stash,
+        "_amp_lazy_init": _nothing_is_lazy,
+        "_lazy_init_maybe_master_weights": _nothing_is_lazy,
+        "_master_params_to_model_params": copy_to_model,
+        "_prepare_amp_backward": _refused("_prepare_amp_backward"),
+        "_post_amp_backward": _refused("_post_amp_backward"),
+    }
+    vars(optimizer).update(values)
+
+
+def take_names_back(optimizer: Optimizer) -> None:
+    """Take them off again."""
+    for name in _NAMES:
+        vars(optimizer).pop(name, None)
+
+
+def _nothing_is_lazy() -> None:
+    """Do nothing: masters and their state exist since `initialize`."""
+
+
+def _refused(name: str) -> Callable[..., NoReturn]:
+    def refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
+        raise RuntimeError(
+            f"optimizer.{name}() is a part of apex's scale_loss that cannot be called alone here: run the backward in "
+            "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`."
+        )
+
+    return refuse
