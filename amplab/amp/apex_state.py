@@ -153,7 +153,10 @@ class AmpState:
         Raises:
             AttributeError: before `initialize`, so that ``hasattr`` tells.
         """
-        return self._initialized("opt_properties").properties
+        session = default_session()
+        if not session.initialized:
+            raise AttributeError("opt_properties")  # told by __getattr__
+        return session.properties
 
     @property
     def loss_scalers(self) -> list[ScalerView]:
@@ -162,9 +165,9 @@ class AmpState:
         Raises:
             AttributeError: before `initialize`, or with ``enabled=False``.
         """
-        session = self._initialized("loss_scalers")
+        session = default_session()
         if not session.scalers:
-            raise AttributeError("amp._amp_state.loss_scalers: amp.initialize was called with enabled=False.")
+            raise AttributeError("loss_scalers")  # told by __getattr__
         views = vars(self)["_scaler_views"]
         for loss_id, scaler in enumerate(session.scalers):
             if scaler not in views:
@@ -178,17 +181,14 @@ class AmpState:
         )
 
     def __getattr__(self, name: str) -> NoReturn:
+        if name in vars(AmpState):  # a property has found nothing
+            raise AttributeError(
+                f"amp._amp_state.{name}: nothing is initialized, or with enabled=False; call amp.initialize first."
+            )
         raise AttributeError(
             f"amp._amp_state.{name}: amplab has no such state; it has loss_scalers, opt_properties, handle, verbosity, "
             "hard_override and allow_incoming_model_not_fp32."
         )
-
-    @staticmethod
-    def _initialized(name: str) -> Session:
-        session = default_session()
-        if not session.initialized:
-            raise AttributeError(f"amp._amp_state.{name}: nothing is initialized; call amp.initialize first.")
-        return session
 
 
 def init(

@@ -22,10 +22,10 @@ from torch.optim import Optimizer
 
 from amplab.amp.gradients import SetAside, add_scaled, add_unscaled, bookkeeping, put_back, reached_first, set_aside
 from amplab.amp.loss_scaler import LossScaler
-from amplab.amp.model_weights import Uncast, set_values
+from amplab.amp.model_weights import LOW_PRECISION, Uncast, set_values
 from amplab.amp.open_scopes import OpenScopes
 from amplab.amp.optimizer_names import AmpStash, lend_names, take_names_back
-from amplab.amp.optimizer_params import cast_state, params_of, replace_params
+from amplab.amp.optimizer_params import cast_state, follow_model, params_of, replace_params
 from amplab.amp.records import StepOutcome
 from amplab.policies import disable_casts
 from amplab.scalers import MasterWeights, Unscaler
@@ -85,10 +85,7 @@ class HookedOptimizer:
         self._scopes = OpenScopes()
         self._in_closure = False
         self._take_over(optimizer, uncast)
-        def flags() -> tuple[bool, bool]:
-            return self._skip is not None, self._scaled_by is not None
-
-        lend_names(optimizer, AmpStash(self.masters, self._model_groups, flags), self.masters.copy_to_model)
+        lend_names(optimizer, AmpStash(self.masters, self._model_groups, self._flags), self.masters.copy_to_model)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -209,13 +206,20 @@ class HookedOptimizer:
         groups = [] if optimizer is None else optimizer.param_groups
         return [[by_master.get(id(param), param) for param in group["params"]] for group in groups]
 
+    def _flags(self) -> tuple[bool, bool]:
+        """Whether a skip is due, and whether gradients wait scaled."""
+        return self._skip is not None, self._scaled_by is not None
+
     def _current_params(self) -> list[Tensor]:
         optimizer = self._optimizer()
         return [] if optimizer is None else list(params_of(optimizer))
 
     def _refresh(self) -> None:
-        """Meet parameters that were added to a group since."""
+        """Meet parameters that were added to a group since, and masters whose model has moved."""
         optimizer, params = self._optimizer(), self._current_params()
+        for pair in self.masters.pairs if optimizer is not None else ():
+            if pair.model.device != pair.master.device or pair.model.dtype not in LOW_PRECISION:
+                follow_model(optimizer, pair.model, pair.master)
         if optimizer is None or (len(params) == len(self._params) and all(map(operator.is_, params, self._params))):
             return
         if self._master_weights:

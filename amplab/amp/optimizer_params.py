@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from amplab.policies import cast_tree
 
-__all__ = ["cast_state", "master_params", "params_of", "replace_params"]
+__all__ = ["cast_state", "follow_model", "master_params", "params_of", "replace_params"]
 
 
 def params_of(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -62,6 +62,26 @@ def cast_state(optimizer: Optimizer, param: Tensor) -> None:
         state = optimizer.state[param]
         for name, value in state.items():
             state[name] = value if name == "step" or _is_number(value) else cast_tree(value, param.dtype)
+
+
+def follow_model(optimizer: Optimizer, param: Tensor, master: Tensor) -> None:
+    """Bring ``master``, its gradient and its state to the device that ``model.cuda()`` has moved ``param`` to.
+
+    Raises:
+        RuntimeError: ``param`` has lost its half dtype, so that the forward no longer casts for it.
+    """
+    if not param.is_floating_point() or param.dtype == master.dtype:
+        raise RuntimeError(
+            f"A half parameter of shape {tuple(param.shape)} has become {param.dtype} since amp.initialize (by "
+            "model.float() or model.to(dtype)?): leave dtypes to amp.initialize, and call it again for another level."
+        )
+    grad, master.grad = master.grad, None
+    master.data = master.data.to(param.device)
+    master.grad = None if grad is None else grad.to(param.device)
+    state = optimizer.state.get(master, {})
+    for name, value in state.items():
+        if isinstance(value, Tensor) and not _is_number(value):
+            state[name] = value.to(param.device)
 
 
 def _is_number(value: Any) -> bool:

@@ -102,7 +102,7 @@ class Session(SessionState):
             loss_scale: "dynamic" or a number > 0.
             cast_model_outputs: dtype of what the models return; float32 where None and the model is cast.
             num_losses: how many loss scalers to make, one for each ``loss_id``.
-            verbosity: 0 prints nothing; 1 the properties and each skipped step.
+            verbosity: 0 prints nothing; 1 the properties and each skipped step; 2 each cast of O1 as well.
             min_loss_scale: floor of a dynamic scale; float32's smallest normal number where None or 0.
             max_loss_scale: ceiling of a dynamic scale; None for none.
             dynamic_init_scale: where a dynamic scale starts.
@@ -129,8 +129,7 @@ class Session(SessionState):
         arrived = models if optimizers is None else (models, optimizers)
         if not enabled:
             self._hooks.release_connected(as_list(models), as_list(optimizers))
-            self._take_up(OptProperties(), None)
-            self.verbosity = verbosity
+            self._take_up(OptProperties(), None, verbosity=verbosity)
             return arrived
         if not torch.backends.cudnn.enabled:
             raise RuntimeError("Amp requires torch.backends.cudnn.enabled = True")
@@ -167,7 +166,8 @@ class Session(SessionState):
             on_collapse=on_collapse,
             master_weights=bool(properties.master_weights),
         )
-        self._take_up(properties, scaling, *self.registered.all(), *((ALLOW_BANNED,) if allow_banned else ()))
+        allowed = (ALLOW_BANNED,) if allow_banned else ()
+        self._take_up(properties, scaling, *allowed, *self.registered.all(), verbosity=verbosity)
         self._hooks.hook(
             chosen_models,
             chosen_optimizers,
@@ -176,7 +176,6 @@ class Session(SessionState):
             engine=self._casts.engine,
             announce=verbosity > 0,
         )
-        self.verbosity = verbosity
         return arrived
 
     def register_function(self, cast: CastPolicy, module: Any, name: str) -> None:

@@ -10,6 +10,7 @@ The engine itself is in `amplab.policies`.
 import contextlib
 from collections.abc import Callable
 
+from amplab.amp.cast_lines import TalkativeEngine
 from amplab.amp.model_weights import LOW_PRECISION
 from amplab.amp.opt_levels import OptProperties
 from amplab.amp.registered_functions import Registration, replace_attributes, table_with
@@ -27,14 +28,22 @@ class SessionCasts:
         self._around_functions = False
         self._let_go: list[Callable[[], None]] = []
 
-    def take_up(self, properties: OptProperties, registrations: tuple[Registration, ...] = ()) -> None:
-        """Cast as ``properties`` say from here on, ``registrations`` included where they cast around functions."""
+    def take_up(
+        self, properties: OptProperties, registrations: tuple[Registration, ...] = (), *, talkative: bool = False
+    ) -> None:
+        """Cast as ``properties`` say from here on, ``registrations`` included where they cast around functions.
+
+        Args:
+            properties: those in force.
+            registrations: what the user has registered.
+            talkative: print a line for each cast.
+        """
         self._around_functions = bool(properties.patch_torch_functions)
         self.in_force = registrations if self._around_functions else ()
         replaced = replace_attributes(self.in_force)
         self.let_go()
         self._let_go = replaced
-        self._set_engine(self._policy(properties))
+        self._set_engine(self._policy(properties), TalkativeEngine if talkative else CastingEngine)
 
     def let_go(self) -> None:
         """Give the user's modules back their functions."""
@@ -63,9 +72,9 @@ class SessionCasts:
             return PrecisionPolicy(None, properties.cast_model_type)
         return None
 
-    def _set_engine(self, policy: PrecisionPolicy | None) -> None:
-        if self.engine is not None and self.engine.policy != policy:
+    def _set_engine(self, policy: PrecisionPolicy | None, kind: type[CastingEngine]) -> None:
+        if self.engine is not None and (self.engine.policy != policy or type(self.engine) is not kind):
             self.engine.uninstall()
             self.engine = None
         if self.engine is None and policy is not None:
-            self.engine = CastingEngine(policy)
+            self.engine = kind(policy)

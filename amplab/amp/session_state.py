@@ -40,10 +40,14 @@ class SessionState:
         self._scaling: LossScaling | None = None
 
     def _take_up(
-        self, properties: OptProperties | None, scaling: LossScaling | None, *registered: Registration
+        self,
+        properties: OptProperties | None,
+        scaling: LossScaling | None,
+        *registered: Registration,
+        verbosity: int = 1,
     ) -> None:
-        self._properties, self._scaling = properties, scaling
-        self._casts.take_up(self.properties, registered)
+        self._properties, self._scaling, self.verbosity = properties, scaling, verbosity
+        self._casts.take_up(self.properties, registered, talkative=verbosity == 2)
 
     @property
     def properties(self) -> OptProperties:

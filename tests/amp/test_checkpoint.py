@@ -87,3 +87,15 @@ def test_nothing_to_load_when_disabled(session):
     session.initialize(nn.Linear(1, 1), enabled=False)
     assert session.state_dict() == {}
     session.load_state_dict({})
+
+
+@pytest.mark.parametrize("given", [None, 3, [], "checkpoint.pt"])
+def test_other_things_are_refused(prepared, given):
+    with pytest.raises(TypeError, match=rf"^amp.load_state_dict got an object of type {type(given).__name__}:"):
+        prepared().load_state_dict(given)
+
+
+def test_strict_is_no_argument(prepared):
+    """Scripts try it first, and rely on the TypeError."""
+    with pytest.raises(TypeError, match="strict"):
+        prepared().load_state_dict({}, strict=False)

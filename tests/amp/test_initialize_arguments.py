@@ -15,6 +15,10 @@ def half_buffer():
     return model
 
 
+class FP16_Optimizer:
+    """Known by its name: there are copies of it in many a script."""
+
+
 REFUSALS = [
     (lambda s: s.initialize((nn.Linear(1, 1),)), TypeError, "models must be either a single model or a list of"),
     (lambda s: s.initialize("net"), TypeError, "models must be either a single model or a list of"),
@@ -32,6 +36,13 @@ REFUSALS = [
     (lambda s: s.initialize(nn.Linear(1, 1), scale_backoff_factor=2), ValueError, "scale_backoff_factor=2: expected"),
     (lambda s: s.initialize(nn.Linear(1, 1), scale_window=0), ValueError, "scale_window=0: expected a whole number"),
     (lambda s: s.initialize(nn.Linear(1, 1), dynamic_init_scale=0), ValueError, "dynamic_init_scale=0: expected"),
+    *(
+        (lambda s, name=name: s.initialize(nn.Linear(1, 1), **{name: 8}), NotImplementedError, f"{name}: amp.init")
+        for name in ("combine_grad", "combine_ddp", "ddp_replica_count", "check_combined_tensors")
+    ),
+    (lambda s: s.initialize(nn.Linear(1, 1), FP16_Optimizer()), RuntimeError, "An incoming optimizer is an instance"),
+    (lambda s: s.initialize(nn.Linear(1, 1), [FP16_Optimizer()]), RuntimeError, "must be bare instances of either"),
+    (lambda s: s.initialize(nn.Linear(1, 1), loss_scale=True), ValueError, 'loss_scale=True: expected "dynamic" or a'),
     (lambda s: s.initialize(nn.Linear(1, 1), opt_level="O9"), RuntimeError, "Unexpected optimization level O9."),
 ]
 
@@ -57,3 +68,8 @@ def test_adam_on_half_parameters_is_warned_of(session):
         session.initialize(model, torch.optim.Adam(model.parameters()), opt_level="O3", verbosity=0)
     session.reset()
     session.initialize(model, torch.optim.Adam(model.parameters(), eps=1e-4), opt_level="O3", verbosity=0)
+
+
+def test_what_asks_for_nothing_of_ascend_is_taken(session):
+    options = {"combine_grad": None, "combine_ddp": False, "ddp_replica_count": 4, "check_combined_tensors": None}
+    session.initialize(nn.Linear(1, 1), verbosity=0, user_cast_preferred=True, **options)
