@@ -1,0 +1,124 @@
+"""Which steps are skipped: one to three models, losses and scalers, one or two optimizers, an overflow in each loss.
+
+The reference skips by hand: the backward that overflows is left out, and so are the steps of the optimizers that it was
+passed. In float32 the reference is plain torch; at O1 and O2 it is a run whose scale is halved by hand. All comparisons
+are bit for bit.
+"""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from amplab import amp
+
+STEPS, OVERFLOW_AT = 4, 1
+CASES = [
+    (models, losses, optimizers, overflowing)
+    for models, losses, optimizers in itertools.product((1, 2, 3), (1, 2, 3), (1, 2))
+    for overflowing in range(losses)
+]
+
+
+class Setup:
+    """Models with their parameters shared out; loss 0 sees all models, loss 1 the first, loss 2 the last."""
+
+    def __init__(self, models, losses, optimizers):
+        torch.manual_seed(0)
+        self.models = [nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)) for _ in range(models)]
+        self.sees = [self.models, self.models[:1], self.models[-1:]][:losses]
+        params = [param for model in self.models for param in model.parameters()]
+        cut = len(params) if optimizers == 1 else 2
+        shares = [share for share in (params[:cut], params[cut:]) if share]
+        self.optimizers = [torch.optim.SGD(share, lr=0.1, momentum=0.9) for share in shares]
+        self.owned = [set(share) for share in shares]
+
+    def loss(self, index, step):
+        inputs = torch.randn(5, 3, generator=torch.Generator().manual_seed(10 * step + index))
+        return sum(model(inputs).float().square().mean() * (index + 1) for model in self.sees[index])
+
+    def of_loss(self, index):
+        """The optimizers whose parameters this loss reaches."""
+        reached = {param for model in self.sees[index] for param in model.parameters()}
+        return [each for each, owned in zip(self.optimizers, self.owned, strict=True) if reached & owned]
+
+    def weights(self):
+        return [value.clone() for model in self.models for value in model.state_dict().values()]
+
+
+def run(setup, session, overflowing, num_losses):
+    """Train; the skipped (step, optimizer) pairs, and the scales at the end."""
+    skipped = []
+    for step in range(STEPS):
+        for index in range(len(setup.sees)):
+            with session.casting():
+                loss = setup.loss(index, step)
+                loss_id = index if num_losses > 1 else 0
+                with session.scale_loss(loss, setup.of_loss(index), loss_id=loss_id) as scaled_loss:
+                    spoilt = step == OVERFLOW_AT and index == overflowing
+                    (scaled_loss * (float("inf") if spoilt else 1.0)).backward()
+        for number, optimizer in enumerate(setup.optimizers):
+            optimizer.step()
+            if not session.last_step(optimizer).stepped:
+                skipped.append((step, number))
+            optimizer.zero_grad()
+    return skipped, [session.loss_scale(loss_id) for loss_id in range(num_losses)]
+
+
+def run_by_hand(setup, session, overflowing, num_losses):
+    """The same with every skip written out; without a session in plain float32."""
+    for step in range(STEPS):
+        skipped = setup.of_loss(overflowing) if step == OVERFLOW_AT else []
+        for index in range(len(setup.sees)):
+            loss_id = index if num_losses > 1 else 0
+            if skipped and index == overflowing:
+                if session is not None:
+                    scaler = session.scalers[loss_id]
+                    scaler.state = dataclasses.replace(scaler.state, scale=scaler.scale / 2, clean_steps=0)
+            elif session is None:
+                setup.loss(index, step).backward()
+            else:
+                with session.casting():
+                    loss = setup.loss(index, step)
+                    with session.scale_loss(loss, setup.of_loss(index), loss_id=loss_id) as scaled_loss:
+                        scaled_loss.backward()
+        for optimizer in setup.optimizers:
+            if optimizer not in skipped:
+                optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("models", "losses", "optimizers", "overflowing"), CASES)
+def test_the_steps_that_overflowed_are_left_out_of_float32_training(models, losses, optimizers, overflowing):
+    check(models, losses, optimizers, overflowing, opt_level="O1", patch_torch_functions=False)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(("models", "losses", "optimizers", "overflowing"), [case for case in CASES if case[3] == 1])
+def test_the_steps_that_overflowed_are_left_out_of_a_level(models, losses, optimizers, overflowing, level):
+    check(models, losses, optimizers, overflowing, opt_level=level)
+
+
+def check(models, losses, optimizers, overflowing, **options):
+    for num_losses in {1, losses}:
+        setups = [Setup(models, losses, optimizers) for _ in range(2)]
+        sessions = [amp.Session() for _ in setups]
+        for setup, session in zip(setups, sessions, strict=True):
+            session.initialize(
+                setup.models, setup.optimizers, num_losses=num_losses, verbosity=0, dynamic_init_scale=2.0**8, **options
+            )
+        expected = [
+            (OVERFLOW_AT, number)
+            for number, optimizer in enumerate(setups[0].optimizers)
+            if optimizer in setups[0].of_loss(overflowing)
+        ]
+        skipped, scales = run(setups[0], sessions[0], overflowing, num_losses)
+        in_float32 = "patch_torch_functions" in options
+        if in_float32:
+            sessions[1].reset()
+        run_by_hand(setups[1], None if in_float32 else sessions[1], overflowing, num_losses)
+        assert skipped == expected
+        assert scales == [2.0**7 if num_losses == 1 or each == overflowing else 2.0**8 for each in range(num_losses)]
+        assert all(map(torch.equal, setups[0].weights(), setups[1].weights()))
