@@ -4,6 +4,7 @@ Reading order: OPT_LEVELS (what the levels are), Session (one experiment), then 
 one session for the whole program, then save_run_state and load_run_state, for a whole run in one file.
 """
 
+from amplab.amp import frontend
 from amplab.amp.apex_face import (
     initialize,
     last_step,
@@ -48,6 +49,7 @@ __all__ = [
     "disable_casts",
     "explain_override",
     "float_function",
+    "frontend",
     "half_function",
     "init",
     "initialize",

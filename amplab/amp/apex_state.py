@@ -82,6 +82,13 @@ class ScalerView:
         self._scaler.update(found and self.dynamic)
         return found and self.dynamic
 
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"amp._amp_state.loss_scalers[…].{name}: amplab has no such thing; a scaler has loss_scale(), _loss_scale, "
+            "_unskipped, dynamic, _overflow_buf, update_scale() and clear_overflow_state(). Gradients are unscaled by "
+            "amp.scale_loss."
+        )
+
 
 class AmpHandle:
     """What apex keeps in ``_amp_state.handle`` and returns from ``amp.init``: the casts of this thread."""

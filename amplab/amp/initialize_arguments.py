@@ -14,9 +14,11 @@ from amplab.amp.model_weights import LOW_PRECISION
 
 __all__ = [
     "as_list",
+    "checked_cast_model_outputs",
     "checked_models",
     "checked_num_losses",
     "checked_optimizers",
+    "checked_verbosity",
     "refuse_combined",
     "refuse_half",
     "warn_of_vanishing_eps",
@@ -85,6 +87,28 @@ def checked_num_losses(num_losses: Any) -> int:
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"num_losses={num_losses!r}: expected a whole number >= 1; use 1 unless losses get a loss_id.")
     return num_losses
+
+
+def checked_cast_model_outputs(dtype: Any) -> torch.dtype | None:
+    """Return the dtype that models are to return.
+
+    Raises:
+        TypeError: neither a floating dtype nor None.
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"cast_model_outputs={dtype!r}: expected a floating torch.dtype, or None for the level's own.")
+    return dtype
+
+
+def checked_verbosity(verbosity: Any) -> int:
+    """Return how much is to be printed.
+
+    Raises:
+        TypeError: no whole number.
+    """
+    if not isinstance(verbosity, int):
+        raise TypeError(f"verbosity={verbosity!r}: expected 0 (nothing), 1 (levels and skips) or 2 (each cast too).")
+    return verbosity
 
 
 def refuse_combined(

@@ -91,11 +91,12 @@ def scale_rule(loss_scale: float | str, **arguments: float | None) -> ScaleRule:
 
     Raises:
         ValueError: an argument out of its range.
+        TypeError: one that is no number.
     """
     if not isinstance(loss_scale, str):
         return StaticScale(loss_scale)
     try:
         return DynamicScale(**{**arguments, "floor": arguments["floor"] or SMALLEST_SCALE})
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         words = "|".join(_ARGUMENTS)
-        raise ValueError(re.sub(rf"\b({words})\b", lambda word: _ARGUMENTS[word.group()], str(error))) from None
+        raise type(error)(re.sub(rf"\b({words})\b", lambda word: _ARGUMENTS[word.group()], str(error))) from None

@@ -55,8 +55,11 @@ class LossScaling:
         """Return the scaler of ``loss_id``.
 
         Raises:
-            IndexError: there is none.
+            TypeError: no whole number.
+            IndexError: there is none of that number.
         """
+        if isinstance(loss_id, bool) or not isinstance(loss_id, int):
+            raise TypeError(f"loss_id={loss_id!r}: expected a whole number; they are numbered from 0.")
         if not 0 <= loss_id < len(self.scalers):
             raise IndexError(
                 f"loss_id={loss_id}: there are {len(self.scalers)} loss scalers, numbered from 0; "

@@ -23,9 +23,11 @@ from amplab.amp.banner import banner, is_first_rank
 from amplab.amp.collapse import OnCollapse, checked_on_collapse
 from amplab.amp.initialize_arguments import (
     as_list,
+    checked_cast_model_outputs,
     checked_models,
     checked_num_losses,
     checked_optimizers,
+    checked_verbosity,
     refuse_combined,
     refuse_half,
 )
@@ -151,7 +153,7 @@ class Session(SessionState):
             ceiling=max_loss_scale,
         )
         refuse_combined(combine_grad, combine_ddp, ddp_replica_count, check_combined_tensors)
-        checked_on_collapse(on_collapse)
+        checked_on_collapse(on_collapse), checked_verbosity(verbosity), checked_cast_model_outputs(cast_model_outputs)
         chosen_models, chosen_optimizers = checked_models(models), checked_optimizers(optimizers)
         scalers = [LossScaler(rule) for _ in range(checked_num_losses(num_losses))]
         self._hooks.release_connected(chosen_models, chosen_optimizers)
@@ -284,9 +286,14 @@ class Session(SessionState):
         Raises:
             RuntimeError: before `initialize`.
             IndexError: no such ``loss_id``.
+            TypeError: ``outputs`` is no tensor.
 
         Sync: none.
         """
+        if not isinstance(outputs, Tensor):
+            raise TypeError(
+                f"scaled_grad got outputs of type {type(outputs).__name__}: expected a tensor; sum several of them."
+            )
         return scaled_grad(outputs, inputs, self.loss_scale(loss_id), **options)
 
     def master_params(self, optimizer: Optimizer) -> Iterator[Tensor]:
@@ -315,7 +322,12 @@ class Session(SessionState):
 
         Returns:
             A function that ends the subscription.
+
+        Raises:
+            TypeError: ``callback`` cannot be called.
         """
+        if not callable(callback):
+            raise TypeError(f"subscribe got {callback!r}: expected a function of one ScaleRecord, such as print.")
         self._subscribers.append(callback)
 
         def unsubscribe() -> None:

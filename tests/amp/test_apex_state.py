@@ -28,6 +28,11 @@ def test_hasattr_tells_whether_amp_is_initialized(problem):
     assert (_amp_state.opt_properties.opt_level, _amp_state.verbosity) == ("O2", 0)
 
 
+def test_the_state_is_found_where_scripts_look_for_it():
+    assert amp.frontend._amp_state is amp._amp_state is _amp_state
+    assert amp.frontend.initialize is amp.initialize
+
+
 def test_the_scale_is_read_and_set(problem, run):
     model, optimizer = run
     scaler = amp._amp_state.loss_scalers[1]
@@ -122,6 +127,11 @@ def test_refusals(call, error, message):
     with pytest.raises(error) as refusal:
         call()
     assert message in str(refusal.value)
+
+
+def test_unknown_names_of_a_scaler_say_what_there_is(run):
+    with pytest.raises(AttributeError, match=r"^amp._amp_state.loss_scalers\[…\].unscale: amplab has no such thing; a"):
+        amp._amp_state.loss_scalers[0].unscale  # noqa: B018
 
 
 def test_another_initialize_has_other_scalers(problem, run):

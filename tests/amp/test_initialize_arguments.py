@@ -42,6 +42,10 @@ REFUSALS = [
     ),
     (lambda s: s.initialize(nn.Linear(1, 1), FP16_Optimizer()), RuntimeError, "An incoming optimizer is an instance"),
     (lambda s: s.initialize(nn.Linear(1, 1), [FP16_Optimizer()]), RuntimeError, "must be bare instances of either"),
+    (lambda s: s.initialize(nn.Linear(1, 1), min_loss_scale="x"), TypeError, "min_loss_scale='x': expected a number"),
+    (lambda s: s.initialize(nn.Linear(1, 1), verbosity="loud"), TypeError, "verbosity='loud': expected 0 (nothing)"),
+    (lambda s: s.initialize(nn.Linear(1, 1), cast_model_outputs="half"), TypeError, "cast_model_outputs='half': exp"),
+    (lambda s: s.initialize(nn.Linear(1, 1), cast_model_outputs=torch.int8), TypeError, "expected a floating torch."),
     (lambda s: s.initialize(nn.Linear(1, 1), loss_scale=True), ValueError, 'loss_scale=True: expected "dynamic" or a'),
     (lambda s: s.initialize(nn.Linear(1, 1), opt_level="O9"), RuntimeError, "Unexpected optimization level O9."),
 ]

@@ -14,6 +14,9 @@ def test_refusals_of_scale_loss(session):
         session.scale_loss(loss, torch.optim.Adam(model.parameters())).__enter__()
     with pytest.raises(IndexError, match=r"^loss_id=2: there are 2 loss scalers, numbered from 0; pass num_losses"):
         session.scale_loss(loss, optimizer, loss_id=2).__enter__()
+    for loss_id in ("a", True, 0.0):
+        with pytest.raises(TypeError, match=rf"^loss_id={loss_id!r}: expected a whole number"):
+            session.scale_loss(loss, optimizer, loss_id=loss_id).__enter__()
     with pytest.raises(TypeError, match=r"^scale_loss got a loss of type float: expected the tensor"):
         session.scale_loss(1.0, optimizer).__enter__()
     with pytest.raises(TypeError, match=r"^scale_loss got optimizers=None: expected the optimizer, or a list of the"):

@@ -148,8 +148,12 @@ def test_a_gan_with_three_loss_ids_trains_as_in_float32(level, tolerance):
         assert [entry["unskipped"] for entry in session.state_dict().values()] == [20, 20, 20]
 
 
-def test_before_initialize_and_for_no_such_loss():
+def test_refusals():
     with pytest.raises(RuntimeError, match="internal Amp state has not been initialized"):
         amp.Session().scaled_grad(torch.ones(()), [])
     with pytest.raises(IndexError, match=r"^loss_id=3: there are 1 loss scalers"):
         session_for(nn.Linear(1, 1), None, "O1").scaled_grad(torch.ones(()), [], loss_id=3)
+    with pytest.raises(TypeError, match=r"^scaled_grad got outputs of type int: expected a tensor"):
+        session_for(nn.Linear(1, 1), None, "O1").scaled_grad(3, [])
+    with pytest.raises(TypeError, match=r"^subscribe got 3: expected a function of one ScaleRecord"):
+        amp.Session().subscribe(3)
