@@ -91,12 +91,13 @@ void change_tensors(torch::jit::Stack& stack, size_t first, Change&& change) {
   }
 }
 
-struct Seen {  // what the arguments of a call are
-  bool plain = true, wide = false, half = false;
+struct Seen {  // what the floating arguments of a call are
+  bool plain = true, wide = false, half = false, mixed = false, foreign = false;
   bool only_cpu_half = true;
+  std::optional<at::ScalarType> common;
 };
 
-Seen look(const torch::jit::Stack& stack, size_t first) {
+Seen look(const torch::jit::Stack& stack, size_t first, at::ScalarType dtype) {
   Seen seen;
   seen.plain = every_tensor(stack, first, [&](const at::Tensor& tensor) {
     if (tensor.unsafeGetTensorImpl()->is_python_dispatch()) return false;
@@ -104,6 +105,9 @@ Seen look(const torch::jit::Stack& stack, size_t first) {
     if (!at::isFloatingType(type)) return true;
     seen.wide |= type == at::kDouble;
     seen.half |= is_half(type);
+    seen.foreign |= type != dtype && is_castable(type);
+    seen.mixed |= seen.common && *seen.common != type;
+    seen.common = type;
     seen.only_cpu_half &= type == at::kHalf && tensor.is_cpu();
     return true;
   });
@@ -145,8 +149,8 @@ at::Tensor raised(const at::Tensor& tensor) {
 
 // float16 with bfloat16 is float32; a 0-dim float64 tensor does not widen tensors that have dimensions.
 std::optional<at::ScalarType> widest(const torch::jit::Stack& stack, size_t first) {
-  std::optional<at::ScalarType> common, voted;
-  bool differ = false, has_dims = false;
+  std::optional<at::ScalarType> voted;
+  bool has_dims = false;
   every_tensor(stack, first, [&](const at::Tensor& tensor) {
     if (at::isFloatingType(tensor.scalar_type())) has_dims |= tensor.dim() > 0;
     return true;
@@ -154,12 +158,10 @@ std::optional<at::ScalarType> widest(const torch::jit::Stack& stack, size_t firs
   every_tensor(stack, first, [&](const at::Tensor& tensor) {
     const at::ScalarType own = tensor.scalar_type();
     if (!at::isFloatingType(own)) return true;
-    differ |= common && *common != own;
-    common = own;
     if (tensor.dim() > 0 || own != at::kDouble || !has_dims) voted = voted ? c10::promoteTypes(*voted, own) : own;
     return true;
   });
-  return differ ? voted : std::nullopt;
+  return voted;
 }
 
 void accumulate(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t first) {
@@ -183,7 +185,10 @@ void cast_arguments(uint8_t cast, size_t index, const Plan& plan, const c10::Fun
                     torch::jit::Stack& stack, size_t first, const Seen& seen) {
   switch (cast) {
     case kLower:
-      if (!seen.wide) return change_tensors(stack, first, [&](const at::Tensor& tensor) { return lowered(tensor, plan.dtype); });
+      if (!seen.wide) {
+        if (seen.foreign) change_tensors(stack, first, [&](const at::Tensor& tensor) { return lowered(tensor, plan.dtype); });
+        return;
+      }
       [[fallthrough]];
     case kFloat32:
       if (seen.half) change_tensors(stack, first, raised);
@@ -192,7 +197,7 @@ void cast_arguments(uint8_t cast, size_t index, const Plan& plan, const c10::Fun
       if (stack[first].isTensor() && is_half(stack[first].toTensor().scalar_type())) set_dtype(schema, stack, first);
       return;
     case kPromote:
-      if (const auto type = widest(stack, first))
+      if (const auto type = seen.mixed ? widest(stack, first) : std::nullopt)
         change_tensors(stack, first, [&](const at::Tensor& tensor) { return to_castable(tensor, *type); });
       return;
     case kBanned:
@@ -212,23 +217,30 @@ void cast_arguments(uint8_t cast, size_t index, const Plan& plan, const c10::Fun
   }
 }
 
+// What autograd has been through already is the inside of another op: relu, say, calling clamp_min. (In inference mode
+// there is no telling.)
+bool is_inside() {
+  return c10::impl::tls_local_dispatch_key_set().excluded_.has_all(c10::autograd_dispatch_keyset) &&
+         !c10::InferenceMode::is_enabled();
+}
+
 struct Kernel : c10::OperatorKernel {
   explicit Kernel(size_t index) : index(index) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     const Plan* plan = here.plan;
     const uint8_t marks = plan ? plan->casts[index] : kNone;
-    if (marks == kNone || torch::autograd::get_current_graph_task_id() != here.task) {
+    if (marks == kNone || is_inside() || torch::autograd::get_current_graph_task_id() != here.task) {
       return op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
     }
     // What the op is made of is its own affair: it is cast once, at its border.
     c10::impl::ExcludeDispatchKeyGuard once(kKey);
     const size_t first = stack->size() - op.schema().arguments().size();
-    const Seen seen = look(*stack, first);
+    const Seen seen = look(*stack, first, plan->dtype);
     if (!seen.plain) return op.callBoxed(stack);
     cast_arguments(marks & ~kProduct, index, *plan, op.schema(), *stack, first, seen);
     const bool product = (marks & kProduct) && plan->accumulates;
-    if (product && look(*stack, first).only_cpu_half) return accumulate(op, *stack, first);
+    if (product && look(*stack, first, plan->dtype).only_cpu_half) return accumulate(op, *stack, first);
     op.callBoxed(stack);
   }
 
@@ -274,6 +286,7 @@ EXPORT void amplab_cast_enter(const void* plan, int64_t task) {
   here.plan = static_cast<const Plan*>(plan);
   here.task = static_cast<int>(task);
   c10::impl::tls_set_dispatch_key_included(kKey, plan != nullptr);
+  c10::impl::tls_set_dispatch_key_excluded(kKey, plan == nullptr);  // as every autocast key is until it is wanted
 }
 
 EXPORT void amplab_cast_clear() {

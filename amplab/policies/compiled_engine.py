@@ -9,6 +9,7 @@ from: Python, C++ inside a composite, `torch.ops`. The kernel is `amplab.kernels
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
 
 from amplab.kernels import DispatchCasts
@@ -64,11 +65,6 @@ class CompiledEngine(CastingEngine):
 
     def plan(self, half_mode: HalfMode, casts: bool, explained: bool) -> CastPlan:
         """The plan in the form that the kernel reads, built on first use."""
-        if explained:
-            raise RuntimeError(
-                f"explaining() inside {self!r}: the compiled engine gives no reasons; "
-                "use CastingEngine with the same policy, which casts the same."
-            )
         key = (half_mode, casts, explained)
         if key not in self._plans:
             marks = dict(self._marks(self.policy.table if casts else None))
@@ -76,6 +72,14 @@ class CompiledEngine(CastingEngine):
                 marks, self.policy.compute_dtype, accumulates=half_mode == "fp32_accumulate"
             )
         return self._plans[key]
+
+    def check_explanation(self, *, wanted: bool) -> None:
+        """Raise RuntimeError where reasons are wanted."""
+        if wanted:
+            raise RuntimeError(
+                f"explaining() with {self!r}: the compiled engine gives no reasons; "
+                "use CastingEngine with the same policy, which casts the same."
+            )
 
     def install(self) -> None:
         """Cast in the calling thread until `uninstall`; does nothing where installed already. Sync: none."""
@@ -100,6 +104,7 @@ class CompiledEngine(CastingEngine):
         return live is not None and live.plans is self and live.task == self._casts.task
 
     def _push(self) -> _CompiledMode:
+        self.check_explanation(wanted=THREAD.explanation is not None)
         mode = _CompiledMode(self, self._casts)
         THREAD.modes.append(mode)
         THREAD.refresh()
@@ -112,20 +117,13 @@ class CompiledEngine(CastingEngine):
 
     def _marks(self, table: OpTable | None) -> Iterator[tuple[int, int]]:
         """Yield place and mark of every overload that the table or the multiplication of CPU halves is about."""
-        for row in table.rows if table is not None else ():
-            for place in self._places(row):
-                yield place, CASTS.index(_mark(row)) + (PRODUCT if _is_product(row) else 0)
-        for row in () if table is not None else filter(_is_product, APEX.rows):
-            for place in self._places(row):
-                yield place, PRODUCT
-
-    def _places(self, row: OpRule) -> Iterator[int]:
-        if row.cast is CastPolicy.FALL_THROUGH:
-            return
-        for overload in overloads(row.aten):
-            place = self._casts.place(overload, f"{row.op}: {row.reason}. Call .float() on the arguments first.")
-            if place is not None:
-                yield place
+        products = OpTable("products", tuple(filter(_is_product, APEX.rows)))
+        for name, row in _claims(table or products).items():
+            mark = CASTS.index(_mark(row)) if table else 0
+            for overload in overloads([name]):
+                place = self._casts.place(overload, f"{row.op}: {row.reason}. Call .float() on the arguments first.")
+                if place is not None:
+                    yield place, mark + (PRODUCT if _is_product(row) else 0)
 
 
 class _CompiledMode:
@@ -141,15 +139,37 @@ class _CompiledMode:
 
     def __init__(self, plans: CompiledEngine, casts: DispatchCasts) -> None:
         self.plans, self.task, self._casts = plans, casts.task, casts
+        self._plan: CastPlan | None = None
 
     @property
     def plan(self) -> CastPlan | dict:
-        """Not kept here."""
-        return {}
+        """What the thread's ops are cast by; empty while another mode is live."""
+        return self._plan or {}
 
     @plan.setter
     def plan(self, plan: CastPlan | dict) -> None:
-        self._casts.enter(plan or None, self.task)
+        wanted = plan or None
+        if wanted is not self._plan:
+            self._plan = wanted
+            self._casts.enter(wanted, self.task)
+
+
+def _claims(table: OpTable) -> dict[str, OpRule]:
+    """Return ATen name -> row; where two rows name one, the row whose op it is."""
+    claims: dict[str, OpRule] = {}
+    for row in table.rows:
+        for name in () if row.cast is CastPolicy.FALL_THROUGH else _own_names(row):
+            if name not in claims or name == row.op:
+                claims[name] = row
+    return claims
+
+
+def _own_names(row: OpRule) -> tuple[str, ...]:
+    """The ATen ops that are this row's op: of a function written in Python not the steps that it is made of."""
+    functions = [func for func in map(resolve, row.spellings) if func is not None]
+    if len(row.aten) == 1 or not all(isinstance(func, types.FunctionType) for func in functions):
+        return row.aten
+    return tuple(name for name in row.aten if row.op.strip("_") in name)
 
 
 def _mark(row: OpRule) -> str:
