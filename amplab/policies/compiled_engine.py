@@ -41,6 +41,8 @@ class CompiledEngine(CastingEngine):
     What it does differently from the default engine:
 
     - it sees the ops that C++ calls inside an op that is on no list, and `torch.ops`;
+    - functions written in Python (F.normalize, F.local_response_norm) are cast op by op, not as a whole;
+    - in inference mode it sees what the kernel of an unlisted op calls, as torch.autocast does;
     - it leaves alone what a backward pass computes, recomputation apart (enter the engine there: `amplab.checkpoint`);
     - any leaf that requires grad counts as a weight for the cache; an edit through `weight.data` between two uses
       inside one region cannot be seen (torch.autocast has the same limit), so call `clear_cache` after one;
