@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -9,11 +10,14 @@ from amplab.amp import Session
 from amplab.bench.interleaved import Case, Contestant, Pair
 from amplab.bench.rows import Goal
 from amplab.bench.workloads import Workload, mlp_512, small_transformer, tiny_mlp
-from amplab.policies import CastingEngine, PrecisionPolicy
+from amplab.policies import CastingEngine, CompiledEngine, PrecisionPolicy
 
 __all__ = ["casting_cases"]
 
 Make = Callable[[], Workload]
+
+# Name, engine, goal against torch.autocast, goal with nothing to cast.
+_ENGINES = (("engine", CastingEngine, 1.08, 1.25), ("compiled engine", CompiledEngine, 1.05, 1.06))
 
 
 def casting_cases(width: int = 128, layers: int = 4) -> list[Case]:
@@ -28,24 +32,21 @@ def casting_cases(width: int = 128, layers: int = 4) -> list[Case]:
         return small_transformer(width, layers)
 
     autocast = 'torch.autocast("cpu", bfloat16)'
-    return [
-        Case("engine bfloat16, MLP 512", autocast, Goal("at most", 1.08), lambda: _against_autocast(mlp_512)),
-        Case(
-            "engine bfloat16, small transformer",
-            autocast,
-            Goal("at most", 1.08),
-            lambda: _against_autocast(transformer),
-        ),
-        Case("engine with nothing to cast, tiny MLP", "no engine", Goal("at most", 1.25), _nothing_to_cast),
-        Case(
-            "O1 float16, small transformer", "float32", Goal("at most", 1.5), lambda: _o1_against_float32(transformer)
-        ),
-    ]
+    cases = []
+    for name, kind, whole, empty in _ENGINES:
+        cases += [
+            Case(f"{name} bfloat16, {what}", autocast, Goal("at most", whole), partial(_against_autocast, kind, make))
+            for what, make in (("MLP 512", mlp_512), ("small transformer", transformer))
+        ]
+        idle = partial(_nothing_to_cast, kind)
+        cases.append(Case(f"{name} with nothing to cast, tiny MLP", "no engine", Goal("at most", empty), idle))
+    o1 = partial(_o1_against_float32, transformer)
+    return [*cases, Case("O1 float16, small transformer", "float32", Goal("at most", 1.5), o1)]
 
 
-def _against_autocast(make: Make) -> Pair:
+def _against_autocast(kind: type[CastingEngine], make: Make) -> Pair:
     ours, theirs = make(), make()
-    engine = CastingEngine(PrecisionPolicy(compute_dtype=torch.bfloat16))
+    engine = kind(PrecisionPolicy(compute_dtype=torch.bfloat16))
     return Pair(
         Contestant(lambda: ours.step(engine.active)),
         Contestant(lambda: theirs.step(lambda: torch.autocast("cpu", torch.bfloat16))),
@@ -53,9 +54,9 @@ def _against_autocast(make: Make) -> Pair:
     )
 
 
-def _nothing_to_cast() -> Pair:
+def _nothing_to_cast(kind: type[CastingEngine]) -> Pair:
     ours, theirs = tiny_mlp(), tiny_mlp()
-    engine = CastingEngine(PrecisionPolicy(compute_dtype=torch.float32))
+    engine = kind(PrecisionPolicy(compute_dtype=torch.float32))
     return Pair(
         Contestant(lambda: ours.step(engine.active)),
         Contestant(lambda: theirs.step(contextlib.nullcontext)),

@@ -1,6 +1,7 @@
 """Fused operators beside their references, and the build that makes them fast."""
 
 from amplab.kernels.build import BuildReport, ensure, report
+from amplab.kernels.dispatch_casts import DispatchCasts
 from amplab.kernels.unscale import unscale_, unscale_add, unscale_copy
 
-__all__ = ["BuildReport", "ensure", "report", "unscale_", "unscale_add", "unscale_copy"]
+__all__ = ["BuildReport", "DispatchCasts", "ensure", "report", "unscale_", "unscale_add", "unscale_copy"]

@@ -113,8 +113,9 @@ def settle() -> None:
 class KernelLibrary:
     """The kernels as a process sees them: not asked for, building, loaded, failed. There is one; tests make more."""
 
-    def __init__(self) -> None:
+    def __init__(self, make_recipe: Callable[[], Recipe] = current_recipe) -> None:
         self.report = BuildReport("reference", "CPU and CUDA kernels", cause="not asked for yet")
+        self._make_recipe = make_recipe
         self.needs_attention = True  # read without the lock, at every call of an operator
         self._lock = threading.RLock()
         self._recipe: Recipe | None = None
@@ -131,11 +132,26 @@ class KernelLibrary:
             self.attend()
         return self.report
 
+    def require(self) -> BuildReport:
+        """Build in the call where nothing is built yet, whatever the mode; "reference" forbids it.
+
+        Raises:
+            RuntimeError: There is no way to build, or AMPLAB_KERNELS=reference.
+        """
+        with self._lock:
+            if self.report.status != "built":
+                if _mode() == "reference":
+                    raise RuntimeError(
+                        "AMPLAB_KERNELS=reference: nothing is to be built, and this has no reference; unset it."
+                    )
+                self._begin("require", self._make_recipe())
+            return self.report
+
     def attend(self) -> None:
         """Do what is due: begin, load what has been built, or say that it failed."""
         with self._lock:
             if self._recipe is None:
-                self._begin(_mode(), current_recipe())
+                self._begin(_mode(), self._make_recipe())
             elif self.report.status in ("built", "failed") and not self._in_use:
                 self._take_up()
             self.needs_attention = False

@@ -15,7 +15,7 @@ import torch
 from torch.utils.cpp_extension import load_inline
 
 from amplab.kernels.cache import building, find, publish, writable_folder
-from amplab.kernels.recipe import LIBRARY, Recipe, current_recipe, search_path
+from amplab.kernels.recipe import LIBRARY, Recipe, casts_recipe, current_recipe, search_path
 
 __all__ = ["compile_library", "main"]
 
@@ -24,9 +24,10 @@ _SCRATCH = "scratch-"
 
 def main(arguments: list[str]) -> int:
     """Build for the key given and keep the result; 0 when the library is there."""
-    recipe = current_recipe()
-    if arguments != [recipe.key]:
-        raise SystemExit(f"asked for {arguments}, but this machine and these sources make {recipe.key}: start again.")
+    recipes = {recipe.key: recipe for recipe in (current_recipe(), casts_recipe())}
+    if len(arguments) != 1 or arguments[0] not in recipes:
+        raise SystemExit(f"asked for {arguments}, but this machine and these sources make {[*recipes]}: start again.")
+    recipe = recipes[arguments[0]]
     folder = writable_folder(recipe.key)
     if folder is None:
         raise SystemExit("no folder to keep the kernels in: set XDG_CACHE_HOME to one that can be written.")

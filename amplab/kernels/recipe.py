@@ -10,7 +10,7 @@ import shlex
 import shutil
 import sys
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch.torch_version import TorchVersion
 
-__all__ = ["LIBRARY", "Obstacle", "Recipe", "current_recipe", "obstacle", "search_path"]
+__all__ = ["LIBRARY", "Obstacle", "Recipe", "casts_recipe", "current_recipe", "obstacle", "search_path"]
 
 LIBRARY = "amplab_kernels"
 _HERE = Path(__file__).parent
@@ -71,6 +71,11 @@ def current_recipe() -> Recipe:
         cuda_cflags=("-O3", "-DNDEBUG", "-DUSE_CUDA", "--expt-relaxed-constexpr"),
         ldflags=() if sys.platform == "win32" else ("-Wl,-s",) if sys.platform == "linux" else (),
     )
+
+
+def casts_recipe() -> Recipe:
+    """The recipe of the casts in the dispatcher; they are the same for every device. Sync: none."""
+    return replace(current_recipe(), cpp=(_HERE / "dispatch_casts.cpp",), cuda=(), headers=(), cflags=_cflags())
 
 
 def obstacle() -> Obstacle | None:

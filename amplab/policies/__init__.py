@@ -1,13 +1,15 @@
 """Which op runs in which dtype, and why: op tables as data, and the engine that casts by them.
 
 Reading order: CastPolicy (the kinds of cast), OpRule and OpTable (rows with reasons), APEX, TORCH_CUDA and
-TORCH_CPU (the lists), PrecisionPolicy (a table with a compute dtype), CastingEngine (carries it out).
+TORCH_CPU (the lists), PrecisionPolicy (a table with a compute dtype), CastingEngine (carries it out),
+CompiledEngine (carries it out in C++).
 """
 
 from amplab.policies.apex_table import APEX
 from amplab.policies.aten_accumulate import accumulate_fp32
 from amplab.policies.cast_cache import CastCache
 from amplab.policies.cast_policy import CastPolicy
+from amplab.policies.compiled_engine import CompiledEngine
 from amplab.policies.decision import Decision, Explanation
 from amplab.policies.engine import (
     CastingEngine,
@@ -32,6 +34,7 @@ __all__ = [
     "CastCache",
     "CastPolicy",
     "CastingEngine",
+    "CompiledEngine",
     "Decision",
     "Explanation",
     "OpRule",

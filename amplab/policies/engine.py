@@ -134,6 +134,9 @@ class CastingEngine:
             self._plans[key] = build_plan(self.policy, self._cache, half_mode, casts, explained)
         return self._plans[key]
 
+    def check_explanation(self, *, wanted: bool) -> None:
+        """Raise RuntimeError where reasons are wanted of an engine that has none; this one has."""
+
     def _is_live(self) -> bool:
         return bool(THREAD.modes) and THREAD.modes[-1].plans is self and is_pushed(THREAD.modes[-1])
 
@@ -209,7 +212,12 @@ def explaining() -> Iterator[Explanation]:
     """Yield an Explanation whose `.decision` follows the engines of this thread, op by op.
 
     A block inside another yields the same Explanation. Costs nothing outside the block.
+
+    Raises:
+        RuntimeError: an engine that gives no reasons is at work (`CompiledEngine`).
     """
+    for engine in thread_engines():
+        engine.check_explanation(wanted=True)
     outer = THREAD.explanation
     THREAD.explanation = explanation = outer or Explanation()
     THREAD.refresh()
