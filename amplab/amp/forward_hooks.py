@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from amplab.amp.open_scopes import OpenScopes
 from amplab.policies import CastingEngine, cast_tree
+from amplab.policies.open_scopes import OpenScopes
 
 __all__ = ["ForwardHooks"]
 

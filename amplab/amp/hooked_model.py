@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from amplab.amp.forward_hooks import ForwardHooks
 from amplab.amp.model_weights import LOW_PRECISION, cast_model, set_values
 from amplab.amp.saved_masters import SavedMasters
-from amplab.policies import accept_half_input
+from amplab.policies import PrecisionPolicy, accept_half_input, register_module_rules
 from amplab.scalers import MasterWeights
 
 __all__ = ["HookedModel"]
@@ -23,6 +23,7 @@ class HookedModel:
     Args:
         model: its weights cast already.
         forward: the casts of its inputs and outputs.
+        policy: whose module rules it runs by.
         weights_dtype: what its weights were cast to; None if they were not.
         masters: the masters of every optimizer of the same call.
         casts_around_functions: engines cast inside its forward (O1), so half may arrive at float32 weights.
@@ -33,6 +34,7 @@ class HookedModel:
         self,
         model: nn.Module,
         forward: ForwardHooks,
+        policy: PrecisionPolicy,
         *,
         weights_dtype: torch.dtype | None,
         masters: Sequence[MasterWeights],
@@ -44,6 +46,7 @@ class HookedModel:
         self._prefix = prefix
         self._forward = forward
         self._handles = forward.register(model)
+        self._handles += register_module_rules(model, policy, weights_dtype=weights_dtype if self._half else None)
         if self._half:
             self._handles += SavedMasters(masters).register(model)
         if casts_around_functions:

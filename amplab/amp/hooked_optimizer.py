@@ -23,11 +23,11 @@ from torch.optim import Optimizer
 from amplab.amp.gradients import SetAside, add_scaled, add_unscaled, bookkeeping, put_back, reached_first, set_aside
 from amplab.amp.loss_scaler import LossScaler
 from amplab.amp.model_weights import LOW_PRECISION, Uncast, set_values
-from amplab.amp.open_scopes import OpenScopes
 from amplab.amp.optimizer_names import AmpStash, lend_names, take_names_back
 from amplab.amp.optimizer_params import cast_state, follow_model, params_of, replace_params
 from amplab.amp.records import StepOutcome
 from amplab.policies import disable_casts
+from amplab.policies.open_scopes import OpenScopes
 from amplab.scalers import MasterWeights, Unscaler
 
 __all__ = ["HookedOptimizer"]

@@ -15,12 +15,13 @@ from amplab.amp.forward_hooks import ForwardHooks
 from amplab.amp.hooked_model import HookedModel
 from amplab.amp.hooked_optimizer import HookedOptimizer
 from amplab.amp.initialize_arguments import warn_of_vanishing_eps
+from amplab.amp.level_policy import ruled_dtypes
 from amplab.amp.memory import memory_use
-from amplab.amp.model_weights import Uncast, cast_model
+from amplab.amp.model_weights import LOW_PRECISION, Uncast, cast_model
 from amplab.amp.opt_levels import OptProperties
 from amplab.amp.optimizer_params import cast_state, params_of
 from amplab.amp.records import MemoryUse
-from amplab.policies import CastingEngine
+from amplab.policies import CastingEngine, PrecisionPolicy
 
 __all__ = ["Hooks"]
 
@@ -37,16 +38,19 @@ class Hooks:
         models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         properties: OptProperties,
+        policies: Sequence[PrecisionPolicy],
         *,
         cast_model_outputs: torch.dtype | None,
         engine: CastingEngine | None,
         announce: bool,
     ) -> None:
-        """Cast the models, make the masters and hang up every hook that ``properties`` ask for."""
+        """Cast the models, make the masters and hang up every hook that ``properties`` and ``policies`` ask for."""
         dtype = properties.cast_model_type or None
         uncast: dict[Tensor, Uncast] = {}
-        for model in models if dtype is not None else ():
-            uncast |= cast_model(model, dtype, keep_batchnorm_fp32=bool(properties.keep_batchnorm_fp32))
+        for model, policy in zip(models, policies, strict=True) if dtype is not None else ():
+            own_dtypes = ruled_dtypes(model, policy) if dtype in LOW_PRECISION else {}
+            keep = bool(properties.keep_batchnorm_fp32)
+            uncast |= cast_model(model, dtype, keep_batchnorm_fp32=keep, own_dtypes=own_dtypes)
         for optimizer in optimizers:
             self._optimizers[optimizer] = HookedOptimizer(
                 optimizer,
@@ -60,12 +64,13 @@ class Hooks:
             input_dtype=dtype,
             output_dtype=cast_model_outputs or (None if dtype is None else torch.float32),
             engine=engine,
-            on_cpu_only=not properties.patch_torch_functions,
+            on_cpu_only=not properties.patch_torch_functions and not any(policy.op_rules for policy in policies),
         )
-        for index, model in enumerate(models):
+        for index, (model, policy) in enumerate(zip(models, policies, strict=True)):
             self._models[model] = HookedModel(
                 model,
                 forward,
+                policy,
                 weights_dtype=dtype,
                 masters=[self._optimizers[optimizer].masters for optimizer in optimizers],
                 casts_around_functions=bool(properties.patch_torch_functions),

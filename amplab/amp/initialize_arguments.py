@@ -111,9 +111,7 @@ def checked_verbosity(verbosity: Any) -> int:
     return verbosity
 
 
-def refuse_combined(
-    combine_grad: Any, combine_ddp: Any, ddp_replica_count: Any, check_combined_tensors: Any
-) -> None:
+def refuse_combined(combine_grad: Any, combine_ddp: Any, ddp_replica_count: Any, check_combined_tensors: Any) -> None:
     """Refuse what the Ascend flavour of apex calls combined gradients; the values that ask for nothing pass.
 
     Raises:

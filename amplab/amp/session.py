@@ -31,6 +31,7 @@ from amplab.amp.initialize_arguments import (
     refuse_combined,
     refuse_half,
 )
+from amplab.amp.level_policy import checked_policies, with_registered
 from amplab.amp.loss_scaler import LossScaler, scale_rule
 from amplab.amp.loss_scaling import LossScaling, scaled_grad
 from amplab.amp.opt_levels import OptProperties, opt_level_named
@@ -38,7 +39,7 @@ from amplab.amp.optimizer_params import master_params
 from amplab.amp.records import MemoryUse, ScaleRecord, StepOutcome
 from amplab.amp.registered_functions import ALLOW_BANNED
 from amplab.amp.session_state import SessionState
-from amplab.policies import CastPolicy
+from amplab.policies import CastPolicy, PrecisionPolicy
 
 __all__ = ["Session"]
 
@@ -86,6 +87,7 @@ class Session(SessionState):
         combine_ddp: bool | None = None,
         ddp_replica_count: int = 4,
         check_combined_tensors: bool | None = None,
+        policy: PrecisionPolicy | None = None,
     ) -> Any:
         """Prepare models and optimizers for an optimization level; the same objects come back, changed.
 
@@ -116,6 +118,9 @@ class Session(SessionState):
             user_cast_preferred: functions that the user has registered win over the lists; they always do.
             combine_grad, combine_ddp, ddp_replica_count, check_combined_tensors: refused, since gradients are not
                 combined here.
+            policy: the lists and the compute dtype of O1, apex's in float16 where None; its op_rules and module_rules
+                count at every level. Weights of ruled modules stay float32 at O0 and O1, and have the rule's dtype at
+                O2 and O3, with masters as the level has them.
 
         Returns:
             ``models``, or ``(models, optimizers)`` where optimizers were given.
@@ -123,7 +128,7 @@ class Session(SessionState):
         Raises:
             RuntimeError: an override that makes no sense at this level; a model that is half or wrapped already.
             TypeError: models or optimizers of another type.
-            ValueError: a number out of its range.
+            ValueError: a number out of its range; a module rule that names no module, or contradicts another.
             NotImplementedError: one of the four arguments for combined gradients.
 
         Sync: none.
@@ -155,6 +160,7 @@ class Session(SessionState):
         refuse_combined(combine_grad, combine_ddp, ddp_replica_count, check_combined_tensors)
         checked_on_collapse(on_collapse), checked_verbosity(verbosity), checked_cast_model_outputs(cast_model_outputs)
         chosen_models, chosen_optimizers = checked_models(models), checked_optimizers(optimizers)
+        policies = checked_policies(policy, chosen_models, properties.cast_model_type)
         scalers = [LossScaler(rule) for _ in range(checked_num_losses(num_losses))]
         self._hooks.release_connected(chosen_models, chosen_optimizers)
         for model in chosen_models:
@@ -168,12 +174,13 @@ class Session(SessionState):
             on_collapse=on_collapse,
             master_weights=bool(properties.master_weights),
         )
-        allowed = (ALLOW_BANNED,) if allow_banned else ()
-        self._take_up(properties, scaling, *allowed, *self.registered.all(), verbosity=verbosity)
+        registered = (*((ALLOW_BANNED,) if allow_banned else ()), *self.registered.all())
+        self._take_up(properties, scaling, *registered, verbosity=verbosity, policy=policy)
         self._hooks.hook(
             chosen_models,
             chosen_optimizers,
             properties,
+            [with_registered(each, registered) for each in policies],
             cast_model_outputs=cast_model_outputs,
             engine=self._casts.engine,
             announce=verbosity > 0,

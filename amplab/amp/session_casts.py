@@ -1,20 +1,20 @@
 """What casts around functions for one session: its engine, and the functions that the user has registered.
 
-    O1            the policy of apex's lists, the user's rows first; the user's own functions cast too
+    O1            the user's policy or apex's lists, registered rows first; the user's own functions cast too
     O2, O3        no casts; products of CPU halves are computed with float32 accumulation
     O0            nothing
 
-The engine itself is in `amplab.policies`.
+Rules by op count at each of them (`level_policy`). The engine itself is in `amplab.policies`.
 """
 
 import contextlib
 from collections.abc import Callable
 
 from amplab.amp.cast_lines import TalkativeEngine
-from amplab.amp.model_weights import LOW_PRECISION
+from amplab.amp.level_policy import engine_policy
 from amplab.amp.opt_levels import OptProperties
-from amplab.amp.registered_functions import Registration, replace_attributes, table_with
-from amplab.policies import APEX, CastingEngine, PrecisionPolicy
+from amplab.amp.registered_functions import Registration, replace_attributes
+from amplab.policies import CastingEngine, PrecisionPolicy
 
 __all__ = ["SessionCasts"]
 
@@ -29,7 +29,12 @@ class SessionCasts:
         self._let_go: list[Callable[[], None]] = []
 
     def take_up(
-        self, properties: OptProperties, registrations: tuple[Registration, ...] = (), *, talkative: bool = False
+        self,
+        properties: OptProperties,
+        registrations: tuple[Registration, ...] = (),
+        *,
+        talkative: bool = False,
+        policy: PrecisionPolicy | None = None,
     ) -> None:
         """Cast as ``properties`` say from here on, ``registrations`` included where they cast around functions.
 
@@ -37,13 +42,16 @@ class SessionCasts:
             properties: those in force.
             registrations: what the user has registered.
             talkative: print a line for each cast.
+            policy: the user's; None for the default.
         """
         self._around_functions = bool(properties.patch_torch_functions)
         self.in_force = registrations if self._around_functions else ()
         replaced = replace_attributes(self.in_force)
         self.let_go()
         self._let_go = replaced
-        self._set_engine(self._policy(properties), TalkativeEngine if talkative else CastingEngine)
+        self._set_engine(
+            engine_policy(properties, policy, self.in_force), TalkativeEngine if talkative else CastingEngine
+        )
 
     def let_go(self) -> None:
         """Give the user's modules back their functions."""
@@ -64,13 +72,6 @@ class SessionCasts:
         """Let go of the half copies of weights: their backward is over."""
         if self.engine is not None:
             self.engine.clear_cache()
-
-    def _policy(self, properties: OptProperties) -> PrecisionPolicy | None:
-        if self._around_functions:
-            return PrecisionPolicy(table_with(APEX, self.in_force))
-        if properties.cast_model_type in LOW_PRECISION:
-            return PrecisionPolicy(None, properties.cast_model_type)
-        return None
 
     def _set_engine(self, policy: PrecisionPolicy | None, kind: type[CastingEngine]) -> None:
         if self.engine is not None and (self.engine.policy != policy or type(self.engine) is not kind):

@@ -16,7 +16,7 @@ from amplab.amp.opt_levels import OptProperties
 from amplab.amp.records import ScaleRecord
 from amplab.amp.registered_functions import RegisteredFunctions, Registration
 from amplab.amp.session_casts import SessionCasts
-from amplab.policies import CastingEngine
+from amplab.policies import CastingEngine, PrecisionPolicy
 
 __all__ = ["SessionState"]
 
@@ -45,9 +45,10 @@ class SessionState:
         scaling: LossScaling | None,
         *registered: Registration,
         verbosity: int = 1,
+        policy: PrecisionPolicy | None = None,
     ) -> None:
         self._properties, self._scaling, self.verbosity = properties, scaling, verbosity
-        self._casts.take_up(self.properties, registered, talkative=verbosity == 2)
+        self._casts.take_up(self.properties, registered, talkative=verbosity == 2, policy=policy)
 
     @property
     def properties(self) -> OptProperties:

@@ -1,11 +1,12 @@
 """Which op runs in which dtype, and why: op tables as data, and the engine that casts by them.
 
 Reading order: CastPolicy (the kinds of cast), OpRule and OpTable (rows with reasons), APEX, TORCH_CUDA and
-TORCH_CPU (the lists), PrecisionPolicy (a table with a compute dtype), CastingEngine (carries it out),
-CompiledEngine (carries it out in C++).
+TORCH_CPU (the lists), PrecisionPolicy (a table, a compute dtype and the user's own rules), CastingEngine (carries it
+out on the ops of a thread), CompiledEngine (the lists in C++), apply_policy (on a model, rules by module included).
 """
 
 from amplab.policies.apex_table import APEX
+from amplab.policies.applied_policy import AppliedPolicy, apply_policy
 from amplab.policies.aten_accumulate import accumulate_fp32
 from amplab.policies.cast_cache import CastCache
 from amplab.policies.cast_policy import CastPolicy
@@ -20,10 +21,14 @@ from amplab.policies.engine import (
     explaining,
     thread_engines,
 )
+from amplab.policies.module_regions import module_rule_at_work, register_module_rules
+from amplab.policies.module_rules import ModuleRule
 from amplab.policies.op_names import TABLES
+from amplab.policies.op_overrides import OpOverride
 from amplab.policies.op_table import OpRule, OpTable
 from amplab.policies.policy_rows import PolicyRows
 from amplab.policies.precision_policy import PrecisionPolicy
+from amplab.policies.precisions import Precision
 from amplab.policies.rnn_input import accept_half_input, match_rnn_input
 from amplab.policies.torch_cpu_table import TORCH_CPU
 from amplab.policies.torch_cuda_table import TORCH_CUDA
@@ -31,21 +36,26 @@ from amplab.policies.tree_cast import cast_tree
 
 __all__ = [
     "APEX",
+    "AppliedPolicy",
     "CastCache",
     "CastPolicy",
     "CastingEngine",
     "CompiledEngine",
     "Decision",
     "Explanation",
+    "ModuleRule",
+    "OpOverride",
     "OpRule",
     "OpTable",
     "PolicyRows",
+    "Precision",
     "PrecisionPolicy",
     "TABLES",
     "TORCH_CPU",
     "TORCH_CUDA",
     "accept_half_input",
     "accumulate_fp32",
+    "apply_policy",
     "cast_tree",
     "casts_enabled",
     "cpu_half",
@@ -53,5 +63,7 @@ __all__ = [
     "disable_casts",
     "explaining",
     "match_rnn_input",
+    "module_rule_at_work",
+    "register_module_rules",
     "thread_engines",
 ]

@@ -17,7 +17,7 @@ import torch
 from amplab.policies.argument_casts import floating_tensors
 from amplab.policies.cast_cache import CastCache
 from amplab.policies.cast_policy import CastPolicy
-from amplab.policies.casting_steps import Run, Step, StepParts, make_step
+from amplab.policies.casting_steps import Run, Step, StepParts, make_step, restoring_step
 from amplab.policies.composites import composites_of, opened
 from amplab.policies.explained_plan import ExplainedPlan, reporting_run, reporting_step
 from amplab.policies.half_on_cpu import PRODUCTS, HalfMode, accumulated
@@ -57,18 +57,19 @@ def build_plan(policy: PrecisionPolicy, cache: CastCache, half_mode: HalfMode, c
     runs[torch.Tensor.unflatten] = _run_unflatten
     if half_mode == "fp32_accumulate":
         runs.update(dict.fromkeys(PRODUCTS, _run_accumulated))
-    rules = policy.table.by_function if policy.table is not None and casts else {}
+    rules = policy.by_function if casts else {}
     plan: Plan = ExplainedPlan(policy) if explained else {}
     if rules:
         plan.update(dict.fromkeys(_EXPOSING, _exposing_step(cache)))
     for func in (*runs, *rules):
-        rule = rules.get(func) or policy.unlisted(func)
-        run = runs.get(func) or _runner(func, rule)
-        if not explained or func in composites:  # the ops inside a composite report for themselves
-            plan[func] = make_step(StepParts(rule, policy.compute_dtype, cache, run))
-        else:
-            step = make_step(StepParts(rule, policy.compute_dtype, cache, reporting_run(run, rule)))
-            plan[func] = reporting_step(step, rule, policy)
+        rule = policy.explain(func) if func in rules else policy.unlisted(func)
+        whole = rule.by_user and rule.cast is not CastPolicy.FALL_THROUGH  # the user rules over all that is inside
+        run = _run_plain if whole and func in composites else runs.get(func) or _runner(func, rule)
+        reports = explained and (whole or func not in composites)  # the ops inside a composite report for themselves
+        parts = StepParts(rule, policy.precision(func), cache, reporting_run(run, rule) if reports else run)
+        restores = rule.by_user and policy.table is None
+        step = restoring_step(make_step(parts)) if restores else make_step(parts)
+        plan[func] = reporting_step(step, rule, parts.precision, restores) if reports else step
     return plan
 
 

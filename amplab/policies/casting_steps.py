@@ -8,42 +8,64 @@ Calls with `out=` are run as they come: the caller chose where to write, and so 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from amplab.formats import FloatFormat
 from amplab.policies.argument_casts import HALVES, cast_to, floating_tensors, lowered, raised, widest
 from amplab.policies.cast_cache import CastCache
 from amplab.policies.cast_policy import CastPolicy
 from amplab.policies.op_table import OpRule
+from amplab.policies.precisions import Precision, tensor_dtype
+from amplab.policies.simulated_rounding import rounded_operands, rounded_results
+from amplab.policies.tree_cast import cast_tree
 
 if TYPE_CHECKING:
     from amplab.policies.casting_mode import CastingMode
 
-__all__ = ["Run", "Step", "StepParts", "make_step"]
+__all__ = ["Run", "Step", "StepParts", "make_step", "restoring_step"]
 
+_RESTORED = HALVES | {torch.float32}
 Run = Callable[["CastingMode", Callable[..., Any], Any, dict[str, Any]], Any]
 Step = Callable[["CastingMode", Callable[..., Any], tuple, dict[str, Any]], Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class StepParts:
-    """What a step is made from: the row, the compute dtype, the cache for Parameters, and what runs the op."""
+    """What a step is made from: the row, what a lower op computes in, the cache for Parameters, what runs the op."""
 
     rule: OpRule
-    dtype: torch.dtype
+    precision: Precision
     cache: CastCache
     run: Run
 
 
 def make_step(parts: StepParts) -> Step:
     """The step for `parts.rule`."""
+    if parts.rule.cast is CastPolicy.LOWER_PRECISION_FP and isinstance(parts.precision, FloatFormat):
+        return _simulated_step(parts, parts.precision)
     return _MAKERS[parts.rule.cast](parts)
 
 
+def restoring_step(step: Step) -> Step:
+    """`step`, with its results in the widest dtype of the arguments as they came: no list casts what follows."""
+
+    def restoring(mode: CastingMode, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        tensors = floating_tensors((*args, *kwargs.values()))
+        result = step(mode, func, args, kwargs)
+        if not tensors or kwargs.get("out") is not None:
+            return result
+        widest_of_all = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+        return cast_tree(result, lambda tensor: widest_of_all if tensor.dtype in _RESTORED else tensor.dtype)
+
+    return restoring
+
+
 def _lower_step(parts: StepParts) -> Step:
-    dtype, cache, run = parts.dtype, parts.cache, parts.run
+    dtype, cache, run = tensor_dtype(parts.precision), parts.cache, parts.run
     as_float32_model = _fp32_step(parts)
 
     def step(mode: CastingMode, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -56,6 +78,20 @@ def _lower_step(parts: StepParts) -> Step:
         if values is None:
             return as_float32_model(mode, func, args, kwargs)
         return run(mode, func, cast_args, dict(zip(kwargs, values, strict=True)))
+
+    return step
+
+
+def _simulated_step(parts: StepParts, format: FloatFormat) -> Step:
+    run = parts.run
+    as_float32_model = _fp32_step(parts)
+
+    def step(mode: CastingMode, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        operands = rounded_operands((*args, *kwargs.values()), format)
+        if operands is None or kwargs.get("out") is not None:
+            return as_float32_model(mode, func, args, kwargs)
+        keywords = dict(zip(kwargs, operands[len(args) :], strict=True))
+        return rounded_results(run(mode, func, operands[: len(args)], keywords), format)
 
     return step
 
@@ -143,6 +179,11 @@ def _cast_kwargs(kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 def _refusal(rule: OpRule, dtype: torch.dtype) -> str:
     given = str(dtype).removeprefix("torch.")
+    if rule.by_user:
+        return (
+            f"{rule.op} is banned for 16-bit tensors ({rule.reason}): an argument is {given}, expected float32. "
+            "Call .float() first, or take the rule out."
+        )
     if rule.op.endswith("_"):
         return (
             f"Cannot call in-place method {rule.op} on fp16 Tensors: self is {given}, expected float32. "

@@ -47,17 +47,24 @@ class CompiledEngine(CastingEngine):
     - any leaf that requires grad counts as a weight for the cache; an edit through `weight.data` between two uses
       inside one region cannot be seen (torch.autocast has the same limit), so call `clear_cache` after one;
     - it does not explain: inside `explaining()` it refuses, and the default engine gives the same casts with reasons;
-    - torch.compile does not know it; compile under the default engine.
+    - torch.compile does not know it; compile under the default engine;
+    - it carries out lists alone: a policy with rules by op, or in a simulated format, needs the default engine.
 
     Args:
         policy: what to carry out; None for apex's lists in float16.
 
     Raises:
         RuntimeError: the kernel cannot be built; says why and what to do.
+        ValueError: a policy with op_rules or a simulated compute dtype.
     """
 
     def __init__(self, policy: PrecisionPolicy | None = None) -> None:
         """Load the kernel, built first where this machine has none yet (about 20 s)."""
+        if policy is not None and (policy.op_rules or policy.simulated):
+            raise ValueError(
+                f"CompiledEngine({str(policy)!r}): expected a policy without op_rules that computes in a dtype of "
+                "torch; use CastingEngine, which carries out all of it."
+            )
         self._casts = DispatchCasts.load()
         super().__init__(policy)
 

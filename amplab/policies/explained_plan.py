@@ -6,15 +6,17 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from amplab.formats import FloatFormat
 from amplab.policies.cast_policy import CastPolicy
 from amplab.policies.decision import Decision, Explanation
 from amplab.policies.op_table import OpRule
 from amplab.policies.precision_policy import PrecisionPolicy
+from amplab.policies.precisions import Precision, precision_name
 
 if TYPE_CHECKING:
     from amplab.policies.casting_mode import CastingMode
 
-__all__ = ["ExplainedPlan", "reporting_run", "reporting_step"]
+__all__ = ["ExplainedPlan", "decided", "reporting_run", "reporting_step"]
 
 
 class ExplainedPlan(dict):
@@ -36,25 +38,27 @@ def reporting_run(run: Callable[..., Any], rule: OpRule) -> Callable[..., Any]:
     decision = Decision(rule.op, listed, "op", rule.reason)
 
     def reporting(mode: CastingMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        with _decided(mode.explanation, decision):
+        with decided(mode.explanation, decision):
             return run(mode, func, args, kwargs)
 
     return reporting
 
 
-def reporting_step(step: Callable[..., Any], rule: OpRule, policy: PrecisionPolicy) -> Callable[..., Any]:
+def reporting_step(step: Callable[..., Any], rule: OpRule, precision: Precision, restores: bool) -> Callable[..., Any]:
     """`step`, with the explanation's decision set to the cast until the op itself runs."""
-    decision = Decision(rule.op, rule, "cast", _cast_detail(rule, policy))
+    detail = _cast_detail(rule, precision)
+    decision = Decision(rule.op, rule, "cast", f"{detail} and back" if restores else detail)
 
     def reporting(mode: CastingMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        with _decided(mode.explanation, decision):
+        with decided(mode.explanation, decision):
             return step(mode, func, args, kwargs)
 
     return reporting
 
 
 @contextlib.contextmanager
-def _decided(explanation: Explanation, decision: Decision) -> Iterator[None]:
+def decided(explanation: Explanation, decision: Decision) -> Iterator[None]:
+    """Let the explanation's decision be this one inside the block."""
     outer, explanation.decision = explanation.decision, decision
     try:
         yield
@@ -66,9 +70,11 @@ def _run_plain(_mode: CastingMode, func: Callable[..., Any], args: Any, kwargs: 
     return func(*args, **kwargs)
 
 
-def _cast_detail(rule: OpRule, policy: PrecisionPolicy) -> str:
+def _cast_detail(rule: OpRule, precision: Precision) -> str:
     if rule.cast is CastPolicy.LOWER_PRECISION_FP:
-        return f"cast to {str(policy.compute_dtype).removeprefix('torch.')}"
+        name = precision_name(precision)
+        simulated = isinstance(precision, FloatFormat)
+        return f"rounded to {name} (simulated: float32 tensors)" if simulated else f"cast to {name}"
     if rule.cast in (CastPolicy.PROMOTE, CastPolicy.SEQUENCE_PROMOTE):
         return "cast to the widest dtype of the arguments"
     if rule.cast in (CastPolicy.MATCH_SELF, CastPolicy.BANNED):

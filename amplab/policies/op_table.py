@@ -32,6 +32,7 @@ class OpRule:
         spellings: every public path the op is called by.
         added: those of `spellings` that the list this row comes from does not name.
         aten: the ATen ops it becomes, without overloads, e.g. ("nll_loss", "nll_loss2d").
+        by_user: whether a user's own rule made this row, and no list.
     """
 
     op: str
@@ -40,6 +41,7 @@ class OpRule:
     spellings: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
     aten: tuple[str, ...] = ()
+    by_user: bool = False
 
     def __str__(self) -> str:
         """One line: op, cast policy, reason."""

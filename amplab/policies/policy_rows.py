@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from amplab.policies.cast_policy import CastPolicy
 from amplab.policies.op_table import OpRule, absent
@@ -38,7 +38,8 @@ class PolicyRows(list[dict[str, str]]):
     """A plain list of rows; every value is a string.
 
     Keys of a row: "op"; "cast", the cast policy; "runs in", the dtype that the op computes in; "reason"; "list", the
-    table, with " (inside)" where the table names only an op inside; "aten" and "spellings", with blanks between names.
+    table, with " (inside)" where the table names only an op inside, or "your rule"; "aten" and "spellings", with
+    blanks between names.
 
     Attributes:
         title: the string form of the policy.
@@ -66,16 +67,16 @@ class PolicyRows(list[dict[str, str]]):
         return f"{len(self)} ops, the others run in the dtype they get"
 
 
-def policy_rows(rules: Iterable[OpRule], *, table: str, lower: str, title: str) -> PolicyRows:
+def policy_rows(rules: Iterable[OpRule], *, table: str, lower: Mapping[OpRule, str], title: str) -> PolicyRows:
     """The rows of a policy.
 
     Args:
         rules: its rows as the engine carries them out.
         table: the name of the list they come from.
-        lower: what lower_precision_fp rows run in, e.g. "float16".
+        lower: what each row runs in if it is lower_precision_fp, e.g. "float16".
         title: the policy's string form.
     """
-    return PolicyRows([_row(rule, table, lower) for rule in rules], title)
+    return PolicyRows([_row(rule, table, lower[rule]) for rule in rules], title)
 
 
 def _row(rule: OpRule, table: str, lower: str) -> dict[str, str]:
@@ -85,7 +86,7 @@ def _row(rule: OpRule, table: str, lower: str) -> dict[str, str]:
         "cast": rule.cast.value,
         "runs in": _dtype_of(rule.cast, lower),
         "reason": rule.reason,
-        "list": f"{table} (inside)" if inside else table,
+        "list": "your rule" if rule.by_user else f"{table} (inside)" if inside else table,
         "aten": " ".join(rule.aten),
         "spellings": " ".join(spelling for spelling in rule.spellings if not absent(spelling)),
     }

@@ -1,111 +1,172 @@
-"""PrecisionPolicy: an op table together with the dtype that its lower-precision rows compute in.
+"""PrecisionPolicy: an op table, the precision that its lower-precision rows compute in, and the user's own rules.
 
-A policy is a value: it decides and explains, and `CastingEngine` carries it out.
+A policy is a value: it decides and explains. `CastingEngine` carries it out op by op, `apply_policy` on a model.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.overrides import resolve_name
 
+from amplab.formats import FloatFormat
 from amplab.policies.apex_table import APEX
 from amplab.policies.cast_policy import CastPolicy
+from amplab.policies.module_rules import ModuleRule, module_rules
 from amplab.policies.op_names import TABLES, find_op, find_row, find_table, nearest
-from amplab.policies.op_table import OpRule, OpTable
+from amplab.policies.op_overrides import OpOverride, op_overrides, rules_by_function, rules_of_policy
+from amplab.policies.op_table import OpRule, OpTable, resolve
 from amplab.policies.policy_rows import PolicyRows, policy_rows
+from amplab.policies.policy_text import read_policy, write_policy
+from amplab.policies.precisions import Precision, precision_name, precision_of, tensor_dtype
 
 __all__ = ["PrecisionPolicy"]
 
-_COMPUTE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _TABLES = {**TABLES, "none": None}
 
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionPolicy:
-    """Which op runs in which dtype.
+    """Which op runs in which dtype: a table's lists, and the user's own rules, which win over them.
 
-    The string form is "table/dtype", and `parse` reads it back:
+    The string form is "table/dtype" with the rules after it, and `parse` reads it back:
 
-    >>> str(PrecisionPolicy())
-    'apex/float16'
-    >>> PrecisionPolicy.parse("none/bfloat16").table is None
+    >>> policy = PrecisionPolicy(op_rules={"softmax": "bfloat16"}, module_rules={"blocks.*.attn": torch.float32})
+    >>> str(policy)
+    'apex/float16; op softmax=bfloat16; module blocks.*.attn=float32'
+    >>> PrecisionPolicy.parse(str(policy)) == policy
     True
 
+    Precisions may be given as a torch dtype, by name, or as a format of `amplab.formats`. "tf32", "float8_e4m3" and
+    "float8_e5m2" are simulated: tensors stay float32, and ops of the lower-precision list round the values that they
+    read and write (see `simulated_rounding`).
+
+    Rules by op go by name ("softmax": every spelling of it), by spelling ("torch.nn.functional.softmax") or by
+    function; a spelling's rule wins over its name's. Rules by module go by fnmatch patterns over the names of
+    `named_modules`, and count once the policy is on a model: `apply_policy(policy, model)`, or
+    `amp.initialize(model, ..., policy=policy)`.
+
     Args:
-        table: the op table, or the name of one in TABLES ("apex", "torch_cuda", "torch_cpu"); None casts nothing.
-        compute_dtype: what lower-precision ops compute in: float16, bfloat16, or float32 (casts nothing down).
+        table: the op table, or the name of one in TABLES ("apex", "torch_cuda", "torch_cpu"); None casts nothing but
+            what op_rules say, and then an op with a rule returns the dtype that it would have without, since nothing
+            casts for the op that follows.
+        compute_dtype: what lower-precision ops compute in; float32 casts nothing down.
+        op_rules: op -> a precision (float32 casts up to it, others down to it), or a cast policy by its word.
+        module_rules: pattern -> the precision inside the modules that it names.
 
     Raises:
-        ValueError: no table has this name, or compute_dtype is another dtype.
+        ValueError: no table has this name, a precision that cannot be computed in, an unknown op, rules that
+            contradict each other.
     """
 
     table: OpTable | str | None = APEX
-    compute_dtype: torch.dtype = torch.float16
+    compute_dtype: Precision = torch.float16
+    op_rules: tuple[OpOverride, ...] | Mapping[Any, Any] = ()
+    module_rules: tuple[ModuleRule, ...] | Mapping[str, Any] = ()
 
     def __post_init__(self) -> None:
-        """Look up a table given by name; refuse a compute dtype that no op could be cast to."""
-        if isinstance(self.table, str):
-            object.__setattr__(self, "table", find_table(self.table))  # this value is not out yet
-        if self.compute_dtype not in _COMPUTE_DTYPES.values():
-            raise ValueError(
-                f"compute_dtype={self.compute_dtype!r}: expected torch.float16, torch.bfloat16 or torch.float32; "
-                "pass one of these, or table=None to cast nothing."
-            )
+        """Turn what may be written in several ways into its one form, or refuse it."""
+        put = functools.partial(object.__setattr__, self)  # this value is not out yet
+        put("table", find_table(self.table) if isinstance(self.table, str) else self.table)
+        put("compute_dtype", precision_of(self.compute_dtype, "compute_dtype"))
+        put("op_rules", op_overrides(self.op_rules, self.table))
+        put("module_rules", module_rules(self.module_rules))
+
+    def __reduce__(self) -> tuple[type[PrecisionPolicy], tuple]:
+        """Pickle the four fields; function objects are found again where it is loaded."""
+        return PrecisionPolicy, (self.table, self.compute_dtype, self.op_rules, self.module_rules)
 
     def __str__(self) -> str:
         """The form that `parse` reads back."""
-        table = "none" if self.table is None else self.table.name
-        return f"{table}/{str(self.compute_dtype).removeprefix('torch.')}"
+        return write_policy(
+            "none" if self.table is None else self.table.name,
+            precision_name(self.compute_dtype),
+            [(rule.op, rule.word) for rule in self.op_rules],
+            [(rule.pattern, precision_name(rule.precision)) for rule in self.module_rules],
+        )
 
     @classmethod
     def parse(cls, text: str) -> PrecisionPolicy:
-        """The policy whose string form is `text`, e.g. "apex/float16".
+        """The policy whose string form is `text`, e.g. "apex/float16; op softmax=float32".
 
         Raises:
-            ValueError: `text` is no such form.
+            ValueError: `text` is no such form, or a rule in it is refused.
         """
-        table, _, dtype = text.partition("/")
-        if table not in _TABLES or dtype not in _COMPUTE_DTYPES:
+        table, dtype, op_rules, patterns = read_policy(text)
+        if table not in _TABLES:
             raise ValueError(
-                f"policy {text!r}: expected 'table/dtype' with a table of {sorted(_TABLES)} "
-                f"and a dtype of {sorted(_COMPUTE_DTYPES)}, e.g. 'apex/float16'{nearest(table, _TABLES)}"
+                f"policy {text!r}: expected 'table/dtype' with a table of {sorted(_TABLES)}, "
+                f"e.g. 'apex/float16'{nearest(table, _TABLES) or '.'}"
             )
-        return cls(_TABLES[table], _COMPUTE_DTYPES[dtype])
+        return cls(_TABLES[table], dtype, op_rules, patterns)
+
+    @property
+    def simulated(self) -> FloatFormat | None:
+        """The format that lower-precision ops are simulated in; None where they compute in a dtype of torch."""
+        return self.compute_dtype if isinstance(self.compute_dtype, FloatFormat) else None
+
+    @property
+    def tensor_dtype(self) -> torch.dtype:
+        """The dtype of tensors that lower-precision ops return: float32 for a simulated format."""
+        return tensor_dtype(self.compute_dtype)
 
     def explain(self, func: Callable[..., Any] | str) -> OpRule:
-        """The row that decides about `func`, given itself or by name; a fall_through row for an op on no list.
+        """The row that decides about `func`, the user's rule first; for an op on no list, a fall_through row.
 
         >>> print(PrecisionPolicy().explain(torch.nn.functional.softmax))
         softmax [fp32] softmax: exp overflows half above 11.09
         >>> print(PrecisionPolicy().explain(torch.relu))
         relu [fall_through] relu: on no list of apex/float16, runs in the dtype it gets
+        >>> print(PrecisionPolicy(op_rules={"softmax": "bfloat16"}).explain(torch.nn.functional.softmax))
+        softmax [lower_precision_fp] softmax: your rule, bfloat16; the apex list has fp32
 
         Raises:
             ValueError: torch has no function of this name.
         """
         if isinstance(func, str):
             named = find_row(func, self.table)
-            if named is not None:
-                return named
-            func = find_op(func)
-        rule = None if self.table is None else self.table.rule(func)
-        return rule or self.unlisted(func)
+            spelt = (resolve(each) for each in (() if named is None else named.spellings))
+            func = next((each for each in spelt if each is not None), None) or find_op(func)
+        row = self.by_function.get(func) or self.unlisted(func)
+        precision = self.precision(func)
+        if row.cast is CastPolicy.LOWER_PRECISION_FP and isinstance(precision, FloatFormat):
+            simulated = f"simulated in {precision.name}: float32 tensors, values rounded"
+            return dataclasses.replace(row, reason=f"{row.reason}; {simulated}")
+        return row
 
     def rows(self) -> PolicyRows:
-        """Every row of the table with the dtype that it comes to under this policy; prints as text and as HTML.
+        """Every row with the dtype that it comes to under this policy, the user's first; prints as text and as HTML.
 
         >>> PrecisionPolicy("torch_cuda").rows()[0]["runs in"]
         'float16'
         """
-        rules = () if self.table is None else self.table.rows
-        table, _, lower = str(self).partition("/")
+        rules = dict(rules_of_policy(self.op_rules, self.table))
+        own = {rule: override.precision for rule, override in rules.items() if override is not None}
+        lower = {rule: precision_name(own.get(rule) or self.compute_dtype) for rule in rules}
+        table = "none" if self.table is None else self.table.name
         return policy_rows(rules, table=table, lower=lower, title=str(self))
 
     def unlisted(self, func: Callable[..., Any]) -> OpRule:
-        """The fall_through row of an op that the table does not name."""
+        """The fall_through row of an op that neither the table nor a rule names."""
         op = (resolve_name(func) or getattr(func, "__name__", "op")).rpartition(".")[2]
-        return OpRule(op, CastPolicy.FALL_THROUGH, f"{op}: on no list of {self}, runs in the dtype it gets")
+        lists = write_policy(self.table.name if self.table else "none", precision_name(self.compute_dtype), (), ())
+        return OpRule(op, CastPolicy.FALL_THROUGH, f"{op}: on no list of {lists}, runs in the dtype it gets")
+
+    def precision(self, func: Callable[..., Any]) -> Precision:
+        """What `func` computes in where its row is lower_precision_fp: its own rule's precision, or compute_dtype."""
+        _, override = self._overrides.get(func, (None, None))
+        return self.compute_dtype if override is None else override.precision or self.compute_dtype
+
+    @functools.cached_property
+    def by_function(self) -> dict[Callable[..., Any], OpRule]:
+        """Function object -> row: the table's, with the user's rules in place of those that they override."""
+        listed = {} if self.table is None else self.table.by_function
+        return listed | {func: row for func, (row, _) in self._overrides.items()}
+
+    @functools.cached_property
+    def _overrides(self) -> dict[Callable[..., Any], tuple[OpRule, OpOverride]]:
+        return rules_by_function(self.op_rules, self.table)

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 __all__ = ["cast_tree"]
 
+Target = torch.dtype | Callable[[Tensor], torch.dtype]
 
-def cast_tree(value: Any, dtype: torch.dtype) -> Any:
+
+def cast_tree(value: Any, dtype: Target) -> Any:
     """`value` with every floating tensor in it cast to `dtype`.
 
     Walked: list, tuple, namedtuple, set, frozenset, dict and other mutable mappings (values, not
@@ -28,7 +31,8 @@ def cast_tree(value: Any, dtype: torch.dtype) -> Any:
 
     Args:
         value: any object.
-        dtype: the floating dtype to cast to.
+        dtype: the floating dtype to cast to; or a function that says it for each floating tensor. With a function
+            an object with a method `to` is left as it is, except a PackedSequence, whose data is asked about.
 
     Returns:
         The structure, or `value` itself where nothing had to be cast. Sync: none.
@@ -37,11 +41,14 @@ def cast_tree(value: Any, dtype: torch.dtype) -> Any:
     {'x': tensor([0.], dtype=torch.float16), 'n': tensor(3)}
     """
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
+        wanted = _wanted(value, dtype) if value.is_floating_point() else value.dtype
+        return value if wanted is value.dtype else value.to(wanted)  # whoever follows calls sees no needless one
     if isinstance(value, (str, bytes, type, torch.nn.Module)):
         return value
+    if isinstance(value, PackedSequence):
+        return value.to(_wanted(value.data, dtype)) if value.data.is_floating_point() else value
     if callable(getattr(value, "to", None)):
-        return value.to(dtype)
+        return value.to(dtype) if isinstance(dtype, torch.dtype) else value
     if isinstance(value, MutableMapping):
         return _cast_mapping(value, dtype)
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -51,7 +58,11 @@ def cast_tree(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def _cast_mapping(mapping: MutableMapping, dtype: torch.dtype) -> MutableMapping:
+def _wanted(tensor: Tensor, dtype: Target) -> torch.dtype:
+    return dtype if isinstance(dtype, torch.dtype) else dtype(tensor)
+
+
+def _cast_mapping(mapping: MutableMapping, dtype: Target) -> MutableMapping:
     changed = _changed(mapping.items(), dtype)
     if not changed:
         return mapping
@@ -61,7 +72,7 @@ def _cast_mapping(mapping: MutableMapping, dtype: torch.dtype) -> MutableMapping
     return result
 
 
-def _cast_sequence(sequence: Any, dtype: torch.dtype) -> Any:
+def _cast_sequence(sequence: Any, dtype: Target) -> Any:
     items = list(sequence)
     cast = [cast_tree(item, dtype) for item in items]
     if all(new is old for new, old in zip(cast, items, strict=True)):
@@ -75,7 +86,7 @@ def _cast_sequence(sequence: Any, dtype: torch.dtype) -> Any:
     return type(sequence)(cast)
 
 
-def _cast_fields(instance: Any, dtype: torch.dtype) -> Any:
+def _cast_fields(instance: Any, dtype: Target) -> Any:
     changed = _changed(((field.name, getattr(instance, field.name)) for field in dataclasses.fields(instance)), dtype)
     if not changed:
         return instance
@@ -85,6 +96,6 @@ def _cast_fields(instance: Any, dtype: torch.dtype) -> Any:
     return result
 
 
-def _changed(pairs: Iterable[tuple[Any, Any]], dtype: torch.dtype) -> list[tuple[Any, Any]]:
+def _changed(pairs: Iterable[tuple[Any, Any]], dtype: Target) -> list[tuple[Any, Any]]:
     cast = [(key, value, cast_tree(value, dtype)) for key, value in pairs]
     return [(key, new) for key, old, new in cast if new is not old]

@@ -79,6 +79,8 @@ def _is_inside_an_op(place: Place, origin: OpRecord | None) -> bool:
 
 def _op(event: Event, origin: OpRecord | None) -> str:
     place = event.place
+    if _is_simulated_rounding(event):
+        return "round_to_format"
     if _accumulates(event):
         return "accumulate_grad"
     if _is_seed(place):
@@ -88,6 +90,10 @@ def _op(event: Event, origin: OpRecord | None) -> str:
     return origin.op if origin is not None else event.overload.overloadpacket.__name__.lstrip("_")
 
 
+def _is_simulated_rounding(event: Event) -> bool:
+    return event.overload is torch.ops.amplab.round_to_format.default
+
+
 def _module(place: Place, origin: OpRecord | None) -> str:
     if place.parameter:
         return place.parameter.rpartition(".")[0]
@@ -95,6 +101,8 @@ def _module(place: Place, origin: OpRecord | None) -> str:
 
 
 def _reason(event: Event, is_cast: bool, origin: OpRecord | None, before: Sequence[OpRecord]) -> str:
+    if _is_simulated_rounding(event):
+        return "simulated format: the gradient is rounded too" if event.place.backward else _cast_reason(event)
     if _is_autograds(event.place):
         return _autograds_reason(event, is_cast, origin)
     if event.place.call == SCALE_LOSS:
@@ -110,28 +118,40 @@ def _policys_reason(event: Event, before: Sequence[OpRecord]) -> str:
     """Why an op that was called has its dtypes."""
     place, decision = event.place, event.place.decision
     dtypes = list(dict.fromkeys(info.dtype_name for info in event.inputs if info.dtype.is_floating_point))
+    if decision is not None and decision.rule is not None and decision.rule.by_user:
+        return decision.reason
     if decision is not None and decision.rule is not None:
         agreed = decision.rule.cast in _PROMOTING and len(dtypes) == 1 and not (before and before[-1].is_cast)
         why = f"{decision.op}: its arguments are {dtypes[0]} as they come" if agreed else decision.reason
-        return f"{decision.rule.cast.value} list, {why}"
+        return _with_module_rule(place, f"{decision.rule.cast.value} list, {why}")
     if not dtypes:
         return "reads no floating-point tensor"
     if place.table == TORCH_AUTOCAST:
         listed = "under torch.autocast"
+    elif place.rule and not place.table:
+        listed = "no casts"
     else:
         listed = "in no list" if place.table else "no op list applies"
     if len(dtypes) > 1 and torch.Tag.pointwise in event.overload.tags:
-        return f"{listed}: torch promotes {' and '.join(dtypes)} to {event.outputs[0].dtype_name}"
-    return f"{listed}: runs in the dtype it gets"
+        promoted = f"{listed}: torch promotes {' and '.join(dtypes)} to {event.outputs[0].dtype_name}"
+        return _with_module_rule(place, promoted)
+    return _with_module_rule(place, f"{listed}: runs in the dtype it gets")
+
+
+def _with_module_rule(place: Place, reason: str) -> str:
+    return f"your rule {place.rule}: {reason}" if place.rule else reason
 
 
 def _cast_reason(event: Event) -> str:
     place, decision = event.place, event.place.decision
+    if decision is not None and decision.kind == "cast" and decision.rule is None:
+        return decision.detail  # at the border of a ruled module
     if place.stage:
         what = "what it gets" if place.stage == "before" else "what it returns"
         return f"a hook on {place.module} casts {what} to {event.outputs[0].dtype_name}"
     if decision is not None and decision.kind == "cast" and decision.rule is not None:
-        return f"{decision.detail} for {decision.op}: {decision.rule.cast.value} list"
+        listed = "your rule" if decision.rule.by_user else f"{decision.rule.cast.value} list"
+        return _with_module_rule(place, f"{decision.detail} for {decision.op}: {listed}")
     if place.call in _ASKS_FOR_DTYPE:
         return f"asked for in the code: {place.call}"
     return f"torch.autocast casts for {place.call}" if place.call else "inside torch"

@@ -18,7 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amplab.policies import Decision, Explanation, accumulate_fp32, cpu_half, cpu_half_mode, explaining
+from amplab.policies import (
+    Decision,
+    Explanation,
+    accumulate_fp32,
+    cpu_half,
+    cpu_half_mode,
+    explaining,
+    module_rule_at_work,
+)
 from amplab.trace.calls import Calls
 from amplab.trace.engines import NO_ENGINE, TORCH_AUTOCAST, table_at_work
 from amplab.trace.modules import ModuleStack, Stage
@@ -40,6 +48,7 @@ class Place(NamedTuple):
         stage: `before` or `after` where a hook around that forward runs, else empty.
         table: the op table at work, see `engines.table_at_work`.
         decision: what the engine said of the op, or None.
+        rule: the user's module rule at work, e.g. `head=float32 in head`, or empty.
         backward: True while autograd computes gradients.
         recomputed: True where a checkpointed block runs again for its backward.
         node: name of the autograd node at work, empty in forward.
@@ -53,6 +62,7 @@ class Place(NamedTuple):
     stage: Stage
     table: str | None
     decision: Decision | None
+    rule: str = ""
     backward: bool = False
     recomputed: bool = False
     node: str = ""
@@ -128,7 +138,8 @@ class Recorder:
     def _place(self) -> Place:
         calls, node = self.calls, _current_node()
         modules = self._modules
-        called = calls.name, modules.path, modules.stage, table_at_work(calls.autocast), self._explanation.decision
+        called = calls.name, modules.path, modules.stage, table_at_work(calls.autocast)
+        called += self._explanation.decision, module_rule_at_work()
         if node is None and not calls.in_autograd:
             self._take_number()
             return Place(*called)

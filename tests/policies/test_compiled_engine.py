@@ -305,3 +305,11 @@ def test_where_nothing_may_be_built_it_says_so():
     command = [sys.executable, "-c", script]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert "RuntimeError: AMPLAB_KERNELS=reference: nothing is to be built, and this has no reference" in result.stderr
+
+
+@pytest.mark.parametrize("policy", [{"op_rules": {"softmax": "float32"}}, {"compute_dtype": "tf32"}])
+def test_rules_by_op_and_simulated_formats_are_left_to_the_default_engine(policy):
+    with pytest.raises(
+        ValueError, match="expected a policy without op_rules that computes in a dtype of torch; use Cast"
+    ):
+        CompiledEngine(PrecisionPolicy(**policy))

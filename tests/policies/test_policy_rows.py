@@ -113,3 +113,19 @@ def test_the_dtype_view_gives_the_reasons_of_these_rows():
     reasons = {row["reason"] for row in trace.rows()}
     for op in ("linear", "cross_entropy"):
         assert f"{rows[op]['cast']} list, {rows[op]['reason']}" in reasons
+
+
+def test_rules_of_the_user_come_first_and_take_the_place_of_the_lists():
+    rules = {"softmax": "bfloat16", "F.linear": "float8_e5m2", "torch.exp": "fp32", "relu": "fp32"}
+    policy = PrecisionPolicy(op_rules=rules)
+    rows = policy.rows()
+    users = {row["op"]: row for row in rows if row["list"] == "your rule"}
+    assert [row["list"] for row in rows[:4]] == ["your rule"] * 4
+    runs = {op: row["runs in"] for op, row in users.items()}
+    assert runs == {"softmax": "bfloat16", "linear": "float8_e5m2", "exp": "float32", "relu": "float32"}
+    assert "torch.nn.functional.softmax" in users["softmax"]["spellings"].split()
+    ops = [row["op"] for row in rows[4:]]
+    assert "softmax" not in ops
+    assert "linear" not in ops
+    assert "exp" in ops  # Tensor.exp is still the list's
+    assert repr(rows).startswith(f"{policy}: {len(rows)} ops")

@@ -1,11 +1,16 @@
 """A policy is a value with a string form, and explains every function."""
 
+import copy
 import itertools
+import pickle
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from amplab.formats import FLOAT8_E4M3, FLOAT8_E5M2, TF32
 from amplab.policies import APEX, TABLES, TORCH_CPU, CastPolicy, PrecisionPolicy
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -21,7 +26,7 @@ def test_defaults_are_apex_in_float16():
     assert PrecisionPolicy() == PrecisionPolicy(APEX, torch.float16)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.float8_e4m3fnuz])
 def test_other_compute_dtypes_are_refused(dtype):
     with pytest.raises(
         ValueError, match=rf"compute_dtype={dtype}: expected torch.float16, torch.bfloat16 or torch.float32; pass"
@@ -29,9 +34,9 @@ def test_other_compute_dtypes_are_refused(dtype):
         PrecisionPolicy(compute_dtype=dtype)
 
 
-@pytest.mark.parametrize("text", ["", "apex", "apex/half", "cuda/float16", "apex/float16/x"])
+@pytest.mark.parametrize("text", ["", "apex", "cuda/float16", "apex/float16/x", "apex/float16; softmax"])
 def test_other_texts_are_refused(text):
-    with pytest.raises(ValueError, match=rf"policy '{text}': expected 'table/dtype' .* e.g. 'apex/float16'"):
+    with pytest.raises(ValueError, match=rf"policy '{text}': expected 'table/dtype'.* e.g. 'apex/float16'"):
         PrecisionPolicy.parse(text)
 
 
@@ -57,3 +62,68 @@ def test_explain_listed_unlisted_and_without_table():
     assert unlisted.cast is CastPolicy.FALL_THROUGH
     assert unlisted.reason == "relu: on no list of apex/float16, runs in the dtype it gets"
     assert PrecisionPolicy(None).explain(F.softmax).cast is CastPolicy.FALL_THROUGH
+
+
+PRECISIONS = (*DTYPES, TF32, FLOAT8_E4M3, FLOAT8_E5M2)
+OPS = ("softmax", "linear", "relu", "add", "torch.nn.functional.linear", "torch.Tensor.add", F.gelu, torch.exp)
+CASTS = ("lower_precision_fp", "fp32", "promote", "sequence_promote", "match_self", "banned", "fall_through")
+
+
+@st.composite
+def policies(draw):
+    words = st.sampled_from([*PRECISIONS, *CASTS])
+    return PrecisionPolicy(
+        draw(st.sampled_from([*TABLES.values(), None])),
+        draw(st.sampled_from(PRECISIONS)),
+        draw(st.dictionaries(st.sampled_from(OPS[3:] if draw(st.booleans()) else OPS[:3]), words)),
+        draw(st.dictionaries(st.text(), st.sampled_from(PRECISIONS), max_size=4)),
+    )
+
+
+@settings(deadline=None)
+@given(policies())
+def test_every_policy_comes_back_from_its_string_and_its_pickle(policy):
+    assert PrecisionPolicy.parse(str(policy)) == policy
+    back = pickle.loads(pickle.dumps(policy))
+    assert back == policy
+    assert hash(back) == hash(policy)
+    assert copy.deepcopy(policy) == policy
+
+
+def test_rules_may_be_written_in_several_ways():
+    by_function = PrecisionPolicy(op_rules={F.linear: torch.float32}, module_rules={"a": "tf32", "b": torch.bfloat16})
+    by_name = PrecisionPolicy(
+        compute_dtype="torch.float16",
+        op_rules={"torch.nn.functional.linear": "fp32"},
+        module_rules={"b": "bfloat16", "a": TF32},
+    )
+    assert by_function == by_name
+    assert str(by_name) == "apex/float16; op torch.nn.functional.linear=float32; module a=tf32; module b=bfloat16"
+
+
+def test_simulated_formats_stay_float32_tensors():
+    policy = PrecisionPolicy(compute_dtype=torch.float8_e4m3fn)
+    assert (policy.compute_dtype, policy.simulated, policy.tensor_dtype) == (FLOAT8_E4M3, FLOAT8_E4M3, torch.float32)
+    assert str(policy) == "apex/float8_e4m3"
+    assert PrecisionPolicy(compute_dtype=torch.bfloat16).simulated is None
+    assert PrecisionPolicy(compute_dtype=torch.bfloat16).tensor_dtype is torch.bfloat16
+
+
+def test_a_dtype_that_is_no_float_is_refused_in_a_string():
+    with pytest.raises(ValueError, match=r"compute_dtype='half': expected torch.float16"):
+        PrecisionPolicy.parse("apex/half")
+    with pytest.raises(ValueError, match=r"module_rules\['a'\]=torch.int8: expected torch.float16"):
+        PrecisionPolicy(module_rules={"a": torch.int8})
+    with pytest.raises(ValueError, match="module head has two rules; keep one"):
+        PrecisionPolicy.parse("apex/float16; module head=tf32; module head=float32")
+
+
+def test_explain_tells_the_users_rule_first():
+    policy = PrecisionPolicy(op_rules={"softmax": "bfloat16", "relu": torch.float32})
+    row = policy.explain(F.softmax)
+    assert (row.cast, row.by_user) == (CastPolicy.LOWER_PRECISION_FP, True)
+    assert row.reason == "softmax: your rule, bfloat16; the apex list has fp32"
+    assert policy.explain(torch.Tensor.relu).reason == "relu: your rule, float32"
+    assert not policy.explain(F.linear).by_user
+    assert policy.explain("softmax").by_user
+    assert policy.explain("F.softmax").by_user

@@ -138,3 +138,17 @@ def test_nesting_and_autograd():
     cast = cast_tree({"a": [(leaf,)]}, torch.float16)
     cast["a"][0][0].sum().backward()
     assert leaf.grad.dtype is torch.float32
+
+
+def test_cast_tree_asks_a_function_for_each_tensor():
+    packed, custom = pack_sequence([torch.ones(2)]), torch.nn.Linear(1, 1)
+    tree = {
+        "half": torch.ones(1).half(),
+        "wide": [torch.ones(1)],
+        "n": torch.tensor(1),
+        "packed": packed,
+        "own": custom,
+    }
+    cast = cast_tree(tree, lambda tensor: torch.bfloat16 if tensor.dtype is torch.float32 else tensor.dtype)
+    assert (cast["half"], cast["n"], cast["own"]) == (tree["half"], tree["n"], custom)
+    assert cast["wide"][0].dtype is cast["packed"].data.dtype is torch.bfloat16

@@ -162,3 +162,59 @@ def test_mixed_dtypes_of_one_op_are_no_promotion():
     norm = next(record for record in trace if record.op == "batch_norm" and not record.folds)
     assert {info.dtype for info in norm.inputs} == {torch.float16, torch.float32}
     assert norm.reason == "no op list applies: runs in the dtype it gets"
+
+
+def reasons(trace, module):
+    return [
+        record.reason for record in trace if record.module == module and record.phase == "forward" and not record.folds
+    ]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_module_rule_is_the_reason_inside_and_at_its_borders(level):
+    model, session = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)), Session()
+    policy = PrecisionPolicy(module_rules={"1": "float32"})
+    session.initialize(model, opt_level=level, verbosity=0, policy=policy)
+    trace = trace_step(model, lambda: model(torch.ones(2, 4)).float().sum(), casting=session.casting())
+    assert reasons(trace, "1") == [
+        "your rule 1=float32: what 1 gets is cast to float32",
+        "your rule 1=float32 in 1: no casts: runs in the dtype it gets",
+        "your rule 1=float32: what 1 returns is cast to float16",
+    ]
+    assert not any("rule" in reason for reason in (*reasons(trace, "0"), *reasons(trace, "2")))
+
+
+def test_a_lower_rule_names_itself_and_the_list():
+    model, session = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False)), Session()
+    policy = PrecisionPolicy(module_rules={"1": "bfloat16"})
+    session.initialize(model, opt_level="O1", verbosity=0, policy=policy)
+    trace = trace_step(model, lambda: model(torch.ones(2, 4)).float().sum(), casting=session.casting())
+    assert reasons(trace, "1") == [
+        "your rule 1=bfloat16: what 1 gets is cast to bfloat16",
+        "your rule 1=bfloat16 in 1: cast to bfloat16 for linear: lower_precision_fp list",
+        f"your rule 1=bfloat16 in 1: lower_precision_fp list, {APEX.rule(F.linear).reason}",
+        "your rule 1=bfloat16: what 1 returns is cast to float16",
+    ]
+
+
+def test_an_op_rule_is_the_reason():
+    cast, softmax = forward(lambda w: F.softmax(w, 0), policy=PrecisionPolicy(op_rules={"softmax": "bfloat16"}))
+    assert cast.reason == "cast to bfloat16 for softmax: your rule"
+    assert softmax.reason == "softmax: your rule, bfloat16; the apex list has fp32"
+    there, _, back = forward(lambda w: F.softmax(w, 0), policy=PrecisionPolicy(None, op_rules={"softmax": "bfloat16"}))
+    assert there.reason == back.reason == "cast to bfloat16 and back for softmax: your rule"
+
+
+def test_a_simulated_op_is_shown_as_simulated():
+    policy = PrecisionPolicy(compute_dtype="float8_e4m3")
+    *rounded, product, result = forward(lambda w: F.linear(w, w), policy=policy)
+    for record in (*rounded, result):
+        assert record.op == "round_to_format"
+        assert (
+            record.reason == "rounded to float8_e4m3 (simulated: float32 tensors) for linear: lower_precision_fp list"
+        )
+    assert product.reason.endswith("; simulated in float8_e4m3: float32 tensors, values rounded")
+    model = Free(lambda w: F.linear(w, w))
+    trace = trace_step(model, lambda: model().sum(), casting=CastingEngine(policy).active())
+    backward = {record.reason for record in trace if record.phase == "backward" and record.op == "round_to_format"}
+    assert backward == {"simulated format: the gradient is rounded too"}

@@ -1,0 +1,119 @@
+"""A policy on a model: whoever calls the model, its forward runs by the policy, ruled modules included.
+
+with apply_policy(policy, model):
+    loss = criterion(model(x), y)      # or keep the handle, and call its `remove` some day
+"""
+
+from __future__ import annotations
+
+import contextlib
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from amplab.policies.engine import CastingEngine
+from amplab.policies.module_regions import register_module_rules
+from amplab.policies.open_scopes import OpenScopes
+from amplab.policies.precision_policy import PrecisionPolicy
+from amplab.policies.rnn_input import accept_half_input
+
+__all__ = ["AppliedPolicy", "apply_policy"]
+
+
+class AppliedPolicy:
+    """The handle of a policy on a model: `remove` takes it off; so does the end of a `with` block.
+
+    Attributes:
+        policy: what the model runs by.
+
+    Args:
+        policy: see there.
+        undo: what takes it off.
+    """
+
+    def __init__(self, policy: PrecisionPolicy, undo: contextlib.ExitStack) -> None:
+        self.policy = policy
+        self._undo = undo
+
+    def remove(self) -> None:
+        """Take every hook off again; does nothing the second time. Copies of the model keep theirs."""
+        self._undo.close()
+
+    def __enter__(self) -> AppliedPolicy:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        """Show the policy in its string form."""
+        return f"AppliedPolicy({str(self.policy)!r})"
+
+
+def apply_policy(policy: PrecisionPolicy, model: nn.Module) -> AppliedPolicy:
+    """Let `model` run by `policy` from here on, in any thread that calls it; weights stay as they are.
+
+    Its forward casts as under `CastingEngine(policy).active()`, and the modules that module_rules name by their rules
+    (see `module_regions`). A deepcopy, a pickle and the replicas of DataParallel behave alike.
+
+    Args:
+        policy: the policy.
+        model: float32, any device; not compiled, scripted or wrapped yet.
+
+    Returns:
+        A handle with `remove`, which is a context manager too.
+
+    Raises:
+        TypeError: something else than a policy and a module.
+        ValueError: a rule that names no module of `model`, or rules that contradict each other.
+
+    Sync: none.
+
+    >>> import torch
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    >>> with apply_policy(PrecisionPolicy(module_rules={"1": "bfloat16"}), model):
+    ...     print(model[0](torch.ones(2)).dtype, model(torch.ones(2)).dtype)
+    torch.float32 torch.float16
+    """
+    if not isinstance(policy, PrecisionPolicy) or not isinstance(model, nn.Module):
+        raise TypeError(
+            f"apply_policy({type(policy).__name__}, {type(model).__name__}): expected a PrecisionPolicy and a "
+            "torch.nn.Module; a string becomes a policy by PrecisionPolicy.parse."
+        )
+    forward = _UnderEngine(CastingEngine(policy))
+    with contextlib.ExitStack() as undo:
+        undo.callback(forward.leave)
+        undo.callback(model.register_forward_pre_hook(forward.before_forward).remove)
+        undo.callback(model.register_forward_hook(forward.after_forward, prepend=True, always_call=True).remove)
+        for handle in (*register_module_rules(model, policy), *accept_half_input(model)):
+            undo.callback(handle.remove)
+        return AppliedPolicy(policy, undo.pop_all())
+
+
+class _UnderEngine:
+    """The hooks that keep an engine active while a model's forward runs."""
+
+    def __init__(self, engine: CastingEngine) -> None:
+        self._engine = engine
+        self._scopes = OpenScopes()
+
+    def before_forward(self, _model: nn.Module, _args: tuple[Any, ...]) -> None:
+        """Enter the engine."""
+        self._scopes.enter(self._engine.active())
+
+    def after_forward(self, _model: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
+        """Leave the engine; called where forward has raised, too."""
+        self._scopes.leave()
+
+    def leave(self) -> None:
+        """Leave what this thread is still in: an interrupt in forward lets no hook run."""
+        self._scopes.leave_all()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_engine": self._engine}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _scopes=OpenScopes())

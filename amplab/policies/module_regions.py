@@ -1,0 +1,252 @@
+"""Rules by module at work: official forward hooks where a rule begins, a border around what is inside.
+
+                        around by op (O1)                          around in half weights (O2, O3)
+    entry               16-bit inputs -> the rule's dtype          floating inputs -> the rule's dtype
+    inside float32      no casts                                   no casts
+    inside 16-bit       the policy's lists with that dtype         everything in that dtype, as the weights are
+    inside simulated    the policy's lists, values rounded         the policy's lists, values rounded
+    exit                to what they would have been               floating outputs -> the dtype around
+
+What a float32 output would have been is followed op by op (`would_be_dtypes`); a 16-bit one becomes the compute dtype
+around. Hooks live with the modules: copies, pickles and replicas carry them. torch.compile breaks its graph at borders.
+A module whose weights are used without calling it has no border of its own: rule over the module around it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amplab.policies.apex_table import APEX
+from amplab.policies.argument_casts import HALVES
+from amplab.policies.casting_mode import THREAD, is_pushed, remove
+from amplab.policies.decision import Decision
+from amplab.policies.engine import CastingEngine, casts_enabled, thread_engines
+from amplab.policies.explained_plan import decided
+from amplab.policies.module_rules import RuledModule, ruled_modules
+from amplab.policies.precision_policy import PrecisionPolicy
+from amplab.policies.precisions import Precision, precision_name, tensor_dtype
+from amplab.policies.tree_cast import cast_tree
+from amplab.policies.would_be_dtypes import WouldBeDtypes
+
+__all__ = ["ModuleRegion", "module_rule_at_work", "register_module_rules"]
+
+_FLOAT32 = PrecisionPolicy(None, torch.float32)
+
+
+def register_module_rules(
+    model: nn.Module, policy: PrecisionPolicy, *, weights_dtype: torch.dtype | None = None
+) -> list[_RegionHandles]:
+    """Hang the borders of `policy`'s module rules on `model`; the handles take them off again.
+
+    Args:
+        model: its submodules are named by the rules. Weights are left as they are.
+        policy: the rules, and the lists that modules in a lower precision run by.
+        weights_dtype: what the model's other weights are cast to; None where ops are cast and weights are not.
+
+    Raises:
+        ValueError: a rule that names no module of `model`, or rules that contradict each other.
+    """
+    handles: list[_RegionHandles] = []
+    engines: dict[Precision, CastingEngine] = {}
+    for ruled in ruled_modules(model, policy.module_rules):
+        precision = ruled.rule.precision
+        if precision not in engines:
+            engines[precision] = CastingEngine(_policy_inside(precision, policy, weights_dtype is not None))
+        outside = weights_dtype if weights_dtype is None or ruled.around is None else ruled.around.precision
+        region = ModuleRegion(ruled, engines[precision], None if outside is None else tensor_dtype(outside))
+        handles.append(_RegionHandles(region, ruled.module))
+    return handles
+
+
+def _policy_inside(precision: Precision, policy: PrecisionPolicy, weights_are_cast: bool) -> PrecisionPolicy:
+    if precision is torch.float32:
+        return _FLOAT32
+    table = None if weights_are_cast and isinstance(precision, torch.dtype) else policy.table or APEX
+    return PrecisionPolicy(table, precision, policy.op_rules)
+
+
+class ModuleRegion:
+    """The two hooks of one ruled module.
+
+    Args:
+        ruled: the module and its rule; the module itself is not kept.
+        engine: what casts inside; it stays at hand as `engine`.
+        outside_dtype: in models with half weights, the dtype around; None where the engine around says it.
+    """
+
+    def __init__(self, ruled: RuledModule, engine: CastingEngine, outside_dtype: torch.dtype | None) -> None:
+        self._name = ruled.name or type(ruled.module).__name__
+        self._rule = ruled.rule
+        self.engine = engine
+        self._inside_dtype = tensor_dtype(ruled.rule.precision)
+        self._outside_dtype = outside_dtype
+
+    def __str__(self) -> str:
+        """The rule and its module."""
+        return f"{self._rule} in {self._name}"
+
+    def before_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Cast what goes in, then begin to compute by the rule."""
+        _leave_interrupted()
+        visit = _Visit(self, _policy_at_work(), sys._getframe(1))
+        by_op = self._outside_dtype is None
+        if by_op and not casts_enabled():
+            _AT_WORK.visits.append(visit)
+            return None
+        with self._explained("gets", self._inside_dtype):
+            target = self._entry_dtype if by_op else self._inside_dtype
+            cast = cast_tree(args, target), cast_tree(kwargs, target)
+        follows = by_op and self._inside_dtype is torch.float32
+        inputs = list(zip(_tensors(cast), _tensors((args, kwargs)), strict=True)) if follows else None
+        visit.enter(self.engine.active(), inputs)
+        return cast
+
+    def after_forward(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        """Leave the rule, then cast what comes out; called with None where forward has raised."""
+        visit = _AT_WORK.visits[-1] if _AT_WORK.visits else None
+        if visit is None or visit.region is not self:  # a hook before ours has raised
+            return output
+        visit.leave()
+        if visit.casting is None:
+            return output
+        around = self._outside_dtype or visit.around.tensor_dtype
+        with self._explained("returns", around):
+            cast = cast_tree(output, self._outside_dtype or functools.partial(self._exit_dtype, visit))
+        self._tell_around(output, cast)
+        return cast
+
+    def leave(self) -> None:
+        """Leave what this thread is still in: an interrupt in forward lets no hook run."""
+        for visit in [visit for visit in reversed(_AT_WORK.visits) if visit.region is self]:
+            visit.leave()
+
+    def _entry_dtype(self, tensor: Tensor) -> torch.dtype:
+        return self._inside_dtype if tensor.dtype in HALVES else tensor.dtype
+
+    def _exit_dtype(self, visit: _Visit, tensor: Tensor) -> torch.dtype:
+        if visit.would_be is not None:
+            return visit.would_be.of(tensor)
+        return visit.around.tensor_dtype if tensor.dtype is self._inside_dtype else tensor.dtype
+
+    def _tell_around(self, output: Any, cast: Any) -> None:
+        """Let a float32 module around know that what came out of this one in 16 bits is no float32 by its ops."""
+        following = _AT_WORK.visits[-1].would_be if _AT_WORK.visits else None
+        if following is not None and self._inside_dtype in HALVES:
+            for before, after in zip(_tensors(output), _tensors(cast), strict=True):
+                if before.dtype is self._inside_dtype:
+                    following.note(after, following.around.tensor_dtype)
+
+    @contextlib.contextmanager
+    def _explained(self, verb: str, dtype: torch.dtype) -> Iterator[None]:
+        """Tell whoever traces whose rule the casts of the block are."""
+        if THREAD.explanation is None:
+            yield
+            return
+        detail = f"your rule {self._rule}: what {self._name} {verb} is cast to {precision_name(dtype)}"
+        # An engine at work would take the casts for ops of the model's code, and say so.
+        with decided(THREAD.explanation, Decision(self._name, None, "cast", detail)), torch._C.DisableTorchFunction():
+            yield
+
+
+class _RegionHandles:
+    """What takes a region off its module; `remove` as a RemovableHandle has it."""
+
+    def __init__(self, region: ModuleRegion, module: nn.Module) -> None:
+        self._region = region
+        self._handles = (
+            module.register_forward_pre_hook(region.before_forward, with_kwargs=True),
+            module.register_forward_hook(region.after_forward, prepend=True, always_call=True),
+        )
+
+    def remove(self) -> None:
+        """Take both hooks off; does nothing the second time."""
+        self._region.leave()
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Visit:
+    """One forward of a ruled module, in one thread."""
+
+    def __init__(self, region: ModuleRegion, around: PrecisionPolicy, frame: FrameType) -> None:
+        self.region = region
+        self.around = around
+        self.frame = frame
+        self.casting: contextlib.AbstractContextManager[None] | None = None
+        self.would_be: WouldBeDtypes | None = None
+
+    def enter(
+        self, casting: contextlib.AbstractContextManager[None], inputs: list[tuple[Tensor, Tensor]] | None
+    ) -> None:
+        """Switch on: the engine, and under it what follows the dtypes of `inputs`, given as (inside, around)."""
+        _AT_WORK.visits.append(self)
+        if inputs is not None and (self.around.tensor_dtype in HALVES or any(a is not b for a, b in inputs)):
+            self.would_be = WouldBeDtypes(self.around)
+            for inside, around in inputs:
+                self.would_be.note(inside, around.dtype)
+            self.would_be.__enter__()
+        casting.__enter__()
+        self.casting = casting
+
+    def leave(self) -> None:
+        """Switch off, wherever on the stack the modes lie by now."""
+        _AT_WORK.visits.remove(self)
+        if self.casting is not None:
+            self.casting.__exit__(None, None, None)
+        if self.would_be is not None and is_pushed(self.would_be):
+            remove(self.would_be)
+
+
+class _VisitsAtWork(threading.local):
+    """The forwards of ruled modules that this thread is in, innermost last."""
+
+    def __init__(self) -> None:
+        self.visits: list[_Visit] = []
+
+
+_AT_WORK = _VisitsAtWork()
+
+
+def _leave_interrupted() -> None:
+    """Leave the forwards that an interrupt has ended: their frames run no longer."""
+    if not _AT_WORK.visits:
+        return
+    running = set()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        running.add(frame)
+        frame = frame.f_back
+    for visit in [visit for visit in reversed(_AT_WORK.visits) if visit.frame not in running]:
+        visit.leave()
+
+
+def module_rule_at_work() -> str:
+    """The module rule that the calling thread computes by: "blocks.*=float32 in blocks.0"; empty for none."""
+    visit = _AT_WORK.visits[-1] if _AT_WORK.visits else None
+    return "" if visit is None or visit.casting is None else str(visit.region)
+
+
+def _policy_at_work() -> PrecisionPolicy:
+    engines = thread_engines()
+    return engines[-1].policy if engines else _FLOAT32
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    """The floating tensors of a structure, in the order in which `cast_tree` meets them."""
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> torch.dtype:
+        found.append(tensor)
+        return tensor.dtype
+
+    cast_tree(tree, keep)
+    return found

@@ -1,0 +1,207 @@
+"""A user's own rules by op: which op, and what it is to do instead of what the table says.
+
+An op is named in one of three ways:
+
+    "softmax"                          every spelling: those of the table's row, torch's function, method and functional
+    "torch.nn.functional.softmax"      that spelling alone
+    torch.nn.functional.softmax        the same, as the function object
+
+What is to happen is a precision (float32 casts up, a lower one casts down to it) or a cast policy by its word.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import resolve_name
+
+from amplab.policies.apex_table import APEX
+from amplab.policies.cast_policy import CastPolicy
+from amplab.policies.op_table import OpRule, OpTable, resolve
+from amplab.policies.precisions import Precision, precision_name, precision_of
+
+__all__ = ["OpOverride", "op_overrides", "rules_by_function", "rules_of_policy"]
+
+_HOMES = ("torch", "torch.Tensor", "torch.nn.functional")
+_IN_PLACE = (CastPolicy.MATCH_SELF, CastPolicy.BANNED, CastPolicy.FALL_THROUGH)
+_WORDS = {cast.value: cast for cast in CastPolicy if cast is not CastPolicy.FP32_SET_OPT_DTYPE}
+
+
+@dataclasses.dataclass(frozen=True)
+class OpOverride:
+    """One rule of a user about one op.
+
+    Attributes:
+        op: a bare name ("softmax") or one spelling ("torch.nn.functional.softmax").
+        cast: the kind of cast.
+        precision: what a lower_precision_fp op computes in; None for the policy's compute dtype, and for other kinds.
+    """
+
+    op: str
+    cast: CastPolicy
+    precision: Precision | None = None
+
+    @property
+    def word(self) -> str:
+        """What stands right of the equals sign, as `op_overrides` reads it back."""
+        if self.precision is not None:
+            return precision_name(self.precision)
+        return "float32" if self.cast is CastPolicy.FP32 else self.cast.value
+
+
+def op_overrides(rules: Mapping[Any, Any] | Iterable[OpOverride], table: OpTable | None) -> tuple[OpOverride, ...]:
+    """The rules that a user wrote, checked, in the order of their names.
+
+    Args:
+        rules: op (name, spelling or function) -> precision, cast policy or the name of one; or finished rules.
+        table: the table of the policy, whose rows name spellings.
+
+    Raises:
+        ValueError: an op that no torch function has, or that cannot be cast so; or two rules for one op.
+    """
+    if isinstance(rules, Mapping):
+        rules = [_override(op, value) for op, value in rules.items()]
+    found: dict[str, OpOverride] = {}
+    for rule in rules:
+        if found.setdefault(rule.op, rule) != rule:
+            raise ValueError(_contradiction(rule.op, found[rule.op], rule))
+    ordered = tuple(found[op] for op in sorted(found))
+    rules_by_function(ordered, table)
+    return ordered
+
+
+def rules_by_function(
+    overrides: Iterable[OpOverride], table: OpTable | None
+) -> dict[Callable, tuple[OpRule, OpOverride]]:
+    """Function object -> the row that the user's rule makes, and the rule; a spelling's rule beats its name's.
+
+    Raises:
+        ValueError: as `op_overrides`.
+    """
+    found: dict[Callable, tuple[OpRule, OpOverride]] = {}
+    for override in sorted(overrides, key=lambda override: "." in override.op):
+        for func, spelling in _functions(override.op, table).items():
+            _check_in_place(override, func)
+            other = found.get(func)
+            as_specific = other is not None and ("." in other[1].op) == ("." in override.op)
+            if as_specific and (other[1].cast, other[1].precision) != (override.cast, override.precision):
+                raise ValueError(_contradiction(spelling, other[1], override))
+            found[func] = _row(override, func, spelling, table), override
+    return found
+
+
+def rules_of_policy(overrides: Iterable[OpOverride], table: OpTable | None) -> list[tuple[OpRule, OpOverride | None]]:
+    """Every row once, with the user's rule that made it or None: the user's, then what they leave of the table's.
+
+    A row of the table is left out where every spelling of it has a rule of the user.
+    """
+    users: dict[tuple[str, OpOverride], OpRule] = {}
+    ruled = rules_by_function(overrides, table)
+    for row, override in ruled.values():
+        known = users.setdefault((row.op, override), row)
+        if row.spellings[0] not in known.spellings:
+            joined = dataclasses.replace(known, spellings=known.spellings + row.spellings)
+            users[row.op, override] = joined
+    left = [row for row in (() if table is None else table.rows) if not _is_overridden(row, ruled)]
+    return [*((row, override) for (_, override), row in users.items()), *((row, None) for row in left)]
+
+
+def _is_overridden(row: OpRule, ruled: Mapping[Callable, Any]) -> bool:
+    functions = [func for func in map(resolve, row.spellings) if func is not None]
+    return bool(functions) and all(func in ruled for func in functions)
+
+
+def _override(op: Any, value: Any) -> OpOverride:
+    name = _in_full(op) if isinstance(op, str) else _spelling_of(op)
+    cast = _WORDS.get(value, value) if isinstance(value, str) else value
+    if isinstance(cast, CastPolicy):
+        if cast not in _WORDS.values():
+            raise ValueError(f"op_rules[{name!r}]={cast.value!r}: expected {_allowed()}.")
+        return OpOverride(name, cast)
+    try:
+        precision = precision_of(value, "dtype")
+    except ValueError:
+        raise ValueError(f"op_rules[{name!r}]={value!r}: expected {_allowed()}.") from None
+    if precision is torch.float32:
+        return OpOverride(name, CastPolicy.FP32)
+    return OpOverride(name, CastPolicy.LOWER_PRECISION_FP, precision)
+
+
+def _in_full(op: str) -> str:
+    """The whole path of a spelling that begins with F or Tensor; others as they are."""
+    head, dot, rest = op.partition(".")
+    return (
+        {"F": "torch.nn.functional.", "Tensor": "torch.Tensor."}[head] + rest if dot and head in ("F", "Tensor") else op
+    )
+
+
+def _spelling_of(func: Any) -> str:
+    spelling = resolve_name(func) if callable(func) else None
+    if spelling is None and callable(func) and (row := APEX.rule(func)) is not None:
+        spelling = next(each for each in row.spellings if resolve(each) == func)
+    if spelling is None:
+        raise ValueError(
+            f"op_rules: {func!r} is no op of torch; expected a function such as torch.softmax, a method such as "
+            "torch.Tensor.add, or a name such as 'softmax'. To rule over code of your own, name its module in "
+            "module_rules."
+        )
+    return spelling
+
+
+def _functions(op: str, table: OpTable | None) -> dict[Callable, str]:
+    """The functions that `op` names, each with its spelling."""
+    if "." in op:
+        func = resolve(op) if op.startswith("torch.") else None
+        found = {func: op} if callable(func) and (resolve_name(func) or APEX.rule(func)) else {}
+    else:
+        rows = [row for each in dict.fromkeys((table or APEX, APEX)) for row in each.rows if row.op == op]
+        listed = [spelling for row in rows for spelling in row.spellings]
+        spelt = [f"{home}.{op}" for home in _HOMES if resolve_name(resolve(f"{home}.{op}"))]
+        found = {func: each for each in (*spelt, *listed) if callable(func := resolve(each))}
+    if not found:
+        raise ValueError(f"op_rules: {op!r} is no op of torch; {_nearest(op, table)}")
+    return found
+
+
+def _nearest(op: str, table: OpTable | None) -> str:
+    names = {row.op for row in (table or APEX).rows} | set(dir(torch.nn.functional)) | set(dir(torch.Tensor))
+    near = difflib.get_close_matches(op.rpartition(".")[2], sorted(names), n=3)
+    meant = f"did you mean {', '.join(map(repr, near))}? " if near else ""
+    return f"{meant}Expected a name such as 'softmax' or a spelling such as 'torch.nn.functional.softmax'."
+
+
+def _check_in_place(override: OpOverride, func: Callable) -> None:
+    if _works_in_place(func.__name__) and override.cast not in _IN_PLACE:
+        raise ValueError(
+            f"op_rules[{override.op!r}]={override.word!r}: {func.__name__} writes into its tensor, which keeps its "
+            f"dtype; expected {', '.join(repr(cast.value) for cast in _IN_PLACE)}, or rule over "
+            f"{func.__name__.strip('_').removeprefix('i')!r}, which returns a new tensor."
+        )
+
+
+def _works_in_place(name: str) -> bool:
+    if name.startswith("__"):  # __iadd__ has an __add__ beside it; __int__ and __index__ have no such sister
+        return name == "__setitem__" or (name.startswith("__i") and f"__{name[3:]}" in dir(torch.Tensor))
+    return name.endswith("_")
+
+
+def _row(override: OpOverride, func: Callable, spelling: str, table: OpTable | None) -> OpRule:
+    row = None if table is None else table.rule(func)
+    op = row.op if row is not None else spelling.rpartition(".")[2]
+    instead = f"; the {table.name} list has {row.cast.value}" if table is not None and row is not None else ""
+    return OpRule(op, override.cast, f"{op}: your rule, {override.word}{instead}", (spelling,), by_user=True)
+
+
+def _contradiction(op: str, first: OpOverride, second: OpOverride) -> str:
+    return (
+        f"op_rules: {op} is to be {first.word} by {first.op!r} and {second.word} by {second.op!r}; "
+        "keep one of the two rules."
+    )
+
+
+def _allowed() -> str:
+    return f"a dtype such as torch.float32, or one of {', '.join(map(repr, _WORDS))}"

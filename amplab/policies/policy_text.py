@@ -1,0 +1,83 @@
+"""The string form of a policy, and its parts read back.
+
+    apex/float16
+    apex/bfloat16; op softmax=bfloat16; op torch.nn.functional.linear=promote; module blocks.*.attn=float32
+
+First table/dtype, then the user's rules, by op and by module-name pattern. A name with other characters than these
+stands in double quotes, as JSON has it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+__all__ = ["PolicyText", "read_policy", "write_policy"]
+
+_PLAIN = re.compile(r"[\w.*?\[\]!-]+")
+_RULE = re.compile(r'\s*;\s*(?P<kind>op|module)\s+(?P<name>"(?:[^"\\]|\\.)*"|[\w.*?\[\]!-]+)\s*=\s*(?P<word>\w+)\s*')
+_BASE = re.compile(r"\s*(?P<table>\w+)/(?P<dtype>\w+)\s*")
+
+
+class PolicyText(NamedTuple):
+    """The parts of a string form, none of them looked up yet.
+
+    Attributes:
+        table: the table's word.
+        dtype: the compute dtype's name.
+        op_rules: op -> word.
+        module_rules: pattern -> dtype name.
+    """
+
+    table: str
+    dtype: str
+    op_rules: dict[str, str]
+    module_rules: dict[str, str]
+
+
+def write_policy(
+    table: str, dtype: str, op_rules: Iterable[tuple[str, str]], module_rules: Iterable[tuple[str, str]]
+) -> str:
+    """The string form that `read_policy` takes apart again.
+
+    >>> write_policy("apex", "float16", [("softmax", "float32")], [("head", "bfloat16")])
+    'apex/float16; op softmax=float32; module head=bfloat16'
+    """
+    ops = (f"op {_quoted(name)}={word}" for name, word in op_rules)
+    modules = (f"module {_quoted(name)}={word}" for name, word in module_rules)
+    return "; ".join((f"{table}/{dtype}", *ops, *modules))
+
+
+def read_policy(text: str) -> PolicyText:
+    """The parts of a string form.
+
+    Raises:
+        ValueError: not of this form, or a rule that stands there twice.
+    """
+    base = _BASE.match(text)
+    place = base.end() if base else 0
+    rules: dict[str, dict[str, str]] = {"op": {}, "module": {}}
+    while base and place < len(text):
+        rule = _RULE.match(text, place)
+        if rule is None:
+            raise _refusal(text, f"what does {text[place:]!r} mean?")
+        name = json.loads(rule["name"]) if rule["name"].startswith('"') else rule["name"]
+        if rules[rule["kind"]].setdefault(name, rule["word"]) != rule["word"]:
+            raise _refusal(text, f"{rule['kind']} {name} has two rules; keep one.")
+        place = rule.end()
+    if base is None:
+        raise _refusal(text, "pass the string form of a policy.")
+    return PolicyText(base["table"], base["dtype"], rules["op"], rules["module"])
+
+
+def _quoted(name: str) -> str:
+    return name if _PLAIN.fullmatch(name) else json.dumps(name)
+
+
+def _refusal(text: str, why: str) -> ValueError:
+    return ValueError(
+        f"policy {text!r}: expected 'table/dtype', then rules such as '; op softmax=float32' or "
+        f"'; module blocks.*.attn=float32', e.g. 'apex/float16'; {why}"
+    )

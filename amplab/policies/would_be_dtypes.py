@@ -1,0 +1,114 @@
+"""What dtype a tensor would have, had its ops run under another policy.
+
+A module that a rule keeps in float32 returns float32; around it half is expected where the policy would have made
+half. The mode here follows the ops inside by the rows of the policy around: a lower-precision op gives its compute
+dtype, an fp32 op gives float32, any other what its arguments would promote to. Nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from amplab.policies.argument_casts import HALVES
+from amplab.policies.cast_policy import CastPolicy
+from amplab.policies.composites import composites_of, opened
+from amplab.policies.precision_policy import PrecisionPolicy
+from amplab.policies.precisions import tensor_dtype
+
+__all__ = ["WouldBeDtypes"]
+
+_FP32 = (CastPolicy.FP32, CastPolicy.FP32_SET_OPT_DTYPE)
+_ASKS_FOR_DTYPE = frozenset(("to", "half", "bfloat16", "float", "double", "type", "type_as"))
+_FOLLOWS_FIRST = frozenset(("batch_norm", "instance_norm", "embedding", "embedding_bag"))
+
+
+class WouldBeDtypes(TorchFunctionMode):
+    """Follows which float32 tensors of a block would be 16-bit under the policy `around`.
+
+    Push it under the mode that casts in the block, so that it sees the ops inside of opened composites.
+
+    Attributes:
+        around: that policy.
+
+    >>> x = torch.ones(2, 2)
+    >>> with WouldBeDtypes(PrecisionPolicy()) as would_be:
+    ...     product, loss = x @ x, (x @ x).exp()
+    >>> would_be.of(product), would_be.of(loss)
+    (torch.float16, torch.float32)
+    """
+
+    def __init__(self, around: PrecisionPolicy) -> None:
+        super().__init__()
+        self.around = around
+        self._composites = composites_of(around.table)
+        self._dtypes = WeakIdKeyDictionary()
+
+    def note(self, tensor: Tensor, dtype: torch.dtype) -> None:
+        """Say that `tensor`, float32 here, is `dtype` around."""
+        if tensor.dtype is torch.float32 and dtype in HALVES:
+            self._dtypes[tensor] = dtype
+
+    def of(self, tensor: Tensor) -> torch.dtype:
+        """What `tensor` would be: its own dtype where nothing else is known."""
+        return self._dtypes.get(tensor, tensor.dtype)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run `func` and note what its results would be."""
+        kwargs = kwargs or {}
+        row = self.around.by_function.get(func)
+        promotes = row is not None and row.cast is CastPolicy.PROMOTE and isinstance(func, FunctionType)
+        if promotes or func in self._composites:
+            with self:  # engines open these, so that what is inside acts by its own rows
+                return opened(func)(*args, **kwargs)
+        result = func(*args, **kwargs)
+        outputs = [tensor for tensor in _floats((result,)) if tensor.dtype is torch.float32]
+        if not outputs:
+            return result
+        if _asks_for_dtype(func, kwargs):
+            for output in outputs:
+                self._dtypes.pop(output, None)
+            return result
+        dtype = self._result_dtype(func, _floats((*args, *kwargs.values())))
+        for output in outputs:
+            if dtype is not None and not any(output is arg for arg in args):  # in place, a tensor keeps its dtype
+                self.note(output, dtype)
+        return result
+
+    def _result_dtype(self, func: Callable[..., Any], tensors: list[Tensor]) -> torch.dtype | None:
+        if not tensors or any(tensor.dtype is torch.float64 for tensor in tensors):
+            return None
+        row = self.around.by_function.get(func)
+        cast = CastPolicy.FALL_THROUGH if row is None else row.cast
+        if cast is CastPolicy.LOWER_PRECISION_FP:
+            return tensor_dtype(self.around.precision(func))
+        if cast in _FP32:
+            return torch.float32
+        if cast is CastPolicy.FALL_THROUGH and getattr(func, "__name__", "") in _FOLLOWS_FIRST:
+            return self.of(tensors[0])
+        wide = [tensor for tensor in tensors if tensor.dim()]
+        voting = tensors if cast is CastPolicy.PROMOTE or not wide else wide
+        return functools.reduce(torch.promote_types, map(self.of, voting))
+
+
+def _asks_for_dtype(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("dtype") is not None or getattr(func, "__name__", "") in _ASKS_FOR_DTYPE
+
+
+def _floats(values: Iterable[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found += [value] if value.is_floating_point() else []
+        elif isinstance(value, (list, tuple)):
+            found += _floats(value)
+    return found
