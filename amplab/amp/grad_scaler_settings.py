@@ -162,7 +162,7 @@ class GradScalerSettings(torch.amp.GradScaler):
 
     def _warn_of_collapse(self, scale: float) -> None:
         """Say once that the scale has fallen so low that lowering it further helps nobody."""
-        if self._warned_of_collapse or not 0.0 <= scale < _COLLAPSED:
+        if self._warned_of_collapse or not 0.0 <= scale < min(_COLLAPSED, self._init_scale):
             return
         self._warned_of_collapse = True
         warnings.warn(

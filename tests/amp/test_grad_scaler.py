@@ -170,9 +170,9 @@ def test_unscale_of_no_gradients_is_unscaled_and_says_nothing_yet(scaler_type):
     scaler.unscale_(optimizer)
     row = scaler._per_optimizer_states[id(optimizer)]
     assert (row["stage"], row["found_inf_per_device"]) == (OptState.UNSCALED, {})
-    with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer."):
+    with pytest.raises(AssertionError, match=r"No inf checks were recorded for this optimizer."):
         scaler.step(optimizer)
-    with pytest.raises(AssertionError, match="No inf checks were recorded prior to update."):
+    with pytest.raises(AssertionError, match=r"No inf checks were recorded prior to update."):
         scaler.update()
 
 
@@ -183,7 +183,7 @@ def test_half_gradients_are_refused(scaler_type):
     scaler = scaler_type("cpu", init_scale=2.0)
     backward(scaler, parameter)
     for method in (scaler.unscale_, scaler.step):
-        with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients."):
+        with pytest.raises(ValueError, match=r"Attempting to unscale FP16 gradients."):
             method(optimizer)
     assert parameter.grad.item() == 4.0
 
@@ -194,7 +194,7 @@ def test_a_parameter_that_is_no_tensor_is_refused(scaler_type):
     scaler = scaler_type("cpu")
     backward(scaler, parameter)
     optimizer.param_groups[0]["params"].append("weight")
-    with pytest.raises(AssertionError, match="expected param to be torch.Tensor, got str"):
+    with pytest.raises(AssertionError, match=r"expected param to be torch.Tensor, got str"):
         scaler.unscale_(optimizer)
 
 
@@ -218,7 +218,7 @@ def test_a_closure_keyword_is_refused(scaler_type):
     parameter, optimizer = one_parameter()
     scaler = scaler_type("cpu")
     backward(scaler, parameter)
-    with pytest.raises(RuntimeError, match="Closure use is not currently supported if GradScaler is enabled."):
+    with pytest.raises(RuntimeError, match=r"Closure use is not currently supported if GradScaler is enabled."):
         scaler.step(optimizer, closure=lambda: 0.0)
 
 
@@ -333,7 +333,7 @@ def test_update_without_checks_is_refused_and_unscale_is_enough(scaler_type):
     scaler = scaler_type("cpu")
     parameter, optimizer = one_parameter()
     backward(scaler, parameter, INF)
-    with pytest.raises(AssertionError, match="No inf checks were recorded prior to update."):
+    with pytest.raises(AssertionError, match=r"No inf checks were recorded prior to update."):
         scaler.update()
     scaler.unscale_(optimizer)
     scaler.update()
