@@ -195,9 +195,11 @@ class GradScaler(GradScalerSettings):
         """
         self.unscale_(optimizer)
         known = self._known.of(optimizer)
-        return clip_by_norm_(
-            [strided_grad(param) for param in known.params if param.grad is not None], max_norm, norm_type
-        )
+        norm = torch.zeros(())
+        if norm_type == 2.0 and known.parameter_list.clip_grads_(norm, max_norm) is not None:
+            return norm
+        grads = [strided_grad(param) for param in known.params if param.grad is not None]
+        return clip_by_norm_(grads, max_norm, norm_type)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Call ``optimizer.step(*args, **kwargs)`` unless a gradient is inf or NaN; unscale first where that is left.

@@ -5,7 +5,7 @@
     unscale_gradients_      grad <- round(grad * inv_scale);  found_inf of each device
 
 Nothing is grouped by device or dtype while all gradients lie on one device and are strided, which the kernel itself
-finds out: it refuses a list before it writes anything.
+finds out: it refuses a list before it writes anything. On the CPU it finds the gradients, too.
 """
 
 import operator
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amplab.kernels import unscale_
+from amplab.kernels import ParameterList, unscale_
 from amplab.scalers import strided_grad
 
 __all__ = ["OptimizerGradients", "UnscaledGradients", "unscale_gradients_"]
@@ -32,11 +32,13 @@ class OptimizerGradients:
         params: every parameter once, in the order of the groups.
         plain: the last gradients were strided and on one device, so the kernel takes them as they come.
         shared: the parameters that another optimizer of the same scaler steps, too; None while that is not known.
+        parameter_list: the same parameters, as the kernels know them.
         momentum_of: the state of a fused SGD in which every parameter was found to have its momentum.
     """
 
     def __init__(self) -> None:
         self.params: list[Tensor] = []
+        self.parameter_list = ParameterList([])
         self.plain = True
         self.shared: list[Tensor] | None = None
         self.momentum_of: object = None
@@ -61,6 +63,7 @@ class OptimizerGradients:
                 )
         self._listed = list(listed)
         self.params = list({id(param): param for param in listed}.values())
+        self.parameter_list = ParameterList(self.params)
         self.plain, self.shared, self.momentum_of = True, None, None
         return True
 
@@ -142,6 +145,11 @@ def unscale_gradients_(
 
     Sync: none.
     """
+    if not done and found_inf.device.type == "cpu":
+        here = found_inf.clone()
+        count = known.parameter_list.unscale_grads_(here, inv_scale, allow_half=allow_half)
+        if count is not None:
+            return {found_inf.device: here} if count else {}
     grads = known.gradients()
     if not allow_half and torch.float16 in {grad.dtype for grad in grads}:
         raise ValueError(

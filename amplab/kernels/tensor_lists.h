@@ -43,6 +43,7 @@ class Handle {
     }
   }
 
+  AtenTensorHandle get() const { return tensor_; }
   int64_t numel() const { return get<int64_t>(aoti_torch_get_numel); }
   int64_t dim() const { return get<int64_t>(aoti_torch_get_dim); }
   const int64_t* sizes() const { return get<int64_t*>(aoti_torch_get_sizes); }
