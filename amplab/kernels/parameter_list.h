@@ -7,32 +7,44 @@
 #include <c10/core/TensorImpl.h>
 #include <c10/core/UndefinedTensorImpl.h>
 
-#include <utility>
 #include <vector>
 
 #include "tensor_lists.h"
 
 namespace amplab {
 
+// Owns nothing: a count of its own on a parameter would stop torch.utils.swap_tensors. So whoever calls makes sure that
+// every parameter is alive, and is the tensor that it was.
 class ParameterList {
  public:
-  explicit ParameterList(std::vector<Handle> parameters) : parameters_(std::move(parameters)) {}
+  explicit ParameterList(const std::vector<Handle>& parameters) {
+    parameters_.reserve(parameters.size());
+    for (const Handle& parameter : parameters) {
+      parameters_.push_back(pointer(parameter).get());
+    }
+  }
 
   // Lays out the gradients that are there. False where one of them is not what the kernels take as it comes: on the
   // CPU, strided and without gaps, of a floating dtype; float16 only where it is allowed. `spans` is then of no use.
   bool lay_out_gradients(bool allow_half, std::vector<TypedSpan>& spans) const {
-    spans.reserve(parameters_.size());
-    for (const Handle& parameter : parameters_) {
-      const TensorPointer& grad = pointer(pointer(parameter)->grad());
-      if (!grad.defined()) {
-        continue;
+    std::vector<const TensorPointer*> grads;
+    grads.reserve(parameters_.size());
+    for (const c10::TensorImpl* parameter : parameters_) {
+      const TensorPointer& grad = pointer(parameter->grad());
+      if (grad.defined()) {
+        prefetch(grad.get(), sizeof(c10::TensorImpl));
+        grads.push_back(&grad);
       }
-      const Dtype dtype = dtype_of(*grad);
-      if (!is_plain(*grad) || dtype == kDtypes || (dtype == kHalf && !allow_half)) {
+    }
+    spans.reserve(grads.size());
+    for (const TensorPointer* each : grads) {
+      c10::TensorImpl& grad = **each;
+      const Dtype dtype = dtype_of(grad);
+      if (!is_plain(grad) || dtype == kDtypes || (dtype == kHalf && !allow_half)) {
         return false;
       }
-      void* data = grad->numel() == 0 ? nullptr : grad->mutable_data();
-      spans.push_back({{data, data, grad->numel()}, dtype, dtype});
+      void* data = grad.numel() == 0 ? nullptr : grad.mutable_data();
+      spans.push_back({{data, data, grad.numel()}, dtype, dtype});
     }
     return true;
   }
@@ -64,7 +76,7 @@ class ParameterList {
     }
   }
 
-  std::vector<Handle> parameters_;
+  std::vector<const c10::TensorImpl*> parameters_;
 };
 
 }  // namespace amplab

@@ -19,7 +19,7 @@ from amplab.kernels import build
 
 __all__ = ["ParameterList"]
 
-_NO_LIST, _REFUSED = 0, -1
+_REFUSED = -1
 _HERE = torch.empty(0)  # chooses the CPU's kernel
 
 _SCHEMAS = {
@@ -48,9 +48,9 @@ class ParameterList:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
-        self._list = _NO_LIST
+        self._list = 0
         self._serves = len(parameters) > 0 and all(_is_on_cpu(parameter) for parameter in parameters)
-        self._ends = self._identities()
+        self._tensors: list[int] = []
 
     def unscale_grads_(self, found_inf: Tensor, inv_scale: Tensor, *, allow_half: bool = True) -> int | None:
         """Multiply the gradients by ``inv_scale`` in place, as `unscale_` does.
@@ -65,7 +65,7 @@ class ParameterList:
 
         Sync: none.
         """
-        if not self._is_known():
+        if not (_is_scalar(found_inf) and _is_scalar(inv_scale) and self._is_known()):
             return None
         return _counted(_OPS.unscale_remembered_.default(self._list, found_inf, inv_scale, allow_half))
 
@@ -83,7 +83,7 @@ class ParameterList:
 
         Reference: ``torch.nn.utils.clip_grad_norm_``.
         """
-        if not self._is_known():
+        if not (_is_scalar(norm) and self._is_known()):
             return None
         return _counted(_OPS.clip_remembered_.default(self._list, norm, float(max_norm)))
 
@@ -94,27 +94,27 @@ class ParameterList:
         build.settle()
         if build.report().status != "built":
             return False
-        if self._list != _NO_LIST and self._ends == self._identities():
-            return True
-        return self._hand_over()
+        # The tensor behind each Python object: torch.utils.swap_tensors, and so module.to(), may change it.
+        tensors = [parameter._cdata for parameter in self._parameters]
+        return tensors == self._tensors or self._hand_over(tensors)
 
-    def _hand_over(self) -> bool:
+    def _hand_over(self, tensors: list[int]) -> bool:
         try:
             with torch.no_grad():
                 self._list = _OPS.remember_parameters.default(list(self._parameters))
         except NotImplementedError:  # built this moment, and to be loaded by the next call
             return False
-        self._ends = self._identities()
+        self._tensors = tensors
         weakref.finalize(self, _OPS.forget_parameters.default, self._list, _HERE).atexit = False
         return True
-
-    def _identities(self) -> tuple[int, int]:
-        """The first and the last tensor behind the Python objects: ``torch.utils.swap_tensors`` changes them."""
-        return (self._parameters[0]._cdata, self._parameters[-1]._cdata) if self._parameters else (0, 0)
 
 
 def _is_on_cpu(parameter: Tensor) -> bool:
     return parameter.device.type == "cpu" and type(parameter) in (Tensor, torch.nn.Parameter)
+
+
+def _is_scalar(tensor: Tensor) -> bool:
+    return tensor.dtype is torch.float32 and tensor.numel() == 1 and tensor.device.type == "cpu"
 
 
 def _counted(gradients: int) -> int | None:

@@ -25,6 +25,8 @@ constexpr int64_t kGrain = 32768;  // elements a thread must have to be worth wa
 // first, and nothing of it would still be there when the optimizer comes.
 constexpr int64_t kStreamFrom = 16 << 20;
 
+constexpr size_t kLookAhead = 512;  // bytes of the next tensor to ask for while one is worked on
+
 #if defined(__AVX2__) && defined(__F16C__)
 
 constexpr int64_t kLanes = 8;
@@ -214,6 +216,9 @@ bool unscale_spans(const std::vector<TypedSpan>& spans, float inv_scale, Write w
     bool found_here = false;
     for (int index = find_span(ends, static_cast<int>(spans.size()), begin); begin < end; ++index) {
       const Span& span = spans[index].span;
+      if (ends[index] < end) {  // the hardware looks ahead within a page only
+        prefetch(spans[index + 1].span.input, kLookAhead);
+      }
       const int64_t start = ends[index] - span.numel;
       const int64_t stop = std::min(end, ends[index]);
       const Range range = range_for(spans[index], write, stream);
