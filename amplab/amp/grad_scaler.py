@@ -171,7 +171,7 @@ class GradScaler(GradScalerSettings):
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
         row["found_inf_per_device"] = self._unscale_grads_(optimizer, inverse, found_inf, allow_half)
         row["stage"] = OptState.UNSCALED
-        self._done.add(self._known.of(optimizer).may_be_shared)
+        self._done.add(self._known.kept(optimizer).may_be_shared)
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

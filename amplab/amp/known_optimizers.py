@@ -24,6 +24,10 @@ class KnownOptimizers:
         known.refresh(optimizer)
         return known
 
+    def kept(self, optimizer: Optimizer) -> OptimizerGradients:
+        """Return what `of` returned last, without another look at the groups. Sync: none."""
+        return self._known[optimizer]
+
     def find_shared(self) -> None:
         """Between two iterations: find out which parameters several optimizers step, where somebody is new."""
         everyone = list(self._known.values())
