@@ -22,16 +22,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from amplab import amp, bench, formats, kernels, lab, policies, scalers, trace
+    from amplab.amp import GradScaler
     from amplab.policies import cpu_half
 
 __version__ = "0.1.0"
 
 __all__ = [
     "formats", "kernels", "policies", "scalers", "amp", "trace", "lab", "bench",
-    "cpu_half",
+    "GradScaler", "cpu_half",
 ]  # fmt: skip
 
 _HOMES = {
+    "GradScaler": "amp",
     "cpu_half": "policies",
 }
 """The names that have a place beside the rooms, and the room each comes from."""

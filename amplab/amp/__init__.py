@@ -1,7 +1,8 @@
-"""The face that scripts know from NVIDIA apex: four optimization levels, loss scaling, master weights.
+"""The faces that scripts know: NVIDIA apex's four optimization levels and torch's GradScaler.
 
 Reading order: OPT_LEVELS (what the levels are), Session (one experiment), then the functions of apex, which drive
-one session for the whole program, then save_run_state and load_run_state, for a whole run in one file.
+one session for the whole program, then save_run_state and load_run_state, for a whole run in one file. GradScaler
+stands on its own.
 """
 
 from amplab.amp import frontend
@@ -26,6 +27,7 @@ from amplab.amp.apex_state import init
 from amplab.amp.collapse import LossScaleCollapse
 from amplab.amp.default_sessions import default_session
 from amplab.amp.function_casts import float_function, half_function, promote_function
+from amplab.amp.grad_scaler import GradScaler
 from amplab.amp.opt_levels import OPT_LEVELS, OptLevel, OptProperties, explain_override
 from amplab.amp.records import MemoryUse, ScaleRecord, StepOutcome
 from amplab.amp.run_state import RunState, load_run_state, save_run_state
@@ -36,6 +38,7 @@ from amplab.policies import disable_casts
 __all__ = [
     "_amp_state",
     "OPT_LEVELS",
+    "GradScaler",
     "LossScaleCollapse",
     "MemoryUse",
     "OptLevel",

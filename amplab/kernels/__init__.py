@@ -2,6 +2,16 @@
 
 from amplab.kernels.build import BuildReport, ensure, report
 from amplab.kernels.dispatch_casts import DispatchCasts
+from amplab.kernels.parameter_list import ParameterList
 from amplab.kernels.unscale import unscale_, unscale_add, unscale_copy
 
-__all__ = ["BuildReport", "DispatchCasts", "ensure", "report", "unscale_", "unscale_add", "unscale_copy"]
+__all__ = [
+    "BuildReport",
+    "DispatchCasts",
+    "ParameterList",
+    "ensure",
+    "report",
+    "unscale_",
+    "unscale_add",
+    "unscale_copy",
+]

@@ -31,6 +31,19 @@ inline void require(bool condition, const char* side, size_t index, const char* 
   }
 }
 
+// Asks for memory that will be read soon, one cache line after the other.
+inline void prefetch(const void* memory, size_t bytes) {
+#if defined(__GNUC__)
+  constexpr size_t kLine = 64;
+  for (size_t at = 0; at < bytes; at += kLine) {
+    __builtin_prefetch(static_cast<const char*>(memory) + at);
+  }
+#else
+  static_cast<void>(memory);
+  static_cast<void>(bytes);
+#endif
+}
+
 // Owns one reference to a tensor.
 class Handle {
  public:
@@ -43,6 +56,7 @@ class Handle {
     }
   }
 
+  AtenTensorHandle get() const { return tensor_; }
   int64_t numel() const { return get<int64_t>(aoti_torch_get_numel); }
   int64_t dim() const { return get<int64_t>(aoti_torch_get_dim); }
   const int64_t* sizes() const { return get<int64_t*>(aoti_torch_get_sizes); }

@@ -5,12 +5,14 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cmath>
 #include <limits>
 
 #if defined(__AVX2__) && defined(__F16C__)
 #include <immintrin.h>
 #endif
 
+#include "parameter_list.h"
 #include "tensor_lists.h"
 #include "unscale.h"
 
@@ -22,6 +24,8 @@ constexpr int64_t kGrain = 32768;  // elements a thread must have to be worth wa
 // Outputs larger than this, in bytes, are written past the caches: a line that is overwritten whole need not be read
 // first, and nothing of it would still be there when the optimizer comes.
 constexpr int64_t kStreamFrom = 16 << 20;
+
+constexpr size_t kLookAhead = 512;  // bytes of the next tensor to ask for while one is worked on
 
 #if defined(__AVX2__) && defined(__F16C__)
 
@@ -212,6 +216,9 @@ bool unscale_spans(const std::vector<TypedSpan>& spans, float inv_scale, Write w
     bool found_here = false;
     for (int index = find_span(ends, static_cast<int>(spans.size()), begin); begin < end; ++index) {
       const Span& span = spans[index].span;
+      if (ends[index] < end) {  // the hardware looks ahead within a page only
+        prefetch(spans[index + 1].span.input, kLookAhead);
+      }
       const int64_t start = ends[index] - span.numel;
       const int64_t stop = std::min(end, ends[index]);
       const Range range = range_for(spans[index], write, stream);
@@ -256,7 +263,85 @@ void unscale(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
   }
 }
 
+// -- the same for the gradients of parameters that were handed over before ------------------------------------------
+
+const ParameterList& parameter_list(StableIValue value) {
+  return *reinterpret_cast<const ParameterList*>(torch::stable::detail::to<int64_t>(value));
+}
+
+void remember_parameters(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
+  const auto* list = new ParameterList(take_list(stack[0]));
+  stack[0] = torch::stable::detail::from(reinterpret_cast<int64_t>(list));
+}
+
+void forget_parameters(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
+  const Handle here(stack[1]);
+  delete &parameter_list(stack[0]);
+}
+
+// Returns how many gradients were unscaled; -1 where the general operator has to do it, and nothing was written.
+void unscale_remembered(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
+  const Handle found_inf(stack[1]);
+  const Handle inv_scale(stack[2]);
+  std::vector<TypedSpan> spans;
+  if (!parameter_list(stack[0]).lay_out_gradients(torch::stable::detail::to<bool>(stack[3]), spans)) {
+    stack[0] = torch::stable::detail::from(int64_t{-1});
+    return;
+  }
+  if (unscale_spans(spans, *static_cast<const float*>(inv_scale.data()), Write::replace, true)) {
+    *static_cast<float*>(found_inf.mutable_data()) = 1.0f;
+  }
+  stack[0] = torch::stable::detail::from(static_cast<int64_t>(spans.size()));
+}
+
+double sum_of_squares(const Span& span) {
+  constexpr int64_t kSums = 16;  // side by side, so that the compiler takes several at once
+  const float* x = static_cast<const float*>(span.input);
+  double sums[kSums] = {};
+  int64_t i = 0;
+  for (; i + kSums <= span.numel; i += kSums) {
+    for (int64_t lane = 0; lane < kSums; ++lane) {
+      sums[lane] += static_cast<double>(x[i + lane]) * x[i + lane];
+    }
+  }
+  for (; i < span.numel; ++i) {
+    sums[i % kSums] += static_cast<double>(x[i]) * x[i];
+  }
+  double sum = 0.0;
+  for (const double each : sums) {
+    sum += each;
+  }
+  return sum;
+}
+
+// Writes the 2-norm of the gradients and scales them down to max_norm; returns as unscale_remembered.
+void clip_remembered(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
+  const Handle norm(stack[1]);
+  std::vector<TypedSpan> spans;
+  bool floats = parameter_list(stack[0]).lay_out_gradients(false, spans);
+  double sum = 0.0;
+  for (const TypedSpan& typed : spans) {
+    floats = floats && typed.input_dtype == kFloat;
+    sum += floats ? sum_of_squares(typed.span) : 0.0;
+  }
+  if (!floats) {
+    stack[0] = torch::stable::detail::from(int64_t{-1});
+    return;
+  }
+  const float total = static_cast<float>(std::sqrt(sum));
+  const float factor = static_cast<float>(torch::stable::detail::to<double>(stack[2])) / (total + 1e-6f);
+  *static_cast<float*>(norm.mutable_data()) = total;
+  if (!(factor >= 1.0f)) {  // NaN goes on, as in torch
+    unscale_spans(spans, factor, Write::replace, true);
+  }
+  stack[0] = torch::stable::detail::from(static_cast<int64_t>(spans.size()));
+}
+
 STABLE_TORCH_LIBRARY_IMPL(amplab, CPU, m) {
+  m.impl("remember_parameters", &remember_parameters);
+  m.impl("forget_parameters", &forget_parameters);
+  m.impl("unscale_remembered_", &unscale_remembered);
+  m.impl("clip_remembered_", &clip_remembered);
   m.impl("multi_tensor_unscale_", &unscale<Write::replace, true>);
   m.impl("multi_tensor_unscale_copy", &unscale<Write::replace, false>);
   m.impl("multi_tensor_unscale_add", &unscale<Write::accumulate, false>);

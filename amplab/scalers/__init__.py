@@ -3,6 +3,7 @@
 from amplab.scalers.deepspeed_rule import DeepSpeedScale, LossScaleAtMinimumError
 from amplab.scalers.device_rule import AskedScale, DeviceScale, RecurrentScale, device_scale
 from amplab.scalers.flat_gradients import BrokenView, FlatGradients, ViewBreak, check_combined_tensors
+from amplab.scalers.floored_rule import floored
 from amplab.scalers.master_weights import MasterPair, MasterWeights
 from amplab.scalers.published_rules import (
     PUBLISHED_RULES,
@@ -16,7 +17,7 @@ from amplab.scalers.recurrence import Recurrence, RecurrentRule
 from amplab.scalers.replay import Replay, ReplayStep, Verdict, overflow_verdict, replay
 from amplab.scalers.rules import APEX_DYNAMIC, TORCH_DYNAMIC, DynamicScale, ScaleRule, StaticScale
 from amplab.scalers.scale_state import HysteresisState, ScaleState
-from amplab.scalers.unscaler import Unscaler, inverse_scale
+from amplab.scalers.unscaler import Unscaler, inverse_scale, strided_grad
 
 __all__ = [
     "APEX_DYNAMIC",
@@ -50,7 +51,9 @@ __all__ = [
     "ViewBreak",
     "check_combined_tensors",
     "device_scale",
+    "floored",
     "inverse_scale",
     "overflow_verdict",
     "replay",
+    "strided_grad",
 ]

@@ -10,6 +10,7 @@ asked on the host and its scale written to the device: ``Sync: one``, or none wh
 
 import math
 from abc import ABC, abstractmethod
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -86,6 +87,16 @@ class DeviceScale(ABC):
     @abstractmethod
     def load_(self, state: ScaleState) -> None:
         """Take up a state, in the tensors that are there. Sync: none."""
+
+    @abstractmethod
+    def set_scale_(self, scale: float | Tensor) -> None:
+        """Go on from another scale; what the rule has counted stays.
+
+        Args:
+            scale: a number, or a tensor of one element on any device.
+
+        Sync: none; one for a tensor where the host is asked (`syncs` is 1).
+        """
 
     @abstractmethod
     def follow(self, rule: ScaleRule) -> None:
@@ -169,6 +180,15 @@ class RecurrentScale(DeviceScale):
         self._hysteresis.fill_(patience_of(state, self._recurrence.hysteresis or 1))
         self._torch_kernel = _is_torchs(self._recurrence) and _is_within(state, self._recurrence)
 
+    @torch.no_grad()
+    def set_scale_(self, scale: float | Tensor) -> None:
+        """Go on from another scale, which may lie outside the rule's bounds. Sync: none."""
+        self._torch_kernel = False  # its clamp would bring such a scale back at once; the rule does so when it moves
+        scale = scale.detach().reshape(()) if isinstance(scale, Tensor) else torch.tensor(scale, dtype=torch.float64)
+        exact = scale.to(self._exact.device, torch.float64, non_blocking=True)
+        self._exact.copy_(_rounded(exact, self._recurrence))
+        self.scale.copy_(self._exact)
+
     def follow(self, rule: ScaleRule) -> None:
         """Go on from here under other constants. Sync: none."""
         if not isinstance(rule, RecurrentRule):
@@ -201,6 +221,10 @@ class AskedScale(DeviceScale):
         self._state = state
         self.scale.fill_(float32(state.scale))
         self.clean_steps.fill_(state.clean_steps)
+
+    def set_scale_(self, scale: float | Tensor) -> None:
+        """Go on from another scale. Sync: one for a tensor, none for a number."""
+        self.load_(replace(self._state, scale=float(scale)))
 
     def follow(self, rule: ScaleRule) -> None:
         """Go on from here under another rule that understands the present state. Sync: none."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from amplab.kernels import unscale_
 
-__all__ = ["Unscaler", "inverse_scale"]
+__all__ = ["Unscaler", "inverse_scale", "strided_grad"]
 
 
 def inverse_scale(scale: float | Tensor, device: torch.device) -> Tensor:
@@ -76,7 +76,7 @@ class Unscaler:
         return found_inf
 
     def _unscale_group(self, group: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
-        grads = [_values(param, grad) for param in group if (grad := param.grad) is not None]
+        grads = [strided_grad(param) for param in group if param.grad is not None]
         if found_inf.device == inverse.device:
             unscale_(grads, found_inf, inverse)
             return
@@ -103,8 +103,14 @@ class Unscaler:
             self._by_device.setdefault(param.device, []).append(param)
 
 
-def _values(param: Tensor, grad: Tensor) -> Tensor:
-    """The strided tensor of a gradient's numbers; a sparse one is coalesced: the sum of duplicates may overflow."""
+def strided_grad(param: Tensor) -> Tensor:
+    """The strided tensor of the numbers in ``param.grad``, which the kernels work on.
+
+    A sparse gradient is coalesced first, and replaced by what came of it: the sum of duplicates may overflow.
+
+    Sync: none for a strided one; coalescing waits for the device.
+    """
+    grad = param.grad
     if not grad.is_sparse:
         return grad
     if not grad.is_coalesced():

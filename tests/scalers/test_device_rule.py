@@ -1,5 +1,6 @@
 """The form of a rule on the device: the bits of the pure rule, and no wait for the device."""
 
+import dataclasses
 import math
 import pickle
 from dataclasses import dataclass
@@ -213,3 +214,31 @@ def test_growth_beyond_float32_ends_at_a_ceiling_below_it():
     scale = device_scale(rule)
     scale.update_(torch.zeros(1))
     assert scale.state() == rule.next(rule.start(), found_inf=False) == ScaleState(torch.tensor(3e38).item())
+
+
+@pytest.mark.parametrize(
+    "rule", [DynamicScale(growth_interval=2), DynamicScale(floor=4.0), ApexScale(), MegatronScale()]
+)
+@pytest.mark.parametrize("given_scale", [48.0, 2.0, 0.1])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_scale_of_the_callers_is_gone_on_from_without_a_look(rule, given_scale, as_tensor):
+    scale = device_scale(rule)
+    scale.update_(torch.zeros(()))
+    state = scale.state()
+    with NoReading():
+        scale.set_scale_(torch.tensor([given_scale], dtype=torch.float64) if as_tensor else given_scale)
+    state = dataclasses.replace(state, scale=rule.recurrence.round(given_scale))
+    assert scale.state() == state
+    for found in (False, True, True, False):
+        scale.update_(torch.tensor(float(found)))
+        state = rule.next(state, found)
+        assert scale.state() == state
+        assert scale.scale.item() == torch.tensor(state.scale).item()
+
+
+def test_a_rule_that_is_asked_takes_a_scale_and_keeps_its_count():
+    scale = device_scale(DeepSpeedScale())
+    scale.update_(True)
+    scale.set_scale_(torch.tensor(8.0))
+    assert scale.state() == HysteresisState(8.0, 0, 1)
+    assert scale.scale.item() == 8.0
