@@ -11,7 +11,7 @@ from torch import Tensor
 
 from amplab.bench.interleaved import Case, Contestant, Pair
 from amplab.bench.rows import Goal
-from amplab.bench.scaler import unscaler_against_torch
+from amplab.bench.scaler import scaler_against_torch
 from amplab.bench.workloads import random_tensors, resnet50_shapes
 from amplab.kernels import unscale_, unscale_copy
 
@@ -48,10 +48,10 @@ def kernel_cases(large: int = 2**26, many: int = 2000, elements: int = 1000, mod
         Case("unscale_, ResNet50 bfloat16", _TORCHS, Goal("at least", 1.6), lambda: _in_place(shapes, torch.bfloat16)),
         Case(f"unscale_, {sizes}", _TORCHS, Goal("at least", 1.8), lambda: _in_place(small, torch.float32)),
         Case(
-            f"Unscaler.unscale_, {sizes}, fresh gradients",
+            f"GradScaler.unscale_, {sizes}, fresh gradients",
             "torch.amp.GradScaler.unscale_",
             Goal("at least", 3.0),
-            lambda: unscaler_against_torch(many, elements, fresh=True),
+            lambda: scaler_against_torch(many, elements, fresh=True),
         ),
     ]
 

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
+from amplab.amp import GradScaler
 from amplab.bench.interleaved import Case, Contestant, Pair
 from amplab.bench.rows import Goal
 from amplab.bench.workloads import random_tensors
 from amplab.scalers import Unscaler
 
-__all__ = ["Gradients", "iteration", "scaler_cases", "torch_scaler", "unscaler_against_torch"]
+__all__ = ["Gradients", "iteration", "scaler_against_torch", "scaler_cases", "torch_scaler", "unscaler_against_torch"]
 
 _SCALE = 2.0**16
 _MAX_NORM = 1.0
@@ -55,22 +56,34 @@ def scaler_cases(many: int = 2000, few: int = 200, elements: int = 1000) -> list
         elements: of each gradient, float32.
     """
     sizes = f"{many} × {elements} float32"
-    return [
+    fast = Goal("at least", 3.0)
+    whole = [
         Case(
-            f"Unscaler.unscale_, {sizes}, {kind} gradients",
+            f"{name}.unscale_, {sizes}, {kind} gradients",
             _THEIRS,
-            Goal("at least", 3.0),
-            lambda fresh=kind == "fresh": unscaler_against_torch(many, elements, fresh=fresh),
+            fast,
+            lambda pair=pair, kind=kind: pair(many, elements, fresh=kind == "fresh"),
         )
+        for name, pair in (("GradScaler", scaler_against_torch), ("Unscaler", unscaler_against_torch))
         for kind in ("fresh", "kept")
-    ] + [
-        Case(
-            f"Unscaler.unscale_ + clip_grad_norm_, {few} × {elements}",
-            "torch's two calls",
-            Goal("at least", 5.0),
-            lambda: _with_clipping(few, elements),
-        )
     ]
+    clipping = Case(
+        f"GradScaler.unscale_and_clip_, {few} × {elements}",
+        "unscale_ + clip_grad_norm_",
+        Goal("at least", 5.0),
+        lambda: _with_clipping(few, elements),
+    )
+    return [*whole, clipping]
+
+
+def scaler_against_torch(count: int, elements: int, *, fresh: bool) -> Pair:
+    """Both GradScalers' whole call of unscale_ on float32 gradients."""
+    ours, theirs = Gradients(count, elements, fresh=fresh), Gradients(count, elements, fresh=fresh)
+    return Pair(
+        iteration(_our_scaler(), ours, lambda scaler: scaler.unscale_(ours.optimizer)),
+        iteration(torch_scaler(), theirs, lambda scaler: scaler.unscale_(theirs.optimizer)),
+        {"tensors": count, "elements": count * elements},
+    )
 
 
 def unscaler_against_torch(count: int, elements: int, *, fresh: bool) -> Pair:
@@ -107,17 +120,19 @@ def _unscaler(gradients: Gradients) -> Callable[[], Tensor]:
     return lambda: unscaler.unscale_(gradients.params, _SCALE)
 
 
+def _our_scaler() -> GradScaler:
+    return GradScaler("cpu", init_scale=_SCALE, growth_interval=2**30)
+
+
 def _with_clipping(count: int, elements: int) -> Pair:
     ours, theirs = Gradients(count, elements, fresh=True), Gradients(count, elements, fresh=True)
-    unscale = _unscaler(ours)
-
-    def run() -> None:
-        unscale()
-        clip_grad_norm_(ours.params, _MAX_NORM)
 
     def torchs(scaler: torch.amp.GradScaler) -> None:
         scaler.unscale_(theirs.optimizer)
         clip_grad_norm_(theirs.params, _MAX_NORM)
 
-    details = {"tensors": count, "elements": count * elements}
-    return Pair(Contestant(run, ours.refill), iteration(torch_scaler(), theirs, torchs), details)
+    return Pair(
+        iteration(_our_scaler(), ours, lambda scaler: scaler.unscale_and_clip_(ours.optimizer, _MAX_NORM)),
+        iteration(torch_scaler(), theirs, torchs),
+        {"tensors": count, "elements": count * elements},
+    )
