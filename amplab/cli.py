@@ -62,6 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def open_lab(options: argparse.Namespace) -> int:
     """Open JupyterLab on a notebook."""
+    if options.jupyter and not options.jupyter[0].startswith("-"):
+        stray = options.jupyter[0]
+        return refuse(options, LaunchError(f"{stray}: no option; a lesson is named as `amplab lab --notebook {stray}`."))
     try:
         notebook = choose_notebook(find_notebooks(), options.notebook)
         plan = plan_launch(notebook, port=options.port, browser=options.browser, extra=options.jupyter)
@@ -76,14 +79,13 @@ def train_in_terminal(options: argparse.Namespace) -> int:
     """Train without a browser."""
     from amplab.lab import ExperimentConfig
     from amplab.lab.console import train
+    from amplab.lab.fields import read
 
     words = {field: getattr(options, field) for field, _, _ in TRAIN_OPTIONS}
-    given = [f"{field}={word}" for field, word in words.items() if word is not None]
-    version = str(ExperimentConfig()).split()[0]
     try:
-        config = ExperimentConfig.parse(" ".join([version, *given]))
+        config = ExperimentConfig(**{field: read(field, word) for field, word in words.items() if word is not None})
         return train(config, steps=options.steps, log_path=options.log).exit_status
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, RuntimeError) as error:  # the last where kernels are required and cannot be built
         return refuse(options, error)
 
 

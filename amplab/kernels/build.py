@@ -14,6 +14,8 @@ A build that fails is said once, as a warning with its cause and its remedy, and
 Nothing happens on import. What is built is in ``recipe.py``, where it is kept in ``cache.py``.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import subprocess
@@ -163,7 +165,7 @@ class KernelLibrary:
             self._in_use = True
             self._tell(cached)
         elif mode == "require":
-            self._tell(_build(recipe, background=False))
+            self._tell(_build(recipe))
             self._take_up(required=True)
         else:
             self._build_in_background(recipe)
@@ -179,12 +181,14 @@ class KernelLibrary:
         # A notebook's cell keeps its outputs to itself: they are compared when the notebook is tested.
         if self._on_report is None and "ipykernel" not in sys.modules:
             print(self.report, file=sys.stderr)  # noqa: T201 (the one line that a build is worth)
-        self._thread = threading.Thread(target=self._build, args=(recipe,), name="amplab-build", daemon=True)
+        # Begun here and not in the thread: a script that ends at once still leaves a builder behind.
+        compiler = _Compiler(recipe, own_session=True)
+        self._thread = threading.Thread(target=self._build, args=(compiler,), name="amplab-build", daemon=True)
         self._thread.start()
 
-    def _build(self, recipe: Recipe) -> None:
+    def _build(self, compiler: _Compiler) -> None:
         """The background thread. It loads nothing: an operator may be running."""
-        news = _build(recipe, background=True)
+        news = compiler.report()
         with self._lock:
             self._tell(news)
             self.needs_attention = True
@@ -242,41 +246,62 @@ def _load(built: BuildReport) -> BuildReport | None:
     return None
 
 
-def _build(recipe: Recipe, *, background: bool) -> BuildReport:
+def _build(recipe: Recipe) -> BuildReport:
     """Compile in another process and wait for it."""
-    began = time.perf_counter()
-    failure = obstacle() or _run_compiler(recipe, own_session=background)
-    library = cache.find(recipe.key)
-    seconds = time.perf_counter() - began
-    if library is not None:
-        return BuildReport("built", f"{recipe.what}, kept in {library.parent}", seconds, library=library)
-    if failure is None:
-        failure = Obstacle("the build left no library", "set XDG_CACHE_HOME to a folder that can be written")
-    return BuildReport("failed", recipe.what, seconds, failure.cause, failure.remedy)
+    missing = obstacle()
+    if missing is not None:
+        return BuildReport("failed", recipe.what, 0.0, missing.cause, missing.remedy)
+    return _Compiler(recipe, own_session=False).report()
 
 
-def _run_compiler(recipe: Recipe, *, own_session: bool) -> Obstacle | None:
-    """Run ``compilation.py`` to its end. In a session of its own it survives an interrupt of this process."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    command = [sys.executable, "-m", "amplab.kernels.compilation", recipe.key]
-    with tempfile.TemporaryFile() as log:
+class _Compiler:
+    """A process that runs ``compilation.py``. In a session of its own it survives an interrupt of this process."""
+
+    def __init__(self, recipe: Recipe, *, own_session: bool) -> None:
+        self._recipe, self._began = recipe, time.perf_counter()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed when the report is made)
+        self._process: subprocess.Popen | None = None
+        self._failure: Obstacle | None = None
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         try:
-            subprocess.run(
-                command,
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "amplab.kernels.compilation", recipe.key],
                 stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdout=self._log,
                 stderr=subprocess.STDOUT,
                 env=environment,
                 start_new_session=own_session,
-                timeout=_TIMEOUT,
-                check=True,
             )
-        except subprocess.CalledProcessError:
-            log.seek(0)
-            return _explain(recipe, log.read())
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return Obstacle(f"the build did not run: {error}", "AMPLAB_KERNELS=reference, if that is to stay so")
-    return None
+        except OSError as error:
+            self._failure = _did_not_run(error)
+
+    def report(self) -> BuildReport:
+        """Wait for the end, and say what came of it."""
+        with self._log:
+            failure = self._failure or self._wait()
+        library = cache.find(self._recipe.key)
+        seconds = time.perf_counter() - self._began
+        if library is not None:
+            what = f"{self._recipe.what}, kept in {library.parent}"
+            return BuildReport("built", what, seconds, library=library)
+        if failure is None:
+            failure = Obstacle("the build left no library", "set XDG_CACHE_HOME to a folder that can be written")
+        return BuildReport("failed", self._recipe.what, seconds, failure.cause, failure.remedy)
+
+    def _wait(self) -> Obstacle | None:
+        try:
+            status = self._process.wait(_TIMEOUT)
+        except subprocess.TimeoutExpired as error:
+            self._process.kill()
+            return _did_not_run(error)
+        if status == 0:
+            return None
+        self._log.seek(0)
+        return _explain(self._recipe, self._log.read())
+
+
+def _did_not_run(error: Exception) -> Obstacle:
+    return Obstacle(f"the build did not run: {error}", "AMPLAB_KERNELS=reference, if that is to stay so")
 
 
 def _explain(recipe: Recipe, log: bytes) -> Obstacle:

@@ -21,6 +21,7 @@ OPTIMIZERS = ("sgd", "adam", "adamw")
 LEVELS = ("O0", "O1", "O2", "O3")
 
 _LARGEST_SCALE = 2.0**127  # the largest power of two in float32, the type of a scaled loss
+_SMALLEST_SCALE = 2.0**-126  # the smallest whose inverse float32 can hold, which unscaling needs
 _LONGEST_ECHO = 40  # characters of a refused value
 _POWER = re.compile(r"(?P<base>\d+(?:\.\d+)?)(?:\*\*|\^)(?P<exponent>[+-]?\d+)")
 _WHOLE = re.compile(r"[+-]?\d{1,30}")
@@ -45,8 +46,12 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def _is_scale(value: object) -> bool:
+def _is_rate(value: object) -> bool:
     return _is_number(value) and 0 < value <= _LARGEST_SCALE
+
+
+def _is_scale(value: object) -> bool:
+    return _is_number(value) and _SMALLEST_SCALE <= value <= _LARGEST_SCALE
 
 
 def _is_count(value: object, low: int, high: int) -> bool:
@@ -74,7 +79,7 @@ RULES: dict[str, FieldRule] = {
     "opt_level": _one_of(LEVELS, note=" (the letter O and a digit)"),
     "optimizer": _one_of(OPTIMIZERS),
     "lr": FieldRule(
-        lambda value: value is None or _is_scale(value),
+        lambda value: value is None or _is_rate(value),
         "a number > 0 and at most 2**127, or None for the optimizer's default",
     ),
     "momentum": FieldRule(lambda value: _is_number(value) and 0 <= value < 1, "a number in [0, 1); 0 switches it off"),
@@ -82,16 +87,16 @@ RULES: dict[str, FieldRule] = {
     "seed": _count(0, 2**63 - 1, "the same seed gives the same run"),
     "loss_scale": FieldRule(
         lambda value: value is None or value == "dynamic" or _is_scale(value),
-        "'dynamic', a number > 0 and at most 2**127 (128 is a usual static scale), "
+        "'dynamic', a number > 0, at least 2**-126 and at most 2**127 (128 is a usual static scale), "
         "or None for what the opt_level prescribes",
     ),
-    "init_scale": FieldRule(_is_scale, "a number > 0 and at most 2**127; 2**16 is a usual start"),
+    "init_scale": FieldRule(_is_scale, "a number > 0, at least 2**-126 and at most 2**127; 2**16 is a usual start"),
     "growth_interval": _count(1, 10**9, "the clean steps until the scale doubles"),
     "min_loss_scale": FieldRule(
         lambda value: value is None or _is_scale(value),
-        "a number > 0 and at most 2**127, or None for no floor of your own",
+        "a number > 0, at least 2**-126 and at most 2**127, or None for no floor of your own",
     ),
-    "max_loss_scale": FieldRule(_is_scale, "a number > 0 and at most 2**127; 2**24 is the default"),
+    "max_loss_scale": FieldRule(_is_scale, "a number > 0, at least 2**-126 and at most 2**127; 2**24 is the default"),
     "keep_batchnorm_fp32": _OVERRIDE,
     "master_weights": _OVERRIDE,
 }

@@ -62,6 +62,8 @@ def open(config: str | ExperimentConfig | None = None) -> Dashboard:
         ImportError: The widget libraries or the task's data are not installed.
     """
     wanted = ExperimentConfig.parse(config) if isinstance(config, str) else config
+    if not isinstance(wanted, ExperimentConfig | None):
+        raise TypeError(f"open({config!r}): expected an ExperimentConfig, or the string that a dashboard's config() gives.")
     dashboard = _dashboard()
     trainer, has_begun = _kernel.obtain(wanted)
     opened = dashboard(trainer)
