@@ -13,6 +13,7 @@ The rooms, in reading order; each imports only those before it, and each is load
     views     the widgets of the lab (imported by name: they need the extra ``lab``)
     bench     measurements that you can repeat
     launch    JupyterLab, opened on one notebook
+    scripts   scripts that import apex, run as they are
     cli       the ``amplab`` command
 """
 
@@ -24,16 +25,18 @@ if TYPE_CHECKING:
     from amplab import amp, bench, formats, kernels, lab, policies, scalers, trace
     from amplab.amp import GradScaler
     from amplab.policies import cpu_half
+    from amplab.scripts import as_apex
 
 __version__ = "0.1.0"
 
 __all__ = [
     "formats", "kernels", "policies", "scalers", "amp", "trace", "lab", "bench",
-    "GradScaler", "cpu_half",
+    "GradScaler", "as_apex", "cpu_half",
 ]  # fmt: skip
 
 _HOMES = {
     "GradScaler": "amp",
+    "as_apex": "scripts",
     "cpu_half": "policies",
 }
 """The names that have a place beside the rooms, and the room each comes from."""

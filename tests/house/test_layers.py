@@ -23,6 +23,7 @@ ROOMS = (
     "views",
     "bench",
     "launch",
+    "scripts",
     "cli",
 )
 CORE = ROOMS[: ROOMS.index("views")]
