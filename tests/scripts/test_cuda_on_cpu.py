@@ -28,7 +28,8 @@ def test_a_device_is_the_cpu(said, device):
     moved = [
         tensor.to(device), tensor.to(device=device, non_blocking=True), tensor.to(device, torch.float16),
         torch.tensor([1.0], device=device), torch.zeros_like(tensor, device=device),
-        tensor.new_full((2,), 1, device=device), nn.Linear(2, 2).to(device).weight, nn.Linear(2, 2, device=device).weight,
+        tensor.new_full((2,), 1, device=device), nn.Linear(2, 2).to(device).weight,
+        nn.Linear(2, 2, device=device).weight,
     ]  # fmt: skip
     assert {each.device for each in moved} == {CPU}
     assert moved[2].dtype == torch.float16
