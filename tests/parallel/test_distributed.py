@@ -41,13 +41,13 @@ weights = [torch.zeros(1, 1) for _ in range(2)]
 dist.all_gather(weights, module.weight.data)
 print(module.weight.grad.item(), alone.item(), torch.equal(*weights))
 
-torch.manual_seed(rank)
+torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
 model = DistributedDataParallel(model, allreduce_always_fp32=True)
 for step in range(3):
-    loss = model(torch.randn(4, 4)).square().mean() * (float("inf") if rank == 1 and step == 1 else 1)
+    loss = model(torch.randn(4, 4) + rank).square().mean() * (float("inf") if rank == 1 and step == 1 else 1)
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
     optimizer.step()
