@@ -56,3 +56,10 @@ def test_a_static_scale_stays_and_scales():
     scaler.backward(weight.sum())
     assert weight.grad.tolist() == [128.0, 128.0]
     assert scaler.scale_gradient(None, (torch.ones(1),), None)[0].item() == 128.0
+
+
+def test_the_dynamic_scale_stops_at_one():
+    scaler = DynamicLossScaler(init_scale=8.0, scale_factor=3.0)
+    for _ in range(5):
+        scaler.update_scale(True)
+    assert scaler.loss_scale == 1.0
