@@ -7,12 +7,16 @@ The rooms, in reading order; each imports only those before it, and each is load
     kernels   fused operations beside their references
     policies  which operation runs in which dtype, and why
     scalers   how the loss scale moves
+    optimizers FusedAdam, FusedSGD and LARC, as scripts import them from apex
+    parallel  DistributedDataParallel and its kind under apex's names; so normalization and multi_tensor_apply
     amp       initialize, scale_loss, master_params: the face that apex made known
+    fp16_utils half precision by hand: FP16_Optimizer and what came before amp
     trace     what happened in one step: every operation with its dtypes and the reason
     lab       experiments: tasks, models, a trainer, the run log
     views     the widgets of the lab (imported by name: they need the extra ``lab``)
     bench     measurements that you can repeat
     launch    JupyterLab, opened on one notebook
+    scripts   scripts that import apex, run as they are
     cli       the ``amplab`` command
 """
 
@@ -21,19 +25,36 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from amplab import amp, bench, formats, kernels, lab, policies, scalers, trace
+    from amplab import (
+        amp,
+        bench,
+        formats,
+        fp16_utils,
+        kernels,
+        lab,
+        multi_tensor_apply,
+        normalization,
+        optimizers,
+        parallel,
+        policies,
+        scalers,
+        trace,
+    )
     from amplab.amp import GradScaler
     from amplab.policies import cpu_half
+    from amplab.scripts import as_apex
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "formats", "kernels", "policies", "scalers", "amp", "trace", "lab", "bench",
-    "GradScaler", "cpu_half",
+    "formats", "kernels", "policies", "scalers", "optimizers", "parallel", "normalization", "multi_tensor_apply",
+    "amp", "fp16_utils", "trace", "lab", "bench",
+    "GradScaler", "as_apex", "cpu_half",
 ]  # fmt: skip
 
 _HOMES = {
     "GradScaler": "amp",
+    "as_apex": "scripts",
     "cpu_half": "policies",
 }
 """The names that have a place beside the rooms, and the room each comes from."""

@@ -1,8 +1,9 @@
-"""The ``amplab`` command: open the lab in JupyterLab, train in the terminal, or measure.
+"""The ``amplab`` command: open the lab in JupyterLab, train in the terminal, measure, or run a script as apex.
 
-Only the command line is read here. :mod:`amplab.launch` opens JupyterLab, :mod:`amplab.lab.console` trains and prints,
-:class:`amplab.lab.ExperimentConfig` judges the values of an experiment, :mod:`amplab.bench` measures; these three are
-imported when they are needed, so that ``amplab lab`` and ``amplab --help`` wait for no torch.
+Only the command line is read here. :mod:`amplab.launch` opens JupyterLab, :mod:`amplab.scripts` runs scripts,
+:mod:`amplab.lab.console` trains and prints, :class:`amplab.lab.ExperimentConfig` judges the values of an experiment,
+:mod:`amplab.bench` measures; these three are imported when they are needed, so that ``amplab lab`` and
+``amplab --help`` wait for no torch.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from amplab import __version__
 from amplab.launch import LaunchError, choose_notebook, find_notebooks, launch, plan_launch
+from amplab.scripts import DEVICES, ScriptError, run_module, run_script
 
 __all__ = ["main", "build_parser", "parse_count"]
 
@@ -111,6 +113,15 @@ def may_write(path: Path) -> bool:
     return not path.is_dir() and os.access(path.parent, os.W_OK)
 
 
+def run_as_apex(options: argparse.Namespace) -> int:
+    """Run a script with amplab in the place of apex; what it prints, raises and returns is its own."""
+    run = run_module if options.module else run_script
+    try:
+        return run(options.script, options.arguments, device=options.device)
+    except ScriptError as error:
+        return refuse(options, error)
+
+
 def refuse(options: argparse.Namespace, error: Exception) -> int:
     """Say on stderr why a command cannot run; return the exit status of bad input."""
     print(f"amplab {options.command}: {error}", file=sys.stderr)
@@ -141,6 +152,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_lab(commands.add_parser("lab", help="open JupyterLab on the lab notebook", allow_abbrev=False))
     add_train(commands.add_parser("train", help="train in the terminal", allow_abbrev=False))
     add_bench(commands.add_parser("bench", help="measure amplab against torch", allow_abbrev=False))
+    add_run(commands.add_parser("run", help="run a script that imports apex", allow_abbrev=False))
     return parser
 
 
@@ -175,6 +187,16 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         "--json", type=Path, metavar="FILE", help="write the figures and the machine's facts there, too"
     )
     parser.set_defaults(run=bench)
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``amplab run``; everything from the script's name on is the script's."""
+    parser.description = "Run a script as `python` would, with amplab in the place of apex."
+    parser.add_argument("--device", choices=DEVICES, help="carry out on the CPU what the script asks of CUDA")
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module, as `python -m` would")
+    parser.add_argument("script", help="the script, or the dotted name of a module after -m")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script is given")
+    parser.set_defaults(run=run_as_apex)
 
 
 def parse_count(text: str) -> int:

@@ -73,6 +73,30 @@ def test_other_refusals_are_one_sentence_too(capsys: pytest.CaptureFixture[str],
     assert refusal(capsys, *words.split()).startswith("amplab")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "script"),
+        (["no_such_script.py"], "no such file"),
+        (["."], "a directory"),
+        (["--device", "tpu", "train.py"], "tpu"),
+        (["-m", "no_such_module"], "no_such_module"),
+    ],
+)
+def test_run_refuses_in_one_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert said in refusal(capsys, "run", *arguments)
+
+
+def test_what_follows_the_script_is_the_scripts() -> None:
+    words = ["run", "--device", "cpu", "train.py", "--device", "cuda", "-m", "--", "-h"]
+    options = build_parser().parse_args(words)
+    assert (options.device, options.script, options.module) == ("cpu", "train.py", False)
+    assert options.arguments == ["--device", "cuda", "-m", "--", "-h"]
+
+
 def test_unknown_lesson_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     message = refusal(capsys, "lab", "--notebook", "77")
     assert "'77'" in message

@@ -16,13 +16,17 @@ ROOMS = (
     "scalers",
     "optimizers",
     "parallel",
+    "normalization",
+    "multi_tensor_apply",
     "amp",
+    "fp16_utils",
     "trace",
     "diagnose",
     "lab",
     "views",
     "bench",
     "launch",
+    "scripts",
     "cli",
 )
 CORE = ROOMS[: ROOMS.index("views")]

@@ -1,0 +1,104 @@
+"""LARC: a learning rate for each parameter, from the norms of its weight and its gradient."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+__all__ = ["LARC"]
+
+
+class LARC(Optimizer):
+    """Layer-wise adaptive rates around another optimizer.
+
+    ::
+
+        rate = trust_coefficient |p| / (|g| + weight_decay |p| + eps),  where |p| and |g| are not 0
+        g <- (g + weight_decay p) * (min(rate / lr, 1) if clip else rate)
+
+    and then the inner optimizer steps without weight decay.
+
+    Args:
+        optimizer: the one that steps; its groups and state are those of this one.
+        trust_coefficient: how far to trust a layer's own rate.
+        clip: never step faster than ``lr``; False scales ``lr``.
+        eps: added to the denominator.
+
+    Reference: apex ``LARC``; Y. You, I. Gitman, B. Ginsburg, "Large batch training of convolutional networks", 2017.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8
+    ) -> None:
+        self.optim = optimizer
+        self.trust_coefficient, self.clip, self.eps = trust_coefficient, clip, eps
+        # The inner optimizer holds groups and state; from Optimizer come the hooks that run around a step.
+        self.__setstate__({"defaults": optimizer.defaults})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: vars(self)[name] for name in ("optim", "trust_coefficient", "clip", "eps", "defaults")}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the inner optimizer."""
+        return self.optim.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optim.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """That of the inner optimizer."""
+        return self.optim.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optim.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the inner optimizer saves."""
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what an inner optimizer has saved."""
+        self.optim.load_state_dict(state_dict)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clear the gradients."""
+        self.optim.zero_grad(*args, **kwargs)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters."""
+        self.optim.add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Adapt the gradients in place and step the inner optimizer. Sync: none.
+
+        Raises:
+            RuntimeError: a closure, whose gradients would come too late to be adapted.
+        """
+        if closure is not None:
+            raise RuntimeError("LARC.step got a closure: expected none; run backward before step().")
+        decays = [group.get("weight_decay") for group in self.optim.param_groups]
+        try:
+            for group, decay in zip(self.optim.param_groups, decays, strict=True):
+                for param in group["params"]:
+                    if param.grad is not None:
+                        self._adapt(param, float(group["lr"]), float(decay or 0.0))
+                if decay is not None:
+                    group["weight_decay"] = 0
+            self.optim.step()
+        finally:
+            for group, decay in zip(self.optim.param_groups, decays, strict=True):
+                if decay is not None:
+                    group["weight_decay"] = decay
+
+    def _adapt(self, param: torch.Tensor, lr: float, weight_decay: float) -> None:
+        weight, grad = (each.norm(dtype=torch.promote_types(each.dtype, torch.float32)) for each in (param, param.grad))
+        rate = self.trust_coefficient * weight / (grad + weight * weight_decay + self.eps)
+        rate = torch.clamp(rate / lr, max=1.0) if self.clip else rate
+        adapted = param.grad.add(param, alpha=weight_decay).mul(rate.to(param.grad.dtype))
+        param.grad.copy_(torch.where((weight != 0) & (grad != 0), adapted, param.grad))

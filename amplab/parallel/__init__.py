@@ -1,0 +1,7 @@
+"""Data parallel training under apex's names, over ``torch.distributed``."""
+
+from amplab.parallel.distributed import DistributedDataParallel, Reducer
+from amplab.parallel.LARC import LARC
+from amplab.parallel.sync_batchnorm import SyncBatchNorm, convert_syncbn_model
+
+__all__ = ["LARC", "DistributedDataParallel", "Reducer", "SyncBatchNorm", "convert_syncbn_model"]

@@ -1,0 +1,110 @@
+"""apex's DistributedDataParallel and Reducer, over ``torch.distributed``.
+
+gradient <- sum over processes (gradient / predivide) * (predivide / world_size if gradient_average else 1)
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+__all__ = ["DistributedDataParallel", "Reducer"]
+
+
+class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+    """torch's DistributedDataParallel, taking what apex's took. Wrap after ``amp.initialize``.
+
+    Args:
+        module: on the device of this process, which is the one it uses.
+        message_size: elements of a bucket; taken as that many float32.
+        delay_allreduce: some parameters may get no gradient.
+        shared_param, allreduce_trigger_params, allreduce_communicators, gradient_average_split_factor: refused.
+        retain_allreduce_buffers: True is refused.
+        allreduce_always_fp32: send half gradients as float32.
+        num_allreduce_streams: accepted; torch chooses its streams.
+        gradient_average: the mean over the processes; False: the sum (times nothing, whatever the predivision).
+        gradient_predivide_factor: divide by it before the sum, and by the rest of ``world_size`` after.
+        prof: accepted; torch marks its ranges itself.
+
+    Raises:
+        ValueError: an argument that has no counterpart here.
+
+    Reference: apex ``DistributedDataParallel``. Buffers are not broadcast in every forward, as there.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        message_size: int = 10_000_000,
+        delay_allreduce: bool = False,
+        shared_param: Any = None,
+        allreduce_trigger_params: Any = None,
+        retain_allreduce_buffers: bool = False,
+        allreduce_always_fp32: bool = False,
+        num_allreduce_streams: int = 1,
+        allreduce_communicators: Any = None,
+        gradient_average: bool = True,
+        gradient_predivide_factor: float = 1.0,
+        gradient_average_split_factor: float | None = None,
+        prof: bool = False,
+    ) -> None:
+        del num_allreduce_streams, prof
+        _refuse("shared_param", shared_param, "delay_allreduce=True, for parameters that get gradients twice or never")
+        _refuse("allreduce_trigger_params", allreduce_trigger_params, "message_size, to choose when gradients are sent")
+        _refuse("retain_allreduce_buffers", retain_allreduce_buffers or None, "the parameters' own .grad")
+        _refuse("allreduce_communicators", allreduce_communicators, "torch.distributed's default group")
+        _refuse("gradient_average_split_factor", gradient_average_split_factor, "gradient_predivide_factor")
+        super().__init__(
+            module,
+            bucket_cap_mb=max(1, round(message_size * 4 / 2**20)),
+            broadcast_buffers=False,
+            find_unused_parameters=delay_allreduce,
+        )
+        if allreduce_always_fp32 or not gradient_average or gradient_predivide_factor != 1.0:
+            after = gradient_predivide_factor / dist.get_world_size() if gradient_average else 1.0
+            options = (gradient_predivide_factor, after, allreduce_always_fp32)
+            self.register_comm_hook(options, _allreduce)
+
+
+class Reducer:
+    """Average gradients over all processes when asked, and not before.
+
+    Args:
+        module_or_grads_list: a module, whose parameters are made those of the first process, or a list of tensors.
+
+    Reference: apex ``Reducer``.
+    """
+
+    def __init__(self, module_or_grads_list: nn.Module | Iterable[Tensor]) -> None:
+        if isinstance(module_or_grads_list, nn.Module):
+            self.module: nn.Module | None = module_or_grads_list
+            self.grads: list[Tensor] = []
+            for param in module_or_grads_list.parameters():
+                dist.broadcast(param.data, 0)
+        else:
+            self.module = None
+            self.grads = list(module_or_grads_list)
+
+    def reduce(self) -> None:
+        """Average, in place: the gradients of the module, or the tensors."""
+        grads = self.grads
+        if self.module is not None:
+            grads = [param.grad for param in self.module.parameters() if param.grad is not None]
+        for grad in grads:
+            dist.all_reduce(grad)
+            grad.div_(dist.get_world_size())
+
+
+def _allreduce(options: tuple[float, float, bool], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    before, after, always_fp32 = options
+    own = bucket.buffer()
+    sent = own.float() if always_fp32 else own
+    future = dist.all_reduce(sent.div_(before), async_op=True).get_future()
+    return future.then(lambda done: own.copy_(done.value()[0].mul_(after)))
+
+
+def _refuse(name: str, value: Any, instead: str) -> None:
+    if value is not None:
+        raise ValueError(f"DistributedDataParallel got {name}={value!r}: expected it to be left out; use {instead}.")

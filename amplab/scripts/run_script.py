@@ -1,0 +1,137 @@
+"""Start a script or a module as ``__main__`` with amplab in the place of apex, else as ``python`` starts it.
+
+    python script.py arguments...         run_script("script.py", arguments)
+    python -m package.module arguments... run_module("package.module", arguments)
+
+The arguments, ``sys.path[0]``, ``__main__``, the exit status and the traceback of an error are those of a direct start.
+Processes that the script starts by itself with the method "spawn" are new interpreters, and know nothing of it.
+"""
+
+import builtins
+import importlib.util
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+
+from amplab.scripts.apex_alias import ApexAlias, as_apex
+
+__all__ = ["DEVICES", "ScriptError", "run_module", "run_script"]
+
+DEVICES = ("cpu",)
+UNCAUGHT, INTERRUPTED = 1, 130
+
+
+class ScriptError(Exception):
+    """There is nothing that could be started; the message says why."""
+
+
+def run_script(path: str | Path, arguments: Sequence[str] = (), *, device: str | None = None) -> int:
+    """Run a file as ``__main__`` in this process, apex being amplab from here on.
+
+    Args:
+        path: of the script.
+        arguments: what follows it in ``sys.argv``.
+        device: "cpu" redirects what asks for CUDA to the CPU; None redirects nothing.
+
+    Returns:
+        Exit status: 0, 1 after an error that the script let through, 130 after Ctrl+C.
+
+    Raises:
+        ScriptError: no such file, a directory, a file that cannot be read, or an unknown device.
+        SystemExit: the script's own.
+    """
+    source = _read(path)
+    _prepare(device)
+    sys.argv = [os.fspath(path), *arguments]
+    _set_first_path(os.path.dirname(os.path.realpath(path)))
+    main = _main_module(os.path.join(os.getcwd(), path))  # not normalized, as python leaves it
+    sys.modules["__main__"] = main
+    try:
+        code = compile(source, main.__dict__["__file__"], "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        return _report(error.with_traceback(None))
+    return _guarded(lambda: exec(code, main.__dict__))
+
+
+def run_module(name: str, arguments: Sequence[str] = (), *, device: str | None = None) -> int:
+    """Run a module as ``python -m`` does; the rest is as for `run_script`.
+
+    Raises:
+        ScriptError: no such module, or an unknown device.
+        SystemExit: the module's own.
+    """
+    _set_first_path(os.getcwd())
+    alias = _prepare(device)  # before the search, which imports the packages above the module
+    try:
+        found = importlib.util.find_spec(name) is not None
+        reason = "no module of that name"
+    except (ImportError, ValueError) as error:
+        found, reason = False, str(error)
+    if not found:
+        alias.undo()
+        raise ScriptError(f"-m {name}: {reason}; expected one that can be imported from {os.getcwd()}.")
+    sys.argv = [name, *arguments]
+    return _guarded(lambda: runpy.run_module(name, run_name="__main__", alter_sys=True))
+
+
+def _read(path: str | Path) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except IsADirectoryError as error:
+        raise ScriptError(f"{path}: a directory, expected a Python file; name the script in it.") from error
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ScriptError(f"{path}: {reason.lower()}; expected the path of a Python file.") from error
+
+
+def _prepare(device: str | None) -> ApexAlias:
+    if device is not None and device not in DEVICES:
+        raise ScriptError(f"--device {device}: expected {' or '.join(DEVICES)}; leave it out to redirect nothing.")
+    if device == "cpu":
+        from amplab.scripts.cuda_on_cpu import cuda_on_cpu
+
+        cuda_on_cpu()
+    return as_apex()
+
+
+def _set_first_path(folder: str) -> None:
+    """Put ``folder`` where the interpreter keeps the folder of what it was started with."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+
+
+def _main_module(path: str) -> ModuleType:
+    main = ModuleType("__main__")
+    main.__dict__.update(
+        __file__=path, __cached__=None, __package__=None, __builtins__=builtins, __annotations__={},
+        __loader__=SourceFileLoader("__main__", path),
+    )  # fmt: skip
+    return main
+
+
+def _guarded(run: Callable[[], object]) -> int:
+    try:
+        run()
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001  what the interpreter itself does at the top of a program
+        return _report(_without_frames_of_this_file(error))
+    return 0
+
+
+def _without_frames_of_this_file(error: BaseException) -> BaseException:
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
+        traceback = traceback.tb_next
+    return error.with_traceback(traceback)
+
+
+def _report(error: BaseException) -> int:
+    """Print an error as the interpreter does, by the hook that the script may have set."""
+    sys.stdout.flush()
+    sys.excepthook(type(error), error, error.__traceback__)
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else UNCAUGHT

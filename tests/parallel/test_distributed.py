@@ -1,0 +1,110 @@
+"""Two processes that train under apex's names get the gradients that one process computes for both."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from amplab.parallel import DistributedDataParallel, SyncBatchNorm, convert_syncbn_model
+from amplab.parallel.LARC import LARC
+
+ROOT = Path(__file__).resolve().parents[2]
+
+WORKER = """
+import os, torch, torch.distributed as dist
+from torch import nn
+from amplab import amp
+from amplab.parallel import DistributedDataParallel, Reducer
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method="file://" + os.environ["STORE"], rank=rank, world_size=2)
+
+def gradient(**settings):
+    torch.manual_seed(rank)  # made equal by the wrapper
+    model = nn.Linear(3, 2)
+    parallel = DistributedDataParallel(model, **settings)
+    parallel(torch.full((1, 3), 1.0 + 2 * rank)).sum().backward()  # own gradients: 1 and 3
+    return model.weight.grad[0, 0].item()
+
+print([gradient(), gradient(message_size=1, delay_allreduce=True), gradient(gradient_average=False),
+       gradient(gradient_predivide_factor=2.0), gradient(allreduce_always_fp32=True)])
+module = nn.Linear(1, 1)
+reducer = Reducer(module)
+module.weight.grad = torch.tensor([[1.0 + rank]])
+reducer.reduce()
+alone = torch.tensor([float(rank)])
+Reducer([alone]).reduce()
+weights = [torch.zeros(1, 1) for _ in range(2)]
+dist.all_gather(weights, module.weight.data)
+print(module.weight.grad.item(), alone.item(), torch.equal(*weights))
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+model = DistributedDataParallel(model, allreduce_always_fp32=True)
+for step in range(3):
+    loss = model(torch.randn(4, 4) + rank).square().mean() * (float("inf") if rank == 1 and step == 1 else 1)
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    print(amp.loss_scale(), amp.last_step(optimizer).stepped)
+print([round(param.double().sum().item(), 6) for param in model.parameters()])
+dist.destroy_process_group()
+"""
+
+
+def test_two_processes(tmp_path):
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env={**os.environ, "RANK": str(rank), "STORE": str(tmp_path / "store")},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    printed = [worker.communicate(timeout=120) for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], printed
+    first, second = (out for out, _ in printed)
+    assert first == second
+    gradients, reduced, *steps = first.splitlines()
+    assert gradients == "[2.0, 2.0, 4.0, 2.0, 2.0]"
+    assert reduced == "1.5 0.5 True"
+    assert steps[:3] == ["65536.0 True", "32768.0 False", "32768.0 True"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "instead"),
+    [
+        ({"shared_param": True}, "delay_allreduce"),
+        ({"allreduce_trigger_params": []}, "message_size"),
+        ({"retain_allreduce_buffers": True}, ".grad"),
+        ({"allreduce_communicators": []}, "default group"),
+        ({"gradient_average_split_factor": 2.0}, "gradient_predivide_factor"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused(setting, instead):
+    with pytest.raises(ValueError, match=f"{next(iter(setting))}=.*{instead}"):
+        DistributedDataParallel(nn.Linear(1, 1), **setting)
+
+
+def test_sync_batchnorm_keeps_weights_and_statistics():
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    net(torch.randn(2, 3, 2, 2))
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    converted = convert_syncbn_model(net, channel_last=True)
+    assert isinstance(converted[1], nn.SyncBatchNorm)
+    assert all(torch.equal(before[name], tensor) for name, tensor in converted.state_dict().items())
+    alone = SyncBatchNorm(4, channel_last=True)
+    inputs = torch.randn(2, 4, 3, 3)
+    assert torch.equal(alone(inputs), nn.BatchNorm2d(4)(inputs))  # one process: nothing to agree on
+    with pytest.raises(ValueError, match="fuse_relu"):
+        SyncBatchNorm(4, fuse_relu=True)
+
+
+def test_larc_is_where_apex_has_it():
+    from amplab import optimizers, parallel
+
+    assert LARC is parallel.LARC is optimizers.LARC
