@@ -392,7 +392,7 @@ def _stop_all() -> None:
     for trainer in list(_LIVE):
         if trainer.state == "running":
             trainer.stop()
-        trainer.wait(_EXIT_SECONDS)  # one at rest may be answering a request
+        trainer._worker.end(_EXIT_SECONDS)  # one at rest may be answering a request
 
 
 atexit.register(_stop_all)

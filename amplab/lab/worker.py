@@ -46,14 +46,15 @@ class Worker:
         self._is_wanted = is_wanted
         self._on_error = on_error
         self._queue: deque[Callable[[], None]] = deque()
-        self._busy = False
+        self._busy = self._has_ended = False
         self._thread: threading.Thread | None = None
 
     def post(self, command: Callable[[], None]) -> None:
         """Have `command` done at the next boundary, at once when nothing runs; from any thread."""
         with self.turn:
-            self._queue.append(command)
-            self.wake()
+            if not self._has_ended:
+                self._queue.append(command)
+                self.wake()
 
     def wake(self) -> None:
         """Look again whether a step is wanted."""
@@ -78,6 +79,12 @@ class Worker:
                     return False
                 self.turn.wait(left)
         return True
+
+    def end(self, timeout: float) -> None:
+        """Wait, then take no more commands: a thread that Python's end meets inside torch brings the process down."""
+        with self.turn:
+            self.wait(timeout)
+            self._has_ended = True
 
     def ask(self, question: Callable[[], Answer]) -> Answer:
         """Have `question` answered at the next boundary and return the answer; what it raises is raised here."""
