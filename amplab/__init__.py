@@ -7,7 +7,7 @@ The rooms, in reading order; each imports only those before it, and each is load
     kernels   fused operations beside their references
     policies  which operation runs in which dtype, and why
     scalers   how the loss scale moves
-    amp       initialize, scale_loss, master_params: the face that apex made known
+    amp       the faces of apex (initialize, scale_loss, …) and of PyTorch (autocast, custom_fwd, checkpoint)
     trace     what happened in one step: every operation with its dtypes and the reason
     lab       experiments: tasks, models, a trainer, the run log
     views     the widgets of the lab (imported by name: they need the extra ``lab``)
@@ -22,19 +22,34 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from amplab import amp, bench, formats, kernels, lab, policies, scalers, trace
-    from amplab.amp import GradScaler
+    from amplab.amp import (
+        GradScaler,
+        autocast,
+        checkpoint,
+        custom_bwd,
+        custom_fwd,
+        get_autocast_dtype,
+        is_autocast_enabled,
+    )
     from amplab.policies import cpu_half
 
 __version__ = "0.1.0"
 
 __all__ = [
     "formats", "kernels", "policies", "scalers", "amp", "trace", "lab", "bench",
-    "GradScaler", "cpu_half",
+    "GradScaler", "autocast", "checkpoint", "cpu_half", "custom_bwd", "custom_fwd", "get_autocast_dtype",
+    "is_autocast_enabled",
 ]  # fmt: skip
 
 _HOMES = {
     "GradScaler": "amp",
+    "autocast": "amp",
+    "checkpoint": "amp",
     "cpu_half": "policies",
+    "custom_bwd": "amp",
+    "custom_fwd": "amp",
+    "get_autocast_dtype": "amp",
+    "is_autocast_enabled": "amp",
 }
 """The names that have a place beside the rooms, and the room each comes from."""
 
