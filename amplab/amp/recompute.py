@@ -26,9 +26,10 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool | N
 
     What `torch.utils.checkpoint.checkpoint` does under amplab's casts: its recomputation is cast by what is active
     when backward is called. So it is right where backward is called inside the region, and at O1 after
-    `amp.initialize`, which casts until `reset`. Outside, an op may refuse half beside float32; the non-reentrant kind
-    raises `CheckpointError` where the dtype of a saved tensor differs; the reentrant kind computes in float32 without
-    a word.
+    `amp.initialize`, which casts until `reset`. Outside it recomputes in float32: an op may refuse half beside
+    float32; the non-reentrant kind raises `CheckpointError` where a saved tensor has another dtype than before. Where
+    neither happens (the reentrant kind checks nothing; of a product with float32 accumulation float32 is saved)
+    gradients are other ones without a word.
 
     Args:
         function: what to run; it must do the same each time.
