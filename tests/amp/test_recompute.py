@@ -212,7 +212,7 @@ def test_torch_compile_traces_it():
 
 def dtypes_of_torchs(reentrant, forward, backward):
     """In which dtype torch's checkpoint ran a product, first and again; and the gradient of its weight."""
-    weight, seen = torch.nn.Parameter(torch.full((2, 2), 1 / 3)), []
+    weight, seen = torch.nn.Parameter(torch.linspace(0.1, 1.3, 64).reshape(8, 8)), []
 
     def block(x):
         y = x @ weight
@@ -220,7 +220,7 @@ def dtypes_of_torchs(reentrant, forward, backward):
         return y.float() ** 3
 
     with forward():
-        loss = torch_checkpoint(block, torch.ones(2, 2, requires_grad=True), use_reentrant=reentrant).sum()
+        loss = torch_checkpoint(block, torch.ones(8, 8, requires_grad=True), use_reentrant=reentrant).sum()
         if backward is None:
             loss.backward()
     if backward is not None:
