@@ -16,7 +16,16 @@ from amplab.policies.precision_policy import PrecisionPolicy
 __all__ = ["engine_for"]
 
 _MOST = 64
-_ENGINES: dict[tuple[int, torch.dtype, str, bool], tuple[PrecisionPolicy, CastingEngine]] = {}
+
+
+class _Kept:
+    """Engines with the policies that they were asked for, as attributes.
+
+    torch.compile sees an attribute that is added while it traces; what is added to a dict it does not see.
+    """
+
+
+_KEPT = _Kept()
 
 
 def engine_for(policy: PrecisionPolicy, dtype: torch.dtype, device_type: str, cache_enabled: bool) -> CastingEngine:
@@ -25,20 +34,29 @@ def engine_for(policy: PrecisionPolicy, dtype: torch.dtype, device_type: str, ca
     Raises:
         ValueError: nothing computes in `dtype`.
     """
-    key = (id(policy), dtype, device_type, cache_enabled)
-    if torch.compiler.is_compiling() or key not in _ENGINES:  # a trace does not see what is built while it looks
-        _build(policy, dtype, device_type, cache_enabled)
-    return _ENGINES[key][1]
+    name = f"{device_type}_{dtype}_{cache_enabled}_{id(policy)}".replace(".", "_")
+    if torch.compiler.is_compiling():
+        _build(name, policy, dtype, device_type, cache_enabled)
+        return getattr(_KEPT, name)[0]
+    kept = vars(_KEPT).get(name)
+    if kept is None:
+        _build(name, policy, dtype, device_type, cache_enabled)
+        kept = vars(_KEPT)[name]
+    return kept[0]
 
 
-@torch.compiler.assume_constant_result  # torch.compile runs it as it is: a plan cannot be built in a trace
-def _build(policy: PrecisionPolicy, dtype: torch.dtype, device_type: str, cache_enabled: bool) -> bool:
-    key = (id(policy), dtype, device_type, cache_enabled)
-    if key in _ENGINES:
+def _build(name: str, policy: PrecisionPolicy, dtype: torch.dtype, device_type: str, cache_enabled: bool) -> bool:
+    kept = vars(_KEPT)
+    if name in kept:
         return True
-    while len(_ENGINES) >= _MOST:
-        _ENGINES.pop(next(iter(_ENGINES)), None)
+    while len(kept) >= _MOST:
+        kept.pop(next(iter(kept)), None)
     computing = policy if policy.compute_dtype is dtype else dataclasses.replace(policy, compute_dtype=dtype)
     engine = CastingEngine(computing, device_type=device_type, cache_enabled=cache_enabled)
-    _ENGINES[key] = (policy, engine)  # holds the policy, hence its id
+    kept[name] = (engine, policy)  # while the policy is kept, no other can have its id
     return True
+
+
+# torch.compile runs it as it is: a plan cannot be built in a trace. The mark of torch.compiler.assume_constant_result,
+# which would load the compiler with the first import.
+_build._dynamo_marked_constant = True  # type: ignore[attr-defined]

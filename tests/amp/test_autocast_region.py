@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import amplab
 from amplab import amp
 from amplab.amp.autocast_region import DEFAULT_POLICY
-from amplab.policies import PrecisionPolicy, cpu_half, disable_casts
+from amplab.policies import PrecisionPolicy, cpu_half, disable_casts, region_engines
 
 X = torch.ones(2, 2)
 HALF, BFLOAT16 = torch.float16, torch.bfloat16
@@ -350,8 +350,9 @@ def test_copies_and_pickles():
 
 
 @pytest.mark.parametrize("made", ["inside", "decorated"])
-def test_torch_compile_traces_a_region_without_graph_breaks(made):
+def test_torch_compile_traces_a_region_without_graph_breaks(made, monkeypatch):
     torch._dynamo.reset()
+    monkeypatch.setattr(region_engines, "_KEPT", region_engines._Kept())  # as in a process that has entered no region
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 4))
 
     def inside(x):
