@@ -56,7 +56,9 @@ class autocast:
       decorated generator or coroutine runs inside. In torch none of these holds.
     * A dtype that is no floating one is an error; so is one that contradicts ``policy``.
     * Any device that torch can tell is absent turns the region off with a warning, not CUDA alone.
-    * TorchScript cannot compile it.
+    * A region inside of `torch.autocast`'s, or around it, does not end it: ops are cast by both. Use one of them.
+    * TorchScript cannot compile it. A function for torch.compile makes its regions itself, or is decorated: an
+      instance made outside cannot be entered inside (around the compiled function it can).
 
     Args:
         device_type: "cuda", "cpu", …: ops with a tensor on such a device are cast, others are not.

@@ -119,10 +119,9 @@ def test_a_region_ends_with_an_exception():
         raise ZeroDivisionError
 
 
-def test_enter_returns_the_region():
-    region = amplab.autocast("cpu", HALF)
-    with region as entered:
-        assert entered is region
+def test_a_region_shows_what_is_in_force():
+    with amplab.autocast("cpu", HALF) as region:
+        pass
     assert repr(region) == (
         "autocast('cpu', torch.float16, enabled=True, cache_enabled=True, "
         f"policy='{DEFAULT_POLICY.table.name}/float16')"
