@@ -2,7 +2,7 @@
 
 What runs a second time (the recomputation of a checkpoint, the backward of an autograd function) must cast as it did
 the first time, whatever is active around it by then. The stack of function modes is handed from the thread that calls
-backward to the threads of the autograd engine, what amplab notes per thread is not: so the stack itself is read here.
+backward to the threads of the autograd engine, what amplab notes per thread is not: there the stack itself is read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from torch.overrides import _get_current_function_mode_stack
 
-from amplab.policies.casting_mode import THREAD, CastingMode, PlanSource, pop_stack, push_stack
+from amplab.policies.casting_mode import THREAD, CastingMode, pop_stack, push_stack
 from amplab.policies.engine import CastingEngine
 from amplab.policies.half_on_cpu import HalfMode
 
@@ -30,7 +30,7 @@ class CastingState:
         half_mode: the word of the innermost `cpu_half`; None outside.
     """
 
-    engines: tuple[PlanSource, ...]
+    engines: tuple[CastingEngine, ...]
     disabled: int
     half_mode: HalfMode | None
 
@@ -39,34 +39,38 @@ class CastingState:
         """Cast in the calling thread as in this state, and in no other way, inside the block. Sync: none."""
         outer = THREAD.modes, THREAD.disabled, THREAD.half_mode
         stack = pop_stack()
-        THREAD.entered.extend(self.engines)
+        entered: list[CastingEngine] = []
         try:
             push_stack([mode for mode in reversed(stack) if not isinstance(mode, CastingMode)])
-            self._take_effect()
+            _rest_all()
+            THREAD.modes, THREAD.disabled, THREAD.half_mode = [], self.disabled, self.half_mode
+            for engine in self.engines:
+                engine.enter()
+                entered.append(engine)
             yield
         finally:
+            _rest_all()
             pop_stack()
             push_stack(list(reversed(stack)))
             THREAD.modes, THREAD.disabled, THREAD.half_mode = outer
-            self._leave_engines()
+            THREAD.refresh()
+            _left(entered)
 
-    def _take_effect(self) -> None:
-        THREAD.modes, THREAD.disabled, THREAD.half_mode = [], self.disabled, self.half_mode
-        for engine in self.engines:
-            mode = CastingMode(engine)
-            push_stack([mode])
-            THREAD.modes.append(mode)
-        THREAD.refresh()
 
-    def _leave_engines(self) -> None:
-        for engine in self.engines:
-            THREAD.entered.remove(engine)
-            kept = engine in THREAD.entered or any(mode.plans is engine for mode in THREAD.modes)
-            if isinstance(engine, CastingEngine) and not kept:
-                engine.clear_cache()
+def _rest_all() -> None:
+    """Take the plans from this thread's modes: some engines cast without being on the stack."""
+    for mode in THREAD.modes:
+        mode.plan = {}
+
+
+def _left(engines: list[CastingEngine]) -> None:
+    for engine in engines:
+        THREAD.entered.remove(engine)
+        if engine not in THREAD.entered and not any(mode.plans is engine for mode in THREAD.modes):
+            engine.clear_cache()
 
 
 def casting_state() -> CastingState:
     """The state of the calling thread. Sync: none."""
-    modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, CastingMode)]
-    return CastingState(tuple(mode.plans for mode in modes), THREAD.disabled, THREAD.half_mode)
+    stack = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, CastingMode)]
+    return CastingState(tuple(mode.plans for mode in THREAD.modes or stack), THREAD.disabled, THREAD.half_mode)

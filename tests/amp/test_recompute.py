@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import amplab
 from amplab import amp
-from amplab.policies import CastingEngine, PrecisionPolicy, cpu_half, disable_casts
+from amplab.kernels.recipe import obstacle
+from amplab.policies import CastingEngine, CompiledEngine, PrecisionPolicy, cpu_half, disable_casts
 
 HALF, BFLOAT16 = torch.float16, torch.bfloat16
 KINDS = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
@@ -123,6 +124,15 @@ def test_gradients_are_bitwise_those_without_checkpointing(forward, backward, re
     assert same(gradients(ours(reentrant), FORWARD[forward], BACKWARD[backward]), plain)
     assert torch.overrides._get_current_function_mode_stack() == []
     assert not amplab.is_autocast_enabled("cpu")
+
+
+@KINDS
+@pytest.mark.parametrize("backward", BACKWARD)
+@pytest.mark.skipif(obstacle() is not None, reason="nothing can be built here")
+def test_the_compiled_engine_casts_again(backward, reentrant):
+    engine = CompiledEngine(PrecisionPolicy(compute_dtype=BFLOAT16))
+    plain = gradients(as_it_is, engine.active, contextlib.nullcontext)
+    assert same(gradients(ours(reentrant), engine.active, BACKWARD[backward]), plain)
 
 
 @KINDS

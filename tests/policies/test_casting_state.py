@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from amplab.kernels.recipe import obstacle
 from amplab.policies import (
     CastingEngine,
+    CompiledEngine,
     PrecisionPolicy,
     casting_state,
     casts_enabled,
@@ -105,6 +107,24 @@ def test_casts_that_a_block_around_keeps_are_kept(engine):
     with casting_state().active():
         _ = X @ weight
     assert engine.cache_size == 1
+
+
+@pytest.mark.skipif(obstacle() is not None, reason="nothing can be built here")
+def test_the_compiled_engine_casts_again_and_rests(engine):
+    compiled, nothing = CompiledEngine(BFLOAT16), casting_state()
+    with compiled.active():
+        state = casting_state()
+        assert state.engines == (compiled,)
+        with nothing.active():
+            assert dtype() is torch.float32
+        assert dtype() is torch.bfloat16
+    with engine.active():
+        with state.active():
+            assert dtype() is torch.bfloat16
+        assert dtype() is torch.float16
+    with state.active():
+        assert dtype() is torch.bfloat16
+    assert dtype() is torch.float32
 
 
 class Counting(TorchFunctionMode):
