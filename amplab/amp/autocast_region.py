@@ -22,12 +22,12 @@ from amplab.amp.autocast_arguments import (
     refuse_uncallable,
 )
 from amplab.amp.decorated_calls import run_inside
-from amplab.policies import APEX, CastingEngine, PrecisionPolicy, casting_engine, casts_enabled
+from amplab.policies import TORCH_CUDA, CastingEngine, PrecisionPolicy, casting_engine, casts_enabled
 from amplab.policies.region_engines import engine_for
 
 __all__ = ["autocast", "get_autocast_dtype", "is_autocast_enabled"]
 
-DEFAULT_POLICY = PrecisionPolicy(table=APEX)
+DEFAULT_POLICY = PrecisionPolicy(table=TORCH_CUDA)
 """What a region carries out that is given no policy, on every device: that of a GPU."""
 
 
