@@ -93,17 +93,22 @@ class autocast:
         self.device = checked_device_type(device_type)
         around = _innermost(self.device)
         self._policy = _checked_policy(policy, dtype) or _policy_around(self.device)
-        chosen = policy.compute_dtype if policy is not None else dtype
+        if dtype is None and self._policy.simulated:
+            policy = self._policy
+        chosen = policy.tensor_dtype if policy is not None else dtype
         self.fast_dtype = checked_dtype(get_autocast_dtype(self.device) if chosen is None else chosen)
         self.cache_enabled = (around.cache_enabled if around else True) if cache_enabled is None else cache_enabled
-        self.enabled = bool(enabled) and enabled_here(self.device, self.fast_dtype, stacklevel=3)
+        self.enabled = bool(enabled) and enabled_here(
+            self.device, torch.float16 if policy is not None and policy.simulated else self.fast_dtype, stacklevel=3
+        )
+        self._precision = policy.compute_dtype if policy is not None else self.fast_dtype
 
     @property
     def policy(self) -> PrecisionPolicy:
         """What is carried out: in a region that is enabled its compute dtype is `fast_dtype`."""
-        if not self.enabled or self._policy.compute_dtype is self.fast_dtype:
+        if not self.enabled or self._policy.compute_dtype is self._precision:
             return self._policy
-        return dataclasses.replace(self._policy, compute_dtype=self.fast_dtype)
+        return dataclasses.replace(self._policy, compute_dtype=self._precision)
 
     def __repr__(self) -> str:
         """Show the arguments in force."""
@@ -146,7 +151,7 @@ class autocast:
 
     def _engine(self) -> CastingEngine | None:
         if self.enabled:
-            return engine_for(self._policy, self.fast_dtype, self.device, self.cache_enabled)
+            return engine_for(self._policy, self._precision, self.device, self.cache_enabled)
         if casting_engine(self.device) is None:
             return None
         return engine_for(_NO_CASTS, _NO_CASTS.compute_dtype, self.device, self.cache_enabled)
@@ -204,7 +209,7 @@ def get_autocast_dtype(device_type: str) -> torch.dtype:
     if region is not None:
         return region.fast_dtype
     engine = casting_engine(device_type)
-    return torch.get_autocast_dtype(device_type) if engine is None else engine.policy.compute_dtype
+    return torch.get_autocast_dtype(device_type) if engine is None else engine.policy.tensor_dtype
 
 
 def _type_of(device_type: str) -> str:

@@ -105,6 +105,15 @@ def test_policies_that_are_none_or_contradict_the_dtype_are_refused():
         amplab.autocast("cpu", torch.float16, True, None, PrecisionPolicy())
 
 
+def test_a_simulated_format_is_a_policy_of_float32_tensors():
+    x = torch.full((2, 2), 1.0625)  # 1.0 in three bits of mantissa
+    with amplab.autocast("cpu", policy=PrecisionPolicy(compute_dtype="float8_e4m3")), amplab.autocast("cpu"):
+        product = x @ x
+        assert amplab.get_autocast_dtype("cpu") is torch.float32
+    assert product.dtype is torch.float32
+    assert product.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+
+
 @pytest.mark.parametrize("given", [torch.ones(2), torch.nn.Parameter(torch.ones(1)), 3])
 def test_only_callables_are_decorated(given):
     with pytest.raises(TypeError, match=r"requires a callable, but got") as ours:
