@@ -40,7 +40,15 @@ if TYPE_CHECKING:
         scalers,
         trace,
     )
-    from amplab.amp import GradScaler
+    from amplab.amp import (
+        GradScaler,
+        autocast,
+        checkpoint,
+        custom_bwd,
+        custom_fwd,
+        get_autocast_dtype,
+        is_autocast_enabled,
+    )
     from amplab.policies import cpu_half
     from amplab.scripts import as_apex
 
@@ -49,13 +57,20 @@ __version__ = "0.1.0"
 __all__ = [
     "formats", "kernels", "policies", "scalers", "optimizers", "parallel", "normalization", "multi_tensor_apply",
     "amp", "fp16_utils", "trace", "lab", "bench",
-    "GradScaler", "as_apex", "cpu_half",
+    "GradScaler", "as_apex", "autocast", "checkpoint", "cpu_half", "custom_bwd", "custom_fwd", "get_autocast_dtype",
+    "is_autocast_enabled",
 ]  # fmt: skip
 
 _HOMES = {
     "GradScaler": "amp",
     "as_apex": "scripts",
+    "autocast": "amp",
+    "checkpoint": "amp",
     "cpu_half": "policies",
+    "custom_bwd": "amp",
+    "custom_fwd": "amp",
+    "get_autocast_dtype": "amp",
+    "is_autocast_enabled": "amp",
 }
 """The names that have a place beside the rooms, and the room each comes from."""
 

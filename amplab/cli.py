@@ -66,7 +66,7 @@ def open_lab(options: argparse.Namespace) -> int:
     """Open JupyterLab on a notebook."""
     if options.jupyter and not options.jupyter[0].startswith("-"):
         stray = options.jupyter[0]
-        return refuse(options, LaunchError(f"{stray}: no option; a lesson is named as `amplab lab --notebook {stray}`."))
+        return refuse(options, LaunchError(f"{stray}: no option; a lesson is `amplab lab --notebook {stray}`."))
     try:
         notebook = choose_notebook(find_notebooks(), options.notebook)
         plan = plan_launch(notebook, port=options.port, browser=options.browser, extra=options.jupyter)

@@ -1,8 +1,8 @@
-"""The faces that scripts know: NVIDIA apex's four optimization levels and torch's GradScaler.
+"""The faces that scripts know: NVIDIA apex's four optimization levels, and torch's autocast and GradScaler.
 
 Reading order: OPT_LEVELS (what the levels are), Session (one experiment), then the functions of apex, which drive
-one session for the whole program, then save_run_state and load_run_state, for a whole run in one file. GradScaler
-stands on its own.
+one session for the whole program, then save_run_state and load_run_state, for a whole run in one file. Of torch's
+autocast, with what lets autograd functions and checkpointing heed it, and GradScaler, which stands on its own.
 """
 
 from amplab.amp import frontend
@@ -24,11 +24,14 @@ from amplab.amp.apex_face import (
 )
 from amplab.amp.apex_state import amp_state as _amp_state
 from amplab.amp.apex_state import init
+from amplab.amp.autocast_region import autocast, get_autocast_dtype, is_autocast_enabled
 from amplab.amp.collapse import LossScaleCollapse
+from amplab.amp.custom_function import custom_bwd, custom_fwd
 from amplab.amp.default_sessions import default_session
 from amplab.amp.function_casts import float_function, half_function, promote_function
 from amplab.amp.grad_scaler import GradScaler
 from amplab.amp.opt_levels import OPT_LEVELS, OptLevel, OptProperties, explain_override
+from amplab.amp.recompute import checkpoint
 from amplab.amp.records import MemoryUse, ScaleRecord, StepOutcome
 from amplab.amp.run_state import RunState, load_run_state, save_run_state
 from amplab.amp.run_state_file import RunStateError
@@ -48,6 +51,10 @@ __all__ = [
     "ScaleRecord",
     "Session",
     "StepOutcome",
+    "autocast",
+    "checkpoint",
+    "custom_bwd",
+    "custom_fwd",
     "default_session",
     "disable_casts",
     "explain_override",
@@ -55,7 +62,9 @@ __all__ = [
     "frontend",
     "half_function",
     "init",
+    "get_autocast_dtype",
     "initialize",
+    "is_autocast_enabled",
     "last_step",
     "load_run_state",
     "load_state_dict",

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from amplab.amp.checkpoint import load_scalers, save_scalers
 from amplab.amp.hooks import Hooks
 from amplab.amp.loss_scaler import LossScaler
 from amplab.amp.loss_scaling import LossScaling
 from amplab.amp.opt_levels import OptProperties
 from amplab.amp.records import ScaleRecord
 from amplab.amp.registered_functions import RegisteredFunctions, Registration
+from amplab.amp.saved_scalers import load_scalers, save_scalers
 from amplab.amp.session_casts import SessionCasts
 from amplab.policies import CastingEngine, PrecisionPolicy
 

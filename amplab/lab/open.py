@@ -63,7 +63,7 @@ def open(config: str | ExperimentConfig | None = None) -> Dashboard:
     """
     wanted = ExperimentConfig.parse(config) if isinstance(config, str) else config
     if not isinstance(wanted, ExperimentConfig | None):
-        raise TypeError(f"open({config!r}): expected an ExperimentConfig, or the string that a dashboard's config() gives.")
+        raise TypeError(f"open({config!r}): expected an ExperimentConfig, or its string as config() gives it.")
     dashboard = _dashboard()
     trainer, has_begun = _kernel.obtain(wanted)
     opened = dashboard(trainer)

@@ -10,10 +10,12 @@ from amplab.policies.applied_policy import AppliedPolicy, apply_policy
 from amplab.policies.aten_accumulate import accumulate_fp32
 from amplab.policies.cast_cache import CastCache
 from amplab.policies.cast_policy import CastPolicy
+from amplab.policies.casting_state import CastingState, casting_state
 from amplab.policies.compiled_engine import CompiledEngine
 from amplab.policies.decision import Decision, Explanation
 from amplab.policies.engine import (
     CastingEngine,
+    casting_engine,
     casts_enabled,
     cpu_half,
     cpu_half_mode,
@@ -40,6 +42,7 @@ __all__ = [
     "CastCache",
     "CastPolicy",
     "CastingEngine",
+    "CastingState",
     "CompiledEngine",
     "Decision",
     "Explanation",
@@ -57,6 +60,8 @@ __all__ = [
     "accumulate_fp32",
     "apply_policy",
     "cast_tree",
+    "casting_engine",
+    "casting_state",
     "casts_enabled",
     "cpu_half",
     "cpu_half_mode",

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from amplab.policies.cast_cache import CastCache
 
-__all__ = ["HALVES", "cast_to", "floating_tensors", "lowered", "raised", "widest"]
+__all__ = ["HALVES", "cast_to", "floating_tensors", "lies_on", "lowered", "raised", "widest"]
 
 HALVES = frozenset([torch.float16, torch.bfloat16])
 _CASTABLE = HALVES | {torch.float32}
@@ -87,6 +87,21 @@ def floating_tensors(values: Iterable[Any]) -> list[Tensor] | None:
         elif isinstance(value, Tensor):
             return None
     return found
+
+
+def lies_on(values: Iterable[Any], device_type: str) -> bool:
+    """Whether one of the tensors in `values` is on a device of this type.
+
+    >>> lies_on([1, (torch.zeros(1),)], "cpu"), lies_on([torch.zeros(1, device="meta")], "cpu")
+    (True, False)
+    """
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.device.type == device_type:
+                return True
+        elif isinstance(value, (tuple, list)) and lies_on(value, device_type):
+            return True
+    return False
 
 
 def widest(tensors: list[Tensor]) -> torch.dtype | None:

@@ -18,7 +18,7 @@ import weakref
 import torch
 from torch import Tensor
 
-__all__ = ["CastCache"]
+__all__ = ["CastCache", "NoCastCache"]
 
 _functorch_active = torch._C._are_functorch_transforms_active
 
@@ -89,3 +89,11 @@ class CastCache:
 
     def _is_exposed(self, weight: Tensor) -> bool:
         return bool(self._exposed) and weight.untyped_storage().data_ptr() in self._exposed
+
+
+class NoCastCache(CastCache):
+    """A cache that keeps nothing: every use of a Parameter is a cast of its own."""
+
+    def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """`weight.to(dtype)`. Sync: none."""
+        return weight.to(dtype)

@@ -2,7 +2,8 @@
 
 The hot path is one dict lookup. Everything that changes what a mode does (another engine on top of
 it, disable_casts, cpu_half, explaining) swaps the dict; the lookup itself knows nothing of it.
-Only the topmost mode of a thread holds a plan; those below hold an empty one, so an op is cast once.
+Only the topmost mode of a thread holds a plan; those below hold an empty one, so an op is cast once. Modes
+that mind one device type each hold theirs at the same time: they meet different ops.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from amplab.policies.casting_steps import Step
 from amplab.policies.decision import Explanation
 from amplab.policies.half_on_cpu import DEFAULT_HALF_MODE, HalfMode
 
-__all__ = ["THREAD", "CastingMode", "insert_above_device", "is_pushed", "remove"]
+__all__ = ["THREAD", "CastingMode", "insert_above_device", "is_pushed", "pop_stack", "push_stack", "remove"]
 
 _PYTHON_METHODS = tuple(value for value in vars(torch.Tensor).values() if isinstance(value, types.FunctionType))
 
@@ -33,6 +34,7 @@ class CastingMode(TorchFunctionMode):
 
     Attributes:
         plan: function -> step; functions not in it run as they are.
+        live: whether this is the mode that casts, for its device type.
         explanation: where steps report to while somebody explains.
     """
 
@@ -41,6 +43,7 @@ class CastingMode(TorchFunctionMode):
         super().__init__()
         self.plans = plans
         self.plan: Plan = {}
+        self.live = False
         self.explanation: Explanation | None = None
 
     def __torch_function__(
@@ -61,7 +64,13 @@ class CastingMode(TorchFunctionMode):
 
 
 class PlanSource(Protocol):
-    """What a mode asks for its plan; an engine is one."""
+    """What a mode asks for its plan; an engine is one.
+
+    Attributes:
+        device_type: the only type of device whose tensors the plan minds; None for all of them.
+    """
+
+    device_type: str | None
 
     def plan(self, half_mode: HalfMode, casts: bool, explained: bool) -> Plan:
         """The plan for this combination of switches."""
@@ -80,15 +89,24 @@ class _CastingThread(threading.local):
         self.installed: list[CastingMode] = []
 
     def refresh(self) -> None:
-        """Give the live mode its plan, and every other one the empty plan."""
-        for mode in self.modes:
-            mode.plan = {}
-        if self.modes:
-            live = self.modes[-1]
-            live.plan = live.plans.plan(
-                self.half_mode or DEFAULT_HALF_MODE, not self.disabled, self.explanation is not None
-            )
-            live.explanation = self.explanation
+        """Give the live modes their plans, and every other one the empty plan."""
+        seen: set[str | None] = set()
+        for mode in reversed(self.modes):
+            device_type = mode.plans.device_type
+            mode.live = not seen or not (device_type in seen or device_type is None or None in seen)
+            mode.plan = self._plan(mode.plans) if mode.live else {}
+            mode.explanation = self.explanation
+            seen.add(device_type)
+
+    def live(self, device_type: str) -> PlanSource | None:
+        """What decides about ops on `device_type` in this thread."""
+        for mode in reversed(self.modes):
+            if mode.live and mode.plans.device_type in (None, device_type):
+                return mode.plans
+        return None
+
+    def _plan(self, plans: PlanSource) -> Plan:
+        return plans.plan(self.half_mode or DEFAULT_HALF_MODE, not self.disabled, self.explanation is not None)
 
 
 THREAD = _CastingThread()
@@ -101,10 +119,10 @@ def insert_above_device(mode: TorchFunctionMode) -> None:
     bottom is safe for a mode that leaves in no particular order. The context of set_default_device
     is the one that insists on the very bottom; it is told by what its `__enter__` keeps.
     """
-    above = _pop_all()
+    above = pop_stack()
     at_bottom = bool(above) and isinstance(above[-1], DeviceContext) and "old_device" in vars(above[-1])
     below = [above.pop()] if at_bottom else []
-    _push_all([*below, mode, *reversed(above)])
+    push_stack([*below, mode, *reversed(above)])
 
 
 def is_pushed(mode: TorchFunctionMode) -> bool:
@@ -118,15 +136,15 @@ def remove(mode: TorchFunctionMode) -> None:
     if top is mode:
         return
     _push_mode(top)
-    _push_all([other for other in reversed(_pop_all()) if other is not mode])
+    push_stack([other for other in reversed(pop_stack()) if other is not mode])
 
 
-def _pop_all() -> list[TorchFunctionMode]:
+def pop_stack() -> list[TorchFunctionMode]:
     """Empty the stack; its modes, top first."""
     return [_pop_mode() for _ in range(_len_torch_function_stack())]
 
 
-def _push_all(modes: list[TorchFunctionMode]) -> None:
+def push_stack(modes: list[TorchFunctionMode]) -> None:
     """Push `modes`, bottom first."""
     for mode in modes:
         _push_mode(mode)

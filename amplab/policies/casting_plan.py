@@ -8,13 +8,14 @@ whether somebody wants explanations; an engine builds each combination once. The
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amplab.policies.argument_casts import floating_tensors
+from amplab.policies.argument_casts import floating_tensors, lies_on
 from amplab.policies.cast_cache import CastCache
 from amplab.policies.cast_policy import CastPolicy
 from amplab.policies.casting_steps import Run, Step, StepParts, make_step, restoring_step
@@ -27,7 +28,7 @@ from amplab.policies.precision_policy import PrecisionPolicy
 if TYPE_CHECKING:
     from amplab.policies.casting_mode import CastingMode
 
-__all__ = ["Plan", "build_plan"]
+__all__ = ["Plan", "build_plan", "on_device"]
 
 Plan = dict[Callable[..., Any], Step]
 
@@ -71,6 +72,22 @@ def build_plan(policy: PrecisionPolicy, cache: CastCache, half_mode: HalfMode, c
         step = restoring_step(make_step(parts)) if restores else make_step(parts)
         plan[func] = reporting_step(step, rule, parts.precision, restores) if reports else step
     return plan
+
+
+def on_device(plan: Plan, device_type: str) -> Plan:
+    """`plan` for ops with a tensor on `device_type`; the others run as they are."""
+    bound = copy.copy(plan)  # with what it answers for functions that it does not hold
+    bound.update({func: _bound_step(step, device_type) for func, step in plan.items()})
+    return bound
+
+
+def _bound_step(step: Step, device_type: str) -> Step:
+    def bound(mode: CastingMode, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        if lies_on(args, device_type) or (kwargs and lies_on(kwargs.values(), device_type)):
+            return step(mode, func, args, kwargs)
+        return func(*args, **kwargs)
+
+    return bound
 
 
 def _runner(func: Callable[..., Any], rule: OpRule) -> Run:

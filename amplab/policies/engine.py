@@ -13,15 +13,16 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from amplab.policies.cast_cache import CastCache
+from amplab.policies.cast_cache import CastCache, NoCastCache
 from amplab.policies.casting_mode import THREAD, CastingMode, insert_above_device, is_pushed, remove
-from amplab.policies.casting_plan import Plan, build_plan
+from amplab.policies.casting_plan import Plan, build_plan, on_device
 from amplab.policies.decision import Explanation
 from amplab.policies.half_on_cpu import DEFAULT_HALF_MODE, HalfMode
 from amplab.policies.precision_policy import PrecisionPolicy
 
 __all__ = [
     "CastingEngine",
+    "casting_engine",
     "casts_enabled",
     "cpu_half",
     "cpu_half_mode",
@@ -40,7 +41,8 @@ class CastingEngine:
 
     float64 is never narrowed: an op with a float64 argument runs as in the float32 model, i.e. its
     16-bit arguments are cast to float32 and torch's own promotion, or refusal, does the rest.
-    Ops with `out=` run as they are called. Where two engines are active the inner one casts.
+    Ops with `out=` run as they are called. Where two engines are active the inner one casts, unless each
+    minds a device type of its own.
 
     Casts of Parameters are kept until the outermost `active()` block of the thread ends, and checked
     against edits (see `cast_cache`); with `install` there is no such block, so call `clear_cache` after each
@@ -49,12 +51,18 @@ class CastingEngine:
     Args:
         policy: what to carry out; None for apex's lists in float16. With `table=None` nothing is cast, and
             only products of CPU halves are computed as `cpu_half_mode()` says.
+        device_type: mind only ops with a tensor on such a device, e.g. "cuda"; None for ops on any.
+        cache_enabled: whether casts of Parameters are kept.
     """
 
-    def __init__(self, policy: PrecisionPolicy | None = None) -> None:
+    def __init__(
+        self, policy: PrecisionPolicy | None = None, *, device_type: str | None = None, cache_enabled: bool = True
+    ) -> None:
         """Build the plan that is needed first."""
         self.policy = PrecisionPolicy() if policy is None else policy
-        self._cache = CastCache()
+        self.device_type = device_type
+        self.cache_enabled = cache_enabled
+        self._cache = CastCache() if cache_enabled else NoCastCache()
         self._plans: dict[tuple[HalfMode, bool, bool], Plan] = {}
         self.plan(cpu_half_mode(), casts=True, explained=False)  # torch.compile can trace `active`, not this
 
@@ -66,9 +74,9 @@ class CastingEngine:
         """Return itself: an engine belongs to threads, not to the copied model whose hook holds it."""
         return self
 
-    def __reduce__(self) -> tuple[type[CastingEngine], tuple[PrecisionPolicy]]:
-        """Pickle the policy alone; what is active or cached stays with the process."""
-        return CastingEngine, (self.policy,)
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        """Pickle the arguments alone; what is active or cached stays with the process."""
+        return _rebuilt, (self.policy, self.device_type, self.cache_enabled)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -76,16 +84,24 @@ class CastingEngine:
 
         The outermost block of this engine in the thread clears the cache as it ends. Sync: none.
         """
-        THREAD.entered.append(self)
-        mode = None if self._is_live() else self._push()
+        mode = self.enter()
         try:
             yield
         finally:
-            if mode is not None:
-                self._withdraw(mode)
-            THREAD.entered.pop()
-            if self not in THREAD.entered:
-                self.clear_cache()
+            self.leave(mode)
+
+    def enter(self) -> CastingMode | None:
+        """Begin what `active` does in its block; give `leave` what this returns, in the same thread."""
+        THREAD.entered.append(self)
+        return None if self._is_live() else self._push()
+
+    def leave(self, mode: CastingMode | None) -> None:
+        """End what `enter` began. Blocks of two engines may end in any order."""
+        if mode is not None:
+            self._withdraw(mode)
+        THREAD.entered.remove(self)
+        if self not in THREAD.entered:
+            self.clear_cache()
 
     def install(self) -> None:
         """Cast in the calling thread until `uninstall`; does nothing where installed already.
@@ -131,7 +147,8 @@ class CastingEngine:
         """The plan that this engine's modes run, built on first use."""
         key = (half_mode, casts, explained)
         if key not in self._plans:
-            self._plans[key] = build_plan(self.policy, self._cache, half_mode, casts, explained)
+            plan = build_plan(self.policy, self._cache, half_mode, casts, explained)
+            self._plans[key] = plan if self.device_type is None else on_device(plan, self.device_type)
         return self._plans[key]
 
     def check_explanation(self, *, wanted: bool) -> None:
@@ -151,6 +168,16 @@ class CastingEngine:
         remove(mode)
         THREAD.modes.remove(mode)
         THREAD.refresh()
+
+
+def _rebuilt(policy: PrecisionPolicy, device_type: str | None, cache_enabled: bool) -> CastingEngine:
+    return CastingEngine(policy, device_type=device_type, cache_enabled=cache_enabled)
+
+
+def casting_engine(device_type: str) -> CastingEngine | None:
+    """The engine that decides about ops on `device_type` in the calling thread, e.g. "cpu"; None without one."""
+    engine = THREAD.live(device_type)
+    return engine if isinstance(engine, CastingEngine) else None
 
 
 def thread_engines() -> tuple[CastingEngine, ...]:

@@ -10,7 +10,15 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from amplab.policies import CastingEngine, PrecisionPolicy, casts_enabled, disable_casts, thread_engines
+from amplab.policies import (
+    CastingEngine,
+    PrecisionPolicy,
+    casting_engine,
+    casts_enabled,
+    disable_casts,
+    explaining,
+    thread_engines,
+)
 
 X = torch.ones(2, 2)
 BFLOAT16 = PrecisionPolicy(compute_dtype=torch.bfloat16)
@@ -259,6 +267,61 @@ def test_installed_in_one_thread_is_not_installed_in_another(engine):
     thread.join()
     assert seen == [False]
     assert engine.installed
+
+
+def test_blocks_of_two_engines_end_in_any_order(engine):
+    other, weight = CastingEngine(BFLOAT16), torch.nn.Parameter(torch.ones(2, 2))
+    mode = engine.enter()
+    _ = X @ weight
+    inner = other.enter()
+    engine.leave(mode)
+    assert engine.cache_size == 0
+    assert dtype() is torch.bfloat16
+    _ = X @ weight
+    other.leave(inner)
+    assert other.cache_size == 0
+
+
+def test_an_engine_may_mind_one_type_of_device():
+    meta = torch.ones(2, 2, device="meta")
+    ours, theirs = CastingEngine(device_type="cpu"), CastingEngine(BFLOAT16, device_type="meta")
+    with ours.active():
+        assert dtype() is torch.float16
+        assert (meta @ meta).dtype is torch.float32
+        assert casting_engine("meta") is None
+        with theirs.active():
+            assert dtype() is torch.float16
+            assert (meta @ meta).dtype is torch.bfloat16
+            assert torch.stack([meta.half(), meta]).dtype is torch.float32
+            assert F.linear(input=meta, weight=meta).dtype is torch.bfloat16
+            assert (casting_engine("cpu"), casting_engine("meta")) == (ours, theirs)
+            with explaining():
+                assert dtype() is torch.float16
+                assert (meta @ meta).dtype is torch.bfloat16
+                assert torch.relu(meta).dtype is torch.float32
+
+
+def test_one_engine_for_all_devices_and_one_for_its_own(engine):
+    meta = torch.ones(2, 2, device="meta")
+    with CastingEngine(BFLOAT16, device_type="meta").active():
+        assert casting_engine("cpu") is None
+        with engine.active():
+            assert casting_engine("cpu") is casting_engine("meta") is engine
+            assert (meta @ meta).dtype is torch.float16
+    with engine.active(), CastingEngine(BFLOAT16, device_type="cpu").active():
+        assert dtype() is torch.bfloat16
+
+
+def test_without_a_cache_every_use_is_a_cast():
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    engine = CastingEngine(BFLOAT16, cache_enabled=False)
+    with engine.active():
+        product = (X @ weight) @ weight
+        assert engine.cache_size == 0
+    product.sum().backward()
+    assert weight.grad.dtype is torch.float32
+    again = pickle.loads(pickle.dumps(CastingEngine(BFLOAT16, device_type="cpu", cache_enabled=False)))
+    assert (again.device_type, again.cache_enabled) == ("cpu", False)
 
 
 def test_copies_and_pickles(engine):
