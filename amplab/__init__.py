@@ -9,7 +9,7 @@ The rooms, in reading order; each imports only those before it, and each is load
     scalers   how the loss scale moves
     optimizers FusedAdam, FusedSGD and LARC, as scripts import them from apex
     parallel  DistributedDataParallel and its kind under apex's names; so normalization and multi_tensor_apply
-    amp       initialize, scale_loss, master_params: the face that apex made known
+    amp       the faces of apex (initialize, scale_loss, …) and of PyTorch (autocast, GradScaler, checkpoint)
     fp16_utils half precision by hand: FP16_Optimizer and what came before amp
     trace     what happened in one step: every operation with its dtypes and the reason
     lab       experiments: tasks, models, a trainer, the run log

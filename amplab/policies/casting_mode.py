@@ -94,9 +94,10 @@ class _CastingThread(threading.local):
         for mode in reversed(self.modes):
             device_type = mode.plans.device_type
             mode.live = not seen or not (device_type in seen or device_type is None or None in seen)
-            mode.plan = self._plan(mode.plans) if mode.live else {}
             mode.explanation = self.explanation
             seen.add(device_type)
+        for mode in sorted(self.modes, key=lambda mode: mode.live):  # compiled ones share one place
+            mode.plan = self._plan(mode.plans) if mode.live else {}
 
     def live(self, device_type: str) -> PlanSource | None:
         """What decides about ops on `device_type` in this thread."""
