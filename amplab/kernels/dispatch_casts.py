@@ -51,6 +51,9 @@ class DispatchCasts:
 
     Attributes:
         report: how it was built or loaded.
+        enter: (address of a plan or None, graph task) -> None: make it the calling thread's, for the ops of that graph
+            task; None ends it. Sync: none.
+        task: () -> int: the backward pass that the calling thread is in; -1 outside of one.
     """
 
     _lock = threading.Lock()
@@ -59,6 +62,7 @@ class DispatchCasts:
     def __init__(self, report: BuildReport) -> None:
         self.report = report
         self._library = _typed(ctypes.PyDLL(str(report.library)))
+        self.enter, self.task = self._library.amplab_cast_enter, self._library.amplab_cast_task  # once a region: direct
         self._places: dict[str, int] = {}
 
     @classmethod
@@ -91,15 +95,6 @@ class DispatchCasts:
         for place, mark in marks.items():
             casts[place] = mark
         return CastPlan(self._library, bytes(casts), dtype, accumulates=accumulates)
-
-    def enter(self, plan: CastPlan | None, task: int) -> None:
-        """Make `plan` the calling thread's, for ops of the graph task `task`; None ends it. Sync: none."""
-        self._library.amplab_cast_enter(None if plan is None else plan.address, task)
-
-    @property
-    def task(self) -> int:
-        """The backward pass that the calling thread is in; -1 outside of one."""
-        return self._library.amplab_cast_task()
 
     def clear(self) -> None:
         """Drop the casts of weights that the calling thread keeps."""

@@ -90,6 +90,13 @@ class _CastingThread(threading.local):
 
     def refresh(self) -> None:
         """Give the live modes their plans, and every other one the empty plan."""
+        if len(self.modes) == 1:  # a region that is entered every step
+            (mode,) = self.modes
+            mode.live, mode.explanation, mode.plan = True, self.explanation, self._plan(mode.plans)
+        elif self.modes:
+            self._refresh_all()
+
+    def _refresh_all(self) -> None:
         seen: set[str | None] = set()
         for mode in reversed(self.modes):
             device_type = mode.plans.device_type

@@ -72,6 +72,13 @@ class CompiledEngine(CastingEngine):
         """Pickle the policy alone."""
         return CompiledEngine, (self.policy,)
 
+    def active(self) -> _Region:
+        """Cast in the calling thread inside the block. Re-entrant; ends with the block, exceptions included.
+
+        The outermost block of this engine in the thread clears the cache as it ends. Sync: none.
+        """
+        return _Region(self)
+
     def plan(self, half_mode: HalfMode, casts: bool, explained: bool) -> CastPlan:
         """The plan in the form that the kernel reads, built on first use."""
         key = (half_mode, casts, explained)
@@ -110,19 +117,23 @@ class CompiledEngine(CastingEngine):
     def _is_live(self) -> bool:
         # In a backward pass (a recomputation) the region around it casts nothing: it is entered anew.
         live = THREAD.modes[-1] if THREAD.modes else None
-        return live is not None and live.plans is self and live.task == self._casts.task
+        return live is not None and live.plans is self and live.task == self._casts.task()
 
     def _push(self) -> _CompiledMode:
-        self.check_explanation(wanted=THREAD.explanation is not None)
+        thread = THREAD
+        if thread.explanation is not None:
+            self.check_explanation(wanted=True)
         mode = _CompiledMode(self, self._casts)
-        THREAD.modes.append(mode)
-        THREAD.refresh()
+        thread.modes.append(mode)
+        thread.refresh()
         return mode
 
     def _withdraw(self, mode: _CompiledMode) -> None:
-        mode.plan = {}
-        THREAD.modes.remove(mode)
-        THREAD.refresh()
+        mode.plan = None
+        modes = THREAD.modes
+        modes.remove(mode)
+        if modes:
+            THREAD.refresh()
 
     def _marks(self, table: OpTable | None) -> Iterator[tuple[int, int]]:
         """Yield place and mark of every overload that the table or the multiplication of CPU halves is about."""
@@ -135,6 +146,21 @@ class CompiledEngine(CastingEngine):
                     yield place, mark + (PRODUCT if _is_product(row) else 0)
 
 
+class _Region:
+    """A block in which an engine casts; what a generator would cost is much of what casting costs here."""
+
+    __slots__ = ("_engine", "_mode")
+
+    def __init__(self, engine: CompiledEngine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        self._mode = self._engine.enter()
+
+    def __exit__(self, *_error: object) -> None:
+        self._engine.leave(self._mode)
+
+
 class _CompiledMode:
     """An entry of the thread's list of modes whose plan lives in C++.
 
@@ -144,11 +170,12 @@ class _CompiledMode:
         explanation: None; the thread sets it.
     """
 
-    explanation = None
+    __slots__ = ("_enter", "_plan", "explanation", "live", "plans", "task")
 
     def __init__(self, plans: CompiledEngine, casts: DispatchCasts) -> None:
-        self.plans, self.task, self._casts = plans, casts.task, casts
+        self.plans, self.task, self._enter = plans, casts.task(), casts.enter
         self._plan: CastPlan | None = None
+        self.live, self.explanation = False, None
 
     @property
     def plan(self) -> CastPlan | dict:
@@ -160,7 +187,7 @@ class _CompiledMode:
         wanted = plan or None
         if wanted is not self._plan:
             self._plan = wanted
-            self._casts.enter(wanted, self.task)
+            self._enter(wanted and wanted.address, self.task)
 
 
 def _claims(table: OpTable) -> dict[str, OpRule]:
