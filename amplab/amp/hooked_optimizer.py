@@ -5,6 +5,9 @@
     before step         a step that is skipped finds every gradient parked, and so changes nothing
     after step          gradients are put back, or the masters rounded into the model
 
+What is written to the model's half weights before the first of these, such as the weights of rank 0, goes on to the
+masters. Where there are other ranks masters start from rounded weights, the only ones that ranks come to share.
+
 Official hooks of `torch.optim.Optimizer` only. The scale itself is in `loss_scaler`.
 """
 
@@ -106,6 +109,7 @@ class HookedOptimizer:
         if not self._in_closure:
             self._leave_step()
         self._refresh()
+        self._follow_edits()
         halves = [pair.model for pair in self.masters.pairs]
         if self._scaled_by is None:
             # Whatever lies on the half parameters came from a backward that belonged to other optimizers.
@@ -172,6 +176,7 @@ class HookedOptimizer:
             The optimizer, if there still is one. State of parameters that are cast back later is left to do.
         """
         self._leave_step()
+        self._follow_edits()
         for handle in self._handles:
             handle.remove()
         if self._scaled_by is not None:
@@ -193,12 +198,19 @@ class HookedOptimizer:
         for pair in self.masters.pairs:
             if pair.model in uncast:  # the values that the model has rounded
                 values, grad = uncast[pair.model]
-                pair.master.data = values.float()
+                if not _has_other_ranks():
+                    pair.master.data = values.float()
                 pair.master.grad = None if grad is None else grad.float()
                 pair.model.grad = None
         for param in self._own:
             if param in uncast:
                 cast_state(optimizer, param)
+        self.masters.watch_model()
+
+    def _follow_edits(self) -> None:
+        """Let masters take what was written to the model since `initialize` or ``load_state_dict``; later edits not."""
+        self.masters.follow_edits()
+        self.masters.stop_watching()
 
     def _model_groups(self) -> list[list[Tensor]]:
         optimizer = self._optimizer()
@@ -240,6 +252,7 @@ class HookedOptimizer:
         parked: list[SetAside] = []
         if self._skip is not None or not self.passes_gradients_through:
             with bookkeeping():
+                self._follow_edits()
                 self._refuse_scaled_grads(optimizer)
                 parked = set_aside(self._current_params()) if self._skip else []
         self._step = _Step(frame, parked)
@@ -307,6 +320,12 @@ class HookedOptimizer:
                 f"reducing loss scale to {skip.scaler.scale}"
             )
         return StepOutcome(False, reason, skip.first_nonfinite)
+
+
+def _has_other_ranks() -> bool:
+    """Whether a group of several processes runs, whose ranks a wrapper may give the half weights of rank 0."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _caller() -> FrameType | None:

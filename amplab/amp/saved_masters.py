@@ -46,6 +46,8 @@ class SavedMasters:
 
     def after_save(self, module: nn.Module, saved: dict[str, Any], prefix: str, _metadata: Any) -> None:
         """Put the float32 values in the place of this module's own half tensors."""
+        for masters in self._masters:
+            masters.follow_edits(module.parameters(recurse=False))
         for name, tensor in _own_tensors(module):
             if prefix + name in saved and tensor.dtype in LOW_PRECISION:
                 values = self._master_of(tensor)
@@ -78,6 +80,8 @@ class SavedMasters:
             param = module.get_parameter(name)
             if not torch.equal(master.to(param.dtype), param):
                 master.copy_(param)
+        for masters in self._masters:
+            masters.watch_model(module.parameters(recurse=False))
 
     def _own_masters(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):

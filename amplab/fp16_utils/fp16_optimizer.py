@@ -3,6 +3,7 @@
     optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), dynamic_loss_scale=True)
     optimizer.zero_grad();  optimizer.backward(loss);  optimizer.step()
 
+Half weights that are written before the first backward, by an init or by DistributedDataParallel, reach the masters.
 Masters are `amplab.scalers.MasterWeights`, the scale is that of `loss_scaler`.
 """
 
@@ -62,6 +63,7 @@ class FP16_Optimizer:
         replace_params(init_optimizer, lambda param: self._masters.add_pairs([param])[0])
         masters = {id(pair.master) for pair in self._masters.pairs}
         self._own = [param for param in params_of(init_optimizer) if id(param) not in masters]
+        self._masters.watch_model()
         self._unscaler = Unscaler()
         self._aside: list[SetAside] | None = None
 
@@ -102,6 +104,7 @@ class FP16_Optimizer:
 
         Sync: one with a dynamic scale.
         """
+        self._follow_edits()
         if self._aside is None:
             self._aside = set_aside(self._own)
         (loss.float() * self.loss_scale).backward(retain_graph=retain_graph)
@@ -139,6 +142,7 @@ class FP16_Optimizer:
         """
         if closure is not None and self.dynamic_loss_scale:
             raise TypeError("Using step with a closure does not support dynamic loss scaling; use a static_loss_scale.")
+        self._follow_edits()
         self.loss_scaler.update_scale(self.overflow)
         if self.overflow:
             if self.verbose:
@@ -163,6 +167,7 @@ class FP16_Optimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything to resume from, the masters included."""
+        self._masters.follow_edits()
         return {
             "loss_scaler": self.loss_scaler.state_dict(),
             "dynamic_loss_scale": self.dynamic_loss_scale,
@@ -190,6 +195,12 @@ class FP16_Optimizer:
             for param, value in zip(group, values, strict=True):
                 param.copy_(value)
         self._masters.copy_to_model()
+        self._masters.watch_model()
+
+    def _follow_edits(self) -> None:
+        """Let masters take what was written to the model since the start or `load_state_dict`; later edits not."""
+        self._masters.follow_edits()
+        self._masters.stop_watching()
 
     def _masters_by_group(self) -> list[list[Tensor]]:
         masters = {id(pair.master) for pair in self._masters.pairs}

@@ -2,6 +2,7 @@
 
 gradients   model -> master    master.grad <- model.grad / scale        (`MasterWeights.unscale_grads`)
 values      master -> model    model <- round(master)                   (`MasterWeights.copy_to_model`)
+edits       model -> master    master <- model, where the model's weight was edited    (`MasterWeights.follow_edits`)
 """
 
 from collections.abc import Iterable
@@ -45,6 +46,7 @@ class MasterWeights:
 
     def __init__(self, params: Iterable[Tensor] = ()) -> None:
         self._pairs: dict[int, MasterPair] = {}
+        self._watched: dict[int, Tensor] = {}
         self.add_pairs(params)
 
     @property
@@ -124,6 +126,46 @@ class MasterWeights:
         if self._pairs:
             torch._foreach_copy_([pair.master for pair in self.pairs], [pair.model for pair in self.pairs])
 
+    def watch_model(self, params: Iterable[Tensor] | None = None) -> None:
+        """Remember the model's weights as they are, for `follow_edits` to tell what was edited since.
+
+        This takes a 16-bit copy of each, until `stop_watching`.
+
+        Args:
+            params: model parameters; all that have a master where None.
+
+        Sync: none.
+        """
+        for pair in self._pairs_of(params):
+            self._watched[id(pair.model)] = pair.model.detach().clone()
+
+    @torch.no_grad()
+    def follow_edits(self, params: Iterable[Tensor] | None = None) -> None:
+        """Let masters take the weights that were edited in the model since `watch_model`, element by element.
+
+            master <- model    where model != watched and round(master) != model
+
+        So a master that was edited itself, or got a value that the model has rounded since, keeps all its bits.
+
+        Args:
+            params: as in `watch_model`; those that are not watched are left alone.
+
+        Sync: none.
+        """
+        for pair in self._pairs_of(params) if self._watched else ():
+            watched = self._watched.get(id(pair.model))
+            if watched is not None and watched.shape == pair.model.shape == pair.master.shape:
+                _take_edits(pair, watched)
+
+    def stop_watching(self) -> None:
+        """Forget what `watch_model` has remembered: `follow_edits` has nothing to do until it is called again."""
+        self._watched.clear()
+
+    def _pairs_of(self, params: Iterable[Tensor] | None) -> list[MasterPair]:
+        if params is None:
+            return list(self._pairs.values())
+        return [self._pairs[id(param)] for param in params if id(param) in self._pairs]
+
     def _master(self, param: Tensor) -> Tensor:
         if param.dtype not in _LOW_PRECISION:
             return param
@@ -131,6 +173,15 @@ class MasterWeights:
             master = Parameter(param.detach().to(torch.float32, copy=True), requires_grad=param.requires_grad)
             self._pairs[id(param)] = MasterPair(param, master)
         return self._pairs[id(param)].master
+
+
+def _take_edits(pair: MasterPair, watched: Tensor) -> None:
+    """Bring the edited elements of the model's weight to the master; ``watched`` goes along."""
+    model = pair.model.detach()
+    master = pair.master.detach().to(model.device)  # model.cuda() moves the model alone
+    edited = (model != watched.to(model.device)) & (model != master.to(model.dtype))
+    pair.master.copy_(torch.where(edited, model.to(master.dtype), master))
+    watched.copy_(model)
 
 
 def _bring_grads(pairs: list[MasterPair], found_inf: Tensor, inverse: Tensor, *, accumulate: bool) -> None:

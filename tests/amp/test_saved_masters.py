@@ -93,6 +93,20 @@ def test_weights_loaded_in_mid_training_stay_loaded(problem):
         assert torch.equal(master, loaded[name])
 
 
+def test_an_edit_after_loading_reaches_the_masters(problem):
+    session, model, optimizer = start(problem, "O2", "sgd")
+    problem.train(session, model, optimizer, range(3))
+    model.load_state_dict(loaded := problem.model(seed=1).state_dict())
+    model[3].bias.data.zero_()
+    model[3].weight.data[0].zero_()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    problem.train(session, model, optimizer, [3])
+    *_, weight, bias = session.master_params(optimizer)
+    assert torch.equal(bias, torch.zeros(4))
+    assert torch.equal(weight, torch.cat([torch.zeros(1, 32), loaded["3.weight"][1:]]))
+
+
 def test_half_weights_and_parts_of_a_model_can_be_loaded(problem):
     session, model, optimizer = start(problem, "O2", "sgd")
     before = model.state_dict()["3.weight"].clone()

@@ -168,3 +168,25 @@ def test_it_is_not_pickled_and_not_given_to_amp():
         pickle.dumps(optimizer)
     with pytest.raises((RuntimeError, TypeError), match="FP16_Optimizer"):
         amp.initialize(model, optimizer, verbosity=0)
+
+
+@pytest.mark.parametrize("first", ["step", "state_dict"])
+def test_half_weights_written_before_the_first_backward_reach_the_masters(first):
+    model, optimizer = make()
+    optimizer.param_groups[0]["lr"] = 0.0
+    model[0].weight.data.fill_(0.3)
+    if first == "step":
+        train(model, optimizer, batches(1))
+    expected = torch.full((16, 8), 0.3).half()
+    assert torch.equal(optimizer.state_dict()["fp32_from_fp16"][0][0], expected.float())
+    assert torch.equal(model[0].weight, expected)
+
+
+def test_half_weights_written_after_loading_reach_the_masters():
+    saved = make(steps=2)[1].state_dict()
+    model, optimizer = make(steps=1)
+    optimizer.load_state_dict(saved)
+    model[0].weight.data[0].zero_()
+    master = optimizer.state_dict()["fp32_from_fp16"][0][0]
+    assert torch.equal(master[0], torch.zeros(8))
+    assert torch.equal(master[1:], saved["fp32_from_fp16"][0][0][1:])

@@ -133,6 +133,76 @@ def test_masters_are_rounded_into_the_model_and_back():
     assert masters.of(param).tolist() == [3.0, 3.0]
 
 
+def watched(*values, dtype=torch.float16):
+    """Masters that differ from their model weight by less than its rounding, and are watched."""
+    masters = MasterWeights([Parameter(torch.tensor(values, dtype=dtype))])
+    [(param, master)] = masters.pairs
+    with torch.no_grad():
+        master.mul_(1 + 2.0**-14)
+    assert torch.equal(master.to(dtype), param)
+    masters.watch_model()
+    return masters, param, master
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("new", [3.0, 0.0, math.inf, -math.inf, math.nan])
+def test_a_master_takes_the_elements_that_were_edited_and_keeps_the_bits_of_the_rest(dtype, new):
+    masters, param, master = watched(1.0, 2.0, 4.0, dtype=dtype)
+    before = master.detach().clone()
+    param.data[1] = new
+    masters.follow_edits()
+    expected = torch.tensor([before[0], new, before[2]])
+    torch.testing.assert_close(master.detach(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_master_that_was_edited_itself_stays_edited():
+    masters, param, master = watched(1.0, 2.0)
+    master.data[0] = 5.0  # as old scripts write, which no version counter sees
+    masters.follow_edits()
+    assert master.tolist() == [5.0, 2.0 + 2.0**-13]
+    masters.copy_to_model()
+    assert param.tolist() == [5.0, 2.0]
+
+
+def test_a_master_that_came_with_the_edit_keeps_what_the_model_has_rounded():
+    masters, param, master = watched(1.0)
+    param.data.fill_(0.1)
+    master.data.fill_(0.1)
+    masters.follow_edits()
+    assert master.item() == torch.tensor(0.1).item() != param.item()
+
+
+def test_an_edit_that_is_taken_back_is_followed_back():
+    masters, param, master = watched(1.0)
+    for value in (7.0, 1.0):
+        param.data.fill_(value)
+        masters.follow_edits()
+        assert master.item() == value
+
+
+def test_what_is_not_watched_is_left_alone():
+    first, second = half(1.0), half(2.0)
+    masters = MasterWeights([first, second])
+    masters.watch_model([first, Parameter(torch.ones(1))])
+    for param in (first, second):
+        param.data.fill_(3.0)
+    masters.follow_edits([second])
+    assert [masters.of(param).item() for param in (first, second)] == [1.0, 2.0]
+    masters.follow_edits()
+    assert [masters.of(param).item() for param in (first, second)] == [3.0, 2.0]
+    masters.stop_watching()
+    first.data.fill_(4.0)
+    masters.follow_edits()
+    assert masters.of(first).item() == 3.0
+
+
+def test_a_weight_of_another_shape_is_left_alone():
+    masters, param, master = watched(1.0, 2.0)
+    param.data = torch.ones(1, dtype=torch.float16)
+    masters.follow_edits()
+    assert master.shape == (2,)
+
+
 def test_an_optimizer_steps_the_masters_where_half_would_stand_still():
     param = half(1.0)
     masters = MasterWeights([param])
@@ -160,6 +230,8 @@ def test_never_waits_for_the_device():
         masters.unscale_grads(2.0)
         masters.unscale_grads(2.0, accumulate=True)
         masters.copy_to_model()
+        masters.watch_model()
+        masters.follow_edits()
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
