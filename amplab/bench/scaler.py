@@ -3,16 +3,14 @@
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from amplab.amp import GradScaler
 from amplab.bench.interleaved import Case, Contestant, Pair
 from amplab.bench.rows import Goal
 from amplab.bench.workloads import random_tensors
-from amplab.scalers import Unscaler
 
-__all__ = ["Gradients", "iteration", "scaler_against_torch", "scaler_cases", "torch_scaler", "unscaler_against_torch"]
+__all__ = ["Gradients", "iteration", "scaler_against_torch", "scaler_cases", "torch_scaler"]
 
 _SCALE = 2.0**16
 _MAX_NORM = 1.0
@@ -56,15 +54,13 @@ def scaler_cases(many: int = 2000, few: int = 200, elements: int = 1000) -> list
         elements: of each gradient, float32.
     """
     sizes = f"{many} × {elements} float32"
-    fast = Goal("at least", 3.0)
     whole = [
         Case(
-            f"{name}.unscale_, {sizes}, {kind} gradients",
+            f"GradScaler.unscale_, {sizes}, {kind} gradients",
             _THEIRS,
-            fast,
-            lambda pair=pair, kind=kind: pair(many, elements, fresh=kind == "fresh"),
+            Goal("at least", 3.0),
+            lambda kind=kind: scaler_against_torch(many, elements, fresh=kind == "fresh"),
         )
-        for name, pair in (("GradScaler", scaler_against_torch), ("Unscaler", unscaler_against_torch))
         for kind in ("fresh", "kept")
     ]
     clipping = Case(
@@ -81,16 +77,6 @@ def scaler_against_torch(count: int, elements: int, *, fresh: bool) -> Pair:
     ours, theirs = Gradients(count, elements, fresh=fresh), Gradients(count, elements, fresh=fresh)
     return Pair(
         iteration(_our_scaler(), ours, lambda scaler: scaler.unscale_(ours.optimizer)),
-        iteration(torch_scaler(), theirs, lambda scaler: scaler.unscale_(theirs.optimizer)),
-        {"tensors": count, "elements": count * elements},
-    )
-
-
-def unscaler_against_torch(count: int, elements: int, *, fresh: bool) -> Pair:
-    """Both whole Python calls on float32 gradients."""
-    ours, theirs = Gradients(count, elements, fresh=fresh), Gradients(count, elements, fresh=fresh)
-    return Pair(
-        Contestant(_unscaler(ours), ours.refill),
         iteration(torch_scaler(), theirs, lambda scaler: scaler.unscale_(theirs.optimizer)),
         {"tensors": count, "elements": count * elements},
     )
@@ -113,11 +99,6 @@ def iteration(
         gradients.refill()
 
     return Contestant(lambda: run(scaler), prepare)
-
-
-def _unscaler(gradients: Gradients) -> Callable[[], Tensor]:
-    unscaler = Unscaler()
-    return lambda: unscaler.unscale_(gradients.params, _SCALE)
 
 
 def _our_scaler() -> GradScaler:
