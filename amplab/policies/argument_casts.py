@@ -17,11 +17,12 @@ from torch.nn import Parameter
 
 from amplab.policies.cast_cache import CastCache
 
-__all__ = ["HALVES", "cast_to", "floating_tensors", "lies_on", "lowered", "raised", "widest"]
+__all__ = ["HALVES", "cast_to", "floating_tensors", "is_wide", "lies_on", "lowered", "raised", "widest"]
 
 HALVES = frozenset([torch.float16, torch.bfloat16])
 _CASTABLE = HALVES | {torch.float32}
 _float64 = torch.float64
+_PLAIN = frozenset([type(None), bool, int, float, str])
 
 
 def lowered(values: Iterable[Any], dtype: torch.dtype, cache: CastCache) -> list | None:
@@ -50,6 +51,18 @@ def lowered(values: Iterable[Any], dtype: torch.dtype, cache: CastCache) -> list
         else:
             result.append(value)
     return result
+
+
+def is_wide(values: Iterable[Any]) -> bool:
+    """Whether `raised` would change nothing: no 16-bit tensor, no container, no tensor subclass."""
+    for value in values:
+        kind = type(value)
+        if kind is Tensor or kind is Parameter:
+            if value.dtype in HALVES:
+                return False
+        elif kind not in _PLAIN:
+            return False
+    return True
 
 
 def raised(values: Iterable[Any]) -> list | None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amplab.formats import FloatFormat
-from amplab.policies.argument_casts import HALVES, cast_to, floating_tensors, lowered, raised, widest
+from amplab.policies.argument_casts import HALVES, cast_to, floating_tensors, is_wide, lowered, raised, widest
 from amplab.policies.cast_cache import CastCache
 from amplab.policies.cast_policy import CastPolicy
 from amplab.policies.op_table import OpRule
@@ -67,6 +67,8 @@ def restoring_step(step: Step) -> Step:
 def _lower_step(parts: StepParts) -> Step:
     dtype, cache, run = tensor_dtype(parts.precision), parts.cache, parts.run
     as_float32_model = _fp32_step(parts)
+    if dtype is torch.float32:
+        return as_float32_model
 
     def step(mode: CastingMode, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         cast_args = lowered(args, dtype, cache)
@@ -100,6 +102,8 @@ def _fp32_step(parts: StepParts) -> Step:
     run = parts.run
 
     def step(mode: CastingMode, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        if is_wide(args) and (not kwargs or is_wide(kwargs.values())):  # nearly always, and half as dear
+            return run(mode, func, args, kwargs)
         cast_args = raised(args)
         if cast_args is not None and not kwargs:
             return run(mode, func, cast_args, kwargs)
