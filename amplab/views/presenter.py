@@ -152,14 +152,14 @@ class Presenter:
             case Failed():
                 self._put(failure(event.text, fatal=event.fatal))
             case StateChanged(note=note) if note:
-                self._put(Notice("note", "Paused", note))
+                self._put(Notice("note", "Paused", note, of_run=True))
         self._ticker.wake()
 
     def _take_config(self, event: ConfigChanged) -> None:
         if event.reset:
             self._levels, self._armed, self._shrinking_asked = [(0, event.config.opt_level)], set(), None
             self._skips_shown = -1
-            self._board.withdraw("offer")
+            self._board.begin_anew()
             self.parts.notices.notices = self._board.payload()
         elif self._levels[-1][1] != event.config.opt_level:
             kept = [mark for mark in self._levels if mark[0] < event.step]
