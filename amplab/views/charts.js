@@ -123,7 +123,7 @@ class LossChart extends Chart {
       : (value) => value / top;
     const y = (value) => GUTTER.top + height * (1 - share(value));
     const marks = log ? decades(bottom, top) : ticks(0, top, 3);
-    this.frame(live, marks, y, (tick, at) => this.text(String(+tick.toPrecision(3)), GUTTER.left - 5, at, palette.soft, "right"));
+    this.frame(live, marks, y, (tick, at) => this.text(tickText(tick), GUTTER.left - 5, at, palette.soft, "right"));
     this.envelope(finite, y, palette);
     this.smooth(finite, y, palette, (live.high - live.low) / 200);
     this.edge(rows, palette);
@@ -193,6 +193,13 @@ class LossChart extends Chart {
   }
 }
 
+/** A tick of the loss in few letters: 0.01, 10⁻⁴, 2e-3. */
+function tickText(tick) {
+  if (tick === 0 || (tick >= 0.00999 && tick < 1e5)) return String(+tick.toPrecision(3));
+  const power10 = Math.round(Math.log10(tick));
+  return Math.abs(tick / 10 ** power10 - 1) < 1e-6 ? `10${raised(power10)}` : tick.toExponential(0).replace("+", "");
+}
+
 /** Powers of ten within the range; both ends where there is none. */
 function decades(low, high) {
   const list = [];
@@ -260,20 +267,19 @@ class ScaleChart extends Chart {
     });
   }
 
-  /** A triangle stands on the line at each skip; where they crowd, a tick stands for those that would hide each other. */
+  /** A triangle stands on the line at each skip; where they crowd, ticks stand beside one, an injected one if there is any. */
   skips(rows, log2, y, palette) {
-    let last = -Infinity;
+    const triangles = [];
     for (const [step, , scale, marks] of rows) {
       if (!(marks & SKIPPED)) continue;
       const value = log2(scale);
-      const [at, foot] = [this.x(step), value === null ? this.height - GUTTER.bottom : y(value) - 2];
-      if (at - last < 7) {
-        this.line(at, foot - 4, at, foot, palette.skip);
-        continue;
-      }
-      last = at;
-      this.triangle(at, foot, palette.skip, marks & INJECTED, palette.paper);
+      const mark = { at: this.x(step), foot: value === null ? this.height - GUTTER.bottom : y(value) - 2, hollow: Boolean(marks & INJECTED) };
+      const last = triangles[triangles.length - 1];
+      this.line(mark.at, mark.foot - 4, mark.at, mark.foot, palette.skip);
+      if (!last || mark.at - last.at >= 7) triangles.push(mark);
+      else if (mark.hollow && !last.hollow) triangles[triangles.length - 1] = mark;
     }
+    for (const { at, foot, hollow } of triangles) this.triangle(at, foot, palette.skip, hollow, palette.paper);
   }
 }
 

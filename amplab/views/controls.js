@@ -214,10 +214,10 @@ function render({ model, el }) {
   };
   model.on("change:shown", show);
   show();
-  const cleanup = ownKeys(root);
+  const cleanups = [ownKeys(root), endWithKernel(model, root)];
   return () => {
     model.off("change:shown", show);
-    cleanup();
+    cleanups.forEach((cleanup) => cleanup());
   };
 }
 

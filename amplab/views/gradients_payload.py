@@ -81,7 +81,7 @@ def sentence(record: GradientRecord) -> str:
     overflowed = percent_text(scaled.overflow_fraction(FLOAT16))
     broken = _nonfinite(total)
     return (
-        f"Step {record.step:,}, scale {scale_text(record.loss_scale)}: flushed to zero {before} unscaled, "
+        f"Step {record.step:,}, scale {scale_text(record.loss_scale, raised=True)}: flushed to zero {before} unscaled, "
         f"{after} scaled; overflowed {overflowed}" + (f"; {percent_text(broken)} are NaN or inf" if broken else "")
     )
 

@@ -44,7 +44,7 @@ function render({ model, el }) {
   const root = h("section", { class: "amplab amp-live", "aria-label": "Live run" }, numbers.list, loss.box, scale.box, modes, news);
   el.append(root);
 
-  const live = { rows: [], levels: [], low: 0, high: 100, logarithmic: false, reading: null, palette: null };
+  const live = { rows: [], levels: [], low: 0, high: 100, logarithmic: false, reading: null, scale: 0, palette: null };
   const charts = [new LossChart(loss.canvas), new ScaleChart(scale.canvas)];
   let asked = 0;
   let patience = 0;
@@ -69,6 +69,7 @@ function render({ model, el }) {
     if (message.kind !== "frame") return;
     live.rows = unpack(buffers[0]);
     live.levels = message.levels;
+    live.scale = message.summary.scale;
     numbers.show(message.summary);
     numbers.memory.title = message.summary.memory_parts;
     write(modes, message.summary.modes);
@@ -84,7 +85,7 @@ function render({ model, el }) {
   charts.forEach((chart) => listenForReading(chart, live, soon));
   const sized = new ResizeObserver(soon);
   [loss.canvas, scale.canvas].forEach((canvas) => sized.observe(canvas));
-  const cleanups = [onTheme(soon), ownKeys(root), attend(model)];
+  const cleanups = [onTheme(soon), ownKeys(root), attend(model), endWithKernel(model, root)];
   return () => {
     model.off("msg:custom", receive);
     sized.disconnect();
@@ -147,7 +148,8 @@ function readout(live, lossNow, scaleNow) {
   const at = live.reading === null ? "" : `step ${integer(row[0])}: `;
   const end = row[3] & SKIPPED ? (row[3] & INJECTED ? " (skipped, injected)" : " (skipped)") : "";
   write(lossNow, at + decimal(row[1], 3));
-  write(scaleNow, at + power(row[2]) + end);
+  // Without a reading the next step's scale, as the figure above says it.
+  write(scaleNow, live.reading === null ? power(live.scale) : at + power(row[2]) + end);
 }
 
 export default { render };

@@ -18,10 +18,11 @@ function render({ model, el }) {
   };
   model.on("change:notices", show);
   show();
-  const cleanup = ownKeys(root);
+  const gone = h("p", { class: "amp-gone", role: "alert" }, "The kernel has restarted: run the cell again.");
+  const cleanups = [ownKeys(root), endWithKernel(model, root, () => root.prepend(gone))];
   return () => {
     model.off("change:notices", show);
-    cleanup();
+    cleanups.forEach((cleanup) => cleanup());
   };
 }
 

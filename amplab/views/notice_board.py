@@ -5,12 +5,16 @@ A notice is a frozen value; the board keeps those that nobody has answered yet. 
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 
 __all__ = ["Notice", "NoticeBoard", "failure", "offer"]
 
 KEPT = 4
 """Notices on the board at once; an older failure gives way to a newer one."""
+
+DAMAGE = re.compile(r"step [\d,]+ left NaN or inf in ")
+"""How the trainer begins the sentence about a bad batch that stayed in the model's buffers."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,7 @@ class Notice:
         text: A sentence.
         detail: Lines to be read as they are, such as a traceback.
         choices: (message type, label) of the buttons, the first one the accented.
+        of_run: Whether it speaks of the present run and so goes when the run begins anew.
     """
 
     kind: str
@@ -30,10 +35,13 @@ class Notice:
     text: str
     detail: str = ""
     choices: tuple[tuple[str, str], ...] = (("dismiss", "Dismiss"),)
+    of_run: bool = False
 
 
 def failure(text: str, *, fatal: bool = False) -> Notice:
     """Return the notice of a failure whose first line is a sentence or a traceback's head.
+
+    One that ends the run, or leaves NaN in the model, offers a reset and goes with it.
 
     >>> failure("Traceback (most recent call last):\\n  File …\\nValueError: no").text
     'ValueError: no'
@@ -41,9 +49,12 @@ def failure(text: str, *, fatal: bool = False) -> Notice:
     first, _, rest = text.strip().partition("\n")
     if first.startswith("Traceback"):
         first, rest = text.strip().splitlines()[-1], text.strip()
-    choices = (("reset", "Reset"), ("dismiss", "Dismiss")) if fatal else (("dismiss", "Dismiss"),)
-    title = "Training has failed" if fatal else "Something failed; the lab goes on"
-    return Notice("error", title, first, rest.strip(), choices)
+    damaged = DAMAGE.match(first) is not None
+    title = "Something failed; the lab goes on"
+    if fatal or damaged:
+        title = "Training has failed" if fatal else "The run goes on, damaged"
+    choices = (("reset", "Reset"), ("dismiss", "Dismiss")) if fatal or damaged else (("dismiss", "Dismiss"),)
+    return Notice("error", title, first, rest.strip(), choices, of_run=fatal or damaged)
 
 
 def offer(running: str, steps: int, state: str, wanted: str | None) -> Notice:
@@ -59,7 +70,7 @@ def offer(running: str, steps: int, state: str, wanted: str | None) -> Notice:
     if wanted is not None:
         text += f" Start new begins {wanted}."
     choices = (("dismiss", "Continue with it"), ("new", "Start new"))
-    return Notice("offer", "This kernel has an experiment", text, choices=choices)
+    return Notice("offer", "This kernel has an experiment", text, choices=choices, of_run=True)
 
 
 class NoticeBoard:
@@ -87,6 +98,10 @@ class NoticeBoard:
     def withdraw(self, kind: str) -> None:
         """Remove all of one kind."""
         self._notices = {number: notice for number, notice in self._notices.items() if notice.kind != kind}
+
+    def begin_anew(self) -> None:
+        """Remove all that speak of the run that has been reset."""
+        self._notices = {number: notice for number, notice in self._notices.items() if not notice.of_run}
 
     def payload(self) -> list[dict]:
         """Return what is up as JSON values, newest first."""

@@ -25,6 +25,20 @@ const isDark = () => document.body.dataset.jpThemeLight
   ? document.body.dataset.jpThemeLight === "false"
   : window.matchMedia("(prefers-color-scheme: dark)").matches;
 
+/** Switch a view off once its kernel has gone, when nothing that is pressed can be sent; returns the cleanup. */
+function endWithKernel(model, root, tell = () => {}) {
+  const end = () => {
+    // The widget's class says it, in the view that is shown; the event tells when to look.
+    setTimeout(() => {
+      if (!root.closest(".jupyter-widgets-disconnected")) return;
+      root.inert = true;
+      tell();
+    }, 0);
+  };
+  model.on("comm_live_update", end);
+  return () => model.off("comm_live_update", end);
+}
+
 /** Tell the kernel that a view is open, and that it is gone; returns the cleanup. */
 function attend(model) {
   const view = Math.random().toString(36).slice(2);

@@ -137,14 +137,18 @@ function render({ model, el }) {
     show();
     return () => model.off(`change:${name}`, show);
   });
-  const tellTheme = () => { model.set("dark", isDark()); model.save_changes(); };
+  const tellTheme = () => {
+    if (root.inert) return;
+    model.set("dark", isDark());
+    model.save_changes();
+  };
   const fit = () => fitFigure(el);
   model.on("change:tab", showTab);
   model.on("change:gradients", fit);
   setTimeout(showTab, 0);
   showTab();
   tellTheme();
-  const cleanups = [onTheme(tellTheme), ownKeys(root), () => model.off("change:tab", showTab), () => model.off("change:gradients", fit), ...showers];
+  const cleanups = [onTheme(tellTheme), ownKeys(root), endWithKernel(model, root), () => model.off("change:tab", showTab), () => model.off("change:gradients", fit), ...showers];
   return () => cleanups.forEach((cleanup) => cleanup());
 }
 

@@ -34,7 +34,7 @@ from amplab.views.gradients import GradientBox
 from amplab.views.gradients_payload import sentence
 from amplab.views.live_payload import frame_rows, level_marks, modes_line, summary
 from amplab.views.notice_board import Notice, NoticeBoard, failure, offer
-from amplab.views.overflows_payload import overflows_payload
+from amplab.views.overflows_payload import is_broken, overflows_payload
 from amplab.views.parts import Controls, LiveView, Notices, Panels
 from amplab.views.ticker import Ticker
 
@@ -84,7 +84,7 @@ class Presenter:
         self._levels = level_marks(trainer.history) or [(0, trainer.config.opt_level)]
         self._scale = 0.0  # what the next step will use, as the trainer's thread last knew it
         self._overflows_due = self._gradients_due = 0.0
-        self._skips_shown = -1
+        self._overflows_shown: tuple[int, bool] | None = None
         self._plotly: threading.Thread | None = None
         self._plotly_loaded = False
         self._gradients_asked: tuple | None = None
@@ -152,14 +152,14 @@ class Presenter:
             case Failed():
                 self._put(failure(event.text, fatal=event.fatal))
             case StateChanged(note=note) if note:
-                self._put(Notice("note", "Paused", note))
+                self._put(Notice("note", "Paused", note, of_run=True))
         self._ticker.wake()
 
     def _take_config(self, event: ConfigChanged) -> None:
         if event.reset:
             self._levels, self._armed, self._shrinking_asked = [(0, event.config.opt_level)], set(), None
-            self._skips_shown = -1
-            self._board.withdraw("offer")
+            self._overflows_shown = None
+            self._board.begin_anew()
             self.parts.notices.notices = self._board.payload()
         elif self._levels[-1][1] != event.config.opt_level:
             kept = [mark for mark in self._levels if mark[0] < event.step]
@@ -261,12 +261,13 @@ class Presenter:
 
     def _show_overflows(self) -> None:
         history, now = self._trainer.history, time.monotonic()
-        if history.skip_count == self._skips_shown:
+        present = (history.skip_count, is_broken(history))
+        if present == self._overflows_shown:
             return
         if now < self._overflows_due:
             self._ticker.wake()
             return
-        self._overflows_due, self._skips_shown = now + SLOW, history.skip_count
+        self._overflows_due, self._overflows_shown = now + SLOW, present
         self.parts.panels.overflows = overflows_payload(history)
 
     def _ask_gradients(self) -> None:

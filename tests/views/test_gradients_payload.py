@@ -91,7 +91,7 @@ def test_the_sentence_and_the_table_say_the_same(record: GradientRecord) -> None
     total = reduce(add, (histogram for _, histogram in record.layers))
     assert total.total == 6000
     text = sentence(record)
-    assert text.startswith("Step 1,234, scale 2^12: flushed to zero ")
+    assert text.startswith("Step 1,234, scale 2¹²: flushed to zero ")
     table = layers_html(record)
     assert table.count("<tr>") == 3
     assert "zeros.&lt;bias&gt;" in table

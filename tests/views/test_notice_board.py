@@ -1,8 +1,10 @@
 """Notices: what a failure and an offer say, and which stay up."""
 
 import json
+from dataclasses import replace
 
-from amplab.views.notice_board import KEPT, NoticeBoard, failure, offer
+from amplab.lab import Failed, Trainer
+from amplab.views.notice_board import KEPT, Notice, NoticeBoard, failure, offer
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\nValueError: no\n'
 
@@ -48,3 +50,31 @@ def test_an_offer_replaces_an_older_one_and_can_be_withdrawn() -> None:
     assert [notice["kind"] for notice in board.payload()] == ["offer", "error"]
     board.withdraw("offer")
     assert [notice["text"] for notice in board.payload()] == ["stays"]
+
+
+def test_damage_is_named_as_such_and_offers_a_reset() -> None:
+    notice = failure("step 12 left NaN or inf in norm.running_mean: BatchNorm takes a batch in.")
+    assert notice.title == "The run goes on, damaged"
+    assert [kind for kind, _ in notice.choices] == ["reset", "dismiss"]
+    assert failure("callback f left NaN or inf in x").title == "Something failed; the lab goes on"
+
+
+def test_a_new_run_takes_down_what_speaks_of_the_old_one() -> None:
+    board = NoticeBoard()
+    board.put(failure("step 1,234 left NaN or inf in norm.running_mean: BatchNorm"))
+    board.put(failure("the optimizer failed", fatal=True))
+    board.put(Notice("note", "Paused", "10 steps are done", of_run=True))
+    board.begin_anew()
+    board.put(offer("a", 1, "running", None))
+    board.put(failure("callback f raised ValueError"))
+    board.begin_anew()
+    assert [notice["text"] for notice in board.payload()] == ["callback f raised ValueError"]
+
+
+def test_the_trainers_sentence_on_damage_is_recognised(trainer: Trainer) -> None:
+    heard: list[Failed] = []
+    trainer.subscribe(lambda event: heard.append(event) if isinstance(event, Failed) else None)
+    trainer.reset(replace(trainer.config, model="cnn"))
+    trainer.inject("nan")
+    trainer.run(1)
+    assert [failure(event.text).title for event in heard] == ["The run goes on, damaged"]

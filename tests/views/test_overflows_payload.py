@@ -1,7 +1,11 @@
 """The table of skipped steps."""
 
+import math
+
+import pytest
+
 from amplab.lab import History
-from amplab.views.overflows_payload import overflows_payload
+from amplab.views.overflows_payload import is_broken, overflows_payload
 
 
 def test_one_row_for_each_skip_newest_first(eventful: History) -> None:
@@ -43,3 +47,24 @@ def test_nothing_skipped_is_explained() -> None:
     assert payload["rows"] == []
     assert payload["count"] == ""
     assert payload["summary"].startswith("A dynamic scale skips")
+
+
+@pytest.mark.parametrize(("loss", "word"), [(math.nan, "NaN"), (math.inf, "inf")])
+def test_a_loss_that_stays_broken_is_told_with_its_first_step(record, loss: float, word: str) -> None:
+    history = History()
+    for step in range(6):
+        history.append(record(step, loss=loss if step in (1, 3, 4, 5) else 1.0))
+    assert overflows_payload(history)["summary"] == (
+        f"The loss is {word} since step 3: a static scale (or O3) let it into the weights; Reset begins anew."
+    )
+
+
+def test_a_skipped_or_past_nan_is_not_told(record, eventful: History) -> None:
+    assert not is_broken(eventful)
+    assert "since step" not in overflows_payload(eventful)["summary"]
+    eventful.append(record(10, loss=math.nan, skipped=True))
+    assert "since step" not in overflows_payload(eventful)["summary"]
+    eventful.append(record(11, loss=math.nan))
+    assert overflows_payload(eventful)["summary"].endswith(
+        "Reset begins anew. 3 steps skipped, 1 with an injected fault."
+    )
