@@ -117,11 +117,17 @@ class Failed:
     """Something went wrong: ``text`` is a sentence, followed by the traceback where there is one.
 
     ``fatal`` is True when training cannot go on without a reset, False when the run goes on (a callback that raised, a
-    log that cannot be written, a bad batch that stays in BatchNorm's statistics).
+    log that cannot be written). ``damaged`` is True when it goes on with NaN or inf in the model.
     """
 
     text: str
     fatal: bool = False
+    damaged: bool = False
+
+    @property
+    def of_run(self) -> bool:
+        """Whether a reset mends it."""
+        return self.fatal or self.damaged
 
 
 Event = StepRecord | StateChanged | ConfigChanged | TraceReady | GradientsReady | Failed

@@ -34,6 +34,10 @@ class Publisher:
         """The last failures that were published, for whoever subscribes later."""
         return tuple(self._failures)
 
+    def forget_run(self) -> None:
+        """Forget the failures that a reset mends."""
+        self._failures = deque((past for past in self._failures if not past.of_run), maxlen=_FAILURES_KEPT)
+
     def subscribe(self, callback: Callback) -> Callable[[], None]:
         """Call `callback` with every event from now on; return a function that ends this (again is harmless)."""
         with self._lock:

@@ -321,6 +321,7 @@ class Trainer:
         self._recorder.close()
         self._experiment = Experiment(config)
         self._has_told_buffers = False
+        self._publisher.forget_run()
         self._recorder = self._new_recorder()
         self._publisher.publish(ConfigChanged(config, previous, 0, reset=True))
 
@@ -341,14 +342,12 @@ class Trainer:
         if self._has_told_buffers or not (names := self._experiment.nonfinite_buffers()):
             return
         self._has_told_buffers = True
-        self._publisher.publish(
-            Failed(
-                f"step {step} left NaN or inf in {', '.join(names)}: BatchNorm takes a batch into its running "
-                f"statistics in the forward pass, before a step can be skipped. The weights may be safe, yet accuracy "
-                f"is measured with these statistics: reset() to begin anew, and in a loop of your own check the batch "
-                f"before the forward pass."
-            )
+        text = (
+            f"step {step} left NaN or inf in {', '.join(names)}: BatchNorm takes a batch into its running statistics "
+            f"in the forward pass, before a step can be skipped. The weights may be safe, yet accuracy is measured with "
+            f"these statistics: reset to begin anew, and in a loop of your own check the batch before the forward pass."
         )
+        self._publisher.publish(Failed(text, damaged=True))
 
     def _new_recorder(self) -> Recorder:
         def tell(text: str) -> None:

@@ -5,16 +5,12 @@ A notice is a frozen value; the board keeps those that nobody has answered yet. 
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass
 
 __all__ = ["Notice", "NoticeBoard", "failure", "offer"]
 
 KEPT = 4
 """Notices on the board at once; an older failure gives way to a newer one."""
-
-DAMAGE = re.compile(r"step [\d,]+ left NaN or inf in ")
-"""How the trainer begins the sentence about a bad batch that stayed in the model's buffers."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +34,7 @@ class Notice:
     of_run: bool = False
 
 
-def failure(text: str, *, fatal: bool = False) -> Notice:
+def failure(text: str, *, fatal: bool = False, damaged: bool = False) -> Notice:
     """Return the notice of a failure whose first line is a sentence or a traceback's head.
 
     One that ends the run, or leaves NaN in the model, offers a reset and goes with it.
@@ -49,11 +45,10 @@ def failure(text: str, *, fatal: bool = False) -> Notice:
     first, _, rest = text.strip().partition("\n")
     if first.startswith("Traceback"):
         first, rest = text.strip().splitlines()[-1], text.strip()
-    damaged = DAMAGE.match(first) is not None
     title = "Something failed; the lab goes on"
     if fatal or damaged:
         title = "Training has failed" if fatal else "The run goes on, damaged"
-    choices = (("reset", "Reset"), ("dismiss", "Dismiss")) if fatal or damaged else (("dismiss", "Dismiss"),)
+    choices = (("reset", "Reset the run"), ("dismiss", "Dismiss")) if fatal or damaged else (("dismiss", "Dismiss"),)
     return Notice("error", title, first, rest.strip(), choices, of_run=fatal or damaged)
 
 

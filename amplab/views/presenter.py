@@ -134,7 +134,7 @@ class Presenter:
     def _begin(self) -> None:
         self._unsubscribe = self._trainer.subscribe(self._hear)
         for past in self._trainer.failures:
-            self._put(failure(past.text, fatal=past.fatal))
+            self._put(failure(past.text, fatal=past.fatal, damaged=past.damaged))
         self._show_controls()
         self._trainer.request_trace()
 
@@ -150,7 +150,7 @@ class Presenter:
             case ConfigChanged():
                 self._take_config(event)
             case Failed():
-                self._put(failure(event.text, fatal=event.fatal))
+                self._put(failure(event.text, fatal=event.fatal, damaged=event.damaged))
             case StateChanged(note=note) if note:
                 self._put(Notice("note", "Paused", note, of_run=True))
         self._ticker.wake()
