@@ -342,10 +342,11 @@ class Trainer:
         if self._has_told_buffers or not (names := self._experiment.nonfinite_buffers()):
             return
         self._has_told_buffers = True
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         text = (
-            f"step {step} left NaN or inf in {', '.join(names)}: BatchNorm takes a batch into its running statistics "
-            f"in the forward pass, before a step can be skipped. The weights may be safe, yet accuracy is measured with "
-            f"these statistics: reset to begin anew, and in a loop of your own check the batch before the forward pass."
+            f"Step {step} left NaN or inf in {names[0]}{more}: BatchNorm takes a batch into its running statistics in "
+            f"the forward pass, before a step can be skipped. Accuracy is measured with these statistics: reset to begin "
+            f"anew; in a loop of your own check the batch first."
         )
         self._publisher.publish(Failed(text, damaged=True))
 

@@ -6,6 +6,8 @@ that: float32, as binary buffers. What the curves hold is in `gradients_payload.
 
 from __future__ import annotations
 
+import functools
+import threading
 from typing import TYPE_CHECKING
 
 from amplab.views.gradients_payload import HIGH, LOW, Curves, float16_zones
@@ -37,16 +39,37 @@ def make_figure(curves: Curves, *, dark: bool) -> FigureWidget:
         go.Scatter(y=curves.unscaled, name="unscaled", line=line | {"dash": "dot"}, **shared),
         go.Scatter(y=curves.scaled, name="scaled", line=line, **shared),
     ]
-    figure = go.FigureWidget(data=traces, layout=_layout())
+    figure = _figure_class()(data=traces, layout=_layout())
     figure.update_traces(hovertemplate="2<sup>%{x}</sup>: %{y:.2f} %")
     figure._config = {"responsive": True, "displaylogo": False, "displayModeBar": False}
     set_theme(figure, dark=dark)
     return figure
 
 
+@functools.cache
+def _figure_class() -> type[FigureWidget]:
+    """Return a FigureWidget that takes in no message of the page in the midst of an edit.
+
+    Plotly sends an edit by setting a trait and clearing it at once. While another thread takes in a message, traitlets
+    holds all notices back and keeps the last of each trait: the page would be told of the clearing and not of the edit.
+    """
+    from plotly.graph_objects import FigureWidget
+
+    class Figure(FigureWidget):
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            self._edits = threading.RLock()
+            super().__init__(*args, **kwargs)
+
+        def set_state(self, sync_data: dict) -> None:
+            with self._edits:
+                super().set_state(sync_data)
+
+    return Figure
+
+
 def show_curves(figure: FigureWidget, curves: Curves) -> None:
     """Draw other curves, in one message."""
-    with figure.batch_update():
+    with figure._edits, figure.batch_update():
         figure.data[0].y = curves.unscaled
         figure.data[1].y = curves.scaled
     # The display hook renews the state that a reloaded page is built from; messages alone would leave it as it was.
@@ -55,7 +78,7 @@ def show_curves(figure: FigureWidget, curves: Curves) -> None:
 
 def set_theme(figure: FigureWidget, *, dark: bool) -> None:
     """Colour text, grid and curves for a light or a dark page; the backgrounds are transparent."""
-    with figure.batch_update():
+    with figure._edits, figure.batch_update():
         figure.layout.font.color = INK[dark]
         for axis in (figure.layout.xaxis, figure.layout.yaxis):
             axis.gridcolor = axis.zerolinecolor = GRID[dark]

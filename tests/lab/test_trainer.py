@@ -267,7 +267,7 @@ def test_a_nan_that_stays_in_batchnorm_is_told_once(listen):
         trainer.inject("nan")
         trainer.run(1)
     (told,) = ear.of(Failed)
-    assert told.text.startswith("step 2 left NaN or inf in ")
+    assert told.text.startswith("Step 2 left NaN or inf in ")
     assert "running_mean" in told.text
     assert trainer.history.last.skipped
     trainer.reset()

@@ -1,5 +1,7 @@
 """plotly's figure: its arrays are binary, a reloaded page is built from the latest, and it follows the theme."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -36,3 +38,31 @@ def test_text_and_curves_stand_out_from_the_page(dark: bool) -> None:
     assert figure.layout.font.color == ("rgba(255,255,255,0.72)" if dark else "rgba(0,0,0,0.72)")
     assert figure.data[1].line.color == ("#56b4e9" if dark else "#0b6bb8")
     assert figure.layout.paper_bgcolor == figure.layout.plot_bgcolor == "rgba(0,0,0,0)"
+
+
+def test_an_edit_while_a_message_of_the_page_is_taken_in_reaches_the_page() -> None:
+    figure = make_figure(some(1.0), dark=False)
+    told, taking_in, go_on = [], threading.Event(), threading.Event()
+    figure.observe(lambda change: told.append(change.new), "_py2js_update")
+    trait = figure.traits()["_js2py_layoutDelta"]
+    plain = trait.metadata["from_json"]
+
+    def slow(value: object, widget: object) -> object:
+        taking_in.set()
+        go_on.wait(10)
+        return plain(value, widget)
+
+    trait.tag(from_json=slow)
+    try:
+        page = threading.Thread(target=figure.set_state, args=({"_js2py_layoutDelta": None},))
+        page.start()
+        assert taking_in.wait(10)
+        edit = threading.Thread(target=set_theme, args=(figure,), kwargs={"dark": True})
+        edit.start()
+        edit.join(0.5)  # without a lock it is over by now, and the page was told nothing
+        go_on.set()
+        page.join(10)
+        edit.join(10)
+    finally:
+        trait.tag(from_json=plain)
+    assert any(message and "font.color" in str(message) for message in told)
