@@ -12,6 +12,7 @@ The rooms, in reading order; each imports only those before it, and each is load
     amp       the faces of apex (initialize, scale_loss, …) and of PyTorch (autocast, GradScaler, checkpoint)
     fp16_utils half precision by hand: FP16_Optimizer and what came before amp
     trace     what happened in one step: every operation with its dtypes and the reason
+    diagnose  what is the matter: the machine, so far
     lab       experiments: tasks, models, a trainer, the run log
     views     the widgets of the lab (imported by name: they need the extra ``lab``)
     bench     measurements that you can repeat
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from amplab import (
         amp,
         bench,
+        diagnose,
         formats,
         fp16_utils,
         kernels,
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
         get_autocast_dtype,
         is_autocast_enabled,
     )
+    from amplab.diagnose import doctor
     from amplab.policies import cpu_half
     from amplab.scripts import as_apex
 
@@ -56,9 +59,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "formats", "kernels", "policies", "scalers", "optimizers", "parallel", "normalization", "multi_tensor_apply",
-    "amp", "fp16_utils", "trace", "lab", "bench",
-    "GradScaler", "as_apex", "autocast", "checkpoint", "cpu_half", "custom_bwd", "custom_fwd", "get_autocast_dtype",
-    "is_autocast_enabled",
+    "amp", "fp16_utils", "trace", "diagnose", "lab", "bench",
+    "GradScaler", "as_apex", "autocast", "checkpoint", "cpu_half", "custom_bwd", "custom_fwd", "doctor",
+    "get_autocast_dtype", "is_autocast_enabled",
 ]  # fmt: skip
 
 _HOMES = {
@@ -69,6 +72,7 @@ _HOMES = {
     "cpu_half": "policies",
     "custom_bwd": "amp",
     "custom_fwd": "amp",
+    "doctor": "diagnose",
     "get_autocast_dtype": "amp",
     "is_autocast_enabled": "amp",
 }

@@ -113,6 +113,14 @@ def may_write(path: Path) -> bool:
     return not path.is_dir() and os.access(path.parent, os.W_OK)
 
 
+def examine(_options: argparse.Namespace) -> int:
+    """Print what the machine has for mixed precision."""
+    from amplab.diagnose import doctor
+
+    print(doctor())
+    return 0
+
+
 def run_as_apex(options: argparse.Namespace) -> int:
     """Run a script with amplab in the place of apex; what it prints, raises and returns is its own."""
     run = run_module if options.module else run_script
@@ -152,6 +160,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_lab(commands.add_parser("lab", help="open JupyterLab on the lab notebook", allow_abbrev=False))
     add_train(commands.add_parser("train", help="train in the terminal", allow_abbrev=False))
     add_bench(commands.add_parser("bench", help="measure amplab against torch", allow_abbrev=False))
+    add_doctor(commands.add_parser("doctor", help="look at this machine", allow_abbrev=False))
     add_run(commands.add_parser("run", help="run a script that imports apex", allow_abbrev=False))
     return parser
 
@@ -187,6 +196,12 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         "--json", type=Path, metavar="FILE", help="write the figures and the machine's facts there, too"
     )
     parser.set_defaults(run=bench)
+
+
+def add_doctor(parser: argparse.ArgumentParser) -> None:
+    """Add ``amplab doctor``."""
+    parser.description = "Say what this machine has for mixed precision, and what is missing."
+    parser.set_defaults(run=examine)
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:

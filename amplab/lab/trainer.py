@@ -344,8 +344,8 @@ class Trainer:
         self._has_told_buffers = True
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         text = (
-            f"Step {step} left NaN or inf in {names[0]}{more}: BatchNorm takes a batch into its running statistics in "
-            f"the forward pass, before a step can be skipped. Accuracy is measured with these statistics: reset to begin "
+            f"Step {step} left NaN or inf in {names[0]}{more}: BatchNorm takes a batch into its running statistics "
+            f"in the forward pass, before a step can be skipped. Accuracy is measured with these: reset to begin "
             f"anew; in a loop of your own check the batch first."
         )
         self._publisher.publish(Failed(text, damaged=True))
