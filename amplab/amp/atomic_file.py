@@ -7,6 +7,7 @@ At any moment ``path`` is the old file or the new one, complete, even when the p
 
 import os
 import secrets
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -26,8 +27,11 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
     Raises:
         FileNotFoundError: there is no such folder.
-        OSError: the disk is full, the folder is read-only, …
+        OSError: ``path`` is there and no regular file, the disk is full, the folder is read-only, …
     """
+    path = path.resolve()  # of a link, what it leads to
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path}: is no regular file, and would be replaced by one; name a file.")
     folder = path.parent
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: there is no such folder to write {path.name} in; make it first.")
@@ -37,6 +41,8 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
             write(file)
             file.flush()
             os.fsync(file.fileno())
+        if path.exists():
+            partial.chmod(stat.S_IMODE(path.stat().st_mode))  # a private file stays one
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)

@@ -91,6 +91,8 @@ class autocast:
         policy: PrecisionPolicy | None = None,
     ) -> None:
         self.device = checked_device_type(device_type)
+        if not isinstance(enabled, bool):
+            raise TypeError(f"enabled={enabled!r}: expected True or False.")
         around = _innermost(self.device)
         self._policy = _checked_policy(policy, dtype) or _policy_around(self.device)
         if dtype is None and self._policy.simulated:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amplab.amp.loss_scaler import SMALLEST_SCALE
 from amplab.scalers import DeviceScale, RecurrentRule, ScaleRule, ScaleState, device_scale, floored
 from amplab.scalers.recurrence import require_scale
 
@@ -59,6 +60,11 @@ class GradScalerSettings(torch.amp.GradScaler):
         self._warned_of_collapse = False
         if rule is not None:
             self._take_rule(rule, None)
+        first = init_scale if rule is None else rule.start().scale
+        if floor is not None and floor > max(first, SMALLEST_SCALE):
+            raise ValueError(
+                f"floor={floor}: the scale begins at {first}, below it; lower the floor or begin higher (init_scale)."
+            )
 
     # -- the rule ----------------------------------------------------------------------------------
 

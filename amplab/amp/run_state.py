@@ -23,8 +23,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
+from torch.amp import GradScaler
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -36,16 +37,6 @@ from amplab.amp.run_state_file import RunStateError, read_run_state, write_run_s
 from amplab.amp.session import Session
 
 __all__ = ["RunState", "load_run_state", "save_run_state"]
-
-
-class Scaler(Protocol):
-    """What is asked of a GradScaler."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state; empty where the scaler is disabled."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up what `state_dict` returned."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +60,7 @@ def save_run_state(
     model: Module | Sequence[Module] | None = None,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     amp: Session | ModuleType | None = None,
-    scaler: Scaler | None = None,
+    scaler: GradScaler | None = None,
     position: Any = None,
     extra: Any = None,
 ) -> None:
@@ -95,6 +86,7 @@ def save_run_state(
         RunStateError: a value that the file cannot hold; its place is named.
         RuntimeError: ``amp`` before its ``initialize``.
         TypeError: an argument of another type, or both ``amp`` and ``scaler``.
+        RuntimeError: the scaler is between ``unscale_`` or ``step`` and ``update``.
         OSError: the file cannot be written.
 
     Sync: many, as every tensor is copied to the CPU.
@@ -102,6 +94,8 @@ def save_run_state(
     Reference: "Saving/Resuming" in PyTorch's Automatic Mixed Precision recipe.
     """
     models, optimizers, session = _checked(model, optimizer, amp, scaler)
+    if scaler is not None and scaler.is_enabled() and scaler._per_optimizer_states:
+        raise RuntimeError("scaler: it is in the midst of an iteration; save after its update().")
     try:
         generators = capture_rng()
     except ValueError as error:
@@ -125,7 +119,7 @@ def load_run_state(
     model: Module | Sequence[Module] | None = None,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     amp: Session | ModuleType | None = None,
-    scaler: Scaler | None = None,
+    scaler: GradScaler | None = None,
 ) -> RunState:
     """Load what `save_run_state` saved into models, optimizers and scaler that are made as they were then.
 
@@ -178,6 +172,8 @@ def _checked(model: Any, optimizer: Any, amp: Any, scaler: Any) -> tuple[list[Mo
     session = default_session() if isinstance(amp, ModuleType) else amp
     if not isinstance(session, Session | None):
         raise TypeError(f"amp: got a {type(amp).__name__}; expected an amp.Session, the module amplab.amp, or None.")
+    if not isinstance(scaler, GradScaler | None):
+        raise TypeError(f"scaler: got a {type(scaler).__name__}; expected a GradScaler, torch's or amplab's, or None.")
     if session is not None and scaler is not None:
         raise TypeError("amp and scaler: a run has one of them; pass the session or the GradScaler.")
     if session is not None:
@@ -206,7 +202,7 @@ def _refuse_other_run(
     return state["rng"]
 
 
-def _load_scaler(path: Any, scaler: Scaler, saved: dict[str, Any]) -> None:
+def _load_scaler(path: Any, scaler: GradScaler, saved: dict[str, Any]) -> None:
     """Load the scaler first of all, since it is the judge of its own state; put it back where it refuses."""
     before = scaler.state_dict()
     try:
@@ -224,14 +220,14 @@ def _left_out(
     models: list[Module],
     optimizers: list[Optimizer],
     session: Session | None,
-    scaler: Scaler | None,
+    scaler: GradScaler | None,
 ) -> tuple[str, ...]:
     """Say what is in the file and not loaded, and what is to be loaded and not in the file."""
     notes = []
     for name, given, saved in (("model", models, state["models"]), ("optimizer", optimizers, state["optimizers"])):
         if saved and not given:
             notes.append(f"{len(saved)} saved {name}(s) left out: none was passed")
-    here = {"amp": session is not None and session.properties.enabled, "scaler": scaler is not None}
+    here = {"amp": session is not None and session.properties.enabled, "scaler": scaler is not None and scaler.is_enabled()}
     for name, given in here.items():
         if state[name] is not None and not given:
             notes.append(f"the saved loss scale of {name} is left out: {name} was not passed, or is disabled")

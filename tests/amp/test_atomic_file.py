@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from amplab import amp
+from amplab.amp.atomic_file import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,3 +63,17 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_nothing_else(tmp_path):
     assert re.search(r"OSError: \[Errno \d+\] .*run\.pt", child.stderr)
     assert amp.load_run_state(path).position == 1
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links, modes and pipes of POSIX")
+def test_what_stands_at_the_path_keeps_its_nature(tmp_path):
+    target, link, pipe = tmp_path / "target", tmp_path / "link", tmp_path / "pipe"
+    target.write_bytes(b"old")
+    target.chmod(0o600)
+    link.symlink_to(target)
+    write_atomically(link, lambda file: file.write(b"new"))
+    assert (link.is_symlink(), target.read_bytes(), target.stat().st_mode & 0o777) == (True, b"new", 0o600)
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="is no regular file, and would be replaced by one"):
+        write_atomically(pipe, lambda file: file.write(b"new"))
+    assert pipe.is_fifo()

@@ -379,3 +379,9 @@ def test_unscale_and_clip_of_an_overflow_skips_and_of_nothing_is_zero():
     assert scaler.unscale_and_clip_(other.optimizer, 1.0).item() == INF
     scaler.step(other.optimizer)
     assert not scaler.last_step.stepped
+
+
+@pytest.mark.parametrize("rule", [None, DynamicScale()])
+def test_a_floor_above_the_first_scale_is_refused(rule):
+    with pytest.raises(ValueError, match=r"the scale begins at 65536\.0, below it"):
+        GradScaler("cpu", rule=rule, floor=2.0**17)

@@ -285,3 +285,20 @@ def test_adam_goes_on_as_adamw(tmp_path):
     other = torch.optim.AdamW(model.parameters())
     amp.load_run_state(path, optimizer=other)
     assert same_state(optimizer, other)
+
+
+def test_a_scaler_is_saved_between_iterations_alone(tmp_path):
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer, scaler = torch.optim.SGD([param], lr=0.1), amp.GradScaler("cpu")
+    scaler.scale(param.sum()).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"in the midst of an iteration; save after its update\(\)"):
+        amp.save_run_state(tmp_path / "run.pt", optimizer=optimizer, scaler=scaler)
+    scaler.step(optimizer)
+    scaler.update()
+    amp.save_run_state(tmp_path / "run.pt", optimizer=optimizer, scaler=scaler)
+    disabled = amp.GradScaler("cpu", enabled=False)
+    notes = amp.load_run_state(tmp_path / "run.pt", optimizer=optimizer, scaler=disabled).notes
+    assert any("or is disabled" in note for note in notes)
+    with pytest.raises(TypeError, match="scaler: got a int; expected a GradScaler"):
+        amp.save_run_state(tmp_path / "run.pt", scaler=3)
