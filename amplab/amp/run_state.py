@@ -227,7 +227,10 @@ def _left_out(
     for name, given, saved in (("model", models, state["models"]), ("optimizer", optimizers, state["optimizers"])):
         if saved and not given:
             notes.append(f"{len(saved)} saved {name}(s) left out: none was passed")
-    here = {"amp": session is not None and session.properties.enabled, "scaler": scaler is not None and scaler.is_enabled()}
+    here = {
+        "amp": session is not None and session.properties.enabled,
+        "scaler": scaler is not None and scaler.is_enabled(),
+    }
     for name, given in here.items():
         if state[name] is not None and not given:
             notes.append(f"the saved loss scale of {name} is left out: {name} was not passed, or is disabled")
