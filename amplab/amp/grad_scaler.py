@@ -7,7 +7,8 @@
     scaler.update()                        # the rule moves the scale
 
 Each optimizer goes READY -> UNSCALED -> STEPPED; `update` begins the next iteration. Settings, the scale itself and
-checkpoints are in ``grad_scaler_settings.py``, what is kept of each optimizer in ``optimizer_gradients.py``.
+checkpoints are in ``grad_scaler_settings.py``, the scales of several losses in ``loss_scales.py``, what is kept of
+each optimizer in ``optimizer_gradients.py``.
 """
 
 from collections import abc, defaultdict
@@ -21,10 +22,9 @@ from torch.optim import Optimizer
 
 from amplab.amp.clipping import clip_by_norm_
 from amplab.amp.fused_step import leaves_gradients_unscaled, lend_scale, makes_momentum, wants_scaler
-from amplab.amp.grad_scaler_settings import GradScalerSettings
-from amplab.amp.known_optimizers import KnownOptimizers
 from amplab.amp.loss_scaler import SMALLEST_SCALE
-from amplab.amp.optimizer_gradients import UnscaledGradients, unscale_gradients_
+from amplab.amp.loss_scales import LossScales
+from amplab.amp.optimizer_gradients import unscale_gradients_
 from amplab.amp.records import ScaleRecord, StepOutcome
 from amplab.amp.step_report import NO_STEP_YET, STEPPED, StepReport
 from amplab.scalers import ScaleRule, strided_grad
@@ -34,7 +34,7 @@ __all__ = ["GradScaler"]
 _LOOK_EVERY = 8  # skipped steps in a row after which the host looks at the scale
 
 
-class GradScaler(GradScalerSettings):
+class GradScaler(LossScales):
     """Scale losses, unscale gradients, skip the steps that overflow, and move the scale.
 
     A drop-in for `torch.amp.GradScaler`, and an instance of it. Where it differs: the scale stops at a floor before
@@ -53,10 +53,12 @@ class GradScaler(GradScalerSettings):
         enabled: False: `scale` returns what it gets, `step` steps, all else does nothing.
         rule: a rule of `amplab.scalers` in the place of torch's and of the four numbers.
         floor: the scale never backs off below it; None for none, as torch has it.
+        num_losses: how many losses have a scale of their own, each under `scale_loss`.
 
     Raises:
         AssertionError: ``growth_factor`` <= 1 or ``backoff_factor`` >= 1, where scaling is enabled.
-        ValueError: a rule and numbers; a floor that is not a finite number > 0, or above the rule's ceiling.
+        ValueError: a rule and numbers; a floor that is not a finite number > 0, or above the rule's ceiling;
+            ``num_losses`` < 1.
 
     Sync: `step` waits for the device once, or not at all with an optimizer made with ``fused=True``; `update` does so
     only under a rule that the host is asked (`amplab.scalers.AskedScale`) or with subscribers.
@@ -84,15 +86,16 @@ class GradScaler(GradScalerSettings):
         *,
         rule: ScaleRule | None = None,
         floor: float | None = SMALLEST_SCALE,
+        num_losses: int = 1,
     ) -> None:
         numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
         super().__init__(device, *numbers, enabled, rule=rule, floor=floor)
+        self._have_losses(num_losses, numbers, rule)
         self._begin()
 
     def _begin(self) -> None:
         """Make what no copy and no checkpoint keeps."""
-        self._known = KnownOptimizers()
-        self._done = UnscaledGradients()
+        super()._begin()
         self._last: StepReport | StepOutcome = NO_STEP_YET
         self._skipped_in_a_row = 0
         self._subscribers: list[Callable[[ScaleRecord], object]] = []
@@ -129,13 +132,6 @@ class GradScaler(GradScalerSettings):
             return type(outputs)._make(scaled)
         return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
 
-    def _scaled(self, output: Tensor) -> Tensor:
-        if self._scale is None:
-            self._lazy_init_scale_growth_tracker(output.device)
-        if output.dtype is torch.float16 and output.numel() == 1:
-            output = output.float()
-        return output * self._scale.to(output.device, non_blocking=True)
-
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients of an optimizer by the scale in place, and check them.
 
@@ -155,8 +151,8 @@ class GradScaler(GradScalerSettings):
         row = self._per_optimizer_states[id(optimizer)]
         if row["stage"] is OptState.UNSCALED:
             raise RuntimeError(
-                "unscale_() has already been called on this optimizer since the last update(). Call update() at the "
-                "end of every iteration."
+                "unscale_() has already been called on this optimizer since the last update(), or scale_loss() has "
+                "unscaled its gradients. Call update() at the end of every iteration."
             )
         if row["stage"] is OptState.STEPPED:
             raise RuntimeError(
@@ -253,10 +249,11 @@ class GradScaler(GradScalerSettings):
         return optimizer.step(*args, **kwargs)
 
     def _skip(self, optimizer: Optimizer) -> None:
-        self._last = StepReport(optimizer.param_groups, self._known.of(optimizer).params, None, self._scale)
+        scale = self._scale_at_fault(optimizer)
+        self._last = StepReport(optimizer.param_groups, self._known.of(optimizer).params, None, scale)
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row % _LOOK_EVERY == 0:
-            self._warn_of_collapse(self._scale.item())
+            self._warn_of_collapse(scale.item())
 
     def _found_inf(self, rows: Iterable[dict[str, Any]]) -> Tensor:
         """``()`` float32 on the scale's device: > 0 where one of the verdicts is; 0 for none."""
@@ -271,8 +268,8 @@ class GradScaler(GradScalerSettings):
         """Let the rule move the scale, and begin the next iteration.
 
         Args:
-            new_scale: a scale to go on with, in the place of what the rule says: a number, or a tensor of one element
-                on a device of this scaler's type.
+            new_scale: a scale for all losses to go on with, in the place of what the rule says: a number, or a tensor
+                of one element on a device of this scaler's type.
 
         Raises:
             AssertionError: `scale` was never called; no gradients were checked since the last `update`; a tensor that
@@ -286,17 +283,18 @@ class GradScaler(GradScalerSettings):
         rows = list(self._per_optimizer_states.values())
         if new_scale is None and not any(row["found_inf_per_device"] for row in rows):
             raise AssertionError("No inf checks were recorded prior to update. Call step() or unscale_() before it.")
-        before = self._scale.clone() if self._subscribers else None
-        found_inf = self._found_inf(rows)
+        before = self._copies_of_scales() if self._subscribers else None
+        found = self._found_of_losses(self._found_inf(rows))
         if new_scale is None:
-            self._move_scale_(found_inf, _verdict_of_all(rows))
+            self._move_scales_(found, _verdict_of_all(rows))
         else:
-            self._set_scale_(new_scale)
+            self._set_scales_(new_scale)
+        self._by_loss = {}
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._done.clear()
         self._known.find_shared()
         if before is not None:
-            self._tell(before, found_inf)
+            self._tell(before, found)
 
     # -- optimizers that take the scale themselves -------------------------------------------------
 
@@ -313,7 +311,7 @@ class GradScaler(GradScalerSettings):
         if makes_momentum(optimizer, known) and found_inf.item() > 0:
             self._skip(optimizer)
             return None
-        self._last = StepReport(optimizer.param_groups, known.params, found_inf, self._scale)
+        self._last = StepReport(optimizer.param_groups, known.params, found_inf, self._scale_at_fault(optimizer))
         ready = row["stage"] is OptState.READY
         with lend_scale(optimizer, self._scale if ready else None, found_inf):
             returned = optimizer.step(*args, **kwargs)
@@ -337,7 +335,7 @@ class GradScaler(GradScalerSettings):
     def subscribe(self, callback: Callable[[ScaleRecord], object]) -> Callable[[], None]:
         """Call ``callback`` with a `ScaleRecord` at the end of every `update`, which then waits for the device.
 
-        Its ``skipped`` and ``first_nonfinite`` are those of the last `step`, its ``loss_id`` is 0.
+        Once for each loss that had a `scale_loss`; ``skipped`` and ``first_nonfinite`` are those of the last `step`.
 
         Returns:
             A function that ends the subscription.
@@ -350,13 +348,16 @@ class GradScaler(GradScalerSettings):
 
         return unsubscribe
 
-    def _tell(self, before: Tensor, found_inf: Tensor) -> None:
-        scale, next_scale, found = torch.stack([before, self._scale, found_inf]).tolist()
+    def _tell(self, before: list[Tensor], found: dict[int, Tensor]) -> None:
         last = self.last_step
-        skipped = found > 0 and not last.stepped
-        record = ScaleRecord(0, scale, next_scale, found > 0, skipped, last.first_nonfinite if skipped else None)
-        for callback in list(self._subscribers):
-            callback(record)
+        for loss_id, found_inf in found.items():
+            scales = [before[loss_id], self._loss(loss_id)._scale, found_inf]
+            scale, next_scale, found_here = torch.stack(scales).tolist()
+            skipped = found_here > 0 and not last.stepped
+            first = last.first_nonfinite if skipped else None
+            record = ScaleRecord(loss_id, scale, next_scale, found_here > 0, skipped, first)
+            for callback in list(self._subscribers):
+                callback(record)
 
     # -- copies ------------------------------------------------------------------------------------
 

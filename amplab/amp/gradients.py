@@ -46,14 +46,18 @@ def put_back(aside: Iterable[SetAside]) -> None:
 
 
 def add_unscaled(
-    params: list[Tensor], aside: list[SetAside], scale: float, unscaler: Unscaler, found_inf: Tensor | None
+    params: list[Tensor],
+    aside: list[SetAside],
+    scale: float | Tensor,
+    unscaler: Unscaler,
+    found_inf: Tensor | None,
 ) -> Tensor:
     """Divide the new gradients of ``params`` by ``scale``, then add those that were set aside.
 
     Args:
         params: everything that the backward may have reached.
         aside: what `set_aside` took off them.
-        scale: that of the new gradients.
+        scale: that of the new gradients, a number or a one-element tensor on the device.
         unscaler: kept from call to call, for its grouping of ``params``.
         found_inf: ``(1,)`` float32 to go on with; None for a fresh one.
 

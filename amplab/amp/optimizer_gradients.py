@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amplab.kernels import ParameterList, unscale_
-from amplab.scalers import strided_grad
+from amplab.scalers import Unscaler, strided_grad
 
 __all__ = ["OptimizerGradients", "UnscaledGradients", "unscale_gradients_"]
 
@@ -33,6 +33,7 @@ class OptimizerGradients:
         plain: the last gradients were strided and on one device, so the kernel takes them as they come.
         shared: the parameters that another optimizer of the same scaler steps, too; None while that is not known.
         parameter_list: the same parameters, as the kernels know them.
+        unscaler: for the gradients of one backward among several.
         momentum_of: the state of a fused SGD in which every parameter was found to have its momentum.
     """
 
@@ -41,6 +42,7 @@ class OptimizerGradients:
         self.parameter_list = ParameterList([])
         self.plain = True
         self.shared: list[Tensor] | None = None
+        self.unscaler = Unscaler()
         self.momentum_of: object = None
         self._listed: list[Tensor] = []
 
