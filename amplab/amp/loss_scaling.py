@@ -98,10 +98,10 @@ class LossScaling:
         return self._unchecked.pop(loss_id, None)
 
     def _hooked(self, optimizers: Any, scaler: LossScaler) -> list[HookedOptimizer]:
-        if optimizers is None:
+        if optimizers is None or (isinstance(optimizers, list | tuple) and not optimizers):
             raise TypeError(
-                "scale_loss got optimizers=None: expected the optimizer, or a list of the optimizers, whose parameters "
-                "this backward reaches; for the gradients of inputs alone use amp.scaled_grad."
+                f"scale_loss got optimizers={optimizers}: expected the optimizer, or a list of the optimizers, whose "
+                "parameters this backward reaches; for the gradients of inputs alone use amp.scaled_grad."
             )
         chosen = as_list(optimizers)
         if scaler.scale == 1.0 and not (scaler.dynamic or self._master_weights):

@@ -23,7 +23,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["OPT_LEVELS", "OptLevel", "OptProperties", "explain_override", "opt_level_named", "scale_value"]
+__all__ = [
+    "OPT_LEVELS",
+    "OptLevel",
+    "OptProperties",
+    "checked_flag",
+    "explain_override",
+    "opt_level_named",
+    "scale_value",
+]
 
 
 @dataclass(frozen=True)
@@ -239,12 +247,12 @@ def _checked_cast_model_type(opt_level: str | None, value: Any) -> Any:
 
 
 def _checked_patch_torch_functions(opt_level: str | None, value: Any) -> Any:
-    if opt_level != "O1" and value:
+    if opt_level != "O1" and value and value != "False":
         raise RuntimeError(
             "Currently, patch_torch_functions=True should only be set by selecting opt_level='O1'. "
             f"opt_level was '{opt_level}'"
         )
-    return bool(value)
+    return checked_flag("patch_torch_functions", value)
 
 
 def _checked_keep_batchnorm_fp32(opt_level: str | None, value: Any) -> Any:
@@ -268,7 +276,19 @@ def _checked_master_weights(opt_level: str | None, value: Any) -> Any:
             "It doesn't make sense to use master_weights with O1. With O1, your model weights themselves should be "
             f"FP32. master_weights was {value}; leave it out, or use opt_level='O2'"
         )
-    return bool(value)
+    return checked_flag("master_weights", value)
+
+
+def checked_flag(name: str, value: Any) -> bool:
+    """Return True or False, also from these words, which a command line gives.
+
+    Raises:
+        TypeError: another value, whose truth nobody meant.
+    """
+    flag = {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value
+    if not isinstance(flag, bool):
+        raise TypeError(f"{name}={value!r}: expected True or False, or the string 'True' or 'False'.")
+    return flag
 
 
 def _checked_loss_scale(_level: str | None, value: Any) -> float | str:

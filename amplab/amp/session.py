@@ -34,7 +34,7 @@ from amplab.amp.initialize_arguments import (
 from amplab.amp.level_policy import checked_policies, with_registered
 from amplab.amp.loss_scaler import LossScaler, scale_rule
 from amplab.amp.loss_scaling import LossScaling, scaled_grad
-from amplab.amp.opt_levels import OptProperties, opt_level_named
+from amplab.amp.opt_levels import OptProperties, checked_flag, opt_level_named
 from amplab.amp.optimizer_params import master_params
 from amplab.amp.records import MemoryUse, ScaleRecord, StepOutcome
 from amplab.amp.registered_functions import ALLOW_BANNED
@@ -134,7 +134,8 @@ class Session(SessionState):
         Sync: none.
         """
         arrived = models if optimizers is None else (models, optimizers)
-        if not enabled:
+        allow_banned = checked_flag("allow_banned", allow_banned)
+        if not checked_flag("enabled", enabled):
             self._hooks.release_connected(as_list(models), as_list(optimizers))
             self._take_up(OptProperties(), None, verbosity=verbosity)
             return arrived

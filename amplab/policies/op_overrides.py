@@ -140,7 +140,9 @@ def _in_full(op: str) -> str:
 
 
 def _spelling_of(func: Any) -> str:
-    spelling = resolve_name(func) if callable(func) else None
+    name = getattr(func, "__name__", None)
+    own = name is not None and getattr(torch, name, None) is func  # torch.spmm is torch.mm by another name
+    spelling = f"torch.{name}" if own else resolve_name(func) if callable(func) else None
     if spelling is None and callable(func) and (row := APEX.rule(func)) is not None:
         spelling = next(each for each in row.spellings if resolve(each) == func)
     if spelling is None:

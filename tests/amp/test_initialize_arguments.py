@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from amplab.amp import Session
+
 
 def wrapped():
     return nn.DataParallel(nn.Linear(1, 1))
@@ -77,3 +79,26 @@ def test_adam_on_half_parameters_is_warned_of(session):
 def test_what_asks_for_nothing_of_ascend_is_taken(session):
     options = {"combine_grad": None, "combine_ddp": False, "ddp_replica_count": 4, "check_combined_tensors": None}
     session.initialize(nn.Linear(1, 1), verbosity=0, user_cast_preferred=True, **options)
+
+
+@pytest.mark.parametrize("name", ["enabled", "master_weights", "allow_banned"])
+def test_a_flag_is_a_boolean_or_its_word(name):
+    model = torch.nn.Linear(2, 2)
+    for wrong in ("no", 3, "false"):
+        with pytest.raises(TypeError, match=f"{name}={wrong!r}: expected True or False"):
+            Session().initialize(model, opt_level="O3", verbosity=0, **{name: wrong})
+    assert model.weight.dtype is torch.float32
+    session = Session()
+    session.initialize(model, opt_level="O3", verbosity=0, enabled="False", master_weights="False")
+    assert model.weight.dtype is torch.float32
+
+
+def test_scale_loss_wants_an_optimizer():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = Session()
+    session.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    for nothing in (None, [], ()):
+        refused = pytest.raises(TypeError, match="scale_loss got optimizers=")
+        with refused, session.scale_loss(model(torch.ones(1, 2)).sum(), nothing):
+            pass

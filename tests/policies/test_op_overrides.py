@@ -126,3 +126,8 @@ def test_in_place_ops_may_match_fall_through_or_be_banned():
     assert (
         rules_by_function(op_overrides({"add_": "banned"}, APEX), APEX)[torch.Tensor.add_][0].cast is CastPolicy.BANNED
     )
+
+
+def test_a_function_is_named_as_it_was_given():
+    assert str(PrecisionPolicy(op_rules={torch.mm: "float32"})) == "apex/float16; op torch.mm=float32"
+    assert PrecisionPolicy(op_rules={torch.mm: "float32"}) == PrecisionPolicy(op_rules={"torch.mm": "float32"})
