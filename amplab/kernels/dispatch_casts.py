@@ -67,7 +67,7 @@ class DispatchCasts:
 
     @classmethod
     def load(cls) -> DispatchCasts:
-        """Return the kernel, built first where it is not there yet (about 20 s, once per machine).
+        """Return the kernel, built first where it is not there yet, once per machine.
 
         Raises:
             RuntimeError: It cannot be built; says why and what to do.

@@ -102,7 +102,7 @@ def _fp32_step(parts: StepParts) -> Step:
     run = parts.run
 
     def step(mode: CastingMode, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        if is_wide(args) and (not kwargs or is_wide(kwargs.values())):  # nearly always, and half as dear
+        if is_wide(args) and (not kwargs or is_wide(kwargs.values())):  # a look is cheaper than a new list
             return run(mode, func, args, kwargs)
         cast_args = raised(args)
         if cast_args is not None and not kwargs:

@@ -10,7 +10,7 @@ from: Python, C++ inside a composite, `torch.ops`. The kernel is `amplab.kernels
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from amplab.kernels import DispatchCasts
 from amplab.kernels.dispatch_casts import CASTS, PRODUCT, CastPlan, overloads
@@ -59,7 +59,7 @@ class CompiledEngine(CastingEngine):
     """
 
     def __init__(self, policy: PrecisionPolicy | None = None) -> None:
-        """Load the kernel, built first where this machine has none yet (about 20 s)."""
+        """Load the kernel, built first where this machine has none yet (one file against torch's headers)."""
         if policy is not None and (policy.op_rules or policy.simulated):
             raise ValueError(
                 f"CompiledEngine({str(policy)!r}): expected a policy without op_rules that computes in a dtype of "
@@ -89,13 +89,12 @@ class CompiledEngine(CastingEngine):
             )
         return self._plans[key]
 
-    def check_explanation(self, *, wanted: bool) -> None:
-        """Raise RuntimeError where reasons are wanted."""
-        if wanted:
-            raise RuntimeError(
-                f"explaining() with {self!r}: the compiled engine gives no reasons; "
-                "use CastingEngine with the same policy, which casts the same."
-            )
+    def require_reasons(self) -> None:
+        """Raise RuntimeError: this engine gives none."""
+        raise RuntimeError(
+            f"explaining() with {self!r}: the compiled engine gives no reasons; "
+            "use CastingEngine with the same policy, which casts the same."
+        )
 
     def install(self) -> None:
         """Cast in the calling thread until `uninstall`; does nothing where installed already. Sync: none."""
@@ -122,7 +121,7 @@ class CompiledEngine(CastingEngine):
     def _push(self) -> _CompiledMode:
         thread = THREAD
         if thread.explanation is not None:
-            self.check_explanation(wanted=True)
+            self.require_reasons()
         mode = _CompiledMode(self, self._casts)
         thread.modes.append(mode)
         thread.refresh()
@@ -137,13 +136,14 @@ class CompiledEngine(CastingEngine):
 
     def _marks(self, table: OpTable | None) -> Iterator[tuple[int, int]]:
         """Yield place and mark of every overload that the table or the multiplication of CPU halves is about."""
-        products = OpTable("products", tuple(filter(_is_product, APEX.rows)))
-        for name, row in _claims(table or products).items():
-            mark = CASTS.index(_mark(row)) if table else 0
+        rows = filter(_is_product, APEX.rows) if table is None else table.rows
+        for name, row in _claims(rows).items():
+            cast = CASTS.index(_mark(row)) if table is not None else 0
+            mark = cast + (PRODUCT if _is_product(row) else 0)
             for overload in overloads([name]):
-                place = self._casts.place(overload, f"{row.op}: {row.reason}. Call .float() on the arguments first.")
+                place = self._casts.place(overload, f"{row.reason}. Call .float() on the arguments first.")
                 if place is not None:
-                    yield place, mark + (PRODUCT if _is_product(row) else 0)
+                    yield place, mark
 
 
 class _Region:
@@ -190,10 +190,10 @@ class _CompiledMode:
             self._enter(wanted and wanted.address, self.task)
 
 
-def _claims(table: OpTable) -> dict[str, OpRule]:
+def _claims(rows: Iterable[OpRule]) -> dict[str, OpRule]:
     """Return ATen name -> row; where two rows name one, the row whose op it is."""
     claims: dict[str, OpRule] = {}
-    for row in table.rows:
+    for row in rows:
         for name in () if row.cast is CastPolicy.FALL_THROUGH else _own_names(row):
             if name not in claims or name == row.op:
                 claims[name] = row

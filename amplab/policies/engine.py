@@ -151,8 +151,8 @@ class CastingEngine:
             self._plans[key] = plan if self.device_type is None else on_device(plan, self.device_type)
         return self._plans[key]
 
-    def check_explanation(self, *, wanted: bool) -> None:
-        """Raise RuntimeError where reasons are wanted of an engine that has none; this one has."""
+    def require_reasons(self) -> None:
+        """Raise RuntimeError where an engine gives no reasons; this one does."""
 
     def _is_live(self) -> bool:
         return bool(THREAD.modes) and THREAD.modes[-1].plans is self and is_pushed(THREAD.modes[-1])
@@ -244,7 +244,7 @@ def explaining() -> Iterator[Explanation]:
         RuntimeError: an engine that gives no reasons is at work (`CompiledEngine`).
     """
     for engine in thread_engines():
-        engine.check_explanation(wanted=True)
+        engine.require_reasons()
     outer = THREAD.explanation
     THREAD.explanation = explanation = outer or Explanation()
     THREAD.refresh()

@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.overrides import resolve_name
 
 from amplab.policies.apex_table import APEX
 from amplab.policies.cast_policy import CastPolicy
-from amplab.policies.op_table import OpRule, OpTable, resolve
+from amplab.policies.op_table import OpRule, OpTable, resolve, spelling_of
 from amplab.policies.precisions import Precision, precision_name, precision_of
 
 __all__ = ["OpOverride", "op_overrides", "rules_by_function", "rules_of_policy"]
@@ -140,9 +139,7 @@ def _in_full(op: str) -> str:
 
 
 def _spelling_of(func: Any) -> str:
-    name = getattr(func, "__name__", None)
-    own = name is not None and getattr(torch, name, None) is func  # torch.spmm is torch.mm by another name
-    spelling = f"torch.{name}" if own else resolve_name(func) if callable(func) else None
+    spelling = spelling_of(func) if callable(func) else None
     if spelling is None and callable(func) and (row := APEX.rule(func)) is not None:
         spelling = next(each for each in row.spellings if resolve(each) == func)
     if spelling is None:
@@ -158,11 +155,11 @@ def _functions(op: str, table: OpTable | None) -> dict[Callable, str]:
     """The functions that `op` names, each with its spelling."""
     if "." in op:
         func = resolve(op) if op.startswith("torch.") else None
-        found = {func: op} if callable(func) and (resolve_name(func) or APEX.rule(func)) else {}
+        found = {func: op} if callable(func) and (spelling_of(func) or APEX.rule(func)) else {}
     else:
         rows = [row for each in dict.fromkeys((table or APEX, APEX)) for row in each.rows if row.op == op]
         listed = [spelling for row in rows for spelling in row.spellings]
-        spelt = [f"{home}.{op}" for home in _HOMES if resolve_name(resolve(f"{home}.{op}"))]
+        spelt = [f"{home}.{op}" for home in _HOMES if spelling_of(resolve(f"{home}.{op}"))]
         found = {func: each for each in (*spelt, *listed) if callable(func := resolve(each))}
     if not found:
         raise ValueError(f"op_rules: {op!r} is no op of torch; {_nearest(op, table)}")

@@ -15,10 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.overrides import resolve_name
 
 from amplab.policies.cast_policy import CastPolicy
 
-__all__ = ["OpRule", "OpTable", "absent", "resolve"]
+__all__ = ["OpRule", "OpTable", "absent", "resolve", "spelling_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +113,17 @@ def resolve(spelling: str) -> Callable[..., Any] | None:
     for name in _split_mark(spelling)[0].split(".")[1:]:
         value = getattr(value, name, None)
     return value
+
+
+def spelling_of(func: Callable[..., Any]) -> str | None:
+    """The public path of an op of torch; None for anything else. torch.mm is torch.spmm too, and goes by its own name.
+
+    >>> spelling_of(torch.mm), spelling_of(torch.Tensor.add), spelling_of(len)
+    ('torch.mm', 'torch.Tensor.add', None)
+    """
+    spelling = resolve_name(func)
+    own = getattr(func, "__name__", "")
+    return f"torch.{own}" if spelling is not None and getattr(torch, own, None) is func else spelling
 
 
 def absent(spelling: str) -> bool:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.overrides import resolve_name
 
 from amplab.formats import FloatFormat
 from amplab.policies.apex_table import APEX
@@ -19,7 +18,7 @@ from amplab.policies.cast_policy import CastPolicy
 from amplab.policies.module_rules import ModuleRule, module_rules
 from amplab.policies.op_names import TABLES, find_op, find_row, find_table, nearest
 from amplab.policies.op_overrides import OpOverride, op_overrides, rules_by_function, rules_of_policy
-from amplab.policies.op_table import OpRule, OpTable, resolve
+from amplab.policies.op_table import OpRule, OpTable, resolve, spelling_of
 from amplab.policies.policy_rows import PolicyRows, policy_rows
 from amplab.policies.policy_text import read_policy, write_policy
 from amplab.policies.precisions import Precision, precision_name, precision_of, tensor_dtype
@@ -152,7 +151,7 @@ class PrecisionPolicy:
 
     def unlisted(self, func: Callable[..., Any]) -> OpRule:
         """The fall_through row of an op that neither the table nor a rule names."""
-        op = (resolve_name(func) or getattr(func, "__name__", "op")).rpartition(".")[2]
+        op = (spelling_of(func) or getattr(func, "__name__", "op")).rpartition(".")[2]
         lists = write_policy(self.table.name if self.table else "none", precision_name(self.compute_dtype), (), ())
         return OpRule(op, CastPolicy.FALL_THROUGH, f"{op}: on no list of {lists}, runs in the dtype it gets")
 

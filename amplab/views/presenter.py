@@ -44,7 +44,7 @@ SLOW = 0.5
 """Seconds between two drawings of the overflow table."""
 
 SLOWER = 1.0
-"""Seconds between two drawings of the gradients: one costs a backward here and a tenth of a second in the page."""
+"""Seconds between two drawings of the gradients: one costs a backward here and a new figure in the page."""
 
 RETRACED = ("task", "model", "hidden", "opt_level", "keep_batchnorm_fp32", "master_weights")
 """Fields that decide the dtypes of a step."""
