@@ -12,7 +12,7 @@ torch.autograd._get_sequence_nr, torch._C._current_autograd_node.
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from amplab.trace.engines import NO_ENGINE, TORCH_AUTOCAST, table_at_work
 from amplab.trace.modules import ModuleStack, Stage
 from amplab.trace.records import TensorInfo
 
-__all__ = ["Event", "Place", "Recorder"]
+__all__ = ["Event", "Observer", "Place", "Recorder"]
 
 _current_node = torch._C._current_autograd_node
 _next_sequence_number = torch.autograd._get_sequence_nr
@@ -89,15 +89,30 @@ class Event(NamedTuple):
     accumulated: bool
 
 
+class Observer(Protocol):
+    """Looks at the tensors of every recorded op; a record itself keeps none."""
+
+    def before(self, overload: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Look at what an op will read, before an op in place overwrites it; what is returned comes back in `after`."""
+
+    def after(self, seen: Any, event: Event, result: Any) -> None:
+        """Look at what the op wrote; `event.place.origin` counts the events given here, from 0."""
+
+
 class Recorder:
     """Collect the events of one step of `model`.
+
+    Args:
+        model: names modules and parameters.
+        observer: is shown the tensors of every op, with no mode of this recorder at work; None looks at none.
 
     Inside `recording()`, use `calls` around the model's code, `calls.named(...)` around ops that belong to no call, and
     `calls.autograd_at_work()` around backward.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, observer: Observer | None = None) -> None:
         self.events: list[Event] = []
+        self._observer = observer
         self._modules = ModuleStack(model)
         self.calls = Calls(self._modules)
         self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -126,13 +141,17 @@ class Recorder:
     def _record(self, overload: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         place = self._place()
         inputs = self._seen((*args, *kwargs.values()))  # before the call, which may change them in place
+        observed = self._observer.before(overload, args, kwargs) if self._observer else None
         result = NotImplemented
         if self._accumulates and self._under_engine(place):
             result = accumulate_fp32(overload, args, kwargs)
         accumulated = result is not NotImplemented
         if not accumulated:
             result = overload(*args, **kwargs)
-        self.events.append(Event(overload, place, inputs, self._seen((result,)), accumulated))
+        event = Event(overload, place, inputs, self._seen((result,)), accumulated)
+        self.events.append(event)
+        if self._observer:
+            self._observer.after(observed, event, result)
         return result
 
     def _place(self) -> Place:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from amplab.trace.engines import clear_cast_caches
 from amplab.trace.reasons import SCALE_LOSS, record_of
-from amplab.trace.recorder import Recorder
+from amplab.trace.recorder import Observer, Recorder
 from amplab.trace.records import OpRecord, Trace
 from amplab.trace.untouched import ParkedGradients, untouched
 
@@ -28,6 +28,7 @@ def trace_step(
     *,
     casting: AbstractContextManager = _AS_IT_IS,
     loss_scale: float = 1.0,
+    observer: Observer | None = None,
 ) -> Trace:
     """Run one forward and backward of `model` and return every op with its dtypes, its place and the reason.
 
@@ -39,6 +40,7 @@ def trace_step(
         loss_fn: runs the forward on a batch of its own and returns the loss, one floating-point number.
         casting: context in which forward and backward run, e.g. `engine.active()`; the caller's own context by default.
         loss_scale: what the loss is multiplied by before backward, > 0.
+        observer: is shown the tensors of every op as it runs, see `recorder.Observer`.
 
     Raises:
         TypeError: `model`, `loss_fn` or what it returns is of another type.
@@ -53,7 +55,7 @@ def trace_step(
     [('ones', ''), ('linear', '0'), ('relu', '1'), ('sum', '')]
     """
     _check(model, loss_fn, loss_scale)
-    recorder = Recorder(model)
+    recorder = Recorder(model, observer)
     with untouched(model) as gradients, casting:
         clear_cast_caches()
         try:

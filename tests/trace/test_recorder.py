@@ -183,3 +183,23 @@ def test_no_tensor_outlives_the_trace(scenario):
     trace_step(model, loss)
     gc.collect()
     assert alive[0]() is None
+
+
+def test_an_observer_sees_the_tensors_before_and_after_each_op():
+    """An op in place is the case that tells before from after."""
+
+    class Values:
+        def __init__(self):
+            self.seen = []
+
+        def before(self, overload, args, kwargs):
+            return args[0].item() if args and isinstance(args[0], torch.Tensor) and args[0].numel() == 1 else None
+
+        def after(self, seen, event, result):
+            self.seen.append((event.overload.overloadpacket, seen, result))
+
+    model, observer = nn.Linear(1, 1), Values()
+    trace = trace_step(model, lambda: model(torch.ones(1, 1)).mul(0).add_(3).sum(), observer=observer)
+    assert len(observer.seen) == len(trace)
+    before, after = next((seen, result.item()) for op, seen, result in observer.seen if op == torch.ops.aten.add_)
+    assert (before, after) == (0, 3)
