@@ -21,6 +21,7 @@ __all__ = [
     "Event",
     "Failed",
     "GradientRecord",
+    "GradientSample",
     "GradientsReady",
     "StateChanged",
     "StepRecord",
@@ -45,6 +46,8 @@ class StepRecord:
         accuracy: Share of held-out images classified correctly, in [0, 1]; None where it was not measured.
         seconds: Wall clock since the first step of the run began.
         injected: "overflow", "underflow", "nan", two of them joined by "+", or None.
+        grad_exponent: floor(log2) of the largest unscaled gradient; -inf where all are zero, inf where one was not
+            finite, None where it was not measured.
     """
 
     step: int
@@ -57,6 +60,16 @@ class StepRecord:
     accuracy: float | None
     seconds: float
     injected: str | None
+    grad_exponent: float | None = None
+
+
+@dataclass(frozen=True)
+class GradientSample:
+    """Exponents of all unscaled gradients together, as they were at one step."""
+
+    step: int
+    loss_scale: float
+    histogram: ExponentHistogram
 
 
 @dataclass(frozen=True)
@@ -75,6 +88,12 @@ class GradientRecord:
     step: int
     loss_scale: float
     layers: tuple[tuple[str, ExponentHistogram], ...]
+
+    @property
+    def sample(self) -> GradientSample:
+        """All layers together."""
+        first, *rest = (histogram for _, histogram in self.layers)
+        return GradientSample(self.step, self.loss_scale, sum(rest, start=first))
 
 
 @dataclass(frozen=True)

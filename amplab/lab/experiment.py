@@ -27,12 +27,15 @@ from amplab.lab.models import build_model
 from amplab.lab.tasks import load_task
 from amplab.trace import Trace, trace_step
 
-__all__ = ["ACCURACY_EVERY", "FAULTS", "UNDERFLOW_SHRINK", "Experiment", "check_fault"]
+__all__ = ["ACCURACY_EVERY", "FAULTS", "GRADIENTS_EVERY", "UNDERFLOW_SHRINK", "Experiment", "check_fault"]
 
 FAULTS = ("overflow", "underflow", "nan")
 
 ACCURACY_EVERY = 25
 """Steps from one measured accuracy to the next."""
+
+GRADIENTS_EVERY = 200
+"""Steps from one kept histogram of the gradients to the next."""
 
 UNDERFLOW_SHRINK = 2.0**-16
 
@@ -271,9 +274,10 @@ class Experiment:
         scaled = self._scaled
         injected = [fault for fault in FAULTS if fault in self._faults or (fault == "underflow" and self._shrinking)]
         measured = (self._step + 1) % ACCURACY_EVERY == 0
+        value = loss.item()
         return StepRecord(
             step=self._step,
-            loss=loss.item(),
+            loss=value,
             loss_scale=scaled.loss_scale,
             next_loss_scale=scaled.next_loss_scale,
             skipped=scaled.skipped,
@@ -282,7 +286,26 @@ class Experiment:
             accuracy=self.accuracy() if measured else None,
             seconds=round(time.perf_counter() - self._began, 6),
             injected="+".join(injected) or None,
+            grad_exponent=self._largest_exponent(value),
         )
+
+    def _largest_exponent(self, loss: float) -> float | None:
+        """floor(log2) of the largest unscaled gradient; of a skipped step the one it has in float32, computed anew."""
+        if self._scaled.skipped:
+            return math.inf if self._faults or not math.isfinite(loss) else self._exponent_in_float32()
+        grads = [weight.grad for weight in self._session.master_params(self._optimizer) if weight.grad is not None]
+        if not grads:
+            return None
+        largest = torch.cat([grad.reshape(-1) for grad in grads]).abs_().max().item()
+        if largest == 0.0:
+            return -math.inf
+        return math.frexp(largest)[1] - 1.0 if math.isfinite(largest) else math.inf
+
+    def _exponent_in_float32(self) -> float:
+        histogram = self.gradients().sample.histogram
+        if histogram.infs or histogram.nans:
+            return math.inf
+        return -math.inf if histogram.span is None else float(histogram.span[1])
 
     def _float32_twin(self) -> nn.Module:
         """Return a model of its own with the present weights in float32 (the masters where there are any)."""

@@ -14,8 +14,11 @@ from operator import attrgetter
 
 import numpy as np
 
-from amplab.lab.events import StepRecord
+from amplab.diagnose import ScaleRecord, WhatIf, WhatIfs, what_if, what_ifs
+from amplab.formats import FLOAT16, FLOAT32
+from amplab.lab.events import GradientSample, StepRecord
 from amplab.lab.thinning import BlockExtremes, thin
+from amplab.scalers import ScaleRule
 
 __all__ = ["COLUMNS", "History"]
 
@@ -30,11 +33,13 @@ COLUMNS: dict[str, type] = {
     "accuracy": np.float64,
     "seconds": np.float64,
     "injected": np.int32,
+    "grad_exponent": np.float64,
 }
 """Column of each field of `StepRecord`, in its order, and its type; those of int32 are codes of words."""
 
 _WORDS = tuple(name for name, kind in COLUMNS.items() if kind is np.int32)
 _READERS: dict[str, Callable[[StepRecord], object]] = {name: attrgetter(name) for name in COLUMNS}
+_UNMEASURED = ("accuracy", "grad_exponent")  # NaN where they are None
 _FIRST_CAPACITY = 1024
 _PENDING = 256
 
@@ -62,6 +67,7 @@ class History:
         self._skipped: list[int] = []
         self._levels: list[tuple[int, str]] = []
         self._extremes: dict[str, BlockExtremes] = {}
+        self._samples: list[GradientSample] = []
         self._last: StepRecord | None = None
         self._last_accuracy: float | None = None
 
@@ -74,6 +80,34 @@ class History:
                 self._last_accuracy = record.accuracy
             if len(self._pending) == _PENDING:
                 self._fill()
+
+    def keep(self, sample: GradientSample) -> None:
+        """Add a histogram of the gradients, taken at one step."""
+        with self._lock:
+            self._samples.append(sample)
+
+    @property
+    def gradient_samples(self) -> tuple[GradientSample, ...]:
+        """The histograms of the gradients, in the order of their steps."""
+        with self._lock:
+            return tuple(self._samples)
+
+    def replay(self, rule: ScaleRule | str | None = None) -> WhatIf | WhatIfs:
+        """Return this run as it would have gone under another loss-scaling rule.
+
+        Args:
+            rule: a rule, one's own too, or the name of a published one (see `amplab.scalers.PUBLISHED_RULES`); None for
+                all published ones side by side.
+
+        Raises:
+            ValueError: No rule has that name, or the run has no step yet.
+        """
+        samples = [(sample.step, sample.histogram) for sample in self.gradient_samples]
+        exponents = [None if math.isnan(value) else value for value in self.column("grad_exponent").tolist()]
+        scales, skipped = self.column("loss_scale").tolist(), self.column("skipped").tolist()
+        in_single = set(self.column("opt_level").tolist()) == {"O0"}
+        record = ScaleRecord(scales, skipped, exponents, samples, FLOAT32 if in_single else FLOAT16)
+        return what_ifs(record) if rule is None else what_if(record, rule)
 
     def __len__(self) -> int:
         """Return the number of steps."""
@@ -208,8 +242,8 @@ class History:
     def _record(self, row: int) -> StepRecord:
         values = {name: column[row].item() for name, column in self._columns.items()}
         values.update({name: self._words[values[name]] for name in _WORDS})
-        if math.isnan(values["accuracy"]):
-            values["accuracy"] = None
+        for name in _UNMEASURED:
+            values[name] = None if math.isnan(values[name]) else values[name]
         return StepRecord(**values)
 
     def _code(self, word: str | None) -> int:

@@ -11,7 +11,7 @@ from os import PathLike
 from pathlib import Path
 
 from amplab.lab.config import ExperimentConfig
-from amplab.lab.events import StepRecord
+from amplab.lab.events import GradientSample, StepRecord
 from amplab.lab.history import History
 from amplab.lab.run_log import RunLog, free_path, new_path
 
@@ -53,6 +53,12 @@ class Recorder:
         self.history.append(record)
         if self._wanted is not None:
             self._write(lambda log: log.append(record))
+
+    def keep(self, sample: GradientSample) -> None:
+        """Keep a histogram of the gradients."""
+        self.history.keep(sample)
+        if self._wanted is not None:
+            self._write(lambda log: log.keep(sample))
 
     def note(self, event: str, *, step: int, **details: object) -> None:
         """Keep an event; only the log has a place for it."""

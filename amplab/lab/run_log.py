@@ -1,12 +1,13 @@
 """A run on disk as it happens: JSON lines, append-only, readable after a kill.
 
-    {"amplab_run": 1, "amplab": "0.1.0", "started": "…", "config": "amplab/1 task=digits …", "columns": ["step", …]}
-    [0,2.31,65536.0,65536.0,false,null,"O1",null,0.0021,null]
+    {"amplab_run": 2, "amplab": "0.1.0", "started": "…", "config": "amplab/1 task=digits …", "columns": ["step", …]}
+    [0,2.31,65536.0,65536.0,false,null,"O1",null,0.0021,null,-5.0]
     {"event": "config", "step": 120, "config": "amplab/1 task=digits model=mlp opt_level=O2"}
 
-The first line is the header, an array is a step (in the order of "columns"), an object is an event: a changed config or
-an injection. Every line is valid JSON: NaN and inf are the words "nan", "inf" and "-inf". Lines reach the operating
-system at least four times a second, so what a killed process loses is less than that, and a line cut in the middle.
+The first line is the header, an array is a step (in the order of "columns"), an object is an event: a changed config,
+an injection, or a histogram of the gradients. Every line is valid JSON: NaN and inf are the words "nan", "inf" and
+"-inf". Lines reach the operating system at least four times a second, so what a killed process loses is less than that,
+and a line cut in the middle.
 """
 
 from __future__ import annotations
@@ -21,15 +22,22 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
+
 from amplab import __version__
+from amplab.diagnose import WhatIf, WhatIfs
+from amplab.formats import ExponentHistogram
 from amplab.lab.config import ExperimentConfig
-from amplab.lab.events import StepRecord
+from amplab.lab.events import GradientSample, StepRecord
 from amplab.lab.history import COLUMNS, History
+from amplab.scalers import ScaleRule
 
 __all__ = ["FLUSH_SECONDS", "FORMAT", "Run", "RunLog", "free_path", "load_run", "new_path", "runs_directory"]
 
-FORMAT = 1
+FORMAT = 2
 """Version of the file format, the value of "amplab_run" in the header."""
+
+_COLUMNS_OF = {1: [name for name in COLUMNS if name != "grad_exponent"], FORMAT: list(COLUMNS)}
 
 FLUSH_SECONDS = 0.2
 
@@ -91,6 +99,10 @@ class RunLog:
         self._write({"event": event, "step": step, **details})
         self.flush()
 
+    def keep(self, sample: GradientSample) -> None:
+        """Write a histogram of the gradients as an event."""
+        self.note("gradients", step=sample.step, loss_scale=_number(sample.loss_scale), **_bins(sample.histogram))
+
     def flush(self) -> None:
         """Hand every step to the operating system."""
         self._flushed = time.monotonic()
@@ -134,6 +146,10 @@ class Run:
     started: str
     version: str
 
+    def replay(self, rule: ScaleRule | str | None = None) -> WhatIf | WhatIfs:
+        """Return this run as it would have gone under another loss-scaling rule; see `History.replay`."""
+        return self.history.replay(rule)
+
     def __str__(self) -> str:
         """Return one line: what the run was, how far it came, and whether its last line was lost."""
         steps, skips = len(self.history), self.history.skip_count
@@ -157,11 +173,12 @@ def load_run(path: str | os.PathLike[str]) -> Run:
     with path.open("rb") as file:
         header = _read_header(path, file.readline(_LONGEST_HEADER))
         config = _read_config(path, header["config"])
+        columns = _COLUMNS_OF[header["amplab_run"]]
         history, events, truncated = History(), [], False
         for number, line, is_last in _lines(file):
             if not line.strip():  # as an editor leaves one
                 continue
-            entry = _read_line(line)
+            entry = _read_line(line, columns)
             if entry is None and is_last:
                 truncated = True
             elif entry is None:
@@ -176,6 +193,8 @@ def load_run(path: str | os.PathLike[str]) -> Run:
                         f"were lost or doubled; delete from there on to load the steps before it."
                     )
                 history.append(entry)
+            elif isinstance(entry, GradientSample):
+                history.keep(entry)
             else:
                 events.append(entry)
     configs = [event["config"] for event in events if event["event"] == "config"]
@@ -209,13 +228,15 @@ def _read_header(path: Path, line: bytes) -> dict[str, object]:
             f"{path}: {what}: expected a run log of amplab, a .jsonl file whose first line holds "
             f'"amplab_run"; look in {runs_directory()}.'
         )
-    if header["amplab_run"] != FORMAT:
+    columns = _COLUMNS_OF.get(header["amplab_run"])
+    if columns is None:
         raise ValueError(
             f"{path}: a run log of format {header['amplab_run']}, written by amplab {header.get('amplab', '?')}: "
-            f"this amplab {__version__} reads format {FORMAT}; load it with the amplab that wrote it."
+            f"this amplab {__version__} reads formats {' and '.join(map(str, _COLUMNS_OF))}; load it with the amplab "
+            f"that wrote it."
         )
-    if header.get("columns") != list(COLUMNS) or not isinstance(header.get("config"), str):
-        raise ValueError(f"{path}: the header is damaged: expected a config and the columns {', '.join(COLUMNS)}.")
+    if header.get("columns") != columns or not isinstance(header.get("config"), str):
+        raise ValueError(f"{path}: the header is damaged: expected a config and the columns {', '.join(columns)}.")
     return header
 
 
@@ -229,18 +250,40 @@ def _read_config(path: Path, text: object) -> ExperimentConfig:
 _KINDS = {"step": int, "skipped": bool, "opt_level": str}
 
 
-def _read_line(line: bytes) -> StepRecord | dict[str, object] | None:
-    """Return the step or the event of a line, None when it is neither."""
+def _read_line(line: bytes, columns: list[str]) -> StepRecord | GradientSample | dict[str, object] | None:
+    """Return the step, the histogram or the event of a line, None when it is none of them."""
     entry = _json(line)
     if isinstance(entry, dict) and isinstance(entry.get("event"), str):
-        return entry
-    if not isinstance(entry, list) or len(entry) != len(COLUMNS):
+        return _read_sample(entry) if entry["event"] == "gradients" else entry
+    if not isinstance(entry, list) or len(entry) != len(columns):
         return None
-    values = dict(zip(COLUMNS, entry, strict=True))
+    values = dict(zip(columns, entry, strict=True))
+    exponent = values.get("grad_exponent")
+    if exponent is not None and (exponent := _float(exponent)) is None:
+        return None
     numbers = {name: _float(values[name]) for name in ("loss", "loss_scale", "next_loss_scale", "seconds")}
     if None in numbers.values() or not all(isinstance(values[name], kind) for name, kind in _KINDS.items()):
         return None
-    return StepRecord(**{**values, **numbers})
+    return StepRecord(**{**values, **numbers, "grad_exponent": exponent})
+
+
+def _bins(histogram: ExponentHistogram) -> dict[str, object]:
+    """A histogram as JSON: its occupied bins, and what lies in none."""
+    low, high = histogram.span or (0, -1)
+    counts = histogram.counts[low - histogram.low : high - histogram.low + 1].tolist() if low <= high else []
+    return {"low": low, "counts": counts, "zeros": histogram.zeros, "infs": histogram.infs, "nans": histogram.nans}
+
+
+def _read_sample(entry: dict[str, object]) -> GradientSample | None:
+    """Return what `RunLog.keep` wrote, None when it is damaged."""
+    try:
+        counts = np.array(entry["counts"], dtype=np.int64)
+        rest = {name: int(entry[name]) for name in ("zeros", "infs", "nans")}
+        total = int(counts.sum()) + sum(rest.values())
+        histogram = ExponentHistogram(counts=counts, low=int(entry["low"]), total=total, **rest)
+        return GradientSample(int(entry["step"]), float(entry["loss_scale"]), histogram)
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def _json(line: bytes) -> object:
@@ -264,6 +307,7 @@ def _row(record: StepRecord) -> list[object]:
         record.accuracy,
         record.seconds,
         record.injected,
+        None if record.grad_exponent is None else _number(record.grad_exponent),
     ]
 
 

@@ -21,7 +21,7 @@ from amplab import kernels
 from amplab.amp import MemoryUse
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import ConfigChanged, Failed, GradientsReady, StateChanged, TraceReady
-from amplab.lab.experiment import Experiment, check_fault
+from amplab.lab.experiment import GRADIENTS_EVERY, Experiment, check_fault
 from amplab.lab.history import History
 from amplab.lab.publisher import Callback, Publisher
 from amplab.lab.recorder import Recorder
@@ -275,6 +275,8 @@ class Trainer:
     # The trainer's thread, between two steps
 
     def _train(self) -> None:
+        if self._experiment.steps_done % GRADIENTS_EVERY == 0:
+            self._attempt("gradients failed.", lambda: self._recorder.keep(self._experiment.gradients().sample))
         record = self._experiment.step()
         self._recorder.append(record)
         self._publisher.publish(record)

@@ -21,6 +21,7 @@ __all__ = ["Replay", "ReplayStep", "Verdict", "overflow_verdict", "replay"]
 
 _NOT_FINITE = "the recorded gradients were inf or NaN: how large they would have been is not in the record"
 _CENSORED = "the largest recorded gradients are in the top bin, which also holds all that is larger"
+_NOT_MEASURED = "the gradients were finite under a smaller scale, and how large they were was not measured"
 _WITHIN_BINADE = (
     "the largest recorded gradient lies in a binade that this scale takes across the format's largest value"
 )
@@ -89,7 +90,7 @@ def replay(
     rule: ScaleRule,
     found_infs: Iterable[bool] | None = None,
     *,
-    gradient_exponents: Iterable[float | ExponentHistogram] | None = None,
+    gradient_exponents: Iterable[float | ExponentHistogram | None] | None = None,
     recorded_scales: Sequence[float] | None = None,
     fmt: FloatFormat = FLOAT16,
 ) -> Replay:
@@ -99,14 +100,16 @@ def replay(
         rule: any rule.
         found_infs: the verdict of every step, taken as it is, whatever the scale.
         gradient_exponents: instead, for every step: floor(log2) of the largest unscaled gradient (-inf where all are
-            zero, inf or nan where one was not finite), or the `ExponentHistogram` of the unscaled gradients.
+            zero, inf or nan where one was not finite, None where all were finite and no more is known), or the
+            `ExponentHistogram` of the unscaled gradients.
         recorded_scales: the scale of every recorded step. With it an overflow that was recorded under a scale no
             larger than the replayed one is certain; without it no recorded overflow is.
         fmt: the format that gradients overflow in.
 
     Returns:
-        The replayed run. Where the record cannot tell, a recorded overflow is taken as one and a recorded finite
-        step as finite.
+        The replayed run. Where the record cannot tell, a recorded finite step is taken as finite, and a recorded
+        overflow as one; with ``recorded_scales`` it is taken for gradients as large as those of the nearest measured
+        step, and large enough to have overflowed where they did.
 
     Raises:
         ValueError: not exactly one of the two records, scales of another length, or an exponent that is none.
@@ -126,10 +129,11 @@ def replay(
             f"recorded_scales: {len(recorded_scales)} for {len(record)} steps; expected one scale for each step."
         )
     state, steps = rule.start(), []
+    neighbours = [None] * len(record) if recorded_scales is None or found_infs is not None else _nearest_finite(record)
     for step, recorded in enumerate(record):
         recorded_scale = None if recorded_scales is None else recorded_scales[step]
         verdict = (
-            overflow_verdict(recorded, state.scale, recorded_scale=recorded_scale, fmt=fmt)
+            overflow_verdict(recorded, state.scale, recorded_scale=recorded_scale, neighbour=neighbours[step], fmt=fmt)
             if found_infs is None
             else Verdict(bool(recorded))
         )
@@ -143,10 +147,11 @@ def replay(
 
 
 def overflow_verdict(
-    recorded: float | ExponentHistogram,
+    recorded: float | ExponentHistogram | None,
     scale: float,
     *,
     recorded_scale: float | None = None,
+    neighbour: int | None = None,
     fmt: FloatFormat = FLOAT16,
 ) -> Verdict:
     """Decide whether recorded gradients overflow under a scale.
@@ -164,6 +169,7 @@ def overflow_verdict(
         recorded: as one of `replay`'s ``gradient_exponents``.
         scale: the scale to decide for.
         recorded_scale: the scale under which it was recorded.
+        neighbour: exponent of the largest gradient of a step nearby, the guess for gradients that were not finite.
         fmt: the format that gradients overflow in.
 
     Raises:
@@ -174,22 +180,47 @@ def overflow_verdict(
     >>> overflow_verdict(0, 40000.0).doubt
     "the largest recorded gradient lies in a binade that this scale takes across the format's largest value"
     """
-    largest, censored, finite = _largest_exponent(recorded)
     if not 0.0 < scale < math.inf:
         return Verdict(True)
+    if recorded is None:
+        known = recorded_scale is not None and scale <= recorded_scale
+        return Verdict(False, None if known else _NOT_MEASURED)
+    largest, censored, finite = _largest_exponent(recorded)
     limit = fmt.max + fmt.ulp(fmt.max) / 2  # the first number that rounds away
     surely = largest is not None and scale >= math.ldexp(limit, -largest)
     if surely:
         return Verdict(True)
     if not finite:
         known = recorded_scale is not None and scale >= recorded_scale
-        return Verdict(True, None if known else _NOT_FINITE)
+        return Verdict(True) if known else Verdict(_guess(scale, recorded_scale, neighbour, limit), _NOT_FINITE)
     if largest is None:
         return Verdict(False)
     if censored:
         return Verdict(False, _CENSORED)
     inside = scale * (2.0 - fmt.epsilon) < math.ldexp(limit, -largest)
     return Verdict(False, None if inside else _WITHIN_BINADE)
+
+
+def _guess(scale: float, recorded_scale: float | None, neighbour: int | None, limit: float) -> bool:
+    """Whether gradients that overflowed under the larger `recorded_scale` would have done so under `scale`."""
+    if recorded_scale is None or neighbour is None:
+        return True
+    at_least = math.frexp(limit / recorded_scale)[1] - 1 if 0.0 < recorded_scale < math.inf else neighbour
+    return scale >= math.ldexp(limit, -max(neighbour, at_least))
+
+
+def _nearest_finite(record: Sequence[float | ExponentHistogram | None]) -> list[int | None]:
+    """For each step the largest exponent of the last measured step before it, or of the first one after it."""
+    measured = [_measured(recorded) for recorded in record]
+    newest = next((exponent for exponent in measured if exponent is not None), None)
+    return [newest := newest if exponent is None else exponent for exponent in measured]
+
+
+def _measured(recorded: float | ExponentHistogram | None) -> int | None:
+    if recorded is None:
+        return None
+    largest, _, finite = _largest_exponent(recorded)
+    return largest if finite else None
 
 
 def _largest_exponent(recorded: float | ExponentHistogram) -> tuple[int | None, bool, bool]:

@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from amplab.lab import ExperimentConfig, RunLog, StepRecord, load_run, runs_directory
+from amplab.formats import exponent_histogram
+from amplab.lab import ExperimentConfig, GradientSample, RunLog, StepRecord, load_run, runs_directory
 from amplab.lab.run_log import free_path, new_path
 
 CONFIG = ExperimentConfig(seed=3)
@@ -20,8 +22,11 @@ RECORDS = [
     StepRecord(0, 2.302585, 65536.0, 65536.0, False, None, "O1", None, 0.01, None),
     StepRecord(1, math.nan, 65536.0, 32768.0, True, "hidden1.weight", "O1", None, 0.02, "nan"),
     StepRecord(2, math.inf, 32768.0, 16384.0, True, "hïdden.weight", "O1", None, 0.03, "overflow+underflow"),
-    StepRecord(3, -math.inf, 2.0**-149, 0.1, False, None, "O2", 0.96, 0.04, None),
+    StepRecord(3, -math.inf, 2.0**-149, 0.1, False, None, "O2", 0.96, 0.04, None, -7.0),
+    StepRecord(4, 1.0, 4.0, 4.0, False, None, "O2", None, 0.05, None, -math.inf),
 ]
+
+SAMPLE = GradientSample(3, 2.0**16, exponent_histogram(torch.tensor([0.0, 2.0**-30, 1.5, -1.0, math.inf, math.nan])))
 
 
 @pytest.fixture
@@ -31,6 +36,8 @@ def path(tmp_path: Path) -> Path:
         log.append(record)
     log.note("config", step=3, config=str(CONFIG.changed(opt_level="O2")))
     log.append(RECORDS[3])
+    log.keep(SAMPLE)
+    log.append(RECORDS[4])
     log.close()
     return log.path
 
@@ -44,16 +51,40 @@ def test_a_run_comes_back_as_it_was(path):
     assert list(map(repr, run.history.records())) == list(map(repr, RECORDS))  # repr: NaN equals itself there
     assert (run.config, run.last_config) == (CONFIG, CONFIG.changed(opt_level="O2"))
     assert [event["event"] for event in run.events] == ["config"]
+    (sample,) = run.history.gradient_samples
+    assert (sample.step, sample.loss_scale, sample.histogram.total) == (3, 2.0**16, 6)
+    assert dict(zip(sample.histogram.exponents, sample.histogram.counts, strict=True))[0] == 2
+    assert sample.histogram + SAMPLE.histogram == SAMPLE.histogram + SAMPLE.histogram
     assert not run.truncated
-    assert str(run) == f"{CONFIG}: 4 steps, 2 skipped"
+    assert str(run) == f"{CONFIG}: 5 steps, 2 skipped"
+
+
+def test_a_log_of_the_first_format_loads(path, tmp_path):
+    header, *lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+    header |= {"amplab_run": 1, "columns": header["columns"][:-1]}
+    old = [header, *(line[:-1] if isinstance(line, list) else line for line in lines)]
+    (tmp_path / "old.jsonl").write_text("".join(json.dumps(line) + "\n" for line in old), encoding="utf-8")
+    history = load_run(tmp_path / "old.jsonl").history
+    assert [record.loss_scale for record in history.records()] == [record.loss_scale for record in RECORDS]
+    assert {record.grad_exponent for record in history.records()} == {None}
+
+
+@pytest.mark.parametrize("damage", [{"counts": "x"}, {"low": None}, {"zeros": []}])
+def test_a_damaged_histogram_is_named(path, damage):
+    lines = path.read_text(encoding="utf-8").splitlines()
+    place = next(place for place, line in enumerate(lines) if '"gradients"' in line)
+    lines[place] = json.dumps(json.loads(lines[place]) | damage)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=f"line {place + 1} is damaged"):
+        load_run(path)
 
 
 def test_every_line_is_strict_json(path):
     lines = path.read_text(encoding="utf-8").splitlines()
     entries = [json.loads(line, parse_constant=refuse_constant) for line in lines]
-    assert entries[0]["amplab_run"] == 1
+    assert entries[0]["amplab_run"] == 2
     assert len(entries[0]["columns"]) == len(entries[1])
-    assert len(lines) == 6
+    assert len(lines) == 8
 
 
 def test_cut_anywhere_in_the_last_line_it_loads_and_says_so(path, tmp_path):
@@ -63,10 +94,10 @@ def test_cut_anywhere_in_the_last_line_it_loads_and_says_so(path, tmp_path):
     for end in range(start_of_last + 1, len(data) - 1):
         cut.write_bytes(data[:end])
         run = load_run(cut)
-        assert (len(run.history), run.truncated) == (3, True), end
+        assert (len(run.history), run.truncated) == (4, True), end
     assert str(run).endswith("; the last line was cut off and is left out")
     cut.write_bytes(data[:-1])  # only the newline is missing: the line is whole
-    assert (len(load_run(cut).history), load_run(cut).truncated) == (4, False)
+    assert (len(load_run(cut).history), load_run(cut).truncated) == (5, False)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +145,7 @@ def test_a_folder_is_no_run_log(tmp_path):
         "[" + ",".join(["null"] * 10) + "]",
         "[" * 100_000,
         '[1,1.0,2.0,2.0,"yes",null,"O1",null,0.1,null]',
-        '[1,1.0,2.0,2.0,false,null,[1],null,0.1,null]',
+        "[1,1.0,2.0,2.0,false,null,[1],null,0.1,null]",
     ],
 )
 def test_damage_before_the_last_line_is_named(path, damage):
@@ -130,7 +161,7 @@ def test_steps_that_were_lost_or_doubled_are_named(tmp_path, kept, held):
     path = tmp_path / "run.jsonl"
     with_steps = RunLog(path, CONFIG)
     with_steps.close()
-    rows = [f'[{step},1.0,2.0,2.0,false,null,"O1",null,0.1,null]\n' for step in kept]
+    rows = [f'[{step},1.0,2.0,2.0,false,null,"O1",null,0.1,null,-3.0]\n' for step in kept]
     path.write_text(path.read_text(encoding="utf-8") + "".join(rows), encoding="utf-8")
     with pytest.raises(ValueError, match=rf"holds step {held} where step \d was expected: lines were lost or doubled"):
         load_run(path)

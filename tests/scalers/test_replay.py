@@ -92,6 +92,23 @@ def test_a_recorded_overflow_is_known_only_under_a_scale_as_large(bad):
     assert (run.skips, run.doubtful) == ((0, 1), (1,))
 
 
+def test_an_overflow_is_guessed_from_the_steps_beside_it():
+    """Recorded at 2^24, where gradients of 2^-3 overflow; whether 2^16 would have, only the neighbours suggest."""
+    exponents = [math.inf, math.inf, -3, -3, math.inf, -3]
+    run = replay(DynamicScale(), gradient_exponents=exponents, recorded_scales=[2.0**24, 2.0**23] + [2.0**18] * 4)
+    assert (run.skips, run.doubtful) == ((), (0, 1, 4))
+    high = replay(DynamicScale(init_scale=2.0**20), gradient_exponents=exponents, recorded_scales=[2.0**24] * 6)
+    assert high.skips == (0, 1)  # 2^20, 2^19 overflow with 2^-3; 2^18 does not
+    loud = replay(DynamicScale(init_scale=2.0**9), gradient_exponents=[math.inf, -3], recorded_scales=[2.0**8, 2.0**8])
+    assert (loud.skips, loud.doubtful) == ((0,), ())  # it overflowed under a smaller scale
+
+
+def test_a_finite_step_that_was_not_measured_is_known_up_to_its_scale():
+    run = replay(DynamicScale(init_scale=8.0), gradient_exponents=[None, None], recorded_scales=[8.0, 4.0])
+    assert (run.skips, run.doubtful) == ((), (1,))
+    assert run.steps[1].doubt.endswith("how large they were was not measured")
+
+
 def test_what_is_finite_beside_an_inf_may_decide():
     histogram = exponent_histogram(torch.tensor([math.inf, 4.0]))
     assert overflow_verdict(histogram, 2.0**16).doubt is None

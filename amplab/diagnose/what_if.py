@@ -1,0 +1,222 @@
+"""What if this run had had another loss-scaling rule: `WhatIf` for one rule, `WhatIfs` for several side by side.
+
+    what_if(record, rule).scales         the scale at every step
+    what_if(record, rule).lost_share     of the gradients, the share below half's range under those scales
+
+Pure functions of what a run has recorded, a `ScaleRecord`; the replay itself is `amplab.scalers.replay`. A larger scale
+is judged by the largest gradient *of a parameter*: a gradient inside the model that is larger than all of these
+overflows earlier, and no record of a run holds it.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from amplab.diagnose.scale_drawing import scale_drawing
+from amplab.formats import FLOAT16, ExponentHistogram, FloatFormat
+from amplab.scalers import PUBLISHED_RULES, Replay, ScaleRule, replay
+
+__all__ = ["ScaleRecord", "WhatIf", "WhatIfs", "named_rule", "what_if", "what_ifs"]
+
+
+@dataclass(frozen=True)
+class ScaleRecord:
+    """What a run has recorded of its scale and its gradients.
+
+    Attributes:
+        scales: the loss scale of every step.
+        skipped: whether the step was skipped.
+        grad_exponents: floor(log2) of the largest unscaled gradient of every step, as `amplab.scalers.replay` takes it;
+            None where it was not measured.
+        samples: (step, histogram of all unscaled gradients) at some steps.
+        fmt: the format that gradients are computed in, and overflow in.
+    """
+
+    scales: Sequence[float]
+    skipped: Sequence[bool]
+    grad_exponents: Sequence[float | None]
+    samples: Sequence[tuple[int, ExponentHistogram]] = ()
+    fmt: FloatFormat = FLOAT16
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """A recorded run under another rule.
+
+    Attributes:
+        name: of the rule.
+        replay: the rule's run.
+        record: the recorded one.
+    """
+
+    name: str
+    replay: Replay
+    record: ScaleRecord
+
+    @property
+    def scales(self) -> tuple[float, ...]:
+        """The scale at every step."""
+        return self.replay.scales
+
+    @property
+    def skips(self) -> tuple[int, ...]:
+        """The steps that are left out."""
+        return self.replay.skips
+
+    @property
+    def steps_lost(self) -> int:
+        """Skipped steps more than were recorded, those after the rule ended the run among them; < 0: gained."""
+        never_made = len(self.record.scales) - len(self.replay.steps)
+        return len(self.skips) + never_made - sum(self.record.skipped)
+
+    @property
+    def certain_until(self) -> int | None:
+        """The first step of which the record cannot tell whether it overflows; from it on the scale is a guess."""
+        return self.replay.doubtful[0] if self.replay.doubtful else None
+
+    @property
+    def doubt(self) -> str | None:
+        """Why the record cannot tell there, None where it always can."""
+        return None if self.certain_until is None else self.replay.steps[self.certain_until].doubt
+
+    @cached_property
+    def lost_share(self) -> float | None:
+        """Mean share of non-zero gradient elements that the format flushes to zero under these scales.
+
+        Over the steps at which a histogram was taken; None where there is none.
+        """
+        reached = [(self.scales[step], taken) for step, taken in self.record.samples if step < len(self.scales)]
+        shares = [_lost(taken, scale, self.record.fmt) for scale, taken in reached]
+        return sum(shares) / len(shares) if shares else None
+
+    def row(self) -> dict[str, str]:
+        """Return the figures as words, for a table."""
+        return {
+            "rule": self.name,
+            "lowest": _power(min(self.scales, default=math.nan)),
+            "highest": _power(max(self.scales, default=math.nan)),
+            "last": _power(self.scales[-1] if self.scales else math.nan),
+            "skips": str(len(self.skips)),
+            "steps lost": f"{self.steps_lost:+d}" if self.steps_lost else "0",
+            "gradients lost": "–" if self.lost_share is None else f"{self.lost_share:.1%}",
+            "certain": "to the end" if self.certain_until is None else f"up to step {self.certain_until}",
+        }
+
+    def __str__(self) -> str:
+        """The table's line, and why the record cannot tell where it cannot."""
+        return str(WhatIfs((self,)))
+
+    def _repr_html_(self) -> str:
+        return WhatIfs((self,))._repr_html_()
+
+
+@dataclass(frozen=True)
+class WhatIfs:
+    """One recorded run under several rules."""
+
+    runs: tuple[WhatIf, ...]
+
+    def __iter__(self) -> Iterator[WhatIf]:
+        return iter(self.runs)
+
+    def __len__(self) -> int:
+        return len(self.runs)
+
+    def __getitem__(self, name: str) -> WhatIf:
+        """The run under the rule of that name."""
+        for run in self.runs:
+            if run.name == name:
+                return run
+        raise KeyError(f"{name!r}: not among these rules; choose from {', '.join(run.name for run in self.runs)}.")
+
+    def rows(self) -> list[dict[str, str]]:
+        """One dict of words per rule."""
+        return [run.row() for run in self.runs]
+
+    def __str__(self) -> str:
+        """An aligned table, and under it every doubt and every rule that ended the run."""
+        rows = self.rows()
+        titles = list(rows[0]) if rows else []
+        widths = {title: max(len(title), *(len(row[title]) for row in rows)) for title in titles}
+        lines = ["  ".join(cell.ljust(widths[title]) for title, cell in row.items()).rstrip() for row in rows]
+        header = "  ".join(title.ljust(widths[title]) for title in titles).rstrip()
+        return "\n".join([header, *lines, *self._notes()])
+
+    def _notes(self) -> Iterator[str]:
+        for run in self.runs:
+            if run.doubt is not None:
+                yield f"{run.name}, step {run.certain_until}: {run.doubt}."
+            if run.replay.stopped is not None:
+                yield f"{run.name}, step {len(run.scales) - 1}: the rule ends the run: {run.replay.stopped}"
+
+    def _repr_html_(self) -> str:
+        if not self.runs:
+            return "<p>no rule</p>"
+        rows = self.rows()
+        head = "".join(f"<th>{title}</th>" for title in rows[0])
+        body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row.values()) + "</tr>" for row in rows)
+        notes = "".join(f"<p>{note}</p>" for note in self._notes())
+        curves = {"recorded": self.runs[0].record.scales, **{run.name: run.scales for run in self.runs}}
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return f"<div>{scale_drawing(curves)}{table}{notes}</div>"
+
+
+def what_if(record: ScaleRecord, rule: ScaleRule | str, name: str | None = None) -> WhatIf:
+    """Run a rule over what a run has recorded.
+
+    Args:
+        record: of the run.
+        rule: a rule, one's own too, or the name of a published one: torch, apex, Ascend, jmp, Keras, DeepSpeed or
+            Megatron.
+        name: what to call it; by default the name, or the class of the rule.
+
+    Raises:
+        ValueError: no published rule has that name, or nothing was recorded.
+
+    Sync: none.
+
+    >>> record = ScaleRecord(scales=[65536.0] * 3, skipped=[False] * 3, grad_exponents=[-3.0, -3.0, -3.0])
+    >>> what_if(record, "Megatron").skips
+    (0, 1, 2)
+    """
+    if not record.scales:
+        raise ValueError("what_if: the run has no step yet; train first.")
+    named, rule = named_rule(rule)
+    run = replay(rule, gradient_exponents=record.grad_exponents, recorded_scales=record.scales, fmt=record.fmt)
+    return WhatIf(name or named, run, record)
+
+
+def what_ifs(record: ScaleRecord, rules: Mapping[str, ScaleRule] | None = None) -> WhatIfs:
+    """Run several rules over what a run has recorded, by default all published ones. Raises as `what_if`."""
+    return WhatIfs(tuple(what_if(record, rule, name) for name, rule in (rules or PUBLISHED_RULES).items()))
+
+
+def named_rule(rule: ScaleRule | str) -> tuple[str, ScaleRule]:
+    """Return the name of a rule and the rule.
+
+    Raises:
+        ValueError: no published rule has that name. TypeError: neither a name nor a rule.
+    """
+    if not isinstance(rule, str):
+        if isinstance(rule, type) or not all(hasattr(rule, name) for name in ("start", "next", "skips_on_overflow")):
+            raise TypeError(f"rule={rule!r}: expected a rule, such as DynamicScale(init_scale=1024.0), or a name.")
+        return type(rule).__name__, rule
+    for name, published in PUBLISHED_RULES.items():
+        if name.lower() == rule.lower():
+            return name, published
+    raise ValueError(f"rule={rule!r}: no published rule has that name; choose from {', '.join(PUBLISHED_RULES)}.")
+
+
+def _lost(histogram: ExponentHistogram, scale: float, fmt: FloatFormat) -> float:
+    if not 0.0 < scale < math.inf:
+        return 1.0
+    return histogram.shifted(math.log2(scale)).underflow_fraction(fmt)
+
+
+def _power(scale: float) -> str:
+    """A scale as a power of two where it is one."""
+    if not 0.0 < scale < math.inf:
+        return str(scale)
+    exponent = math.log2(scale)
+    return f"2^{exponent:.0f}" if exponent == round(exponent) else f"{scale:.6g}"

@@ -1,0 +1,104 @@
+"""A recorded run under other rules, held against real runs that were trained under these rules."""
+
+import math
+
+import pytest
+import torch
+
+from amplab.diagnose import ScaleRecord, what_if, what_ifs
+from amplab.formats import FLOAT16, exponent_histogram
+from amplab.lab import ExperimentConfig, Trainer, load_run
+from amplab.scalers import PUBLISHED_RULES, DynamicScale, StaticScale
+
+STEPS = 400
+
+
+def trained(tmp_path, **fields):
+    trainer = Trainer(ExperimentConfig(hidden=16, **fields), log=tmp_path)
+    trainer.run(STEPS)
+    trainer.stop()
+    trainer.wait()
+    return load_run(trainer.log_path)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Recorded under a rule that climbs and falls often."""
+    return trained(tmp_path_factory.mktemp("recorded"), growth_interval=20, seed=1)
+
+
+@pytest.mark.parametrize("fields", [{"growth_interval": 10}, {"init_scale": 2.0**24, "growth_interval": 40}])
+def test_a_replay_foretells_a_real_run(run, tmp_path, fields):
+    """A skip moves the weights, so later steps may part: the same first skips, and as many within a few."""
+    real = trained(tmp_path, seed=1, **fields).history
+    rule = DynamicScale(init_scale=fields.get("init_scale", 2.0**16), growth_interval=fields["growth_interval"])
+    told = run.replay(rule)
+    skipped = [record.step for record in real.skips()]
+    assert told.certain_until is None
+    assert list(told.skips[:2]) == skipped[:2]
+    assert abs(len(told.skips) - len(skipped)) <= max(2, len(skipped) // 5)
+    first = skipped[0]
+    assert list(told.scales[: first + 1]) == real.column("loss_scale")[: first + 1].tolist()
+
+
+def test_its_own_rule_gives_the_run_itself(run):
+    told = run.replay(DynamicScale(growth_interval=20))
+    assert list(told.scales) == run.history.column("loss_scale").tolist()
+    assert list(told.skips) == [record.step for record in run.history.skips()]
+    assert told.steps_lost == 0
+
+
+def test_every_published_rule_side_by_side(run):
+    runs = run.replay()
+    assert [each.name for each in runs] == list(PUBLISHED_RULES)
+    assert runs["Megatron"].scales[0] == 2.0**32
+    assert runs["torch"].scales == run.replay("TORCH").scales
+    text, html = str(runs), runs._repr_html_()
+    assert all(name in text and name in html for name in PUBLISHED_RULES)
+    assert html.count("<polyline") == len(PUBLISHED_RULES) + 1
+    with pytest.raises(KeyError, match="choose from torch"):
+        runs["nobody"]
+
+
+def test_gradients_lost_is_counted_at_the_replayed_scale():
+    """The oracle is the rounding of torch itself."""
+    grads = torch.logspace(-12, 0, 4000)
+    record = ScaleRecord([2.0**16] * 3, [False] * 3, [0.0] * 3, [(1, exponent_histogram(grads))])
+    for scale in (1.0, 2.0**4, 2.0**12):
+        lost = ((grads * scale).to(FLOAT16.torch_dtype) == 0).float().mean().item()
+        assert what_if(record, StaticScale(scale)).lost_share == pytest.approx(lost, abs=1e-3)
+    assert what_if(ScaleRecord([1.0], [False], [0.0]), "torch").lost_share is None
+
+
+def test_where_the_record_ends_the_answer_says_so():
+    record = ScaleRecord([2.0**8] * 3, [False, True, False], [-3.0, math.inf, None])
+    told = what_if(record, StaticScale(2.0**4))
+    assert told.certain_until == 1
+    assert "not in the record" in str(told)
+    ended = what_if(ScaleRecord([2.0] * 4, [True] * 4, [math.inf] * 4), "DeepSpeed")
+    assert (len(ended.scales) < 4) == (ended.replay.stopped is not None)
+
+
+def test_steps_after_the_end_of_a_run_are_lost():
+    record = ScaleRecord([1.0] * 30, [False] * 30, [40.0] * 30)
+    told = what_if(record, "DeepSpeed")
+    assert told.replay.stopped is not None
+    assert told.steps_lost == 30
+
+
+@pytest.mark.parametrize(
+    ("rule", "error", "sentence"),
+    [
+        ("nobody", ValueError, "choose from torch, apex"),
+        (3, TypeError, "expected a rule"),
+        (DynamicScale, TypeError, "expected a rule"),
+    ],
+)
+def test_refusals(rule, error, sentence):
+    with pytest.raises(error, match=sentence):
+        what_if(ScaleRecord([1.0], [False], [0.0]), rule)
+
+
+def test_a_run_without_steps_is_refused():
+    with pytest.raises(ValueError, match="no step yet"):
+        what_ifs(ScaleRecord([], [], []))
