@@ -51,7 +51,7 @@ if TYPE_CHECKING:
         get_autocast_dtype,
         is_autocast_enabled,
     )
-    from amplab.diagnose import doctor
+    from amplab.diagnose import doctor, ladder, twin
     from amplab.policies import cpu_half
     from amplab.scripts import as_apex
 
@@ -61,7 +61,7 @@ __all__ = [
     "formats", "kernels", "policies", "scalers", "optimizers", "parallel", "normalization", "multi_tensor_apply",
     "amp", "fp16_utils", "trace", "diagnose", "lab", "bench",
     "GradScaler", "as_apex", "autocast", "checkpoint", "cpu_half", "custom_bwd", "custom_fwd", "doctor",
-    "get_autocast_dtype", "is_autocast_enabled",
+    "get_autocast_dtype", "is_autocast_enabled", "ladder", "twin",
 ]  # fmt: skip
 
 _HOMES = {
@@ -75,6 +75,8 @@ _HOMES = {
     "doctor": "diagnose",
     "get_autocast_dtype": "amp",
     "is_autocast_enabled": "amp",
+    "ladder": "diagnose",
+    "twin": "diagnose",
 }
 """The names that have a place beside the rooms, and the room each comes from."""
 

@@ -1,0 +1,273 @@
+"""The ladder: a short training in each precision, from the fastest to the safest, and the first that holds.
+
+    O2 static 128 → O1 static 128 → O1 dynamic → bf16 → fp32
+
+Every rung starts from the same weights and sees the same batches. A rung holds if its weights stay finite, few steps
+were skipped, and its loss is as low as float32's within the tolerance.
+"""
+
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from html import escape
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amplab.amp.rng_state import capture_rng, restore_rng
+from amplab.diagnose.trial import MakeOptimizer, Precision, Trial, TrialStep
+
+__all__ = ["RUNGS", "LadderReport", "LadderRung", "ladder"]
+
+RUNGS: dict[str, Precision] = {
+    "O2 static 128": {"opt_level": "O2", "loss_scale": 128.0},
+    "O1 static 128": {"opt_level": "O1", "loss_scale": 128.0},
+    "O1 dynamic": {"opt_level": "O1"},
+    "bf16": "bf16",
+    "fp32": "fp32",
+}
+"""The rungs, the last of which is what the others are held against."""
+
+_MOST_SKIPS = 0.1  # of the steps: more, and the learning rate schedule is another one
+_FEWEST = 5  # skips while a dynamic scale finds its place are normal
+_COLUMNS = ("rung", "loss", "against fp32", "score", "skipped", "loss scale", "steps/s", "MiB", "verdict")
+
+
+@dataclass(frozen=True)
+class LadderRung:
+    """What came of one precision.
+
+    Attributes:
+        name: of the rung.
+        precision: what to pass on to `amp.initialize`, or the name of it.
+        steps: every step made; fewer than asked for where the weights were lost.
+        loss: mean of the last quarter's losses.
+        score: what `evaluate` gave, None without one.
+        finite: whether the weights are finite at the end.
+        steps_per_second: over all steps but the first; of this machine.
+        state_bytes: weights, gradients, masters and optimizer state.
+        failure: why the rung does not hold; None where it does.
+    """
+
+    name: str
+    precision: Precision
+    steps: tuple[TrialStep, ...]
+    loss: float
+    score: float | None
+    finite: bool
+    steps_per_second: float
+    state_bytes: int
+    failure: str | None = None
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were skipped."""
+        return sum(step.skipped for step in self.steps)
+
+
+@dataclass(frozen=True)
+class LadderReport:
+    """Every rung, the recommended one, and why.
+
+    Attributes:
+        rungs: in the order of the ladder.
+        tolerance: relative, on the loss (and the score).
+        device: where they ran.
+    """
+
+    rungs: tuple[LadderRung, ...]
+    tolerance: float
+    device: str
+
+    @property
+    def recommended(self) -> LadderRung:
+        """The first rung that holds; the last one where none does."""
+        return next((rung for rung in self.rungs if rung.failure is None), self.rungs[-1])
+
+    def text(self) -> str:
+        """The recommendation, and a line per rung."""
+        lines = [self._cells(rung) for rung in self.rungs]
+        widths = [max(map(len, column)) for column in zip(_COLUMNS, *lines, strict=True)]
+        table = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in (_COLUMNS, *lines)]
+        return "\n".join([*self._sentences(), *table])
+
+    def __str__(self) -> str:
+        """The text."""
+        return self.text()
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th style='text-align:left'>{title}</th>" for title in _COLUMNS)
+        body = "".join(
+            "<tr>" + "".join(f"<td style='text-align:left'>{escape(cell)}</td>" for cell in self._cells(rung)) + "</tr>"
+            for rung in self.rungs
+        )
+        said = "".join(f"<p>{escape(sentence)}</p>" for sentence in self._sentences())
+        return f"<div>{said}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+
+    def _sentences(self) -> Iterator[str]:
+        chosen = self.recommended
+        if chosen.failure is not None:
+            yield f"No rung holds, nor does {chosen.name} ({chosen.failure}): look at data and learning rate first."
+        else:
+            before = [rung.name for rung in self.rungs[: self.rungs.index(chosen)]]
+            but = f"; before it {', '.join(before)} did not" if before else ", the first of the ladder"
+            yield f"Recommended: {chosen.name}. It holds{but}."
+        if self.device == "cpu":
+            yield "Speed is this CPU's, which computes half through float32: it says nothing of a GPU."
+
+    def _cells(self, rung: LadderRung) -> tuple[str, ...]:
+        reference = self.rungs[-1].loss
+        return (
+            rung.name,
+            f"{rung.loss:.5g}",
+            f"{rung.loss / reference - 1:+.1%}" if reference and math.isfinite(rung.loss) else "–",
+            "–" if rung.score is None else f"{rung.score:.4g}",
+            f"{rung.skipped} of {len(rung.steps)}",
+            f"{rung.steps[-1].loss_scale:g}" if rung.steps else "–",
+            f"{rung.steps_per_second:.3g}" if rung.steps else "–",
+            f"{rung.state_bytes / 2**20:.3g}" if rung.steps else "–",
+            rung.failure or "holds",
+        )
+
+
+def ladder(
+    make_model: Callable[[], nn.Module],
+    data: Any,
+    *,
+    loss: Callable[..., Tensor] | None = None,
+    optimizer: MakeOptimizer | None = None,
+    evaluate: Callable[[nn.Module], float] | None = None,
+    steps: int = 100,
+    tolerance: float = 0.05,
+    seed: int = 0,
+    rungs: Mapping[str, Precision] = RUNGS,
+    tell: Callable[[str], object] | None = None,
+) -> LadderReport:
+    """Train a little in every precision and recommend the first that holds.
+
+    Args:
+        make_model: returns a fresh float32 model; seeded before each call.
+        data: one batch, a function of the step's number that returns one, or an iterable of batches such as a
+            DataLoader, begun again when it ends. How a batch goes in: see `amplab.xray`.
+        loss: a function of the output (and the batch); None for the output's own.
+        optimizer: makes one of the parameters it is given; by default ``AdamW(lr=1e-3)``.
+        evaluate: a score of the trained model, the larger the better; it then decides beside the loss.
+        steps: for each rung, at least 8.
+        tolerance: how much higher than float32's a loss may be, relatively.
+        seed: of the weights, of dropout, and of a DataLoader's order.
+        rungs: name -> precision, see `amplab.diagnose.trial`; the last one is the reference.
+        tell: is told how it goes, a line per rung; standard error by default.
+
+    Raises:
+        ValueError: too few steps, no rung, no data. Whatever the model, the loss or the optimizer raise in the
+            reference, and a rung that raises fails with that sentence.
+
+    Sync: one per step.
+    """
+    if steps < 8 or not rungs:
+        raise ValueError(
+            f"steps={steps}, {len(rungs)} rungs: expected at least 8 steps, to see a loss fall, and a rung."
+        )
+    make = optimizer or (lambda weights: torch.optim.AdamW(weights, lr=1e-3))
+    tell = tell or (lambda line: sys.stderr.write(f"{line}\n"))
+    climbed: list[LadderRung] = []
+    for number, (name, precision) in enumerate(rungs.items(), 1):
+        tell(f"rung {number} of {len(rungs)}: {name}, {steps} steps")
+        with _seeded(seed):
+            model = make_model()
+            try:
+                climbed.append(_climb(name, precision, model, make, islice(_batches(data), steps), loss, evaluate))
+            except Exception as error:
+                if number == len(rungs):  # the reference: it is not the precision that fails
+                    raise
+                climbed.append(_fallen(name, precision, error))
+    judged = tuple(_judged(rung, climbed[-1], steps, tolerance) for rung in climbed)
+    return LadderReport(judged, tolerance, next((weight.device.type for weight in model.parameters()), "cpu"))
+
+
+def _climb(
+    name: str,
+    precision: Precision,
+    model: nn.Module,
+    make_optimizer: MakeOptimizer,
+    batches: Iterable[Any],
+    loss: Callable[..., Tensor] | None,
+    evaluate: Callable[[nn.Module], float] | None,
+) -> LadderRung:
+    trial = Trial(model, make_optimizer, precision, on_collapse="raise")
+    try:
+        steps, began = [], time.perf_counter()
+        for batch in batches:
+            steps.append(trial.train(batch, loss))
+            if len(steps) == 1:
+                began = time.perf_counter()  # the first step makes state and warms up
+        if not steps:
+            raise ValueError("data: it gave no batch; expected at least one.")
+        seconds = time.perf_counter() - began
+        size, finite = trial.state_bytes(), trial.is_finite()
+    finally:
+        trial.close()
+    last = [step.loss for step in steps[-max(2, len(steps) // 4) :]]
+    score = None if evaluate is None else float(evaluate(model))
+    rate = (len(steps) - 1) / seconds if len(steps) > 1 else float("nan")
+    return LadderRung(name, precision, tuple(steps), statistics.fmean(last), score, finite, rate, size)
+
+
+def _fallen(name: str, precision: Precision, error: Exception) -> LadderRung:
+    why = " ".join(str(error).split("\n")[0].split(". ")[:1])
+    return LadderRung(name, precision, (), math.nan, None, False, math.nan, 0, f"{type(error).__name__}: {why}")
+
+
+def _judged(rung: LadderRung, reference: LadderRung, steps: int, tolerance: float) -> LadderRung:
+    return replace(rung, failure=rung.failure or _failure(rung, reference, steps, tolerance))
+
+
+def _failure(rung: LadderRung, reference: LadderRung, steps: int, tolerance: float) -> str | None:
+    """Why a rung does not hold, None where it does."""
+    lost = next((place for place, step in enumerate(rung.steps) if not math.isfinite(step.loss)), None)
+    if not rung.finite:
+        return "weights are inf or NaN" + (f", the loss from step {lost} on" if lost is not None else "")
+    if rung.skipped > max(_FEWEST, _MOST_SKIPS * steps):
+        return f"{rung.skipped} of {steps} steps skipped"
+    allowed = reference.loss + tolerance * abs(reference.loss)
+    if not rung.loss <= allowed:
+        return f"loss {rung.loss:.4g}, float32 {reference.loss:.4g}"
+    if rung.score is not None and rung.score < reference.score - tolerance * abs(reference.score):
+        return f"score {rung.score:.4g}, float32 {reference.score:.4g}"
+    return None
+
+
+def _batches(data: Any) -> Iterator[Any]:
+    if callable(data):
+        step = 0
+        while True:
+            yield data(step)
+            step += 1
+    if isinstance(data, Tensor | tuple | list | Mapping):
+        while True:
+            yield data
+    while True:
+        empty = True
+        for batch in data:
+            empty = False
+            yield batch
+        if empty:
+            return
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    kept = capture_rng()
+    torch.manual_seed(seed)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        restore_rng(kept)

@@ -1,0 +1,144 @@
+"""A model in training under one precision, with a session of its own: what twins and the ladder run.
+
+precision        what `Session.initialize` gets
+"O0" … "O3"      that opt_level
+"bf16"           O1's lists with bfloat16 in the place of half, and no loss scale
+"fp32"           O0
+a policy         O1 with that policy
+a dict           as it stands, such as dict(opt_level="O1", loss_scale=128.0)
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amplab.amp import ScaleRecord, Session
+from amplab.policies import PrecisionPolicy
+from amplab.trace.batch_step import step_function
+
+__all__ = ["MakeOptimizer", "Precision", "Trial", "TrialStep", "precision_named"]
+
+MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
+Precision = str | PrecisionPolicy | Mapping[str, Any]
+
+_BF16 = {"opt_level": "O1", "policy": PrecisionPolicy(compute_dtype=torch.bfloat16), "loss_scale": 1.0}
+_NAMED = {
+    **{level: {"opt_level": level} for level in ("O0", "O1", "O2", "O3")},
+    "fp32": {"opt_level": "O0"},
+    "bf16": _BF16,
+}
+
+
+def precision_named(precision: Precision) -> tuple[str, dict[str, Any]]:
+    """Return what a precision is called and the arguments of `Session.initialize` that make it.
+
+    Raises:
+        ValueError: no precision has that name. TypeError: of another type.
+
+    >>> precision_named("O2"), precision_named({"opt_level": "O1", "loss_scale": 128.0})[0]
+    (('O2', {'opt_level': 'O2'}), 'opt_level=O1 loss_scale=128.0')
+    """
+    if isinstance(precision, str):
+        if precision not in _NAMED:
+            raise ValueError(f"{precision!r}: no precision has that name; choose from {', '.join(_NAMED)}.")
+        return precision, dict(_NAMED[precision])
+    if isinstance(precision, PrecisionPolicy):
+        return str(precision), {"opt_level": "O1", "policy": precision}
+    if isinstance(precision, Mapping):
+        return " ".join(f"{name}={value}" for name, value in precision.items()), dict(precision)
+    raise TypeError(f"{precision!r}: expected an opt_level, a PrecisionPolicy, or a dict of initialize's arguments.")
+
+
+@dataclass(frozen=True)
+class TrialStep:
+    """One training step of a trial.
+
+    Attributes:
+        loss: before scaling.
+        loss_scale: what it was multiplied by.
+        found_inf: a gradient was inf or NaN.
+        skipped: the optimizer left the weights alone.
+        first_nonfinite: the parameter whose gradient was, the one nearest the loss.
+    """
+
+    loss: float
+    loss_scale: float
+    found_inf: bool
+    skipped: bool
+    first_nonfinite: str | None
+
+
+class Trial:
+    """A model and an optimizer under one precision.
+
+    Args:
+        model: float32; it is changed.
+        make_optimizer: given the parameters that are trained.
+        precision: see the module's table.
+        on_collapse: of `Session.initialize`: "warn" or "raise".
+
+    Sync: one per step.
+    """
+
+    def __init__(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, precision: Precision, *, on_collapse: str = "warn"
+    ) -> None:
+        self.name, settings = precision_named(precision)
+        trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        self.model, self._names = model, list(trained)
+        self._optimizer = make_optimizer(list(trained.values()))
+        self._session = Session()
+        self._session.initialize(model, self._optimizer, **{"verbosity": 0, "on_collapse": on_collapse, **settings})
+        self._session.subscribe(self._remember)
+        self._scaled: ScaleRecord | None = None
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied by."""
+        return self._session.loss_scale()
+
+    def train(self, batch: Any, loss: Callable[..., Tensor] | None) -> TrialStep:
+        """Make one step; `batch` and `loss` as `amplab.xray` takes them."""
+        self.backward(batch, loss)
+        return self.finish()
+
+    def backward(self, batch: Any, loss: Callable[..., Tensor] | None) -> None:
+        """Compute the gradients of one step and take the scale out of them."""
+        self._optimizer.zero_grad()
+        with self._session.casting():
+            value = step_function(self.model, batch, loss)()
+            with self._session.scale_loss(value, self._optimizer) as scaled:
+                scaled.backward()
+        self._loss = value.detach()
+
+    def finish(self) -> TrialStep:
+        """Step the optimizer, and say what came of it."""
+        self._optimizer.step()
+        scaled = self._scaled
+        skipped = not self._session.last_step(self._optimizer).stepped
+        return TrialStep(self._loss.item(), scaled.loss_scale, scaled.found_inf, skipped, scaled.first_nonfinite)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The unscaled gradients of this step by parameter, the masters' where there are masters."""
+        weights = zip(self._names, self._session.master_params(self._optimizer), strict=True)
+        return {name: weight.grad for name, weight in weights if weight.grad is not None}
+
+    def is_finite(self) -> bool:
+        """Whether every weight is."""
+        return all(math.isfinite(weight.detach().float().abs().sum()) for weight in self.model.parameters())
+
+    def state_bytes(self) -> int:
+        """Bytes of weights, gradients, masters and optimizer state."""
+        return self._session.memory().total
+
+    def close(self) -> None:
+        """Take the precision off the model again."""
+        self._session.reset()
+
+    def _remember(self, record: ScaleRecord) -> None:
+        self._scaled = record

@@ -1,0 +1,167 @@
+"""Two copies of a model in lockstep, in two precisions: per module how far they are apart, and where they part.
+
+Each copy trains by itself, from the same weights, on the same batches, with the same random numbers; after every step
+the outputs of their modules, the gradients of these outputs and those of the parameters are held against each other.
+Where a dynamic scale was too large, that copy makes the step again with the next one, so that both make the same steps:
+a scale that finds its place is not a difference of the precisions. The model itself is not touched.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amplab.diagnose.trial import MakeOptimizer, Precision, Trial, TrialStep
+from amplab.diagnose.twin_errors import twin_error
+from amplab.diagnose.twin_report import TwinReport, TwinRow, TwinStep
+from amplab.trace.untouched import untouched
+
+__all__ = ["twin"]
+
+_ROUNDING = 1e-5  # a sum of a million float32 values that cancel is not smaller against their norm
+
+
+def twin(
+    model: nn.Module,
+    batch: Any,
+    left: Precision = "O0",
+    right: Precision = "O2",
+    *,
+    steps: int = 10,
+    loss: Callable[..., Tensor] | None = None,
+    optimizer: MakeOptimizer | None = None,
+    seed: int = 0,
+    tolerance: float = 0.1,
+) -> TwinReport:
+    """Train two copies of `model` in lockstep and report, per module, how far the right one is from the left one.
+
+    Args:
+        model: float32, in no session; left as it is.
+        batch: one batch, used in every step, or a function of the step's number that returns one. How a batch goes in:
+            see `amplab.xray`.
+        left, right: precisions: an opt_level, "bf16", "fp32", a `PrecisionPolicy`, or a dict of `amp.initialize`'s
+            arguments, such as ``dict(opt_level="O2", loss_scale=128.0)``.
+        steps: how many, > 0.
+        loss: a function of the output (and the batch); None for the output's own.
+        optimizer: makes one of the parameters it is given; by default ``SGD(lr=0.01, momentum=0.9)``.
+        seed: of the random numbers in each forward, such as dropout's.
+        tolerance: the relative error from which on the two have parted.
+
+    Raises:
+        TypeError, ValueError: a precision that is none, no step to make, or what `amp.initialize` refuses.
+
+    Sync: one per compared tensor.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    >>> report = twin(model, torch.ones(2, 4), loss=lambda out: (out - 1).square().mean(), steps=2)
+    >>> report.parted is None, [row.module for row in report.rows() if row.step == 0 and row.what == "output"]
+    (True, ['0', '1', '2', ''])
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps={steps!r}: expected a whole number > 0, such as 10.")
+    batches = batch if callable(batch) else lambda _: batch
+    make = optimizer or (lambda weights: torch.optim.SGD(weights, lr=0.01, momentum=0.9))
+    with untouched(model):
+        pair = [_Side(copy.deepcopy(model), make, precision) for precision in (left, right)]
+        try:
+            made = tuple(_lockstep(pair, step, batches(step), loss, seed) for step in range(steps))
+        finally:
+            for side in pair:
+                side.close()
+    names, cuts = ([getattr(each, what) for each in pair] for what in ("name", "scale_cuts"))
+    return TwinReport(*names, made, tolerance, *cuts)
+
+
+def _lockstep(pair: list["_Side"], number: int, batch: Any, loss: Callable[..., Tensor] | None, seed: int) -> TwinStep:
+    left, right = (side.step_in_range(batch, loss, seed + number) for side in pair)
+    return TwinStep(number, left, right, tuple(_rows(number, *(side.seen for side in pair))))
+
+
+def _rows(step: int, left: dict[tuple[str, str], Tensor], right: dict[tuple[str, str], Tensor]) -> Iterator[TwinRow]:
+    for (what, name), value in left.items():
+        other = right.get((what, name))
+        if other is not None and other.shape == value.shape:
+            dtype = str(other.dtype).removeprefix("torch.")
+            yield TwinRow(step, name, what, dtype, twin_error(value, other), _cancels(what, name, left))
+
+
+def _cancels(what: str, name: str, left: dict[tuple[str, str], Tensor]) -> bool:
+    """Whether a parameter's gradient is 0 but for rounding, as that of a bias before a BatchNorm: no error counts."""
+    outer = left.get(("output grad", name.rpartition(".")[0]))
+    if what != "weight grad" or outer is None:
+        return False
+    return bool(left[what, name].double().norm() < _ROUNDING * outer.norm())
+
+
+class _Side:
+    """One copy, and what was seen of its last step: {(what, name): tensor} in the order of execution."""
+
+    def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, precision: Precision) -> None:
+        self.trial = Trial(model, make_optimizer, precision)
+        self.name = self.trial.name
+        self.seen: dict[tuple[str, str], Tensor] = {}
+        self.scale_cuts = 0
+        self._hooks = [
+            module.register_forward_hook(self._see(path), with_kwargs=False) for path, module in model.named_modules()
+        ]
+
+    def step_in_range(self, batch: Any, loss: Callable[..., Tensor] | None, seed: int) -> TrialStep:
+        """Train one step, again under a smaller scale where this one made a finite loss's gradients overflow."""
+        while True:
+            buffers = [(buffer, buffer.clone()) for buffer in self.trial.model.buffers()]
+            torch.manual_seed(seed)
+            outcome = self._step(copy.deepcopy(batch), loss)
+            if not (outcome.skipped and math.isfinite(outcome.loss) and outcome.loss_scale > 1):
+                return outcome
+            self.scale_cuts += 1
+            for buffer, value in buffers:  # BatchNorm counts a batch once
+                buffer.copy_(value)
+
+    def _step(self, batch: Any, loss: Callable[..., Tensor] | None) -> TrialStep:
+        self.seen = {}
+        self._scale = self.trial.loss_scale
+        self.trial.backward(batch, loss)
+        for name, grad in self.trial.gradients().items():
+            self.seen["weight grad", name] = grad.detach().clone()
+        return self.trial.finish()
+
+    def close(self) -> None:
+        """Take the hooks and the precision off."""
+        for hook in self._hooks:
+            hook.remove()
+        self.trial.close()
+
+    def _see(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001  the hook's own signature
+            for place, tensor in enumerate(_tensors(output)):
+                self._keep(path if place == 0 else f"{path}[{place}]", tensor)
+
+        return hook
+
+    def _keep(self, name: str, output: Tensor) -> None:
+        calls = 1
+        first = name
+        while ("output", name) in self.seen:  # the same module once more
+            calls += 1
+            name = f"{first} #{calls}"
+        self.seen["output", name] = output.detach().clone()  # an op in place may change it
+        if output.requires_grad:
+            output.register_hook(lambda grad: self._keep_grad(name, grad))
+
+    def _keep_grad(self, name: str, grad: Tensor) -> None:
+        self.seen["output grad", name] = grad.detach().double() / self._scale
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)

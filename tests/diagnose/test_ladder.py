@@ -1,0 +1,112 @@
+"""The ladder: the first rung that holds, with planted faults that only some rungs survive."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from amplab.diagnose.ladder import RUNGS, ladder
+
+torch.manual_seed(7)
+IMAGES = torch.randn(256, 16)
+LABELS = (IMAGES @ torch.randn(16, 4)).argmax(1)
+
+
+def batch(step):
+    rows = torch.arange(64) + 64 * (step % 4)
+    return IMAGES[rows], LABELS[rows]
+
+
+def healthy():
+    return nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.ReLU(), nn.Linear(32, 4))
+
+
+class Overflows(nn.Module):
+    """Squares of 300 leave half; bfloat16 and float32 hold them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.last((self.first(x) * 600).square() / 1e4) * 0.01
+
+
+def climb(make_model, data=batch, **options):
+    told = []
+    report = ladder(make_model, data, **{"loss": F.cross_entropy, "steps": 30, "tell": told.append, **options})
+    assert len(told) == len(options.get("rungs", RUNGS))
+    return report
+
+
+def test_a_healthy_model_stays_on_the_first_rung():
+    report = climb(healthy)
+    assert report.recommended.name == "O2 static 128"
+    assert [rung.failure for rung in report.rungs] == [None] * 5
+    assert "Recommended: O2 static 128. It holds, the first of the ladder." in str(report)
+
+
+def test_a_forward_that_leaves_half_climbs_to_bf16():
+    report = climb(Overflows)
+    assert report.recommended.name == "bf16"
+    failures = {rung.name: rung.failure for rung in report.rungs}
+    assert failures["O2 static 128"].startswith("weights are inf or NaN")
+    assert "LossScaleCollapse" in failures["O1 dynamic"]
+    assert "<table>" in report._repr_html_()
+
+
+def test_gradients_that_vanish_climb_to_the_dynamic_scale():
+    """A loss of 2^-20 has no gradients in half at 128; SGD with a rate of 2^20 learns from them where they are."""
+    report = climb(
+        lambda: nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)),
+        loss=lambda out, labels: F.cross_entropy(out, labels) * 2**-22,
+        optimizer=lambda weights: torch.optim.SGD(weights, lr=0.5 * 2**22),
+        steps=60,
+    )
+    assert report.recommended.name == "O1 dynamic"
+
+
+def test_a_run_that_float32_cannot_do_either_is_not_recommended():
+    report = climb(healthy, optimizer=lambda weights: torch.optim.SGD(weights, lr=1e30))
+    assert report.recommended.failure is not None
+    assert str(report).startswith("No rung holds, nor does fp32")
+
+
+def test_a_score_decides_too():
+    report = climb(healthy, evaluate=lambda model: (model(IMAGES).argmax(1) == LABELS).float().mean())
+    assert all(0.25 < rung.score <= 1 for rung in report.rungs)
+    worse = climb(
+        healthy, evaluate=lambda model: 1.0 if next(model.parameters()).grad is None else 0.0, rungs={"O1": "O1"}
+    )
+    assert worse.rungs[0].score in (0.0, 1.0)
+
+
+def test_every_rung_starts_alike_and_leaves_the_random_numbers():
+    torch.manual_seed(3)
+    random.seed(3)
+    kept, drawn = torch.get_rng_state(), random.getstate()
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(IMAGES, LABELS), batch_size=64, shuffle=True)
+    report = climb(healthy, loader, rungs={"one": "fp32", "two": "fp32"}, steps=9)
+    one, two = ([step.loss for step in rung.steps] for rung in report.rungs)
+    assert one == two
+    assert torch.equal(kept, torch.get_rng_state())
+    assert random.getstate() == drawn
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [({"steps": 3}, "at least 8 steps"), ({"rungs": {}}, "0 rungs"), ({"data": iter(())}, "no batch")],
+)
+def test_refusals(changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        ladder(healthy, **{"data": batch, "loss": F.cross_entropy, "tell": str, **changes})
+
+
+def test_what_raises_in_the_reference_raises():
+    def broken(out, labels):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        climb(healthy, loss=broken)

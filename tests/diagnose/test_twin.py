@@ -1,0 +1,151 @@
+"""Twins: equal where they compute the same, apart where a fault was planted, measured as float64 measures."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from amplab.diagnose.twin import twin
+from amplab.diagnose.twin_errors import twin_error
+from amplab.policies import PrecisionPolicy
+
+
+@pytest.fixture
+def task():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(inplace=True), nn.Dropout(0.2), nn.Linear(32, 4)
+    )
+    return model, (torch.randn(64, 16), torch.randint(0, 4, (64,)))
+
+
+@pytest.mark.parametrize("right", ["O0", "fp32", PrecisionPolicy(table=None)])
+def test_the_same_precision_gives_the_same_bits(task, right):
+    report = twin(*task, "O0", right, loss=F.cross_entropy, steps=3)
+    assert {row.error.relative for row in report.rows()} == {0.0}
+    assert report.parted is None
+    assert [step.left.loss for step in report.steps] == [step.right.loss for step in report.steps]
+
+
+@pytest.mark.parametrize(("right", "epsilon"), [("O1", 2**-11), ("O2", 2**-11), ("O3", 2**-11), ("bf16", 2**-8)])
+def test_errors_are_as_large_as_the_format_rounds(task, right, epsilon):
+    settings = {"opt_level": "O3", "loss_scale": 128.0} if right == "O3" else right
+    report = twin(*task, "O0", settings, loss=F.cross_entropy, steps=3)
+    first = [row.error.relative for row in report.steps[0].rows if row.what == "output"]
+    assert report.parted is None
+    assert 0.1 * epsilon < max(first) < 10 * epsilon
+
+
+def test_a_model_is_left_as_it_was(task):
+    model, batch = task
+    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    twin(model, batch, loss=F.cross_entropy, steps=2)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(weight.grad is None for weight in model.parameters())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not model[0]._forward_hooks
+
+
+class Overflows(nn.Module):
+    """A layer whose output leaves half once the weights before it have grown: 8 x 300 x 300 > 65504."""
+
+    def forward(self, x):
+        return (x * 300).square() / 9e4
+
+
+def test_they_part_where_half_overflows():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Overflows(), nn.Linear(4, 2))
+    report = twin(model, (torch.full((8, 4), 3.0), torch.zeros(8, dtype=torch.long)), loss=F.cross_entropy, steps=2)
+    assert (report.parted.step, report.parted.module, report.parted.what) == (0, "1", "output")
+    assert math.isinf(report.parted.error.relative)
+    assert "They part at step 0, output of 1 (float16): not finite." in report.text()
+    assert "O2 skipped 2 of 2 steps" in report.text()
+
+
+def test_they_part_where_gradients_vanish():
+    """The gradients of a loss of 2^-20 are below half without a scale, and are not with one."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(16, 8)
+    lost = twin(
+        model, x, "O0", {"opt_level": "O2", "loss_scale": 1.0}, loss=lambda out: out.square().mean() * 2**-20, steps=1
+    )
+    kept = twin(
+        model,
+        x,
+        "O0",
+        {"opt_level": "O2", "loss_scale": 2.0**18},
+        loss=lambda out: out.square().mean() * 2**-20,
+        steps=1,
+    )
+    assert "grad" in lost.parted.what
+    assert kept.parted is None
+
+
+def test_a_bias_before_a_norm_has_a_gradient_of_rounding_alone(task):
+    report = twin(*task, loss=F.cross_entropy, steps=1)
+    assert {row.module for row in report.rows() if row.cancels} == {"0.bias"}
+    assert "0 but for rounding" in report.text()
+
+
+def test_a_module_called_twice_has_two_rows():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.layer(self.layer(x).relu())
+
+    rows = twin(Twice(), torch.ones(2, 4), steps=1).rows()
+    assert [row.module for row in rows if row.what == "output"] == ["layer", "layer #2", ""]
+
+
+def test_batches_by_step_and_outputs_of_other_kinds():
+    seen = []
+
+    class Dict(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.LSTM(3, 5)
+
+        def forward(self, x):
+            out, (h, _) = self.layer(x)
+            return {"out": out, "h": h, "loss": out.float().sum()}
+
+    report = twin(Dict(), lambda step: seen.append(step) or torch.full((4, 2, 3), float(step)), "O0", "O1", steps=3)
+    assert seen == [0, 1, 2]
+    assert report.parted is None
+    assert "[2]" in report.text()
+    assert "<table>" in report._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "sentence"),
+    [
+        ({"steps": 0}, ValueError, "expected a whole number > 0"),
+        ({"right": "O4"}, ValueError, "choose from O0"),
+        ({"right": 3}, TypeError, "expected an opt_level"),
+    ],
+)
+def test_refusals(task, changes, error, sentence):
+    with pytest.raises(error, match=sentence):
+        twin(*task, loss=F.cross_entropy, **changes)
+
+
+def test_measures_against_numpy():
+    torch.manual_seed(0)
+    a = torch.randn(300)
+    b = a.half().float()
+    error = twin_error(a, b)
+    x, y = a.double().numpy(), b.double().numpy()
+    assert error.relative == pytest.approx(((x - y) ** 2).sum() ** 0.5 / (x**2).sum() ** 0.5, rel=1e-12)
+    assert error.cosine == pytest.approx((x * y).sum() / ((x**2).sum() * (y**2).sum()) ** 0.5, rel=1e-12)
+    assert 0 < error.ulps <= 0.5
+    assert twin_error(torch.zeros(3), torch.zeros(3)).relative == 0
+    assert math.isinf(twin_error(torch.ones(2), torch.tensor([1.0, math.nan])).relative)
+    assert twin_error(torch.tensor([1.0]), torch.tensor([1 + 2**-10])).ulps == 1.0
+    assert twin_error(torch.tensor([2.0**-24]), torch.tensor([2.0**-23])).ulps == 1.0
