@@ -99,6 +99,7 @@ class GradScaler(LossScales):
         self._last: StepReport | StepOutcome = NO_STEP_YET
         self._skipped_in_a_row = 0
         self._subscribers: list[Callable[[ScaleRecord], object]] = []
+        self._loss_of_step: Tensor | None = None
 
     # -- the four calls of an iteration ------------------------------------------------------------
 
@@ -121,6 +122,7 @@ class GradScaler(LossScales):
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
+            self._loss_of_step = outputs.detach() if self._subscribers else None
             return self._scaled(outputs)
         if not isinstance(outputs, abc.Iterable):
             raise ValueError(
@@ -355,7 +357,7 @@ class GradScaler(LossScales):
             scale, next_scale, found_here = torch.stack(scales).tolist()
             skipped = found_here > 0 and not last.stepped
             first = last.first_nonfinite if skipped else None
-            record = ScaleRecord(loss_id, scale, next_scale, found_here > 0, skipped, first)
+            record = ScaleRecord(loss_id, scale, next_scale, found_here > 0, skipped, first, self._loss_of_step)
             for callback in list(self._subscribers):
                 callback(record)
 
@@ -370,7 +372,7 @@ class GradScaler(LossScales):
         Sync: two.
         """
         state = super().__getstate__()
-        for name in ("_known", "_done", "_last", "_skipped_in_a_row", "_subscribers"):
+        for name in ("_known", "_done", "_last", "_skipped_in_a_row", "_subscribers", "_loss_of_step"):
             del state[name]
         return state
 

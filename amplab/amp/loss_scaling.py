@@ -127,7 +127,7 @@ class LossScaling:
         skipped = found and scaler.dynamic
         first = self._hooks.first_nonfinite(hooked) if found else None
         scaler.update(skipped)
-        record = ScaleRecord(loss_id, scale, scaler.scale, found, skipped, first)
+        record = ScaleRecord(loss_id, scale, scaler.scale, found, skipped, first, loss.detach())
         for each in hooked if skipped else ():
             each.skip_next_step(loss_id, scaler, scale, first)
         for callback in list(self._subscribers):

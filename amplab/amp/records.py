@@ -3,7 +3,9 @@
 `ScaleRecord` at the exit of `scale_loss`, `StepOutcome` after `optimizer.step()`, `MemoryUse` when asked.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from torch import Tensor
 
 __all__ = ["MemoryUse", "ScaleRecord", "StepOutcome"]
 
@@ -20,6 +22,7 @@ class ScaleRecord:
         skipped: the next step of these optimizers will be left out (never at a static scale).
         first_nonfinite: with ``found_inf``, the non-finite gradient that backward reached first, by its
             parameter's name; the one nearest the loss.
+        loss: what was scaled, before it was; None where it was no single tensor. Reading it waits for the device.
     """
 
     loss_id: int
@@ -28,6 +31,7 @@ class ScaleRecord:
     found_inf: bool
     skipped: bool
     first_nonfinite: str | None = None
+    loss: Tensor | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
