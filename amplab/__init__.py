@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         is_autocast_enabled,
     )
     from amplab.diagnose import doctor, ladder, twin
+    from amplab.lab import watch
     from amplab.policies import cpu_half
     from amplab.scripts import as_apex
 
@@ -61,7 +62,7 @@ __all__ = [
     "formats", "kernels", "policies", "scalers", "optimizers", "parallel", "normalization", "multi_tensor_apply",
     "amp", "fp16_utils", "trace", "diagnose", "lab", "bench",
     "GradScaler", "as_apex", "autocast", "checkpoint", "cpu_half", "custom_bwd", "custom_fwd", "doctor",
-    "get_autocast_dtype", "is_autocast_enabled", "ladder", "twin",
+    "get_autocast_dtype", "is_autocast_enabled", "ladder", "twin", "watch",
 ]  # fmt: skip
 
 _HOMES = {
@@ -77,6 +78,7 @@ _HOMES = {
     "is_autocast_enabled": "amp",
     "ladder": "diagnose",
     "twin": "diagnose",
+    "watch": "lab",
 }
 """The names that have a place beside the rooms, and the room each comes from."""
 

@@ -6,6 +6,7 @@ from amplab.diagnose.ladder import LadderReport, LadderRung, ladder
 from amplab.diagnose.machine import MachineReport, doctor
 from amplab.diagnose.nonfinite_findings import finding_of
 from amplab.diagnose.observations import Observation, StepObservation
+from amplab.diagnose.run_rules import run_findings
 from amplab.diagnose.twin import twin
 from amplab.diagnose.twin_report import TwinReport
 from amplab.diagnose.what_if import ScaleRecord, WhatIf, WhatIfs, what_if, what_ifs
@@ -27,6 +28,7 @@ __all__ = [
     "finding_of",
     "first_nonfinite",
     "ladder",
+    "run_findings",
     "twin",
     "what_if",
     "what_ifs",

@@ -28,6 +28,8 @@ from amplab.lab.open import active, attach, open
 from amplab.lab.run_log import Run, RunLog, load_run, runs_directory
 from amplab.lab.tasks import Task, load_task
 from amplab.lab.trainer import Trainer
+from amplab.lab.watch import Watch, watch
+from amplab.lab.watched_run import WatchedRun
 
 __all__ = [
     "TASKS",
@@ -64,4 +66,7 @@ __all__ = [
     "open",
     "attach",
     "active",
+    "Watch",
+    "watch",
+    "WatchedRun",
 ]

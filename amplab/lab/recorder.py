@@ -14,6 +14,7 @@ from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import GradientSample, StepRecord
 from amplab.lab.history import History
 from amplab.lab.run_log import RunLog, free_path, new_path
+from amplab.lab.watched_run import WatchedRun
 
 __all__ = ["Recorder"]
 
@@ -31,7 +32,7 @@ class Recorder:
 
     def __init__(
         self,
-        config: ExperimentConfig,
+        config: ExperimentConfig | WatchedRun,
         *,
         log: str | PathLike[str] | None,
         on_failure: Callable[[str], None],

@@ -30,6 +30,7 @@ from amplab.formats import ExponentHistogram
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import GradientSample, StepRecord
 from amplab.lab.history import COLUMNS, History
+from amplab.lab.watched_run import WatchedRun
 from amplab.scalers import ScaleRule
 
 __all__ = ["FLUSH_SECONDS", "FORMAT", "Run", "RunLog", "free_path", "load_run", "new_path", "runs_directory"]
@@ -51,9 +52,11 @@ def runs_directory() -> Path:
     return Path(named) if named else Path.home() / ".amplab" / "runs"
 
 
-def new_path(directory: Path, config: ExperimentConfig) -> Path:
-    """Return a free path in `directory`, named by the time, the task, the model and the opt_level."""
-    name = f"{datetime.now():%Y%m%d-%H%M%S}-{config.task}-{config.model}-{config.opt_level}.jsonl"
+def new_path(directory: Path, config: ExperimentConfig | WatchedRun) -> Path:
+    """Return a free path in `directory`, named by the time, what is trained and how."""
+    watched = isinstance(config, WatchedRun)
+    what = f"{config.model}-{config.scaling}" if watched else f"{config.task}-{config.model}-{config.opt_level}"
+    name = f"{datetime.now():%Y%m%d-%H%M%S}-{what}.jsonl"
     return free_path(directory / name)
 
 
@@ -77,7 +80,7 @@ class RunLog:
         OSError: The file cannot be made or written (FileExistsError where it is there).
     """
 
-    def __init__(self, path: Path, config: ExperimentConfig) -> None:
+    def __init__(self, path: Path, config: ExperimentConfig | WatchedRun) -> None:
         self.path = path
         self._pending: list[StepRecord] = []
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,7 +131,7 @@ class Run:
 
     Attributes:
         path: The file.
-        config: What the run started with.
+        config: What the run started with, or what was watched.
         last_config: What held at its end.
         history: Every step.
         events: The events, as they were written: dicts with "event" and "step".
@@ -138,8 +141,8 @@ class Run:
     """
 
     path: Path
-    config: ExperimentConfig
-    last_config: ExperimentConfig
+    config: ExperimentConfig | WatchedRun
+    last_config: ExperimentConfig | WatchedRun
     history: History
     events: tuple[dict[str, object], ...]
     truncated: bool
@@ -240,8 +243,10 @@ def _read_header(path: Path, line: bytes) -> dict[str, object]:
     return header
 
 
-def _read_config(path: Path, text: object) -> ExperimentConfig:
+def _read_config(path: Path, text: object) -> ExperimentConfig | WatchedRun:
     try:
+        if WatchedRun.is_header(str(text)):
+            return WatchedRun.parse(str(text))
         return ExperimentConfig.parse(str(text))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

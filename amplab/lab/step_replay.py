@@ -1,0 +1,86 @@
+"""A skipped step run again: its batch, random state and buffers are kept until the next, and then `first_nonfinite`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amplab.diagnose import Finding, finding_of, first_nonfinite
+
+__all__ = ["StepReplay"]
+
+_AT = (1, 5)  # the first skip may be the scale finding its place; five in a row are not
+_MOST = 6  # replays in one watch: each costs a few steps' time
+
+
+class StepReplay:
+    """Keeps what a step began with, and explains it.
+
+    Args:
+        model: the model.
+        step: runs the forward on a batch and returns the loss; None where steps cannot be run again.
+        amp: whose casts and scale hold, as `first_nonfinite` takes it.
+    """
+
+    def __init__(self, model: nn.Module, step: Callable[[Any], Tensor] | None, amp: Any) -> None:
+        self._model, self._step, self._amp = model, step, amp
+        self._buffers = list(model.buffers()) if step else []
+        self._kept = [buffer.detach().clone() for buffer in self._buffers]
+        self._batch: Any = None
+        self._random: list[Tensor] = []
+        self._made = 0
+        self.at_work = False
+
+    def remember(self, batch: Any) -> None:
+        """Keep a reference to the batch, and copies of the random state and of the buffers. Sync: none."""
+        if self._step is None:
+            return
+        self._batch, self._random = batch, _random_states()
+        if self._buffers:
+            with torch.no_grad():
+                torch._foreach_copy_(self._kept, self._buffers)
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether a step can be run again."""
+        return self._batch is not None
+
+    def is_worth_it(self, skips_in_a_row: int) -> bool:
+        """Whether this skip is to be explained: it can be, and not every one of a long row is."""
+        return self.is_possible and skips_in_a_row in _AT and self._made < _MOST
+
+    def explain(self, loss_scale: float) -> Finding | None:
+        """Run the remembered step again under its scale; None where it is finite then. Sync: a few steps' worth."""
+        self._made += 1
+        batch, step = self._batch, self._step
+        with self._as_it_began():
+            found = first_nonfinite(self._model, lambda: step(batch), amp=self._amp, loss_scale=loss_scale, batch=batch)
+        return None if found is None else finding_of(found)
+
+    @contextmanager
+    def _as_it_began(self) -> Iterator[None]:
+        now = _random_states(), [buffer.detach().clone() for buffer in self._buffers]
+        self.at_work = True
+        try:
+            self._set(self._random, self._kept)
+            yield
+        finally:
+            self._set(*now)
+            self.at_work = False
+
+    @torch.no_grad()
+    def _set(self, random: list[Tensor], buffers: list[Tensor]) -> None:
+        torch.set_rng_state(random[0])
+        if len(random) > 1:
+            torch.cuda.set_rng_state_all(random[1:])
+        for buffer, value in zip(self._buffers, buffers, strict=True):
+            buffer.copy_(value)
+
+
+def _random_states() -> list[Tensor]:
+    on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *on_devices]

@@ -1,0 +1,49 @@
+"""Scalars of a watched run for TensorBoard, where that is installed; amplab does not need it."""
+
+from __future__ import annotations
+
+import math
+from os import PathLike
+
+from amplab.diagnose import StepObservation
+
+__all__ = ["TensorBoardScalars"]
+
+
+class TensorBoardScalars:
+    """Writes loss, scale, skips and gradients under ``amplab/``.
+
+    Args:
+        folder: where the event files go.
+
+    Raises:
+        ImportError: TensorBoard is not installed.
+    """
+
+    def __init__(self, folder: str | PathLike[str]) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError(
+                "tensorboard=…: TensorBoard is not installed; run: python -m pip install tensorboard, or leave it out."
+            ) from error
+        self._writer = SummaryWriter(str(folder))
+        self._skips = 0
+
+    def write(self, step: StepObservation) -> None:
+        """Write one step; what was not measured is left out."""
+        self._skips += step.skipped
+        values = {
+            "loss": step.loss,
+            "loss_scale_log2": math.log2(step.loss_scale) if step.loss_scale > 0 else None,
+            "skipped_steps": self._skips,
+            "gradient_norm": step.gradient_norm,
+            "gradients_lost_in_half": step.underflow,
+        }
+        for name, value in values.items():
+            if value is not None:
+                self._writer.add_scalar(f"amplab/{name}", value, step.step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._writer.close()

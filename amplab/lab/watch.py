@@ -1,0 +1,322 @@
+"""Watch a training loop of your own: what the lab records of its experiments, recorded of yours, at hardly any cost.
+
+    with amplab.watch(model, optimizer, scaler) as w:
+        for batch in w.batches(loader):
+            loss = w.loss(criterion(model(batch.x), batch.y))
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    print(w.findings())
+
+The loop is not changed and nothing in it is replaced: optimizer hooks, a forward hook, and what the scaler tells. How a
+step's outcome is learned is in `scale_probe.py`, what is measured of gradients in `gradient_sample.py`, how a skipped
+step is explained in `step_replay.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from os import PathLike
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amplab.diagnose import Finding, Findings, Observation, StepObservation, run_findings
+from amplab.lab.events import GradientSample, StepRecord
+from amplab.lab.forward_check import ForwardCheck
+from amplab.lab.gradient_sample import GradientMeasure
+from amplab.lab.history import History
+from amplab.lab.recorder import Recorder
+from amplab.lab.scale_probe import Outcome, probe_of
+from amplab.lab.step_replay import StepReplay
+from amplab.lab.tensorboard_scalars import TensorBoardScalars
+from amplab.lab.watched_run import WatchedRun
+
+__all__ = ["Watch", "watch"]
+
+T = TypeVar("T")
+_REMEMBERED = 2000  # steps that the rules about runs look back upon
+_LOOK_AT = 5  # skips in a row after which a forward that cannot be run again is looked at
+
+
+class Watch:
+    """A training loop that is followed, from `watch`; use it in a ``with`` block.
+
+    Attributes:
+        config: what is watched, a `WatchedRun`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        scaler_or_amp: Any,
+        step: Callable[[Any], Tensor] | None,
+        *,
+        log: str | PathLike[str] | None,
+        every: int,
+        scalars: TensorBoardScalars | None,
+    ) -> None:
+        self._model, self._optimizers = model, optimizers
+        self._probe = probe_of(scaler_or_amp)
+        names = type(model).__name__, type(optimizers[0]).__name__
+        self.config = WatchedRun(*names, self._probe.kind, self._probe.opt_level)
+        self._recorder = Recorder(self.config, log=log, on_failure=self._fail)
+        self._every = every
+        self._measure = GradientMeasure(optimizers)
+        self._replay = StepReplay(model, step, scaler_or_amp)
+        self._scalars = scalars
+        self._rates: deque[float] = deque(maxlen=_REMEMBERED)
+        self._measured: dict[int, tuple[float | None, float | None]] = {}  # step: gradient norm, share lost in half
+        self._explained: list[Finding] = []
+        self._check: ForwardCheck | None = None
+        self._failures: list[str] = []
+        self._subscribers: list[Callable[[StepRecord], object]] = []
+        self._ends: list[Callable[[], None]] = []
+        self._loss: Tensor | None = None
+        self._skips_in_a_row = 0
+        self._batches_tell = False
+        self._began = 0.0
+
+    # -- in the loop -------------------------------------------------------------------------------
+
+    def __enter__(self) -> Watch:
+        """Begin to follow."""
+        if self._ends:
+            raise RuntimeError("this watch follows already: expected one `with` block for each amplab.watch(...).")
+        self._began = time.perf_counter()
+        self._ends = [
+            self._model.register_forward_pre_hook(self._see_forward).remove,
+            self._optimizers[0].register_step_pre_hook(self._see_gradients).remove,
+            self._probe.follow(self._optimizers[0], self._take),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop following and close the log; the hooks are off."""
+        for end in reversed(self._ends):  # the probe first: it may have a last step to tell
+            end()
+        self._ends = []
+        self._recorder.close()
+        if self._check is not None:
+            self._check.end()
+        if self._scalars is not None:
+            self._scalars.close()
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """Yield the batches of a loader, and keep each one until the next, to run a skipped step again.
+
+        Sync: none.
+        """
+        self._batches_tell = True
+        try:
+            for batch in loader:
+                self._probe.at_forward()  # the step before this is over
+                self._replay.remember(batch)
+                yield batch
+        finally:
+            self._batches_tell = False
+
+    def loss(self, value: Tensor) -> Tensor:
+        """Take note of the loss of this step, before it is scaled, and return it as it is. Sync: none.
+
+        Needed for torch's scaler and for none; amplab's two faces tell the loss themselves.
+        """
+        self._loss = value.detach()
+        return value
+
+    # -- what is known -----------------------------------------------------------------------------
+
+    @property
+    def history(self) -> History:
+        """Every step so far; ``history.replay()`` runs it under other rules."""
+        return self._recorder.history
+
+    @property
+    def log_path(self) -> PathLike[str] | None:
+        """The file of the run log; None before the first step and without a log."""
+        return self._recorder.log_path
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """What went wrong with the watching itself, in sentences."""
+        return tuple(self._failures)
+
+    @property
+    def observation(self) -> Observation:
+        """The last steps, as the rules about runs read them."""
+        records = self.history.records()[-len(self._rates) :] if self._rates else []
+        steps = (self._observed(record, rate) for record, rate in zip(records, self._rates, strict=True))
+        return Observation(tuple(steps), self._probe.growth_interval, self._probe.dynamic)
+
+    def findings(self) -> Findings:
+        """Return what the rules find in the run so far: skipped steps explained first, then the run as a whole."""
+        return Findings((*self._explained, *run_findings(self.observation)))
+
+    def subscribe(self, callback: Callable[[StepRecord], object]) -> Callable[[], None]:
+        """Call `callback` with every `StepRecord`, in the loop's thread; return a function that ends this."""
+        self._subscribers.append(callback)
+        return lambda: self._subscribers.remove(callback)
+
+    def __repr__(self) -> str:
+        """Return one line: what is watched and how far it came."""
+        return f"<Watch: {self.config}: {self.history}>"
+
+    def __str__(self) -> str:
+        """Return the line, and the findings."""
+        return f"{self!r}\n{self.findings()}"
+
+    def _repr_html_(self) -> str:
+        return self.findings()._repr_html_()
+
+    # -- what the hooks see ------------------------------------------------------------------------
+
+    def _see_forward(self, module: nn.Module, _args: object) -> None:
+        if self._batches_tell or self._replay.at_work:
+            return
+        if module.training and torch.is_grad_enabled():
+            self._probe.at_forward()
+
+    def _see_gradients(self, *_: object) -> None:
+        """Just before the optimizer's step, when the gradients are there."""
+        if len(self.history) % self._every == 0:
+            self._measure.take()
+
+    def _take(self, outcome: Outcome) -> None:
+        record = self._record(outcome)
+        self._recorder.append(record)
+        self._rates.append(float(self._optimizers[0].param_groups[0]["lr"]))
+        if self._measure.histogram is not None:
+            self._keep_measure(record)
+        self._look_into(record)
+        self._measure.forget()
+        self._loss = None
+        for callback in list(self._subscribers):
+            callback(record)
+        if self._scalars is not None and (record.skipped or record.step % self._every == 0):
+            self._scalars.write(self._observed(record, self._rates[-1]))
+
+    def _record(self, outcome: Outcome) -> StepRecord:
+        loss = outcome.loss if self._loss is None else self._loss
+        return StepRecord(
+            step=len(self.history),
+            loss=math.nan if loss is None or loss.numel() != 1 else loss.item(),
+            loss_scale=outcome.loss_scale,
+            next_loss_scale=outcome.next_loss_scale,
+            skipped=outcome.skipped,
+            first_nonfinite=outcome.first_nonfinite,
+            opt_level=self.config.opt_level,
+            accuracy=None,
+            seconds=round(time.perf_counter() - self._began, 6),
+            injected=None,
+            grad_exponent=math.inf if outcome.skipped else self._measure.largest_exponent,
+        )
+
+    def _keep_measure(self, record: StepRecord) -> None:
+        measure = self._measure
+        self._recorder.keep(GradientSample(record.step, record.loss_scale, measure.histogram))
+        self._measured[record.step] = measure.norm, measure.underflow(record.loss_scale)
+
+    def _observed(self, record: StepRecord, learning_rate: float) -> StepObservation:
+        norm, underflow = self._measured.get(record.step, (None, None))
+        return StepObservation(
+            record.step,
+            record.loss,
+            record.loss_scale,
+            record.skipped,
+            record.next_loss_scale,
+            record.first_nonfinite,
+            gradient_norm=norm,
+            underflow=underflow,
+            learning_rate=learning_rate,
+        )
+
+    def _look_into(self, record: StepRecord) -> None:
+        """Explain a skipped step by running it again, or have the next forward looked at."""
+        if self._check is not None:
+            module, self._check = self._check.first(), None
+            if module is not None:
+                self._explained.append(_forward_finding(record, module))
+        self._skips_in_a_row = self._skips_in_a_row + 1 if record.skipped else 0
+        if self._replay.is_worth_it(self._skips_in_a_row):
+            try:
+                found = self._replay.explain(record.loss_scale)
+            except Exception as error:  # noqa: BLE001  the loop goes on whatever becomes of the look at it
+                self._fail(f"step {record.step} could not be run again: {type(error).__name__}: {error}")
+            else:
+                self._explained += [] if found is None else [found]
+        elif self._skips_in_a_row == _LOOK_AT and not self._replay.is_possible:
+            self._check = ForwardCheck(self._model)
+
+    def _fail(self, text: str) -> None:
+        self._failures.append(text)
+
+
+def _forward_finding(record: StepRecord, module: str) -> Finding:
+    return Finding(
+        "nonfinite-forward",
+        "error",
+        f"{_LOOK_AT} steps in a row were skipped, and the output of {module} is inf or NaN in forward.",
+        "No loss scale can mend it: the forward does not see the scale. Which op it is, a replay of the step tells.",
+        "amplab.watch(model, optimizer, scaler, step=lambda batch: loss_of(model, batch))  # and w.batches(loader)",
+        "certain",
+        module="" if module == "(model)" else module,
+        evidence={"step": record.step, "loss_scale": record.loss_scale},
+    )
+
+
+def watch(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    scaler_or_amp: Any = None,
+    *,
+    step: Callable[[Any], Tensor] | None = None,
+    log: str | PathLike[str] | None = None,
+    every: int = 50,
+    tensorboard: str | PathLike[str] | None = None,
+) -> Watch:
+    """Return a watch for a ``with`` block around a training loop.
+
+    Args:
+        model: the model; what wraps it (DataParallel, DDP) will do.
+        optimizer: one or several; a step of the first one is a step of the run.
+        scaler_or_amp: a GradScaler of amplab or torch, a `Session`, the module ``amp``, or None for this thread's
+            ``amp.initialize`` if there was one, else for a loop without a scale.
+        step: runs the forward on a batch and returns the loss, not scaled; with ``w.batches(loader)`` skipped steps
+            are then run again and explained.
+        log: folder or .jsonl file of the run log, which `amplab.lab.load_run` reads; None for no log.
+        every: steps from one measure of the gradients to the next; between them nothing of them is read.
+        tensorboard: folder of scalars for TensorBoard, where it is installed.
+
+    Raises:
+        TypeError: something that is no module, optimizer or scaler. ValueError: ``every`` below 1.
+        ImportError: TensorBoard is asked for and not installed.
+
+    Sync: one per step where the loss or the scale lies on a device.
+
+    >>> model = nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with watch(model, optimizer) as w:
+    ...     for batch in w.batches([torch.ones(4, 2)] * 3):
+    ...         optimizer.zero_grad()
+    ...         w.loss(model(batch).square().mean()).backward()
+    ...         optimizer.step()
+    >>> len(w.history), w.history.skip_count, len(w.findings())
+    (3, 0, 0)
+    """
+    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={type(model).__name__}: expected a torch.nn.Module.")
+    if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
+        raise TypeError(f"optimizer={optimizer!r}: expected a torch.optim.Optimizer, or a list of them.")
+    if step is not None and not callable(step):
+        raise TypeError(f"step={step!r}: expected a function of a batch that returns the loss, or None.")
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(f"every={every!r}: expected a whole number of steps > 0, such as 50.")
+    scalars = None if tensorboard is None else TensorBoardScalars(tensorboard)
+    return Watch(model, optimizers, scaler_or_amp, step, log=log, every=every, scalars=scalars)

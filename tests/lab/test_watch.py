@@ -1,0 +1,271 @@
+"""A loop of one's own, watched: its results are bit for bit what they were, and every step is told as it was."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import amplab
+from amplab import amp
+from amplab.lab import load_run, watch
+from amplab.lab.watched_run import WatchedRun
+
+STEPS = 60
+torch.manual_seed(5)
+INPUTS = torch.randn(64, 16)
+LABELS = (INPUTS @ torch.randn(16, 4)).argmax(1)
+BATCHES = [(INPUTS[i % 4 * 16 :][:16], LABELS[i % 4 * 16 :][:16]) for i in range(STEPS)]
+
+
+def make():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+class Silent:
+    """In the place of a watch: a loop that nobody looks at."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+    def batches(self, batches):
+        return batches
+
+    def loss(self, loss):
+        return loss
+
+
+def apex_loop(w, model, optimizer, told):
+    with w:
+        for x, y in w.batches(BATCHES):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            scale = amp.default_session().loss_scale()
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            told.append((loss.item(), scale, not amp.last_step(optimizer).stepped))
+
+
+def scaler_loop(w, model, optimizer, told, scaler, casting):
+    with w:
+        for x, y in w.batches(BATCHES):
+            optimizer.zero_grad()
+            with casting():
+                loss = w.loss(F.cross_entropy(model(x), y))
+            scale = scaler.get_scale()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+            scaler.step(optimizer)
+            scaler.update()
+            told.append((loss.item(), scale, scaler.get_scale() < scale))
+
+
+def plain_loop(w, model, optimizer, told):
+    with w:
+        for x, y in w.batches(BATCHES):
+            optimizer.zero_grad()
+            loss = w.loss(F.cross_entropy(model(x), y))
+            loss.backward()
+            optimizer.step()
+            told.append((loss.item(), 1.0, False))
+
+
+def run(face, watched, **options):
+    """Train in one of the faces; return the weights, what the loop itself knows, and the watch."""
+    model, optimizer = make()
+    told = []
+    try:
+        if face in ("O1", "O2"):
+            amp.initialize(model, optimizer, opt_level=face, verbosity=0, dynamic_init_scale=2.0**24, scale_window=12)
+            w = watch(model, optimizer, amp, **options) if watched else Silent()
+            apex_loop(w, model, optimizer, told)
+        elif face == "none":
+            w = watch(model, optimizer, **options) if watched else Silent()
+            plain_loop(w, model, optimizer, told)
+        else:
+            kind = amplab.GradScaler if face == "amplab" else torch.amp.GradScaler
+            scaler = kind("cpu", init_scale=2.0**24, growth_interval=12)
+            region = amplab.autocast if face == "amplab" else torch.autocast
+            w = watch(model, optimizer, scaler, **options) if watched else Silent()
+            scaler_loop(w, model, optimizer, told, scaler, lambda: region("cpu", dtype=torch.float16))
+    finally:
+        amp.reset()
+    return [weight.detach().float().clone() for weight in model.parameters()], told, w
+
+
+@pytest.mark.parametrize("face", ["O1", "O2", "amplab", "torch", "none"])
+def test_every_step_is_told_and_none_is_changed(face, tmp_path):
+    plain, told_plain, _ = run(face, watched=False)
+    weights, told, w = run(face, watched=True, every=7, log=tmp_path)
+    assert told == told_plain
+    assert all(torch.equal(a, b) for a, b in zip(weights, plain, strict=True))
+    records = list(w.history.records())
+    assert [(each.loss, each.loss_scale, each.skipped) for each in records] == told
+    assert face == "none" or w.history.skip_count > 3
+    measured = [each.step for each in records if each.grad_exponent is not None and not each.skipped]
+    assert set(measured) <= set(range(0, STEPS, 7))
+    again = load_run(w.log_path)
+    assert list(map(repr, again.history.records())) == list(map(repr, records))
+    assert isinstance(again.config, WatchedRun)
+    assert w.failures == ()
+
+
+def test_a_measured_exponent_is_the_gradients_own():
+    model, optimizer = make()
+    with watch(model, optimizer, every=1) as w:
+        for x, y in BATCHES[:5]:
+            optimizer.zero_grad()
+            w.loss(F.cross_entropy(model(x), y)).backward()
+            largest = max(weight.grad.abs().max().item() for weight in model.parameters())
+            norm = torch.cat([weight.grad.flatten() for weight in model.parameters()]).double().norm().item()
+            optimizer.step()
+            assert w.history.last.grad_exponent == math.floor(math.log2(largest))
+            assert w.observation.steps[-1].gradient_norm == pytest.approx(norm, rel=1e-5)
+    assert len(w.history.gradient_samples) == 5
+
+
+def test_nothing_stays_behind():
+    model, optimizer = make()
+    before = json.dumps([sorted(map(str, vars(each))) for each in (*model.modules(), optimizer)])
+    with watch(model, optimizer) as w:
+        pass
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    assert json.dumps([sorted(map(str, vars(each))) for each in (*model.modules(), optimizer)]) == before
+    assert len(w.history) == 0
+
+
+def test_an_exception_in_the_loop_leaves_a_log_that_loads(tmp_path):
+    model, optimizer = make()
+    w = watch(model, optimizer, log=tmp_path)
+
+    def interrupted():
+        yield from BATCHES[:5]
+        raise KeyboardInterrupt
+
+    def loop():
+        with w:
+            for x, y in w.batches(interrupted()):
+                optimizer.zero_grad()
+                w.loss(F.cross_entropy(model(x), y)).backward()
+                optimizer.step()
+
+    with pytest.raises(KeyboardInterrupt):
+        loop()
+    assert len(load_run(w.log_path).history) == 5
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_a_watched_run_is_replayed_under_other_rules():
+    _, _, w = run("amplab", watched=True, every=1)
+    assert w.history.replay("torch").skips == ()
+    assert w.history.skip_count > 0
+
+
+class Attention(nn.Module):
+    """Logits without 1/sqrt(d), that leave half once the input is loud."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x):
+        return self.out((self.q(x) @ self.k(x).T).softmax(-1) @ self.v(x))
+
+
+@pytest.mark.parametrize("face", ["apex", "amplab", "torch"])
+def test_a_skipped_step_is_run_again_and_named(face):
+    torch.manual_seed(0)
+    model = Attention()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    batches = [torch.randn(8, 16) * loud for loud in (1, 1, 2000, 2000)]
+    scaler = None
+    if face == "apex":
+        amp.initialize(model, optimizer, opt_level="O1", verbosity=0, on_collapse="warn", dynamic_init_scale=256.0)
+    else:
+        scaler = (amplab.GradScaler if face == "amplab" else torch.amp.GradScaler)("cpu", init_scale=256.0)
+    region = {"amplab": amplab.autocast, "torch": torch.autocast}.get(face)
+
+    def loss_of(batch):
+        if region is None:
+            return model(batch).square().mean()
+        with region("cpu", dtype=torch.float16):
+            return model(batch).float().square().mean()
+
+    with watch(model, optimizer, scaler or amp, step=loss_of) as w:
+        for batch in w.batches(batches):
+            optimizer.zero_grad()
+            loss = w.loss(loss_of(batch))
+            if scaler is None:
+                with amp.scale_loss(loss, optimizer) as scaled:
+                    scaled.backward()
+                optimizer.step()
+            else:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+    amp.reset()
+    assert [record.skipped for record in w.history.records()] == [False, False, True, True]
+    assert w.failures == ()
+    first = w.findings()[0]
+    assert (first.name, first.severity) == ("logits-overflow-half", "error")
+    assert first.op == "matmul"
+
+
+def test_without_a_step_the_forward_is_looked_at():
+    torch.manual_seed(0)
+    model = Attention()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-3), amplab.GradScaler("cpu", init_scale=256.0)
+    with watch(model, optimizer, scaler) as w:
+        for _ in range(8):
+            optimizer.zero_grad()
+            with amplab.autocast("cpu", dtype=torch.float16):
+                loss = model(torch.randn(8, 16) * 2000).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    found = [each for each in w.findings() if each.name == "nonfinite-forward"]
+    assert [each.module for each in found] == ["out"]
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "sentence"),
+    [
+        ((3, None), {}, TypeError, "expected a torch.nn.Module"),
+        ((nn.Linear(1, 1), 3), {}, TypeError, "expected a torch.optim.Optimizer"),
+        ((*make(), "amp"), {}, TypeError, "expected a GradScaler, a Session"),
+        (make(), {"every": 0}, ValueError, "expected a whole number of steps"),
+        (make(), {"step": 3}, TypeError, "expected a function of a batch"),
+    ],
+)
+def test_refusals(arguments, options, error, sentence):
+    with pytest.raises(error, match=sentence):
+        watch(*arguments, **options)
+
+
+def test_scalars_for_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard")
+    model, optimizer = make()
+    with watch(model, optimizer, tensorboard=tmp_path, every=1) as w:
+        for x, y in BATCHES[:3]:
+            optimizer.zero_grad()
+            w.loss(F.cross_entropy(model(x), y)).backward()
+            optimizer.step()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [round(each.value, 5) for each in events.Scalars("amplab/loss")] == [
+        round(each.loss, 5) for each in w.history.records()
+    ]
