@@ -50,12 +50,14 @@ class ScaleProbe:
         dynamic: whether the scale moves.
         growth_interval: clean steps until it grows, None where it does not.
         opt_level: of a session, else "–".
+        amp: the session or the scaler itself, None for neither.
     """
 
     kind = "none"
     dynamic = False
     growth_interval: int | None = None
     opt_level = "–"
+    amp: Session | torch.amp.GradScaler | None = None
 
     def follow(self, optimizer: Optimizer, tell: Tell) -> Callable[[], None]:
         """Call `tell` after every step; return what ends this."""
@@ -73,7 +75,7 @@ class _ApexProbe(ScaleProbe):
     kind = "apex"
 
     def __init__(self, session: Session) -> None:
-        self._session = session
+        self._session = self.amp = session
         rule = session.scalers[0].rule
         self.dynamic = rule.skips_on_overflow
         self.growth_interval = rule.growth_interval if isinstance(rule, DynamicScale) else None
@@ -110,7 +112,7 @@ class _AmplabProbe(ScaleProbe):
     kind = "amplab"
 
     def __init__(self, scaler: GradScaler) -> None:
-        self._scaler = scaler
+        self._scaler = self.amp = scaler
         self.dynamic = scaler.is_enabled()
         self.growth_interval = scaler.get_growth_interval() if self.dynamic else None
 
@@ -129,7 +131,7 @@ class _TorchProbe(ScaleProbe):
     kind = "torch"
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
-        self._scaler = scaler
+        self._scaler = self.amp = scaler
         self.dynamic = True
         self.growth_interval = scaler.get_growth_interval()
         self._scale = scaler.get_scale()

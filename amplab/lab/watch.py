@@ -69,7 +69,7 @@ class Watch:
         self._recorder = Recorder(self.config, log=log, on_failure=self._fail)
         self._every = every
         self._measure = GradientMeasure(optimizers)
-        self._replay = StepReplay(model, step, scaler_or_amp)
+        self._replay = StepReplay(model, step, self._probe.amp)
         self._scalars = scalars
         self._rates: deque[float] = deque(maxlen=_REMEMBERED)
         self._measured: dict[int, tuple[float | None, float | None]] = {}  # step: gradient norm, share lost in half
