@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amplab.formats import FLOAT16, ExponentHistogram, exponent_histogram
+from amplab.formats import ExponentHistogram, exponent_histogram
 
 __all__ = ["GradientMeasure"]
 
@@ -56,12 +56,6 @@ class GradientMeasure:
         if self.histogram.infs or self.histogram.nans:
             return math.inf
         return -math.inf if self.histogram.span is None else float(self.histogram.span[1])
-
-    def underflow(self, loss_scale: float) -> float | None:
-        """Share of the non-zero elements that half turns into zero under a scale; None where nothing is measured."""
-        if self.histogram is None or not 0.0 < loss_scale < math.inf:
-            return None
-        return self.histogram.shifted(math.log2(loss_scale)).underflow_fraction(FLOAT16)
 
 
 def _dense(grad: Tensor) -> Tensor:

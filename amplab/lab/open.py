@@ -10,11 +10,12 @@ import threading
 from typing import TYPE_CHECKING
 
 from amplab.lab.config import ExperimentConfig
-from amplab.lab.run_log import runs_directory
+from amplab.lab.run_log import Run, runs_directory
 from amplab.lab.trainer import Trainer
+from amplab.lab.watch import Watch
 
 if TYPE_CHECKING:
-    from amplab.views import Dashboard
+    from amplab.views import Dashboard, RunView
 
 __all__ = ["active", "attach", "open"]
 
@@ -64,7 +65,7 @@ def open(config: str | ExperimentConfig | None = None) -> Dashboard:
     wanted = ExperimentConfig.parse(config) if isinstance(config, str) else config
     if not isinstance(wanted, ExperimentConfig | None):
         raise TypeError(f"open({config!r}): expected an ExperimentConfig, or its string as config() gives it.")
-    dashboard = _dashboard()
+    dashboard, _ = _widgets()
     trainer, has_begun = _kernel.obtain(wanted)
     opened = dashboard(trainer)
     if has_begun:
@@ -72,24 +73,29 @@ def open(config: str | ExperimentConfig | None = None) -> Dashboard:
     return opened
 
 
-def attach(trainer: Trainer | None = None) -> Dashboard:
+def attach(run: Trainer | Watch | Run | None = None) -> Dashboard | RunView:
     """Return a dashboard of a trainer of your own, None for this kernel's; it asks nothing.
+
+    Args:
+        run: a `Trainer`; or a `Watch` around a loop of your own, or a `Run` read back with `load_run`, which are shown
+            on the same charts without controls.
 
     Raises:
         RuntimeError: No experiment is open in this kernel.
         ImportError: The widget libraries are not installed.
     """
-    chosen = _kernel.trainer if trainer is None else trainer
+    chosen = _kernel.trainer if run is None else run
     if chosen is None:
         raise RuntimeError("attach(): no experiment is open in this kernel; call open(), or pass a Trainer.")
-    return _dashboard()(chosen)
+    dashboard, run_view = _widgets()
+    return run_view(chosen) if isinstance(chosen, Run | Watch) else dashboard(chosen)
 
 
-def _dashboard() -> type[Dashboard]:
+def _widgets() -> tuple[type[Dashboard], type[RunView]]:
     try:
-        from amplab.views import Dashboard
+        from amplab.views import Dashboard, RunView
     except ImportError as error:
         raise ImportError(
             f'the dashboard needs {error.name}, which is not installed; run: python -m pip install "amplab[lab]"'
         ) from error
-    return Dashboard
+    return Dashboard, RunView

@@ -25,11 +25,12 @@ from pathlib import Path
 import numpy as np
 
 from amplab import __version__
-from amplab.diagnose import WhatIf, WhatIfs
+from amplab.diagnose import Findings, WhatIf, WhatIfs, run_findings
 from amplab.formats import ExponentHistogram
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import GradientSample, StepRecord
 from amplab.lab.history import COLUMNS, History
+from amplab.lab.observed_run import observed_run
 from amplab.lab.watched_run import WatchedRun
 from amplab.scalers import ScaleRule
 
@@ -148,6 +149,10 @@ class Run:
     truncated: bool
     started: str
     version: str
+
+    def findings(self) -> Findings:
+        """Return what the rules about runs find in it."""
+        return Findings(run_findings(observed_run(self.history)))
 
     def replay(self, rule: ScaleRule | str | None = None) -> WhatIf | WhatIfs:
         """Return this run as it would have gone under another loss-scaling rule; see `History.replay`."""

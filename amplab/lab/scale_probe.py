@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amplab.amp import GradScaler, ScaleRecord, Session, default_session
+from amplab.lab.watched_run import NO_LEVEL
 from amplab.scalers import DynamicScale
 
 __all__ = ["Outcome", "ScaleProbe", "probe_of"]
@@ -49,14 +50,14 @@ class ScaleProbe:
         kind: "none", "apex", "amplab" or "torch".
         dynamic: whether the scale moves.
         growth_interval: clean steps until it grows, None where it does not.
-        opt_level: of a session, else "–".
+        opt_level: of a session, else `NO_LEVEL`.
         amp: the session or the scaler itself, None for neither.
     """
 
     kind = "none"
     dynamic = False
     growth_interval: int | None = None
-    opt_level = "–"
+    opt_level = NO_LEVEL
     amp: Session | torch.amp.GradScaler | None = None
 
     def follow(self, optimizer: Optimizer, tell: Tell) -> Callable[[], None]:
@@ -79,7 +80,7 @@ class _ApexProbe(ScaleProbe):
         rule = session.scalers[0].rule
         self.dynamic = rule.skips_on_overflow
         self.growth_interval = rule.growth_interval if isinstance(rule, DynamicScale) else None
-        self.opt_level = session.opt_level or "–"
+        self.opt_level = session.opt_level or NO_LEVEL
         self._record: ScaleRecord | None = None
 
     def follow(self, optimizer: Optimizer, tell: Tell) -> Callable[[], None]:

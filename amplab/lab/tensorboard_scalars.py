@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from os import PathLike
 
-from amplab.diagnose import StepObservation
+from amplab.lab.events import StepRecord
 
 __all__ = ["TensorBoardScalars"]
 
@@ -30,19 +30,19 @@ class TensorBoardScalars:
         self._writer = SummaryWriter(str(folder))
         self._skips = 0
 
-    def write(self, step: StepObservation) -> None:
+    def write(self, record: StepRecord, gradient_norm: float | None) -> None:
         """Write one step; what was not measured is left out."""
-        self._skips += step.skipped
+        self._skips += record.skipped
         values = {
-            "loss": step.loss,
-            "loss_scale_log2": math.log2(step.loss_scale) if step.loss_scale > 0 else None,
+            "loss": record.loss,
+            "loss_scale_log2": math.log2(record.loss_scale) if record.loss_scale > 0 else None,
             "skipped_steps": self._skips,
-            "gradient_norm": step.gradient_norm,
-            "gradients_lost_in_half": step.underflow,
+            "gradient_norm": gradient_norm,
+            "largest_gradient_log2": record.grad_exponent,
         }
         for name, value in values.items():
             if value is not None:
-                self._writer.add_scalar(f"amplab/{name}", value, step.step)
+                self._writer.add_scalar(f"amplab/{name}", value, record.step)
 
     def close(self) -> None:
         """Write what is left."""

@@ -26,11 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amplab.diagnose import Finding, Findings, Observation, StepObservation, run_findings
+from amplab.diagnose import Finding, Findings, Observation, run_findings
 from amplab.lab.events import GradientSample, StepRecord
 from amplab.lab.forward_check import ForwardCheck
 from amplab.lab.gradient_sample import GradientMeasure
 from amplab.lab.history import History
+from amplab.lab.observed_run import LOOK_BACK, observed_run
 from amplab.lab.recorder import Recorder
 from amplab.lab.scale_probe import Outcome, probe_of
 from amplab.lab.step_replay import StepReplay
@@ -40,7 +41,6 @@ from amplab.lab.watched_run import WatchedRun
 __all__ = ["Watch", "watch"]
 
 T = TypeVar("T")
-_REMEMBERED = 2000  # steps that the rules about runs look back upon
 _LOOK_AT = 5  # skips in a row after which a forward that cannot be run again is looked at
 
 
@@ -71,8 +71,8 @@ class Watch:
         self._measure = GradientMeasure(optimizers)
         self._replay = StepReplay(model, step, self._probe.amp)
         self._scalars = scalars
-        self._rates: deque[float] = deque(maxlen=_REMEMBERED)
-        self._measured: dict[int, tuple[float | None, float | None]] = {}  # step: gradient norm, share lost in half
+        self._rates: deque[tuple[int, float]] = deque(maxlen=LOOK_BACK)
+        self._norms: dict[int, float] = {}
         self._explained: list[Finding] = []
         self._check: ForwardCheck | None = None
         self._failures: list[str] = []
@@ -150,13 +150,18 @@ class Watch:
     @property
     def observation(self) -> Observation:
         """The last steps, as the rules about runs read them."""
-        records = self.history.records()[-len(self._rates) :] if self._rates else []
-        steps = (self._observed(record, rate) for record, rate in zip(records, self._rates, strict=True))
-        return Observation(tuple(steps), self._probe.growth_interval, self._probe.dynamic)
+        return observed_run(
+            self.history,
+            growth_interval=self._probe.growth_interval,
+            dynamic=self._probe.dynamic,
+            norms=dict(self._norms),
+            rates=dict(self._rates),
+        )
 
     def findings(self) -> Findings:
         """Return what the rules find in the run so far: skipped steps explained first, then the run as a whole."""
-        return Findings((*self._explained, *run_findings(self.observation)))
+        explained = {(each.name, each.module, each.op): each for each in self._explained}  # the last of its kind
+        return Findings((*explained.values(), *run_findings(self.observation)))
 
     def subscribe(self, callback: Callable[[StepRecord], object]) -> Callable[[], None]:
         """Call `callback` with every `StepRecord`, in the loop's thread; return a function that ends this."""
@@ -190,7 +195,7 @@ class Watch:
     def _take(self, outcome: Outcome) -> None:
         record = self._record(outcome)
         self._recorder.append(record)
-        self._rates.append(float(self._optimizers[0].param_groups[0]["lr"]))
+        self._rates.append((record.step, float(self._optimizers[0].param_groups[0]["lr"])))
         if self._measure.histogram is not None:
             self._keep_measure(record)
         self._look_into(record)
@@ -199,7 +204,7 @@ class Watch:
         for callback in list(self._subscribers):
             callback(record)
         if self._scalars is not None and (record.skipped or record.step % self._every == 0):
-            self._scalars.write(self._observed(record, self._rates[-1]))
+            self._scalars.write(record, self._norms.get(record.step))
 
     def _record(self, outcome: Outcome) -> StepRecord:
         loss = outcome.loss if self._loss is None else self._loss
@@ -218,23 +223,8 @@ class Watch:
         )
 
     def _keep_measure(self, record: StepRecord) -> None:
-        measure = self._measure
-        self._recorder.keep(GradientSample(record.step, record.loss_scale, measure.histogram))
-        self._measured[record.step] = measure.norm, measure.underflow(record.loss_scale)
-
-    def _observed(self, record: StepRecord, learning_rate: float) -> StepObservation:
-        norm, underflow = self._measured.get(record.step, (None, None))
-        return StepObservation(
-            record.step,
-            record.loss,
-            record.loss_scale,
-            record.skipped,
-            record.next_loss_scale,
-            record.first_nonfinite,
-            gradient_norm=norm,
-            underflow=underflow,
-            learning_rate=learning_rate,
-        )
+        self._recorder.keep(GradientSample(record.step, record.loss_scale, self._measure.histogram))
+        self._norms[record.step] = self._measure.norm
 
     def _look_into(self, record: StepRecord) -> None:
         """Explain a skipped step by running it again, or have the next forward looked at."""

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-__all__ = ["WatchedRun"]
+__all__ = ["NO_LEVEL", "WatchedRun"]
+
+NO_LEVEL = "–"
+"""The opt_level of a run in which there are none."""
 
 _START = "watched/1"
 
@@ -29,7 +32,7 @@ class WatchedRun:
     model: str
     optimizer: str
     scaling: str
-    opt_level: str = "–"
+    opt_level: str = NO_LEVEL
 
     def __str__(self) -> str:
         """The form that `parse` reads back."""
