@@ -1,4 +1,4 @@
-"""The published story, rebuilt: under O1 the log says only "Gradient overflow" and the score falls; now it is explained.
+"""The published story, rebuilt: under O1 the log says only "Gradient overflow", the score falls; now it is explained.
 
 O0                 learns
 O1                 every step is skipped, the scale falls below 2^-10, the score is that of guessing
@@ -10,10 +10,10 @@ import warnings
 
 import pytest
 import torch
+from seq2seq import Translator, batches, loss_of
 
 import amplab
 from amplab import amp
-from seq2seq import Translator, batches, loss_of
 
 STEPS = 120
 
