@@ -29,6 +29,7 @@ from amplab.lab.run_log import Run, RunLog, load_run, runs_directory
 from amplab.lab.tasks import Task, load_task
 from amplab.lab.trainer import Trainer
 from amplab.lab.watch import Watch, watch
+from amplab.lab.watch_callback import WatchCallback
 from amplab.lab.watched_run import WatchedRun
 
 __all__ = [
@@ -68,5 +69,6 @@ __all__ = [
     "active",
     "Watch",
     "watch",
+    "WatchCallback",
     "WatchedRun",
 ]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any, TypeVar
 
@@ -92,6 +92,7 @@ class Watch:
         self._began = time.perf_counter()
         self._ends = [
             self._model.register_forward_pre_hook(self._see_forward).remove,
+            self._model.register_forward_hook(self._see_output).remove,
             self._optimizers[0].register_step_pre_hook(self._see_gradients).remove,
             self._probe.follow(self._optimizers[0], self._take),
         ]
@@ -125,7 +126,8 @@ class Watch:
     def loss(self, value: Tensor) -> Tensor:
         """Take note of the loss of this step, before it is scaled, and return it as it is. Sync: none.
 
-        Needed for torch's scaler and for none; amplab's two faces tell the loss themselves.
+        Needed for torch's scaler and for none, unless the model's output holds a "loss"; amplab's two faces tell the
+        loss themselves.
         """
         self._loss = value.detach()
         return value
@@ -186,6 +188,14 @@ class Watch:
             return
         if module.training and torch.is_grad_enabled():
             self._probe.at_forward()
+
+    def _see_output(self, module: nn.Module, _args: object, output: object) -> None:
+        """Take the loss that models of transformers return themselves."""
+        if not module.training or isinstance(output, Tensor) or self._replay.at_work:
+            return
+        loss = output.get("loss") if isinstance(output, Mapping) else None
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            self._loss = loss.detach()
 
     def _see_gradients(self, *_: object) -> None:
         """Just before the optimizer's step, when the gradients are there."""

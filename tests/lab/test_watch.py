@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import amplab
 from amplab import amp
-from amplab.lab import load_run, watch
+from amplab.lab import WatchCallback, load_run, watch
 from amplab.lab.watched_run import WatchedRun
 
 STEPS = 60
@@ -237,6 +237,46 @@ def test_without_a_step_the_forward_is_looked_at():
     found = [each for each in w.findings() if each.name == "nonfinite-forward"]
     assert [each.module for each in found] == ["out"]
     assert not any(module._forward_hooks for module in model.modules())
+
+
+class Own(nn.Module):
+    """Returns its loss, as models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 4)
+
+    def forward(self, x, labels):
+        logits = self.layer(x)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_a_loss_in_the_output_is_taken():
+    model = Own()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told = []
+    with watch(model, optimizer) as w:
+        for x, y in BATCHES[:4]:
+            optimizer.zero_grad()
+            loss = model(x, y)["loss"]
+            loss.backward()
+            optimizer.step()
+            told.append(loss.item())
+    assert w.history.column("loss").tolist() == told
+
+
+def test_as_a_callback_of_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    data = [{"x": x, "labels": y} for x, y in zip(INPUTS, LABELS, strict=True)]
+    callback = WatchCallback(log=tmp_path, every=3)
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=12, report_to=[], save_strategy="no", use_cpu=True, logging_steps=1, disable_tqdm=True
+    )
+    trainer = transformers.Trainer(Own(), arguments, train_dataset=data, callbacks=[callback])
+    trainer.train()
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert callback.watch.history.column("loss").tolist() == pytest.approx(logged, abs=1e-3)
+    assert len(load_run(callback.watch.log_path).history.gradient_samples) == 4
 
 
 @pytest.mark.parametrize(
