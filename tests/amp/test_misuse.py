@@ -352,3 +352,28 @@ def test_disabled_accepts_whatever_it_is_given():
     """apex returns before every check."""
     model = nn.DataParallel(half_model())
     assert amp.initialize((model,), "optimizer", enabled=False, opt_level="O9") == ((model,), "optimizer")
+
+
+# -- what apex does not notice -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_step_inside_the_block_is_refused(problem, level):
+    model, another = problem.model(), nn.Linear(1, 1)
+    optimizer, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, another))
+    session = amp.Session()
+    session.initialize([model, another], [optimizer, other], opt_level=level, loss_scale=4.0, verbosity=0)
+    for delay in (False, True):
+        refused = pytest.raises(
+            RuntimeError, match=r"^SGD.step\(\) inside of the block of scale_loss, .* after the block\.$"
+        )
+        with refused, session.scale_loss(problem.loss(model, 0), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            optimizer.step()
+        with session.scale_loss(problem.loss(model, 0), optimizer, delay_unscale=delay) as scaled_loss:
+            scaled_loss.backward()
+            other.step()  # none of this block
+    with session.scale_loss(problem.loss(model, 0), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert session.last_step(optimizer).stepped
