@@ -236,6 +236,7 @@ class Experiment:
         return self._memory
 
     def _initialize(self, config: ExperimentConfig) -> None:
+        dynamic = {"dynamic_init_scale": config.init_scale, "scale_window": config.growth_interval}
         self._session.initialize(
             self._model,
             self._optimizer,
@@ -247,8 +248,7 @@ class Experiment:
             on_collapse="warn",  # a run that skips for ever is there to be looked at
             min_loss_scale=config.min_loss_scale,
             max_loss_scale=config.max_loss_scale,
-            dynamic_init_scale=config.init_scale,
-            scale_window=config.growth_interval,
+            **(dynamic if config.is_dynamic else {}),
         )
 
     def _remember(self, record: ScaleRecord) -> None:
