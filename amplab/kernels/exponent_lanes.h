@@ -137,7 +137,8 @@ inline Lanes add_carry(Lanes& a, Lanes b, Lanes c) {
   return carry;
 }
 
-// Counters of 8 exponents: bit k of a byte in plane p is worth 2^p of exponent k.
+// Counters of 8 exponents: bit k of a byte in plane p is worth 2^p of exponent k. They hold 2^planes - 1 registers.
+template <int planes>
 class BitCounters {
  public:
   BitCounters() {
@@ -154,7 +155,7 @@ class BitCounters {
     const Lanes fours_b = add_carry(twos, add_carry(ones, bits[4], bits[5]), add_carry(ones, bits[6], bits[7]));
     Lanes carry = add_carry(planes_[2], fours_a, fours_b);
 #pragma GCC unroll 16
-    for (int plane = 3; plane < kPlanes; ++plane) {
+    for (int plane = 3; plane < planes; ++plane) {
       const Lanes sum = either(planes_[plane], carry);
       carry = both(planes_[plane], carry);
       planes_[plane] = sum;
@@ -164,29 +165,27 @@ class BitCounters {
   void read(int64_t (&counts)[8]) const {
     for (int bit = 0; bit < 8; ++bit) {
       int64_t count = 0;
-      for (int plane = 0; plane < kPlanes; ++plane) {
+      for (int plane = 0; plane < planes; ++plane) {
         count += static_cast<int64_t>(count_bits(planes_[plane], bit)) << plane;
       }
       counts[bit] = count;
     }
   }
 
-  static constexpr int kPlanes = 10;  // of 1023 registers at most
-
  private:
-  Lanes planes_[kPlanes];
+  Lanes planes_[planes];
 };
 
 constexpr int64_t kStride = 8 * sizeof(Lanes);  // bytes that are counted at once
 constexpr int kWindow = 16;                     // exponents that are counted at once
 
-// Counts the bytes that are base, base + 1, … base + 15; `numel` is a multiple of kStride.
-inline void count_bytes(const uint8_t* bytes, int64_t numel, int base, int64_t (&counts)[kWindow]) {
+template <int planes>
+void count_window(const uint8_t* bytes, int64_t numel, int base, int64_t (&counts)[kWindow]) {
   const Lanes low_table = eight_bits(0x8040201008040201u, 0);
   const Lanes high_table = eight_bits(0, 0x8040201008040201u);
   const Lanes bases = all_bytes(base);
-  BitCounters low;
-  BitCounters high;
+  BitCounters<planes> low;
+  BitCounters<planes> high;
   for (int64_t i = 0; i < numel; i += kStride) {
     Lanes low_bits[8];
     Lanes high_bits[8];
@@ -204,6 +203,15 @@ inline void count_bytes(const uint8_t* bytes, int64_t numel, int base, int64_t (
   std::memcpy(counts, eight, sizeof eight);
   high.read(eight);
   std::memcpy(counts + 8, eight, sizeof eight);
+}
+
+// Counts the bytes that are base, base + 1, … base + 15; `numel` is a multiple of kStride, at most 511 registers.
+inline void count_bytes(const uint8_t* bytes, int64_t numel, int base, int64_t (&counts)[kWindow]) {
+  if (numel < 32 * static_cast<int64_t>(sizeof(Lanes))) {
+    count_window<5>(bytes, numel, base, counts);
+  } else {
+    count_window<9>(bytes, numel, base, counts);
+  }
 }
 
 }  // namespace amplab::statistics
