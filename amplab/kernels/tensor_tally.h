@@ -26,13 +26,15 @@ class Row {
     columns_[kSmallest] = bit_cast<int64_t>(std::numeric_limits<double>::infinity());
   }
 
-  void add(int64_t column, int64_t count) const { columns_[column] += count; }
+  void add(Column column, int64_t count) const { columns_[column] += count; }
+  void head(Column column) const { columns_[column] += 1; }
+  void bin(int64_t bin) const { columns_[kHead + bin] += 1; }
 
   // Elements of one binade; the borders of half that lie inside one are not its business.
   void add_binade(int exponent, int64_t count) const {
     columns_[kSubnormals] += exponent < -14 ? count : 0;
     columns_[kFlushed] += exponent < -25 ? count : 0;
-    columns_[column_of(exponent, low_, bins_)] += count;
+    columns_[kHead + bin_of(exponent, low_, bins_)] += count;
   }
 
   // Magnitudes that are finite and not zero; those of doubles are ordered as their bits.
@@ -78,7 +80,7 @@ void tally_elements(const In* x, int64_t numel, const Row& row) {
       largest = std::max(largest, magnitude);
       smallest = std::min(smallest, magnitude);
     }
-    count_element(magnitude, row.low(), row.bins(), [&](int64_t column) { row.add(column, 1); });
+    count_element(magnitude, row.low(), row.bins(), row);
   }
   if (largest > 0) {
     row.widen_to(number(smallest), number(largest));
