@@ -115,8 +115,13 @@ def update_scale__reference(
     keeps_finite: bool = True,
     refills_at_growth: bool = False,
 ) -> None:
-    """Pure torch `update_scale_`. Sync: none."""
+    """Pure torch `update_scale_`; where torch's own operator is this rule, that operator. Sync: none."""
     _check_arguments(scale, growth_tracker, hysteresis_tracker, found_inf, growth_interval, hysteresis)
+    plain = keeps_finite and not divides and floor == 0.0 and ceiling == math.inf and growth_interval < 2**31
+    if plain and hysteresis_tracker is None and scale.dtype == torch.float32:
+        growth_tracker.clamp_max_(growth_interval - 1)  # torch's operator never grows from beyond
+        torch._amp_update_scale_(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
+        return
     bad = found_inf.reshape(scale.shape) != 0
     clean_steps = growth_tracker.reshape(scale.shape) + 1
     grows = (clean_steps >= growth_interval) & ~bad
