@@ -137,8 +137,8 @@ def tensor_stats(tensors: Sequence[Tensor], *, low: int = _LOW, bins: int = _BIN
     """Count and measure the elements of every tensor, all of them in one pass.
 
     By default 64 bins from 2^-47 to 2^16: half's numbers, what a loss scale of 2^22 would still lift into half, and in
-    the last bin what lies beyond. ``low=LOWEST_EXPONENT, bins=277`` (`amplab.formats.exponents`) are all of float32's
-    binades.
+    the last bin what lies beyond. ``low=LOWEST_EXPONENT, bins=BINS`` of `amplab.formats.exponents` are all of
+    float32's binades.
 
     Args:
         tensors: float16, bfloat16, float32 or float64, mixed as they come, any shape and strides, expanded ones too,
