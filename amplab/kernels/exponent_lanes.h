@@ -10,6 +10,9 @@
 
 #include <immintrin.h>
 
+#define AMPLAB_INLINED_BODY __attribute__((always_inline))
+#define AMPLAB_INLINED AMPLAB_INLINED_BODY inline
+
 #include "unscale.h"
 
 namespace amplab::statistics {

@@ -100,9 +100,10 @@ struct Extremes {
   uint32_t smallest;  // of those that are not zero
 };
 
-// Calls `body(lanes…)` with four registers at a time and, in the end, with the rest among zeros.
+// Calls `body(lanes…)` with four registers at a time and, in the end, with the rest among zeros. Inlined by force, body
+// and all: what the body adds up has to stay in registers.
 template <class In, class Body>
-inline void for_each_four(const In* x, int64_t numel, const Body& body) {
+AMPLAB_INLINED void for_each_four(const In* x, int64_t numel, const Body& body) {
   constexpr int64_t kStep = 4 * kLanes;
   int64_t i = 0;
   for (; i + kStep <= numel; i += kStep) {
@@ -123,7 +124,7 @@ Extremes scan(const In* x, int64_t numel, uint8_t* exponents) {
   const Lanes one = all_lanes(1);
   Lanes large = zero_lanes();
   Lanes small = all_lanes(0xffffffffu);  // less one, so that zero is the largest
-  for_each_four(x, numel, [&](int64_t i, Lanes a, Lanes b, Lanes c, Lanes d) {
+  for_each_four(x, numel, [&](int64_t i, Lanes a, Lanes b, Lanes c, Lanes d) AMPLAB_INLINED_BODY {
     large = larger(large, larger(larger(a, b), larger(c, d)));
     small = smaller(small, smaller(smaller(minus(a, one), minus(b, one)), smaller(minus(c, one), minus(d, one))));
     store_bytes(exponents + i, pack_tops(a, b, c, d));
@@ -135,7 +136,7 @@ template <class In>
 int64_t elements_from(const In* x, int64_t numel, uint32_t limit) {
   const Lanes limits = all_lanes(limit);
   int64_t count = 0;
-  for_each_four(x, numel, [&](int64_t, Lanes a, Lanes b, Lanes c, Lanes d) {
+  for_each_four(x, numel, [&](int64_t, Lanes a, Lanes b, Lanes c, Lanes d) AMPLAB_INLINED_BODY {
     count += count_from(a, limits) + count_from(b, limits) + count_from(c, limits) + count_from(d, limits);
   });
   return count;
@@ -145,7 +146,7 @@ template <class In>
 uint32_t largest_finite(const In* x, int64_t numel) {
   const Lanes limit = all_lanes(kInfinity);
   Lanes large = zero_lanes();
-  for_each_four(x, numel, [&](int64_t, Lanes a, Lanes b, Lanes c, Lanes d) {
+  for_each_four(x, numel, [&](int64_t, Lanes a, Lanes b, Lanes c, Lanes d) AMPLAB_INLINED_BODY {
     large = larger(large, larger(larger(zero_from(a, limit), zero_from(b, limit)),
                                  larger(zero_from(c, limit), zero_from(d, limit))));
   });
