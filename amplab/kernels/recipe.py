@@ -39,7 +39,8 @@ class Recipe:
     def what(self) -> str:
         """In words, for the report."""
         devices = "CPU and CUDA" if self.cuda else "CPU"
-        return f"{devices} kernels from {', '.join(path.name for path in (*self.cpp, *self.cuda))}"
+        sources = (*self.cpp, *self.cuda)
+        return f"{devices} kernels from {sources[0].name if len(sources) == 1 else f'{len(sources)} sources'}"
 
     @cached_property
     def key(self) -> str:
