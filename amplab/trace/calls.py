@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from amplab.policies import APEX, CastPolicy
 from amplab.policies.composites import COMPOSITES, opened
+from amplab.trace.lines import CodeLine, user_line
 from amplab.trace.modules import ModuleStack
 
 __all__ = ["Calls"]
@@ -28,6 +29,8 @@ class Calls(TorchFunctionMode):
 
     Attributes:
         name: the call's name, empty between calls.
+        line: the user's line that made it, None between calls.
+        count: how many calls have begun.
         autocast: whether torch's own autocast was on as the call began; inside, it switches itself off.
         in_autograd: True inside a call that computes gradients.
         autograd_depth: how many modules were at work when that call began.
@@ -36,6 +39,8 @@ class Calls(TorchFunctionMode):
     def __init__(self, modules: ModuleStack) -> None:
         super().__init__()
         self.name = ""
+        self.line: CodeLine | None = None
+        self.count = 0
         self.autocast = False
         self.in_autograd = False
         self.autograd_depth = 0
@@ -51,12 +56,13 @@ class Calls(TorchFunctionMode):
     @contextmanager
     def named(self, name: str) -> Iterator[None]:
         """Take the ops of the block for those of one call."""
-        before = self.name, self.autocast
-        self.name, self.autocast = name, torch._C._is_any_autocast_enabled()
+        before = self.name, self.autocast, self.line
+        self.name, self.autocast, self.line = name, torch._C._is_any_autocast_enabled(), user_line()
+        self.count += 1
         try:
             yield
         finally:
-            self.name, self.autocast = before
+            self.name, self.autocast, self.line = before
 
     @contextmanager
     def autograd_at_work(self) -> Iterator[None]:
