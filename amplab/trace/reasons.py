@@ -13,7 +13,7 @@ from amplab.trace.engines import ASKS_FOR_DTYPE, TORCH_AUTOCAST
 from amplab.trace.recorder import Event, Place
 from amplab.trace.records import OpRecord, TensorInfo
 
-__all__ = ["record_of", "records_of"]
+__all__ = ["change_of_dtype", "is_view", "record_of", "records_of"]
 
 SCALE_LOSS = "scale_loss"
 _ALLOCATES = frozenset(
@@ -42,7 +42,7 @@ def record_of(event: Event, index: int, before: Sequence[OpRecord]) -> OpRecord:
     """
     place = event.place
     origin = before[place.origin] if place.origin is not None else None
-    change = _change_of_dtype(event)
+    change = change_of_dtype(event)
     inner = change is not None and _is_inside_an_op(place, origin)
     cast = None if inner else change
     return OpRecord(
@@ -57,14 +57,14 @@ def record_of(event: Event, index: int, before: Sequence[OpRecord]) -> OpRecord:
         is_cast=cast is not None,
         cast_bytes=sum(info.nbytes for info in cast or ()),
         note=_note(event, inner),
-        is_view=_is_view(event.overload),
+        is_view=is_view(event.overload),
         line=place.line or (origin.line if origin is not None else None),
         parameter=place.parameter or event.casts,
         served=event.served,
     )
 
 
-def _change_of_dtype(event: Event) -> tuple[TensorInfo, TensorInfo] | None:
+def change_of_dtype(event: Event) -> tuple[TensorInfo, TensorInfo] | None:
     """The tensor read and the tensor written where `event` only changes the dtype of floating-point values."""
     name = event.overload.overloadpacket.__name__
     if name == "_to_copy":
@@ -119,7 +119,7 @@ def _reason(event: Event, is_cast: bool, origin: OpRecord | None, before: Sequen
         return "the loss is scaled in float32, so that small gradients stay in half's range"
     if is_cast:
         return _cast_reason(event)
-    if _is_view(event.overload):
+    if is_view(event.overload):
         return "a view: nothing is computed"
     return _policys_reason(event, before)
 
@@ -214,6 +214,6 @@ _aten_name = functools.cache(str)
 
 
 @functools.cache
-def _is_view(overload: torch._ops.OpOverload) -> bool:
+def is_view(overload: torch._ops.OpOverload) -> bool:
     """Whether `overload` computes and moves nothing: views, changes of shape in place, uninitialised storage."""
     return overload.is_view or torch.Tag.inplace_view in overload.tags or overload.overloadpacket.__name__ in _ALLOCATES

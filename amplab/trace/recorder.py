@@ -40,6 +40,7 @@ __all__ = ["Event", "Observer", "Place", "Recorder"]
 _current_node = torch._C._current_autograd_node
 _next_sequence_number = torch.autograd._get_sequence_nr
 _without_torch_function = torch._C.DisableTorchFunction
+_CAST = torch.ops.aten._to_copy.default
 _DETACH = torch.ops.aten.detach.default
 _INTO_GRAD = "torch::autograd::AccumulateGrad"
 
@@ -122,9 +123,7 @@ class Recorder:
     `calls.autograd_at_work()` around backward.
     """
 
-    def __init__(
-        self, model: nn.Module, observer: Observer | None = None, kept: KeptTensors | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, observer: Observer | None = None, kept: KeptTensors | None = None) -> None:
         self.events: list[Event] = []
         self._observer, self._kept = observer, kept
         self._weight_casts = WeightCasts()
@@ -167,7 +166,9 @@ class Recorder:
         accumulated = result is not NotImplemented
         if not accumulated:
             result = overload(*args, **kwargs)
-        event = Event(overload, place, inputs, self._seen((result,)), accumulated, *self._caching(place, args, result))
+        event = Event(
+            overload, place, inputs, self._seen((result,)), accumulated, *self._caching(overload, place, args, result)
+        )
         self.events.append(event)
         if self._observer:
             self._observer.after(observed, event, result)
@@ -199,14 +200,16 @@ class Recorder:
         node = _current_node()
         return node is not None and not self.calls.name and node.name() != _INTO_GRAD
 
-    def _caching(self, place: Place, args: tuple, result: Any) -> tuple[str, tuple[int, ...]]:
+    def _caching(
+        self, overload: torch._ops.OpOverload, place: Place, args: tuple, result: Any
+    ) -> tuple[str, tuple[int, ...]]:
         """The parameter that an engine casts in this op, and the casts that its call got from the weight cache."""
         if place.backward and not place.recomputed:
             return "", ()
-        if not _is_engines_cast(place):
+        if overload is not _CAST or not _casts_for_an_op(place):
             return "", self._weight_casts.served(args, self.calls.count)
-        weight = self._parameters.get(id(args[0]), "") if args else ""
-        if weight and isinstance(result, Tensor) and result.dtype is not args[0].dtype:
+        weight = self._parameters.get(id(args[0]), "")
+        if weight:
             self._weight_casts.made(len(self.events), result)
         return weight, ()
 
@@ -243,8 +246,8 @@ class Recorder:
         return info
 
 
-def _is_engines_cast(place: Place) -> bool:
-    """Whether what runs is an engine's cast of an argument, and none that the code asks for."""
+def _casts_for_an_op(place: Place) -> bool:
+    """Whether an engine casts the arguments of an op here, and the code does not ask for a cast itself."""
     if place.decision is not None:
         return place.decision.kind == "cast"
     return place.table == TORCH_AUTOCAST and place.call not in ASKS_FOR_DTYPE

@@ -147,10 +147,11 @@ class Trace:
         Records are matched by (module, op, phase, occurrence); a record that `other` lacks counts as changed. Views are
         counted apart from the ops that compute, so that they shift nothing.
         """
-        before = {key: record.dtypes for key, record in other._keyed()}
-        return {record.index for key, record in self._keyed() if before.get(key) != record.dtypes}
+        before = {key: record.dtypes for key, record in other.keyed()}
+        return {record.index for key, record in self.keyed() if before.get(key) != record.dtypes}
 
-    def _keyed(self) -> Iterator[tuple[tuple[str, str, str, bool, int], OpRecord]]:
+    def keyed(self) -> Iterator[tuple[tuple[str, str, str, bool, int], OpRecord]]:
+        """Yield each record after what it is matched by in another trace, see `changed_since`."""
         seen: Counter[tuple[str, str, str, bool]] = Counter()
         for record in self.records:
             key = (record.module, record.op, record.phase, record.is_view)
