@@ -21,6 +21,10 @@ from amplab.trace.modules import ModuleStack
 
 __all__ = ["Calls"]
 
+_ASKED = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu")
+_QUESTIONS = frozenset(getattr(Tensor, name).__get__ for name in _ASKED) | {Tensor.dim, Tensor.size}
+"""What asks a tensor about itself and computes nothing: by far the most frequent calls."""
+
 _RUNS_BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
@@ -48,17 +52,20 @@ class Calls(TorchFunctionMode):
         self._opened = _opened_by_engines()
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in _QUESTIONS:
+            return func(*args)
         if func in self._opened:
             return self._open(func, args, kwargs or {})
-        with self.named(_name_of(func)):
-            return func(*args, **(kwargs or {}))
+        before = self._begin(_name_of(func))
+        try:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        finally:
+            self.name, self.autocast, self.line = before
 
     @contextmanager
     def named(self, name: str) -> Iterator[None]:
         """Take the ops of the block for those of one call."""
-        before = self.name, self.autocast, self.line
-        self.name, self.autocast, self.line = name, torch._C._is_any_autocast_enabled(), user_line()
-        self.count += 1
+        before = self._begin(name)
         try:
             yield
         finally:
@@ -74,6 +81,13 @@ class Calls(TorchFunctionMode):
         finally:
             self.in_autograd, self.autograd_depth = before
 
+    def _begin(self, name: str) -> tuple[str, bool, CodeLine | None]:
+        """Enter a call and return what to be back at after it."""
+        before = self.name, self.autocast, self.line
+        self.name, self.autocast, self.line = name, torch._C._is_any_autocast_enabled(), user_line()
+        self.count += 1
+        return before
+
     def _open(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         with self, self.autograd_at_work() if func in _RUNS_BACKWARD else nullcontext():
             return opened(func)(*args, **kwargs)
@@ -85,6 +99,7 @@ def _opened_by_engines() -> frozenset[Callable]:
     return COMPOSITES | {func for func in promoted if isinstance(func, FunctionType)}
 
 
+@functools.lru_cache(1024)
 def _name_of(func: Callable) -> str:
     """The name under which code calls `func`: `__getitem__` is getitem, the getter of `x.T` is T."""
     name = getattr(func, "__name__", type(func).__name__).partition(".")[0]  # torch.ops say addmm.default

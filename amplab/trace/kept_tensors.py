@@ -57,7 +57,7 @@ class KeptTensors:
         with _without_torch_function():
             owned = (_memory_of(tensor) for tensor in (*model.parameters(), *model.buffers()))
             self._owned = {address for address, _ in owned}
-        self._live: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()
+        self._live: dict[int, weakref.ref[_Kept]] = {}
         self._changes: list[tuple[str, bool, int]] = []
 
     @contextmanager
@@ -74,9 +74,11 @@ class KeptTensors:
                 address, size = _memory_of(tensor)
             if address in self._owned:
                 return None, tensor
-            kept = self._live.get(address)
-            if kept is None:
-                kept = self._live[address] = _Kept(self._changes, (module(), casts.hold(address), size))
+            known = self._live.get(address)
+            kept = None if known is None else known()
+            if kept is None:  # or the memory was let go, and is another tensor's now
+                kept = _Kept(self._changes, (module(), casts.hold(address), size))
+                self._live[address] = weakref.ref(kept)
             return kept, tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, _tensor_of):

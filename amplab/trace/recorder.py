@@ -158,7 +158,9 @@ class Recorder:
         if self._kept and overload is _DETACH and self._unpacks():
             return overload(*args, **kwargs)
         place = self._place()
-        inputs = self._seen((*args, *kwargs.values()))  # before the call, which may change them in place
+        inputs = self._seen(
+            (*args, *kwargs.values()) if kwargs else args
+        )  # before the call, which may change them in place
         observed = self._observer.before(overload, args, kwargs) if self._observer else None
         result = NotImplemented
         if self._accumulates and self._under_engine(place):
@@ -177,8 +179,8 @@ class Recorder:
     def _place(self) -> Place:
         calls, node = self.calls, _current_node()
         modules = self._modules
-        called = calls.name, modules.path, modules.stage, table_at_work(calls.autocast)
-        called += self._explanation.decision, module_rule_at_work()
+        where = modules.path, modules.stage, table_at_work(calls.autocast)
+        called = calls.name, *where, self._explanation.decision, module_rule_at_work()
         if node is None and not calls.in_autograd:
             self._take_number()
             return Place(*called, line=calls.line)
@@ -230,10 +232,10 @@ class Recorder:
         return decisive.table not in (NO_ENGINE, TORCH_AUTOCAST)
 
     def _seen(self, values: Iterable[Any]) -> tuple[TensorInfo, ...]:
-        found = []
+        known, found = self._infos, []  # no call for what is known: this runs twice an op
         for value in values:
             if isinstance(value, Tensor):
-                found.append(self._info(value))
+                found.append(known.get((value.dtype, value.shape)) or self._info(value))
             elif isinstance(value, list | tuple):
                 found += [self._info(item) for item in value if isinstance(item, Tensor)]
         return tuple(found)
