@@ -81,13 +81,14 @@ def xray(
             kept=kept,
             before_restoring=(lambda: statistics.measure_gradients(model)) if statistics else None,
         )
+    if statistics:
+        statistics.fetch()
     return XRay(
         precision=setting.name,
         loss=step.loss,
         loss_scale=scale,
         model=type(model).__name__,
         kept=kept.at_most(),
-        statistics=statistics.read() if statistics else None,
-        gradients=statistics.read_gradients() if statistics else None,
+        measured=statistics,
         events=tuple(events),
     )

@@ -5,7 +5,7 @@ Taking one is in `xray.py`; text, HTML and the comparison of two are in `xray_te
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,7 @@ from amplab.trace.kept_tensors import KeptBytes
 from amplab.trace.reasons import records_of
 from amplab.trace.recorder import Event
 from amplab.trace.records import OpRecord, Trace
-from amplab.trace.statistics import OpStatistics
+from amplab.trace.statistics import OpStatistics, Statistics
 from amplab.trace.xray_difference import XRayDifference
 from amplab.trace.xray_html import html
 from amplab.trace.xray_rows import row_of
@@ -68,9 +68,8 @@ class XRay:
         loss_scale: what it was multiplied by.
         model: the model's class.
         kept: bytes kept for backward, by module.
-        statistics: by index of the record, where they were asked for; else None.
-        gradients: name and histogram of the gradient of every parameter, times `loss_scale`, where statistics were
-            asked for; else None.
+        measured: what `statistics` and `gradients` are read from.
+        events: what `trace` puts into words.
     """
 
     precision: str
@@ -78,9 +77,18 @@ class XRay:
     loss_scale: float
     model: str
     kept: KeptBytes
-    statistics: Mapping[int, OpStatistics] | None
-    gradients: tuple[tuple[str, ExponentHistogram], ...] | None
-    events: tuple[Event, ...] = field(repr=False)
+    measured: Statistics | None
+    events: tuple[Event, ...]
+
+    @property
+    def statistics(self) -> Mapping[int, OpStatistics] | None:
+        """The statistics of each op by index of its record; None where none were asked for."""
+        return None if self.measured is None else self.measured.by_op
+
+    @property
+    def gradients(self) -> tuple[tuple[str, ExponentHistogram], ...] | None:
+        """Name and histogram of each parameter's gradient, times `loss_scale`; None without statistics."""
+        return None if self.measured is None else self.measured.gradients
 
     @cached_property
     def trace(self) -> Trace:
