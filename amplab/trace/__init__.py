@@ -1,6 +1,7 @@
 """What happened in one training step: every op with its dtypes, its place in the model and the reason."""
 
 from amplab.trace.gradient_range import GradientRange, gradient_range
+from amplab.trace.lines import CodeLine
 from amplab.trace.records import OpRecord, TensorInfo, Trace
 from amplab.trace.step import trace_step
 from amplab.trace.xray import xray
@@ -12,6 +13,7 @@ __all__ = [
     "Trace",
     "OpRecord",
     "TensorInfo",
+    "CodeLine",
     "xray",
     "XRay",
     "Cast",

@@ -19,11 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from amplab.formats import FLOAT16, ExponentHistogram, FloatFormat, exponent_histogram
+from amplab.formats import FLOAT16, ExponentHistogram, FloatFormat
 from amplab.policies import disable_casts
 from amplab.trace.batch_step import as_model, step_function
 from amplab.trace.plain_html import html_table, page
 from amplab.trace.plain_words import aligned, percent, power
+from amplab.trace.statistics import Statistics
 from amplab.trace.untouched import untouched
 
 __all__ = ["GradientRange", "gradient_range"]
@@ -152,7 +153,7 @@ def gradient_range(
     Raises:
         TypeError, ValueError: as `amplab.xray`; a loss scale out of range.
 
-    Sync: one for each parameter.
+    Sync: one.
 
     >>> import torch
     >>> found = gradient_range(nn.Linear(2, 1), torch.full((1, 2), 2.0**-30))
@@ -166,13 +167,10 @@ def gradient_range(
         value = step()
         gradients.park_leaves_of(value)
         value.backward()
-        grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-        layers = tuple((name, exponent_histogram(_dense(grad))) for name, grad in grads.items())
-    return GradientRange(layers, loss_scale)
-
-
-def _dense(grad: Tensor) -> Tensor:
-    return grad.coalesce().values() if grad.is_sparse else grad
+        measured = Statistics()
+        measured.measure_gradients(model)
+    measured.fetch()
+    return GradientRange(measured.gradients, loss_scale)
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 Memory is counted once, however many ops save it, and whole: a saved view keeps all of what it looks into. The model's
 own parameters and buffers are there anyway and count for nothing; casts of weights are told apart from activations.
-Inside a checkpointed block the checkpoint keeps what is kept, and it keeps nothing but the block's inputs.
+A checkpointed block keeps its inputs alone; what it saves when it runs again, in backward, does not count.
 
 Reference: torch.autograd.graph.saved_tensors_hooks.
 """
@@ -61,11 +61,11 @@ class KeptTensors:
         self._changes: list[tuple[str, bool, int]] = []
 
     @contextmanager
-    def following(self, module: Callable[[], str], casts: WeightCasts) -> Iterator[None]:
+    def following(self, keeper: Callable[[], str | None], casts: WeightCasts) -> Iterator[None]:
         """Count what the block saves.
 
         Args:
-            module: says which module is at work.
+            keeper: says which module is at work; None where what is saved does not count.
             casts: knows the casts of weights.
         """
 
@@ -76,8 +76,9 @@ class KeptTensors:
                 return None, tensor
             known = self._live.get(address)
             kept = None if known is None else known()
-            if kept is None:  # or the memory was let go, and is another tensor's now
-                kept = _Kept(self._changes, (module(), casts.hold(address), size))
+            # Where it is gone the memory was let go, and is another tensor's now.
+            if kept is None and (module := keeper()) is not None:
+                kept = _Kept(self._changes, (module, casts.hold(address), size))
                 self._live[address] = weakref.ref(kept)
             return kept, tensor
 

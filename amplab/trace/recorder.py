@@ -41,7 +41,6 @@ _current_node = torch._C._current_autograd_node
 _next_sequence_number = torch.autograd._get_sequence_nr
 _without_torch_function = torch._C.DisableTorchFunction
 _CAST = torch.ops.aten._to_copy.default
-_DETACH = torch.ops.aten.detach.default
 _INTO_GRAD = "torch::autograd::AccumulateGrad"
 
 
@@ -150,13 +149,11 @@ class Recorder:
             self._explanation = block.enter_context(explaining())
             block.enter_context(self._modules.following())
             if self._kept:
-                block.enter_context(self._kept.following(lambda: self._modules.path, self._weight_casts))
+                block.enter_context(self._kept.following(self._keeper, self._weight_casts))
             block.enter_context(_Ops(self._record))
             yield
 
     def _record(self, overload: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if self._kept and overload is _DETACH and self._unpacks():
-            return overload(*args, **kwargs)
         place = self._place()
         inputs = self._seen(
             (*args, *kwargs.values()) if kwargs else args
@@ -197,11 +194,6 @@ class Recorder:
         origin = self._taker_of(node._sequence_nr())
         return Place(*called, True, False, name, function, origin, line=calls.line)
 
-    def _unpacks(self) -> bool:
-        """Whether a detach is how autograd hands a saved output back, which it does only while somebody counts them."""
-        node = _current_node()
-        return node is not None and not self.calls.name and node.name() != _INTO_GRAD
-
     def _caching(
         self, overload: torch._ops.OpOverload, place: Place, args: tuple, result: Any
     ) -> tuple[str, tuple[int, ...]]:
@@ -214,6 +206,11 @@ class Recorder:
         if weight:
             self._weight_casts.made(len(self.events), result)
         return weight, ()
+
+    def _keeper(self) -> str | None:
+        """Path of the module that keeps what is saved just now; None where a block runs again for its backward."""
+        again = self._modules.depth > self.calls.autograd_depth and _current_node() is not None
+        return None if again else self._modules.path
 
     def _take_number(self) -> None:
         number = _next_sequence_number() - 1

@@ -111,7 +111,8 @@ class Statistics:
         )
 
     def _wait(self, measured: "_Measured") -> None:
-        self._waiting.append(measured)
+        # An alias: whether torch copies a tensor or takes it over hangs on how often the tensor itself is held.
+        self._waiting.append(measured._replace(tensor=measured.tensor.detach()))
         self._bytes += measured.tensor.numel() * measured.tensor.element_size()
 
     def _measure(self) -> None:
