@@ -27,13 +27,13 @@ class PrecisionSetting:
 
     Attributes:
         name: in words, e.g. `O1`.
-        casting: in force during forward and backward.
+        casting: makes what is in force during forward and backward.
         around_loss: in force during forward and loss alone, as autocast is meant to be.
         loss_scale: what goes with it.
     """
 
     name: str
-    casting: AbstractContextManager
+    casting: Callable[[], AbstractContextManager]
     around_loss: Callable[[], AbstractContextManager]
     loss_scale: float
 
@@ -71,15 +71,13 @@ def _as_it_is(model: nn.Module) -> PrecisionSetting:
     session = amp.default_session()
     half_weights = any(parameter.dtype in _HALVES for parameter in model.parameters())
     if session.opt_level is not None and (half_weights or session.engine in thread_engines()):
-        return PrecisionSetting(
-            f"{session.opt_level}, as initialized", nullcontext(), nullcontext, session.loss_scale()
-        )
-    return PrecisionSetting("as it is", nullcontext(), nullcontext, 1.0)
+        return PrecisionSetting(f"{session.opt_level}, as initialized", nullcontext, nullcontext, session.loss_scale())
+    return PrecisionSetting("as it is", nullcontext, nullcontext, 1.0)
 
 
 def _under_autocast(model: nn.Module, settings: Any) -> PrecisionSetting:
     if isinstance(settings, torch.autocast | amp.autocast):
-        return PrecisionSetting(_words(settings), nullcontext(), lambda: settings, 1.0)
+        return PrecisionSetting(_words(settings), nullcontext, lambda: settings, 1.0)
     if not isinstance(settings, Mapping):
         raise TypeError(
             f"autocast={settings!r}: expected the arguments of torch.autocast as a dict, such as "
@@ -87,7 +85,7 @@ def _under_autocast(model: nn.Module, settings: Any) -> PrecisionSetting:
         )
     kind = amp.autocast if "policy" in settings else torch.autocast
     region = kind(**{"device_type": _device_type(model), **settings})
-    return PrecisionSetting(_words(region), nullcontext(), lambda: region, 1.0)
+    return PrecisionSetting(_words(region), nullcontext, lambda: region, 1.0)
 
 
 def _words(region: torch.autocast | amp.autocast) -> str:
@@ -133,7 +131,7 @@ def _initialized(model: nn.Module, opt_level: str | None, policy: PrecisionPolic
         session.initialize(list(_models(model)), opt_level=level, verbosity=0, policy=policy)
         name = " with ".join(filter(None, (opt_level, f"the policy {policy}" if policy is not None else "")))
         if level == "O0" and policy is None:
-            yield PrecisionSetting(name, disable_casts(), nullcontext, session.loss_scale())
+            yield PrecisionSetting(name, disable_casts, nullcontext, session.loss_scale())
         else:
             half = policy is None or policy.tensor_dtype is torch.float16
-            yield PrecisionSetting(name, session.casting(), nullcontext, session.loss_scale() if half else 1.0)
+            yield PrecisionSetting(name, session.casting, nullcontext, session.loss_scale() if half else 1.0)

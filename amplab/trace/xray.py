@@ -1,14 +1,15 @@
 """`xray`: one step of any model, seen through: every op, its dtypes, why, and the line of code it comes from."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from amplab.policies import PrecisionPolicy
-from amplab.trace.batch_step import as_model, step_function
+from amplab.trace.batch_step import StepFunction, as_model, step_function
 from amplab.trace.kept_tensors import KeptTensors
-from amplab.trace.precision_settings import precision_setting
+from amplab.trace.precision_settings import PrecisionSetting, precision_setting
 from amplab.trace.statistics import Statistics
 from amplab.trace.step import record_step
 from amplab.trace.xray_value import XRay
@@ -64,31 +65,43 @@ def xray(
     """
     model = as_model(model)
     step = step_function(model, batch, loss)
-    kept, statistics = KeptTensors(model), Statistics() if stats else None
-    with precision_setting(model, opt_level=opt_level, policy=policy, autocast=autocast) as setting:
+    with precision_setting(model, opt_level=opt_level, policy=policy, autocast=autocast) as precision:
+        setting = precision if loss_scale is None else replace(precision, loss_scale=loss_scale)
+        try:
+            return _taken(model, step, setting, KeptTensors(model), stats=stats)
+        except RuntimeError as refusal:
+            if "saved tensor hooks" not in str(refusal):
+                raise
+            return _taken(model, step, setting, None, stats=stats)  # torch.func takes no such hooks: leave memory out
 
-        def run() -> Tensor:
-            with setting.around_loss():
-                return step()
 
-        scale = setting.loss_scale if loss_scale is None else loss_scale
-        events = record_step(
-            model,
-            run,
-            casting=setting.casting,
-            loss_scale=scale,
-            observer=statistics,
-            kept=kept,
-            before_restoring=(lambda: statistics.measure_gradients(model)) if statistics else None,
-        )
+def _taken(
+    model: nn.Module, step: StepFunction, setting: PrecisionSetting, kept: KeptTensors | None, *, stats: bool
+) -> XRay:
+    """Run the step once and return what was seen."""
+    statistics = Statistics() if stats else None
+
+    def run() -> Tensor:
+        with setting.around_loss():
+            return step()
+
+    events = record_step(
+        model,
+        run,
+        casting=setting.casting(),
+        loss_scale=setting.loss_scale,
+        observer=statistics,
+        kept=kept,
+        before_restoring=(lambda: statistics.measure_gradients(model)) if statistics else None,
+    )
     if statistics:
         statistics.fetch()
     return XRay(
         precision=setting.name,
         loss=step.loss,
-        loss_scale=scale,
+        loss_scale=setting.loss_scale,
         model=type(model).__name__,
-        kept=kept.at_most(),
+        kept=kept.at_most() if kept else None,
         measured=statistics,
         events=tuple(events),
     )

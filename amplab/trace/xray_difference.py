@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from amplab.trace.kept_tensors import KeptBytes
 from amplab.trace.plain_html import html_table, page
 from amplab.trace.plain_words import aligned, count
 from amplab.trace.records import OpRecord
@@ -103,10 +104,11 @@ class XRayDifference:
         kinds = Counter(change.kind for change in self.changes)
         ops = f"{kinds['changed']:,} changed dtypes, {kinds['added']:,} came, {kinds['removed']:,} went"
         (old, moved_before), (new, moved_after) = (_moved(xray) for xray in (self.before, self.after))
-        kept = f"{self.before.kept.total:,} → {count(self.after.kept.total, 'byte')}"
+        old_kept, new_kept = ((xray.kept or KeptBytes()).total for xray in (self.before, self.after))
         return (
             f"{self.before.precision} → {self.after.precision}: of {count(_size(self.after), 'op')} {ops}; "
-            f"casts {old:,} → {new:,}, {moved_before:,} → {count(moved_after, 'byte')}; kept for backward {kept}."
+            f"casts {old:,} → {new:,}, {moved_before:,} → {count(moved_after, 'byte')}; "
+            f"kept for backward {old_kept:,} → {count(new_kept, 'byte')}."
         )
 
     def __str__(self) -> str:

@@ -33,7 +33,8 @@ def _part(xray: "XRay", module: str, groups: list[list[OpRecord]]) -> str:
     moved = sum(record.cast_bytes for record in records)
     title = f"{module or 'outside of every module'}: {count(len(records), 'op')}"
     title += f", {count(moved, 'byte')} of casts" if moved else ""
-    title += f", {count(xray.kept.of(module), 'byte')} kept for backward" if xray.kept.of(module) else ""
+    kept = xray.kept.of(module) if xray.kept else 0
+    title += f", {count(kept, 'byte')} kept for backward" if kept else ""
     titles = (*_without_module(heads(xray)), "phase")
     lines = [(*_without_module(cells(group, xray)), group[0].phase) for group in groups]
     return folded_part(title, html_table(titles, lines, right={0, 4}))

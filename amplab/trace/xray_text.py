@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from amplab.trace.kept_tensors import KeptBytes
 from amplab.trace.plain_words import aligned, count, power
 from amplab.trace.records import OpRecord, TensorInfo
 from amplab.trace.statistics import OpStatistics
@@ -42,8 +43,14 @@ def summary(xray: "XRay") -> str:
     return (
         f"{xray.model} {xray.precision}: {count(forward, 'op')} forward, {len(phases) - forward:,} backward; "
         f"{count(len(made), 'cast')} of {count(sum(cast.nbytes for cast in made), 'byte')}, "
-        f"{len(xray.casts) - len(made):,} from the weight cache; {count(xray.kept.total, 'byte')} kept for backward"
+        f"{len(xray.casts) - len(made):,} from the weight cache; {_kept(xray)}"
     )
+
+
+def _kept(xray: "XRay") -> str:
+    if xray.kept is None:
+        return "bytes kept for backward not counted, since torch.func takes no saved tensor hooks"
+    return f"{count(xray.kept.total, 'byte')} kept for backward"
 
 
 def totals(xray: "XRay") -> list[str]:
@@ -57,7 +64,7 @@ def totals(xray: "XRay") -> list[str]:
 
 def kept_words(xray: "XRay") -> list[str]:
     """Return what is kept for backward, by module, the most first."""
-    kept = xray.kept
+    kept = xray.kept or KeptBytes()
     parts = (("Activations", kept.activations), ("Casts of weights", kept.weight_casts))
     return [
         f"{name} kept for backward: {count(sum(sizes.values()), 'byte')}: "

@@ -67,7 +67,8 @@ class XRay:
         loss: where the number came from that backward started at, in words.
         loss_scale: what it was multiplied by.
         model: the model's class.
-        kept: bytes kept for backward, by module.
+        kept: bytes kept for backward, by module; None for a model that calls `torch.func`, where they cannot be
+            counted.
         measured: what `statistics` and `gradients` are read from.
         events: what `trace` puts into words.
     """
@@ -76,7 +77,7 @@ class XRay:
     loss: str
     loss_scale: float
     model: str
-    kept: KeptBytes
+    kept: KeptBytes | None
     measured: Statistics | None
     events: tuple[Event, ...]
 

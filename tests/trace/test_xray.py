@@ -276,6 +276,31 @@ def test_a_policy_with_a_rule_by_module_and_back_again():
     assert weights == {"0": torch.float16, "1": torch.float32}
 
 
+def test_a_model_that_calls_torch_func_is_seen_without_its_memory():
+    class Differentiates(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.fc(torch.func.grad(lambda v: (v**2).sum())(x))
+
+    model, batch = Differentiates(), torch.randn(3, 4)
+    before = state_of(model)
+    found = xray(model, batch, opt_level="O1", stats=True)
+    assert state_of(model) == before
+    assert found.kept is None
+    assert "not counted, since torch.func" in str(found)
+    assert "fc" in found._repr_html_()
+    assert "kept for backward 0" in str(found.diff(found))
+
+
+def test_a_packed_sequence_is_one_value():
+    batch = nn.utils.rnn.pack_sequence([torch.randn(3, 4), torch.randn(2, 4)])
+    found = xray(nn.LSTM(4, 3), batch, opt_level="O1")
+    assert any(record.op == "lstm" for record in found.trace)
+
+
 def test_contradicting_arguments():
     model, batch = nn.Linear(2, 2), torch.ones(1, 2)
     with pytest.raises(ValueError, match="expected one of them"):
