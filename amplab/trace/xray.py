@@ -60,7 +60,7 @@ def xray(
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(8, 4), nn.ReLU())
     >>> found = xray(model, torch.ones(2, 8), opt_level="O1")
-    >>> [(cast.op, cast.parameter, cast.nbytes) for cast in found.casts if cast.phase == "forward"]
+    >>> [(cast.op, cast.parameter, cast.nbytes) for cast in found.casts if cast.phase == "forward" and cast.module]
     [('linear', '', 96), ('linear', '0.weight', 192), ('linear', '0.bias', 24)]
     """
     model = as_model(model)
