@@ -9,7 +9,7 @@ _STYLE = """<style>
 .amplab-plain { --faint: var(--jp-ui-font-color2, color-mix(in srgb, currentColor 65%, transparent));
   --edge: var(--jp-border-color2, color-mix(in srgb, currentColor 25%, transparent)); color: inherit; }
 .amplab-plain .scroll { overflow-x: auto; }
-.amplab-plain table { border-collapse: collapse; margin: 4px 0; font-variant-numeric: tabular-nums; }
+.amplab-plain table { font: inherit; border-collapse: collapse; margin: 4px 0; font-variant-numeric: tabular-nums; }
 .amplab-plain th, .amplab-plain td { padding: 2px 10px 2px 0; text-align: left; vertical-align: top;
   border-bottom: 1px solid var(--edge); background: none; }
 .amplab-plain th { font-weight: 600; white-space: nowrap; }
