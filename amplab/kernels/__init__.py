@@ -5,6 +5,7 @@ from amplab.kernels.dispatch_casts import DispatchCasts
 from amplab.kernels.parameter_list import ParameterList
 from amplab.kernels.tensor_stats import StatsTable, TensorStats, tensor_stats
 from amplab.kernels.unscale import unscale_, unscale_add, unscale_copy
+from amplab.kernels.update_scale import update_scale_
 
 __all__ = [
     "BuildReport",
@@ -18,4 +19,5 @@ __all__ = [
     "unscale_",
     "unscale_add",
     "unscale_copy",
+    "update_scale_",
 ]

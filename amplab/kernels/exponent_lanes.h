@@ -57,6 +57,9 @@ inline Lanes look_up(Lanes table, Lanes index) { return _mm512_shuffle_epi8(tabl
 inline Lanes bytes_above(Lanes bytes, Lanes base) {
   return _mm512_adds_epu8(_mm512_sub_epi8(bytes, base), all_bytes(0x70));
 }
+inline uint64_t bits_of_nonzero_below(Lanes bytes, int limit) {
+  return _mm512_cmplt_epu8_mask(_mm512_sub_epi8(bytes, all_bytes(1)), all_bytes(limit - 1));
+}
 inline Lanes either(Lanes a, Lanes b) { return _mm512_xor_si512(a, b); }
 inline Lanes both(Lanes a, Lanes b) { return _mm512_and_si512(a, b); }
 inline Lanes sum_of_three(Lanes a, Lanes b, Lanes c) { return _mm512_ternarylogic_epi32(a, b, c, 0x96); }
@@ -117,6 +120,11 @@ inline Lanes eight_bits(uint64_t low, uint64_t high) {
 inline Lanes look_up(Lanes table, Lanes index) { return _mm256_shuffle_epi8(table, index); }
 inline Lanes bytes_above(Lanes bytes, Lanes base) {
   return _mm256_adds_epu8(_mm256_sub_epi8(bytes, base), all_bytes(0x70));
+}
+inline uint64_t bits_of_nonzero_below(Lanes bytes, int limit) {
+  const Lanes less_one = _mm256_sub_epi8(bytes, all_bytes(1));
+  const Lanes above = _mm256_cmpeq_epi8(_mm256_max_epu8(less_one, all_bytes(limit - 1)), less_one);
+  return static_cast<uint32_t>(~_mm256_movemask_epi8(above));
 }
 inline Lanes either(Lanes a, Lanes b) { return _mm256_xor_si256(a, b); }
 inline Lanes both(Lanes a, Lanes b) { return _mm256_and_si256(a, b); }
@@ -211,6 +219,16 @@ inline void count_bytes(const uint8_t* bytes, int64_t numel, int base, int64_t (
     count_window<5>(bytes, numel, base, counts);
   } else {
     count_window<9>(bytes, numel, base, counts);
+  }
+}
+
+// Calls `body(byte)` with every byte from 1 to limit - 1: worth it where there are few.
+template <class Body>
+inline void for_each_byte_below(const uint8_t* bytes, int64_t numel, int limit, const Body& body) {
+  for (int64_t i = 0; i < numel; i += sizeof(Lanes)) {
+    for (uint64_t bits = bits_of_nonzero_below(load_bytes(bytes + i), limit); bits != 0; bits &= bits - 1) {
+      body(bytes[i + __builtin_ctzll(bits)]);
+    }
   }
 }
 

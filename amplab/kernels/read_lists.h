@@ -109,9 +109,13 @@ inline Arguments take_stats_arguments(StableIValue* stack) {
   std::vector<Handle> tensors = take_list(stack[0]);
   const int64_t low = torch::stable::detail::to<int64_t>(stack[1]);
   const int64_t bins = torch::stable::detail::to<int64_t>(stack[2]);
-  if (bins < 1) {
+  if (bins < 1 || bins > 4096) {
     throw std::runtime_error("bins=" + std::to_string(bins) +
-                             ": expected at least one; 64 from low=-47 are half's range and what is near.");
+                             ": expected 1 to 4096; 64 from low=-47 are half's range and what is near.");
+  }
+  if (low < -4096 || low > 4096) {
+    throw std::runtime_error("low=" + std::to_string(low) +
+                             ": expected an exponent from -4096 to 4096; float32's lowest is -149.");
   }
   return {ReadList(std::move(tensors)), low, bins};
 }

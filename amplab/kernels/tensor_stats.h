@@ -62,30 +62,32 @@ AMPLAB_FUNCTION int exponent_of(Bits magnitude) {
   return exponent;
 }
 
-// The column of an exponent; the outer bins also hold what lies beyond them.
-AMPLAB_FUNCTION int64_t column_of(int exponent, int64_t low, int64_t bins) {
+// The bin of an exponent; the outer bins also hold what lies beyond them.
+AMPLAB_FUNCTION int64_t bin_of(int exponent, int64_t low, int64_t bins) {
   const int64_t place = exponent < low ? 0 : static_cast<int64_t>(exponent) - low;
-  return kHead + (place < bins ? place : bins - 1);
+  return place < bins ? place : bins - 1;
 }
 
-// Calls `count` with every column that one element belongs to.
-template <class Bits, class Count>
-AMPLAB_FUNCTION void count_element(Bits magnitude, int64_t low, int64_t bins, const Count& count) {
+// Counts one element with `counter.head(column)` and `counter.bin(bin)`.
+template <class Bits, class Counter>
+AMPLAB_FUNCTION void count_element(Bits magnitude, int64_t low, int64_t bins, Counter& counter) {
   if (magnitude == 0) {
-    count(int64_t{kZeros});
-  } else if (magnitude >= Layout<Bits>::kInfinity) {
-    count(int64_t{magnitude == Layout<Bits>::kInfinity ? kInfs : kNans});
+    counter.head(kZeros);
+  } else if (magnitude == Layout<Bits>::kInfinity) {
+    counter.head(kInfs);
+  } else if (magnitude > Layout<Bits>::kInfinity) {
+    counter.head(kNans);
   } else {
     if (magnitude < kSmallestNormalHalf<Bits>) {
-      count(int64_t{kSubnormals});
+      counter.head(kSubnormals);
     }
     if (magnitude <= kLargestFlushed<Bits>) {
-      count(int64_t{kFlushed});
+      counter.head(kFlushed);
     }
     if (magnitude >= kSmallestOverflow<Bits>) {
-      count(int64_t{kOverflows});
+      counter.head(kOverflows);
     }
-    count(column_of(exponent_of(magnitude), low, bins));
+    counter.bin(bin_of(exponent_of(magnitude), low, bins));
   }
 }
 

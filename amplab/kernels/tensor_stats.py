@@ -137,17 +137,18 @@ def tensor_stats(tensors: Sequence[Tensor], *, low: int = _LOW, bins: int = _BIN
     """Count and measure the elements of every tensor, all of them in one pass.
 
     By default 64 bins from 2^-47 to 2^16: half's numbers, what a loss scale of 2^22 would still lift into half, and in
-    the last bin what lies beyond. ``low=LOWEST_EXPONENT, bins=277`` (`amplab.formats.exponents`) are all of float32's
-    binades.
+    the last bin what lies beyond. ``low=LOWEST_EXPONENT, bins=BINS`` of `amplab.formats.exponents` are all of
+    float32's binades.
 
     Args:
         tensors: float16, bfloat16, float32 or float64, mixed as they come, any shape and strides, expanded ones too,
             on one device; they are only read.
-        low: exponent of the first bin, which also counts what is smaller.
-        bins: how many, >= 1; the last one also counts what is larger.
+        low: exponent of the first bin, which also counts what is smaller; -4096 to 4096.
+        bins: how many, 1 to 4096; the last one also counts what is larger.
 
     Raises:
-        RuntimeError: an integer, complex or sparse tensor, or one on another device (named by its index); no bin.
+        RuntimeError: an integer, complex or sparse tensor, or one on another device (named by its index); ``low`` or
+            ``bins`` out of its range.
 
     Sync: none; one when the table is read.
 
@@ -165,7 +166,7 @@ def tensor_stats(tensors: Sequence[Tensor], *, low: int = _LOW, bins: int = _BIN
 
 def tensor_stats_reference(tensors: Sequence[Tensor], low: int, bins: int) -> Tensor:
     """Pure torch `tensor_stats`; returns the table. Sync: none."""
-    _check_arguments(tensors, bins)
+    _check_arguments(tensors, low, bins)
     table = _empty_table(tensors, bins)
     for row, x in zip(table, tensors, strict=True):
         _fill(row, x.reshape(-1), low)
@@ -202,10 +203,12 @@ def _empty_table(tensors: Sequence[Tensor], bins: int) -> Tensor:
     return torch.zeros(len(tensors), _HEAD + bins, dtype=torch.int64, device=device)
 
 
-def _check_arguments(tensors: Sequence[Tensor], bins: int) -> None:
+def _check_arguments(tensors: Sequence[Tensor], low: int, bins: int) -> None:
     """Refuse what the kernels refuse, in the same words."""
-    if bins < 1:
-        raise RuntimeError(f"bins={bins}: expected at least one; 64 from low=-47 are half's range and what is near.")
+    if not 1 <= bins <= 4096:
+        raise RuntimeError(f"bins={bins}: expected 1 to 4096; 64 from low=-47 are half's range and what is near.")
+    if not -4096 <= low <= 4096:
+        raise RuntimeError(f"low={low}: expected an exponent from -4096 to 4096; float32's lowest is -149.")
     for index, tensor in enumerate(tensors):
         if tensor.layout != torch.strided:
             raise RuntimeError(f"tensor {index} is not strided: pass the values of a coalesced sparse tensor.")
@@ -215,8 +218,8 @@ def _check_arguments(tensors: Sequence[Tensor], bins: int) -> None:
             raise RuntimeError(f"tensor {index} is on another device than tensor 0; call once per device.")
 
 
-def _fake(tensors: Sequence[Tensor], _low: int, bins: int) -> Tensor:
-    _check_arguments(tensors, bins)
+def _fake(tensors: Sequence[Tensor], low: int, bins: int) -> Tensor:
+    _check_arguments(tensors, low, bins)
     return _empty_table(tensors, bins)
 
 

@@ -15,6 +15,7 @@
 namespace amplab::statistics {
 
 constexpr int64_t kBlock = 8192;  // elements; their exponents lie in the first-level cache
+constexpr int64_t kFew = 32;      // elements that are quicker counted one by one
 
 // One row of the table, or what a thread adds to it.
 class Row {
@@ -26,13 +27,15 @@ class Row {
     columns_[kSmallest] = bit_cast<int64_t>(std::numeric_limits<double>::infinity());
   }
 
-  void add(int64_t column, int64_t count) const { columns_[column] += count; }
+  void add(Column column, int64_t count) const { columns_[column] += count; }
+  void head(Column column) const { columns_[column] += 1; }
+  void bin(int64_t bin) const { columns_[kHead + bin] += 1; }
 
   // Elements of one binade; the borders of half that lie inside one are not its business.
   void add_binade(int exponent, int64_t count) const {
     columns_[kSubnormals] += exponent < -14 ? count : 0;
     columns_[kFlushed] += exponent < -25 ? count : 0;
-    columns_[column_of(exponent, low_, bins_)] += count;
+    columns_[kHead + bin_of(exponent, low_, bins_)] += count;
   }
 
   // Magnitudes that are finite and not zero; those of doubles are ordered as their bits.
@@ -78,7 +81,7 @@ void tally_elements(const In* x, int64_t numel, const Row& row) {
       largest = std::max(largest, magnitude);
       smallest = std::min(smallest, magnitude);
     }
-    count_element(magnitude, row.low(), row.bins(), [&](int64_t column) { row.add(column, 1); });
+    count_element(magnitude, row.low(), row.bins(), row);
   }
   if (largest > 0) {
     row.widen_to(number(smallest), number(largest));
@@ -163,15 +166,25 @@ int64_t tally_subnormals(const In* x, int64_t numel, const Row& row) {
   return count;
 }
 
-// The elements whose exponents have the fields `first` to `last`. Returns how many there are.
-inline int64_t tally_binades(const uint8_t* exponents, int64_t numel, int first, int last, const Row& row) {
+// The elements whose exponents have the fields `first` to `last`, of which there are `most` at most. Returns how many
+// there are. The highest come first: below them there is often little or nothing.
+inline int64_t tally_binades(const uint8_t* exponents, int64_t numel, int first, int last, int64_t most,
+                             const Row& row) {
   int64_t total = 0;
-  for (int base = first; base <= last; base += kWindow) {
+  while (last >= first && total < most) {
+    if (most - total <= kFew) {
+      for_each_byte_below(exponents, numel, last + 1, [&](int field) {
+        row.add_binade(field - Layout<uint32_t>::kBias, 1);
+        ++total;
+      });
+      break;
+    }
+    const int base = std::max(1, last - kWindow + 1);
     int64_t counts[kWindow];
     count_bytes(exponents, numel, base, counts);
-    for (int k = 0; k < std::min(kWindow, last - base + 1); ++k) {
-      row.add_binade(base + k - Layout<uint32_t>::kBias, counts[k]);
-      total += counts[k];
+    for (; last >= base; --last) {
+      row.add_binade(last - Layout<uint32_t>::kBias, counts[last - base]);
+      total += counts[last - base];
     }
   }
   return total;
@@ -204,7 +217,8 @@ void tally_block(const In* x, int64_t numel, const Row& row) {
     if (smallest >> 24 == 0) {
       counted += tally_subnormals(x, numel, row);
     }
-    counted += tally_binades(exponents, padded, std::max(1u, smallest >> 24), largest >> 24, row);
+    const int64_t most = numel - nonfinite - counted;
+    counted += tally_binades(exponents, padded, std::max(1u, smallest >> 24), largest >> 24, most, row);
     if (smallest <= kTie && kTie <= largest) {
       row.add(kFlushed, elements_from(x, numel, kTie) - elements_from(x, numel, kTie + 1));
     }

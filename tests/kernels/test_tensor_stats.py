@@ -185,10 +185,16 @@ def test_what_has_no_statistics_is_refused(table_of, tensors, message):
         table_of(tensors, -47, 64)
 
 
-@pytest.mark.parametrize("bins", [0, -1])
-def test_a_table_without_bins_is_refused(table_of, bins):
-    with pytest.raises(RuntimeError, match=rf"^bins={bins}: expected at least one"):
+@pytest.mark.parametrize("bins", [0, -1, 4097])
+def test_a_table_without_bins_or_with_too_many_is_refused(table_of, bins):
+    with pytest.raises(RuntimeError, match=rf"^bins={bins}: expected 1 to 4096; 64 from low=-47"):
         table_of([torch.ones(1)], 0, bins)
+
+
+@pytest.mark.parametrize("low", [-4097, 4097])
+def test_a_first_bin_that_no_number_reaches_is_refused(table_of, low):
+    with pytest.raises(RuntimeError, match=rf"^low={low}: expected an exponent from -4096 to 4096"):
+        table_of([torch.ones(1)], low, 64)
 
 
 def test_threads_share_a_list_without_gap_or_overlap(built):
