@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from amplab import kernels
 from amplab.formats import ExponentHistogram
 from amplab.formats.exponents import HIGHEST_EXPONENT, LOWEST_EXPONENT
 from amplab.kernels import StatsTable, TensorStats, tensor_stats
@@ -41,9 +42,14 @@ class OpStatistics:
 
 
 class Statistics:
-    """An observer that measures what each op writes, and what each cast reads. Sync: none; `fetch` says its own."""
+    """An observer that measures what each op writes, and what each cast reads. Sync: none; `fetch` says its own.
+
+    Attributes:
+        by_reference: whether the pure-torch reference has measured, known after `fetch`.
+    """
 
     def __init__(self) -> None:
+        self.by_reference = False
         self._events = 0
         self._waiting: list[_Measured] = []
         self._bytes = 0
@@ -82,6 +88,7 @@ class Statistics:
     def fetch(self) -> None:
         """Bring everything to the CPU. Sync: two a device, one of them for the gradients."""
         self._measure()
+        self.by_reference = kernels.report().status != "built"
         by_device: dict[torch.device, list[tuple[list[_Measured], StatsTable]]] = {}
         for owners, table in self._measured:
             by_device.setdefault(table.table.device, []).append((owners, table))

@@ -59,6 +59,11 @@ def totals(xray: "XRay") -> list[str]:
     lines = [f"{summary(xray)}.", f"Backward starts from {xray.loss}, times {power(xray.loss_scale)}."]
     if saved:
         lines.append(f"The weight cache spared {count(saved, 'byte')} of casts.")
+    if xray.measured is not None and xray.measured.by_reference:
+        lines.append(
+            "Measured by the pure-torch reference: the same counts in several times the time of the kernel, which "
+            "amplab.kernels.ensure(wait=True) builds where a compiler is."
+        )
     return lines + kept_words(xray)
 
 

@@ -7,6 +7,8 @@ from torch import nn
 
 from amplab.formats import BFLOAT16, exponent_histogram, overflow_fraction, underflow_fraction
 from amplab.formats.known_formats import FLOAT16
+from amplab.lab import ExperimentConfig
+from amplab.lab.experiment import Experiment
 from amplab.trace import GradientRange, gradient_range, xray
 
 
@@ -78,6 +80,15 @@ def test_a_record_of_a_running_experiment_has_the_same_fields():
     assert [row["lost"] for row in found.rows()] == [0.5, 0.0]
     assert found.rows()[1]["largest_fit"] is None
     assert GradientRange(layers, 2.0**4, BFLOAT16).lost == 0.0
+
+
+def test_a_running_experiment():
+    experiment = Experiment(ExperimentConfig())
+    experiment.step()
+    record = experiment.gradients()
+    found = GradientRange(record.layers, record.loss_scale)
+    assert [row["name"] for row in found.rows()] == [name for name, _ in experiment.model.named_parameters()]
+    assert found.loss_scale == experiment.loss_scale == 2.0**16
 
 
 def test_nothing_and_nothing_finite():

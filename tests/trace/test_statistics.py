@@ -1,5 +1,7 @@
 """The statistics of an X-ray against numpy in float64, op by op and gradient by gradient."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -101,6 +103,14 @@ def test_sparse_gradients_are_counted_by_their_values():
     found = xray(model, torch.tensor([1, 1, 3]), stats=True)
     ((name, histogram),) = found.gradients
     assert (name, histogram.total, histogram.zeros) == ("weight", 8, 0)
+
+
+@pytest.mark.parametrize("status", ["reference", "building", "failed", "built"])
+def test_it_says_when_the_slower_reference_has_measured(monkeypatch, status):
+    monkeypatch.setattr("amplab.kernels.report", lambda: SimpleNamespace(status=status))
+    found = xray(nn.Linear(2, 2), torch.ones(1, 2), stats=True)
+    assert ("Measured by the pure-torch reference" in str(found)) == (status != "built")
+    assert "reference" not in str(xray(nn.Linear(2, 2), torch.ones(1, 2)))
 
 
 def test_without_statistics_there_are_none():
