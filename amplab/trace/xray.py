@@ -31,8 +31,8 @@ def xray(
     """Run one forward and backward of `model` and return every op of it with what there is to know.
 
     The model is afterwards what it was: parameters, buffers, gradients, training flags, random states and hooks; so is
-    an optimizer that `loss` steps. The step runs in the precision that is asked for, or in whatever is in force: that of
-    a model that `amp.initialize` has prepared, of a region around the call.
+    an optimizer that `loss` steps. The step runs in the precision that is asked for, or in what is in force: a model
+    that `amp.initialize` has prepared, a region around the call.
 
     Args:
         model: any module that is not compiled or scripted; several in a list or dict where `loss` runs them all.
