@@ -13,6 +13,7 @@ from amplab.bench.progress import Progress
 from amplab.bench.rows import BenchResults
 from amplab.bench.scaler import scaler_cases
 from amplab.bench.statistics_rows import statistics_cases
+from amplab.bench.xray import xray_cases
 
 __all__ = ["DEFAULT_ROUNDS", "SUITES", "run_cases", "run_suite"]
 
@@ -22,6 +23,7 @@ SUITES: dict[str, Callable[[], Sequence[Case]]] = {
     "scaler": scaler_cases,
     "casting": casting_cases,
     "kernels": lambda: [*kernel_cases(), *statistics_cases()],
+    "xray": xray_cases,
 }
 
 
