@@ -44,7 +44,7 @@ TRAIN_OPTIONS = (
     ("seed", "0", "seed of weights, split and batches (default: 0)"),
 )
 
-BENCH_SUITES = ("scaler", "casting", "kernels")
+BENCH_SUITES = ("scaler", "casting", "kernels", "xray")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -124,8 +124,12 @@ def examine(_options: argparse.Namespace) -> int:
 def run_as_apex(options: argparse.Namespace) -> int:
     """Run a script with amplab in the place of apex; what it prints, raises and returns is its own."""
     run = run_module if options.module else run_script
+    words = options.words[1:] if options.words[:1] == ["--"] else options.words
+    if not words:
+        example = "-m package.module" if options.module else "train.py"
+        return refuse(options, ScriptError(f"no script: expected one, such as `amplab run --device cpu {example}`."))
     try:
-        return run(options.script, options.arguments, device=options.device)
+        return run(words[0], words[1:], device=options.device)
     except ScriptError as error:
         return refuse(options, error)
 
@@ -209,8 +213,10 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     parser.description = "Run a script as `python` would, with amplab in the place of apex."
     parser.add_argument("--device", choices=DEVICES, help="carry out on the CPU what the script asks of CUDA")
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as `python -m` would")
-    parser.add_argument("script", help="the script, or the dotted name of a module after -m")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script is given")
+    # In one: argparse would keep a "--" that follows a positional of its own from the script.
+    words = "the script, or the dotted name of a module after -m, then what it is given"
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENT ...]", help=words)
+    parser.usage = "amplab run [-h] [--device {cpu}] [-m] SCRIPT [ARGUMENT ...]"
     parser.set_defaults(run=run_as_apex)
 
 

@@ -14,6 +14,7 @@ experiments that share nothing make a `Session` of each.
 import functools
 import inspect
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Any
 
 from amplab.amp.default_sessions import default_session, reset_default_session, session_to_initialize
@@ -45,7 +46,11 @@ def initialize(models: Any, optimizers: Any = None, *args: Any, **kwargs: Any) -
     or until another level is chosen.
     """
     session = session_to_initialize()
-    prepared = session.initialize(models, optimizers, *args, **kwargs)
+    try:
+        prepared = session.initialize(models, optimizers, *args, **kwargs)
+    except TypeError:
+        _refuse_misfit("initialize", Session.initialize, session, models, optimizers, *args, **kwargs)
+        raise
     session.install()
     return prepared
 
@@ -90,10 +95,27 @@ def _of_the_default_session(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def function(*args: Any, **kwargs: Any) -> Any:
-        return method(default_session(), *args, **kwargs)
+        session = default_session()
+        try:
+            return method(session, *args, **kwargs)
+        except TypeError:
+            _refuse_misfit(method.__name__, method, session, *args, **kwargs)
+            raise
 
     function.__signature__ = _without_self(method)  # type: ignore[attr-defined]
     return function
+
+
+def _refuse_misfit(name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Raise TypeError if ``method`` takes no such arguments, with the one that was probably meant."""
+    signature = inspect.signature(method)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        unknown = next((each for each in kwargs if each not in signature.parameters), "")
+        close = get_close_matches(unknown, signature.parameters, n=1, cutoff=0.7)
+        meant = f"did you mean {close[0]}?" if close else f"see help(amp.{name}) for what it takes."
+        raise TypeError(f"amp.{name}: {error}; {meant}") from None
 
 
 def _without_self(method: Callable[..., Any]) -> inspect.Signature:

@@ -4,68 +4,38 @@
     amp._amp_state.loss_scalers[0]._loss_scale = x  set it
     amp._amp_state.opt_properties.master_weights    the properties in force
     amp._amp_state.handle.is_active()               whether this thread casts
+    from amplab.amp._amp_state import maybe_print   the module of that name in apex, which is the same object
 
 Everything is read from the calling thread's session; nothing is kept here. What cannot be read or set says so.
 """
 
 import contextlib
-import dataclasses
+import sys
 import weakref
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
+from amplab.amp.banner import is_first_rank
 from amplab.amp.default_sessions import default_session
-from amplab.amp.loss_scaler import LossScaler
-from amplab.amp.opt_levels import OptProperties, scale_value
+from amplab.amp.loss_scaler import LossScaler as OwnLossScaler
+from amplab.amp.opt_levels import OptProperties
+from amplab.amp.scaler import LossScaler
 from amplab.amp.session import Session
 from amplab.policies import casts_enabled, disable_casts
 
 __all__ = ["AmpHandle", "AmpState", "ScalerView", "amp_state", "init"]
 
 
-class ScalerView:
-    """One of `AmpState.loss_scalers`: apex's names for a `LossScaler`.
-
-    Attributes:
-        dynamic: whether overflows skip the step and move the scale.
-    """
+class ScalerView(LossScaler):
+    """One of `AmpState.loss_scalers`: apex's names for a loss scaler of a session."""
 
     def __init__(self, session: Session, loss_id: int) -> None:
         self._session, self._loss_id = weakref.ref(session), loss_id
-        self._scaler: LossScaler = session.scalers[loss_id]
-        self.dynamic = self._scaler.dynamic
-        self._overflow_buf = torch.zeros(1, dtype=torch.int32)
-
-    def loss_scale(self) -> float:
-        """Return the scale that the next loss is multiplied by."""
-        return self._scaler.scale
-
-    @property
-    def _loss_scale(self) -> float:
-        return self._scaler.scale
-
-    @_loss_scale.setter
-    def _loss_scale(self, value: float) -> None:
-        scale = scale_value("_loss_scale", value)
-        self._scaler.state = dataclasses.replace(self._scaler.state, scale=scale)
-
-    @property
-    def _unskipped(self) -> int:
-        return self._scaler.state.clean_steps
-
-    @_unskipped.setter
-    def _unskipped(self, value: int) -> None:
-        self._scaler.state = dataclasses.replace(self._scaler.state, clean_steps=int(value))
-
-    @property
-    def _has_overflow(self) -> bool:
-        return bool(self._overflow_buf.any())
-
-    def clear_overflow_state(self) -> None:
-        """Forget what ``_overflow_buf`` says. Sync: none."""
-        self._overflow_buf = torch.zeros_like(self._overflow_buf)
+        self._stand_for(session.scalers[loss_id])
 
     def update_scale(self) -> bool:
         """Move the scale by the verdict in ``_overflow_buf``, and by the one that ``delay_overflow_check`` left.
@@ -77,17 +47,7 @@ class ScalerView:
         """
         session = self._session()
         waiting: Tensor | None = None if session is None else session.take_unchecked(self._loss_id)
-        found = self._has_overflow or (waiting is not None and bool(waiting.any()))
-        self.clear_overflow_state()
-        self._scaler.update(found and self.dynamic)
-        return found and self.dynamic
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(
-            f"amp._amp_state.loss_scalers[…].{name}: amplab has no such thing; a scaler has loss_scale(), _loss_scale, "
-            "_unskipped, dynamic, _overflow_buf, update_scale() and clear_overflow_state(). Gradients are unscaled by "
-            "amp.scale_loss."
-        )
+        return self._move(self._has_overflow or (waiting is not None and bool(waiting.any())))
 
 
 class AmpHandle:
@@ -134,8 +94,11 @@ class AmpHandle:
         )
 
 
-class AmpState:
-    """``amp._amp_state``: the names that scripts read there.
+class AmpState(ModuleType):
+    """``amp._amp_state``: the names that scripts read there, and those that they import from the module called so.
+
+    In apex a module of that name holds a state of that name; here one object is both, so that importing the module
+    does not hide the state.
 
     Attributes:
         hard_override: False; sentences that refuse an override cannot be switched off.
@@ -143,10 +106,26 @@ class AmpState:
     """
 
     def __init__(self) -> None:
-        views: weakref.WeakKeyDictionary[LossScaler, ScalerView] = weakref.WeakKeyDictionary()
+        name = f"{__package__}._amp_state"
+        super().__init__(name, type(self).__doc__)
+        views: weakref.WeakKeyDictionary[OwnLossScaler, ScalerView] = weakref.WeakKeyDictionary()
         vars(self).update(
-            hard_override=False, allow_incoming_model_not_fp32=False, handle=AmpHandle(), _scaler_views=views
-        )
+            __spec__=ModuleSpec(name, None), AmpState=AmpState, _amp_state=self, hard_override=False,
+            allow_incoming_model_not_fp32=False, handle=AmpHandle(), _scaler_views=views,
+        )  # fmt: skip
+
+    def maybe_print(self, msg: object, rank0: bool = False) -> None:
+        """Print ``msg`` unless verbosity is 0; with ``rank0`` on the first rank alone."""
+        if self.verbosity > 0 and (not rank0 or is_first_rank()):
+            print(msg)  # noqa: T201  what it is for
+
+    def warn_or_err(self, msg: str) -> NoReturn:
+        """Raise RuntimeError: there is no ``hard_override`` that makes it a warning."""
+        raise RuntimeError(msg)
+
+    def master_params(self, optimizer: Any) -> Iterator[Tensor]:
+        """Yield what ``optimizer`` steps, as ``amp.master_params`` does."""
+        return default_session().master_params(optimizer)
 
     @property
     def verbosity(self) -> int:
@@ -182,6 +161,8 @@ class AmpState:
         return [views[scaler] for scaler in session.scalers]
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("__"):  # the import system marks its modules
+            return super().__setattr__(name, value)
         raise AttributeError(
             f"amp._amp_state.{name} = {value!r}: amplab reads nothing from there. Pass the option to amp.initialize, "
             "which may be called again; a scale is set with amp._amp_state.loss_scalers[0]._loss_scale = 65536.0."
@@ -221,3 +202,4 @@ def init(
 
 amp_state = AmpState()
 """``amp._amp_state``."""
+sys.modules[amp_state.__name__] = amp_state

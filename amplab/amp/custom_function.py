@@ -87,7 +87,12 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> Ca
 
     @functools.wraps(bwd)
     def backward_here(ctx: Any, *grads: Any) -> Any:
-        casting: CastingState = ctx.amplab_casting
+        casting: CastingState | None = getattr(ctx, "amplab_casting", None)
+        if casting is None:
+            raise AttributeError(
+                f"{bwd.__qualname__} is decorated with custom_bwd and its forward not with amplab's custom_fwd: "
+                f"expected both; put @amplab.custom_fwd(device_type={device_type!r}) between @staticmethod and forward."
+            )
         with casting.active():
             return backward(ctx, *grads)
 

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amplab.amp.grad_scaler_state import checked_state, warn_of_another_rule
 from amplab.amp.loss_scaler import SMALLEST_SCALE
 from amplab.scalers import DeviceScale, RecurrentRule, ScaleRule, ScaleState, device_scale, floored
+from amplab.scalers.floored_rule import name_of_rule
 from amplab.scalers.recurrence import require_scale
 
 __all__ = ["GradScalerSettings"]
@@ -56,6 +58,7 @@ class GradScalerSettings(torch.amp.GradScaler):
         self._floor = floor
         self._form: DeviceScale | None = None
         self._rule: ScaleRule | None = None
+        self._rule_name: str | None = None
         self._init_state: ScaleState | None = None
         self._warned_of_collapse = False
         if rule is not None:
@@ -89,7 +92,7 @@ class GradScalerSettings(torch.amp.GradScaler):
             self._put_on(self._scale.device)
 
     def _take_rule(self, rule: ScaleRule, state: ScaleState | None) -> None:
-        self._rule = floored(rule, self._floor)
+        self._rule, self._rule_name = floored(rule, self._floor), name_of_rule(rule)
         self._take_state(self._rule.start() if state is None else state)
         if isinstance(rule, RecurrentRule):
             numbers = rule.recurrence
@@ -217,7 +220,7 @@ class GradScalerSettings(torch.amp.GradScaler):
         """
         state = super().state_dict()
         if state and self._rule is not None:
-            state["rule_state"] = asdict(self._state())
+            state["rule_state"] = {**asdict(self._state()), "rule": self._rule_name}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -226,18 +229,14 @@ class GradScalerSettings(torch.amp.GradScaler):
         Under a rule the scale and what it has counted are taken up; its constants stay.
 
         Raises:
-            RuntimeError: an empty dict, as a disabled scaler saves it.
-            KeyError: one of torch's five entries is missing.
+            RuntimeError, KeyError, TypeError, ValueError: as `checked_state`.
 
         Sync: none.
         """
         if not self._enabled:
             return
-        if not state_dict:
-            raise RuntimeError(
-                "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler. "
-                "Load one that an enabled scaler has saved, or go on without loading."
-            )
+        state_dict = checked_state(state_dict, self._floor)
+        warn_of_another_rule(state_dict, self._rule_name)
         if self._rule is None:
             super().load_state_dict(state_dict)
             return

@@ -37,6 +37,7 @@ __all__ = ["HookedOptimizer"]
 
 _NO_STEP_YET = StepOutcome(False, "no step since initialize")
 _STEPPED = StepOutcome(True, "parameters updated")
+_NO_GRADIENT = StepOutcome(False, "no parameter had a gradient: no backward has reached one since they were cleared")
 
 
 class _Skip(NamedTuple):
@@ -49,10 +50,11 @@ class _Skip(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A step that has begun: its frame, and the gradients that it must not see."""
+    """A step that has begun: its frame, the gradients that it must not see, and whether there were any."""
 
     frame: FrameType | None
     parked: list[SetAside]
+    had_gradients: bool
 
 
 class HookedOptimizer:
@@ -86,7 +88,7 @@ class HookedOptimizer:
         self._skip: _Skip | None = None
         self._step: _Step | None = None
         self._scopes = OpenScopes()
-        self._in_closure = False
+        self._in_closure, self._in_backward = False, False
         self._take_over(optimizer, uncast)
         lend_names(optimizer, AmpStash(self.masters, self._model_groups, self._flags), self.masters.copy_to_model)
         self._handles = [
@@ -108,6 +110,7 @@ class HookedOptimizer:
         """Clear the way for a backward; the gradients that are there keep out of its unscaling."""
         if not self._in_closure:
             self._leave_step()
+        self._in_backward = True
         self._refresh()
         self._follow_edits()
         halves = [pair.model for pair in self.masters.pairs]
@@ -119,6 +122,7 @@ class HookedOptimizer:
 
     def put_grads_back(self, aside: list[SetAside]) -> None:
         """Undo `set_grads_aside` after a backward that failed; what it left behind is dropped."""
+        self._in_backward = False
         for param in [*self._own, *(pair.model for pair in self.masters.pairs)]:
             param.grad = None
         put_back(aside)
@@ -127,7 +131,7 @@ class HookedOptimizer:
     def keep_scaled(self, aside: list[SetAside], scale: float) -> None:
         """Add up gradients that stay scaled by ``scale`` until a later backward unscales them all."""
         add_scaled(aside, scale / (self._scaled_by or 1.0))
-        self._scaled_by = scale
+        self._scaled_by, self._in_backward = scale, False
 
     @torch.no_grad()
     def unscale(self, aside: list[SetAside], scale: float, found_inf: Tensor | None) -> Tensor:
@@ -141,6 +145,7 @@ class HookedOptimizer:
         if self._scaled_by is not None:
             self.keep_scaled(aside, scale)
             self._scaled_by, aside = None, []
+        self._in_backward = False
         found_inf = add_unscaled(self._own, aside, scale, self._unscaler, found_inf)
         if self.masters.pairs:
             found_inf = self.masters.unscale_grads(scale, accumulate=True, found_inf=found_inf)
@@ -245,17 +250,22 @@ class HookedOptimizer:
         if self._step is not None and self._step.frame in _callers_of(frame):
             return None  # super().step() of a subclass, whose hooks torch runs once more
         self._leave_step()
+        if self._in_backward:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() inside of the block of scale_loss, where gradients are still "
+                "scaled: call it after the block."
+            )
         if len(args) > 1 and args[1] is not None:
             return (args[0], self._watched(args[1]), *args[2:]), kwargs
         if kwargs.get("closure") is not None:
             return args, {**kwargs, "closure": self._watched(kwargs["closure"])}
-        parked: list[SetAside] = []
-        if self._skip is not None or not self.passes_gradients_through:
-            with bookkeeping():
+        with bookkeeping():
+            if self._skip is not None or not self.passes_gradients_through:
                 self._follow_edits()
                 self._refuse_scaled_grads(optimizer)
-                parked = set_aside(self._current_params()) if self._skip else []
-        self._step = _Step(frame, parked)
+            had_gradients = any(param.grad is not None for param in params_of(optimizer))
+            parked = set_aside(self._current_params()) if self._skip else []
+        self._step = _Step(frame, parked, had_gradients)
         if not self._casts_in_step:
             self._scopes.enter(disable_casts())
         return None
@@ -265,7 +275,7 @@ class HookedOptimizer:
         if self._skip is not None or self.masters.pairs:
             raise RuntimeError(
                 "Currently, Amp does not support closure use with optimizers. Call step() without a closure, after "
-                "scale_loss; optimizers that need one work at O0 and O1, with a static loss_scale."
+                "scale_loss; optimizers that need one work without masters (O0, O1, O3), with a static loss_scale."
             )
 
         def run() -> Any:
@@ -294,6 +304,7 @@ class HookedOptimizer:
     def _after_step(self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         if self._step is not None and self._step.frame is not _caller():
             return
+        empty = self._step is not None and not self._step.had_gradients
         self._leave_step()
         if self.masters.pairs:
             with bookkeeping():
@@ -301,7 +312,8 @@ class HookedOptimizer:
                     self.masters.copy_to_model()
                 for pair in self.masters.pairs:
                     pair.master.grad = None
-        self.outcome = _STEPPED if self._skip is None else self._skipped(self._skip)
+        done = _NO_GRADIENT if empty else _STEPPED
+        self.outcome = done if self._skip is None else self._skipped(self._skip)
         self._skip = None
 
     def _leave_step(self) -> None:

@@ -21,8 +21,18 @@ __all__ = [
     "checked_verbosity",
     "refuse_combined",
     "refuse_half",
+    "refuse_scripted",
+    "warn_of_unused",
     "warn_of_vanishing_eps",
 ]
+
+
+_DYNAMIC = {  # defaults of the arguments that a static scale has no use for
+    "dynamic_init_scale": 2.0**16,
+    "scale_growth_factor": 2.0,
+    "scale_backoff_factor": 0.5,
+    "scale_window": 2000,
+}
 
 
 def as_list(value: Any) -> list[Any]:
@@ -145,6 +155,38 @@ def refuse_half(model: nn.Module) -> None:
                     "amp.initialize, you do not need to call .half() on your model before passing it, no matter "
                     "what optimization level you choose."
                 )
+
+
+def refuse_scripted(model: nn.Module, dtype: torch.dtype | bool | None) -> None:
+    """Refuse TorchScript where hooks would have to be hung on it: the model itself, or what is cast to half inside.
+
+    Raises:
+        RuntimeError: a scripted module, named.
+    """
+    half = dtype in LOW_PRECISION
+    for name, module in model.named_modules():
+        inside = half and isinstance(module, torch.jit.RecursiveScriptModule)
+        if isinstance(module, torch.jit.ScriptModule) and (module is model or inside):
+            where = f"Module {name} of the incoming model" if name else "The incoming model"
+            raise RuntimeError(
+                f"{where} is a {type(module).__name__}: expected Python modules, since TorchScript takes no hooks of "
+                "amp.initialize. Pass the module that it was compiled from; at O0 and O1 scripted functions and "
+                "submodules may stay, and run in the dtypes that they are given."
+            )
+
+
+def warn_of_unused(loss_scale: float | str | None, **dynamic: float) -> None:
+    """Warn of arguments of a dynamic scale that were given beside a static ``loss_scale``, which does not heed them.
+
+    Where the level alone makes the scale static (None) they may stay: one call then serves every level.
+    """
+    given = [f"{name}={value!r}" for name, value in dynamic.items() if value != _DYNAMIC[name]]
+    if given and loss_scale not in (None, "dynamic"):
+        warnings.warn(
+            f"{', '.join(given)}: not used, since loss_scale is {loss_scale} here and stays there; expected "
+            'loss_scale="dynamic" beside it. Leave it out, or pass that.',
+            stacklevel=4,
+        )
 
 
 def warn_of_vanishing_eps(optimizer: Optimizer) -> None:

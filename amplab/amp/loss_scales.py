@@ -17,6 +17,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from amplab.amp.grad_scaler_settings import GradScalerSettings
+from amplab.amp.grad_scaler_state import checked_state
 from amplab.amp.gradients import SetAside, add_unscaled, bookkeeping, put_back, set_aside
 from amplab.amp.initialize_arguments import as_list, checked_num_losses
 from amplab.amp.known_optimizers import KnownOptimizers
@@ -260,19 +261,29 @@ class LossScales(LossScale):
 
         Raises:
             RuntimeError: an empty dict, as a disabled scaler saves it.
-            ValueError: the state of another number of losses.
-            KeyError: one of torch's five entries is missing.
+            TypeError: no dict. KeyError: one of torch's five entries is missing.
+            ValueError: the state of another number of losses; an entry whose value no scaler can have.
+
+        Warns where another rule has counted the state.
 
         Sync: none.
         """
-        saved = state_dict.get("losses", [state_dict] * len(self._further))
-        if self._enabled and len(saved) != len(self._further):
+        if not self._enabled:
+            return
+        one = {name: value for name, value in checked_state(state_dict, self._floor).items() if name != "losses"}
+        saved = state_dict.get("losses", [one] * len(self._further))
+        if not isinstance(saved, list):
+            raise ValueError(
+                f"state_dict['losses'] = {saved!r}: expected a list of states; load what state_dict() gave."
+            )
+        if len(saved) != len(self._further):
             raise ValueError(
                 f"The state is of {len(saved) + 1} losses, and this scaler has num_losses={len(self._further) + 1}: "
                 "make the scaler as it was when it was saved."
             )
-        super().load_state_dict(state_dict)
-        for each, state in zip(self._further, saved, strict=False):
+        saved = [checked_state(state, self._floor) for state in saved]
+        super().load_state_dict(one)
+        for each, state in zip(self._further, saved, strict=True):
             each.load_state_dict(state)
 
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from amplab.scalers import MasterWeights
 
-__all__ = ["AmpStash", "lend_names", "take_names_back"]
+__all__ = ["AmpStash", "lend_names", "refuse_taken_names", "take_names_back"]
 
 _NAMES = (
     "_amp_stash",
@@ -102,6 +102,22 @@ class AmpStash:
             f"optimizer._amp_stash.{name}: amplab keeps no such thing; what it answers is lazy_init_called, "
             f"{', '.join(known)}. Gradients and masters are found with amp.master_params(optimizer)."
         )
+
+
+def refuse_taken_names(optimizer: Optimizer) -> None:
+    """Refuse an optimizer on which somebody else has put one of the names.
+
+    Raises:
+        RuntimeError: names it.
+    """
+    if isinstance(vars(optimizer).get("_amp_stash"), AmpStash):
+        return
+    for name in _NAMES:
+        if hasattr(optimizer, name):
+            raise RuntimeError(
+                f"Incoming optimizer already has {name} defined. amp.initialize needs the name for itself: pass an "
+                "optimizer that no other amp has prepared, such as a new one over the same parameters."
+            )
 
 
 def lend_names(optimizer: Optimizer, stash: AmpStash, copy_to_model: Callable[[], None]) -> None:

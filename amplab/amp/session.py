@@ -30,11 +30,15 @@ from amplab.amp.initialize_arguments import (
     checked_verbosity,
     refuse_combined,
     refuse_half,
+    refuse_scripted,
+    warn_of_unused,
 )
 from amplab.amp.level_policy import checked_policies, with_registered
+from amplab.amp.loss_argument import checked_loss, explaining_backward
 from amplab.amp.loss_scaler import LossScaler, scale_rule
 from amplab.amp.loss_scaling import LossScaling, scaled_grad
 from amplab.amp.opt_levels import OptProperties, checked_flag, opt_level_named
+from amplab.amp.optimizer_names import refuse_taken_names
 from amplab.amp.optimizer_params import master_params
 from amplab.amp.records import MemoryUse, ScaleRecord, StepOutcome
 from amplab.amp.registered_functions import ALLOW_BANNED
@@ -126,7 +130,8 @@ class Session(SessionState):
             ``models``, or ``(models, optimizers)`` where optimizers were given.
 
         Raises:
-            RuntimeError: an override that makes no sense at this level; a model that is half or wrapped already.
+            RuntimeError: an override that makes no sense at this level; a model that is half, wrapped or compiled by
+                TorchScript already.
             TypeError: models or optimizers of another type.
             ValueError: a number out of its range; a module rule that names no module, or contradicts another.
             NotImplementedError: one of the four arguments for combined gradients.
@@ -161,11 +166,22 @@ class Session(SessionState):
         refuse_combined(combine_grad, combine_ddp, ddp_replica_count, check_combined_tensors)
         checked_on_collapse(on_collapse), checked_verbosity(verbosity), checked_cast_model_outputs(cast_model_outputs)
         chosen_models, chosen_optimizers = checked_models(models), checked_optimizers(optimizers)
+        for model in chosen_models:
+            refuse_scripted(model, properties.cast_model_type)
         policies = checked_policies(policy, chosen_models, properties.cast_model_type)
         scalers = [LossScaler(rule) for _ in range(checked_num_losses(num_losses))]
         self._hooks.release_connected(chosen_models, chosen_optimizers)
         for model in chosen_models:
             refuse_half(model)
+        for optimizer in chosen_optimizers:
+            refuse_taken_names(optimizer)
+        warn_of_unused(
+            None if loss_scale is None else properties.loss_scale,
+            dynamic_init_scale=dynamic_init_scale,
+            scale_growth_factor=scale_growth_factor,
+            scale_backoff_factor=scale_backoff_factor,
+            scale_window=scale_window,
+        )
         if verbosity > 0 and is_first_rank():
             print(banner(level, properties))  # noqa: T201  as apex does
         scaling = LossScaling(
@@ -251,22 +267,23 @@ class Session(SessionState):
             delay_overflow_check: leave the check, and the scale, to the next backward of this ``loss_id``.
 
         Raises:
-            RuntimeError: before `initialize`, or for an optimizer that was not part of it.
+            RuntimeError: before `initialize`, or for an optimizer that was not part of it; a backward from a loss
+                that requires no gradient or has several elements.
             IndexError: no such ``loss_id``.
-            TypeError: the loss is no tensor.
+            TypeError: the loss is no floating tensor.
 
         Sync: one with a dynamic scale or a subscriber, else none.
         """
         self._require_initialized("with amp.scale_loss", opening="'")
-        if not isinstance(loss, Tensor):
-            raise TypeError(
-                f"scale_loss got a loss of type {type(loss).__name__}: expected the tensor to run backward from."
-            )
+        checked_loss(loss)
         if self._scaling is None:
             yield loss
             return
         delays = {"delay_unscale": delay_unscale, "delay_overflow_check": delay_overflow_check}
-        with self._scaling.scaled(loss, optimizers, loss_id, **delays) as scaled_loss:
+        with (
+            explaining_backward(loss),
+            self._scaling.scaled(loss, optimizers, loss_id, **delays) as scaled_loss,
+        ):
             try:
                 yield scaled_loss
             finally:

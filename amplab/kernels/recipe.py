@@ -39,7 +39,8 @@ class Recipe:
     def what(self) -> str:
         """In words, for the report."""
         devices = "CPU and CUDA" if self.cuda else "CPU"
-        return f"{devices} kernels from {', '.join(path.name for path in (*self.cpp, *self.cuda))}"
+        sources = (*self.cpp, *self.cuda)
+        return f"{devices} kernels from {sources[0].name if len(sources) == 1 else f'{len(sources)} sources'}"
 
     @cached_property
     def key(self) -> str:
@@ -64,8 +65,8 @@ def current_recipe() -> Recipe:
     """The recipe for this machine: CUDA too where there is a CUDA device and nvcc. Sync: none."""
     with_cuda = torch.version.cuda is not None and torch.cuda.device_count() > 0 and _nvcc() is not None
     return Recipe(
-        cpp=(_HERE / "unscale.cpp",),
-        cuda=(_HERE / "unscale.cu",) if with_cuda else (),
+        cpp=tuple(sorted(p for p in _HERE.glob("*.cpp") if p.name != "dispatch_casts.cpp")),
+        cuda=tuple(sorted(_HERE.glob("*.cu"))) if with_cuda else (),
         headers=tuple(sorted(_HERE.glob("*.h"))),
         cflags=_cflags() + (("-DUSE_CUDA",) if with_cuda else ()),
         cuda_cflags=("-O3", "-DNDEBUG", "-DUSE_CUDA", "--expt-relaxed-constexpr"),

@@ -68,9 +68,11 @@ class Handle {
   const void* data() const { return get<const void*>(torch_get_const_data_ptr); }
   void* mutable_data() const { return get<void*>(torch_get_mutable_data_ptr); }
 
+  int32_t scalar_type() const { return get<int32_t>(aoti_torch_get_dtype); }
+
   Dtype dtype() const {
     using torch::headeronly::ScalarType;
-    switch (static_cast<ScalarType>(get<int32_t>(aoti_torch_get_dtype))) {
+    switch (static_cast<ScalarType>(scalar_type())) {
       case ScalarType::Half: return kHalf;
       case ScalarType::BFloat16: return kBFloat16;
       case ScalarType::Float: return kFloat;

@@ -2,6 +2,13 @@
 
 from amplab.parallel.distributed import DistributedDataParallel, Reducer
 from amplab.parallel.LARC import LARC
-from amplab.parallel.sync_batchnorm import SyncBatchNorm, convert_syncbn_model
+from amplab.parallel.sync_batchnorm import SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group
 
-__all__ = ["LARC", "DistributedDataParallel", "Reducer", "SyncBatchNorm", "convert_syncbn_model"]
+__all__ = [
+    "LARC",
+    "DistributedDataParallel",
+    "Reducer",
+    "SyncBatchNorm",
+    "convert_syncbn_model",
+    "create_syncbn_process_group",
+]

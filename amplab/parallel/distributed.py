@@ -3,14 +3,15 @@
 gradient <- sum over processes (gradient / predivide) * (predivide / world_size if gradient_average else 1)
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-__all__ = ["DistributedDataParallel", "Reducer"]
+__all__ = ["DistributedDataParallel", "Reducer", "apply_flat_dist_call", "flat_dist_call"]
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
@@ -95,6 +96,39 @@ class Reducer:
         for grad in grads:
             dist.all_reduce(grad)
             grad.div_(dist.get_world_size())
+
+
+@torch.no_grad()
+def flat_dist_call(
+    tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
+) -> None:
+    """Apply a function of ``torch.distributed`` to many tensors in few calls, in place: one for each dtype and device.
+
+    Args:
+        tensors: dense, of any shape and dtype.
+        call: such as ``dist.broadcast``; after ``dist.all_reduce`` the sum is divided by the number of processes.
+        extra_args: what it gets after the tensor.
+
+    Reference: ``apex.parallel.distributed.flat_dist_call``.
+    """
+    buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        buckets.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for bucket in buckets.values():
+        apply_flat_dist_call(bucket, call, extra_args)
+
+
+@torch.no_grad()
+def apply_flat_dist_call(
+    bucket: Sequence[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
+) -> None:
+    """Do what `flat_dist_call` does with tensors of one dtype and device."""
+    flat = _flatten_dense_tensors(list(bucket))
+    call(flat, *(extra_args or ()))
+    if call is dist.all_reduce:
+        flat = flat / dist.get_world_size() if flat.is_floating_point() else flat // dist.get_world_size()
+    for tensor, synced in zip(bucket, _unflatten_dense_tensors(flat, list(bucket)), strict=True):
+        tensor.copy_(synced)
 
 
 def _allreduce(options: tuple[float, float, bool], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -3,9 +3,10 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-__all__ = ["SyncBatchNorm", "convert_syncbn_model"]
+__all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group"]
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -55,3 +56,29 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
     """
     del channel_last
     return torch.nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
+
+
+def create_syncbn_process_group(group_size: int) -> Any:
+    """Split the processes into groups of ``group_size`` neighbours, for `convert_syncbn_model`; every process calls it.
+
+    Args:
+        group_size: processes in a group, a divisor of their number; 0 for one group of all.
+
+    Returns:
+        The group of this process; None, which stands for all, where ``group_size`` is 0.
+
+    Raises:
+        ValueError: the processes cannot be split like that.
+
+    Reference: ``apex.parallel.create_syncbn_process_group``.
+    """
+    if group_size == 0:
+        return None
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    if group_size < 0 or world_size % group_size:
+        raise ValueError(
+            f"group_size={group_size}: expected a divisor of the {world_size} processes; 0 is one group of all."
+        )
+    firsts = range(0, world_size, group_size)
+    groups = [dist.new_group(list(range(first, first + group_size))) for first in firsts]
+    return groups[rank // group_size]

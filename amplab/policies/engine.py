@@ -59,6 +59,12 @@ class CastingEngine:
         self, policy: PrecisionPolicy | None = None, *, device_type: str | None = None, cache_enabled: bool = True
     ) -> None:
         """Build the plan that is needed first."""
+        if not isinstance(policy, PrecisionPolicy | None):
+            raise TypeError(
+                f"policy={policy!r}: expected a PrecisionPolicy, or None for apex's; pass PrecisionPolicy({policy!r})."
+                if isinstance(policy, str)
+                else f"policy={policy!r}: expected a PrecisionPolicy, or None for apex's; pass PrecisionPolicy()."
+            )
         self.policy = PrecisionPolicy() if policy is None else policy
         self.device_type = device_type
         self.cache_enabled = cache_enabled

@@ -145,7 +145,7 @@ def _walk(
     found: dict[nn.Module, RuledModule],
 ) -> None:
     rule = counting.get(module, around)
-    has_forward = type(module).forward is not nn.Module.forward
+    has_forward = getattr(type(module), "forward", None) is not nn.Module.forward  # a ScriptModule hides its own
     begins = rule is not None and (around is None or rule.precision != around.precision)
     if begins and has_forward and module not in found:
         if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):

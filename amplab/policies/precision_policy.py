@@ -58,6 +58,7 @@ class PrecisionPolicy:
         module_rules: pattern -> the precision inside the modules that it names.
 
     Raises:
+        TypeError: the table is neither a table, nor a name, nor None.
         ValueError: no table has this name, a precision that cannot be computed in, an unknown op, rules that
             contradict each other.
     """
@@ -71,6 +72,11 @@ class PrecisionPolicy:
         """Turn what may be written in several ways into its one form, or refuse it."""
         put = functools.partial(object.__setattr__, self)  # this value is not out yet
         put("table", find_table(self.table) if isinstance(self.table, str) else self.table)
+        if not isinstance(self.table, OpTable | None):
+            raise TypeError(
+                f"table={self.table!r}: expected an OpTable, a name ({', '.join(sorted(TABLES))}), or None "
+                "for no casts but those of op_rules."
+            )
         put("compute_dtype", precision_of(self.compute_dtype, "compute_dtype"))
         put("op_rules", op_overrides(self.op_rules, self.table))
         put("module_rules", module_rules(self.module_rules))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from amplab.kernels import unscale_
+from amplab.scalers.parameters import tensors_of
 from amplab.scalers.unscaler import inverse_scale
 
 __all__ = ["BrokenView", "FlatGradients", "ViewBreak", "aligned_size", "check_combined_tensors"]
@@ -94,7 +95,7 @@ class FlatGradients:
     """
 
     def __init__(self, params: Iterable[Tensor]) -> None:
-        self._params = list({id(param): param for param in params}.values())
+        self._params = list({id(param): param for param in tensors_of(params)}.values())
         self._combine()
 
     @property

@@ -8,10 +8,10 @@ The rules themselves are faithful to their sources (``published_rules.py``); the
 from dataclasses import dataclass, replace
 
 from amplab.scalers.recurrence import Recurrence, RecurrentRule, require_scale
-from amplab.scalers.rules import ScaleRule
+from amplab.scalers.rules import ScaleRule, require_rule
 from amplab.scalers.scale_state import ScaleState
 
-__all__ = ["floored"]
+__all__ = ["floored", "name_of_rule"]
 
 
 def floored(rule: ScaleRule, floor: float | None) -> ScaleRule:
@@ -26,6 +26,7 @@ def floored(rule: ScaleRule, floor: float | None) -> ScaleRule:
         same device form.
 
     Raises:
+        TypeError: no rule.
         ValueError: a floor that is not a finite number > 0, or above the ceiling of the rule.
 
     Sync: none.
@@ -36,6 +37,7 @@ def floored(rule: ScaleRule, floor: float | None) -> ScaleRule:
     >>> rule.next(state, found_inf=True)
     ScaleState(scale=1.0, clean_steps=0)
     """
+    require_rule(rule)
     require_scale("floor", floor, optional=True)
     if floor is None:
         return rule
@@ -46,6 +48,16 @@ def floored(rule: ScaleRule, floor: float | None) -> ScaleRule:
     if rule.recurrence.ceiling < floor:
         raise ValueError(f"floor={floor} is above the ceiling of {rule!r}: expected floor <= ceiling.")
     return _FlooredRecurrence(rule, float(floor))
+
+
+def name_of_rule(rule: ScaleRule) -> str:
+    """Return the name of the class of ``rule``, whatever floor is under it.
+
+    >>> from amplab.scalers import KerasScale
+    >>> name_of_rule(floored(KerasScale(), 1.0))
+    'KerasScale'
+    """
+    return type(rule.rule if isinstance(rule, _FlooredRecurrence | _FlooredRule) else rule).__name__
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from amplab.kernels import unscale_add, unscale_copy
+from amplab.scalers.parameters import tensors_of
 from amplab.scalers.unscaler import inverse_scale
 
 __all__ = ["MasterPair", "MasterWeights"]
@@ -65,7 +66,7 @@ class MasterWeights:
 
         Sync: none.
         """
-        return [self._master(param) for param in params]
+        return [self._master(param) for param in tensors_of(params)]
 
     def of(self, param: Tensor) -> Tensor:
         """The master of a model parameter; the parameter itself where it needs none."""

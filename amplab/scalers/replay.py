@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from amplab.formats import FLOAT16, ExponentHistogram, FloatFormat
 from amplab.scalers.deepspeed_rule import LossScaleAtMinimumError
-from amplab.scalers.rules import ScaleRule
+from amplab.scalers.rules import ScaleRule, require_rule
 from amplab.scalers.scale_state import ScaleState
 
 __all__ = ["Replay", "ReplayStep", "Verdict", "overflow_verdict", "replay"]
@@ -112,6 +112,7 @@ def replay(
         step, and large enough to have overflowed where they did.
 
     Raises:
+        TypeError: no rule.
         ValueError: not exactly one of the two records, scales of another length, or an exponent that is none.
 
     Sync: none.
@@ -128,6 +129,7 @@ def replay(
         raise ValueError(
             f"recorded_scales: {len(recorded_scales)} for {len(record)} steps; expected one scale for each step."
         )
+    require_rule(rule)
     state, steps = rule.start(), []
     neighbours = [None] * len(record) if recorded_scales is None or found_infs is not None else _nearest_finite(record)
     for step, recorded in enumerate(record):

@@ -11,7 +11,7 @@ Unscaling gradients is in ``unscaler.py``.
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from amplab.scalers.recurrence import (
     Recurrence,
@@ -22,7 +22,7 @@ from amplab.scalers.recurrence import (
 )
 from amplab.scalers.scale_state import ScaleState
 
-__all__ = ["APEX_DYNAMIC", "TORCH_DYNAMIC", "DynamicScale", "ScaleRule", "ScaleState", "StaticScale"]
+__all__ = ["APEX_DYNAMIC", "TORCH_DYNAMIC", "DynamicScale", "ScaleRule", "ScaleState", "StaticScale", "require_rule"]
 
 
 class ScaleRule(Protocol):
@@ -55,6 +55,14 @@ class ScaleRule(Protocol):
 
     def next(self, state: ScaleState, found_inf: bool) -> ScaleState:
         """The state after a backward whose gradients were finite (``found_inf=False``) or not."""
+
+
+def require_rule(rule: Any) -> None:
+    """Refuse what is no rule. Raises: TypeError."""
+    if isinstance(rule, type) or not all(hasattr(rule, name) for name in ("skips_on_overflow", "start", "next")):
+        given = rule.__name__ if isinstance(rule, type) else repr(rule)
+        call = f"{given}()" if isinstance(rule, type) else "DynamicScale()"
+        raise TypeError(f"rule={given}: expected a rule of the scale, an instance; pass one such as {call}.")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@
     apex.parallel.LARC    ->  amplab.parallel.LARC
 
 One object under two names, so there is one session, and `isinstance` holds whichever name a class was imported by. (A
-second entry in ``sys.modules`` for the package alone would load every module under it twice.)
+second entry in ``sys.modules`` for the package alone would load every module under it twice.) What amplab has under
+another name, or not at all, is in ``apex_names.py``: importing it works, or is refused with what to use.
 """
 
 import importlib
@@ -17,6 +18,8 @@ from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
 from types import ModuleType, TracebackType
+
+from amplab.scripts.apex_names import HOMES, refusal
 
 __all__ = ["ApexAlias", "as_apex"]
 
@@ -56,8 +59,9 @@ class ApexAlias:
                 f"apex is imported already, from {getattr(present, '__file__', None) or 'elsewhere'}: expected to "
                 "come before the first `import apex`; call amplab.as_apex() at the top of the program."
             )
-        self._finder = _ApexFinder()
+        self._finder, self._last = _ApexFinder(), _Refusing()
         sys.meta_path.insert(0, self._finder)
+        sys.meta_path.append(self._last)
 
     def __enter__(self) -> "ApexAlias":
         return self
@@ -69,11 +73,14 @@ class ApexAlias:
 
     def undo(self) -> None:
         """Take it back: ``import apex`` finds what is installed, if anything. Repeating it does nothing."""
-        if self._finder in sys.meta_path:
-            sys.meta_path.remove(self._finder)
+        for finder in (self._finder, self._last):
+            if finder in sys.meta_path:
+                sys.meta_path.remove(finder)
         if not any(isinstance(finder, _ApexFinder) for finder in sys.meta_path):
             for name in [name for name in sys.modules if _is_apex(name)]:
                 del sys.modules[name]
+            for name in HOMES:
+                _forget(_own_name(name))
 
 
 class _ApexFinder(DistributionFinder):
@@ -83,9 +90,9 @@ class _ApexFinder(DistributionFinder):
         self, name: str, _path: Sequence[str] | None = None, _target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return a spec that loads the module of amplab; None where amplab has none of that name."""
-        if not _is_apex(name):
+        own = _home(name)
+        if own is None:
             return None
-        own = AMPLAB + name.removeprefix(APEX)
         found = importlib.util.find_spec(own)
         if found is None:
             return None
@@ -96,6 +103,20 @@ class _ApexFinder(DistributionFinder):
         """Yield a distribution called apex to who asks for it by name."""
         if context is not None and context.name == APEX:
             yield _ApexDistribution()
+
+
+class _Refusing:
+    """Comes last: refuses what is of apex and nobody has found. Those who only ask whether it exists are told no."""
+
+    def find_spec(
+        self, name: str, _path: Sequence[str] | None = None, _target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Raise ModuleNotFoundError in an ``import`` of what is of apex; return None."""
+        said = refusal(name) if _is_being_imported() else None
+        if said is not None:
+            # Under apex's name: `from package import name` would pass over an error in the name that it looked for.
+            raise ModuleNotFoundError(said, name=said.partition(":")[0])
+        return None
 
 
 class _Loader(Loader):
@@ -125,3 +146,28 @@ class _ApexDistribution(Distribution):
 
 def _is_apex(name: str) -> bool:
     return name == APEX or name.startswith(f"{APEX}.")
+
+
+def _own_name(name: str) -> str:
+    return AMPLAB + name.removeprefix(APEX)
+
+
+def _home(name: str) -> str | None:
+    """The module of amplab that ``name`` stands for; ``from apex.amp import handle`` asks for ``amplab.amp.handle``."""
+    if _is_apex(name):
+        return HOMES.get(name, _own_name(name))
+    return HOMES.get(name.replace(AMPLAB, APEX, 1)) if name.startswith(f"{AMPLAB}.") else None
+
+
+def _forget(name: str) -> None:
+    """Take back a second name that a module of amplab has had."""
+    sys.modules.pop(name, None)
+    parent, _, child = name.rpartition(".")
+    if parent in sys.modules:
+        vars(sys.modules[parent]).pop(child, None)
+
+
+def _is_being_imported() -> bool:
+    """Whether the finder that asks was called by an import, and not by ``importlib.util.find_spec``."""
+    asked = sys._getframe(3)  # this function, find_spec of the finder, that of the import system, who called it
+    return asked.f_globals.get("__name__") == "importlib._bootstrap"

@@ -4,7 +4,7 @@
     python -m package.module arguments... run_module("package.module", arguments)
 
 The arguments, ``sys.path[0]``, ``__main__``, the exit status and the traceback of an error are those of a direct start.
-Processes that the script starts by itself with the method "spawn" are new interpreters, and know nothing of it.
+The Python processes that the script starts do the same (``children.py``).
 """
 
 import builtins
@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 
 from amplab.scripts.apex_alias import ApexAlias, as_apex
+from amplab.scripts.apex_names import refusal
+from amplab.scripts.children import let_children_follow
 
 __all__ = ["DEVICES", "ScriptError", "run_module", "run_script"]
 
@@ -46,6 +48,7 @@ def run_script(path: str | Path, arguments: Sequence[str] = (), *, device: str |
     """
     source = _read(path)
     _prepare(device)
+    let_children_follow(device)
     sys.argv = [os.fspath(path), *arguments]
     _set_first_path(os.path.dirname(os.path.realpath(path)))
     main = _main_module(os.path.join(os.getcwd(), path))  # not normalized, as python leaves it
@@ -73,7 +76,9 @@ def run_module(name: str, arguments: Sequence[str] = (), *, device: str | None =
         found, reason = False, str(error)
     if not found:
         alias.undo()
-        raise ScriptError(f"-m {name}: {reason}; expected one that can be imported from {os.getcwd()}.")
+        said = refusal(name) or f"{name}: {reason}; expected one that can be imported from {os.getcwd()}."
+        raise ScriptError(f"-m {said}")
+    let_children_follow(device)
     sys.argv = [name, *arguments]
     return _guarded(lambda: runpy.run_module(name, run_name="__main__", alter_sys=True))
 

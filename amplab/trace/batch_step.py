@@ -20,6 +20,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 __all__ = ["ModelGroup", "StepFunction", "as_model", "step_function"]
 
@@ -99,7 +100,7 @@ def _parts(model: nn.Module, batch: Any, wants: list[inspect.Parameter]) -> tupl
     if isinstance(batch, Mapping):
         known = _known_names(model)
         return (), {key: value for key, value in batch.items() if known is None or key in known}, whole
-    if not isinstance(batch, tuple | list):
+    if not isinstance(batch, tuple | list) or isinstance(batch, PackedSequence):
         return (batch,), {}, whole
     apart = 0 if len(wants) == 2 and wants[1].name == "batch" else max(0, len(wants) - 1)
     first = _into_model(model, len(batch), apart)

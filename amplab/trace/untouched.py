@@ -1,18 +1,22 @@
 """Leave a model as it was: everything that a forward and a backward write, put back.
 
 Kept: parameters, buffers (values, also those that forward adds or rebinds), `.grad` of every leaf, `requires_grad`,
-training flags, and the random states of torch, its devices, Python and numpy. Not kept, because no one could know of
-it: plain Python attributes that a model's forward sets, and generators of one's own.
+training flags, the random states of torch, its devices, Python and numpy, and whatever the optimizers have that step in
+the block. Not kept, because no one could know of it: plain Python attributes that a model's forward sets, a loss scale,
+and generators of one's own.
 """
 
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from amplab.trace.optimizer_states import unchanged_optimizers
+from amplab.trace.tensor_copies import TensorCopy
 
 __all__ = ["ParkedGradients", "untouched"]
 
@@ -79,45 +83,24 @@ def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
             for module in model.modules():
                 undo.callback(_ModuleState.of(module).restore)
         undo.enter_context(_random_states(model))
+        undo.enter_context(unchanged_optimizers())
         yield gradients
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """A tensor and its value; `alias` is the same memory, with a version of its own that autograd does not watch."""
-
-    tensor: Tensor
-    alias: Tensor
-    value: Tensor
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "_Copy":
-        return cls(tensor, tensor.data, tensor.detach().clone(), tensor.requires_grad)
-
-    def restore(self) -> None:
-        self.alias.copy_(self.value)
-        if self.tensor.data_ptr() != self.alias.data_ptr():
-            self.tensor.data = self.alias
-        if self.tensor.requires_grad != self.requires_grad:
-            self.tensor.requires_grad_(self.requires_grad)
-
-
-@dataclass(frozen=True)
-class _ModuleState:
+class _ModuleState(NamedTuple):
     """What one module owns itself: its parameters, buffers and training flag."""
 
     module: nn.Module
     training: bool
     parameters: dict[str, Tensor | None]
     buffers: dict[str, Tensor | None]
-    copies: tuple[_Copy, ...]
+    copies: tuple[TensorCopy, ...]
 
     @classmethod
     def of(cls, module: nn.Module) -> "_ModuleState":
         parameters, buffers = dict(module._parameters), dict(module._buffers)
         tensors = [tensor for tensor in (*parameters.values(), *buffers.values()) if tensor is not None]
-        return cls(module, module.training, parameters, buffers, tuple(_Copy.of(tensor) for tensor in tensors))
+        return cls(module, module.training, parameters, buffers, tuple(TensorCopy.of(tensor) for tensor in tensors))
 
     def restore(self) -> None:
         self.module.training = self.training

@@ -140,3 +140,23 @@ def test_another_initialize_has_other_scalers(problem, run):
     (after,) = amp._amp_state.loss_scalers
     assert len(before) == 2
     assert (after.loss_scale(), after.dynamic) == (8.0, False)
+
+
+def test_the_module_of_the_name_is_the_state(problem, capsys):
+    from amplab.amp._amp_state import AmpState, master_params, maybe_print, warn_or_err
+    from amplab.amp._amp_state import _amp_state as state_of_module
+
+    assert state_of_module is amp._amp_state
+    assert isinstance(state_of_module, AmpState)
+    assert amp._amp_state is _amp_state
+    model = problem.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    assert [*map(id, master_params(optimizer))] == [*map(id, amp.master_params(optimizer))]
+    maybe_print("quiet", rank0=True)
+    amp.initialize(model, optimizer, opt_level="O2")
+    capsys.readouterr()
+    maybe_print("said", rank0=True)
+    assert capsys.readouterr().out == "said\n"
+    with pytest.raises(RuntimeError, match=r"^wrong$"):
+        warn_or_err("wrong")

@@ -179,3 +179,22 @@ def test_arguments_are_checked_as_in_torch(name):
             decorator(body, device_type=torch.device("cpu"))
     assert ours(body, device_type="cpu").__doc__ == "The body."
     assert ours(device_type="cpu")(body).__name__ == "body"
+
+
+@pytest.mark.parametrize("decorate", [lambda fwd: fwd, torch.amp.custom_fwd(device_type="cpu")], ids=["none", "torch"])
+def test_a_backward_without_its_forward_says_so(decorate):
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        @decorate
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        @amplab.custom_bwd(device_type="cpu")
+        def backward(ctx, grad):
+            return grad * 2
+
+    doubled = Twice.apply(torch.ones(1, requires_grad=True))
+    said = r"Twice\.backward is decorated with custom_bwd and its forward not with amplab's custom_fwd: expected both;"
+    with pytest.raises(AttributeError, match=said):
+        doubled.backward()

@@ -359,3 +359,31 @@ def test_clipping_acts_on_what_the_optimizer_steps(problem):
     optimizer.step()
     moved = [old - new for old, new in zip(before, session.master_params(optimizer), strict=True)]
     assert torch.linalg.vector_norm(torch.cat([m.flatten() for m in moved])).item() == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_a_step_without_gradients_is_reported_as_such(problem, level, kind):
+    model = problem.model()
+    optimizer = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[kind](model.parameters(), lr=0.1, weight_decay=0.1)
+    if level == "O3":
+        optimizer.param_groups[0]["eps"] = 1e-4
+    session = amp.Session()
+    session.initialize(model, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    loss = problem.loss(model, 0)
+    before["1.num_batches_tracked"] += 1
+    before["1.running_mean"], before["1.running_var"] = (
+        model.state_dict()[f"1.running_{each}"] for each in ("mean", "var")
+    )
+    with session.scale_loss(loss, optimizer):
+        pass
+    optimizer.step()
+    assert same(model.state_dict(), before)
+    assert session.last_step(optimizer) == amp.StepOutcome(
+        False, "no parameter had a gradient: no backward has reached one since they were cleared"
+    )
+    with session.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert session.last_step(optimizer).stepped

@@ -1,35 +1,15 @@
 """What initialize refuses, and what it warns of."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
+from amplab import amp
 from amplab.amp import Session
 
-
-def wrapped():
-    return nn.DataParallel(nn.Linear(1, 1))
-
-
-def half_buffer():
-    model = nn.Linear(1, 1)
-    model.register_buffer("mask", torch.ones(1).half())
-    return model
-
-
-class FP16_Optimizer:
-    """Known by its name: there are copies of it in many a script."""
-
-
 REFUSALS = [
-    (lambda s: s.initialize((nn.Linear(1, 1),)), TypeError, "models must be either a single model or a list of"),
-    (lambda s: s.initialize("net"), TypeError, "models must be either a single model or a list of"),
-    (lambda s: s.initialize([nn.Linear(1, 1), 3]), TypeError, "Found an object of type int; pass torch.nn.Module."),
-    (lambda s: s.initialize(nn.Linear(1, 1), ()), TypeError, "optimizers must be either a single optimizer or a list"),
-    (lambda s: s.initialize(nn.Linear(1, 1), [1]), TypeError, "Found an object of type int; pass torch.optim."),
-    (lambda s: s.initialize(wrapped()), RuntimeError, "Parallel wrappers should only be applied to the model(s) AFTER"),
-    (lambda s: s.initialize(nn.Linear(1, 1).half()), RuntimeError, "Found param weight with type torch.HalfTensor"),
-    (lambda s: s.initialize(half_buffer()), RuntimeError, "Found buffer mask with type torch.HalfTensor"),
     (lambda s: s.initialize(nn.Linear(1, 1), num_losses=0), ValueError, "num_losses=0: expected a whole number >= 1"),
     (lambda s: s.initialize(nn.Linear(1, 1), num_losses=1.5), ValueError, "num_losses=1.5: expected a whole number"),
     (lambda s: s.initialize(nn.Linear(1, 1), min_loss_scale=-1), ValueError, "min_loss_scale=-1: expected a finite"),
@@ -42,9 +22,30 @@ REFUSALS = [
         (lambda s, name=name: s.initialize(nn.Linear(1, 1), **{name: 8}), NotImplementedError, f"{name}: amp.init")
         for name in ("combine_grad", "combine_ddp", "ddp_replica_count", "check_combined_tensors")
     ),
-    (lambda s: s.initialize(nn.Linear(1, 1), FP16_Optimizer()), RuntimeError, "An incoming optimizer is an instance"),
-    (lambda s: s.initialize(nn.Linear(1, 1), [FP16_Optimizer()]), RuntimeError, "must be bare instances of either"),
     (lambda s: s.initialize(nn.Linear(1, 1), min_loss_scale="x"), TypeError, "min_loss_scale='x': expected a number"),
+    (lambda s: s.initialize(nn.Linear(1, 1), max_loss_scale=True), TypeError, "max_loss_scale=True: expected a number"),
+    (lambda s: s.initialize(nn.Linear(1, 1), scale_window="x"), TypeError, "scale_window='x': expected a number"),
+    (
+        lambda s: s.initialize(nn.Linear(1, 1), scale_growth_factor=None),
+        TypeError,
+        "scale_growth_factor=None: expected",
+    ),
+    (
+        lambda s: s.initialize(nn.Linear(1, 1), scale_backoff_factor="x"),
+        TypeError,
+        "scale_backoff_factor='x': expected",
+    ),
+    (lambda s: s.initialize(nn.Linear(1, 1), dynamic_init_scale="dynamic"), TypeError, "dynamic_init_scale='dynamic'"),
+    (
+        lambda s: s.initialize(nn.Linear(1, 1), loss_scale=1e39),
+        ValueError,
+        "loss_scale=1e+39: expected a number that f",
+    ),
+    (
+        lambda s: s.initialize(nn.Linear(1, 1), loss_scale="1e-46"),
+        ValueError,
+        "loss_scale=1e-46: expected a number tha",
+    ),
     (lambda s: s.initialize(nn.Linear(1, 1), verbosity="loud"), TypeError, "verbosity='loud': expected 0 (nothing)"),
     (lambda s: s.initialize(nn.Linear(1, 1), cast_model_outputs="half"), TypeError, "cast_model_outputs='half': exp"),
     (lambda s: s.initialize(nn.Linear(1, 1), cast_model_outputs=torch.int8), TypeError, "expected a floating torch."),
@@ -59,11 +60,13 @@ def test_refusals_of_initialize(session, call, error, message):
         call(session)
     assert message in str(refusal.value)
     assert len(refusal.value.args) == 1
+    assert not re.search("DynamicScale|StaticScale|floor|ceiling|growth_interval", str(refusal.value))
 
 
 def test_cudnn_switched_off_is_refused(session):
-    with torch.backends.cudnn.flags(enabled=False), pytest.raises(
-        RuntimeError, match=r"^Amp requires torch.backends.cudnn.enabled = True$"
+    with (
+        torch.backends.cudnn.flags(enabled=False),
+        pytest.raises(RuntimeError, match=r"^Amp requires torch.backends.cudnn.enabled = True$"),
     ):
         session.initialize(nn.Linear(1, 1))
 
@@ -102,3 +105,103 @@ def test_scale_loss_wants_an_optimizer():
         refused = pytest.raises(TypeError, match="scale_loss got optimizers=")
         with refused, session.scale_loss(model(torch.ones(1, 2)).sum(), nothing):
             pass
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda m: amp.initialize(m, bogus=1),
+            "amp.initialize: got an unexpected keyword argument 'bogus'; see help(amp.",
+        ),
+        (lambda m: amp.initialize(m, optlevel="O2"), "argument 'optlevel'; did you mean opt_level?"),
+        (lambda m: amp.initialize(m, *[None] * 20), "amp.initialize: too many positional arguments; see help(amp.init"),
+        (
+            lambda m: amp.scale_loss(m.weight.sum(), m, lossid=1),
+            "amp.scale_loss: got an unexpected keyword argument 'los",
+        ),
+        (
+            lambda m: amp.master_params(),
+            "amp.master_params: missing a required argument: 'optimizer'; see help(amp.mas",
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_under_the_name_that_was_called(call, said):
+    with pytest.raises(TypeError) as refusal:
+        call(nn.Linear(1, 1))
+    assert said in str(refusal.value)
+    assert "Session" not in str(refusal.value)
+
+
+DYNAMIC = {"dynamic_init_scale": 8.0, "scale_growth_factor": 4.0, "scale_backoff_factor": 0.25, "scale_window": 5}
+
+
+@pytest.mark.parametrize(("name", "value"), DYNAMIC.items())
+def test_arguments_of_a_dynamic_scale_beside_a_static_one_are_warned_of(session, name, value):
+    with pytest.warns(
+        UserWarning, match=rf"^{name}={value}: not used, since loss_scale is 128.0 here and stays there;"
+    ):
+        session.initialize(nn.Linear(1, 1), opt_level="O2", loss_scale="128.0", verbosity=0, **{name: value})
+
+
+def test_one_call_with_arguments_of_a_dynamic_scale_serves_every_level(session, recwarn):
+    for level in ("O0", "O1", "O2", "O3"):
+        session.initialize(nn.Linear(1, 1), opt_level=level, verbosity=0, **DYNAMIC)
+    session.initialize(nn.Linear(1, 1), loss_scale="dynamic", verbosity=0, **DYNAMIC)
+    assert not recwarn.list
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_torchscript_is_refused_where_hooks_would_hang_on_it(session, level):
+    scripted = torch.jit.script(nn.Linear(2, 2))
+    traced = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
+    for model in (scripted, traced):
+        with pytest.raises(
+            RuntimeError, match=r"^The incoming model is a \w+: expected Python modules, .* compiled from"
+        ):
+            session.initialize([nn.Linear(1, 1), model], opt_level=level, verbosity=0)
+    holder = nn.Sequential(scripted)
+    if level in ("O0", "O1"):
+        session.initialize(holder, opt_level=level, verbosity=0)
+        with session.casting():
+            assert holder(torch.ones(1, 2)).dtype is torch.float32
+    else:
+        with pytest.raises(RuntimeError, match=r"^Module 0 of the incoming model is a RecursiveScriptModule: expected"):
+            session.initialize(holder, opt_level=level, verbosity=0)
+        assert holder[0].weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_what_is_named_twice_is_prepared_once(session, level, problem):
+    """As a list of shared encoders is: the lists come back as they are, and training is that of one."""
+
+    def train(models, optimizers, model, optimizer):
+        own = Session()
+        arrived = own.initialize(models, optimizers, opt_level=level, verbosity=0)
+        assert arrived == (models, optimizers)
+        for step in range(4):
+            with own.casting(), own.scale_loss(problem.loss(model, step), optimizers) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+        return model.state_dict()
+
+    once, twice = problem.model(), problem.model()
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (once, twice))
+    expected = train(once, first, once, first)
+    got = train([twice, twice], [second, second], twice, second)
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_empty_lists_are_mirrored(session, level):
+    """No model: parameters of the optimizer stay as they are, and are trained under the scale."""
+    assert session.initialize([], opt_level=level, verbosity=0) == []
+    assert session.initialize([], [], opt_level=level, verbosity=0) == ([], [])
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    assert session.initialize([], optimizer, opt_level=level, verbosity=0) == ([], optimizer)
+    with session.scale_loss(weight.sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert weight.item() == 0.5

@@ -49,3 +49,36 @@ def test_before_initialize_the_words_are_those_of_apex(session):
         "Invoked 'with amp.scale_loss`, but internal Amp state has not been initialized.  model, optimizer = "
         "amp.initialize(model, optimizer, opt_level=...) must be called before `with amp.scale_loss`."
     )
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_loss_that_backward_cannot_run_from_says_so(session, level):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    output = model(torch.ones(3, 2))
+
+    def backward(loss, run=lambda scaled_loss: scaled_loss.backward()):
+        with session.scale_loss(loss, optimizer) as scaled_loss:
+            run(scaled_loss)
+
+    for dtype in (torch.int64, torch.bool, torch.complex64):
+        with pytest.raises(TypeError, match=f"^scale_loss got a loss of {dtype}: expected a floating tensor"):
+            backward(output.sum().detach().to(dtype))
+    with pytest.raises(
+        RuntimeError, match=r"^scale_loss got a loss of shape \(3, 2\): expected one .* scaled_loss.mean\("
+    ):
+        backward(output)
+    with pytest.raises(
+        RuntimeError, match=r"^scale_loss got a loss that requires no gradient: expected one computed f"
+    ):
+        backward(output.sum().detach())
+    backward(output.sum().detach(), run=lambda _: None)  # nobody asked for a gradient
+    with pytest.raises(RuntimeError, match=r"^of the user's own$"):
+        backward(output.sum().detach(), run=lambda _: _fail())
+    backward(output, run=lambda scaled_loss: scaled_loss.mean().backward())
+    assert model.weight.grad is not None or next(session.master_params(optimizer)).grad is not None
+
+
+def _fail():
+    raise RuntimeError("of the user's own")

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+NAN, INF = float("nan"), float("inf")
+
 
 @pytest.fixture
 def prepared(session):
@@ -71,9 +73,7 @@ def test_a_collapsed_scale_is_lifted_to_the_floor(prepared, capsys):
     session = prepared(min_loss_scale=4.0)
     session.load_state_dict({"loss_scaler0": entry(0.0)})
     assert session.loss_scale() == 4.0
-    assert capsys.readouterr().out == (
-        "Warning: loss_scaler0 was saved at 0.0; it is at least 4.0 here and stays so\n"
-    )
+    assert capsys.readouterr().out == ("Warning: loss_scaler0 was saved at 0.0; it is at least 4.0 here and stays so\n")
 
 
 def test_a_static_scale_stays_what_it_was_set_to(prepared, capsys):
@@ -99,3 +99,33 @@ def test_strict_is_no_argument(prepared):
     """Scripts try it first, and rely on the TypeError."""
     with pytest.raises(TypeError, match="strict"):
         prepared().load_state_dict({}, strict=False)
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        (entry(2.0, -3), "unskipped=-3: expected a whole number >= 0"),
+        (entry(2.0, 1.5), "unskipped=1.5: expected a whole number >= 0"),
+        (entry(2.0, NAN), "expected {'loss_scale': float, 'unskipped': int}"),
+        (entry(2.0, INF), "expected {'loss_scale': float, 'unskipped': int}"),
+        (entry(NAN), "loss_scale=nan: expected a finite number > 0"),
+        (entry(INF), "loss_scale=inf: expected a finite number > 0"),
+        (entry(1e39), "loss_scale=1e+39: expected a number that float32 can hold"),
+    ],
+)
+@pytest.mark.parametrize("loss_scale", ["dynamic", 128.0])
+def test_numbers_that_no_scaler_can_have_are_refused(prepared, saved, said, loss_scale):
+    session = prepared(opt_level="O2", loss_scale=loss_scale)
+    before = session.state_dict()
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011  the message is looked at below
+        session.load_state_dict({"loss_scaler0": saved})
+    assert said in str(refusal.value)
+    assert session.state_dict() == before
+
+
+def test_a_count_of_a_longer_window_still_lets_the_scale_grow(prepared):
+    """The count is compared for equality, here as in apex: beyond the window the scale would never grow again."""
+    session = prepared(opt_level="O2", scale_window=5)
+    session.load_state_dict({"loss_scaler0": entry(8.0, 1500)})
+    session.scalers[0].update(False)
+    assert session.state_dict()["loss_scaler0"] == entry(16.0, 0)

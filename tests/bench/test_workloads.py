@@ -3,10 +3,17 @@
 import pytest
 import torch
 
-from amplab.bench.workloads import mlp_512, random_tensors, resnet50_shapes, small_transformer, tiny_mlp
+from amplab.bench.workloads import (
+    mlp_512,
+    random_tensors,
+    resnet50_shapes,
+    small_cnn,
+    small_transformer,
+    tiny_mlp,
+)
 
 
-@pytest.mark.parametrize("make", [mlp_512, tiny_mlp, lambda: small_transformer(width=16, layers=1, batch=2)])
+@pytest.mark.parametrize("make", [mlp_512, tiny_mlp, small_cnn, lambda: small_transformer(width=16, layers=1, batch=2)])
 def test_steps_learn_the_batch_and_leave_no_gradients(make):
     workload = make()
     twin = make()

@@ -76,7 +76,10 @@ def test_other_refusals_are_one_sentence_too(capsys: pytest.CaptureFixture[str],
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "script"),
+        ([], "no script: expected one, such as `amplab run --device cpu train.py`."),
+        (["--"], "no script"),
+        (["-m"], "such as `amplab run --device cpu -m package.module`."),
+        (["-m", "apex.parallel.multiproc", "train.py"], "torchrun"),
         (["no_such_script.py"], "no such file"),
         (["."], "a directory"),
         (["--device", "tpu", "train.py"], "tpu"),
@@ -93,8 +96,8 @@ def test_run_refuses_in_one_sentence(
 def test_what_follows_the_script_is_the_scripts() -> None:
     words = ["run", "--device", "cpu", "train.py", "--device", "cuda", "-m", "--", "-h"]
     options = build_parser().parse_args(words)
-    assert (options.device, options.script, options.module) == ("cpu", "train.py", False)
-    assert options.arguments == ["--device", "cuda", "-m", "--", "-h"]
+    assert (options.device, options.module) == ("cpu", False)
+    assert options.words == ["train.py", "--device", "cuda", "-m", "--", "-h"]
 
 
 def test_unknown_lesson_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:

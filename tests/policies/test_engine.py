@@ -381,3 +381,12 @@ def test_torch_compile_traces_a_block_inside(engine):
             return x @ x
 
     assert torch.compile(inside, fullgraph=True, backend="eager")(X).dtype is torch.float16
+
+
+@pytest.mark.parametrize(
+    ("policy", "remedy"), [("apex", "PrecisionPolicy('apex')"), (PrecisionPolicy, "PrecisionPolicy()")]
+)
+def test_what_is_no_policy_is_refused(policy, remedy):
+    with pytest.raises(TypeError) as refusal:
+        CastingEngine(policy)
+    assert str(refusal.value) == f"policy={policy!r}: expected a PrecisionPolicy, or None for apex's; pass {remedy}."

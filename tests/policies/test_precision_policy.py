@@ -127,3 +127,13 @@ def test_explain_tells_the_users_rule_first():
     assert not policy.explain(F.linear).by_user
     assert policy.explain("softmax").by_user
     assert policy.explain("F.softmax").by_user
+
+
+@pytest.mark.parametrize("table", [3, ("apex",), PrecisionPolicy])
+def test_what_is_no_table_is_refused(table):
+    with pytest.raises(TypeError) as refusal:
+        PrecisionPolicy(table)
+    assert str(refusal.value) == (
+        f"table={table!r}: expected an OpTable, a name (apex, torch_cpu, torch_cuda), or None for no casts but those "
+        "of op_rules."
+    )

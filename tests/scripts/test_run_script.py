@@ -75,6 +75,22 @@ def test_a_script_finds_itself_where_python_puts_it(folder, path):
     assert "neighbour" in here.stdout
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["inner/self.py", "--"],
+        ["inner/self.py", "--", "x"],
+        ["inner/self.py", "x", "--", "y", "--"],
+        ["inner/self.py", "--", "--"],
+        ["--", "inner/self.py", "--", "-h"],
+    ],
+)
+def test_words_after_the_script_are_handed_on(folder, words):
+    direct, here = both(folder, *words)
+    assert here.stdout == direct.stdout
+    assert here.stdout.startswith(f"{words[words[0] == '--' :]!r} ")
+
+
 @pytest.mark.parametrize("how", ["error", "hook", "text", "three", "none", "os", "fall"])
 def test_ends_are_those_of_a_direct_start(folder, how):
     direct, here = both(folder, "inner/ends.py", how)
