@@ -3,15 +3,19 @@
 from amplab.kernels.build import BuildReport, ensure, report
 from amplab.kernels.dispatch_casts import DispatchCasts
 from amplab.kernels.parameter_list import ParameterList
-from amplab.kernels.unscale import unscale_, unscale_add, unscale_copy
+from amplab.kernels.steps import adam_, sgd_
+from amplab.kernels.unscale import unscale_, unscale_add, unscale_copy, unscaled_norm
 
 __all__ = [
     "BuildReport",
     "DispatchCasts",
     "ParameterList",
+    "adam_",
     "ensure",
     "report",
+    "sgd_",
     "unscale_",
     "unscale_add",
     "unscale_copy",
+    "unscaled_norm",
 ]
