@@ -44,7 +44,7 @@ class ParameterList {
         return false;
       }
       void* data = grad.numel() == 0 ? nullptr : grad.mutable_data();
-      spans.push_back({{data, data, grad.numel()}, dtype, dtype});
+      spans.push_back({{data, data, grad.numel()}, dtype, dtype, static_cast<int>(spans.size())});
     }
     return true;
   }

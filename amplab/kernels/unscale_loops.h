@@ -1,0 +1,216 @@
+// The inner loops of the CPU kernels: one dense piece of memory, many lanes at a time.
+//
+// The same operations as unscale_element (unscale.h), so the same bits. What was written is measured while it is still
+// in the first cache: squares are summed in double, where the square of a float is exact.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#if defined(__AVX2__) && defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#include "unscale.h"
+
+namespace amplab {
+
+#if defined(__AVX2__) && defined(__F16C__)
+
+inline constexpr int64_t kLanes = 8;
+
+// Eight elements at a time; the same operations as unscale_element, so the same bits.
+inline __m256 load(const float* x) { return _mm256_loadu_ps(x); }
+inline __m256 load(const Half* x) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))); }
+inline __m256 load(const BFloat16* x) {
+  const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+}
+
+inline void store(float* y, __m256 value) { _mm256_storeu_ps(y, value); }
+inline void store(Half* y, __m256 value) {
+  const __m128i rounded = _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(y), rounded);
+}
+inline void store(BFloat16* y, __m256 value) {
+  const __m256i bits = _mm256_castps_si256(value);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+  const __m256i rounded = _mm256_srli_epi32(_mm256_blendv_epi8(up, _mm256_set1_epi32(0x7fc00000), is_nan), 16);
+  const __m128i low = _mm256_castsi256_si128(rounded);
+  const __m128i high = _mm256_extracti128_si256(rounded, 1);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(y), _mm_packus_epi32(low, high));
+}
+
+// The smallest magnitude that is infinite once it is rounded: halfway from the largest number to the next power of 2.
+inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
+template <class Out>
+inline constexpr float kOverflow = kInfinity;
+template <>
+inline constexpr float kOverflow<Half> = 65520.0f;
+template <>
+inline constexpr float kOverflow<BFloat16> = 0x1.ffp127f;
+
+// All ones in the lanes whose magnitude is NaN or not below `limit`.
+inline __m256 reaches(__m256 x, float limit) {
+  const __m256 magnitude = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x);
+  return _mm256_cmp_ps(magnitude, _mm256_set1_ps(limit), _CMP_NLT_UQ);
+}
+
+template <Write write, class In, class Out>
+inline __m256 unscale_lanes(const In* x, Out* y, __m256 inv_scale) {
+  const __m256 product = _mm256_mul_ps(load(x), inv_scale);
+  if constexpr (write == Write::replace) {
+    store(y, product);
+    return reaches(product, kOverflow<Out>);
+  } else {
+    const __m256 before = load(y);
+    const __m256 sum = _mm256_add_ps(before, product);
+    store(y, sum);
+    const __m256 overflow = _mm256_andnot_ps(reaches(before, kInfinity), reaches(sum, kOverflow<Out>));
+    return _mm256_or_ps(reaches(product, kInfinity), overflow);
+  }
+}
+
+template <Write write, class In, class Out>
+bool unscale_floats(const In* x, Out* y, int64_t numel, float inv_scale) {
+  const __m256 inverse = _mm256_set1_ps(inv_scale);
+  __m256 bad = _mm256_setzero_ps();
+  int64_t i = 0;
+#pragma GCC unroll 4
+  for (; i + kLanes <= numel; i += kLanes) {
+    bad = _mm256_or_ps(bad, unscale_lanes<write>(x + i, y + i, inverse));
+  }
+  if (i < numel) {  // the rest among zeros, which are finite
+    In x_rest[kLanes] = {};
+    Out y_rest[kLanes] = {};
+    std::memcpy(x_rest, x + i, (numel - i) * sizeof(In));
+    std::memcpy(y_rest, y + i, (numel - i) * sizeof(Out));
+    bad = _mm256_or_ps(bad, unscale_lanes<write>(x_rest, y_rest, inverse));
+    std::memcpy(y + i, y_rest, (numel - i) * sizeof(Out));
+  }
+  return _mm256_movemask_ps(bad) != 0;
+}
+
+// As unscale_floats<replace>, with stores that go past the caches; they need 32-byte alignment.
+template <class In>
+bool stream_floats(const In* x, float* y, int64_t numel, float inv_scale) {
+  const __m256 inverse = _mm256_set1_ps(inv_scale);
+  const int64_t misaligned = static_cast<int64_t>(reinterpret_cast<uintptr_t>(y) / sizeof(float)) % kLanes;
+  int64_t i = std::min(numel, (kLanes - misaligned) % kLanes);
+  bool found = unscale_floats<Write::replace>(x, y, i, inv_scale);
+  __m256 bad = _mm256_setzero_ps();
+  for (; i + kLanes <= numel; i += kLanes) {
+    const __m256 product = _mm256_mul_ps(load(x + i), inverse);
+    _mm256_stream_ps(y + i, product);
+    bad = _mm256_or_ps(bad, reaches(product, kInfinity));
+  }
+  _mm_sfence();
+  found |= unscale_floats<Write::replace>(x + i, y + i, numel - i, inv_scale);
+  return found | (_mm256_movemask_ps(bad) != 0);
+}
+
+// Sums of squares, the lanes side by side.
+struct Squares {
+  __m256d low = _mm256_setzero_pd();
+  __m256d high = _mm256_setzero_pd();
+
+  void add(__m256 x) {
+    const __m256d first = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
+    const __m256d second = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
+    low = _mm256_add_pd(low, _mm256_mul_pd(first, first));
+    high = _mm256_add_pd(high, _mm256_mul_pd(second, second));
+  }
+  double sum() const {
+    alignas(32) double lanes[4];
+    _mm256_store_pd(lanes, _mm256_add_pd(low, high));
+    return (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
+  }
+};
+
+// Returns whether a product is not finite; where `squares` is true, adds the sum of their squares to `sum`.
+template <bool squares, class In>
+bool measure_floats(const In* x, int64_t numel, float inv_scale, double* sum) {
+  const __m256 inverse = _mm256_set1_ps(inv_scale);
+  __m256 bad = _mm256_setzero_ps();
+  Squares even, odd;
+  const auto take = [&](const In* at, Squares& into) {
+    const __m256 product = _mm256_mul_ps(load(at), inverse);
+    bad = _mm256_or_ps(bad, reaches(product, kInfinity));
+    if constexpr (squares) {
+      into.add(product);
+    }
+  };
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= numel; i += 2 * kLanes) {
+    take(x + i, even);
+    take(x + i + kLanes, odd);
+  }
+  for (; i < numel; i += kLanes) {  // the rest among zeros, which add nothing
+    In rest[kLanes] = {};
+    std::memcpy(rest, x + i, std::min(kLanes, numel - i) * sizeof(In));
+    take(rest, even);
+  }
+  if constexpr (squares) {
+    *sum += even.sum() + odd.sum();
+  }
+  return _mm256_movemask_ps(bad) != 0;
+}
+
+#else
+
+template <bool squares, class In>
+bool measure_floats(const In* x, int64_t numel, float inv_scale, double* sum) {
+  bool bad = false;
+  double sums[8] = {};  // side by side, so that the compiler takes several at once
+  for (int64_t i = 0; i < numel; ++i) {
+    const float product = widen(x[i]) * inv_scale;
+    bad |= !is_finite(product);
+    sums[i % 8] += static_cast<double>(product) * product;
+  }
+  for (const double each : sums) {
+    *sum += each;
+  }
+  return bad;
+}
+
+template <Write write, class In, class Out>
+bool unscale_floats(const In* x, Out* y, int64_t numel, float inv_scale) {
+  bool bad = false;
+  for (int64_t i = 0; i < numel; ++i) {
+    bad |= unscale_element<write>(x[i], y[i], inv_scale);
+  }
+  return bad;
+}
+
+template <class In>
+bool stream_floats(const In* x, float* y, int64_t numel, float inv_scale) {
+  return unscale_floats<Write::replace>(x, y, numel, inv_scale);
+}
+
+#endif
+
+// Where float64 takes part: rare enough for one element at a time.
+template <Write write, class In, class Out>
+bool unscale_doubles(const In* x, Out* y, int64_t numel, double inv_scale) {
+  bool bad = false;
+  for (int64_t i = 0; i < numel; ++i) {
+    bad |= unscale_element<write>(x[i], y[i], inv_scale);
+  }
+  return bad;
+}
+
+inline bool measure_doubles(const double* x, int64_t numel, double inv_scale, double* sum) {
+  bool bad = false;
+  for (int64_t i = 0; i < numel; ++i) {
+    const double product = x[i] * inv_scale;
+    bad |= !is_finite(product);
+    *sum += product * product;
+  }
+  return bad;
+}
+
+}  // namespace amplab
