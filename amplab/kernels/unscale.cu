@@ -204,7 +204,14 @@ void unscale_spans(const Spans& spans, const Handle& found_inf, const Handle& in
 
 void clip_spans(const Spans& spans, const Handle& norm, float max_norm) {
   const Handle room = empty_doubles(1, norm.device_index());
-  ...
+  Findings findings{};
+  findings.norm = static_cast<float*>(norm.mutable_data());
+  findings.factor = static_cast<float*>(room.mutable_data());
+  findings.max_norm = max_norm;
+  Pass(norm.device_index(), findings).launch<Write::nothing, 1>(spans);
+  Findings scaling{};
+  scaling.inv_scale = findings.factor;
+  Pass(norm.device_index(), scaling).launch<Write::replace, 1>(spans);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(amplab, CUDA, m) {

@@ -21,8 +21,8 @@ constexpr uint32_t kAllLanes = 0xffffffffu;
 
 // Where a launch finds the scale and leaves what it found; null where nobody asked.
 struct Findings {
-  const float* inv_scale;
-  float* found_inf;               // null: a pass that only scales, and has nothing to do where the scale is 1
+  const float* inv_scale;         // null: 1
+  float* found_inf;
   unsigned long long* first_bad;  // -1, which is the largest, where there was none
   double* piece_squares;          // of the piece of tensor t in block b at [t + b], which is different for every piece
   double* block_squares;          // of each block
@@ -31,6 +31,10 @@ struct Findings {
   float* norms;
   float* factor;  // at most 1; brings the norm down to max_norm, as torch.nn.utils.clip_grad_norm_ does
   float max_norm;
+
+  AMPLAB_FUNCTION float scale() const { return inv_scale == nullptr ? 1.0f : *inv_scale; }
+  // Whether a scale of 1 leaves nothing to do.
+  AMPLAB_FUNCTION bool only_scales() const { return found_inf == nullptr && piece_squares == nullptr; }
 };
 
 // -- 16 bytes at a time ---------------------------------------------------------------------------------------------
@@ -112,25 +116,34 @@ AMPLAB_FUNCTION void store(T* memory, uint32_t at, bool active, const Pack<T, N>
 
 // -- elements -------------------------------------------------------------------------------------------------------
 
-// Adds to `squares` what was written or, where nothing is, the product.
+// What was written or, where nothing is, the product.
 template <Write write, class In, class Out, class Math>
-AMPLAB_FUNCTION bool unscale_one(In x, Out& output, Math inv_scale, bool measures, double& squares) {
-  const bool found = unscale_element<write>(x, output, inv_scale);
-  if (measures) {
-    const Math product = multiply(static_cast<Math>(widen(x)), inv_scale);
-    const double value = write == Write::nothing ? product : widen(output);
-    squares = add(squares, multiply(value, value));
-  }
-  return found;
+AMPLAB_FUNCTION Math value_of(In x, Out output, Math inv_scale) {
+  return write == Write::nothing ? multiply(static_cast<Math>(widen(x)), inv_scale) : static_cast<Math>(widen(output));
 }
 
-// All threads of a block together; both pointers are multiples of 16 bytes, and `packs` is even.
+// Adds 0 to `doubt`, or NaN where the element is bad: a sum takes one register, where verdicts side by side take many.
 template <Write write, class In, class Out, class Math>
-AMPLAB_FUNCTION bool unscale_packs(const In* x, Out* y, uint32_t packs, Math inv_scale, bool measures, double& squares) {
+AMPLAB_FUNCTION void unscale_one(In x, Out& output, Math inv_scale, Math& doubt) {
+  const bool found = unscale_element<write>(x, output, inv_scale);
+  if (write == Write::accumulate) {
+    doubt = found ? Math(NAN) : doubt;
+  } else {
+    const Math value = value_of<write>(x, output, inv_scale);
+    doubt = add(doubt, value - value);
+  }
+}
+
+AMPLAB_FUNCTION void add_square(double value, double& squares) { squares = add(squares, multiply(value, value)); }
+
+// kInFlight accesses a thread are under way at once.
+template <Write write, int kInFlight, bool measures, class In, class Out, class Math>
+AMPLAB_FUNCTION bool unscale_packs(const In* x, Out* y, uint32_t packs, Math inv_scale, double& squares) {
   constexpr int N = kPack<In, Out>;
   constexpr int kReads = Pack<In, N>::kWords + (write == Write::accumulate ? Pack<Out, N>::kWords : 0);
-  constexpr int kUnroll = kReads < 4 ? 4 / kReads : 1;  // four accesses in flight, as far as registers reach
-  bool found = false;
+  constexpr int kUnroll = kReads < kInFlight ? kInFlight / kReads : 1;
+  Math doubt = 0;
+#pragma unroll 1
   for (uint32_t first = 0; first < packs; first += kUnroll * kThreads) {  // as often for every thread
     Pack<In, N> sources[kUnroll];
     Pack<Out, N> targets[kUnroll];
@@ -156,7 +169,13 @@ AMPLAB_FUNCTION bool unscale_packs(const In* x, Out* y, uint32_t packs, Math inv
       }
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        found |= unscale_one<write>(inputs[i], outputs[i], inv_scale, measures && active, squares) & active;
+        unscale_one<write>(inputs[i], outputs[i], inv_scale, doubt);
+      }
+      if (measures && active) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          add_square(value_of<write>(inputs[i], outputs[i], inv_scale), squares);
+        }
       }
       if constexpr (write != Write::nothing) {
         targets[k].set(outputs);
@@ -165,7 +184,7 @@ AMPLAB_FUNCTION bool unscale_packs(const In* x, Out* y, uint32_t packs, Math inv
       }
     }
   }
-  return found;
+  return !is_finite(doubt);
 }
 
 template <Write write, class In, class Out, class Math>
@@ -174,11 +193,15 @@ AMPLAB_FUNCTION bool unscale_at(const In* x, Out* y, Math inv_scale, bool measur
   if constexpr (write == Write::accumulate) {
     output = *y;
   }
-  const bool found = unscale_one<write>(*x, output, inv_scale, measures, squares);
+  Math doubt = 0;
+  unscale_one<write>(*x, output, inv_scale, doubt);
+  if (measures) {
+    add_square(value_of<write>(*x, output, inv_scale), squares);
+  }
   if constexpr (write != Write::nothing) {
     *y = output;
   }
-  return found;
+  return !is_finite(doubt);
 }
 
 // Elements before the first multiple of 16 bytes.
@@ -189,7 +212,7 @@ AMPLAB_FUNCTION int64_t misaligned(const T* memory) {
 
 // The elements before the first 16 bytes and after the last ones singly; all of them where the two sides are never
 // aligned at the same element.
-template <Write write, class In, class Out, class Math>
+template <Write write, int kInFlight, class In, class Out, class Math>
 AMPLAB_FUNCTION bool unscale_piece(const In* x, Out* y, int64_t numel, Math inv_scale, bool measures, double& squares) {
   constexpr int kPair = 2 * kPack<In, Out>;
   const int64_t head = sizeof(In) <= sizeof(Out) ? misaligned(x) : misaligned(y);
@@ -198,8 +221,10 @@ AMPLAB_FUNCTION bool unscale_piece(const In* x, Out* y, int64_t numel, Math inv_
   bool found = false;
   if (packed > 0) {
     const uint32_t packs = static_cast<uint32_t>(packed / kPack<In, Out>);
-    found = unscale_packs<write>(x + head, y + head, packs, inv_scale, measures, squares);
+    found = measures ? unscale_packs<write, 2, true>(x + head, y + head, packs, inv_scale, squares)
+                     : unscale_packs<write, kInFlight, false>(x + head, y + head, packs, inv_scale, squares);
   }
+#pragma unroll 1
   for (int64_t i = threadIdx.x; i < numel - packed; i += kThreads) {
     const int64_t at = i < head ? i : i + packed;
     found |= unscale_at<write>(x + at, y + at, inv_scale, measures, squares);
@@ -259,8 +284,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     unscale_kernel(const __grid_constant__ LaunchTable<kPointers> table,
                    const __grid_constant__ Findings findings) {
   using Math = typename Arithmetic<In, Out>::type;
-  const Math inv_scale = static_cast<Math>(*findings.inv_scale);
-  if (findings.found_inf == nullptr && inv_scale == Math(1)) {
+  // As many as 64 registers hold: 16 bits to 16 elsewhere, and to 64, take more of them than the rest.
+  constexpr bool kTight = kPointers == 2 && (sizeof(In) + sizeof(Out) == 4 || sizeof(In) + sizeof(Out) == 10);
+  constexpr int kInFlight = kTight ? 2 : 4;
+  const Math inv_scale = static_cast<Math>(findings.scale());
+  if (findings.only_scales() && inv_scale == Math(1)) {
     return;
   }
   double block_squares = 0.0;
@@ -269,7 +297,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     Out* y = table.template memory<Out>(kPointers - 1, piece);
     const bool measures = findings.piece_squares != nullptr;
     double squares = 0.0;
-    const bool found = unscale_piece<write>(x, y, piece.numel, inv_scale, measures, squares);
+    const bool found = unscale_piece<write, kInFlight>(x, y, piece.numel, inv_scale, measures, squares);
     report(findings, table, piece, found, squares, block_squares);
   });
 }
@@ -322,7 +350,7 @@ __global__ void __launch_bounds__(kThreads)
         with_type(layout.output_dtype, [&](auto out) {
           using In = decltype(in);
           using Out = decltype(out);
-          const auto inv_scale = static_cast<typename Arithmetic<In, Out>::type>(*findings.inv_scale);
+          const auto inv_scale = static_cast<typename Arithmetic<In, Out>::type>(findings.scale());
           const In* x = static_cast<const In*>(table.pointers[0][0]) + in_at;
           Out* y = static_cast<Out*>(table.pointers[1][0]) + out_at;
           found |= unscale_at<write>(x, y, inv_scale, findings.piece_squares != nullptr, squares);
