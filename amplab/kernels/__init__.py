@@ -4,6 +4,7 @@ from amplab.kernels.build import BuildReport, ensure, report
 from amplab.kernels.dispatch_casts import DispatchCasts
 from amplab.kernels.parameter_list import ParameterList
 from amplab.kernels.steps import adam_, sgd_
+from amplab.kernels.tensor_table import TensorTable
 from amplab.kernels.unscale import unscale_, unscale_add, unscale_copy, unscaled_norm
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "DispatchCasts",
     "ParameterList",
     "adam_",
+    "TensorTable",
     "ensure",
     "report",
     "sgd_",
