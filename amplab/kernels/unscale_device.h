@@ -221,7 +221,7 @@ AMPLAB_FUNCTION bool unscale_piece(const In* x, Out* y, int64_t numel, Math inv_
   bool found = false;
   if (packed > 0) {
     const uint32_t packs = static_cast<uint32_t>(packed / kPack<In, Out>);
-    found = measures ? unscale_packs<write, 2, true>(x + head, y + head, packs, inv_scale, squares)
+    found = measures ? unscale_packs<write, kInFlight / 2, true>(x + head, y + head, packs, inv_scale, squares)
                      : unscale_packs<write, kInFlight, false>(x + head, y + head, packs, inv_scale, squares);
   }
 #pragma unroll 1
