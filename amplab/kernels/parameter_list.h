@@ -22,10 +22,13 @@ class ParameterList {
     for (const Handle& parameter : parameters) {
       parameters_.push_back(pointer(parameter).get());
     }
+    if (!parameters_.empty()) {
+      device_ = parameters_.front()->device();
+    }
   }
 
   // Lays out the gradients that are there. False where one of them is not what the kernels take as it comes: on the
-  // CPU, strided and without gaps, of a floating dtype; float16 only where it is allowed. `spans` is then of no use.
+  // first parameter's device, strided and without gaps, of a floating dtype; float16 only where it is allowed. `spans` is then of no use.
   bool lay_out_gradients(bool allow_half, std::vector<TypedSpan>& spans) const {
     std::vector<const TensorPointer*> grads;
     grads.reserve(parameters_.size());
@@ -60,9 +63,9 @@ class ParameterList {
     return *reinterpret_cast<const TensorPointer*>(handle.get());
   }
 
-  static bool is_plain(const c10::TensorImpl& grad) {
+  bool is_plain(const c10::TensorImpl& grad) const {
     constexpr c10::DispatchKeySet kLazy({c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor});
-    return grad.layout() == c10::kStrided && grad.device().is_cpu() && !grad.is_python_dispatch() &&
+    return grad.layout() == c10::kStrided && grad.device() == device_ && !grad.is_python_dispatch() &&
            grad.has_storage() && !grad.key_set().has_any(kLazy) && grad.is_non_overlapping_and_dense();
   }
 
@@ -77,6 +80,7 @@ class ParameterList {
   }
 
   std::vector<const c10::TensorImpl*> parameters_;
+  c10::Device device_ = c10::kCPU;
 };
 
 }  // namespace amplab

@@ -4,9 +4,9 @@
     unscale_remembered_(int list, found_inf, inv_scale)       grad <- round(grad * inv_scale), as `unscale_`
     clip_remembered_(int list, norm, max_norm)                grad <- grad * min(1, max_norm / (norm + 1e-6))
 
-On the CPU alone, where the kernels are built: a gradient fresh from backward has no Python object, and making one
-costs more than unscaling a thousand elements. Everywhere else, and for gradients that are sparse, expanded or
-elsewhere, both methods say so and `unscale_` is what to call.
+Where the kernels are built, and all parameters are on the CPU or all on one CUDA device: a gradient fresh from backward
+has no Python object, and making one costs more than unscaling a thousand elements. Everywhere else, and for gradients
+that are sparse, expanded or elsewhere, both methods say so and `unscale_` is what to call.
 """
 
 import weakref
@@ -20,7 +20,7 @@ from amplab.kernels import build
 __all__ = ["ParameterList"]
 
 _REFUSED = -1
-_HERE = torch.empty(0)  # chooses the CPU's kernel
+_HERE = torch.empty(0)  # chooses the CPU's kernel, which forgets every list
 
 _SCHEMAS = {
     "remember_parameters": "(Tensor[] parameters) -> int",
@@ -49,15 +49,20 @@ class ParameterList:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
         self._list = 0
-        self._serves = len(parameters) > 0 and all(_is_on_cpu(parameter) for parameter in parameters)
+        self._device = _common_device(parameters)
         self._tensors: list[int] = []
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the kernels find gradients; None where they do not."""
+        return self._device
 
     def unscale_grads_(self, found_inf: Tensor, inv_scale: Tensor, *, allow_half: bool = True) -> int | None:
         """Multiply the gradients by ``inv_scale`` in place, as `unscale_` does.
 
         Args:
-            found_inf: ``()`` or ``(1,)`` float32 on the CPU; 1.0 where a gradient or its product is inf or NaN.
-            inv_scale: ``()`` or ``(1,)`` float32 on the CPU.
+            found_inf: ``()`` or ``(1,)`` float32 on `device`; 1.0 where a gradient or its product is inf or NaN.
+            inv_scale: ``()`` or ``(1,)`` float32 on `device`.
             allow_half: take float16 gradients.
 
         Returns:
@@ -65,7 +70,7 @@ class ParameterList:
 
         Sync: none.
         """
-        if not (_is_scalar(found_inf) and _is_scalar(inv_scale) and self._is_known()):
+        if not (self._takes(found_inf) and self._takes(inv_scale) and self._is_known()):
             return None
         return _counted(_OPS.unscale_remembered_.default(self._list, found_inf, inv_scale, allow_half))
 
@@ -73,7 +78,7 @@ class ParameterList:
         """Scale float32 gradients down until their 2-norm, all together, is at most ``max_norm``.
 
         Args:
-            norm: ``()`` float32 on the CPU; receives the norm before.
+            norm: ``()`` float32 on `device`; receives the norm before.
             max_norm: > 0.
 
         Returns:
@@ -83,14 +88,15 @@ class ParameterList:
 
         Reference: ``torch.nn.utils.clip_grad_norm_``.
         """
-        if not (_is_scalar(norm) and self._is_known()):
+        if not (self._takes(norm) and self._is_known()):
             return None
         return _counted(_OPS.clip_remembered_.default(self._list, norm, float(max_norm)))
 
+    def _takes(self, scalar: Tensor) -> bool:
+        return scalar.device == self._device and scalar.dtype is torch.float32 and scalar.numel() == 1
+
     def _is_known(self) -> bool:
         """Hand the parameters over, once the kernels are built."""
-        if not self._serves:
-            return False
         build.settle()
         if build.report().status != "built":
             return False
@@ -102,19 +108,18 @@ class ParameterList:
         try:
             with torch.no_grad():
                 self._list = _OPS.remember_parameters.default(list(self._parameters))
-        except NotImplementedError:  # built this moment, and to be loaded by the next call
+        except NotImplementedError:  # built this moment, and to be loaded by the next call; or built without CUDA
             return False
         self._tensors = tensors
         weakref.finalize(self, _OPS.forget_parameters.default, self._list, _HERE).atexit = False
         return True
 
 
-def _is_on_cpu(parameter: Tensor) -> bool:
-    return parameter.device.type == "cpu" and type(parameter) in (Tensor, torch.nn.Parameter)
-
-
-def _is_scalar(tensor: Tensor) -> bool:
-    return tensor.dtype is torch.float32 and tensor.numel() == 1 and tensor.device.type == "cpu"
+def _common_device(parameters: Sequence[Tensor]) -> torch.device | None:
+    """The one device of all parameters, where it is one that kernels are built for; None for tensor subclasses."""
+    devices = {parameter.device for parameter in parameters}
+    plain = all(type(parameter) in (Tensor, torch.nn.Parameter) for parameter in parameters)
+    return devices.pop() if plain and len(devices) == 1 and next(iter(devices)).type in ("cpu", "cuda") else None
 
 
 def _counted(gradients: int) -> int | None:
