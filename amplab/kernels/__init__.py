@@ -3,7 +3,7 @@
 from amplab.kernels.build import BuildReport, ensure, report
 from amplab.kernels.dispatch_casts import DispatchCasts
 from amplab.kernels.parameter_list import ParameterList
-from amplab.kernels.unscale import unscale_, unscale_add, unscale_copy
+from amplab.kernels.unscale import unscale_, unscale_add, unscale_copy, unscaled_norm
 
 __all__ = [
     "BuildReport",
@@ -14,4 +14,5 @@ __all__ = [
     "unscale_",
     "unscale_add",
     "unscale_copy",
+    "unscaled_norm",
 ]
