@@ -20,6 +20,7 @@ from amplab.bench.gpu_checks import Check, run_checks
 from amplab.bench.gpu_clock import DeviceClock, measure_case, unmeasured
 from amplab.bench.gpu_rows import FULL, SMALL, GpuCase, GpuRow, gpu_cases
 from amplab.bench.machine import machine_facts
+from amplab.kernels.recipe import current_recipe
 
 __all__ = ["RESULTS", "as_json", "as_text", "main", "recorded_results", "rehearse"]
 
@@ -46,22 +47,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         return _refuse("no CUDA device here, so nothing was measured; --device cpu --small checks the CPU's kernels.")
     report = kernels.ensure(wait=True)
-    if report.status != "built" or "CUDA" not in report.what:
+    if report.status != "built" or not current_recipe().cuda:
         return _refuse(f"the CUDA kernels are not there: {report}")
     _say(str(report))
     checks = run_checks("cuda")
     cases = gpu_cases(SMALL if options.small else FULL)
     if any(check.failure for check in checks):
-        rows = [row for case in cases for row in unmeasured(case, "a check has failed")]
-    else:
-        rows = _measure(cases, options.rounds)
+        _say(as_text([row for case in cases for row in unmeasured(case, "a check has failed")], checks))
+        return _FAILED
+    rows = _measure(cases, options.rounds)
     _say(as_text(rows, checks))
     if not options.small:
         path = options.json or RESULTS / f"{_file_name(torch.cuda.get_device_name())}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(as_json(rows, checks), encoding="utf-8")
         _say(f"written to {path}")
-    return _FAILED if any(check.failure for check in checks) else 0
+    return 0
 
 
 def recorded_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
