@@ -119,8 +119,6 @@ AMPLAB_RULE double step_of(const void* count) {
   return count == nullptr ? 1.0 : static_cast<double>(*static_cast<const float*>(count)) + 1.0;
 }
 
-#if defined(__CUDACC__)
-
 // Elements of a pack: 16 bytes of the arithmetic's type.
 template <class T>
 constexpr int kStepPack = 16 / sizeof(T);
@@ -210,7 +208,5 @@ static __global__ void __launch_bounds__(kThreads)
     }
   });
 }
-
-#endif
 
 }  // namespace amplab
