@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     step_kernel(const __grid_constant__ LaunchTable<StepPlaces<Rule<T>::kStates>::kPointers> table,
                 const __grid_constant__ Arguments arguments) {
   constexpr int kPointers = StepPlaces<Rule<T>::kStates>::kPointers;
-  __shared__ alignas(16) unsigned char room[sizeof(Rule<T>)];  // the powers of beta are computed by one thread
+  alignas(16) __shared__ unsigned char room[sizeof(Rule<T>)];  // the powers of beta are computed by one thread
   if (is_skipped(arguments)) {
     return;
   }
