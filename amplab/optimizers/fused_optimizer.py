@@ -70,12 +70,13 @@ class _Plan:
     settings: tuple[Any, ...]
 
     def fits(self, listed: list[Tensor], grads: list[Tensor | None], states: Mapping, settings: tuple) -> bool:
-        """Whether another step may use it. An entry of the state that was replaced is another object."""
+        """Whether another step may use it. State that was replaced is another object; that was cleared, empty."""
         return (
             settings == self.settings
             and _same(listed, self.listed)
             and len(states) == len(self.states)
             and all(map(operator.is_, states.values(), self.states))
+            and all(self.states)
             and self.has_grad == [grad is not None for grad in grads]
         )
 

@@ -182,6 +182,27 @@ def test_parameters_that_join_leave_and_come_back(serving, model_of, gap, name):
 
 
 @pytest.mark.parametrize("name", MAKES)
+def test_state_that_is_thrown_away_begins_anew(model_of, train, gap, name):
+    """While the same parameters have gradients, so that only the state says that something has changed."""
+    runs = []
+    for make in (MAKES[name], TWINS[name]):
+        model = model_of()
+        params = list(model.parameters())
+        optimizer = make(params)
+        train(optimizer, params, 3)
+        optimizer.state[params[0]].clear()
+        train(optimizer, params, 3)
+        optimizer.state[params[1]] = {}
+        train(optimizer, params, 3)
+        optimizer.state.clear()
+        train(optimizer, params, 3)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(optimizer, params, 3)
+        runs.append(params)
+    assert gap(*runs) < LIMIT
+
+
+@pytest.mark.parametrize("name", MAKES)
 def test_schedules_and_groups(serving, model_of, train, gap, name):
     runs = []
     for make in (MAKES[name], TWINS[name]):
