@@ -3,21 +3,27 @@
 from amplab.kernels.build import BuildReport, ensure, report
 from amplab.kernels.dispatch_casts import DispatchCasts
 from amplab.kernels.parameter_list import ParameterList
+from amplab.kernels.steps import adam_, sgd_
 from amplab.kernels.tensor_stats import StatsTable, TensorStats, tensor_stats
-from amplab.kernels.unscale import unscale_, unscale_add, unscale_copy
+from amplab.kernels.tensor_table import TensorTable
+from amplab.kernels.unscale import unscale_, unscale_add, unscale_copy, unscaled_norm
 from amplab.kernels.update_scale import update_scale_
 
 __all__ = [
     "BuildReport",
     "DispatchCasts",
     "ParameterList",
+    "adam_",
+    "TensorTable",
     "StatsTable",
     "TensorStats",
     "ensure",
     "report",
+    "sgd_",
     "tensor_stats",
     "unscale_",
     "unscale_add",
     "unscale_copy",
+    "unscaled_norm",
     "update_scale_",
 ]

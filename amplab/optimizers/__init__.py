@@ -1,14 +1,15 @@
 """Optimizers that scripts import from ``apex.optimizers``, and LARC.
 
-`FusedAdam` and `FusedSGD` are torch's own optimizers with apex's arguments. apex's others are not here: importing one
-says so.
+`FusedAdam`, `FusedAdamW` and `FusedSGD` unscale, clip, skip and step in one pass of the kernels. apex's others are not
+here: importing one says so.
 """
 
-from amplab.optimizers.fused_adam import FusedAdam
+from amplab.optimizers.fused_adam import FusedAdam, FusedAdamW
+from amplab.optimizers.fused_optimizer import FusedOptimizer
 from amplab.optimizers.fused_sgd import FusedSGD
 from amplab.optimizers.larc import LARC
 
-__all__ = ["LARC", "FusedAdam", "FusedSGD"]
+__all__ = ["LARC", "FusedAdam", "FusedAdamW", "FusedOptimizer", "FusedSGD"]
 
 _INSTEAD = {
     "FusedLAMB": "FusedAdam, or LARC around FusedSGD",
