@@ -51,6 +51,7 @@ AMPLAB_RULE void lanes_to(BFloat16* y, FloatLanes x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(y), _mm512_cvtepi32_epi16(rounded));
 }
 AMPLAB_RULE FloatLanes root_of(FloatLanes x) { return _mm512_sqrt_ps(x); }
+AMPLAB_RULE FloatLanes not_below(FloatLanes limit, FloatLanes x) { return _mm512_max_ps(limit, x); }  // NaN stays
 #else
 using FloatLanes = __m256;
 AMPLAB_RULE FloatLanes broadcast(float x) { return _mm256_set1_ps(x); }
@@ -77,6 +78,7 @@ AMPLAB_RULE void lanes_to(BFloat16* y, FloatLanes x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(y), packed);
 }
 AMPLAB_RULE FloatLanes root_of(FloatLanes x) { return _mm256_sqrt_ps(x); }
+AMPLAB_RULE FloatLanes not_below(FloatLanes limit, FloatLanes x) { return _mm256_max_ps(limit, x); }  // NaN stays
 #endif
 
 struct Lanes {
@@ -91,6 +93,7 @@ struct Lanes {
   friend AMPLAB_RULE Lanes operator*(Lanes a, Lanes b) { return a.at * b.at; }
   friend AMPLAB_RULE Lanes operator/(Lanes a, Lanes b) { return a.at / b.at; }
   friend AMPLAB_RULE Lanes square_root(Lanes x) { return root_of(x.at); }
+  friend AMPLAB_RULE Lanes at_least_zero(Lanes x) { return not_below(broadcast(0.0f), x.at); }
 };
 
 #endif
