@@ -1,7 +1,7 @@
 """Step many parameters at once, with the unscaling, the clipping, the skip and the model's copy in the same pass.
 
 Two operators under ``torch.ops.amplab``, whose gradients are multiplied by ``grad_factor`` (1 / loss scale × the
-clipping coefficient) where they are used, and written nowhere; a ``found_inf`` that is not 0 leaves everything as it is:
+clipping coefficient) where they are used, and written nowhere; a ``found_inf`` that is not 0 leaves all as it is:
 
     multi_tensor_sgd_     g <- g + weight_decay p;  b <- first ? g : momentum b + (1 - dampening) g
                           p <- p - lr (nesterov ? g + momentum b : b)
@@ -14,7 +14,6 @@ rounded once from that. The schemas and references are here; the kernels, with t
 """
 
 import functools
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -193,8 +193,8 @@ def test_adam_is_the_published_rule(settings):
     exact = p - lr * (m / c1) / (((v + eps) / c2).sqrt() if inside else (v / c2).sqrt() + eps)
     adam_(
         *(params, grads, exp_avgs, exp_avg_sqs, steps),
-        **dict(lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay, decoupled=decoupled),
-        **dict(bias_correction=corrects, eps_inside_sqrt=inside, grad_factor=torch.tensor(0.7)),
+        **{"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": decay, "decoupled": decoupled},
+        **{"bias_correction": corrects, "eps_inside_sqrt": inside, "grad_factor": torch.tensor(0.7)},
     )
     assert (params[0].double() - exact).abs().max() < 1e-6
     assert (exp_avgs[0].double() - m).abs().max() < 5e-7
@@ -214,8 +214,8 @@ def test_sgd_is_the_published_rule(settings):
     exact = p - lr * (d + decay * p if after else d)
     sgd_(
         *(params, grads, buffers),
-        **dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=decay, nesterov=nesterov),
-        **dict(wd_after_momentum=after, first=first),
+        **{"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": decay, "nesterov": nesterov},
+        **{"wd_after_momentum": after, "first": first},
     )
     assert (params[0].double() - exact).abs().max() < 1e-6
     assert (params[0].double() - p).abs().max() > 1e-2
