@@ -147,7 +147,10 @@ class NpuFusedLamb(FusedLAMB):
 
 
 class Lamb(NpuFusedLamb):
-    """`NpuFusedLamb` without the clipping. Reference: Ascend apex ``Lamb``, which keeps the ratios in its state, too."""
+    """`NpuFusedLamb` without the clipping.
+
+    Reference: Ascend apex ``Lamb``, which keeps norms and ratios in its state, too.
+    """
 
     def __init__(
         self,

@@ -112,7 +112,7 @@ def test_a_momentum_may_begin_later(model_of, train, gap):
 def test_they_are_torchs_classes_with_torchs_checks(ours):
     weight = [nn.Parameter(torch.ones(1))]
     assert isinstance(ours(weight), TWINS[ours])
-    with pytest.raises(ValueError, match="lr|learning rate"):
+    with pytest.raises(ValueError, match=r"lr|learning rate"):
         ours(weight, lr=-1.0)
 
 
