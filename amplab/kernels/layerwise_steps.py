@@ -36,8 +36,8 @@ _LAMB = (
     "float max_weight_norm, bool decoupled, bool bias_correction, bool adapt) -> ()"
 )
 _NOVOGRAD = (
-    f"(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] norms, {_REST}{_MOMENTS}"
-    "bool decay_in_moment, bool maximum_norm, bool bias_correction) -> ()"
+    f"(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, {_REST}{_MOMENTS}"
+    "bool decay_in_moment, bool maximum_norm, bool bias_correction, Tensor(c!)[] norms) -> ()"
 )
 
 
@@ -138,7 +138,7 @@ def novograd_(
     beta3 = 1.0 - betas[0] if beta3 is None else beta3
     numbers = (lr, *betas, beta3, eps, weight_decay, decay_in_moment, maximum_norm, bias_correction)
     with torch.no_grad():
-        _NOVOGRAD_OP(params, grads, exp_avgs, norms, steps, copies, grad_factor, found_inf, maximize, *numbers)
+        _NOVOGRAD_OP(params, grads, exp_avgs, steps, copies, grad_factor, found_inf, maximize, *numbers, norms)
 
 
 class _Moments(NamedTuple):
@@ -172,7 +172,7 @@ def multi_tensor_novograd__reference(*arguments: Any) -> None:
     """Pure torch `novograd_`, with the operator's arguments. Sync: none."""
     lists, norms = _novograd_lists(*arguments)
     _check_novograd(*arguments)
-    moments, (inside, maximum, switch) = _Moments(*arguments[9:15]), arguments[15:]
+    moments, (inside, maximum, switch) = _Moments(*arguments[8:14]), arguments[14:17]
     news = [_next_norm(moments, maximum, lists, *each) for each in zip(lists.grads, lists.params, norms, strict=True)]
     remaining = iter(news)
 
@@ -197,9 +197,9 @@ def _lamb_lists(
 
 
 def _novograd_lists(
-    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], norms: Sequence[Tensor], *rest: Any
+    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], *rest: Any
 ) -> tuple[StepLists, Sequence[Tensor]]:
-    return StepLists(params, grads, [exp_avgs], *rest[:5]), norms
+    return StepLists(params, grads, [exp_avgs], *rest[:5]), rest[-1]
 
 
 def _check_novograd(*arguments: Any) -> None:
