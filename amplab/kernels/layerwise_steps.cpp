@@ -37,7 +37,8 @@ void for_each_chunk(std::vector<LayerChunk>& chunks, const Body& body) {
   const auto call = [](int64_t first, int64_t last, void* context) {
     (*static_cast<decltype(over)*>(context))(first, last);
   };
-  check(torch_parallel_for(0, chunks.size(), 1, call, const_cast<void*>(static_cast<const void*>(&over))), "parallel_for");
+  void* context = const_cast<void*>(static_cast<const void*>(&over));
+  check(torch_parallel_for(0, static_cast<int64_t>(chunks.size()), 1, call, context), "parallel_for");
 }
 
 // Sums side by side, so that the compiler takes several at once.
@@ -59,6 +60,12 @@ double sum_squares(const T* x, int64_t numel) {
     sum += each;
   }
   return sum;
+}
+
+void count_steps(const StepLists& lists) {
+  for (float* count : lists.step_counts()) {
+    *count += 1.0f;
+  }
 }
 
 double step_of(const StepItem& item) { return static_cast<double>(*item.step) + 1.0; }
