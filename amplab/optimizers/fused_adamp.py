@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amplab.kernels.step_reference import StepLists, square_root, step_reference
+from amplab.kernels.step_reference import StepLists, step_reference
 from amplab.optimizers.fused_optimizer import FusedOptimizer, StepBatch, new_state
 from amplab.optimizers.group_settings import check_betas, check_not_negative
 
@@ -99,7 +99,7 @@ def _adamp_rule(
 ) -> tuple[Tensor, Sequence[Tensor]]:
     exp_avg = states[0] * rule.beta1 + grad * (1.0 - rule.beta1)
     exp_avg_sq = states[1] * rule.beta2 + grad * (1.0 - rule.beta2) * grad
-    root = square_root(exp_avg_sq) / (1.0 - rule.beta2**step).sqrt().to(param.dtype)
+    root = exp_avg_sq.sqrt() / (1.0 - rule.beta2**step).sqrt().to(param.dtype)
     moment = exp_avg * rule.beta1 + grad * (1.0 - rule.beta1) if rule.nesterov else exp_avg
     update, share = moment / (root + rule.eps), torch.ones((), dtype=param.dtype, device=param.device)
     if param.dim() > 1 and param.numel() > 0:

@@ -323,6 +323,21 @@ def test_bert_adam_is_its_formula(model_of, train, gap, schedule, warmup, total,
     check(make, rule, model_of, train, gap)
 
 
+def test_bert_adam_gives_parameters_that_come_later_their_own_rate(gap):
+    weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = FusedBertAdam(weights, 0.1, warmup=0.5, t_total=8, weight_decay=0.0)
+    exact, moments = [torch.ones(3).double() for _ in weights], [[0.0, 0.0] for _ in weights]
+    for step in range(4):
+        for index, weight in enumerate(weights[: 1 + (step > 1)]):
+            weight.grad = torch.full((3,), 0.5 + step)
+            m, v = moments[index]
+            m, v = 0.9 * m + 0.1 * (0.5 + step), 0.99 * v + 0.01 * (0.5 + step) ** 2
+            moments[index] = [m, v]
+            exact[index] = exact[index] - 0.1 * (step - 2 * index) / 8 / 0.5 * m / (math.sqrt(v) + 1e-6)
+        optimizer.step()
+    assert gap([weight.detach() for weight in weights], exact) < LIMIT
+
+
 def test_bert_adam_says_its_rate(model_of, train):
     model = model_of()
     optimizer = FusedBertAdam(model.parameters(), 0.1, warmup=0.5, t_total=10)
