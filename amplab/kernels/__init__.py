@@ -6,6 +6,7 @@ from amplab.kernels.dispatch_casts import DispatchCasts
 from amplab.kernels.layerwise_steps import lamb_, novograd_
 from amplab.kernels.parameter_list import ParameterList
 from amplab.kernels.steps import adam_, sgd_
+from amplab.kernels.tensor_table import TensorTable
 from amplab.kernels.unscale import unscale_, unscale_add, unscale_copy, unscaled_norm
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "adadelta_",
     "adagrad_",
     "adam_",
+    "TensorTable",
     "ensure",
     "lamb_",
     "novograd_",

@@ -1,11 +1,6 @@
 // What every multi-tensor operator does with its lists before the work begins: refuse what it cannot take, in the
 // words of the reference (list_checks.py), and lay the tensors out as spans of memory.
-//
-// Only torch's stable C interface is used (torch >= 2.10): its headers compile in a quarter of the time.
 #pragma once
-
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/library.h>
 
 #include <optional>
 #include <stdexcept>
@@ -14,18 +9,10 @@
 #include <vector>
 
 #include "memory_overlap.h"
+#include "tensor_handle.h"
 #include "unscale.h"
 
 namespace amplab {
-
-enum Dtype : int { kHalf, kBFloat16, kFloat, kDouble, kDtypes };
-constexpr int64_t kItemSize[kDtypes] = {2, 2, 4, 8};
-
-inline void check(AOTITorchError code, const char* what) {
-  if (code != 0) {
-    throw std::runtime_error(std::string(what) + " failed inside torch; its own message is on stderr.");
-  }
-}
 
 inline void require(bool condition, const char* side, size_t index, const char* expectation) {
   if (!condition) {
@@ -61,88 +48,6 @@ inline const char* dtype_name(torch::headeronly::ScalarType type) {
   }
 }
 
-// Asks for memory that will be read soon, one cache line after the other.
-inline void prefetch(const void* memory, size_t bytes) {
-#if defined(__GNUC__)
-  constexpr size_t kLine = 64;
-  for (size_t at = 0; at < bytes; at += kLine) {
-    __builtin_prefetch(static_cast<const char*>(memory) + at);
-  }
-#else
-  static_cast<void>(memory);
-  static_cast<void>(bytes);
-#endif
-}
-
-// Owns one reference to a tensor.
-class Handle {
- public:
-  explicit Handle(StableIValue value) : tensor_(torch::stable::detail::to<AtenTensorHandle>(value)) {}
-  Handle(Handle&& other) noexcept : tensor_(std::exchange(other.tensor_, nullptr)) {}
-  Handle& operator=(Handle&&) = delete;
-  ~Handle() {
-    if (tensor_ != nullptr) {
-      aoti_torch_delete_tensor_object(tensor_);
-    }
-  }
-
-  AtenTensorHandle get() const { return tensor_; }
-  int64_t numel() const { return get<int64_t>(aoti_torch_get_numel); }
-  int64_t dim() const { return get<int64_t>(aoti_torch_get_dim); }
-  const int64_t* sizes() const { return get<int64_t*>(aoti_torch_get_sizes); }
-  const int64_t* strides() const { return get<int64_t*>(aoti_torch_get_strides); }
-  bool is_contiguous() const { return get<bool>(aoti_torch_is_contiguous); }
-  int32_t device_type() const { return get<int32_t>(aoti_torch_get_device_type); }
-  int32_t device_index() const { return get<int32_t>(aoti_torch_get_device_index); }
-  bool is_strided() const { return get<int32_t>(aoti_torch_get_layout) == aoti_torch_layout_strided(); }
-  const void* data() const { return get<const void*>(torch_get_const_data_ptr); }
-  void* mutable_data() const { return get<void*>(torch_get_mutable_data_ptr); }
-
-  torch::headeronly::ScalarType scalar_type() const {
-    return static_cast<torch::headeronly::ScalarType>(get<int32_t>(aoti_torch_get_dtype));
-  }
-  Dtype dtype() const {
-    using torch::headeronly::ScalarType;
-    switch (scalar_type()) {
-      case ScalarType::Half: return kHalf;
-      case ScalarType::BFloat16: return kBFloat16;
-      case ScalarType::Float: return kFloat;
-      case ScalarType::Double: return kDouble;
-      default: return kDtypes;
-    }
-  }
-
- private:
-  template <class T>
-  T get(AOTITorchError (*getter)(AtenTensorHandle, T*)) const {
-    T value;
-    check(getter(tensor_, &value), "Reading a tensor");
-    return value;
-  }
-
-  AtenTensorHandle tensor_;
-};
-
-inline std::vector<Handle> take_list(StableIValue value) {
-  const auto list = torch::stable::detail::to<StableListHandle>(value);
-  size_t size = 0;
-  std::vector<Handle> handles;
-  check(torch_list_size(list, &size), "Reading a list");
-  handles.reserve(size);
-  for (size_t index = 0; index < size; ++index) {
-    StableIValue element;
-    check(torch_list_get_item(list, index, &element), "Reading a list");
-    handles.emplace_back(element);
-  }
-  check(torch_delete_list(list), "Releasing a list");
-  return handles;
-}
-
-inline std::optional<Handle> take_optional(StableIValue value) {
-  const auto handle = torch::stable::detail::to<std::optional<AtenTensorHandle>>(value);
-  return handle ? std::optional<Handle>(Handle(torch::stable::detail::from(*handle))) : std::nullopt;
-}
-
 // A pair of tensors of one shape whose elements do not lie in memory in the same gapless order.
 struct StridedPair {
   const void* input;
@@ -163,12 +68,66 @@ struct TypedSpan {
   int index;  // in the list
 };
 
+// An empty vector that a thread keeps from call to call: to give back its memory would make the allocator join all the
+// small pieces that a list of tensors consists of, and cut them anew at the next call.
+template <class T, int place = 0>
+std::vector<T>& scratch() {
+  thread_local std::vector<T> kept;
+  kept.clear();
+  return kept;
+}
+
 // What an operator is asked to tell besides found_inf.
 struct Receivers {
   std::optional<Handle> norm;
   std::optional<Handle> norms;
   std::optional<Handle> first_bad;
 };
+
+// nullptr where it was not asked for.
+template <class T>
+T* receiver(const std::optional<Handle>& tensor) {
+  return tensor && tensor->numel() > 0 ? static_cast<T*>(tensor->mutable_data()) : nullptr;
+}
+
+inline bool same_device(const Handle& a, const Handle& b) {
+  return a.device_type() == b.device_type() && a.device_index() == b.device_index();
+}
+
+inline void check_device(const std::string& name, const Handle& tensor, const Handle& found_inf) {
+  if (!same_device(tensor, found_inf)) {
+    throw std::runtime_error(name + " is on another device than found_inf; call once per device.");
+  }
+}
+
+inline void check_scalar(const char* name, const Handle& scalar, const Handle& found_inf) {
+  if (scalar.numel() != 1 || scalar.dtype() != kFloat) {
+    throw std::runtime_error(std::string(name) + ": expected one float32 element, such as torch.zeros(1).");
+  }
+  check_device(name, scalar, found_inf);
+}
+
+inline void check_receivers(const Receivers& receivers, size_t tensors, const Handle& found_inf) {
+  if (receivers.norm) {
+    check_scalar("norm", *receivers.norm, found_inf);
+  }
+  if (receivers.norms) {
+    const Handle& norms = *receivers.norms;
+    const auto count = static_cast<int64_t>(tensors);
+    if (norms.dim() != 1 || norms.numel() != count || norms.dtype() != kFloat || !norms.is_contiguous()) {
+      throw std::runtime_error("norms: expected a float32 element for each tensor, such as torch.zeros(" +
+                               std::to_string(count) + ").");
+    }
+    check_device("norms", norms, found_inf);
+  }
+  if (receivers.first_bad) {
+    const Handle& first_bad = *receivers.first_bad;
+    if (first_bad.numel() != 1 || first_bad.scalar_type() != torch::headeronly::ScalarType::Long) {
+      throw std::runtime_error("first_bad: expected one int64 element, such as torch.tensor(-1).");
+    }
+    check_device("first_bad", first_bad, found_inf);
+  }
+}
 
 // The checked lists of one call: spans for the gapless pairs, strided pairs for the rest.
 class PairedLists {
@@ -185,8 +144,8 @@ class PairedLists {
         receivers_(std::move(receivers)),
         device_type_(found_inf_.device_type()),
         device_index_(found_inf_.device_index()) {
-    check_scalar("found_inf", found_inf_);
-    check_scalar("inv_scale", inv_scale_);
+    check_scalar("found_inf", found_inf_, found_inf_);
+    check_scalar("inv_scale", inv_scale_, found_inf_);
     if (!in_place_ && inputs_.size() != outputs_.size()) {
       throw std::runtime_error(std::to_string(inputs_.size()) + " inputs, " + std::to_string(outputs_.size()) +
                                " outputs: expected lists of equal length.");
@@ -195,7 +154,7 @@ class PairedLists {
     for (size_t index = 0; index < inputs_.size(); ++index) {
       add(index);
     }
-    check_receivers();
+    check_receivers(receivers_, size(), found_inf_);
     if (writes_) {
       check_memory();
     }
@@ -208,54 +167,13 @@ class PairedLists {
   const float* inv_scale() const { return static_cast<const float*>(inv_scale_.data()); }
   int32_t device_index() const { return device_index_; }
 
-  // nullptr where it was not asked for.
   float* norm() const { return receiver<float>(receivers_.norm); }
   float* norms() const { return receiver<float>(receivers_.norms); }
   int64_t* first_bad() const { return receiver<int64_t>(receivers_.first_bad); }
 
  private:
-  template <class T>
-  static T* receiver(const std::optional<Handle>& tensor) {
-    return tensor && tensor->numel() > 0 ? static_cast<T*>(tensor->mutable_data()) : nullptr;
-  }
-
   bool on_device(const Handle& tensor) const {
     return tensor.device_type() == device_type_ && tensor.device_index() == device_index_;
-  }
-
-  void check_device(const std::string& name, const Handle& tensor) const {
-    if (!on_device(tensor)) {
-      throw std::runtime_error(name + " is on another device than found_inf; call once per device.");
-    }
-  }
-
-  void check_scalar(const char* name, const Handle& scalar) const {
-    if (scalar.numel() != 1 || scalar.dtype() != kFloat) {
-      throw std::runtime_error(std::string(name) + ": expected one float32 element, such as torch.zeros(1).");
-    }
-    check_device(name, scalar);
-  }
-
-  void check_receivers() const {
-    if (receivers_.norm) {
-      check_scalar("norm", *receivers_.norm);
-    }
-    if (receivers_.norms) {
-      const Handle& norms = *receivers_.norms;
-      const auto count = static_cast<int64_t>(size());
-      if (norms.dim() != 1 || norms.numel() != count || norms.dtype() != kFloat || !norms.is_contiguous()) {
-        throw std::runtime_error("norms: expected a float32 element for each tensor, such as torch.zeros(" +
-                                 std::to_string(count) + ").");
-      }
-      check_device("norms", norms);
-    }
-    if (receivers_.first_bad) {
-      const Handle& first_bad = *receivers_.first_bad;
-      if (first_bad.numel() != 1 || first_bad.scalar_type() != torch::headeronly::ScalarType::Long) {
-        throw std::runtime_error("first_bad: expected one int64 element, such as torch.tensor(-1).");
-      }
-      check_device("first_bad", first_bad);
-    }
   }
 
   Dtype check_tensor(const char* side, size_t index, const Handle& tensor) const {
@@ -307,7 +225,7 @@ class PairedLists {
   // An output may be its own input. A tensor with gaps is looked up by its first element alone: columns of one matrix
   // interleave and do not overlap.
   void check_memory() const {
-    std::vector<Extent> extents;
+    std::vector<Extent>& extents = scratch<Extent>();
     extents.reserve(in_place_ ? inputs_.size() : 2 * inputs_.size());
     const auto add_pair = [&](Extent input, Extent output) {
       extents.push_back(output);
@@ -379,7 +297,7 @@ class PairedLists {
   Receivers receivers_;
   int32_t device_type_;
   int32_t device_index_;
-  std::vector<TypedSpan> spans_;
+  std::vector<TypedSpan>& spans_ = scratch<TypedSpan>();
   std::vector<StridedPair> strided_;
 };
 

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "tensor_lists.h"
@@ -23,24 +24,31 @@ inline constexpr int64_t kBlock = 2048;   // elements that stay in the first cac
 // first, and nothing of it would still be there when the optimizer comes.
 inline constexpr int64_t kStreamFrom = 16 << 20;
 
-inline constexpr size_t kLookAhead = 512;  // bytes of the next tensor to ask for while one is worked on
+// The hardware looks ahead within a page only: while these last elements of a tensor are worked on, the first ones of
+// the next are asked for.
+inline constexpr int64_t kLookAhead = 1024;
 
-using Range = bool (*)(const void* input, void* output, int64_t begin, int64_t end, float inv_scale);
+using Range = bool (*)(const void* input, void* output, int64_t begin, int64_t end, float inv_scale,
+                       const char* ahead);
 using Measure = bool (*)(const void* values, int64_t begin, int64_t end, float inv_scale, double* sum);
 
 template <Write write, class In, class Out>
-bool unscale_range(const void* input, void* output, int64_t begin, int64_t end, float inv_scale) {
+bool unscale_range(const void* input, void* output, int64_t begin, int64_t end, float inv_scale, const char* ahead) {
   const In* x = static_cast<const In*>(input) + begin;
   Out* y = static_cast<Out*>(output) + begin;
-  if constexpr (sizeof(typename Arithmetic<In, Out>::type) == sizeof(float)) {
-    return unscale_floats<write>(x, y, end - begin, inv_scale);
+  ahead = ahead == nullptr ? reinterpret_cast<const char*>(x) : ahead;
+  if constexpr (write == Write::replace && std::is_same_v<In, BFloat16> && std::is_same_v<Out, BFloat16>) {
+    return unscale_bfloat16s(x, y, end - begin, inv_scale, ahead);
+  } else if constexpr (sizeof(typename Arithmetic<In, Out>::type) == sizeof(float)) {
+    return unscale_floats<write>(x, y, end - begin, inv_scale, ahead);
   } else {
     return unscale_doubles<write>(x, y, end - begin, inv_scale);
   }
 }
 
 template <class In>
-bool stream_range(const void* input, void* output, int64_t begin, int64_t end, float inv_scale) {
+bool stream_range(const void* input, void* output, int64_t begin, int64_t end, float inv_scale,
+                  const char* /*ahead*/) {
   return stream_floats(static_cast<const In*>(input) + begin, static_cast<float*>(output) + begin, end - begin,
                        inv_scale);
 }
@@ -149,9 +157,10 @@ inline Loops loops_for(Dtype input, Dtype output, const Task& task, bool stream)
 }
 
 // A part of one tensor. Returns whether something is not finite; adds to `sum` where squares are asked for.
-inline bool work_on(const Span& span, const Loops& loops, float inv_scale, int64_t begin, int64_t end, double* sum) {
+inline bool work_on(const Span& span, const Loops& loops, float inv_scale, int64_t begin, int64_t end, double* sum,
+                    const char* ahead = nullptr) {
   if (loops.measure == nullptr) {
-    return loops.range(span.input, span.output, begin, end, inv_scale);
+    return loops.range(span.input, span.output, begin, end, inv_scale, ahead);
   }
   if (loops.range == nullptr) {
     return loops.measure(span.input, begin, end, inv_scale, sum);
@@ -161,8 +170,22 @@ inline bool work_on(const Span& span, const Loops& loops, float inv_scale, int64
   bool bad = false;
   for (; begin < end; begin += kBlock) {
     const int64_t stop = std::min(end, begin + kBlock);
-    bad |= loops.range(span.input, span.output, begin, stop, inv_scale);
+    bad |= loops.range(span.input, span.output, begin, stop, inv_scale, ahead);
     loops.measure(measured, begin, stop, factor, sum);
+  }
+  return bad;
+}
+
+// As work_on; where the chunk ends its tensor, the next one is asked for.
+inline bool work_on_chunk(const Span& span, const Loops& loops, float inv_scale, int64_t begin, int64_t end,
+                          double* sum, const void* next) {
+  int64_t cut = end;
+  if (end == span.numel) {
+    cut = begin + std::max<int64_t>(0, end - begin - kLookAhead) / kLookAhead * kLookAhead;
+  }
+  bool bad = cut > begin && work_on(span, loops, inv_scale, begin, cut, sum, nullptr);
+  if (cut < end) {
+    bad |= work_on(span, loops, inv_scale, cut, end, sum, static_cast<const char*>(next));
   }
   return bad;
 }
@@ -182,8 +205,8 @@ inline void lower(std::atomic<int>& lowest, int index) {
 }
 
 inline void unscale_spans(const std::vector<TypedSpan>& spans, const Task& task, Findings& findings) {
-  std::vector<int64_t> ends;    // of each span, in elements of the whole list
-  std::vector<int64_t> chunks;  // before each span
+  std::vector<int64_t>& ends = scratch<int64_t, 0>();    // of each span, in elements of the whole list
+  std::vector<int64_t>& chunks = scratch<int64_t, 1>();  // before each span
   int64_t total = 0;
   int64_t chunk_count = 0;
   ends.reserve(spans.size());
@@ -195,7 +218,8 @@ inline void unscale_spans(const std::vector<TypedSpan>& spans, const Task& task,
   }
   const bool stream =
       !task.in_place && task.write == Write::replace && total * int64_t{sizeof(float)} > kStreamFrom;
-  std::vector<double> sums(task.squares ? chunk_count : 0);
+  std::vector<double>& sums = scratch<double>();  // of each chunk
+  sums.resize(task.squares ? chunk_count : 0);
   std::atomic<int> first_bad{Findings::kNone};
   parallel_over(total, [&](int64_t begin, int64_t end) {
     const int count = static_cast<int>(spans.size());
@@ -203,16 +227,14 @@ inline void unscale_spans(const std::vector<TypedSpan>& spans, const Task& task,
     for (int index = find_span(ends, count, begin); index < count && ends[index] - spans[index].span.numel < end;
          ++index) {
       const auto& [span, input_dtype, output_dtype, place] = spans[index];
-      if (index + 1 < count) {  // the hardware looks ahead within a page only
-        prefetch(spans[index + 1].span.input, kLookAhead);
-      }
+      const void* next = spans[std::min(index + 1, count - 1)].span.input;
       const Loops loops = loops_for(input_dtype, output_dtype, task, stream);
       const int64_t start = ends[index] - span.numel;
       const int64_t first = begin <= start ? 0 : (begin - start + kChunk - 1) / kChunk;
       for (int64_t chunk = first; chunk * kChunk < std::min(span.numel, end - start); ++chunk) {
         const int64_t stop = std::min(span.numel, (chunk + 1) * kChunk);
         double sum = 0.0;
-        if (work_on(span, loops, task.inv_scale, chunk * kChunk, stop, &sum)) {
+        if (work_on_chunk(span, loops, task.inv_scale, chunk * kChunk, stop, &sum, next)) {
           first_bad_here = std::min(first_bad_here, place);
         }
         if (task.squares) {

@@ -1,0 +1,141 @@
+"""A list of tensors that the kernels were given once: a step passes a number, and no objects are taken apart.
+
+    remember_tensors(Tensor[] tensors, bool hold) -> int      a table on the kernels' side
+    unscale_remembered_(int table, …) -> int                  as `unscale_`, of the tensors or of their gradients
+    clip_remembered_(int table, …) -> int                     grad <- grad * min(1, max_norm / (norm + 1e-6))
+
+The table holds no address of memory. Each call reads where a tensor lies now, so one that was resized, or given other
+storage, is met where it is. On the CPU alone, where the kernels are built, and for tensors that are strided, without
+gaps and share no memory: whatever else there is, is refused before anything is written, for `unscale_` to do or to
+name.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from amplab.kernels import build
+
+__all__ = ["Remembered", "is_cpu_scalar"]
+
+_REFUSED = -1
+_HERE = torch.empty(0)  # chooses the CPU's kernel
+_FOUND = "Tensor(b!)? norm=None, Tensor(c!)? norms=None, Tensor(d!)? first_bad=None"
+
+_SCHEMAS = {
+    "remember_tensors": "(Tensor[] tensors, bool hold) -> int",
+    "forget_tensors": "(int table, Tensor here) -> ()",
+    "unscale_remembered_": "(int table, Tensor(a!) found_inf, Tensor inv_scale, bool gradients, bool allow_half, *, "
+    f"{_FOUND}) -> int",
+    "clip_remembered_": "(int table, Tensor(a!) norm, float max_norm) -> int",
+}
+for _name, _schema in _SCHEMAS.items():
+    torch.library.define(f"amplab::{_name}", _schema)
+_OPS = torch.ops.amplab
+
+
+class Remembered:
+    """Tensors known to the kernels.
+
+    Args:
+        tensors: kept alive as long as this object is; each listed once.
+        hold: let the kernels hold them, too. `torch.utils.swap_tensors`, and so ``module.to()`` where it swaps, then
+            refuses them; otherwise each call looks whether it has exchanged one, at 30 ns a tensor.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], *, hold: bool) -> None:
+        self._tensors, self._hold = tensors, hold
+        self._behind: list[int] = []
+        self._table = 0
+        self._forget: weakref.finalize | None = None
+        self._serves = len(tensors) > 0 and all(map(_is_on_cpu, tensors))
+
+    def unscale_(
+        self,
+        found_inf: Tensor,
+        inv_scale: Tensor,
+        *,
+        gradients: bool,
+        allow_half: bool = True,
+        **receivers: Tensor | None,
+    ) -> int | None:
+        """Unscale the tensors, or their gradients.
+
+        Args:
+            found_inf: as `unscale_`.
+            inv_scale: as `unscale_`.
+            gradients: work on what is in ``.grad`` now; its place is that of its tensor.
+            allow_half: take float16.
+            receivers: norm, norms and first_bad, as `unscale_`.
+
+        Returns:
+            How many there were; None where this is not for the kernel, and nothing was written.
+
+        Sync: none.
+        """
+        if not (is_cpu_scalar(found_inf) and is_cpu_scalar(inv_scale)):
+            return None
+        unscale = _OPS.unscale_remembered_.default
+        return self._call(lambda table: unscale(table, found_inf, inv_scale, gradients, allow_half, **receivers))
+
+    def clip_grads_(self, norm: Tensor, max_norm: float) -> int | None:
+        """Scale float32 gradients down until their 2-norm, all together, is at most ``max_norm``.
+
+        Args:
+            norm: ``()`` float32; receives the norm before.
+            max_norm: > 0.
+
+        Returns:
+            As `unscale_`.
+
+        Sync: none.
+        """
+        if not is_cpu_scalar(norm):
+            return None
+        return self._call(lambda table: _OPS.clip_remembered_.default(table, norm, float(max_norm)))
+
+    def _call(self, operator: Callable[[int], int]) -> int | None:
+        if not self._is_known():
+            return None
+        count = operator(self._table)
+        return None if count == _REFUSED else count
+
+    def _is_known(self) -> bool:
+        """Hand the tensors over, once the kernels are built."""
+        if not self._serves:
+            return False
+        build.settle()
+        if self._hold:
+            return self._table != 0 or self._hand_over()
+        # The tensor behind each Python object, which swap_tensors may change.
+        behind = [tensor._cdata for tensor in self._tensors]
+        if behind == self._behind:
+            return True
+        self._behind = behind if self._hand_over() else []
+        return len(self._behind) > 0
+
+    def _hand_over(self) -> bool:
+        if build.report().status != "built":
+            return False
+        try:
+            with torch.no_grad():
+                table = _OPS.remember_tensors.default(list(self._tensors), self._hold)
+        except NotImplementedError:  # built this moment, and to be loaded by the next call
+            return False
+        if self._forget is not None:
+            self._forget()
+        self._table = table
+        self._forget = weakref.finalize(self, _OPS.forget_tensors.default, table, _HERE)
+        self._forget.atexit = False
+        return True
+
+
+def is_cpu_scalar(tensor: Tensor) -> bool:
+    """Whether the kernels read or write a single float32 there."""
+    return tensor.dtype is torch.float32 and tensor.numel() == 1 and tensor.device.type == "cpu"
+
+
+def _is_on_cpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and type(tensor) in (Tensor, torch.nn.Parameter)
