@@ -192,7 +192,7 @@ class GradScaler(LossScales):
         """
         self.unscale_(optimizer)
         known = self._known.of(optimizer)
-        norm = torch.zeros(())
+        norm = torch.zeros((), device=known.parameter_list.device)
         if norm_type == 2.0 and known.parameter_list.clip_grads_(norm, max_norm) is not None:
             return norm
         grads = [strided_grad(param) for param in known.params if param.grad is not None]

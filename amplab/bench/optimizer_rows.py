@@ -7,6 +7,9 @@ step                   ``FusedAdamW.step``                                      
 tail                   check + norm; unscale × clip × step in one pass; ``update``     ``unscale_``, clip, step, update
 masters                float16 gradients → float32 masters → float16 weights, a pass   copy, unscale, fused step, copy
 =====================  ==============================================================  ================================
+
+Both sides work on the same tensors by turns: what a page of memory costs depends on where it lies, by more than is to
+be measured.
 """
 
 from collections.abc import Callable, Sequence
@@ -91,8 +94,12 @@ def _clipping(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return FusedAdamW(params, lr=_RATE, max_grad_norm=_MAX_NORM)
 
 
-def _theirs(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=_RATE, fused=True)
+def _theirs(ours: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """torch's optimizer of the same parameters, with the same tensors for its state."""
+    ours.step()
+    theirs = torch.optim.AdamW(ours.param_groups[0]["params"], lr=_RATE, fused=True)
+    theirs.load_state_dict(ours.state_dict())
+    return theirs
 
 
 def _sizes(shapes: Shapes) -> dict[str, int]:
@@ -100,12 +107,14 @@ def _sizes(shapes: Shapes) -> dict[str, int]:
 
 
 def _steps(shapes: Shapes) -> Pair:
-    ours, theirs = _Training(shapes, _ours), _Training(shapes, _theirs)
-    return Pair(Contestant(ours.optimizer.step), Contestant(theirs.optimizer.step), _sizes(shapes))
+    training = _Training(shapes, _ours)
+    theirs = _theirs(training.optimizer)
+    return Pair(Contestant(training.optimizer.step), Contestant(theirs.step), _sizes(shapes))
 
 
 def _tails(shapes: Shapes) -> Pair:
-    ours, theirs = _Training(shapes, _clipping), _Training(shapes, _theirs)
+    training = _Training(shapes, _clipping)
+    ours, theirs = training.optimizer, _theirs(training.optimizer)
     our_scaler, their_scaler = (
         make("cpu", init_scale=_SCALE, growth_interval=2**30) for make in (GradScaler, torch.amp.GradScaler)
     )
@@ -113,16 +122,16 @@ def _tails(shapes: Shapes) -> Pair:
         scaler.scale(torch.zeros(()))
 
     def our_tail() -> None:
-        our_scaler.step(ours.optimizer)
+        our_scaler.step(ours)
         our_scaler.update()
 
     def their_tail() -> None:
-        their_scaler.unscale_(theirs.optimizer)
-        clip_grad_norm_(theirs.params, _MAX_NORM)
-        their_scaler.step(theirs.optimizer)
+        their_scaler.unscale_(theirs)
+        clip_grad_norm_(training.params, _MAX_NORM)
+        their_scaler.step(theirs)
         their_scaler.update()
 
-    return Pair(Contestant(our_tail, ours.refill), Contestant(their_tail, theirs.refill), _sizes(shapes))
+    return Pair(Contestant(our_tail, training.refill), Contestant(their_tail, training.refill), _sizes(shapes))
 
 
 class _Masters:
@@ -138,18 +147,18 @@ class _Masters:
 
 
 def _masters(shapes: Shapes) -> Pair:
-    ours, theirs = _Masters(shapes), _Masters(shapes)
+    tensors = _Masters(shapes)
     inverse, found_inf = torch.tensor(1.0 - 2.0**-12), torch.zeros(())
     widened: list[Tensor] = [torch.zeros(shape) for shape in shapes]
 
     def in_one_pass() -> None:
         adam_(
-            ours.masters,
-            ours.grads,
-            ours.exp_avgs,
-            ours.exp_avg_sqs,
-            ours.steps,
-            ours.weights,
+            tensors.masters,
+            tensors.grads,
+            tensors.exp_avgs,
+            tensors.exp_avg_sqs,
+            tensors.steps,
+            tensors.weights,
             lr=_RATE,
             weight_decay=1e-2,
             grad_factor=inverse,
@@ -157,16 +166,16 @@ def _masters(shapes: Shapes) -> Pair:
         )
 
     def in_four() -> None:
-        torch._foreach_copy_(widened, theirs.grads)
+        torch._foreach_copy_(widened, tensors.grads)
         torch._amp_foreach_non_finite_check_and_unscale_(widened, found_inf, inverse)
-        torch._foreach_add_(theirs.steps, 1)
+        torch._foreach_add_(tensors.steps, 1)
         torch._fused_adamw_(
-            theirs.masters,
+            tensors.masters,
             widened,
-            theirs.exp_avgs,
-            theirs.exp_avg_sqs,
+            tensors.exp_avgs,
+            tensors.exp_avg_sqs,
             [],
-            theirs.steps,
+            tensors.steps,
             lr=_RATE,
             beta1=0.9,
             beta2=0.999,
@@ -176,6 +185,6 @@ def _masters(shapes: Shapes) -> Pair:
             maximize=False,
             found_inf=found_inf,
         )
-        torch._foreach_copy_(theirs.weights, theirs.masters)
+        torch._foreach_copy_(tensors.weights, tensors.masters)
 
     return Pair(Contestant(in_one_pass), Contestant(in_four), _sizes(shapes))

@@ -6,8 +6,10 @@ from amplab.kernels.dispatch_casts import DispatchCasts
 from amplab.kernels.layerwise_steps import lamb_, novograd_
 from amplab.kernels.parameter_list import ParameterList
 from amplab.kernels.steps import adam_, sgd_
+from amplab.kernels.tensor_stats import StatsTable, TensorStats, tensor_stats
 from amplab.kernels.tensor_table import TensorTable
 from amplab.kernels.unscale import unscale_, unscale_add, unscale_copy, unscaled_norm
+from amplab.kernels.update_scale import update_scale_
 
 __all__ = [
     "BuildReport",
@@ -17,14 +19,18 @@ __all__ = [
     "adagrad_",
     "adam_",
     "TensorTable",
+    "StatsTable",
+    "TensorStats",
     "ensure",
     "lamb_",
     "novograd_",
     "report",
     "rmsprop_",
     "sgd_",
+    "tensor_stats",
     "unscale_",
     "unscale_add",
     "unscale_copy",
     "unscaled_norm",
+    "update_scale_",
 ]

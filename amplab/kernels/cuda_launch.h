@@ -4,11 +4,6 @@
 
 #include <cuda_runtime.h>
 
-#include <algorithm>
-#include <array>
-#include <functional>
-#include <memory>
-
 #include "launch_table.h"
 #include "tensor_lists.h"
 
@@ -44,61 +39,18 @@ class LaunchPlace {
   CUDAGuardHandle guard_ = nullptr;
 };
 
-// Collects tensors and launches whenever the table is full, and at `flush`: a list of up to LaunchTable::kCapacity
-// tensors (2016 of one pointer, 1344 of two, 672 of five) is one launch. A table in device memory would have no such
-// bound, but would have to be copied there whenever a gradient has moved, which costs more than a launch.
+// A TableFiller that launches on the current device, as many blocks as are resident at once.
 template <int kPointers>
-class Launches {
+class Launches : public TableFiller<kPointers> {
  public:
-  using Table = LaunchTable<kPointers>;
-  using Launch = std::function<void(const Table&, uint32_t blocks)>;
+  using typename TableFiller<kPointers>::Launch;
 
   Launches(const LaunchPlace& place, Launch launch)
-      : most_blocks_(place.resident_blocks), launch_(std::move(launch)), table_(new Table) {
-    table_->count = 0;
-  }
-
-  // `pointers` to the first elements of tensors of `numel` elements each; `place` in the caller's list, rising.
-  void add(const std::array<const void*, kPointers>& pointers, int64_t numel, int64_t place) {
-    if (numel == 0) {
-      return;
-    }
-    const int64_t units = (numel + kUnit - 1) / kUnit;
-    if (!fits(units, place)) {
-      flush();
-    }
-    const int at = table_->count;
-    if (at == 0) {
-      table_->first_place = static_cast<int32_t>(place);
-    }
-    for (int pointer = 0; pointer < kPointers; ++pointer) {
-      table_->pointers[pointer][at] = const_cast<void*>(pointers[pointer]);
-    }
-    table_->ends[at] = static_cast<uint32_t>(units_ += units);
-    table_->tails[at] = static_cast<uint16_t>((numel - 1) % kUnit);
-    table_->places[at] = static_cast<uint16_t>(place - table_->first_place);
-    table_->count = at + 1;
-  }
-
-  void flush() {
-    if (table_->count > 0) {
-      launch_(*table_, std::min(table_->ends[table_->count - 1], most_blocks_));
-      check_cuda(cudaGetLastError());
-    }
-    table_->count = 0;
-    units_ = 0;
-  }
-
- private:
-  bool fits(int64_t units, int64_t place) const {
-    return table_->count == 0 || (table_->count < Table::kCapacity && units_ + units <= UINT32_MAX &&
-                                  place - table_->first_place <= UINT16_MAX);
-  }
-
-  uint32_t most_blocks_;
-  Launch launch_;
-  std::unique_ptr<Table> table_;
-  int64_t units_ = 0;
+      : TableFiller<kPointers>(place.resident_blocks,
+                               [launch = std::move(launch)](const LaunchTable<kPointers>& table, uint32_t blocks) {
+                                 launch(table, blocks);
+                                 check_cuda(cudaGetLastError());
+                               }) {}
 };
 
 }  // namespace amplab

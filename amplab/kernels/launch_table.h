@@ -1,5 +1,5 @@
 // The table of tensors that travels in the parameters of one launch, and a block's walk over its share of them; the
-// same code on the host, without a torch header. What fills the table and launches is in cuda_launch.h.
+// same code on the host, without a torch header. What launches is in cuda_launch.h.
 //
 // A tensor is cut into units of 1024 elements. The units of the whole list are numbered through and shared evenly by
 // the blocks, whatever the sizes of the tensors: one large tensor keeps all of them busy, and a thousand small ones are
@@ -26,7 +26,11 @@
 // kArgumentBytes. All .cu files are compiled as one: give what a file defines a namespace of its own inside amplab.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
+#include <functional>
+#include <memory>
 
 #include "unscale.h"
 
@@ -100,5 +104,61 @@ AMPLAB_FUNCTION void for_each_piece(const LaunchTable<kPointers>& table, uint32_
     at = to;
   }
 }
+
+// Collects tensors and launches whenever the table is full, and at `flush`: a list of up to LaunchTable::kCapacity
+// tensors (2016 of one pointer, 1344 of two, 672 of five) is one launch. A table in device memory would have no such
+// bound, but would have to be copied there whenever a gradient has moved, which costs more than a launch.
+template <int kPointers>
+class TableFiller {
+ public:
+  using Table = LaunchTable<kPointers>;
+  using Launch = std::function<void(const Table&, uint32_t blocks)>;
+
+  TableFiller(uint32_t most_blocks, Launch launch)
+      : most_blocks_(most_blocks), launch_(std::move(launch)), table_(new Table) {
+    table_->count = 0;
+  }
+
+  // `pointers` to the first elements of tensors of `numel` elements each; `place` in the caller's list, rising.
+  void add(const std::array<const void*, kPointers>& pointers, int64_t numel, int64_t place) {
+    if (numel == 0) {
+      return;
+    }
+    const int64_t units = (numel + kUnit - 1) / kUnit;
+    if (!fits(units, place)) {
+      flush();
+    }
+    const int at = table_->count;
+    if (at == 0) {
+      table_->first_place = static_cast<int32_t>(place);
+    }
+    for (int pointer = 0; pointer < kPointers; ++pointer) {
+      table_->pointers[pointer][at] = const_cast<void*>(pointers[pointer]);
+    }
+    table_->ends[at] = static_cast<uint32_t>(units_ += units);
+    table_->tails[at] = static_cast<uint16_t>((numel - 1) % kUnit);
+    table_->places[at] = static_cast<uint16_t>(place - table_->first_place);
+    table_->count = at + 1;
+  }
+
+  void flush() {
+    if (table_->count > 0) {
+      launch_(*table_, std::min(table_->ends[table_->count - 1], most_blocks_));
+    }
+    table_->count = 0;
+    units_ = 0;
+  }
+
+ private:
+  bool fits(int64_t units, int64_t place) const {
+    return table_->count == 0 || (table_->count < Table::kCapacity && units_ + units <= UINT32_MAX &&
+                                  place - table_->first_place <= UINT16_MAX);
+  }
+
+  uint32_t most_blocks_;
+  Launch launch_;
+  std::unique_ptr<Table> table_;
+  int64_t units_ = 0;
+};
 
 }  // namespace amplab

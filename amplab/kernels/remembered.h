@@ -20,6 +20,7 @@ class Remembered {
     tensors_.reserve(tensors.size());
     for (const Handle& tensor : tensors) {
       tensors_.push_back(&tensor.impl());
+      device_ = tensor.impl().device();
     }
     if (hold) {
       held_ = std::move(tensors);
@@ -29,7 +30,7 @@ class Remembered {
   size_t size() const { return tensors_.size(); }
 
   // Lays out the tensors, or the gradients that they have now. False where something is not what the kernels take as it
-  // comes: on the CPU, strided and without gaps, of a floating dtype, float16 only where it is allowed, sharing no
+  // comes: on the list's device, strided and without gaps, of a floating dtype, float16 only where it is allowed, sharing no
   // memory. `spans` is then of no use.
   bool lay_out(bool gradients, bool allow_half, std::vector<TypedSpan>& spans) const {
     std::vector<Place>& places = scratch<Place>();
@@ -69,9 +70,9 @@ class Remembered {
     }
   }
 
-  static bool is_plain(const c10::TensorImpl& tensor) {
+  bool is_plain(const c10::TensorImpl& tensor) const {
     constexpr c10::DispatchKeySet kLazy({c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor});
-    return tensor.layout() == c10::kStrided && tensor.device().is_cpu() && !tensor.is_python_dispatch() &&
+    return tensor.layout() == c10::kStrided && tensor.device() == device_ && !tensor.is_python_dispatch() &&
            tensor.has_storage() && !tensor.key_set().has_any(kLazy) && tensor.is_non_overlapping_and_dense();
   }
 
@@ -86,6 +87,7 @@ class Remembered {
   }
 
   std::vector<c10::TensorImpl*> tensors_;
+  c10::Device device_ = c10::kCPU;
   std::vector<Handle> held_;
   mutable std::vector<int> order_;  // by address, at the last call
 };

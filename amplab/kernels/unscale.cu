@@ -177,16 +177,22 @@ class Pass {
   std::optional<Handle> squares_;
 };
 
+Findings findings_for(const Request& request, const float* inv_scale) {
+  Findings findings{};
+  findings.inv_scale = inv_scale;
+  findings.found_inf = request.found_inf;
+  findings.first_bad = reinterpret_cast<unsigned long long*>(request.first_bad);
+  findings.norm = request.norm;
+  findings.norms = request.norms;
+  return findings;
+}
+
 template <Write write, bool in_place>
 void unscale(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
   const PairedLists lists = take_arguments(stack, in_place, write);
-  Findings findings{};
-  findings.inv_scale = lists.inv_scale();
-  findings.found_inf = lists.found_inf();
-  findings.first_bad = reinterpret_cast<unsigned long long*>(lists.first_bad());
-  findings.norm = lists.norm();
-  findings.norms = lists.norms();
-  Pass pass(lists.device_index(), findings, lists.size());
+  const Request request{lists.device_index(), lists.size(),  lists.found_inf(),
+                        lists.norm(),         lists.norms(), lists.first_bad()};
+  Pass pass(request.device, findings_for(request, lists.inv_scale()), request.tensors);
   pass.launch<write, in_place ? 1 : 2>(lists.spans());
   for (const StridedPair& pair : lists.strided()) {
     pass.launch<write>(pair);
@@ -195,23 +201,20 @@ void unscale(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
 
 }  // namespace
 
-void unscale_spans(const Spans& spans, const Handle& found_inf, const Handle& inv_scale) {
-  Findings findings{};
-  findings.inv_scale = static_cast<const float*>(inv_scale.data());
-  findings.found_inf = static_cast<float*>(found_inf.mutable_data());
-  Pass(found_inf.device_index(), findings).launch<Write::replace, 1>(spans);
+void unscale_spans(const Spans& spans, const Request& request, const float* inv_scale) {
+  Pass(request.device, findings_for(request, inv_scale), request.tensors).launch<Write::replace, 1>(spans);
 }
 
-void clip_spans(const Spans& spans, const Handle& norm, float max_norm) {
-  const Handle room = empty_doubles(1, norm.device_index());
-  Findings findings{};
-  findings.norm = static_cast<float*>(norm.mutable_data());
-  findings.factor = static_cast<float*>(room.mutable_data());
-  findings.max_norm = max_norm;
-  Pass(norm.device_index(), findings).launch<Write::nothing, 1>(spans);
+void clip_spans(const Spans& spans, int32_t device, float* norm, float max_norm) {
+  const Handle room = empty_doubles(1, device);
+  Findings measuring{};
+  measuring.norm = norm;
+  measuring.factor = static_cast<float*>(room.mutable_data());
+  measuring.max_norm = max_norm;
+  Pass(device, measuring).launch<Write::nothing, 1>(spans);
   Findings scaling{};
-  scaling.inv_scale = findings.factor;
-  Pass(norm.device_index(), scaling).launch<Write::replace, 1>(spans);
+  scaling.inv_scale = measuring.factor;
+  Pass(device, scaling).launch<Write::replace, 1>(spans);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(amplab, CUDA, m) {

@@ -1,23 +1,13 @@
 // The CUDA kernels of the unscale operators, without a torch header: unscale.cu launches them, and a test runs them on
 // the host, thread by thread.
-//
-// Memory moves 16 bytes at a time. Where one side's elements are twice as wide as the other's, two neighbouring threads
-// exchange halves of what is narrow, so that both sides are read and written in whole sectors of 32 bytes:
-//
-//   pairs of threads        even          odd
-//   narrow, in memory       [a b]         [c d]        one access of 16 bytes each
-//   narrow, exchanged       [a c]         [b d]
-//   wide                    a  then c     b  then d    two accesses of 16 bytes, neighbours side by side
 #pragma once
 
 #include <cmath>
 
 #include "launch_table.h"
+#include "packs.h"
 
 namespace amplab::unscale_cuda {
-
-constexpr int kWarp = 32;
-constexpr uint32_t kAllLanes = 0xffffffffu;
 
 // Where a launch finds the scale and leaves what it found; null where nobody asked.
 struct Findings {
@@ -36,83 +26,6 @@ struct Findings {
   // Whether a scale of 1 leaves nothing to do.
   AMPLAB_FUNCTION bool only_scales() const { return found_inf == nullptr && piece_squares == nullptr; }
 };
-
-// -- 16 bytes at a time ---------------------------------------------------------------------------------------------
-
-struct alignas(16) Words {
-  uint32_t at[4];
-};
-
-// The words of N elements, and the elements.
-template <class T, int N>
-struct Pack {
-  static constexpr int kWords = N * static_cast<int>(sizeof(T)) / 16;
-  Words words[kWords];
-
-  AMPLAB_FUNCTION void get(T (&elements)[N]) const { memcpy(elements, words, sizeof words); }
-  AMPLAB_FUNCTION void set(const T (&elements)[N]) { memcpy(words, elements, sizeof words); }
-};
-
-template <class In, class Out>
-constexpr int kPack = 16 / static_cast<int>(sizeof(In) < sizeof(Out) ? sizeof(In) : sizeof(Out));
-
-// Where the words of pack number `pack` are, counted in 16 bytes.
-template <int kWords>
-AMPLAB_FUNCTION size_t word_at(uint32_t pack, int word) {
-  if (kWords == 2) {
-    const uint32_t odd = pack % 2;
-    return static_cast<size_t>(pack - odd) * 2 + odd + 2 * word;
-  }
-  return static_cast<size_t>(pack) * kWords + word;
-}
-
-// What a thread gives its neighbour of a narrow pack, and what it makes of what it gets; done twice, nothing has
-// changed. By value and constant index, since a register has no address.
-AMPLAB_FUNCTION uint32_t given(const Words& words, bool odd, int i) {
-  const uint32_t low = words.at[i];
-  const uint32_t high = words.at[2 + i];
-  return odd ? low : high;
-}
-
-AMPLAB_FUNCTION void take(Words& words, bool odd, int i, uint32_t got) {
-  const uint32_t low = words.at[i];
-  const uint32_t high = words.at[2 + i];
-  words.at[i] = odd ? got : low;
-  words.at[2 + i] = odd ? high : got;
-}
-
-// For all threads of a warp together.
-template <class T, class Other>
-AMPLAB_FUNCTION void exchange(Pack<T, kPack<T, Other>>& pack) {
-  if constexpr (2 * sizeof(T) == sizeof(Other)) {
-    const bool odd = threadIdx.x % 2 == 1;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      take(pack.words[0], odd, i, __shfl_xor_sync(kAllLanes, given(pack.words[0], odd, i), 1));
-    }
-  }
-}
-
-template <class T, int N>
-AMPLAB_FUNCTION void load(const T* memory, uint32_t at, bool active, Pack<T, N>& pack) {
-#pragma unroll
-  for (int word = 0; word < pack.kWords; ++word) {
-    pack.words[word] = Words{};
-    if (active) {
-      pack.words[word] = reinterpret_cast<const Words*>(memory)[word_at<Pack<T, N>::kWords>(at, word)];
-    }
-  }
-}
-
-template <class T, int N>
-AMPLAB_FUNCTION void store(T* memory, uint32_t at, bool active, const Pack<T, N>& pack) {
-#pragma unroll
-  for (int word = 0; word < pack.kWords; ++word) {
-    if (active) {
-      reinterpret_cast<Words*>(memory)[word_at<Pack<T, N>::kWords>(at, word)] = pack.words[word];
-    }
-  }
-}
 
 // -- elements -------------------------------------------------------------------------------------------------------
 
@@ -221,7 +134,7 @@ AMPLAB_FUNCTION bool unscale_piece(const In* x, Out* y, int64_t numel, Math inv_
   bool found = false;
   if (packed > 0) {
     const uint32_t packs = static_cast<uint32_t>(packed / kPack<In, Out>);
-    found = measures ? unscale_packs<write, 2, true>(x + head, y + head, packs, inv_scale, squares)
+    found = measures ? unscale_packs<write, kInFlight / 2, true>(x + head, y + head, packs, inv_scale, squares)
                      : unscale_packs<write, kInFlight, false>(x + head, y + head, packs, inv_scale, squares);
   }
 #pragma unroll 1
