@@ -1,4 +1,4 @@
-"""layerwise_device.h, the CUDA kernels of LAMB and NovoGrad, run on the host thread by thread: what the references do."""
+"""layerwise_device.h, the CUDA kernels of LAMB and NovoGrad, on the host thread by thread: what the references do."""
 
 import ctypes
 import math
