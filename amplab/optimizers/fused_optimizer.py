@@ -346,8 +346,8 @@ def _keep_exact(loaded: dict[str, Any], saved: dict[str, Any], dtype: torch.dtyp
     for name, exact in saved.items():
         value = loaded.get(name)
         if isinstance(value, Tensor) and isinstance(exact, Tensor) and exact.dtype == torch.float32 == value.dtype:
-            is_rounded = torch.equal(value, exact.to(value.device, dtype).float())  # a hook may have loaded another
-            value.copy_(exact if is_rounded else value)
+            if torch.equal(value, exact.to(value.device, dtype).float()):
+                value.copy_(exact)
 
 
 def _check_device(grads: list[Tensor], with_norm: bool) -> tuple[Tensor, Tensor | None]:
