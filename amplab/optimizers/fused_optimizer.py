@@ -345,9 +345,9 @@ def _keep_exact(loaded: dict[str, Any], saved: dict[str, Any], dtype: torch.dtyp
     """Undo the rounding of `torch.optim.Optimizer.load_state_dict`, which gives all state the parameter's dtype."""
     for name, exact in saved.items():
         value = loaded.get(name)
-        if isinstance(value, Tensor) and isinstance(exact, Tensor) and exact.dtype == torch.float32 == value.dtype:
-            if torch.equal(value, exact.to(value.device, dtype).float()):
-                value.copy_(exact)
+        both = isinstance(value, Tensor) and isinstance(exact, Tensor) and exact.dtype == torch.float32 == value.dtype
+        if both and torch.equal(value, exact.to(value.device, dtype).float()):
+            value.copy_(exact)
 
 
 def _check_device(grads: list[Tensor], with_norm: bool) -> tuple[Tensor, Tensor | None]:
