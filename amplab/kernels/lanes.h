@@ -51,6 +51,7 @@ AMPLAB_RULE void lanes_to(BFloat16* y, FloatLanes x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(y), _mm512_cvtepi32_epi16(rounded));
 }
 AMPLAB_RULE FloatLanes root_of(FloatLanes x) { return _mm512_sqrt_ps(x); }
+AMPLAB_RULE FloatLanes not_below(FloatLanes limit, FloatLanes x) { return _mm512_max_ps(limit, x); }  // NaN stays
 #else
 using FloatLanes = __m256;
 AMPLAB_RULE FloatLanes broadcast(float x) { return _mm256_set1_ps(x); }
@@ -77,6 +78,7 @@ AMPLAB_RULE void lanes_to(BFloat16* y, FloatLanes x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(y), packed);
 }
 AMPLAB_RULE FloatLanes root_of(FloatLanes x) { return _mm256_sqrt_ps(x); }
+AMPLAB_RULE FloatLanes not_below(FloatLanes limit, FloatLanes x) { return _mm256_max_ps(limit, x); }  // NaN stays
 #endif
 
 struct Lanes {
@@ -91,9 +93,53 @@ struct Lanes {
   friend AMPLAB_RULE Lanes operator*(Lanes a, Lanes b) { return a.at * b.at; }
   friend AMPLAB_RULE Lanes operator/(Lanes a, Lanes b) { return a.at / b.at; }
   friend AMPLAB_RULE Lanes square_root(Lanes x) { return root_of(x.at); }
+  friend AMPLAB_RULE Lanes at_least_zero(Lanes x) { return not_below(broadcast(0.0f), x.at); }
 };
 
 #endif
+
+// The sum of the squares of floats, in double, a vector at a time and at last a few alone.
+class SquareSum {
+ public:
+  AMPLAB_RULE void add(double x) { alone_ += x * x; }
+
+#if AMPLAB_LANES == 16
+  AMPLAB_RULE void add(Lanes x) {
+    const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(x.at));
+    const __m512d high = _mm512_cvtps_pd(_mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x.at), 1)));
+    low_ = low_ + low * low;
+    high_ = high_ + high * high;
+  }
+#elif AMPLAB_LANES == 8
+  AMPLAB_RULE void add(Lanes x) {
+    const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(x.at));
+    const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(x.at, 1));
+    low_ = low_ + low * low;
+    high_ = high_ + high * high;
+  }
+#endif
+
+  double total() const {
+    double sum = alone_;
+#if AMPLAB_LANES > 1
+    double each[AMPLAB_LANES / 2];
+    const auto both = low_ + high_;
+    std::memcpy(each, &both, sizeof each);
+    for (const double one : each) {
+      sum += one;
+    }
+#endif
+    return sum;
+  }
+
+ private:
+  double alone_ = 0.0;
+#if AMPLAB_LANES == 16
+  __m512d low_ = _mm512_setzero_pd(), high_ = _mm512_setzero_pd();
+#elif AMPLAB_LANES == 8
+  __m256d low_ = _mm256_setzero_pd(), high_ = _mm256_setzero_pd();
+#endif
+};
 
 // `numel` elements of any dtype into floats or doubles, and back: rounded once, to nearest even.
 

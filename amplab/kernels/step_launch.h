@@ -16,7 +16,23 @@ static_assert(static_cast<int>(Stored::half) == kHalf && static_cast<int>(Stored
                   static_cast<int>(Stored::absent) == kDtypes,
               "Stored is Dtype");
 
+// What is launched for a table of parameters, and for one whose elements lie apart. Rules that look at a whole tensor
+// first have another (layerwise_steps.cu).
 template <template <class> class Rule>
+struct StepKernels {
+  template <class T, class Table, class Arguments>
+  void step(const Table& table, uint32_t blocks, cudaStream_t stream, const Arguments& arguments) const {
+    step_kernel<Rule, T><<<blocks, kThreads, 0, stream>>>(table, arguments);
+  }
+
+  template <class T, class Item, class Arguments>
+  void step_strided(const Item& item, size_t /*index*/, uint32_t blocks, cudaStream_t stream,
+                    const Arguments& arguments) const {
+    strided_step_kernel<Rule, T><<<blocks, kThreads, 0, stream>>>(item, arguments);
+  }
+};
+
+template <template <class> class Rule, class Kernels = StepKernels<Rule>>
 class StepLaunches {
  public:
   static constexpr int kStates = Rule<float>::kStates;
@@ -26,8 +42,8 @@ class StepLaunches {
   using Pointers = std::array<const void*, Places::kPointers>;
   static_assert(sizeof(Arguments) <= kArgumentBytes, "too many numbers for the parameters of a launch");
 
-  StepLaunches(const StepLists& lists, const Settings& settings)
-      : lists_(lists), settings_(settings), place_(lists.device_index()) {}
+  StepLaunches(const StepLists& lists, const Settings& settings, const LaunchPlace& place, Kernels kernels = {})
+      : lists_(lists), settings_(settings), place_(place), kernels_(kernels) {}
 
   void run() {
     std::vector<bool> done(lists_.items().size(), false);
@@ -94,7 +110,7 @@ class StepLaunches {
   void launch_alike(size_t first, const Arguments& arguments, std::vector<bool>& done) {
     Launches<Places::kPointers> launches(
         place_, [&](const LaunchTable<Places::kPointers>& table, uint32_t blocks) {
-          step_kernel<Rule, T><<<blocks, kThreads, 0, place_.stream>>>(table, arguments);
+          kernels_.template step<T>(table, blocks, place_.stream, arguments);
         });
     for (size_t index = first; index < done.size(); ++index) {
       const StepItem& item = lists_.items()[index];
@@ -103,7 +119,7 @@ class StepLaunches {
       }
       done[index] = true;
       if (is_strided(item)) {
-        launch_strided<T>(item, arguments);
+        launch_strided<T>(item, index, arguments);
       } else {
         launches.add(pointers(item), item.numel, static_cast<int64_t>(index));
       }
@@ -112,7 +128,7 @@ class StepLaunches {
   }
 
   template <class T>
-  void launch_strided(const StepItem& item, const Arguments& arguments) {
+  void launch_strided(const StepItem& item, size_t index, const Arguments& arguments) {
     using Strided = StridedStep<Places::kPointers>;
     if (item.dim > Strided::kMost) {
       throw std::runtime_error("a parameter has gaps in more than 16 dimensions: pass a contiguous clone.");
@@ -133,7 +149,7 @@ class StepLaunches {
       }
     }
     const int64_t blocks = std::min<int64_t>((item.numel + kThreads - 1) / kThreads, place_.resident_blocks);
-    strided_step_kernel<Rule, T><<<static_cast<uint32_t>(blocks), kThreads, 0, place_.stream>>>(strided, arguments);
+    kernels_.template step_strided<T>(strided, index, static_cast<uint32_t>(blocks), place_.stream, arguments);
     check_cuda(cudaGetLastError());
   }
 
@@ -149,7 +165,8 @@ class StepLaunches {
 
   const StepLists& lists_;
   Settings settings_;
-  LaunchPlace place_;
+  const LaunchPlace& place_;
+  Kernels kernels_;
 };
 
 template <template <class> class Rule>
@@ -157,7 +174,8 @@ void launch_step(const StepLists& lists) {
   StepNumbers numbers = lists.numbers();
   const auto settings = Rule<float>::Settings::take(numbers);
   if (!lists.empty()) {
-    StepLaunches<Rule>(lists, settings).run();
+    const LaunchPlace place(lists.device_index());
+    StepLaunches<Rule>(lists, settings, place).run();
   }
 }
 
