@@ -1,19 +1,26 @@
-"""What is the matter, and what to do: with the machine, and with the first step whose numbers left their range."""
+"""What is the matter, and what to do: with the machine, with a step whose numbers left their range, with a run.
 
+Reading order: `doctor`, which applies every rule; `first_nonfinite`, which explains one step; `Finding`, what a rule
+gives; `Observation`, what rules about runs read.
+"""
+
+from amplab.diagnose.examination import doctor
 from amplab.diagnose.finding import Finding, Findings
 from amplab.diagnose.first_nonfinite import FirstNonfinite, first_nonfinite
-from amplab.diagnose.machine import MachineReport, doctor
+from amplab.diagnose.machine import MachineReport
 from amplab.diagnose.nonfinite_findings import finding_of
 from amplab.diagnose.observations import Observation, StepObservation
+from amplab.diagnose.run_rules import run_findings
 
 __all__ = [
+    "doctor",
+    "first_nonfinite",
+    "FirstNonfinite",
     "Finding",
     "Findings",
-    "FirstNonfinite",
     "MachineReport",
     "Observation",
     "StepObservation",
-    "doctor",
     "finding_of",
-    "first_nonfinite",
+    "run_findings",
 ]

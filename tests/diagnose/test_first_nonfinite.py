@@ -40,8 +40,10 @@ def under(face, model, x, y):
     if face in ("O1", "O2", "O3"):
         session = Session()
         session.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=face, verbosity=0)
-        yield plain, session
-        session.reset()
+        try:
+            yield plain, session
+        finally:
+            session.reset()
         return
     region = {"amplab": amplab.autocast, "torch": torch.autocast}[face]
 
