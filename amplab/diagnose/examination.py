@@ -35,7 +35,7 @@ from amplab.diagnose.values import ObservedStep, observe_step
 
 __all__ = ["doctor"]
 
-_SYMPTOMS = ("scale-collapse", "nonfinite-loss")
+_SYMPTOMS = ("scale-collapse", "nonfinite-loss", "nonfinite-parameter")
 _CONSEQUENCES_OF_DIVERGING = (*_SYMPTOMS, "overflow-in-half", "logits-overflow-half", "reduction-overflows-half",
                               "nonfinite-in-float32", "cast-overflows-half")  # fmt: skip
 

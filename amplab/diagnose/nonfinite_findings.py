@@ -23,12 +23,13 @@ from amplab.diagnose.remedies import in_float32
 from amplab.diagnose.statistics import HALF_MAX, HALF_VANISHES
 from amplab.diagnose.values import ObservedStep
 
-__all__ = ["DIVISIONS", "LOGARITHMS", "REDUCTIONS", "SOFTMAXES", "finding_of", "vanished_in_half"]
+__all__ = ["DIVISIONS", "LOGARITHMS", "REDUCTIONS", "SOFTMAXES", "finding_of", "sigmoid_of_bce", "vanished_in_half"]
 
 LOGARITHMS = frozenset(("log", "log2", "log10", "log1p", "xlogy", "logit"))
 DIVISIONS = frozenset(("div", "reciprocal", "rsqrt", "pow", "true_divide", "remainder", "fmod"))
 REDUCTIONS = frozenset(("sum", "mean", "norm", "linalg_vector_norm", "cumsum", "prod", "var", "std", "logsumexp"))
 SOFTMAXES = frozenset(("softmax", "log_softmax"))
+_ROOTS = frozenset(("sqrt", "rsqrt", "pow"))
 _PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm", "matmul", "dot", "mv", "addbmm", "einsum"))
 
 
@@ -64,6 +65,15 @@ def vanished_in_half(step: ObservedStep, op: int) -> float | None:
     return next(lost, None) if halves and not _keeps_float32_inside(step, op) else None
 
 
+def sigmoid_of_bce(step: ObservedStep, op: int) -> int | None:
+    """The sigmoid whose probabilities a binary cross entropy reads, where `op` is it or up to four ops behind it."""
+    near = (op, *upstream(step, op, 4))
+    if not any(short_name(step.trace.records[each]).startswith("binary_cross_entropy") for each in near):
+        return None
+    above = (each for number in near for each in (number, *upstream(step, number, 3)))
+    return next((each for each in above if short_name(step.trace.records[each]) == "sigmoid"), None)
+
+
 def _keeps_float32_inside(step: ObservedStep, op: int) -> bool:
     """Norms of torch take an eps and compute with it in float32, whatever they read and write."""
     return "norm" in short_name(step.trace.records[op])
@@ -78,6 +88,9 @@ def _place(found: FirstNonfinite) -> tuple[str, str]:
     record = found.record
     if record is None:
         return "", ""
+    sigmoid = sigmoid_of_bce(found.step, record.index)
+    if sigmoid is not None and found.cause != "scale":
+        return "binary_cross_entropy", found.step.trace.records[sigmoid].module
     lost = _lost_constant(found)
     shown = found.step.trace.records[lost[0]] if lost else record
     module = shown.module or next((each.module for each in found.chain if each.module), "")
@@ -102,6 +115,8 @@ def _words(found: FirstNonfinite) -> _Words:
         return _scale(found)
     if found.kind == "masked":
         return _masked(found)
+    if sigmoid_of_bce(found.step, found.record.index) is not None:
+        return _bce(found)
     return _zero(found) or _overflow(found)
 
 
@@ -139,10 +154,19 @@ def _masked(found: FirstNonfinite) -> _Words:
     return _Words("masked-row", symptom, "A softmax over nothing is 0 / 0, in every format.", remedy)
 
 
+def _bce(found: FirstNonfinite) -> _Words:
+    symptom = f"The gradient of binary_cross_entropy left its range: {found.record.op} wrote {_counted(found)}."
+    cause = "Where a probability is 0 or 1 its gradient is about 1 / 1e-12, and 1 - p has no bits left near p = 1."
+    remedy = "loss = F.binary_cross_entropy_with_logits(logits.float(), target)  # and no sigmoid before it"
+    return _Words("bce-after-sigmoid", symptom, cause, remedy)
+
+
 def _zero(found: FirstNonfinite) -> _Words | None:
     """Words for an op that divided by 0 or took its logarithm, forward or as a gradient."""
     name, lost = short_name(found.record), _lost_constant(found)
-    divides = name in DIVISIONS or name in LOGARITHMS or found.record.phase == "backward"
+    if name in LOGARITHMS | _ROOTS and found.output.nans and any(each.lowest < 0 for each in found.inputs):
+        return _outside_domain(found)
+    divides = name in DIVISIONS or name in LOGARITHMS
     if not (_met_zero(found) and divides):
         return None
     if lost:
@@ -158,6 +182,15 @@ def _zero(found: FirstNonfinite) -> _Words | None:
     return _Words(
         "division-by-zero", symptom, f"The divisor is 0 in {_dtype(found)}.", "y = x / divisor.clamp_min(1e-5)"
     )
+
+
+def _outside_domain(found: FirstNonfinite) -> _Words:
+    op, lowest = found.record.op, min(each.lowest for each in found.inputs)
+    symptom = f"{op} read negative numbers, down to {lowest:.4g}, and wrote {_counted(found)}."
+    cause = "A where after it hides that in forward; in backward 0 times NaN is NaN."
+    if not found.result.startswith("gradient"):
+        cause = f"{op} of a negative number is NaN in every format."
+    return _Words("outside-domain", symptom, cause, f"safe = torch.where(x > 0, x, 1.0)  # before {op}, not after")
 
 
 def _log(found: FirstNonfinite) -> _Words:

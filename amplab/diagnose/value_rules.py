@@ -17,11 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from amplab.diagnose.dataflow import readers_by_op, short_name, upstream
+from amplab.diagnose.dataflow import readers_by_op, short_name
 from amplab.diagnose.finding import Finding
-from amplab.diagnose.nonfinite_findings import DIVISIONS, LOGARITHMS, REDUCTIONS, SOFTMAXES, vanished_in_half
+from amplab.diagnose.nonfinite_findings import (
+    DIVISIONS,
+    LOGARITHMS,
+    REDUCTIONS,
+    SOFTMAXES,
+    sigmoid_of_bce,
+    vanished_in_half,
+)
 from amplab.diagnose.remedies import in_float32
-from amplab.diagnose.statistics import HALF_MAX, Statistics
+from amplab.diagnose.statistics import HALF_MAX, HALF_VANISHES, Statistics
 from amplab.diagnose.values import ObservedStep
 from amplab.trace import OpRecord
 
@@ -38,6 +45,9 @@ NEAR = 8.0
 
 UNDERFLOW_NOTE, UNDERFLOW_WARNING = 0.01, 0.1
 """Shares of non-zero gradient elements lost: worth a word; and a tenth, which scaling is there to prevent."""
+
+UNDERFLOW_WEIGHT = 0.01
+"""What is lost together, at most 2^-25 each, against the largest element: below 1 % no update feels it."""
 
 
 def value_findings(step: ObservedStep) -> list[Finding]:
@@ -168,7 +178,7 @@ def bce_after_sigmoid(step: ObservedStep) -> Iterator[Finding]:
     for record in _forward(step):
         if short_name(record) not in _BCE:
             continue
-        sigmoid = next((op for op in upstream(step, record.index, 3) if _is(step, op, "sigmoid")), None)
+        sigmoid = sigmoid_of_bce(step, record.index)
         if sigmoid is None:
             continue
         probability = step.outputs(sigmoid)[0].statistics
@@ -189,28 +199,27 @@ def bce_after_sigmoid(step: ObservedStep) -> Iterator[Finding]:
 
 
 def gradients_that_underflow(step: ObservedStep) -> Iterator[Finding]:
-    """Gradients that casts to half made 0, by module; the share is that of the non-zero elements cast."""
-    lost_in: dict[str, list[int]] = {}
+    """Gradients that casts to half made 0, by module. Harm: a tenth of them, and together not next to nothing."""
+    casts: dict[str, list[tuple[Statistics, Statistics]]] = {}
     for record in step.trace.records:
-        if record.phase == "forward" or not record.is_cast or not step.outputs(record.index):
-            continue
-        read, written = step.inputs(record.index)[-1].statistics, step.outputs(record.index)[0].statistics
-        if written.is_half:
-            counts = lost_in.setdefault(record.module, [0, 0])
-            counts[0] += (written.zeros or 0) - (read.zeros or 0)
-            counts[1] += read.numel - (read.zeros or 0)
-    for module, (lost, nonzero) in lost_in.items():
-        share = lost / nonzero if nonzero else 0.0
+        if record.phase == "backward" and record.is_cast and step.outputs(record.index):
+            read, written = step.inputs(record.index)[-1].statistics, step.outputs(record.index)[0].statistics
+            if written.is_half:
+                casts.setdefault(record.module, []).append((read, written))
+    for module, pairs in casts.items():
+        lost = sum((written.zeros or 0) - (read.zeros or 0) for read, written in pairs)
+        nonzero = sum(read.numel - (read.zeros or 0) for read, _ in pairs)
+        share, weight = lost / max(nonzero, 1), lost * HALF_VANISHES / (max(read.absmax for read, _ in pairs) or 1)
         if share > UNDERFLOW_NOTE:
             yield Finding(
                 "gradients-underflow",
-                "warning" if share > UNDERFLOW_WARNING else "note",
+                "warning" if share > UNDERFLOW_WARNING and weight > UNDERFLOW_WEIGHT else "note",
                 f"{share:.0%} of the non-zero gradient elements are 0 in half at a loss scale of {step.loss_scale:g}.",
                 "They are smaller than 2^-25 even when scaled.",
                 'amp.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic")  # or a larger static scale',
                 op="cast",
                 module=module,
-                evidence={"share": share, "lost": lost, "nonzero": nonzero, "loss_scale": step.loss_scale},
+                evidence={"share": share, "lost": lost, "weight_at_most": weight, "loss_scale": step.loss_scale},
             )
 
 
@@ -256,10 +265,6 @@ def _downstream(readers: dict[int, list[int]], op: int, depth: int) -> Iterator[
         level = [each for each in dict.fromkeys(e for number in level for e in readers[number]) if each not in seen]
         seen.update(level)
         yield from level
-
-
-def _is(step: ObservedStep, op: int, name: str) -> bool:
-    return short_name(step.trace.records[op]) == name
 
 
 def _dtype(statistics: Statistics) -> str:

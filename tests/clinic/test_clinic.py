@@ -1,0 +1,52 @@
+"""Every patient is told what it has, and the healthy twin that it has nothing."""
+
+import warnings
+
+import pytest
+import torch
+from patients import SEEDS, SIZES, WARDS, train
+
+from amplab.amp import Session
+from amplab.diagnose import doctor
+
+
+def diagnosed(ward, size, seed, *, broken):
+    """Train, then look at the batch of the last skipped step, or else of the last, at the scale that it had."""
+    torch.manual_seed(seed)
+    patient = None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            patient = ward.admit(size, seed, broken)
+            run = train(patient)
+            return doctor(
+                patient.model,
+                lambda: patient.loss(*patient.last),
+                train_step=lambda: patient.step(patient, patient.last),
+                optimizers=patient.optimizers,
+                amp=patient.amp,
+                loss_scale=patient.last_scale,
+                batch=patient.last,
+                run=run,
+            )
+    finally:
+        if patient is not None and isinstance(patient.amp, Session):
+            patient.amp.reset()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", WARDS)
+def test_the_first_finding_names_what_was_planted(name, size, seed):
+    ward = WARDS[name]
+    found = diagnosed(ward, size, seed, broken=True)
+    assert (found[0].name, found[0].module) == (ward.name, ward.module), str(found)
+    assert found[0].severity in ("error", "warning")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", WARDS)
+def test_the_healthy_twin_has_nothing_above_a_note(name, size, seed):
+    found = diagnosed(WARDS[name], size, seed, broken=False)
+    assert not found.harmful, str(found.harmful)
