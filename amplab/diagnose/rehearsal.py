@@ -189,6 +189,7 @@ class _Watch:
         self._names = {id(parameter): name for name, parameter in self._named.items()}
         self._optimizers = list(optimizers)
         self._ways: dict[str, _Way] = {name: _Way() for name in self._named}
+        self._begun: set[int] = set()  # gradients of masters that were written since the last step
         self.writes: list[GradientWrite] = []
         self.stepped: list[SteppedGradient] = []
 
@@ -208,15 +209,24 @@ class _Watch:
         """Memory -> whose gradient lies there; a master's goes by the name of its half parameter."""
         found = {}
         for name, parameter in (*self._named.items(), *self._stepped_params()):
-            if parameter.grad is not None and parameter.grad.layout is torch.strided:
-                found[parameter.grad.data_ptr()] = (name, parameter.grad)
+            grad = parameter.grad
+            if grad is not None and grad.layout is torch.strided:
+                found[grad.data_ptr()] = (name, grad)
         return found
+
+    def has_values(self, name: str, grad: Tensor) -> bool:
+        """Whether a gradient holds numbers: that of a master does not before the first write to it."""
+        parameter = self._named[name]
+        if grad is parameter.grad or id(grad) in self._begun:
+            return True
+        self._begun.add(id(grad))
+        return False
 
     def written(self, op: str, touched: list[tuple[str, Tensor]], before: list[float]) -> None:
         """Take note of a write to gradients, whose norms were `before`."""
         after = [_norm(grad) for _, grad in touched]
         was, now = math.hypot(*before), math.hypot(*after)
-        if not was or not math.isfinite(was) or now == was:
+        if not was or not math.isfinite(was) or not math.isfinite(now) or now == was:
             return
         names = tuple(name for name, _ in touched)
         delivered = math.hypot(*(self._ways[name].delivered for name in names if name in self._ways))
@@ -252,6 +262,7 @@ class _Watch:
                     SteppedGradient(name, number, ratio, way.backwards, way.clipped, inside, own is not parameter)
                 )
                 self._ways[name] = _Way()
+                self._begun.discard(id(parameter.grad))
 
 
 class _Writes(TorchDispatchMode):
@@ -270,7 +281,8 @@ class _Writes(TorchDispatchMode):
         if not func._schema.is_mutable or _current_node() is not None:
             return func(*args, **kwargs)
         grads = self._watch.grads()
-        touched = [grads[each.data_ptr()] for each in _written_by(func, args, kwargs) if each.data_ptr() in grads]
+        written = [grads[each.data_ptr()] for each in _written_by(func, args, kwargs) if each.data_ptr() in grads]
+        touched = [(name, grad) for name, grad in written if self._watch.has_values(name, grad)]
         before = [_norm(grad) for _, grad in touched]
         result = func(*args, **kwargs)
         if touched:
