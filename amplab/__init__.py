@@ -11,7 +11,7 @@ The rooms, in reading order; each imports only those before it, and each is load
     parallel  DistributedDataParallel and its kind under apex's names; so normalization and multi_tensor_apply
     amp       the faces of apex (initialize, scale_loss, …) and of PyTorch (autocast, GradScaler, checkpoint)
     fp16_utils half precision by hand: FP16_Optimizer and what came before amp
-    trace     what happened in one step: every operation with its dtypes and the reason
+    trace     what happened in one step: every operation with its dtypes and the reason; xray of any model
     diagnose  what is the matter: the machine, so far
     lab       experiments: tasks, models, a trainer, the run log
     views     the widgets of the lab (imported by name: they need the extra ``lab``)
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from amplab.diagnose import doctor
     from amplab.policies import cpu_half
     from amplab.scripts import as_apex
+    from amplab.trace import gradient_range, xray
 
 __version__ = "0.1.0"
 
@@ -61,7 +62,7 @@ __all__ = [
     "formats", "kernels", "policies", "scalers", "optimizers", "parallel", "normalization", "multi_tensor_apply",
     "amp", "fp16_utils", "trace", "diagnose", "lab", "bench",
     "GradScaler", "as_apex", "autocast", "checkpoint", "cpu_half", "custom_bwd", "custom_fwd", "doctor",
-    "get_autocast_dtype", "is_autocast_enabled",
+    "get_autocast_dtype", "gradient_range", "is_autocast_enabled", "xray",
 ]  # fmt: skip
 
 _HOMES = {
@@ -74,7 +75,9 @@ _HOMES = {
     "custom_fwd": "amp",
     "doctor": "diagnose",
     "get_autocast_dtype": "amp",
+    "gradient_range": "trace",
     "is_autocast_enabled": "amp",
+    "xray": "trace",
 }
 """The names that have a place beside the rooms, and the room each comes from."""
 

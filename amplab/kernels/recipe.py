@@ -64,8 +64,8 @@ def current_recipe() -> Recipe:
     """The recipe for this machine: CUDA too where there is a CUDA device and nvcc. Sync: none."""
     with_cuda = torch.version.cuda is not None and torch.cuda.device_count() > 0 and _nvcc() is not None
     return Recipe(
-        cpp=(_HERE / "unscale.cpp",),
-        cuda=(_HERE / "unscale.cu",) if with_cuda else (),
+        cpp=tuple(sorted(p for p in _HERE.glob("*.cpp") if p.name != "dispatch_casts.cpp")),
+        cuda=tuple(sorted(_HERE.glob("*.cu"))) if with_cuda else (),
         headers=tuple(sorted(_HERE.glob("*.h"))),
         cflags=_cflags() + (("-DUSE_CUDA",) if with_cuda else ()),
         cuda_cflags=("-O3", "-DNDEBUG", "-DUSE_CUDA", "--expt-relaxed-constexpr"),

@@ -29,7 +29,10 @@ class ExplainedPlan(dict):
 
     def get(self, func: Callable[..., Any], _default: Any = None) -> Callable[..., Any]:
         """The step of `func`, or one that runs it and reports that no row names it."""
-        return super().get(func) or reporting_run(_run_plain, self._policy.unlisted(func))
+        step = super().get(func)
+        if step is None:  # kept, since finding the name of a function takes longer than most ops
+            step = self[func] = reporting_run(_run_plain, self._policy.unlisted(func))
+        return step
 
 
 def reporting_run(run: Callable[..., Any], rule: OpRule) -> Callable[..., Any]:

@@ -16,9 +16,14 @@ from torch.overrides import TorchFunctionMode
 
 from amplab.policies import APEX, CastPolicy
 from amplab.policies.composites import COMPOSITES, opened
+from amplab.trace.lines import CodeLine, user_line
 from amplab.trace.modules import ModuleStack
 
 __all__ = ["Calls"]
+
+_ASKED = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu")
+_QUESTIONS = frozenset(getattr(Tensor, name).__get__ for name in _ASKED) | {Tensor.dim, Tensor.size}
+"""What asks a tensor about itself and computes nothing: by far the most frequent calls."""
 
 _RUNS_BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
@@ -28,6 +33,8 @@ class Calls(TorchFunctionMode):
 
     Attributes:
         name: the call's name, empty between calls.
+        line: the user's line that made it, None between calls.
+        count: how many calls have begun.
         autocast: whether torch's own autocast was on as the call began; inside, it switches itself off.
         in_autograd: True inside a call that computes gradients.
         autograd_depth: how many modules were at work when that call began.
@@ -36,6 +43,8 @@ class Calls(TorchFunctionMode):
     def __init__(self, modules: ModuleStack) -> None:
         super().__init__()
         self.name = ""
+        self.line: CodeLine | None = None
+        self.count = 0
         self.autocast = False
         self.in_autograd = False
         self.autograd_depth = 0
@@ -43,20 +52,24 @@ class Calls(TorchFunctionMode):
         self._opened = _opened_by_engines()
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in _QUESTIONS:
+            return func(*args)
         if func in self._opened:
             return self._open(func, args, kwargs or {})
-        with self.named(_name_of(func)):
-            return func(*args, **(kwargs or {}))
+        before = self._begin(_name_of(func))
+        try:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        finally:
+            self.name, self.autocast, self.line = before
 
     @contextmanager
     def named(self, name: str) -> Iterator[None]:
         """Take the ops of the block for those of one call."""
-        before = self.name, self.autocast
-        self.name, self.autocast = name, torch._C._is_any_autocast_enabled()
+        before = self._begin(name)
         try:
             yield
         finally:
-            self.name, self.autocast = before
+            self.name, self.autocast, self.line = before
 
     @contextmanager
     def autograd_at_work(self) -> Iterator[None]:
@@ -67,6 +80,13 @@ class Calls(TorchFunctionMode):
             yield
         finally:
             self.in_autograd, self.autograd_depth = before
+
+    def _begin(self, name: str) -> tuple[str, bool, CodeLine | None]:
+        """Enter a call and return what to be back at after it."""
+        before = self.name, self.autocast, self.line
+        self.name, self.autocast, self.line = name, torch._C._is_any_autocast_enabled(), user_line()
+        self.count += 1
+        return before
 
     def _open(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         with self, self.autograd_at_work() if func in _RUNS_BACKWARD else nullcontext():
@@ -79,6 +99,7 @@ def _opened_by_engines() -> frozenset[Callable]:
     return COMPOSITES | {func for func in promoted if isinstance(func, FunctionType)}
 
 
+@functools.lru_cache(1024)
 def _name_of(func: Callable) -> str:
     """The name under which code calls `func`: `__getitem__` is getitem, the getter of `x.T` is T."""
     name = getattr(func, "__name__", type(func).__name__).partition(".")[0]  # torch.ops say addmm.default

@@ -3,11 +3,14 @@
 from amplab.policies import CastingEngine, casts_enabled
 from amplab.policies.casting_mode import THREAD
 
-__all__ = ["NO_ENGINE", "NO_TABLE", "TORCH_AUTOCAST", "clear_cast_caches", "table_at_work"]
+__all__ = ["ASKS_FOR_DTYPE", "NO_ENGINE", "NO_TABLE", "TORCH_AUTOCAST", "clear_cast_caches", "table_at_work"]
 
 NO_ENGINE = None
 NO_TABLE = ""
 TORCH_AUTOCAST = "torch.autocast"
+
+ASKS_FOR_DTYPE = frozenset(("to", "half", "bfloat16", "float", "double", "type", "type_as", "copy_", "setitem"))
+"""Calls in which the code itself asks for another dtype."""
 
 
 def table_at_work(autocast: bool) -> str | None:

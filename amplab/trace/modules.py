@@ -54,9 +54,11 @@ class ModuleStack:
         with ExitStack() as handles:
             for module in self._paths:
                 # First in and last out, so that what other hooks compute counts as the module's own.
+                if module._forward_pre_hooks:
+                    handles.callback(module.register_forward_pre_hook(self._begin).remove)
+                if module._forward_hooks:
+                    handles.callback(module.register_forward_hook(self._end, prepend=True).remove)
                 handles.callback(module.register_forward_pre_hook(self._enter, prepend=True).remove)
-                handles.callback(module.register_forward_pre_hook(self._begin).remove)
-                handles.callback(module.register_forward_hook(self._end, prepend=True).remove)
                 handles.callback(module.register_forward_hook(self._leave, always_call=True).remove)
             try:
                 yield
@@ -64,7 +66,7 @@ class ModuleStack:
                 self._running.clear()
 
     def _enter(self, module: nn.Module, *_: object) -> None:
-        self._running.append(_Running(module, "before"))
+        self._running.append(_Running(module, "before" if len(module._forward_pre_hooks) > 1 else ""))
 
     def _begin(self, *_: object) -> None:
         self._running[-1].stage = ""

@@ -4,16 +4,16 @@ Everything here is a pure function of an event and of the records before it.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from amplab.policies import CastPolicy
-from amplab.trace.engines import TORCH_AUTOCAST
+from amplab.trace.engines import ASKS_FOR_DTYPE, TORCH_AUTOCAST
 from amplab.trace.recorder import Event, Place
 from amplab.trace.records import OpRecord, TensorInfo
 
-__all__ = ["record_of"]
+__all__ = ["change_of_dtype", "is_view", "record_of", "records_of"]
 
 SCALE_LOSS = "scale_loss"
 _ALLOCATES = frozenset(
@@ -21,8 +21,15 @@ _ALLOCATES = frozenset(
 )
 _ADDS = frozenset((torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor))
 _PROMOTING = (CastPolicy.PROMOTE, CastPolicy.SEQUENCE_PROMOTE, CastPolicy.MATCH_SELF)
-_ASKS_FOR_DTYPE = frozenset(("to", "half", "bfloat16", "float", "double", "type", "type_as", "copy_", "setitem"))
 _GRADIENTS_OF_CASTS = ("ToCopyBackward", "CopyBackwards")
+
+
+def records_of(events: Iterable[Event]) -> tuple[OpRecord, ...]:
+    """Return the records of a step's events, in order."""
+    records: list[OpRecord] = []
+    for index, event in enumerate(events):
+        records.append(record_of(event, index, records))
+    return tuple(records)
 
 
 def record_of(event: Event, index: int, before: Sequence[OpRecord]) -> OpRecord:
@@ -35,7 +42,7 @@ def record_of(event: Event, index: int, before: Sequence[OpRecord]) -> OpRecord:
     """
     place = event.place
     origin = before[place.origin] if place.origin is not None else None
-    change = _change_of_dtype(event)
+    change = change_of_dtype(event)
     inner = change is not None and _is_inside_an_op(place, origin)
     cast = None if inner else change
     return OpRecord(
@@ -50,11 +57,14 @@ def record_of(event: Event, index: int, before: Sequence[OpRecord]) -> OpRecord:
         is_cast=cast is not None,
         cast_bytes=sum(info.nbytes for info in cast or ()),
         note=_note(event, inner),
-        is_view=_is_view(event.overload),
+        is_view=is_view(event.overload),
+        line=place.line or (origin.line if origin is not None else None),
+        parameter=place.parameter or event.casts,
+        served=event.served,
     )
 
 
-def _change_of_dtype(event: Event) -> tuple[TensorInfo, TensorInfo] | None:
+def change_of_dtype(event: Event) -> tuple[TensorInfo, TensorInfo] | None:
     """The tensor read and the tensor written where `event` only changes the dtype of floating-point values."""
     name = event.overload.overloadpacket.__name__
     if name == "_to_copy":
@@ -72,7 +82,7 @@ def _is_inside_an_op(place: Place, origin: OpRecord | None) -> bool:
     """Whether a change of dtype is how torch computes an op (attention on the CPU), which nobody asked for."""
     if _is_autograds(place):
         return place.node.startswith(_GRADIENTS_OF_CASTS) and origin is not None and not origin.is_cast
-    if not place.call or place.call in _ASKS_FOR_DTYPE or place.call == SCALE_LOSS:
+    if not place.call or place.call in ASKS_FOR_DTYPE or place.call == SCALE_LOSS:
         return False
     return place.table != TORCH_AUTOCAST if place.decision is None else place.decision.kind == "op"
 
@@ -109,7 +119,7 @@ def _reason(event: Event, is_cast: bool, origin: OpRecord | None, before: Sequen
         return "the loss is scaled in float32, so that small gradients stay in half's range"
     if is_cast:
         return _cast_reason(event)
-    if _is_view(event.overload):
+    if is_view(event.overload):
         return "a view: nothing is computed"
     return _policys_reason(event, before)
 
@@ -152,7 +162,7 @@ def _cast_reason(event: Event) -> str:
     if decision is not None and decision.kind == "cast" and decision.rule is not None:
         listed = "your rule" if decision.rule.by_user else f"{decision.rule.cast.value} list"
         return _with_module_rule(place, f"{decision.detail} for {decision.op}: {listed}")
-    if place.call in _ASKS_FOR_DTYPE:
+    if place.call in ASKS_FOR_DTYPE:
         return f"asked for in the code: {place.call}"
     return f"torch.autocast casts for {place.call}" if place.call else "inside torch"
 
@@ -204,6 +214,6 @@ _aten_name = functools.cache(str)
 
 
 @functools.cache
-def _is_view(overload: torch._ops.OpOverload) -> bool:
+def is_view(overload: torch._ops.OpOverload) -> bool:
     """Whether `overload` computes and moves nothing: views, changes of shape in place, uninitialised storage."""
     return overload.is_view or torch.Tag.inplace_view in overload.tags or overload.overloadpacket.__name__ in _ALLOCATES

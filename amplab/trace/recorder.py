@@ -28,15 +28,20 @@ from amplab.policies import (
     module_rule_at_work,
 )
 from amplab.trace.calls import Calls
-from amplab.trace.engines import NO_ENGINE, TORCH_AUTOCAST, table_at_work
+from amplab.trace.engines import ASKS_FOR_DTYPE, NO_ENGINE, TORCH_AUTOCAST, table_at_work
+from amplab.trace.kept_tensors import KeptTensors
+from amplab.trace.lines import CodeLine
 from amplab.trace.modules import ModuleStack, Stage
 from amplab.trace.records import TensorInfo
+from amplab.trace.weight_casts import WeightCasts
 
 __all__ = ["Event", "Observer", "Place", "Recorder"]
 
 _current_node = torch._C._current_autograd_node
 _next_sequence_number = torch.autograd._get_sequence_nr
 _without_torch_function = torch._C.DisableTorchFunction
+_CAST = torch.ops.aten._to_copy.default
+_INTO_GRAD = "torch::autograd::AccumulateGrad"
 
 
 class Place(NamedTuple):
@@ -55,6 +60,7 @@ class Place(NamedTuple):
         function: name of the custom `autograd.Function` whose backward runs, or empty.
         origin: number of the forward event that the node belongs to, or None.
         parameter: name of the parameter whose gradient is accumulated, or empty.
+        line: the user's line that made the call; None for what C++ runs on its own.
     """
 
     call: str
@@ -69,6 +75,7 @@ class Place(NamedTuple):
     function: str = ""
     origin: int | None = None
     parameter: str = ""
+    line: CodeLine | None = None
 
 
 class Event(NamedTuple):
@@ -80,6 +87,8 @@ class Event(NamedTuple):
         inputs: tensors read, in argument order.
         outputs: tensors returned.
         accumulated: True where a half product was computed in float32 and rounded once.
+        casts: name of the parameter that an engine casts here, or empty.
+        served: numbers of the events whose casts of weights the call got from the weight cache.
     """
 
     overload: torch._ops.OpOverload
@@ -87,6 +96,8 @@ class Event(NamedTuple):
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
     accumulated: bool
+    casts: str = ""
+    served: tuple[int, ...] = ()
 
 
 class Observer(Protocol):
@@ -105,14 +116,16 @@ class Recorder:
     Args:
         model: names modules and parameters.
         observer: is shown the tensors of every op, with no mode of this recorder at work; None looks at none.
+        kept: counts what is saved for backward; None counts nothing.
 
     Inside `recording()`, use `calls` around the model's code, `calls.named(...)` around ops that belong to no call, and
     `calls.autograd_at_work()` around backward.
     """
 
-    def __init__(self, model: nn.Module, observer: Observer | None = None) -> None:
+    def __init__(self, model: nn.Module, observer: Observer | None = None, kept: KeptTensors | None = None) -> None:
         self.events: list[Event] = []
-        self._observer = observer
+        self._observer, self._kept = observer, kept
+        self._weight_casts = WeightCasts()
         self._modules = ModuleStack(model)
         self.calls = Calls(self._modules)
         self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -135,12 +148,16 @@ class Recorder:
             block.enter_context(cpu_half("native"))
             self._explanation = block.enter_context(explaining())
             block.enter_context(self._modules.following())
+            if self._kept:
+                block.enter_context(self._kept.following(self._keeper, self._weight_casts))
             block.enter_context(_Ops(self._record))
             yield
 
     def _record(self, overload: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         place = self._place()
-        inputs = self._seen((*args, *kwargs.values()))  # before the call, which may change them in place
+        inputs = self._seen(
+            (*args, *kwargs.values()) if kwargs else args
+        )  # before the call, which may change them in place
         observed = self._observer.before(overload, args, kwargs) if self._observer else None
         result = NotImplemented
         if self._accumulates and self._under_engine(place):
@@ -148,7 +165,9 @@ class Recorder:
         accumulated = result is not NotImplemented
         if not accumulated:
             result = overload(*args, **kwargs)
-        event = Event(overload, place, inputs, self._seen((result,)), accumulated)
+        event = Event(
+            overload, place, inputs, self._seen((result,)), accumulated, *self._caching(overload, place, args, result)
+        )
         self.events.append(event)
         if self._observer:
             self._observer.after(observed, event, result)
@@ -157,21 +176,41 @@ class Recorder:
     def _place(self) -> Place:
         calls, node = self.calls, _current_node()
         modules = self._modules
-        called = calls.name, modules.path, modules.stage, table_at_work(calls.autocast)
-        called += self._explanation.decision, module_rule_at_work()
+        where = modules.path, modules.stage, table_at_work(calls.autocast)
+        called = calls.name, *where, self._explanation.decision, module_rule_at_work()
         if node is None and not calls.in_autograd:
             self._take_number()
-            return Place(*called)
+            return Place(*called, line=calls.line)
         if torch.is_grad_enabled():
             self._take_number()  # for a gradient of the gradient, or for a block computed again
         if node is None or modules.depth > calls.autograd_depth:
-            return Place(*called, backward=True, recomputed=modules.depth > calls.autograd_depth)
+            recomputed = modules.depth > calls.autograd_depth
+            return Place(*called, backward=True, recomputed=recomputed, line=calls.line)
         name = node.name()
-        if name == "torch::autograd::AccumulateGrad":
+        if name == _INTO_GRAD:
             return Place(*called, True, False, name, parameter=self._parameters.get(id(node.variable), ""))
         custom = isinstance(node, torch.autograd.function.BackwardCFunction)
         function = name.removesuffix("Backward") if custom else ""
-        return Place(*called, True, False, name, function, self._taker_of(node._sequence_nr()))
+        origin = self._taker_of(node._sequence_nr())
+        return Place(*called, True, False, name, function, origin, line=calls.line)
+
+    def _caching(
+        self, overload: torch._ops.OpOverload, place: Place, args: tuple, result: Any
+    ) -> tuple[str, tuple[int, ...]]:
+        """The parameter that an engine casts in this op, and the casts that its call got from the weight cache."""
+        if place.backward and not place.recomputed:
+            return "", ()
+        if overload is not _CAST or not _casts_for_an_op(place):
+            return "", self._weight_casts.served(args, self.calls.count)
+        weight = self._parameters.get(id(args[0]), "")
+        if weight:
+            self._weight_casts.made(len(self.events), result)
+        return weight, ()
+
+    def _keeper(self) -> str | None:
+        """Path of the module that keeps what is saved just now; None where a block runs again for its backward."""
+        again = self._modules.depth > self.calls.autograd_depth and _current_node() is not None
+        return None if again else self._modules.path
 
     def _take_number(self) -> None:
         number = _next_sequence_number() - 1
@@ -190,10 +229,10 @@ class Recorder:
         return decisive.table not in (NO_ENGINE, TORCH_AUTOCAST)
 
     def _seen(self, values: Iterable[Any]) -> tuple[TensorInfo, ...]:
-        found = []
+        known, found = self._infos, []  # no call for what is known: this runs twice an op
         for value in values:
             if isinstance(value, Tensor):
-                found.append(self._info(value))
+                found.append(known.get((value.dtype, value.shape)) or self._info(value))
             elif isinstance(value, list | tuple):
                 found += [self._info(item) for item in value if isinstance(item, Tensor)]
         return tuple(found)
@@ -204,6 +243,13 @@ class Recorder:
         if info is None:
             info = self._infos[key] = TensorInfo(tensor.dtype, tuple(tensor.shape))
         return info
+
+
+def _casts_for_an_op(place: Place) -> bool:
+    """Whether an engine casts the arguments of an op here, and the code does not ask for a cast itself."""
+    if place.decision is not None:
+        return place.decision.kind == "cast"
+    return place.table == TORCH_AUTOCAST and place.call not in ASKS_FOR_DTYPE
 
 
 class _Ops(TorchDispatchMode):

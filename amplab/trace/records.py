@@ -7,11 +7,12 @@ printing in `table.py`.
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from amplab.trace import table
+from amplab.trace.lines import CodeLine
 
 __all__ = ["OpRecord", "TensorInfo", "Trace"]
 
@@ -64,6 +65,10 @@ class OpRecord:
         cast_bytes: bytes that the cast reads and writes together; 0 where `is_cast` is False.
         note: how it was computed where that is worth saying, e.g. `fp32 accumulate, rounded once`.
         is_view: True when no number is computed or moved: views, detach, uninitialised storage.
+        line: the line of the user's code that made the call, for a gradient that of the forward op; None where no
+            line did. Two records that differ in nothing else are equal.
+        parameter: name of the parameter that is cast here, or whose gradient is accumulated; else empty.
+        served: indexes of the casts of weights whose results the op got from the weight cache, so without a cast.
     """
 
     index: int
@@ -78,6 +83,9 @@ class OpRecord:
     cast_bytes: int = 0
     note: str = ""
     is_view: bool = False
+    line: CodeLine | None = field(default=None, compare=False)
+    parameter: str = ""
+    served: tuple[int, ...] = ()
 
     @property
     def folds(self) -> bool:
@@ -139,10 +147,11 @@ class Trace:
         Records are matched by (module, op, phase, occurrence); a record that `other` lacks counts as changed. Views are
         counted apart from the ops that compute, so that they shift nothing.
         """
-        before = {key: record.dtypes for key, record in other._keyed()}
-        return {record.index for key, record in self._keyed() if before.get(key) != record.dtypes}
+        before = {key: record.dtypes for key, record in other.keyed()}
+        return {record.index for key, record in self.keyed() if before.get(key) != record.dtypes}
 
-    def _keyed(self) -> Iterator[tuple[tuple[str, str, str, bool, int], OpRecord]]:
+    def keyed(self) -> Iterator[tuple[tuple[str, str, str, bool, int], OpRecord]]:
+        """Yield each record after what it is matched by in another trace, see `changed_since`."""
         seen: Counter[tuple[str, str, str, bool]] = Counter()
         for record in self.records:
             key = (record.module, record.op, record.phase, record.is_view)

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from amplab.trace.engines import clear_cast_caches
-from amplab.trace.reasons import SCALE_LOSS, record_of
-from amplab.trace.recorder import Observer, Recorder
-from amplab.trace.records import OpRecord, Trace
+from amplab.trace.kept_tensors import KeptTensors
+from amplab.trace.reasons import SCALE_LOSS, records_of
+from amplab.trace.recorder import Event, Observer, Recorder
+from amplab.trace.records import Trace
 from amplab.trace.untouched import ParkedGradients, untouched
 
-__all__ = ["trace_step"]
+__all__ = ["record_step", "trace_step"]
 
 _AS_IT_IS = nullcontext()
 
@@ -54,18 +55,39 @@ def trace_step(
     >>> [(record.op, record.module) for record in trace if record.phase == "forward" and not record.is_view]
     [('ones', ''), ('linear', '0'), ('relu', '1'), ('sum', '')]
     """
+    return Trace(records_of(record_step(model, loss_fn, casting=casting, loss_scale=loss_scale, observer=observer)))
+
+
+def record_step(
+    model: nn.Module,
+    loss_fn: Callable[[], Tensor],
+    *,
+    casting: AbstractContextManager = _AS_IT_IS,
+    loss_scale: float = 1.0,
+    observer: Observer | None = None,
+    kept: KeptTensors | None = None,
+    before_restoring: Callable[[], object] | None = None,
+) -> list[Event]:
+    """Run the step as `trace_step` does and return what was seen, not yet in words (`reasons.records_of`).
+
+    Args:
+        kept: counts what is saved for backward.
+        before_restoring: called after backward, while the gradients are there.
+        model, loss_fn, casting, loss_scale, observer: as `trace_step`, which has also what is raised.
+
+    Sync: none.
+    """
     _check(model, loss_fn, loss_scale)
-    recorder = Recorder(model, observer)
+    recorder = Recorder(model, observer, kept)
     with untouched(model) as gradients, casting:
         clear_cast_caches()
         try:
             _run(recorder, gradients, loss_fn, loss_scale)
+            if before_restoring is not None:
+                before_restoring()
         finally:
             clear_cast_caches()
-    records: list[OpRecord] = []
-    for index, event in enumerate(recorder.events):
-        records.append(record_of(event, index, records))
-    return Trace(tuple(records))
+    return recorder.events
 
 
 def _run(recorder: Recorder, gradients: ParkedGradients, loss_fn: Callable[[], Tensor], loss_scale: float) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from amplab.trace.records import OpRecord, TensorInfo
 
-__all__ = ["rows", "text"]
+__all__ = ["folded", "rows", "text"]
 
 _COLUMNS = ("index", "op", "module", "in", "out", "cast_bytes", "note", "reason")
 _TITLES = ("#", "op", "module", "in", "out", "cast bytes", "note", "reason")
@@ -22,7 +22,7 @@ _NUMBER = re.compile(r" #\d+")
 
 def rows(records: Iterable["OpRecord"], *, every: bool = False) -> list[dict[str, str]]:
     """Return `records` as dicts of plain strings; keys and folding as `Trace.rows` says."""
-    groups = ([record] for record in records) if every else _folded(records)
+    groups = ([record] for record in records) if every else folded(records)
     return [_row(group) for group in groups]
 
 
@@ -39,7 +39,8 @@ def text(records: Sequence["OpRecord"], *, every: bool = False) -> str:
     return "\n".join([*lines, _totals(records, every)])
 
 
-def _folded(records: Iterable["OpRecord"]) -> Iterator[list["OpRecord"]]:
+def folded(records: Iterable["OpRecord"]) -> Iterator[list["OpRecord"]]:
+    """Yield the records that share a row, see `Trace.rows`."""
     kept = (record for record in records if not record.folds)
     for _, neighbours in groupby(kept, key=lambda record: (record.phase, record.module, record.op)):
         alike: dict[tuple, list[OpRecord]] = {}

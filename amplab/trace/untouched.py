@@ -8,7 +8,7 @@ it: plain Python attributes that a model's forward sets, and generators of one's
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -82,8 +82,7 @@ def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
         yield gradients
 
 
-@dataclass(frozen=True)
-class _Copy:
+class _Copy(NamedTuple):
     """A tensor and its value; `alias` is the same memory, with a version of its own that autograd does not watch."""
 
     tensor: Tensor
@@ -103,8 +102,7 @@ class _Copy:
             self.tensor.requires_grad_(self.requires_grad)
 
 
-@dataclass(frozen=True)
-class _ModuleState:
+class _ModuleState(NamedTuple):
     """What one module owns itself: its parameters, buffers and training flag."""
 
     module: nn.Module

@@ -1,0 +1,185 @@
+"""What half loses of the gradients of a step, layer by layer, and which loss scale would fit.
+
+    flushed(s)   = elements x != 0 finite with |s x| < 2^-25, of all finite x != 0
+    largest fit  = the largest power of two s with every |s x| below 2^16
+    range left   = log2(largest fit / s), in powers of two that the scale may still grow
+
+A loss scale moves the histogram of exponents and changes nothing else, so one look at the gradients answers for every
+scale. Counting is in `amplab.formats.exponents`.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from operator import add
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from amplab.formats import FLOAT16, ExponentHistogram, FloatFormat
+from amplab.policies import disable_casts
+from amplab.trace.batch_step import as_model, step_function
+from amplab.trace.plain_html import html_table, page
+from amplab.trace.plain_words import aligned, percent, power
+from amplab.trace.statistics import Statistics
+from amplab.trace.untouched import untouched
+
+__all__ = ["GradientRange", "gradient_range"]
+
+_NOTHING = ExponentHistogram(np.zeros(1, np.int64), 0, 0, 0, 0, 0)
+_HEADS = ("parameter", "lost at 1", "lost at scale", "over at scale", "largest fit", "exponents", "elements")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class GradientRange:
+    """The gradients' exponents by layer against a 16-bit format's range.
+
+    A running experiment's record has the same fields: `GradientRange(record.layers, record.loss_scale)`.
+
+    Attributes:
+        layers: name and histogram of each parameter's gradient, unscaled.
+        loss_scale: the scale to judge by.
+        format: what the gradients are held in.
+    """
+
+    layers: tuple[tuple[str, ExponentHistogram], ...]
+    loss_scale: float = 1.0
+    format: FloatFormat = FLOAT16
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.loss_scale) and self.loss_scale > 0):
+            raise ValueError(f"loss_scale={self.loss_scale}: expected a finite number > 0, such as 2.0**16.")
+
+    @classmethod
+    def of_scaled(
+        cls, layers: Iterable[tuple[str, ExponentHistogram]], scaled_by: float, loss_scale: float | None = None
+    ) -> "GradientRange":
+        """Return the range of gradients that are still multiplied by `scaled_by`."""
+        shift = -math.log2(scaled_by)
+        unscaled = tuple((name, histogram.shifted(shift)) for name, histogram in layers)
+        return cls(unscaled, scaled_by if loss_scale is None else loss_scale)
+
+    @cached_property
+    def total(self) -> ExponentHistogram:
+        """All layers together."""
+        return reduce(add, (histogram for _, histogram in self.layers)) if self.layers else _NOTHING
+
+    @property
+    def lost_unscaled(self) -> float:
+        """The share of non-zero elements that the format flushes to zero at scale 1."""
+        return self.total.underflow_fraction(self.format)
+
+    @property
+    def lost(self) -> float:
+        """The share that it flushes at `loss_scale`."""
+        return self._at_scale(self.total).underflow_fraction(self.format)
+
+    @property
+    def largest_fit(self) -> float | None:
+        """The largest power of two that no element leaves the range at; None where no element is non-zero."""
+        return _largest_fit(self.total, self.format)
+
+    @property
+    def range_left(self) -> float | None:
+        """How many powers of two the scale may grow before an element overflows; negative where one does."""
+        fit = self.largest_fit
+        return None if fit is None else math.log2(fit / self.loss_scale)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one dict for each layer.
+
+        Keys: `name`, `lost_unscaled`, `lost`, `overflowed` (shares of the non-zero elements), `largest_fit`, `lowest`
+        and `highest` exponent (None where there is none), `zeros`, `infs`, `nans`, `total`.
+        """
+        return [self._row(name, histogram) for name, histogram in self.layers]
+
+    def __str__(self) -> str:
+        return "\n".join([*aligned([_HEADS, *map(_cells, self.rows())], right=range(1, 5)), self.sentence])
+
+    @property
+    def sentence(self) -> str:
+        """What it comes to, in one line."""
+        if self.largest_fit is None:
+            return f"No gradient is non-zero and finite, of {self.total.total:,} elements."
+        left = self.range_left
+        room = f"{left:g} powers of two are left" if left >= 0 else f"it is {-left:g} powers of two too large"
+        return (
+            f"{self.format.name} loses {percent(self.lost_unscaled)} at scale 1 and {percent(self.lost)} at scale "
+            f"{power(self.loss_scale)}; the largest scale that fits is {power(self.largest_fit)}: {room}."
+        )
+
+    def __repr__(self) -> str:
+        return f"GradientRange({self.sentence})"
+
+    def _repr_html_(self) -> str:
+        return page(self.sentence, html_table(_HEADS, map(_cells, self.rows()), right=range(1, 5)))
+
+    def _at_scale(self, histogram: ExponentHistogram) -> ExponentHistogram:
+        return histogram.shifted(math.log2(self.loss_scale))
+
+    def _row(self, name: str, histogram: ExponentHistogram) -> dict[str, Any]:
+        scaled = self._at_scale(histogram)
+        lowest, highest = histogram.span or (None, None)
+        return {
+            "name": name,
+            "lost_unscaled": histogram.underflow_fraction(self.format),
+            "lost": scaled.underflow_fraction(self.format),
+            "overflowed": scaled.overflow_fraction(self.format),
+            "largest_fit": _largest_fit(histogram, self.format),
+            "lowest": lowest,
+            "highest": highest,
+            **{count: getattr(histogram, count) for count in ("zeros", "infs", "nans", "total")},
+        }
+
+
+def gradient_range(
+    model: nn.Module,
+    batch: Any = None,
+    *,
+    loss: Callable[..., Tensor] | None = None,
+    loss_scale: float = 2.0**16,
+) -> GradientRange:
+    """Run one step without casts and return what half would lose of its gradients.
+
+    The model is afterwards what it was. Its weights are taken as they are: float32 ones show all that half would lose.
+
+    Args:
+        model, batch, loss: as `amplab.xray` takes them.
+        loss_scale: the scale to judge by.
+
+    Raises:
+        TypeError, ValueError: as `amplab.xray`; a loss scale out of range.
+
+    Sync: one.
+
+    >>> import torch
+    >>> found = gradient_range(nn.Linear(2, 1), torch.full((1, 2), 2.0**-30))
+    >>> found.rows()[0]["lost_unscaled"], found.rows()[0]["lost"], found.rows()[1]["lost_unscaled"]
+    (1.0, 0.0, 0.0)
+    """
+    model = as_model(model)
+    step = step_function(model, batch, loss)
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    with untouched(model) as gradients, disable_casts(), torch.autocast(device, enabled=False):
+        value = step()
+        gradients.park_leaves_of(value)
+        value.backward()
+        measured = Statistics()
+        measured.measure_gradients(model)
+    measured.fetch()
+    return GradientRange(measured.gradients, loss_scale)
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    fit = "-" if row["largest_fit"] is None else power(row["largest_fit"])
+    span = "-" if row["lowest"] is None else f"2^{row['lowest']}..2^{row['highest']}"
+    broken = row["infs"] + row["nans"]
+    elements = f"{row['total']:,}" + (f", {broken:,} inf or nan" if broken else "")
+    return (row["name"], *(percent(row[key]) for key in ("lost_unscaled", "lost", "overflowed")), fit, span, elements)
+
+
+def _largest_fit(histogram: ExponentHistogram, fmt: FloatFormat) -> float | None:
+    return None if histogram.span is None else 2.0 ** (fmt.max_exponent - histogram.span[1])

@@ -1,0 +1,120 @@
+"""What a forward keeps for its backward: the bytes of saved tensors, by module.
+
+Memory is counted once, however many ops save it, and whole: a saved view keeps all of what it looks into. The model's
+own parameters and buffers are there anyway and count for nothing; casts of weights are told apart from activations.
+A checkpointed block keeps its inputs alone; what it saves when it runs again, in backward, does not count.
+
+Reference: torch.autograd.graph.saved_tensors_hooks.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from amplab.trace.weight_casts import WeightCasts
+
+__all__ = ["KeptBytes", "KeptTensors"]
+
+_without_torch_function = torch._C.DisableTorchFunction
+
+
+@dataclass(frozen=True)
+class KeptBytes:
+    """Bytes kept for backward at the moment when they were most.
+
+    Attributes:
+        activations: by path of the module whose forward saved them first.
+        weight_casts: 16-bit copies of weights, by path of the module that needed them first.
+    """
+
+    activations: dict[str, int] = field(default_factory=dict)
+    weight_casts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """All of them together."""
+        return sum(self.activations.values()) + sum(self.weight_casts.values())
+
+    def of(self, module: str) -> int:
+        """What one module keeps."""
+        return self.activations.get(module, 0) + self.weight_casts.get(module, 0)
+
+
+class KeptTensors:
+    """Counts what is saved for backward while `following()`.
+
+    Args:
+        model: whose parameters and buffers do not count.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        with _without_torch_function():
+            owned = (_memory_of(tensor) for tensor in (*model.parameters(), *model.buffers()))
+            self._owned = {address for address, _ in owned}
+        self._live: dict[int, weakref.ref[_Kept]] = {}
+        self._changes: list[tuple[str, bool, int]] = []
+
+    @contextmanager
+    def following(self, keeper: Callable[[], str | None], casts: WeightCasts) -> Iterator[None]:
+        """Count what the block saves.
+
+        Args:
+            keeper: says which module is at work; None where what is saved does not count.
+            casts: knows the casts of weights.
+        """
+
+        def keep(tensor: Tensor) -> tuple[_Kept | None, Tensor]:
+            with _without_torch_function():
+                address, size = _memory_of(tensor)
+            if address in self._owned:
+                return None, tensor
+            known = self._live.get(address)
+            kept = None if known is None else known()
+            # Where it is gone the memory was let go, and is another tensor's now.
+            if kept is None and (module := keeper()) is not None:
+                kept = _Kept(self._changes, (module, casts.hold(address), size))
+                self._live[address] = weakref.ref(kept)
+            return kept, tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, _tensor_of):
+            yield
+
+    def at_most(self) -> KeptBytes:
+        """Return what was kept when it was most; call it when the step is over."""
+        sums = list(accumulate(size for _, _, size in self._changes))
+        peak = sums.index(max(sums)) + 1 if sums else 0
+        sides: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+        for module, is_cast, size in self._changes[:peak]:
+            sides[is_cast][module] += size
+        return KeptBytes(*({module: size for module, size in side.items() if size} for side in sides))
+
+
+class _Kept:
+    """One piece of memory, for as long as an op keeps it."""
+
+    def __init__(self, changes: list[tuple[str, bool, int]], change: tuple[str, bool, int]) -> None:
+        self._changes, self._change = changes, change
+        changes.append(change)
+
+    def __del__(self) -> None:
+        module, is_cast, size = self._change
+        self._changes.append((module, is_cast, -size))
+
+
+def _tensor_of(kept: tuple[_Kept | None, Tensor]) -> Tensor:
+    return kept[1]
+
+
+def _memory_of(tensor: Tensor) -> tuple[int, int]:
+    """Address and bytes of the memory that a tensor looks into; its own size where it has no such memory (sparse)."""
+    try:
+        storage = tensor.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
+    except (NotImplementedError, RuntimeError):
+        return id(tensor), tensor.numel() * tensor.element_size()

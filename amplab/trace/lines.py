@@ -1,0 +1,74 @@
+"""Which line of the user's code is at work: the innermost frame outside torch, amplab and the standard library.
+
+The walk ends at the file that calls the user's code (`step.py`): what lies above it has asked for the trace and is no
+line of the step. Whether a file is the user's is decided once for each file.
+"""
+
+import linecache
+import sys
+import sysconfig
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import amplab
+
+__all__ = ["CodeLine", "user_line"]
+
+_LIBRARIES = tuple(f"{Path(module.__file__).parent}/" for module in (torch, amplab))
+_STANDARD = f"{sysconfig.get_paths()['stdlib']}/"
+_INSTALLED = ("site-packages", "dist-packages")
+_CALLER = str(Path(__file__).with_name("step.py"))
+
+
+class CodeLine(NamedTuple):
+    """A line of code.
+
+    Args:
+        file: as the interpreter knows it; a cell of a notebook has a file name of its own.
+        number: from 1.
+    """
+
+    file: str
+    number: int
+
+    @property
+    def source(self) -> str:
+        """The line itself, without indentation; empty where its file cannot be read."""
+        return linecache.getline(self.file, self.number).strip()
+
+    def __str__(self) -> str:
+        """Return `model.py:12`; a file of another folder than the working one by its last two parts."""
+        return f"{_short(self.file)}:{self.number}"
+
+
+def user_line() -> CodeLine | None:
+    """Return the line of the user's code that the calling thread is in; None where a step runs none. Sync: none."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file == _CALLER:
+            return None
+        if _is_users(file):
+            return CodeLine(file, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+@cache
+def _is_users(file: str) -> bool:
+    if file.startswith(("<frozen ", *_LIBRARIES)):
+        return False
+    return not file.startswith(_STANDARD) or any(folder in file for folder in _INSTALLED)
+
+
+@cache
+def _short(file: str) -> str:
+    path = Path(file)
+    if file.startswith("<"):
+        return file
+    if path.parent.name.startswith("ipykernel_"):
+        return "cell"
+    return path.name if path.parent == Path.cwd() else "/".join(path.parts[-2:])

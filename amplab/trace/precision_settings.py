@@ -1,0 +1,137 @@
+"""In which precision a step is X-rayed: an opt_level, a policy, autocast, or whatever is in force.
+
+What is set up here is taken down again, weights included, before the X-ray is returned.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from amplab import amp
+from amplab.policies import PrecisionPolicy, disable_casts, thread_engines
+from amplab.trace.batch_step import ModelGroup
+from amplab.trace.untouched import untouched
+
+__all__ = ["PrecisionSetting", "precision_setting"]
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class PrecisionSetting:
+    """A precision that a step can run in.
+
+    Attributes:
+        name: in words, e.g. `O1`.
+        casting: makes what is in force during forward and backward.
+        around_loss: in force during forward and loss alone, as autocast is meant to be.
+        loss_scale: what goes with it.
+    """
+
+    name: str
+    casting: Callable[[], AbstractContextManager]
+    around_loss: Callable[[], AbstractContextManager]
+    loss_scale: float
+
+
+@contextmanager
+def precision_setting(
+    model: nn.Module, *, opt_level: str | None, policy: PrecisionPolicy | str | None, autocast: Any
+) -> Iterator[PrecisionSetting]:
+    """Put `model` into the precision that is asked for, and back where it was at the end of the block.
+
+    Args:
+        model: float32, not initialized yet, where `opt_level` or `policy` is given.
+        opt_level, policy, autocast: as `xray` says.
+
+    Raises:
+        ValueError: contradicting arguments, or a precision on top of one that is in force.
+        TypeError: one of another type.
+    """
+    if autocast is not None and (opt_level is not None or policy is not None):
+        raise ValueError(
+            "autocast together with opt_level or policy: expected one of them; a policy for autocast goes inside, "
+            "autocast=dict(policy=...)."
+        )
+    if autocast is not None:
+        yield _under_autocast(model, autocast)
+    elif opt_level is None and policy is None:
+        yield _as_it_is(model)
+    else:
+        _refuse_what_is_in_force()
+        with _initialized(model, opt_level, _parsed(policy)) as setting:
+            yield setting
+
+
+def _as_it_is(model: nn.Module) -> PrecisionSetting:
+    session = amp.default_session()
+    half_weights = any(parameter.dtype in _HALVES for parameter in model.parameters())
+    if session.opt_level is not None and (half_weights or session.engine in thread_engines()):
+        return PrecisionSetting(f"{session.opt_level}, as initialized", nullcontext, nullcontext, session.loss_scale())
+    return PrecisionSetting("as it is", nullcontext, nullcontext, 1.0)
+
+
+def _under_autocast(model: nn.Module, settings: Any) -> PrecisionSetting:
+    if isinstance(settings, torch.autocast | amp.autocast):
+        return PrecisionSetting(_words(settings), nullcontext, lambda: settings, 1.0)
+    if not isinstance(settings, Mapping):
+        raise TypeError(
+            f"autocast={settings!r}: expected the arguments of torch.autocast as a dict, such as "
+            "dict(dtype=torch.float16), or a torch.autocast or amplab.autocast of your own."
+        )
+    kind = amp.autocast if "policy" in settings else torch.autocast
+    region = kind(**{"device_type": _device_type(model), **settings})
+    return PrecisionSetting(_words(region), nullcontext, lambda: region, 1.0)
+
+
+def _words(region: torch.autocast | amp.autocast) -> str:
+    if isinstance(region, amp.autocast):
+        return f"amplab.autocast, {region.policy}"
+    return f"torch.autocast, {str(region.fast_dtype).removeprefix('torch.')} on {region.device}"
+
+
+def _device_type(model: nn.Module) -> str:
+    return next((parameter.device.type for parameter in model.parameters()), "cpu")
+
+
+def _parsed(policy: Any) -> PrecisionPolicy | None:
+    if policy is None or isinstance(policy, PrecisionPolicy):
+        return policy
+    if isinstance(policy, str):
+        return PrecisionPolicy.parse(policy)
+    raise TypeError(f"policy={policy!r}: expected a PrecisionPolicy or its string form, e.g. 'apex/float16'.")
+
+
+def _refuse_what_is_in_force() -> None:
+    if thread_engines() or torch._C._is_any_autocast_enabled():
+        raise ValueError(
+            "opt_level or policy where casts are in force already: expected a model that is not initialized and no "
+            "autocast around; leave both out to X-ray the model as it is, or call amp.reset() first."
+        )
+
+
+def _models(model: nn.Module) -> Iterator[nn.Module]:
+    """What a session can initialize: the modules of a group, and what a parallel wrapper holds."""
+    for each in model.children() if isinstance(model, ModelGroup) else (model,):
+        yield each.module if isinstance(each, nn.DataParallel | nn.parallel.DistributedDataParallel) else each
+
+
+@contextmanager
+def _initialized(model: nn.Module, opt_level: str | None, policy: PrecisionPolicy | None) -> Iterator[PrecisionSetting]:
+    level = "O1" if opt_level is None else opt_level
+    session = amp.Session()
+    with ExitStack() as undo:
+        if level in ("O2", "O3"):
+            undo.enter_context(untouched(model))  # session.reset alone would leave weights rounded to half
+        undo.callback(session.reset)
+        session.initialize(list(_models(model)), opt_level=level, verbosity=0, policy=policy)
+        name = " with ".join(filter(None, (opt_level, f"the policy {policy}" if policy is not None else "")))
+        if level == "O0" and policy is None:
+            yield PrecisionSetting(name, disable_casts, nullcontext, session.loss_scale())
+        else:
+            half = policy is None or policy.tensor_dtype is torch.float16
+            yield PrecisionSetting(name, session.casting, nullcontext, session.loss_scale() if half else 1.0)

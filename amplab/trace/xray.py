@@ -1,0 +1,107 @@
+"""`xray`: one step of any model, seen through: every op, its dtypes, why, and the line of code it comes from."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from amplab.policies import PrecisionPolicy
+from amplab.trace.batch_step import StepFunction, as_model, step_function
+from amplab.trace.kept_tensors import KeptTensors
+from amplab.trace.precision_settings import PrecisionSetting, precision_setting
+from amplab.trace.statistics import Statistics
+from amplab.trace.step import record_step
+from amplab.trace.xray_value import XRay
+
+__all__ = ["xray"]
+
+
+def xray(
+    model: nn.Module | list[nn.Module] | Mapping[str, nn.Module],
+    batch: Any = None,
+    *,
+    loss: Callable[..., Tensor] | None = None,
+    opt_level: str | None = None,
+    policy: PrecisionPolicy | str | None = None,
+    autocast: Any = None,
+    loss_scale: float | None = None,
+    stats: bool = False,
+) -> XRay:
+    """Run one forward and backward of `model` and return every op of it with what there is to know.
+
+    The model is afterwards what it was: parameters, buffers, gradients, training flags, random states and hooks. The
+    step runs in the precision that is asked for, or in whatever is in force (a model that `amp.initialize` has
+    prepared, a region around the call). An optimizer that `loss` steps keeps what the step did to its state.
+
+    Args:
+        model: any module that is not compiled or scripted; several in a list or dict where `loss` runs them all.
+        batch: what the model is called with: `model(tensor)`, `model(**mapping)`, `model(*tuple)`. Of a tuple the
+            model gets as many values as its forward takes and the loss the rest: `(inputs, labels)` with
+            `loss=F.cross_entropy` is `F.cross_entropy(model(inputs), labels)`.
+        loss: a function of the output, and of the rest or of the batch if it takes two arguments; called with the
+            batch alone, or nothing, where it runs the models itself. None for the output's own `loss` (an attribute
+            or a key), else for the sum of the output; `XRay.loss` says which.
+        opt_level: "O0" to "O3": the step as after `amp.initialize` at that level, loss scale included.
+        policy: a PrecisionPolicy or its string form, for O1 or for the level that is given.
+        autocast: forward and loss under autocast: arguments of `torch.autocast` as a dict such as
+            `dict(dtype=torch.bfloat16)`, with the model's device where none is given; those of `amplab.autocast`
+            where `policy` is among them; or an instance of either.
+        loss_scale: what the loss is multiplied by; None for what goes with the precision, else 1.
+        stats: measure what every op writes, and the gradients. Without the built `tensor_stats` kernel that is slow.
+
+    Raises:
+        ValueError: contradicting arguments; a model that is compiled, scripted or not yet initialised; a loss that is
+            no single number or hangs on no parameter. What the model raises passes through, with everything put back.
+        TypeError: an argument of another type.
+
+    Sync: none; with `stats` one, for all ops together, and one for the gradients.
+
+    >>> import torch
+    >>> model = nn.Sequential(nn.Linear(8, 4), nn.ReLU())
+    >>> found = xray(model, torch.ones(2, 8), opt_level="O1")
+    >>> [(cast.op, cast.parameter, cast.nbytes) for cast in found.casts if cast.phase == "forward"]
+    [('linear', '', 96), ('linear', '0.weight', 192), ('linear', '0.bias', 24)]
+    """
+    model = as_model(model)
+    step = step_function(model, batch, loss)
+    with precision_setting(model, opt_level=opt_level, policy=policy, autocast=autocast) as precision:
+        setting = precision if loss_scale is None else replace(precision, loss_scale=loss_scale)
+        try:
+            return _taken(model, step, setting, KeptTensors(model), stats=stats)
+        except RuntimeError as refusal:
+            if "saved tensor hooks" not in str(refusal):
+                raise
+            return _taken(model, step, setting, None, stats=stats)  # torch.func takes no such hooks: leave memory out
+
+
+def _taken(
+    model: nn.Module, step: StepFunction, setting: PrecisionSetting, kept: KeptTensors | None, *, stats: bool
+) -> XRay:
+    """Run the step once and return what was seen."""
+    statistics = Statistics() if stats else None
+
+    def run() -> Tensor:
+        with setting.around_loss():
+            return step()
+
+    events = record_step(
+        model,
+        run,
+        casting=setting.casting(),
+        loss_scale=setting.loss_scale,
+        observer=statistics,
+        kept=kept,
+        before_restoring=(lambda: statistics.measure_gradients(model)) if statistics else None,
+    )
+    if statistics:
+        statistics.fetch()
+    return XRay(
+        precision=setting.name,
+        loss=step.loss,
+        loss_scale=setting.loss_scale,
+        model=type(model).__name__,
+        kept=kept.at_most() if kept else None,
+        measured=statistics,
+        events=tuple(events),
+    )

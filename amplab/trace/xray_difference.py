@@ -1,0 +1,176 @@
+"""What is different between two X-rays: ops whose dtypes changed, ops that came or went, casts and memory.
+
+Ops are matched by (module, op, phase, how many of their kind came before), as `Trace.changed_since` does. Casts come
+and go with the precision and are compared by their sums, by module.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from amplab.trace.kept_tensors import KeptBytes
+from amplab.trace.plain_html import html_table, page
+from amplab.trace.plain_words import aligned, count
+from amplab.trace.records import OpRecord
+from amplab.trace.xray_text import dtypes
+
+if TYPE_CHECKING:
+    from amplab.trace.xray_value import XRay
+
+__all__ = ["OpChange", "XRayDifference"]
+
+_HEADS = ("op", "module", "line", "before", "after", "reason")
+
+
+@dataclass(frozen=True)
+class OpChange:
+    """One op that is not the same in both.
+
+    Attributes:
+        before: its record in the first X-ray; None where it came.
+        after: in the second; None where it went.
+    """
+
+    before: OpRecord | None
+    after: OpRecord | None
+
+    @property
+    def record(self) -> OpRecord:
+        """The later of the two."""
+        return self.after or self.before
+
+    @property
+    def kind(self) -> str:
+        """`changed`, `added` or `removed`."""
+        if self.before is None:
+            return "added"
+        return "removed" if self.after is None else "changed"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class XRayDifference:
+    """The difference of two X-rays; prints as a table.
+
+    Attributes:
+        changes: ops that changed their dtypes, came or went, in the order of the second X-ray.
+        before, after: the two X-rays.
+    """
+
+    changes: tuple[OpChange, ...]
+    before: "XRay"
+    after: "XRay"
+
+    @classmethod
+    def between(cls, before: "XRay", after: "XRay") -> "XRayDifference":
+        """Compare two X-rays of one step."""
+        old, new = (dict(_ops(xray)) for xray in (before, after))
+        came = [OpChange(old.get(key), record) for key, record in new.items() if _differ(old.get(key), record)]
+        went = [OpChange(record, None) for key, record in old.items() if key not in new]
+        return cls((*came, *went), before, after)
+
+    def __len__(self) -> int:
+        return len(self.changes)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one dict for each op that changed.
+
+        Keys: `kind` (`changed`, `added`, `removed`), `op, module, phase, line`, `before` and `after` (dtypes as
+        `float32 → float16`, empty where there is no such op), `reason` (of the later one).
+        """
+        return [_row(change) for change in self.changes]
+
+    def casts(self) -> list[dict[str, Any]]:
+        """Return by module how the casts changed: `module, casts_before, casts_after, bytes_before, bytes_after`."""
+        sides = [_casts_by_module(xray) for xray in (self.before, self.after)]
+        modules = dict.fromkeys((*sides[0], *sides[1]))
+        found = ((module, *(side.get(module, (0, 0)) for side in sides)) for module in modules)
+        return [
+            {
+                "module": module,
+                "casts_before": old[0],
+                "casts_after": new[0],
+                "bytes_before": old[1],
+                "bytes_after": new[1],
+            }
+            for module, old, new in found
+            if old != new
+        ]
+
+    @property
+    def sentence(self) -> str:
+        """What it comes to, in one line."""
+        kinds = Counter(change.kind for change in self.changes)
+        ops = f"{kinds['changed']:,} changed dtypes, {kinds['added']:,} came, {kinds['removed']:,} went"
+        (old, moved_before), (new, moved_after) = (_moved(xray) for xray in (self.before, self.after))
+        old_kept, new_kept = ((xray.kept or KeptBytes()).total for xray in (self.before, self.after))
+        return (
+            f"{self.before.precision} → {self.after.precision}: of {count(_size(self.after), 'op')} {ops}; "
+            f"casts {old:,} → {new:,}, {moved_before:,} → {count(moved_after, 'byte')}; "
+            f"kept for backward {old_kept:,} → {count(new_kept, 'byte')}."
+        )
+
+    def __str__(self) -> str:
+        lines = _lines(self.rows())
+        return "\n".join([*(aligned([_HEADS, *lines]) if lines else ()), self.sentence])
+
+    def __repr__(self) -> str:
+        return f"XRayDifference({self.sentence})"
+
+    def _repr_html_(self) -> str:
+        return page(self.sentence, html_table(_HEADS, _lines(self.rows())))
+
+
+def _ops(xray: "XRay") -> Iterator[tuple[Any, OpRecord]]:
+    return ((key, record) for key, record in xray.trace.keyed() if not (record.is_cast or record.folds))
+
+
+def _size(xray: "XRay") -> int:
+    return sum(1 for _ in _ops(xray))
+
+
+def _differ(old: OpRecord | None, new: OpRecord) -> bool:
+    return old is None or old.dtypes != new.dtypes
+
+
+def _casts_by_module(xray: "XRay") -> dict[str, tuple[int, int]]:
+    found: dict[str, tuple[int, int]] = {}
+    for record in xray.trace.casts:
+        number, moved = found.get(record.module, (0, 0))
+        found[record.module] = number + 1, moved + record.cast_bytes
+    return found
+
+
+def _moved(xray: "XRay") -> tuple[int, int]:
+    return len(xray.trace.casts), xray.trace.cast_bytes
+
+
+def _row(change: OpChange) -> dict[str, Any]:
+    record = change.record
+    return {
+        "kind": change.kind,
+        "op": record.op,
+        "module": record.module,
+        "phase": record.phase,
+        "line": str(record.line or ""),
+        "before": dtypes(change.before) if change.before else "",
+        "after": dtypes(change.after) if change.after else "",
+        "reason": change.after.reason if change.after else "",
+    }
+
+
+def _lines(rows: Iterable[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """The cells of the table; neighbours that say the same share a line."""
+    lines = []
+    for row, alike in groupby(rows, key=_said):
+        times = len(list(alike))
+        op, *rest = row
+        lines.append((op if times == 1 else f"{op} ×{times}", *rest))
+    return lines
+
+
+def _said(row: dict[str, Any]) -> tuple[str, ...]:
+    op = f"{row['op']}, backward" if row["phase"] == "backward" else row["op"]
+    before, after = row["before"] or "(not there)", row["after"] or "(gone)"
+    return op, row["module"] or "-", row["line"] or "-", before, after, row["reason"]
