@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from amplab.diagnose.dataflow import short_name, upstream, vanishing_constant
+from amplab.diagnose.dataflow import line_of, short_name, upstream, vanishing_constant
 from amplab.diagnose.finding import Finding, Number, Severity
 from amplab.diagnose.first_nonfinite import FirstNonfinite
 from amplab.diagnose.remedies import in_float32
@@ -42,8 +42,7 @@ class _Words(NamedTuple):
 
 def finding_of(found: FirstNonfinite) -> Finding:
     """Return the finding: an error, or a note for a single skip under a dynamic scale that mends itself."""
-    words = _words(found)
-    record, place = found.record, _place(found)
+    words, place = _words(found), _place(found)
     return Finding(
         words.name,
         _severity(found),
@@ -51,9 +50,10 @@ def finding_of(found: FirstNonfinite) -> Finding:
         words.cause,
         words.remedy,
         "likely" if found.cause in ("model", "input") else "certain",
-        op=place[0] if record else "",
-        module=place[1] if record else found.tensor.rpartition(".")[0] * (found.cause in ("parameter", "buffer")),
+        op=place.op,
+        module=place.module,
         tensor=found.tensor,
+        line=place.line,
         evidence=_evidence(found),
     )
 
@@ -83,18 +83,25 @@ def _severity(found: FirstNonfinite) -> Severity:
     return "note" if found.cause == "scale" and found.setting.dynamic and (found.fitting_scale or 0) > 1 else "error"
 
 
-def _place(found: FirstNonfinite) -> tuple[str, str]:
-    """Op and module to look at: where a constant was lost, that is the op which was given it."""
-    record = found.record
-    if record is None:
-        return "", ""
-    sigmoid = sigmoid_of_bce(found.step, record.index)
-    if sigmoid is not None and found.cause != "scale":
-        return "binary_cross_entropy", found.step.trace.records[sigmoid].module
+class _Place(NamedTuple):
+    op: str = ""
+    module: str = ""
+    line: str = ""
+
+
+def _place(found: FirstNonfinite) -> _Place:
+    """Where to look: where a constant was lost, that is the op which was given it; for BCE, the sigmoid before it."""
+    if found.record is None:
+        owned = found.cause in ("parameter", "buffer")
+        return _Place(module=found.tensor.rpartition(".")[0] if owned else "")
+    records = found.step.trace.records
+    sigmoid = sigmoid_of_bce(found.step, found.record.index) if found.cause != "scale" else None
+    if sigmoid is not None:
+        return _Place("binary_cross_entropy", records[sigmoid].module, line_of(records[sigmoid]))
     lost = _lost_constant(found)
-    shown = found.step.trace.records[lost[0]] if lost else record
+    shown = records[lost[0]] if lost else found.record
     module = shown.module or next((each.module for each in found.chain if each.module), "")
-    return shown.op, module
+    return _Place(shown.op, module, line_of(shown))
 
 
 def _lost_constant(found: FirstNonfinite) -> tuple[int, float] | None:

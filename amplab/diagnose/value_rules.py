@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from amplab.diagnose.dataflow import readers_by_op, short_name
+from amplab.diagnose.dataflow import line_of, readers_by_op, short_name
 from amplab.diagnose.finding import Finding
 from amplab.diagnose.nonfinite_findings import (
     DIVISIONS,
@@ -74,6 +74,7 @@ def constants_that_vanish(step: ObservedStep) -> Iterator[Finding]:
             in_float32(record, f"or an eps of at least 1e-4, not {constant:g}"),
             op=record.op,
             module=record.module,
+            line=line_of(record),
             evidence={"constant": constant, "zeros": written.zeros or 0, "elements": written.numel},
         )
 
@@ -92,6 +93,7 @@ def constants_that_overflow(step: ObservedStep) -> Iterator[Finding]:
                 "scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)",
                 op=record.op,
                 module=record.module,
+                line=line_of(record),
                 evidence={"constant": large[0], "infs": written[0].infs},
             )
 
@@ -111,6 +113,7 @@ def casts_that_overflow(step: ObservedStep) -> Iterator[Finding]:
                 in_float32(record),
                 op=record.op,
                 module=record.module,
+                line=line_of(record),
                 evidence={"input_absmax": read.absmax, "infs": written.infs, "elements": written.numel},
             )
 
@@ -131,6 +134,7 @@ def squares_that_vanish(step: ObservedStep) -> Iterator[Finding]:
                 in_float32(record, "or F.layer_norm, torch.linalg.vector_norm: they compute in float32 inside"),
                 op=record.op,
                 module=record.module,
+                line=line_of(record),
                 evidence={"lost": lost, "nonzero": nonzero, "input_absmax": read.absmax},
             )
 
@@ -150,6 +154,7 @@ def softmaxes_in_half(step: ObservedStep) -> Iterator[Finding]:
                 in_float32(record),
                 op=record.op,
                 module=record.module,
+                line=line_of(record),
                 evidence={"zeros": written.zeros, "elements": written.numel},
             )
 
@@ -169,6 +174,7 @@ def reductions_near_overflow(step: ObservedStep) -> Iterator[Finding]:
                 in_float32(record),
                 op=record.op,
                 module=record.module,
+                line=line_of(record),
                 evidence={"result": written.absmax, "room": HALF_MAX / written.absmax},
             )
 
@@ -194,6 +200,7 @@ def bce_after_sigmoid(step: ObservedStep) -> Iterator[Finding]:
             "loss = F.binary_cross_entropy_with_logits(logits.float(), target)  # and no sigmoid before it",
             op=record.op,
             module=at.module,
+            line=line_of(at),
             evidence={"highest": probability.highest, "zeros": probability.zeros or 0, "dtype": _dtype(probability)},
         )
 

@@ -1,6 +1,7 @@
 """The first harmful inf or NaN is found in every face, and the cause is told apart: scale, format, model, data."""
 
 import contextlib
+import linecache
 import math
 
 import pytest
@@ -55,6 +56,13 @@ def under(face, model, x, y):
     yield loss_fn, torch.amp.GradScaler("cpu") if face == "torch" else amplab.GradScaler("cpu")
 
 
+def source_at(line):
+    """The line of this file that a finding names as `folder/file.py:12`."""
+    file, number = line.rsplit(":", 1)
+    assert __file__.endswith(file)
+    return linecache.getline(__file__, int(number))
+
+
 FACES = ["O1", "O2", "O3", "amplab", "torch"]
 
 
@@ -83,6 +91,7 @@ def test_overflow_in_forward_is_the_format(face, size):
         )
         assert (found.result, found.in_bfloat16, found.output.infs > 0) == ("loss", True, True)
         assert finding_of(found).name == "logits-overflow-half"
+        assert source_at(finding_of(found).line).strip().startswith("scores = (q @ q.t())")
     if face not in ("O2", "O3"):
         assert all(torch.equal(now, then) for now, then in zip(model.state_dict().values(), kept, strict=True))
 
