@@ -144,18 +144,19 @@ def softmaxes_in_half(step: ObservedStep) -> Iterator[Finding]:
     for record in _forward(step):
         if short_name(record) not in SOFTMAXES or not _in_half(step, record.index):
             continue
-        written = step.outputs(record.index)[0].statistics
-        if short_name(record) == "softmax" and written.zeros:
+        read, written = step.inputs(record.index)[0].statistics, step.outputs(record.index)[0].statistics
+        lost = (written.zeros or 0) - (read.infs or 0)  # what a mask of -inf made 0 is none
+        if short_name(record) == "softmax" and lost > 0:
             yield Finding(
                 "softmax-in-half",
                 "note",
-                f"softmax in half wrote {written.zeros:,} zeros among {written.numel:,} probabilities.",
+                f"softmax in half wrote {lost:,} zeros among {written.numel:,} probabilities.",
                 "Probabilities at or below 2^-25 are 0 in half; a logarithm of them would be -inf.",
                 in_float32(record),
                 op=record.op,
                 module=record.module,
                 line=line_of(record),
-                evidence={"zeros": written.zeros, "elements": written.numel},
+                evidence={"zeros": lost, "elements": written.numel},
             )
 
 

@@ -4,10 +4,14 @@ import warnings
 
 import pytest
 import torch
-from patients import SEEDS, SIZES, WARDS, train
+from loop_wards import LOOP_WARDS
+from patients import SEEDS, SIZES, train
+from value_wards import VALUE_WARDS
 
 from amplab.amp import Session
 from amplab.diagnose import doctor
+
+WARDS = VALUE_WARDS | LOOP_WARDS
 
 
 def diagnosed(ward, size, seed, *, broken):
