@@ -35,7 +35,8 @@ from amplab.diagnose.values import ObservedStep, observe_step
 
 __all__ = ["doctor"]
 
-_SYMPTOMS = ("scale-collapse", "nonfinite-loss", "nonfinite-parameter")
+_OF_THE_RUN = ("scale-collapse", "nonfinite-loss")
+_SYMPTOMS = (*_OF_THE_RUN, "nonfinite-parameter")
 _CONSEQUENCES_OF_DIVERGING = (*_SYMPTOMS, "overflow-in-half", "logits-overflow-half", "reduction-overflows-half",
                               "nonfinite-in-float32", "cast-overflows-half")  # fmt: skip
 
@@ -124,9 +125,11 @@ def _look_at_loop(
 def _causes_first(found: Iterable[Finding]) -> list[Finding]:
     """Leave out symptoms whose cause was found, and doubt causes that a run which diverges explains as well."""
     found = list(found)
-    diverges = any(each.name == "diverging" for each in found)
-    explained = any(each.severity == "error" and each.name not in _SYMPTOMS for each in found)
-    kept = [each for each in found if not (explained and each.name in _SYMPTOMS)]
-    if not diverges:
+    names = {each.name for each in found if each.severity == "error"}
+    left_out = _OF_THE_RUN if "nonfinite-parameter" in names else ()
+    if names.difference(_SYMPTOMS):
+        left_out = _SYMPTOMS
+    kept = [each for each in found if each.name not in left_out]
+    if "diverging" not in names:
         return kept
     return [replace(each, certainty="possible") if each.name in _CONSEQUENCES_OF_DIVERGING else each for each in kept]

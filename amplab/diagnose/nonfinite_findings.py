@@ -33,6 +33,9 @@ _ROOTS = frozenset(("sqrt", "rsqrt", "pow"))
 _PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm", "matmul", "dot", "mv", "addbmm", "einsum"))
 
 
+_UNCHECKED = ": without a dynamic scale nothing holds back a step whose gradients are not finite."
+
+
 class _Words(NamedTuple):
     name: str
     symptom: str
@@ -52,7 +55,7 @@ def finding_of(found: FirstNonfinite) -> Finding:
         "likely" if found.cause in ("model", "input") else "certain",
         op=place.op,
         module=place.module,
-        tensor=found.tensor,
+        tensor=found.tensor or _tensor_cast(found),
         line=place.line,
         evidence=_evidence(found),
     )
@@ -81,6 +84,13 @@ def _keeps_float32_inside(step: ObservedStep, op: int) -> bool:
 
 def _severity(found: FirstNonfinite) -> Severity:
     return "note" if found.cause == "scale" and found.setting.dynamic and (found.fitting_scale or 0) > 1 else "error"
+
+
+def _tensor_cast(found: FirstNonfinite) -> str:
+    """The name of what a cast read, where it has one: a weight that is too large for half."""
+    if found.record is None or not found.record.is_cast:
+        return ""
+    return next((value.name for value in found.step.inputs(found.record.index) if value.name), "")
 
 
 class _Place(NamedTuple):
@@ -132,7 +142,8 @@ def _came_in(found: FirstNonfinite) -> _Words:
     name = found.tensor or "a tensor that no op of this step wrote"
     symptom = f"{name} held inf or NaN before the step began; {found.result} is not finite."
     if found.cause == "parameter":
-        cause = "An earlier step wrote it into the weights: under a static scale nothing holds such a step back."
+        cause = "An earlier step wrote it into the weights"
+        cause += ", by its update: the gradients were checked." if found.setting.dynamic else _UNCHECKED
         remedy = 'model, optimizer = amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic")'
         return _Words("nonfinite-parameter", symptom, cause, f"{remedy}  # and load the last good checkpoint")
     if found.cause == "buffer":
@@ -225,11 +236,7 @@ def _overflow(found: FirstNonfinite) -> _Words:
     record, name = found.record, short_name(found.record)
     if found.cause == "model":
         symptom = f"{record.op} wrote {_counted(found)} from finite inputs up to {_reads(found):.4g}, in float32 too."
-        cause = "Neither the scale nor the format does it: the values themselves have grown out of range."
-        remedy = (
-            "for group in optimizer.param_groups: group['lr'] /= 10  # from the last good checkpoint, with clipping"
-        )
-        return _Words("nonfinite-in-float32", symptom, cause, remedy)
+        return _Words("nonfinite-in-float32", symptom, *_not_the_formats_fault(found))
     then = "and bfloat16" if found.in_bfloat16 else "but not in bfloat16"
     symptom = f"{record.op} wrote {_counted(found)} in {_dtype(found)} from inputs up to {_reads(found):.4g}."
     cause = f"The result is larger than {HALF_MAX:g}; the same step is finite in float32 {then}."
@@ -242,6 +249,17 @@ def _overflow(found: FirstNonfinite) -> _Words:
     reduces = name in REDUCTIONS or record.op in REDUCTIONS
     kind = "reduction-overflows-half" if reduces else "overflow-in-half"
     return _Words(kind, symptom, cause, in_float32(record))
+
+
+def _not_the_formats_fault(found: FirstNonfinite) -> tuple[str, str]:
+    """Cause and remedy for a value that float32 does not hold either."""
+    if found.output.nans and not found.output.infs:
+        cause = (
+            f"{found.record.op} is not defined for what it read, such as a mean over no elements; no range was left."
+        )
+        return cause, "value = x.mean() if x.numel() else x.sum()  # where a selection may be empty"
+    cause = "Neither the scale nor the format does it: the values themselves have grown out of range."
+    return cause, "for group in optimizer.param_groups: group['lr'] /= 10  # from the last good checkpoint, and clip"
 
 
 def _is_product(found: FirstNonfinite) -> bool:

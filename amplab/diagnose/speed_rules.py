@@ -33,6 +33,7 @@ CASTS = 0.5
 """Bytes moved by casts for each byte that ops move."""
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+_CONVOLUTION = "convolution"
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -105,17 +106,22 @@ def _computes(record: OpRecord) -> bool:
 
 
 def _is_half_product(record: OpRecord) -> bool:
-    return record.aten.split(".")[1] in _PRODUCTS and all(info.dtype in _HALVES for info in record.outputs)
+    kind = record.aten.split(".")[1]
+    return kind in (*_PRODUCTS, _CONVOLUTION) and all(info.dtype in _HALVES for info in record.outputs)
 
 
 def _sides(record: OpRecord) -> tuple[int, ...]:
-    """Rows, inner size and columns of a product."""
-    left, right = (info.shape for info in record.inputs[-2:])
-    if record.aten.split(".")[1].startswith(("addmm", "baddbmm")):
-        left, right = (info.shape for info in record.inputs[1:3])
+    """Rows, inner size and columns of a product; channels in and out of a convolution."""
+    kind = record.aten.split(".")[1]
+    if kind == _CONVOLUTION:
+        return record.inputs[1].shape[1], record.inputs[1].shape[0]
+    place = 1 if kind.startswith(("addmm", "baddbmm")) else 0
+    left, right = (info.shape for info in record.inputs[place : place + 2])
     return left[-2], left[-1], right[-1]
 
 
 def _multiply_adds(record: OpRecord) -> int:
-    batch = record.outputs[0].shape[0] if len(record.outputs[0].shape) == 3 else 1
-    return batch * math.prod(_sides(record))
+    """Each element that is written takes one for each that it is made of."""
+    if record.aten.split(".")[1] == _CONVOLUTION:
+        return record.outputs[0].numel * math.prod(record.inputs[1].shape[1:])
+    return record.outputs[0].numel * _sides(record)[1]

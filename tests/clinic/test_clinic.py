@@ -8,6 +8,7 @@ from loop_wards import LOOP_WARDS
 from patients import SEEDS, SIZES, train
 from value_wards import VALUE_WARDS
 
+import amplab
 from amplab.amp import Session
 from amplab.diagnose import doctor
 
@@ -54,3 +55,19 @@ def test_the_first_finding_names_what_was_planted(name, size, seed):
 def test_the_healthy_twin_has_nothing_above_a_note(name, size, seed):
     found = diagnosed(WARDS[name], size, seed, broken=False)
     assert not found.harmful, str(found.harmful)
+
+
+def test_the_pasted_remedy_mends_the_attention():
+    """The first lines of the remedy, run as they stand, and then the same step."""
+    ward = WARDS["attention logits"]
+    remedy = diagnosed(ward, SIZES[0], 0, broken=True)[0].remedy.partition("# or")[0]
+    torch.manual_seed(0)
+    patient = ward.admit(SIZES[0], 0, True)
+    patient.amp.reset()
+    names = {"amplab": amplab, "amp": amplab.amp, "model": patient.model, "optimizer": patient.optimizers[0]}
+    try:
+        exec(remedy, names)
+        found = doctor(patient.model, lambda: patient.loss(*patient.batch(0)), optimizers=patient.optimizers)
+        assert not found.harmful, str(found.harmful)
+    finally:
+        amplab.amp.reset()

@@ -89,3 +89,18 @@ def test_odd_shapes_are_a_note():
     even = nn.Linear(64, 128)
     with amplab.autocast("cpu", dtype=torch.float16):
         assert not doctor(even, lambda: even(torch.ones(64, 64)).float().sum()).named("shapes-off-multiples-of-8")
+
+
+def test_a_convolution_counts_by_its_channels():
+    """Where it is most of the work, an odd head beside it does not matter."""
+    model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.Flatten(), nn.Linear(16 * 36, 3))
+    odd = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Flatten(), nn.Linear(16 * 36, 8))
+    for network, x, found in ((model, torch.ones(8, 8, 8, 8), 0), (odd, torch.ones(8, 3, 8, 8), 1)):
+        with amplab.autocast("cpu", dtype=torch.float16):
+            seen = doctor(network, lambda network=network, x=x: network(x).float().sum())
+        assert len(seen.named("shapes-off-multiples-of-8")) == found
+
+
+def test_in_float32_there_is_no_speed_to_miss():
+    model = nn.Linear(63, 127)
+    assert not doctor(model, lambda: model(torch.ones(64, 63)).sum())

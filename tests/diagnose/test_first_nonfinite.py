@@ -246,3 +246,19 @@ def test_it_prints_where_and_how_it_went_on():
 def test_another_kind_of_amp_is_refused():
     with pytest.raises(TypeError, match="amp=str: expected a Session"):
         first_nonfinite(nn.Linear(1, 1), lambda: None, amp="O1")
+
+
+def test_a_weight_too_large_for_half_is_named():
+    model, (x, y) = scores(), batch()
+    with torch.no_grad():
+        model.head.weight[0, 0] = 1e5
+    with under("amplab", model, x, y) as (loss_fn, amp):
+        found = finding_of(first_nonfinite(model, loss_fn, amp=amp))
+    assert (found.op, found.module, found.tensor) == ("cast", "head", "head.weight")
+
+
+def test_a_mean_over_nothing_is_no_overflow():
+    model = nn.Linear(4, 4)
+    none = torch.zeros(2).bool()
+    found = finding_of(first_nonfinite(model, lambda: model(torch.ones(2, 4))[none].mean()))  # noqa: PLW0108
+    assert (found.op, "not defined" in found.cause) == ("mean", True)
