@@ -262,3 +262,28 @@ def test_a_mean_over_nothing_is_no_overflow():
     none = torch.zeros(2).bool()
     found = finding_of(first_nonfinite(model, lambda: model(torch.ones(2, 4))[none].mean()))  # noqa: PLW0108
     assert (found.op, "not defined" in found.cause) == ("mean", True)
+
+
+def test_nan_is_followed_to_nan_and_not_to_an_infinity_beside_it():
+    """The where takes nothing of the -inf that was there earlier, and all of the NaN."""
+    model = nn.Linear(4, 4)
+
+    def loss():
+        hidden = model(torch.ones(2, 4))
+        infinite = (hidden * 0).log()
+        undefined = (hidden * 0).div(hidden * 0)
+        return torch.where(torch.zeros(2, 4).bool(), infinite, undefined).sum()
+
+    assert first_nonfinite(model, loss).record.op == "div"
+
+
+def test_what_was_there_before_a_write_in_place_is_seen():
+    model = nn.Linear(4, 4)
+
+    def loss():
+        hidden = model(torch.ones(2, 4)).mul(3e38).mul(3e38)
+        hidden[0] = 0
+        return hidden.sum()
+
+    assert (found := first_nonfinite(model, loss)).record.op == "mul"
+    assert "setitem" not in [record.op for record in found.chain]

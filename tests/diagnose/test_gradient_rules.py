@@ -217,3 +217,15 @@ def test_masters_are_put_back_too():
         assert all(torch.equal(half, master.half()) for half, master in zip(model.parameters(), before, strict=True))
     finally:
         session.reset()
+
+
+def test_an_optimizer_that_has_not_stepped_has_no_state_afterwards():
+    model, optimizer, x = network(torch.optim.Adam)
+
+    def step():
+        loss_of(model, x).backward()
+        optimizer.step()
+
+    rehearse(model, step, [optimizer])
+    assert not optimizer.state
+    assert all(parameter.grad is None for parameter in model.parameters())
