@@ -22,6 +22,7 @@ from amplab.diagnose.first_nonfinite import FirstNonfinite
 from amplab.diagnose.remedies import in_float32
 from amplab.diagnose.statistics import HALF_MAX, HALF_VANISHES
 from amplab.diagnose.values import ObservedStep
+from amplab.trace import OpRecord
 
 __all__ = ["DIVISIONS", "LOGARITHMS", "REDUCTIONS", "SOFTMAXES", "finding_of", "sigmoid_of_bce", "vanished_in_half"]
 
@@ -228,7 +229,10 @@ def _vanished(found: FirstNonfinite, op: int, constant: float) -> _Words:
     symptom = f"{found.record.op} met 0: the {constant:g} given to {at.op} before it is 0 in half."
     cause = f"Half rounds what is at or below {HALF_VANISHES:.2g} to 0, and its smallest number is 5.96e-08."
     return _Words(
-        "constant-vanishes-in-half", symptom, cause, in_float32(at, f"or an eps of at least 1e-4, not {constant:g}")
+        "constant-vanishes-in-half",
+        symptom,
+        cause,
+        _in_float32(found, at, f"or an eps of at least 1e-4, not {constant:g}"),
     )
 
 
@@ -245,10 +249,12 @@ def _overflow(found: FirstNonfinite) -> _Words:
         return _Words("constant-overflows-half", symptom, f"A number in the code is larger than {HALF_MAX:g}.", remedy)
     if any(each.op in SOFTMAXES or short_name(each) in SOFTMAXES for each in found.chain[1:]) and _is_product(found):
         note = "or scale the queries before the product: q = q * q.shape[-1] ** -0.5"
-        return _Words("logits-overflow-half", symptom, f"{cause} A softmax reads them.", in_float32(record, note))
+        return _Words(
+            "logits-overflow-half", symptom, f"{cause} A softmax reads them.", _in_float32(found, record, note)
+        )
     reduces = name in REDUCTIONS or record.op in REDUCTIONS
     kind = "reduction-overflows-half" if reduces else "overflow-in-half"
-    return _Words(kind, symptom, cause, in_float32(record))
+    return _Words(kind, symptom, cause, _in_float32(found, record))
 
 
 def _not_the_formats_fault(found: FirstNonfinite) -> tuple[str, str]:
@@ -260,6 +266,11 @@ def _not_the_formats_fault(found: FirstNonfinite) -> tuple[str, str]:
         return cause, "value = x.mean() if x.numel() else x.sum()  # where a selection may be empty"
     cause = "Neither the scale nor the format does it: the values themselves have grown out of range."
     return cause, "for group in optimizer.param_groups: group['lr'] /= 10  # from the last good checkpoint, and clip"
+
+
+def _in_float32(found: FirstNonfinite, record: OpRecord, note: str = "") -> str:
+    face, level = found.setting.face, found.setting.level
+    return in_float32(record, note, level=None if face == "torch" else level.replace("O0", "O1") or "O1")
 
 
 def _is_product(found: FirstNonfinite) -> bool:

@@ -94,14 +94,6 @@ class ObservedStep:
         """The values that an op wrote."""
         return [self.values[place] for place in self.ops[op].outputs]
 
-    def writers(self, place: int) -> Iterator[int]:
-        """The ops that wrote a value, seen through pieces."""
-        value = self.values[place]
-        if value.op is not None:
-            yield value.op
-        for part in value.parts:
-            yield from self.writers(part)
-
 
 def observe_step(
     model: nn.Module,
