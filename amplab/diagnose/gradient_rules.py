@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from amplab.diagnose.finding import Finding
-from amplab.diagnose.rehearsal import Rehearsal, SteppedGradient
+from amplab.diagnose.rehearsal import GradientWrite, Rehearsal, SteppedGradient
 
 __all__ = ["GRADIENT_RULES", "gradient_findings"]
 
@@ -36,10 +36,9 @@ def gradient_findings(rehearsal: Rehearsal) -> list[Finding]:
 
 def clips_scaled_gradients(rehearsal: Rehearsal) -> Iterator[Finding]:
     """Gradients were made smaller, by no power of two, while they still were what backward had delivered."""
-    for write in rehearsal.writes:
-        scale = _scale(rehearsal)
-        clips = write.factor < 1 - 1e-6 and not _near(write.factor, 1 / scale)
-        if scale >= TOLD_APART and clips and _near(write.before, 1.0):
+    scale = _scale(rehearsal)
+    for write in _clips(rehearsal):
+        if scale >= TOLD_APART and not _near(write.factor, 1 / scale) and _near(write.before, 1.0):
             yield Finding(
                 "clips-scaled-gradients",
                 "error",
@@ -83,27 +82,30 @@ def unscaled_twice(rehearsal: Rehearsal) -> Iterator[Finding]:
 
 
 def clips_model_gradients(rehearsal: Rehearsal) -> Iterator[Finding]:
-    """Some gradients of a step were clipped together, and none of those of the masters was."""
+    """Gradients of a step were clipped, and none of those of the masters was, in that write or in another."""
     masters = {each.name for each in rehearsal.stepped if each.of_master}
-    for write in rehearsal.writes:
-        if (
-            masters
-            and write.factor < 1 - 1e-6
-            and not masters & set(write.names)
-            and _near(write.before, 1 / _scale(rehearsal))
-        ):
-            yield Finding(
-                "clips-model-gradients",
-                "warning",
-                f"{len(write.names)} gradients were clipped, and {len(masters)} that float32 masters are stepped with "
-                "were not.",
-                "model.parameters() holds the half weights; their gradients have moved on to the masters.",
-                "torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)",
-                op=write.op,
-                tensor=f"gradient of {write.names[0]}",
-                evidence={"clipped": len(write.names), "masters": len(masters), "factor": write.factor},
-            )
-            return
+    clips = [write for write in _clips(rehearsal) if _near(write.before, 1 / _scale(rehearsal))]
+    names = list(dict.fromkeys(name for write in clips for name in write.names))
+    if masters and names and masters.isdisjoint(names):
+        yield Finding(
+            "clips-model-gradients",
+            "warning",
+            f"{len(names)} gradients were clipped, and {len(masters)} that float32 masters are stepped with were not.",
+            "model.parameters() holds the half weights; their gradients have moved on to the masters.",
+            "torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)",
+            op=clips[0].op,
+            tensor=f"gradient of {names[0]}",
+            evidence={"clipped": len(names), "masters": len(masters), "factor": clips[0].factor},
+        )
+
+
+def _clips(rehearsal: Rehearsal) -> list[GradientWrite]:
+    """The writes that made gradients smaller by multiplying or clamping them; adding something is no clipping."""
+    return [
+        write
+        for write in rehearsal.writes
+        if write.factor < 1 - 1e-6 and any(word in write.op for word in ("mul", "div", "clamp"))
+    ]
 
 
 GRADIENT_RULES: tuple[Callable[[Rehearsal], Iterator[Finding]], ...] = (

@@ -147,8 +147,9 @@ def test_a_step_inside_the_block():
     assert under_session("O1", step_of) == ["stepped-with-scaled-gradients"]
 
 
+@pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("masters", [False, True])
-def test_clipping_what_the_masters_never_see(masters):
+def test_clipping_what_the_masters_never_see(masters, foreach):
     """With BatchNorm in float32 some gradients do lie on the model, and those alone are clipped."""
 
     def step_of(session, model, optimizer, x):
@@ -157,7 +158,7 @@ def test_clipping_what_the_masters_never_see(masters):
             with session.casting(), session.scale_loss(loss_of(model, x), optimizer) as scaled:
                 scaled.backward()
             clipped = session.master_params(optimizer) if masters else model.parameters()
-            torch.nn.utils.clip_grad_norm_(clipped, 1e-3)
+            torch.nn.utils.clip_grad_norm_(clipped, 1e-3, foreach=foreach)
             optimizer.step()
 
         return step
@@ -229,3 +230,49 @@ def test_an_optimizer_that_has_not_stepped_has_no_state_afterwards():
     rehearse(model, step, [optimizer])
     assert not optimizer.state
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("delayed", [False, True])
+def test_accumulating_and_adding_to_gradients_is_nobodys_fault(level, delayed):
+    """Three backwards, a clipping, noise and a decay by hand on what is stepped."""
+
+    def step_of(session, model, optimizer, x):
+        def step():
+            optimizer.zero_grad()
+            for part in range(3):
+                delays = delayed and part < 2
+                loss = loss_of(model, x) / 3
+                with session.casting(), session.scale_loss(loss, optimizer, delay_unscale=delays) as scaled:
+                    scaled.backward()
+            torch.nn.utils.clip_grad_norm_(session.master_params(optimizer), 0.5)
+            for parameter in session.master_params(optimizer):
+                parameter.grad.add_(parameter.detach(), alpha=1e-4).add_(torch.randn_like(parameter), alpha=1e-3)
+            optimizer.step()
+
+        return step
+
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
+    assert under_session(level, step_of, model) == []
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_two_optimizers_that_take_turns(forgotten):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"generator": nn.Linear(8, 8), "judge": nn.Linear(8, 1)})
+    optimizers = of_generator, of_judge = [torch.optim.Adam(part.parameters()) for part in model.values()]
+    scaler, x = torch.amp.GradScaler("cpu"), torch.randn(16, 8)
+
+    def step():
+        of_judge.zero_grad()
+        judged = model["judge"](torch.cat([x, model["generator"](x).detach()]))
+        scaler.scale(F.softplus(judged).mean()).backward()
+        scaler.step(of_judge)
+        of_generator.zero_grad()
+        scaler.scale(F.softplus(-model["judge"](model["generator"](x))).mean()).backward()
+        of_generator.step() if forgotten else scaler.step(of_generator)
+        scaler.update()
+
+    found = gradient_findings(rehearse(model, step, optimizers, amp=scaler))
+    expected = [("stepped-with-scaled-gradients", "generator")] if forgotten else []
+    assert [(each.name, each.module) for each in found] == expected
