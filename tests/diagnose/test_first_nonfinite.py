@@ -287,3 +287,26 @@ def test_what_was_there_before_a_write_in_place_is_seen():
 
     assert (found := first_nonfinite(model, loss)).record.op == "mul"
     assert "setitem" not in [record.op for record in found.chain]
+
+
+def test_complex_numbers_are_followed_too():
+    model = nn.Linear(4, 4)
+
+    def loss():
+        spectrum = torch.fft.rfft(model(torch.ones(2, 4)).mul(3e38).mul(3e38))
+        return torch.fft.irfft(spectrum * torch.exp(1j * torch.ones(3))).sum()
+
+    found = first_nonfinite(model, loss)
+    assert (found.record.op, found.cause) == ("mul", "model")
+    assert any("fft" in record.aten for record in found.chain)
+
+
+def test_sparse_gradients_are_followed_too():
+    model = nn.Embedding(10, 4, sparse=True)
+
+    def loss():
+        chosen = model(torch.tensor([1, 2, 1]))
+        return torch.where(chosen > 9, chosen.sub(chosen.detach()).sqrt(), chosen).sum()
+
+    found = first_nonfinite(model, loss)
+    assert (found.result, found.record.op, found.phase) == ("gradient of weight", "sqrt", "backward")
