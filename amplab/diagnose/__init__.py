@@ -1,6 +1,32 @@
-"""What is the matter, and what to do: so far with the machine."""
+"""What is the matter, and what to do: with the machine, with a step whose numbers left their range, with a run.
 
-from amplab.diagnose.machine import MachineReport, doctor
+Reading order: `doctor`, which applies every rule; `first_nonfinite`, which explains one step; `Finding`, what a rule
+gives; `Observation`, what rules about runs read; `twin` and `ladder`, which train in several precisions; `what_if`.
+"""
+
+from amplab.diagnose.examination import doctor
+from amplab.diagnose.finding import Finding, Findings
+from amplab.diagnose.first_nonfinite import FirstNonfinite, first_nonfinite
+from amplab.diagnose.machine import MachineReport
+from amplab.diagnose.nonfinite_findings import finding_of
+from amplab.diagnose.observations import Observation, StepObservation
+from amplab.diagnose.run_rules import run_findings
 from amplab.diagnose.what_if import ScaleRecord, WhatIf, WhatIfs, what_if, what_ifs
 
-__all__ = ["MachineReport", "ScaleRecord", "WhatIf", "WhatIfs", "doctor", "what_if", "what_ifs"]
+__all__ = [
+    "doctor",
+    "first_nonfinite",
+    "FirstNonfinite",
+    "Finding",
+    "Findings",
+    "MachineReport",
+    "Observation",
+    "ScaleRecord",
+    "StepObservation",
+    "WhatIf",
+    "WhatIfs",
+    "finding_of",
+    "run_findings",
+    "what_if",
+    "what_ifs",
+]

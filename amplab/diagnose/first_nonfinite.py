@@ -1,0 +1,280 @@
+"""`first_nonfinite`: which op made the first inf or NaN of a step, and whether the scale, the format or the model did.
+
+The step is run again, with the random state that is set now, and left as if nothing had been. Where the search ends is
+in `blame`, how a step is run in another format in `reruns`, what is said about it in `nonfinite_findings`.
+
+    began in forward    finite in float32: the format           else: the model (or the learning rate before it)
+    began in backward   finite at scale 1: the scale            else: as above
+    came in             a tensor of the batch, a buffer, a parameter
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from amplab.amp import Session, default_session
+from amplab.diagnose.blame import Blame, blame, first_bad_result
+from amplab.diagnose.reruns import Outcome, probe
+from amplab.diagnose.statistics import Statistics, read, statistics
+from amplab.diagnose.values import ObservedStep, measured_in, observe_step, tensors_in
+from amplab.trace import OpRecord, trace_step
+
+__all__ = ["FirstNonfinite", "Setting", "explain", "first_nonfinite", "setting_of"]
+
+Cause = Literal["scale", "format", "model", "batch", "buffer", "parameter", "input"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Under what a step runs: the casts around it and the scale of its loss.
+
+    Args:
+        loss_scale: what the loss is multiplied by.
+        casting: makes the context in which forward and backward run.
+        face: "apex", "torch" or "" where neither scales; the words that a remedy uses.
+        dynamic: whether the scale moves and overflows are skipped.
+        level: the opt_level, or empty.
+    """
+
+    loss_scale: float = 1.0
+    casting: Callable[[], AbstractContextManager] = nullcontext
+    face: str = ""
+    dynamic: bool = False
+    level: str = ""
+
+
+@dataclass(frozen=True)
+class FirstNonfinite:
+    """Where a step left the range of its numbers.
+
+    Args:
+        result: what was not finite in the end: "loss", or "gradient of NAME".
+        cause: "scale" (gone at `fitting_scale`), "format" (gone in float32), "model" (not even finite in float32), or
+            what came in non-finite: "batch", "buffer", "parameter", or "input" for a tensor of no known name.
+        record: the op that wrote the first non-finite value; None where it came in.
+        tensor: name of what came in, empty else.
+        inputs: statistics of what that op read; of what came in.
+        output: statistics of what it wrote.
+        chain: the ops from there to the result.
+        fitting_scale: the largest power of two below it at which the step is finite, tried; None where none was.
+        in_bfloat16: whether the step is finite in bfloat16; None where it was not tried.
+        in_float32: what it comes to in float32; None where it was not tried.
+        kind: see `Blame`.
+        step: the step as it was observed.
+        setting: casts and scale under which all this was seen.
+    """
+
+    result: str
+    cause: Cause
+    record: OpRecord | None
+    tensor: str
+    inputs: tuple[Statistics, ...]
+    output: Statistics
+    chain: tuple[OpRecord, ...]
+    fitting_scale: float | None
+    in_bfloat16: bool | None
+    in_float32: Outcome | None
+    kind: str
+    step: ObservedStep
+    setting: Setting
+
+    @property
+    def phase(self) -> str:
+        """ "forward" or "backward"; empty where it came in."""
+        return self.record.phase if self.record else ""
+
+    def __str__(self) -> str:
+        where = (
+            f"{self.record.op} in {self.record.module or 'no module'} ({self.phase})" if self.record else self.tensor
+        )
+        read_ = "; ".join(map(str, self.inputs))
+        way = " -> ".join(
+            dict.fromkeys(f"{each.op}{f' in {each.module}' if each.module else ''}" for each in self.chain)
+        )
+        lines = (f"{self.result} is not finite: the {self.cause}", f"  began at  {where}", f"  read      {read_}")
+        return "\n".join((*lines, f"  wrote     {self.output}", f"  led on    {way}"))
+
+
+def first_nonfinite(
+    model: nn.Module,
+    loss_fn: Callable[[], Tensor],
+    *,
+    amp: Session | torch.amp.GradScaler | None = None,
+    loss_scale: float | None = None,
+    batch: Any = None,
+) -> FirstNonfinite | None:
+    """Run a step again and say where its first harmful inf or NaN began; None where loss and gradients are finite.
+
+    Parameters, buffers, gradients and random states are afterwards what they were.
+
+    Args:
+        model: the model, or a ModuleList of several that learn together; not compiled.
+        loss_fn: runs the forward on the batch of the step in question and returns the loss, not scaled. Where it opens
+            an autocast region itself, that counts.
+        amp: the session or GradScaler that scales the loss; None takes the apex session of this thread, where there is
+            one. A session casts around `loss_fn` too.
+        loss_scale: the scale of the step in question; None for the present one of `amp`. After a skipped step that is
+            smaller than the one which overflowed: pass the one which did.
+        batch: the tensors of the batch, nested as they are, to have them named.
+
+    Raises:
+        As `amplab.trace.trace_step`.
+
+    Sync: a few; this is for a step that went wrong.
+
+    >>> model = nn.Linear(2, 1).half()
+    >>> with torch.no_grad():
+    ...     _ = model.weight.fill_(300.0)
+    >>> found = first_nonfinite(model, lambda: model(torch.full((1, 2), 300.0).half()).float().sum())
+    >>> found.cause, found.record.op, found.result
+    ('format', 'linear', 'loss')
+    """
+    setting = setting_of(amp, loss_scale)
+    step = observe_step(model, loss_fn, casting=setting.casting(), loss_scale=setting.loss_scale, batch=batch)
+    blamed = blame(step)
+    return None if blamed is None else explain(model, loss_fn, setting, step, blamed, batch=batch)
+
+
+def setting_of(amp: Session | torch.amp.GradScaler | None, loss_scale: float | None = None) -> Setting:
+    """Return scale and casts of a session or a scaler; of this thread's apex session where None is given.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if amp is None and default_session().initialized:
+        amp = default_session()
+    if isinstance(amp, Session):
+        dynamic = any(scaler.dynamic for scaler in amp.scalers)
+        return Setting(loss_scale or amp.loss_scale(), amp.casting, "apex", dynamic, amp.opt_level or "")
+    if isinstance(amp, torch.amp.GradScaler):
+        return Setting(loss_scale or amp.get_scale(), nullcontext, "torch", amp.is_enabled())
+    if amp is not None:
+        raise TypeError(
+            f"amp={type(amp).__name__}: expected a Session of amplab.amp or a GradScaler; None for neither."
+        )
+    return Setting(loss_scale or 1.0)
+
+
+def explain(
+    model: nn.Module,
+    loss_fn: Callable[[], Tensor],
+    setting: Setting,
+    step: ObservedStep,
+    blamed: Blame,
+    *,
+    batch: Any = None,
+) -> FirstNonfinite:
+    """Decide on the cause by running the step under other conditions; arguments as they come from `blame`."""
+    rerun = _Rerun(model, loss_fn, setting)
+    record = None if blamed.op is None else step.trace.records[blamed.op]
+    fitting = in_float32 = in_bfloat16 = None
+    if record is None:
+        cause = blamed.value.kind or "input"
+        given = _tensor_named(model, batch, blamed.value.name)
+        output = blamed.value.statistics if given is None else _measured([given])[0]
+        inputs: tuple[Statistics, ...] = (output,)
+    else:
+        inputs, output = rerun.around(record.index)
+        fitting = rerun.fitting_scale() if record.phase == "backward" else None
+        cause = "scale"
+        if fitting is None:
+            in_float32 = rerun.outcome(torch.float32)
+            cause = "format" if in_float32.is_finite else "model"
+            in_bfloat16 = rerun.outcome(torch.bfloat16).is_finite if cause == "format" else None
+    return FirstNonfinite(
+        blamed.result, cause, record, blamed.value.name, inputs, output, blamed.records(step),
+        fitting, in_bfloat16, in_float32, blamed.kind, step, setting,
+    )  # fmt: skip
+
+
+class _Rerun:
+    """One step, run again and again under other conditions."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[[], Tensor], setting: Setting) -> None:
+        self._model, self._loss_fn, self._setting = model, loss_fn, setting
+
+    def outcome(self, number_format: torch.dtype | None = None, loss_scale: float = 1.0) -> Outcome:
+        casting = self._setting.casting()
+        return probe(self._model, self._loss_fn, casting=casting, loss_scale=loss_scale, number_format=number_format)
+
+    def around(self, op: int) -> tuple[tuple[Statistics, ...], Statistics]:
+        """Count what an op read and wrote, in a run that ends there."""
+        look = _Look(op)
+        with contextlib.suppress(_Seen):
+            casting, scale = self._setting.casting(), self._setting.loss_scale
+            trace_step(self._model, self._loss_fn, casting=casting, loss_scale=scale, observer=look)
+        return tuple(_measured(look.inputs)), _measured(look.outputs)[0]
+
+    def fitting_scale(self) -> float | None:
+        """The largest power of two below the present scale at which the step is finite; None where 1 is too large.
+
+        Backward is linear in the scale: from the largest value that it makes at scale 1 follows what fits.
+        """
+        if self._setting.loss_scale <= 1:
+            return None
+        step = observe_step(self._model, self._loss_fn, casting=self._setting.casting())
+        if first_bad_result(step) is not None:
+            return None
+        scale = min(room_above(step), self._setting.loss_scale / 2)
+        scale = 2.0 ** math.floor(math.log2(scale)) if scale >= 1 else 1.0
+        for _ in range(_TRIES):
+            if scale <= 1 or self.outcome(loss_scale=scale).is_finite:
+                break
+            scale /= 2
+        return max(scale, 1.0)
+
+
+_TRIES = 3
+
+
+def room_above(step: ObservedStep) -> float:
+    """By how much the loss could still be multiplied before a value of backward leaves its format."""
+    room = math.inf
+    for value in step.values:
+        record = None if value.op is None else step.trace.records[value.op]
+        if record is None or record.phase == "forward" or "recomputed" in record.note:
+            continue
+        if value.statistics.absmax > 0 and value.statistics.is_finite:
+            room = min(room, torch.finfo(value.statistics.dtype).max / value.statistics.absmax)
+    return room
+
+
+class _Seen(Exception):
+    """The op that was waited for has run."""
+
+
+class _Look:
+    """Keep copies of what one op reads and writes, then end the run; see `amplab.trace.recorder.Observer`."""
+
+    def __init__(self, op: int) -> None:
+        self._left = op
+        self.inputs: list[Tensor] = []
+        self.outputs: list[Tensor] = []
+
+    def before(self, _overload: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self._left == 0:
+            self.inputs = [each.clone() for each in measured_in((*args, *kwargs.values()))]
+
+    def after(self, _seen: Any, _event: Any, result: Any) -> None:
+        if self._left == 0:
+            self.outputs = [each.clone() for each in measured_in((result,))]
+            raise _Seen
+        self._left -= 1
+
+
+def _measured(tensors: list[Tensor]) -> list[Statistics]:
+    return read([statistics(each) for each in tensors], [(each.dtype, each.numel()) for each in tensors])
+
+
+@torch.no_grad()
+def _tensor_named(model: nn.Module, batch: Any, name: str) -> Tensor | None:
+    named = (*model.named_parameters(), *model.named_buffers(), *tensors_in(batch))
+    return next((tensor.detach() for known, tensor in named if known == name), None)

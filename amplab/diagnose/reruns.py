@@ -1,0 +1,135 @@
+"""Run a step again under other conditions, to see whether what went wrong goes away: another scale, another format.
+
+`in_format` takes float16 out of a step without a change to its code, whichever face put it there: halves that come in
+are widened, and casts to half go to the other dtype instead. It works below autograd and below every kind of autocast,
+at the one place that all ops pass.
+
+    probe(model, loss_fn, loss_scale=1.0)                          is it gone at scale 1
+    probe(model, loss_fn, number_format=torch.float32)             is it gone in float32
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from amplab.trace.engines import clear_cast_caches
+from amplab.trace.untouched import untouched
+
+__all__ = ["Outcome", "in_format", "probe"]
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one forward and backward came to.
+
+    Args:
+        loss: before it was scaled.
+        bad_gradients: names of the parameters whose gradient is not finite, in the model's order.
+        gradient_norm: L2 norm of all gradients, divided by the scale.
+    """
+
+    loss: float
+    bad_gradients: tuple[str, ...]
+    gradient_norm: float
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss and every gradient are numbers."""
+        return math.isfinite(self.loss) and not self.bad_gradients
+
+
+def probe(
+    model: nn.Module,
+    loss_fn: Callable[[], Tensor],
+    *,
+    casting: AbstractContextManager | None = None,
+    loss_scale: float = 1.0,
+    number_format: torch.dtype | None = None,
+) -> Outcome:
+    """Run one forward and backward and say whether its results are finite; the model is left as it was.
+
+    Args:
+        model: as `trace_step` takes it.
+        loss_fn: as there.
+        casting: context in which forward and backward run; the caller's own by default.
+        loss_scale: what the loss is multiplied by, in float32, before backward.
+        number_format: run in this dtype what runs in float16 or bfloat16; None for no change.
+
+    Sync: one.
+    """
+    torch.clear_autocast_cache()
+    with untouched(model) as gradients, _chosen(model, number_format), casting or nullcontext():
+        clear_cast_caches()
+        try:
+            loss = loss_fn()
+            gradients.park_leaves_of(loss)
+            torch.autograd.backward(loss.float() * loss_scale)
+            return _outcome(model, loss, loss_scale)
+        finally:
+            clear_cast_caches()
+            torch.clear_autocast_cache()
+
+
+def _chosen(model: nn.Module, number_format: torch.dtype | None) -> AbstractContextManager[None]:
+    return nullcontext() if number_format is None else in_format(model, number_format)
+
+
+@torch.no_grad()
+def _outcome(model: nn.Module, loss: Tensor, loss_scale: float) -> Outcome:
+    named = [(name, parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None]
+    norms = [torch.linalg.vector_norm(_values(grad).float()).to(loss.device) for _, grad in named]
+    figures = torch.stack([loss.detach().reshape(()).float(), *norms]).tolist()
+    bad = tuple(name for (name, _), norm in zip(named, figures[1:], strict=True) if not math.isfinite(norm))
+    return Outcome(figures[0], bad, math.hypot(*figures[1:]) / loss_scale)
+
+
+def _values(grad: Tensor) -> Tensor:
+    return grad.coalesce().values() if grad.is_sparse else grad
+
+
+@contextmanager
+def in_format(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Run in `dtype` what the block would run in float16 or bfloat16.
+
+    The model's own half weights are replaced for the length of the block, which must lie inside
+    `amplab.trace.untouched.untouched`: that puts them back.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.dtype in _HALVES:
+            tensor.data = tensor.data.to(dtype)
+    with _InsteadOfHalf(dtype):
+        yield
+
+
+class _InsteadOfHalf(TorchDispatchMode):
+    """Widen halves that come in, and make what is asked for in half in `dtype`."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper it stands for would import the compiler, seconds at the first op
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.is_view:  # the same memory goes on
+            return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map(self._instead, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _instead(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(self._dtype) if value.dtype in _HALVES and value.dtype != self._dtype else value
+        return self._dtype if isinstance(value, torch.dtype) and value in _HALVES else value

@@ -1,0 +1,239 @@
+"""Rules about a run as a whole: pure functions from an `Observation` to findings.
+
+diverging                 the loss had been growing before anything overflowed: a learning rate that is too high
+scale-collapse            every recent step was skipped, and a smaller scale does not help
+nonfinite-loss            the loss itself is inf or NaN, and steps are not skipped for it
+window-too-short          steps are lost to a scale that grows too often
+window-too-long           the scale is low, gradients are lost, and it cannot grow back in time
+slow-start                the first steps were all skipped, because the scale began too high
+scheduler-before-step     the learning rate moved after a first step that was skipped
+accumulation-across-scales   gradients that were scaled differently were added up
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+
+from amplab.amp.collapse import SKIPS_BEFORE_COLLAPSE
+from amplab.diagnose.finding import Finding
+from amplab.diagnose.observations import Observation, StepObservation
+
+__all__ = ["RUN_RULES", "diverging", "run_findings"]
+
+GROWN = 4.0
+"""The median of the last losses over the largest of the first: four times cross entropy is far worse than guessing."""
+
+FEW, EXPLODED = 6, 100.0
+"""In fewer losses than this, batches alone could do it, and only growth by two orders of magnitude counts."""
+
+SPOILT = 10.0
+"""A loss this many times its best, and worse than at the start, has lost all that was learnt."""
+
+RECENT = 5
+"""Steps whose median stands for "now"; one odd batch does not move it."""
+
+LOST_STEPS = 0.02
+"""Share of steps skipped, after the start, above which skips cost more than they find out: 1 in 50."""
+
+UNDERFLOW = 0.1
+"""Share of gradient elements lost above which a low scale does harm."""
+
+START = 5
+"""Skips in a row at the start that are worth a word: a scale 2^5 too high."""
+
+
+def run_findings(run: Observation) -> list[Finding]:
+    """Apply every rule of this file."""
+    return [finding for rule in RUN_RULES for finding in rule(run)]
+
+
+def diverging(run: Observation) -> Iterator[Finding]:
+    """The loss grew, from weights that steps had moved: `EXPLODED`, `GROWN` or `SPOILT`.
+
+    Losses of skipped steps count: they are those of the weights that the steps before had left.
+    """
+    losses = run.losses
+    if len(losses) < 3 or losses[0] <= 0 or all(step.skipped for step in run):
+        return
+    few = max(1, min(RECENT, len(losses) // 3))
+    early, now = max(losses[:few]), statistics.median(losses[-few:])
+    best = min(statistics.median(losses[place : place + few]) for place in range(len(losses) - few + 1))
+    enough = len(losses) >= FEW
+    if not (now > EXPLODED * losses[0] or (enough and (now > GROWN * early or now > max(early, SPOILT * best)))):
+        return
+    taken = [step for step in run if not step.skipped]
+    norms = [step.gradient_norm for step in taken if step.gradient_norm is not None]
+    evidence = {"first_loss": losses[0], "best_loss": best, "loss_now": now, "steps_taken": len(taken)}
+    if len(norms) > 1:
+        evidence["gradient_norm_growth"] = norms[-1] / norms[0] if norms[0] else float("inf")
+    rate = taken[-1].learning_rate
+    yield Finding(
+        "diverging",
+        "error",
+        f"The loss went from {losses[0]:.4g} to {now:.4g} in {len(taken)} steps that were taken, finite all the way.",
+        "The steps are too large. What overflows afterwards, in float32 sooner or later too, is a consequence.",
+        _smaller_rate(rate),
+        "likely",
+        evidence=evidence | ({} if rate is None else {"learning_rate": rate}),
+    )
+
+
+def scale_collapse(run: Observation) -> Iterator[Finding]:
+    """As many skips in a row as `LossScaleCollapse` waits for, or skips at a scale of 1 and below."""
+    skips = run.skips_at_the_end
+    if not skips:
+        return
+    last = run[-1]
+    if skips < SKIPS_BEFORE_COLLAPSE and last.loss_scale > 1:
+        return
+    finite = last.loss_is_finite
+    yield Finding(
+        "scale-collapse",
+        "error",
+        f"The last {skips} steps were all skipped; the loss scale is down to {last.loss_scale:g}.",
+        "Gradients are not finite at a scale that makes nothing larger."
+        if finite
+        else "The loss is not finite before it is scaled, so no scale can help.",
+        "print(amplab.diagnose.first_nonfinite(model, loss_fn, amp=session))  # names the op",
+        "certain",
+        tensor=f"gradient of {last.first_nonfinite}" if last.first_nonfinite else "",
+        evidence={"skips": skips, "loss_scale": last.loss_scale, "loss": last.loss},
+    )
+
+
+def nonfinite_loss(run: Observation) -> Iterator[Finding]:
+    """A loss that is inf or NaN: an error in a step that was taken, a warning in steps that were skipped."""
+    bad = [step for step in run if not step.loss_is_finite]
+    taken = [step for step in bad if not step.skipped]
+    if not bad:
+        return
+    first = (taken or bad)[0]
+    done = "was taken: nothing keeps inf and NaN out of the weights." if taken else "was skipped; no scale is to blame."
+    yield Finding(
+        "nonfinite-loss",
+        "error" if taken else "warning",
+        f"The loss is not finite in {len(bad)} of {len(run)} steps; step {first.step} {done}",
+        "Scaling comes after the loss, so that a loss which is not finite has another cause.",
+        "print(amplab.diagnose.first_nonfinite(model, loss_fn))  # with the batch of that step: names the op",
+        evidence={"steps": len(bad), "taken": len(taken), "first_step": first.step, "loss_scale": first.loss_scale},
+    )
+
+
+def window_too_short(run: Observation) -> Iterator[Finding]:
+    """More than `LOST_STEPS` of the steps after the start are skipped, each by a scale that had grown before.
+
+    A window of n clean steps costs 1 step in n + 1 once the scale has reached what the gradients bear.
+    """
+    later = run.steps[run.skips_at_the_start :]
+    skips, clean = _skips_after_growth(run), sum(not step.skipped for step in later)
+    if len(skips) < 3 or len(skips) <= LOST_STEPS * len(later):
+        return
+    window = run.growth_interval or max(1, round(clean / len(skips)))
+    yield Finding(
+        "window-too-short",
+        "warning",
+        f"{len(skips)} of {len(later)} steps were skipped because the scale had just grown.",
+        f"The scale grows after every {window} clean steps, and overflows again: one step in {window + 1} is lost.",
+        f"amp.initialize(model, optimizer, scale_window={max(1000, 20 * window)})  # GradScaler: growth_interval",
+        "certain" if run.growth_interval else "likely",
+        tensor=f"gradient of {skips[-1].first_nonfinite}" if skips[-1].first_nonfinite else "",
+        evidence={"skips": len(skips), "steps": len(later), "window": window, "share": len(skips) / len(later)},
+    )
+
+
+def _skips_after_growth(run: Observation) -> list[StepObservation]:
+    """The skips, with a finite loss, before which the scale had grown since the skip before."""
+    found, grew = [], False
+    for step in run:
+        if step.skipped:
+            if grew and step.loss_is_finite:
+                found.append(step)
+            grew = False
+        elif step.next_loss_scale is not None and step.next_loss_scale > step.loss_scale:
+            grew = True
+    return found
+
+
+def window_too_long(run: Observation) -> Iterator[Finding]:
+    """Gradients are lost at a scale that fell and has not grown since; needs `underflow` and `growth_interval`."""
+    lost = run[-1].underflow if len(run) else None
+    if lost is None or run.growth_interval is None or lost <= UNDERFLOW or not run.skips:
+        return
+    highest = max(step.loss_scale for step in run)
+    since = next(n for n, step in enumerate(reversed(run.steps)) if step.skipped)
+    if run[-1].loss_scale < highest and since < run.growth_interval:
+        yield Finding(
+            "window-too-long",
+            "warning",
+            f"{lost:.0%} of the gradient elements are 0 in half at a scale of {run[-1].loss_scale:g}.",
+            f"The scale was {highest:g} and grows back by one doubling in {run.growth_interval} clean steps.",
+            f"amp.initialize(model, optimizer, scale_window={max(50, run.growth_interval // 10)})",
+            "likely",
+            evidence={"underflow": lost, "loss_scale": run[-1].loss_scale, "window": run.growth_interval},
+        )
+
+
+def slow_start(run: Observation) -> Iterator[Finding]:
+    """The first `START` steps or more were skipped, and then it went on."""
+    skips = run.skips_at_the_start
+    if START <= skips < len(run) and all(step.loss_is_finite for step in run.steps[:skips]):
+        fits = run[skips].loss_scale
+        yield Finding(
+            "slow-start",
+            "note",
+            f"The first {skips} steps were skipped while the scale came down to {fits:g}.",
+            "The scale began higher than these gradients bear; that is what a dynamic scale does.",
+            f"amp.initialize(model, optimizer, dynamic_init_scale={fits:g})",
+            evidence={"skips": skips, "first_scale": run[0].loss_scale, "fitting_scale": fits},
+        )
+
+
+def scheduler_before_step(run: Observation) -> Iterator[Finding]:
+    """The learning rate changed after a first step that was skipped: a scheduler that counts steps not taken."""
+    rates = [step.learning_rate for step in run]
+    if len(run) < 2 or run[0].step != 0 or not run[0].skipped or None in rates[:2] or rates[0] == rates[1]:
+        return
+    yield Finding(
+        "scheduler-before-step",
+        "warning",
+        f"The first step was skipped, and the learning rate went from {rates[0]:g} to {rates[1]:g} all the same.",
+        "The scheduler counts steps that were not taken; torch warns of it, and a warm-up is shorter than meant.",
+        "if amp.last_step(optimizer).stepped:\n    scheduler.step()  # GradScaler: if scaler.last_step.stepped",
+        evidence={"rate_before": rates[0], "rate_after": rates[1]},
+    )
+
+
+def accumulation_across_scales(run: Observation) -> Iterator[Finding]:
+    """A step added up gradients of backwards at different scales."""
+    mixed = [step for step in run if len(set(step.backward_scales)) > 1]
+    if mixed:
+        scales = sorted(set(mixed[0].backward_scales))
+        yield Finding(
+            "accumulation-across-scales",
+            "warning",
+            f"Step {mixed[0].step} accumulates gradients that were scaled by {', '.join(f'{s:g}' for s in scales)}.",
+            "The scale moved between two backwards of one step, so that some count more than others.",
+            "scaler.update()  # once for each optimizer step, after it, not for each backward",
+            evidence={"steps": len(mixed), "smallest_scale": scales[0], "largest_scale": scales[-1]},
+        )
+
+
+RUN_RULES: tuple[Callable[[Observation], Iterator[Finding]], ...] = (
+    diverging,
+    scale_collapse,
+    nonfinite_loss,
+    accumulation_across_scales,
+    window_too_short,
+    window_too_long,
+    scheduler_before_step,
+    slow_start,
+)
+
+
+def _smaller_rate(rate: float | None) -> str:
+    lines = "for group in optimizer.param_groups:\n    group['lr'] = "
+    lines += "group['lr'] / 10" if rate is None else f"{rate / 10:.2g}"
+    return (
+        f"{lines}  # from the last good checkpoint\ntorch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)"
+    )
