@@ -25,7 +25,7 @@ inline constexpr int64_t kBlock = 2048;   // elements that stay in the first cac
 inline constexpr int64_t kStreamFrom = 16 << 20;
 
 // The hardware looks ahead within a page only: while these last elements of a tensor are worked on, the first ones of
-// the next are asked for.
+// the one after the next are asked for.
 inline constexpr int64_t kLookAhead = 1024;
 
 using Range = bool (*)(const void* input, void* output, int64_t begin, int64_t end, float inv_scale,
@@ -176,7 +176,7 @@ inline bool work_on(const Span& span, const Loops& loops, float inv_scale, int64
   return bad;
 }
 
-// As work_on; where the chunk ends its tensor, the next one is asked for.
+// As work_on; where the chunk ends its tensor, `next` is asked for.
 inline bool work_on_chunk(const Span& span, const Loops& loops, float inv_scale, int64_t begin, int64_t end,
                           double* sum, const void* next) {
   int64_t cut = end;
@@ -227,7 +227,7 @@ inline void unscale_spans(const std::vector<TypedSpan>& spans, const Task& task,
     for (int index = find_span(ends, count, begin); index < count && ends[index] - spans[index].span.numel < end;
          ++index) {
       const auto& [span, input_dtype, output_dtype, place] = spans[index];
-      const void* next = spans[std::min(index + 1, count - 1)].span.input;
+      const void* next = spans[std::min(index + 2, count - 1)].span.input;
       const Loops loops = loops_for(input_dtype, output_dtype, task, stream);
       const int64_t start = ends[index] - span.numel;
       const int64_t first = begin <= start ? 0 : (begin - start + kChunk - 1) / kChunk;
