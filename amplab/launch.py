@@ -76,9 +76,7 @@ def choose_notebook(folder: Path, prefix: str = "00") -> Path:
     raise LaunchError(f"--notebook {prefix!r}: {problem}; there are {', '.join(lesson.stem for lesson in lessons)}.")
 
 
-def plan_launch(
-    notebook: Path, *, port: int | None = None, browser: bool = True, extra: Sequence[str] = ()
-) -> Launch:
+def plan_launch(notebook: Path, *, port: int | None = None, browser: bool = True, extra: Sequence[str] = ()) -> Launch:
     """Return the command that opens `notebook` as a single document.
 
     Args:

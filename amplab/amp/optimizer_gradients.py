@@ -5,7 +5,7 @@
     unscale_gradients_      grad <- round(grad * inv_scale);  found_inf of each device
 
 Nothing is grouped by device or dtype while all gradients lie on one device and are strided, which the kernel itself
-finds out: it refuses a list before it writes anything. On the CPU it finds the gradients, too.
+finds out: it refuses a list before it writes anything. Where it is built it finds the gradients, too.
 """
 
 import operator
@@ -147,7 +147,7 @@ def unscale_gradients_(
 
     Sync: none.
     """
-    if not done and found_inf.device.type == "cpu":
+    if not done and found_inf.device == known.parameter_list.device:
         here = found_inf.clone()
         count = known.parameter_list.unscale_grads_(here, inv_scale, allow_half=allow_half)
         if count is not None:

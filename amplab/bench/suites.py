@@ -12,6 +12,7 @@ from amplab.bench.machine import machine_facts
 from amplab.bench.progress import Progress
 from amplab.bench.rows import BenchResults
 from amplab.bench.scaler import scaler_cases
+from amplab.bench.statistics_rows import statistics_cases
 
 __all__ = ["DEFAULT_ROUNDS", "SUITES", "run_cases", "run_suite"]
 
@@ -20,7 +21,7 @@ DEFAULT_ROUNDS = 30
 SUITES: dict[str, Callable[[], Sequence[Case]]] = {
     "scaler": scaler_cases,
     "casting": casting_cases,
-    "kernels": kernel_cases,
+    "kernels": lambda: [*kernel_cases(), *statistics_cases()],
 }
 
 

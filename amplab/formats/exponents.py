@@ -15,7 +15,7 @@ from torch import Tensor
 
 from amplab.formats.float_format import FloatFormat
 
-__all__ = ["HIGHEST_EXPONENT", "LOWEST_EXPONENT", "ExponentHistogram", "exponent_histogram"]
+__all__ = ["BINS", "HIGHEST_EXPONENT", "LOWEST_EXPONENT", "ExponentHistogram", "exponent_histogram"]
 
 LOWEST_EXPONENT = -149  # float32's smallest subnormal
 HIGHEST_EXPONENT = 127  # float32's largest binade

@@ -6,6 +6,7 @@ How parameters are handed over is in ``remembered.py``; a list of tensors themse
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from amplab.kernels.remembered import Remembered
@@ -33,6 +34,11 @@ class ParameterList:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._remembered = Remembered(parameters, hold=False)
 
+    @property
+    def device(self) -> torch.device | None:
+        """Where the kernels find gradients; None where they do not."""
+        return self._remembered.device
+
     def unscale_grads_(
         self,
         found_inf: Tensor,
@@ -46,8 +52,8 @@ class ParameterList:
         """Multiply the gradients by ``inv_scale`` in place, as `unscale_` does.
 
         Args:
-            found_inf: ``()`` or ``(1,)`` float32 on the CPU; 1.0 where a gradient or its product is inf or NaN.
-            inv_scale: ``()`` or ``(1,)`` float32 on the CPU.
+            found_inf: ``()`` or ``(1,)`` float32 on `device`; 1.0 where a gradient or its product is inf or NaN.
+            inv_scale: ``()`` or ``(1,)`` float32 on `device`.
             allow_half: take float16 gradients.
             norm: as `unscale_`, of all gradients that are there.
             norms: as `unscale_`, one for each parameter; 0.0 where it has no gradient.
@@ -72,7 +78,7 @@ class ParameterList:
         """Scale float32 gradients down until their 2-norm, all together, is at most ``max_norm``.
 
         Args:
-            norm: ``()`` float32 on the CPU; receives the norm before.
+            norm: ``()`` float32 on `device`; receives the norm before.
             max_norm: > 0.
 
         Returns:

@@ -6,29 +6,11 @@
 namespace amplab {
 namespace {
 
-constexpr int64_t kRefused = -1;  // the general operator has to do it
-constexpr int64_t kChanged = -2;  // torch.utils.swap_tensors exchanged a tensor: remember them anew
-
-Remembered& remembered(StableIValue value) {
-  return *reinterpret_cast<Remembered*>(torch::stable::detail::to<int64_t>(value));
-}
-
-void remember_tensors(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
-  std::vector<Handle> tensors = take_list(stack[0]);
-  auto* list = new Remembered(std::move(tensors), torch::stable::detail::to<std::vector<int64_t>>(stack[1]));
-  stack[0] = torch::stable::detail::from(reinterpret_cast<int64_t>(list));
-}
-
 void forget_tensors(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
   const Handle here(stack[1]);
   delete &remembered(stack[0]);
 }
 
-int64_t reply(const Remembered& list, const std::vector<TypedSpan>* spans) {
-  return spans != nullptr ? static_cast<int64_t>(spans->size()) : list.is_current() ? kRefused : kChanged;
-}
-
-// Each returns how many tensors it worked on, or why it wrote nothing.
 void unscale_remembered(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
   Remembered& list = remembered(stack[0]);
   const Handle found_inf(stack[1]);

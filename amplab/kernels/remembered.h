@@ -29,6 +29,7 @@ class Remembered {
     tensors_.reserve(tensors.size());
     for (const Handle& tensor : tensors) {
       tensors_.push_back(&tensor.impl());
+      device_ = tensor.impl().device();
     }
     for (const int64_t address : objects) {
       objects_.push_back(reinterpret_cast<const void* const*>(address));
@@ -53,8 +54,8 @@ class Remembered {
   size_t size() const { return tensors_.size(); }
 
   // Lays out the tensors, or the gradients that they have now, each in the place of its tensor. nullptr where something is
-  // not what the kernels take as it comes: on the CPU, strided and without gaps, of a floating dtype, float16 only where
-  // it is allowed, sharing no memory. What has not changed since the last call is not looked at twice.
+  // not what the kernels take as it comes: on the list's device, strided and without gaps, of a floating dtype, float16
+  // only where it is allowed, sharing no memory. What has not changed since the last call is not looked at twice.
   const std::vector<TypedSpan>* lay_out(bool gradients, bool allow_half) {
     if (!is_current()) {
       return nullptr;
@@ -111,9 +112,9 @@ class Remembered {
            a.index == b.index;
   }
 
-  static bool is_plain(const c10::TensorImpl& tensor) {
+  bool is_plain(const c10::TensorImpl& tensor) const {
     constexpr c10::DispatchKeySet kLazy({c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor});
-    return tensor.layout() == c10::kStrided && tensor.device().is_cpu() && !tensor.is_python_dispatch() &&
+    return tensor.layout() == c10::kStrided && tensor.device() == device_ && !tensor.is_python_dispatch() &&
            tensor.has_storage() && !tensor.key_set().has_any(kLazy) && tensor.is_non_overlapping_and_dense();
   }
 
@@ -128,11 +129,29 @@ class Remembered {
   }
 
   std::vector<c10::TensorImpl*> tensors_;
+  c10::Device device_ = c10::kCPU;
   std::vector<Handle> held_;
   std::vector<const void* const*> objects_;
   size_t word_ = 0;
   std::vector<TypedSpan> spans_;  // of the last call
   std::vector<int> order_;        // by address
 };
+
+// What an operator answers: how many tensors it worked on, or why it wrote nothing.
+inline int64_t reply(const Remembered& list, const std::vector<TypedSpan>* spans) {
+  constexpr int64_t kRefused = -1;  // the general operator has to do it
+  constexpr int64_t kChanged = -2;  // torch.utils.swap_tensors exchanged a tensor: remember them anew
+  return spans != nullptr ? static_cast<int64_t>(spans->size()) : list.is_current() ? kRefused : kChanged;
+}
+
+inline Remembered& remembered(StableIValue value) {
+  return *reinterpret_cast<Remembered*>(torch::stable::detail::to<int64_t>(value));
+}
+
+inline void remember_tensors(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
+  std::vector<Handle> tensors = take_list(stack[0]);
+  auto* list = new Remembered(std::move(tensors), torch::stable::detail::to<std::vector<int64_t>>(stack[1]));
+  stack[0] = torch::stable::detail::from(reinterpret_cast<int64_t>(list));
+}
 
 }  // namespace amplab

@@ -5,9 +5,9 @@
     clip_remembered_(int table, …) -> int                     grad <- grad * min(1, max_norm / (norm + 1e-6))
 
 The table holds no address of memory. Each call reads where a tensor lies now, so one that was resized, or given other
-storage, is met where it is. On the CPU alone, where the kernels are built, and for tensors that are strided, without
-gaps and share no memory: whatever else there is, is refused before anything is written, for `unscale_` to do or to
-name.
+storage, is met where it is. Where the kernels are built, for tensors that all are on the CPU or on one CUDA device,
+strided, without gaps and share no memory: whatever else there is, is refused before anything is written, for `unscale_`
+to do or to name.
 """
 
 import weakref
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from amplab.kernels import build
 
-__all__ = ["Remembered", "is_cpu_scalar"]
+__all__ = ["Remembered"]
 
 _REFUSED, _CHANGED = -1, -2
-_HERE = torch.empty(0)  # chooses the CPU's kernel
+_HERE = torch.empty(0)  # chooses the CPU's kernel, which forgets every table
 _FOUND = "Tensor(b!)? norm=None, Tensor(c!)? norms=None, Tensor(d!)? first_bad=None"
 
 _SCHEMAS = {
@@ -49,7 +49,12 @@ class Remembered:
         self._tensors, self._hold = tuple(tensors), hold
         self._table = 0
         self._forget: weakref.finalize | None = None
-        self._serves = len(tensors) > 0 and all(map(_is_on_cpu, tensors))
+        self._device = _common_device(tensors)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the kernels work on the tensors; None where they do not."""
+        return self._device
 
     def unscale_(
         self,
@@ -74,7 +79,7 @@ class Remembered:
 
         Sync: none.
         """
-        if not (is_cpu_scalar(found_inf) and is_cpu_scalar(inv_scale)):
+        if not (self._takes(found_inf) and self._takes(inv_scale)):
             return None
         unscale = _OPS.unscale_remembered_.default
         return self._call(lambda table: unscale(table, found_inf, inv_scale, gradients, allow_half, **receivers))
@@ -91,9 +96,13 @@ class Remembered:
 
         Sync: none.
         """
-        if not is_cpu_scalar(norm):
+        if not self._takes(norm):
             return None
         return self._call(lambda table: _OPS.clip_remembered_.default(table, norm, float(max_norm)))
+
+    def _takes(self, scalar: Tensor) -> bool:
+        """Whether the kernels read or write a single float32 there."""
+        return scalar.device == self._device and scalar.dtype is torch.float32 and scalar.numel() == 1
 
     def _call(self, operator: Callable[[int], int]) -> int | None:
         """Call with the table, and once more where it was out of date."""
@@ -106,8 +115,6 @@ class Remembered:
 
     def _is_known(self) -> bool:
         """Hand the tensors over, once the kernels are built."""
-        if not self._serves:
-            return False
         build.settle()
         return self._table != 0 or self._hand_over()
 
@@ -118,7 +125,7 @@ class Remembered:
         try:
             with torch.no_grad():
                 table = _OPS.remember_tensors.default(list(self._tensors), objects)
-        except NotImplementedError:  # built this moment, and to be loaded by the next call
+        except NotImplementedError:  # built this moment, and to be loaded by the next call; or built without CUDA
             return False
         if self._forget is not None:
             self._forget()
@@ -128,10 +135,9 @@ class Remembered:
         return True
 
 
-def is_cpu_scalar(tensor: Tensor) -> bool:
-    """Whether the kernels read or write a single float32 there."""
-    return tensor.dtype is torch.float32 and tensor.numel() == 1 and tensor.device.type == "cpu"
-
-
-def _is_on_cpu(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and type(tensor) in (Tensor, torch.nn.Parameter)
+def _common_device(tensors: Sequence[Tensor]) -> torch.device | None:
+    """The one device of all tensors, where kernels are built for it; None for subclasses, which may be anything."""
+    devices = {tensor.device for tensor in tensors}
+    device = devices.pop() if len(devices) == 1 else torch.device("meta")
+    plain = all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
+    return device if plain and device.type in ("cpu", "cuda") else None

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amplab.amp import MemoryUse, ScaleRecord, Session
-from amplab.formats import exponent_histogram
+from amplab.formats.exponents import BINS, LOWEST_EXPONENT
+from amplab.kernels import tensor_stats
 from amplab.lab.config import LIVE_FIELDS, ExperimentConfig
 from amplab.lab.events import GradientRecord, StepRecord
 from amplab.lab.models import build_model
@@ -216,7 +217,9 @@ class Experiment:
         twin = self._float32_twin()
         images, labels = self._task.batch(self._step, self._config.batch_size)
         self._shrunk(F.cross_entropy(twin(images), labels)).backward()
-        layers = tuple((name, exponent_histogram(parameter.grad)) for name, parameter in twin.named_parameters())
+        names, parameters = zip(*twin.named_parameters(), strict=True)
+        stats = tensor_stats([each.grad for each in parameters], low=LOWEST_EXPONENT, bins=BINS).read()
+        layers = tuple(zip(names, (each.exponents for each in stats), strict=True))
         return GradientRecord(step=self._step, loss_scale=self._loss_scale, layers=layers)
 
     def nonfinite_buffers(self) -> tuple[str, ...]:

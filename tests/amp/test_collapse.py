@@ -49,7 +49,7 @@ def test_a_loss_that_is_nan_collapses_after_twenty_skips():
     assert str(collapse) == (
         "Loss scaler 0 has skipped 20 steps in a row that no smaller scale can save: the loss is not finite before it "
         "is scaled; backward reached first the gradient of weight. The loss scale is now 0.0625. Look for inf or NaN "
-        "in the batch, the weights and the forward, lower the learning rate, or pass on_collapse=\"warn\" to "
+        'in the batch, the weights and the forward, lower the learning rate, or pass on_collapse="warn" to '
         "amp.initialize to go on."
     )
 

@@ -4,7 +4,6 @@
 comparison with plain torch is exact.
 """
 
-
 import pytest
 import torch
 from torch import nn

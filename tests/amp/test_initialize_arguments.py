@@ -62,8 +62,9 @@ def test_refusals_of_initialize(session, call, error, message):
 
 
 def test_cudnn_switched_off_is_refused(session):
-    with torch.backends.cudnn.flags(enabled=False), pytest.raises(
-        RuntimeError, match=r"^Amp requires torch.backends.cudnn.enabled = True$"
+    with (
+        torch.backends.cudnn.flags(enabled=False),
+        pytest.raises(RuntimeError, match=r"^Amp requires torch.backends.cudnn.enabled = True$"),
     ):
         session.initialize(nn.Linear(1, 1))
 

@@ -1,4 +1,5 @@
 """A DCGAN as scripts had it in 2019: two models, two optimizers, three losses with a scale each."""
+
 from __future__ import print_function
 import argparse
 import random
@@ -13,18 +14,18 @@ from sklearn.datasets import load_digits
 from apex import amp
 
 parser = argparse.ArgumentParser()
-parser.add_argument('--batchSize', type=int, default=64)
-parser.add_argument('--nz', type=int, default=16, help='size of the latent z vector')
-parser.add_argument('--ngf', type=int, default=16)
-parser.add_argument('--ndf', type=int, default=16)
-parser.add_argument('--niter', type=int, default=3, help='number of epochs to train for')
-parser.add_argument('--lr', type=float, default=0.001, help='learning rate, default=0.001')
-parser.add_argument('--beta1', type=float, default=0.5, help='beta1 for adam. default=0.5')
-parser.add_argument('--eps', type=float, default=1e-8, help='eps for adam')
-parser.add_argument('--ngpu', type=int, default=1, help='number of GPUs to use')
-parser.add_argument('--manualSeed', type=int, help='manual seed')
-parser.add_argument('--opt_level', default='O1', help='amp opt_level, default="O1"')
-parser.add_argument('--loss_scale', type=str, default=None)
+parser.add_argument("--batchSize", type=int, default=64)
+parser.add_argument("--nz", type=int, default=16, help="size of the latent z vector")
+parser.add_argument("--ngf", type=int, default=16)
+parser.add_argument("--ndf", type=int, default=16)
+parser.add_argument("--niter", type=int, default=3, help="number of epochs to train for")
+parser.add_argument("--lr", type=float, default=0.001, help="learning rate, default=0.001")
+parser.add_argument("--beta1", type=float, default=0.5, help="beta1 for adam. default=0.5")
+parser.add_argument("--eps", type=float, default=1e-8, help="eps for adam")
+parser.add_argument("--ngpu", type=int, default=1, help="number of GPUs to use")
+parser.add_argument("--manualSeed", type=int, help="manual seed")
+parser.add_argument("--opt_level", default="O1", help='amp opt_level, default="O1"')
+parser.add_argument("--loss_scale", type=str, default=None)
 opt = parser.parse_args()
 
 if opt.manualSeed is None:
@@ -37,7 +38,8 @@ cudnn.benchmark = True
 
 digits = load_digits()
 dataset = torch.utils.data.TensorDataset(
-    torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8. - 1., torch.tensor(digits.target))
+    torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8.0 - 1.0, torch.tensor(digits.target)
+)
 dataloader = torch.utils.data.DataLoader(dataset, batch_size=opt.batchSize, shuffle=True, drop_last=True)
 
 device = torch.device("cuda:0")
@@ -50,9 +52,9 @@ ndf = int(opt.ndf)
 # custom weights initialization called on netG and netD
 def weights_init(m):
     classname = m.__class__.__name__
-    if classname.find('Conv') != -1:
+    if classname.find("Conv") != -1:
         m.weight.data.normal_(0.0, 0.05)
-    elif classname.find('BatchNorm') != -1:
+    elif classname.find("BatchNorm") != -1:
         m.weight.data.normal_(1.0, 0.02)
         m.bias.data.fill_(0)
 
@@ -69,7 +71,7 @@ class Generator(nn.Module):
             nn.BatchNorm2d(ngf),
             nn.ReLU(True),
             nn.ConvTranspose2d(ngf, 1, 4, 2, 1, bias=False),
-            nn.Tanh()
+            nn.Tanh(),
         )
 
     def forward(self, input):
@@ -105,17 +107,18 @@ netD.apply(weights_init)
 
 criterion = nn.BCEWithLogitsLoss()
 
-real_label = 1.
-fake_label = 0.
+real_label = 1.0
+fake_label = 0.0
 
 optimizerD = optim.Adam(netD.parameters(), lr=opt.lr, betas=(opt.beta1, 0.999), eps=opt.eps)
 optimizerG = optim.Adam(netG.parameters(), lr=opt.lr, betas=(opt.beta1, 0.999), eps=opt.eps)
 
 [netD, netG], [optimizerD, optimizerG] = amp.initialize(
-    [netD, netG], [optimizerD, optimizerG], opt_level=opt.opt_level, loss_scale=opt.loss_scale, num_losses=3)
+    [netD, netG], [optimizerD, optimizerG], opt_level=opt.opt_level, loss_scale=opt.loss_scale, num_losses=3
+)
 
 for epoch in range(opt.niter):
-    total_D, total_G = 0., 0.
+    total_D, total_G = 0.0, 0.0
     for i, data in enumerate(dataloader, 0):
         ############################
         # (1) Update D network: maximize log(D(x)) + log(1 - D(G(z)))
@@ -158,6 +161,17 @@ for epoch in range(opt.niter):
         total_D += errD.item()
         total_G += errG.item()
 
-    print('[%d/%d][%d/%d] Loss_D: %.6f Loss_G: %.6f D(x): %.4f D(G(z)): %.4f / %.4f'
-          % (epoch, opt.niter, i, len(dataloader),
-             total_D / len(dataloader), total_G / len(dataloader), D_x, D_G_z1, D_G_z2))
+    print(
+        "[%d/%d][%d/%d] Loss_D: %.6f Loss_G: %.6f D(x): %.4f D(G(z)): %.4f / %.4f"
+        % (
+            epoch,
+            opt.niter,
+            i,
+            len(dataloader),
+            total_D / len(dataloader),
+            total_G / len(dataloader),
+            D_x,
+            D_G_z1,
+            D_G_z2,
+        )
+    )

@@ -2,6 +2,7 @@
 
 It learns the letters of the licence and of this text, which are everywhere.
 """
+
 import argparse
 import math
 import os
@@ -14,24 +15,24 @@ try:
 except ImportError:
     amp = None
 
-parser = argparse.ArgumentParser(description='PyTorch LSTM Language Model')
-parser.add_argument('--data', type=str, default=os.path.abspath(__file__), help='text file to learn')
-parser.add_argument('--emsize', type=int, default=24)
-parser.add_argument('--nhid', type=int, default=48)
-parser.add_argument('--nlayers', type=int, default=1)
-parser.add_argument('--lr', type=float, default=5e-3)
-parser.add_argument('--eps', type=float, default=1e-8)
-parser.add_argument('--clip', type=float, default=0.5, help='gradient clipping')
-parser.add_argument('--steps', type=int, default=60)
-parser.add_argument('--batch_size', type=int, default=16)
-parser.add_argument('--bptt', type=int, default=12)
-parser.add_argument('--dropout', type=float, default=0.1)
-parser.add_argument('--accumulate', type=int, default=2)
-parser.add_argument('--seed', type=int, default=1111)
-parser.add_argument('--cuda', action='store_true', help='use CUDA')
-parser.add_argument('--log-interval', type=int, default=20)
-parser.add_argument('--opt-level', type=str, default='O1')
-parser.add_argument('--loss-scale', type=str, default=None)
+parser = argparse.ArgumentParser(description="PyTorch LSTM Language Model")
+parser.add_argument("--data", type=str, default=os.path.abspath(__file__), help="text file to learn")
+parser.add_argument("--emsize", type=int, default=24)
+parser.add_argument("--nhid", type=int, default=48)
+parser.add_argument("--nlayers", type=int, default=1)
+parser.add_argument("--lr", type=float, default=5e-3)
+parser.add_argument("--eps", type=float, default=1e-8)
+parser.add_argument("--clip", type=float, default=0.5, help="gradient clipping")
+parser.add_argument("--steps", type=int, default=60)
+parser.add_argument("--batch_size", type=int, default=16)
+parser.add_argument("--bptt", type=int, default=12)
+parser.add_argument("--dropout", type=float, default=0.1)
+parser.add_argument("--accumulate", type=int, default=2)
+parser.add_argument("--seed", type=int, default=1111)
+parser.add_argument("--cuda", action="store_true", help="use CUDA")
+parser.add_argument("--log-interval", type=int, default=20)
+parser.add_argument("--opt-level", type=str, default="O1")
+parser.add_argument("--loss-scale", type=str, default=None)
 args = parser.parse_args()
 
 torch.manual_seed(args.seed)
@@ -47,7 +48,7 @@ device = torch.device("cuda" if args.cuda else "cpu")
 # Load data
 ###############################################################################
 
-with open(args.data, encoding='utf-8') as f:
+with open(args.data, encoding="utf-8") as f:
     text = f.read()
 letters = sorted(set(text))
 ids = torch.tensor([letters.index(c) for c in text], dtype=torch.long)
@@ -88,8 +89,7 @@ class RNNModel(nn.Module):
 
     def init_hidden(self, bsz):
         weight = next(self.parameters())
-        return (weight.new_zeros(self.nlayers, bsz, self.nhid),
-                weight.new_zeros(self.nlayers, bsz, self.nhid))
+        return (weight.new_zeros(self.nlayers, bsz, self.nhid), weight.new_zeros(self.nlayers, bsz, self.nhid))
 
 
 ntokens = len(letters)
@@ -109,8 +109,8 @@ def repackage_hidden(h):
 
 def get_batch(source, i):
     seq_len = min(args.bptt, len(source) - 1 - i)
-    data = source[i:i + seq_len]
-    target = source[i + 1:i + 1 + seq_len].view(-1)
+    data = source[i : i + seq_len]
+    target = source[i + 1 : i + 1 + seq_len].view(-1)
     return data, target
 
 
@@ -119,7 +119,7 @@ def get_batch(source, i):
 ###############################################################################
 
 model.train()
-total_loss, count, position = 0., 0, 0
+total_loss, count, position = 0.0, 0, 0
 hidden = model.init_hidden(args.batch_size)
 optimizer.zero_grad()
 for micro in range(args.steps * args.accumulate):
@@ -144,6 +144,9 @@ for micro in range(args.steps * args.accumulate):
     step = (micro + 1) // args.accumulate
     if step % args.log_interval == 0:
         cur_loss = total_loss / count
-        print('| {:5d}/{:5d} steps | grad norm {:5.2f} | loss {:.6f} | ppl {:8.2f}'.format(
-            step, args.steps, float(grad_norm), cur_loss, math.exp(min(cur_loss, 20))))
-        total_loss, count = 0., 0
+        print(
+            "| {:5d}/{:5d} steps | grad norm {:5.2f} | loss {:.6f} | ppl {:8.2f}".format(
+                step, args.steps, float(grad_norm), cur_loss, math.exp(min(cur_loss, 20))
+            )
+        )
+        total_loss, count = 0.0, 0

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from amplab.formats import FLOAT16
+from amplab.formats import FLOAT16, exponent_histogram
 from amplab.lab import Experiment, ExperimentConfig, StepRecord, build_model, load_task
 
 SMALL = ExperimentConfig(hidden=16)
@@ -253,6 +253,7 @@ def test_gradients_are_those_of_float32_at_the_master_weights(level):
         assert (histogram.total, histogram.zeros) == (gradient.numel(), int((gradient == 0).sum()))
         exponent = torch.frexp(gradient.abs().max())[1].item() - 1
         assert histogram.exponents[histogram.counts.nonzero()[0]].max() == exponent
+        assert histogram == exponent_histogram(gradient)
 
 
 def test_gradients_show_an_injected_underflow_and_what_a_scale_saves():

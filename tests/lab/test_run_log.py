@@ -114,7 +114,7 @@ def test_a_folder_is_no_run_log(tmp_path):
         "[" + ",".join(["null"] * 10) + "]",
         "[" * 100_000,
         '[1,1.0,2.0,2.0,"yes",null,"O1",null,0.1,null]',
-        '[1,1.0,2.0,2.0,false,null,[1],null,0.1,null]',
+        "[1,1.0,2.0,2.0,false,null,[1],null,0.1,null]",
     ],
 )
 def test_damage_before_the_last_line_is_named(path, damage):
