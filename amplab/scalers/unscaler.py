@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from amplab.kernels import ParameterList, unscale_
+from amplab.kernels import ParameterList, refusal_naming, unscale_
 
 __all__ = ["Unscaler", "inverse_scale", "strided_grad"]
 
@@ -63,6 +63,8 @@ class Unscaler:
 
         Raises:
             ValueError: a scale that is not finite and > 0.
+            RuntimeError: a gradient that is integer, complex or expanded, or two that overlap in memory; names the
+                parameter by its place.
 
         Sync: none.
         """
@@ -75,10 +77,20 @@ class Unscaler:
             inverse = self._inverse_on(device, scale)
             here = found_inf if found_inf.device == device else torch.zeros(1, device=device)
             if known.unscale_grads_(here, inverse) is None:
-                unscale_([strided_grad(param) for param in group if param.grad is not None], here, inverse)
+                self._unscale_listed(group, here, inverse)
             if here is not found_inf:
                 found_inf.copy_(torch.maximum(found_inf, here.to(found_inf.device, non_blocking=True)))
         return found_inf
+
+    def _unscale_listed(self, group: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
+        """Make a list of the gradients for the general operator, and name the parameter of one that it refuses."""
+        params = [param for param in group if param.grad is not None]
+        try:
+            unscale_([strided_grad(param) for param in params], found_inf, inverse)
+        except RuntimeError as error:
+            places = {id(param): index for index, param in enumerate(self._params)}
+            names = [f"the gradient of parameter {places[id(param)]}" for param in params]
+            raise refusal_naming(error, names) from None
 
     def _inverse_on(self, device: torch.device, scale: float | Tensor) -> Tensor:
         """The reciprocal on ``device``, made anew only when a number has changed."""
