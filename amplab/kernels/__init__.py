@@ -4,6 +4,7 @@ from amplab.kernels.adaptive_steps import adadelta_, adagrad_, rmsprop_
 from amplab.kernels.build import BuildReport, ensure, report
 from amplab.kernels.dispatch_casts import DispatchCasts
 from amplab.kernels.layerwise_steps import lamb_, novograd_
+from amplab.kernels.list_checks import refusal_naming
 from amplab.kernels.parameter_list import ParameterList
 from amplab.kernels.steps import adam_, sgd_
 from amplab.kernels.tensor_stats import StatsTable, TensorStats, tensor_stats
@@ -15,15 +16,16 @@ __all__ = [
     "BuildReport",
     "DispatchCasts",
     "ParameterList",
+    "StatsTable",
+    "TensorStats",
+    "TensorTable",
     "adadelta_",
     "adagrad_",
     "adam_",
-    "TensorTable",
-    "StatsTable",
-    "TensorStats",
     "ensure",
     "lamb_",
     "novograd_",
+    "refusal_naming",
     "report",
     "rmsprop_",
     "sgd_",
