@@ -12,7 +12,7 @@ The rooms, in reading order; each imports only those before it, and each is load
     amp       the faces of apex (initialize, scale_loss, …) and of PyTorch (autocast, GradScaler, checkpoint)
     fp16_utils half precision by hand: FP16_Optimizer and what came before amp
     trace     what happened in one step: every operation with its dtypes and the reason; xray of any model
-    diagnose  what is the matter: the machine, so far
+    diagnose  what is the matter: the first op to leave its range, findings about a model, its loop and the machine
     lab       experiments: tasks, models, a trainer, the run log
     views     the widgets of the lab (imported by name: they need the extra ``lab``)
     bench     measurements that you can repeat

@@ -93,6 +93,8 @@ def train_in_terminal(options: argparse.Namespace) -> int:
 
 def bench(options: argparse.Namespace) -> int:
     """Measure a suite and print its table; a figure below its goal is no failure."""
+    if options.suite == "gpu":
+        return bench_gpu(options)
     from amplab.amp.atomic_file import write_atomically
     from amplab.bench import as_json, as_text, run_suite
 
@@ -106,6 +108,14 @@ def bench(options: argparse.Namespace) -> int:
     except (OSError, RuntimeError) as error:
         return refuse(options, error)
     return 0
+
+
+def bench_gpu(options: argparse.Namespace) -> int:
+    """Check and measure the CUDA kernels; the figures go to a file in any case."""
+    from amplab.bench import gpu
+
+    file = [] if options.json is None else ["--json", str(options.json)]
+    return gpu.main(["--rounds", str(options.rounds), *file])
 
 
 def may_write(path: Path) -> bool:
@@ -194,7 +204,8 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``amplab bench``."""
     parser.description = "Measure amplab against torch, by turns in one run, with one thread, and print the ratios."
     parser.epilog = "Close what else is running: the ratios bear it, but their spread grows."
-    parser.add_argument("suite", choices=BENCH_SUITES, metavar="|".join(BENCH_SUITES), help="what to measure")
+    suites = (*BENCH_SUITES, "gpu")
+    parser.add_argument("suite", choices=suites, metavar="|".join(suites), help="what to measure; gpu needs one")
     parser.add_argument("--rounds", type=parse_count, default=30, metavar="30", help="of each figure (default: 30)")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the figures and the machine's facts there, too"

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amplab.amp.optimizer_gradients import OptimizerGradients
+from amplab.optimizers import FusedOptimizer
 
 __all__ = ["lend_scale", "leaves_gradients_unscaled", "makes_momentum", "wants_scaler"]
 
@@ -59,7 +60,8 @@ def lend_scale(optimizer: Any, scale: Tensor | None, found_inf: Tensor) -> Itera
 
 def leaves_gradients_unscaled(optimizer: Optimizer) -> bool:
     """Return whether its fused step writes unscaled gradients back, unless it found an overflow: torch's own do."""
-    return isinstance(optimizer, (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad))
+    torchs = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+    return isinstance(optimizer, torchs) and not isinstance(optimizer, FusedOptimizer)
 
 
 def makes_momentum(optimizer: Optimizer, known: OptimizerGradients) -> bool:
@@ -71,7 +73,9 @@ def makes_momentum(optimizer: Optimizer, known: OptimizerGradients) -> bool:
 
     Sync: none.
     """
-    if not isinstance(optimizer, torch.optim.SGD) or known.momentum_of is optimizer.state:
+    if not isinstance(optimizer, torch.optim.SGD) or isinstance(optimizer, FusedOptimizer):
+        return False
+    if known.momentum_of is optimizer.state:
         return False
     with_momentum = [param for group in optimizer.param_groups if group["momentum"] != 0 for param in group["params"]]
     without = [param for param in with_momentum if optimizer.state.get(param, {}).get("momentum_buffer") is None]

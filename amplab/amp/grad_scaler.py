@@ -27,6 +27,7 @@ from amplab.amp.loss_scales import LossScales
 from amplab.amp.optimizer_gradients import unscale_gradients_
 from amplab.amp.records import ScaleRecord, StepOutcome
 from amplab.amp.step_report import NO_STEP_YET, STEPPED, StepReport
+from amplab.optimizers import FusedOptimizer
 from amplab.scalers import ScaleRule, strided_grad
 
 __all__ = ["GradScaler"]
@@ -193,7 +194,7 @@ class GradScaler(LossScales):
         """
         self.unscale_(optimizer)
         known = self._known.of(optimizer)
-        norm = torch.zeros(())
+        norm = torch.zeros((), device=known.parameter_list.device)
         if norm_type == 2.0 and known.parameter_list.clip_grads_(norm, max_norm) is not None:
             return norm
         grads = [strided_grad(param) for param in known.params if param.grad is not None]
@@ -301,13 +302,16 @@ class GradScaler(LossScales):
     # -- optimizers that take the scale themselves -------------------------------------------------
 
     def _step_with_scale(self, optimizer: Optimizer, row: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if wants_scaler(optimizer):
+        is_ours = isinstance(optimizer, FusedOptimizer)
+        if not is_ours and wants_scaler(optimizer):
             self._last = STEPPED
             return optimizer.step(*args, **kwargs, grad_scaler=self)
         known = self._known.of(optimizer)
         if row["stage"] is OptState.READY and self._done.holds_any(known.params):
             self._unscale(optimizer, row, allow_half=True)  # shared with an optimizer that has unscaled
-        if row["stage"] is OptState.READY:
+        if row["stage"] is OptState.READY and is_ours:
+            row["found_inf_per_device"] = optimizer.check_gradients()
+        elif row["stage"] is OptState.READY:
             self._check_inf_per_device(optimizer)
         found_inf = self._found_inf([row]) if self._skips else torch.zeros((), device=self._scale.device)
         if makes_momentum(optimizer, known) and found_inf.item() > 0:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from amplab.amp.model_weights import LOW_PRECISION
+from amplab.optimizers import FusedOptimizer
 
 __all__ = [
     "as_list",
@@ -191,7 +192,7 @@ def warn_of_unused(loss_scale: float | str | None, **dynamic: float) -> None:
 
 def warn_of_vanishing_eps(optimizer: Optimizer) -> None:
     """Warn of an ``eps`` that is 0 in the dtype of the parameters that the optimizer steps (Adam's at O3)."""
-    for group in optimizer.param_groups:
+    for group in () if isinstance(optimizer, FusedOptimizer) else optimizer.param_groups:  # theirs is a float32
         eps = group.get("eps")
         dtypes = {param.dtype for param in group["params"]}.intersection(LOW_PRECISION)
         for dtype in dtypes if isinstance(eps, float) and eps > 0 else ():

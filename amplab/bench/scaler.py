@@ -10,7 +10,7 @@ from amplab.bench.interleaved import Case, Contestant, Pair
 from amplab.bench.rows import Goal
 from amplab.bench.workloads import random_tensors
 
-__all__ = ["Gradients", "iteration", "scaler_against_torch", "scaler_cases", "torch_scaler"]
+__all__ = ["Gradients", "clipping_against_torch", "iteration", "scaler_against_torch", "scaler_cases", "torch_scaler"]
 
 _SCALE = 2.0**16
 _MAX_NORM = 1.0
@@ -24,12 +24,14 @@ class Gradients:
         count: how many tensors.
         elements: of each.
         fresh: a new gradient tensor at each step, as after ``zero_grad()``; else the same one, filled anew.
+        device: of all of them.
     """
 
-    def __init__(self, count: int, elements: int, *, fresh: bool) -> None:
-        self.params = [torch.nn.Parameter(each) for each in random_tensors([(elements,)] * count)]
+    def __init__(self, count: int, elements: int, *, fresh: bool, device: str = "cpu") -> None:
+        shapes = [(elements,)] * count
+        self.params = [torch.nn.Parameter(each.to(device)) for each in random_tensors(shapes)]
         self.optimizer = torch.optim.SGD(self.params, lr=0.1)
-        self._values = [each * _SCALE for each in random_tensors([(elements,)] * count)]
+        self._values = [each.to(device) * _SCALE for each in random_tensors(shapes)]
         self._fresh = fresh
         self._give()
 
@@ -67,31 +69,46 @@ def scaler_cases(many: int = 2000, few: int = 200, elements: int = 1000) -> list
         f"GradScaler.unscale_and_clip_, {few} × {elements}",
         "unscale_ + clip_grad_norm_",
         Goal("at least", 5.0),
-        lambda: _with_clipping(few, elements),
+        lambda: clipping_against_torch(few, elements),
     )
     return [*whole, clipping]
 
 
-def scaler_against_torch(count: int, elements: int, *, fresh: bool) -> Pair:
+def scaler_against_torch(count: int, elements: int, *, fresh: bool, device: str = "cpu") -> Pair:
     """Both GradScalers' whole call of unscale_ on float32 gradients."""
-    ours, theirs = Gradients(count, elements, fresh=fresh), Gradients(count, elements, fresh=fresh)
+    ours, theirs = (Gradients(count, elements, fresh=fresh, device=device) for _ in range(2))
     return Pair(
-        iteration(_our_scaler(), ours, lambda scaler: scaler.unscale_(ours.optimizer)),
-        iteration(torch_scaler(), theirs, lambda scaler: scaler.unscale_(theirs.optimizer)),
+        iteration(_our_scaler(device), ours, lambda scaler: scaler.unscale_(ours.optimizer)),
+        iteration(torch_scaler(device), theirs, lambda scaler: scaler.unscale_(theirs.optimizer)),
         {"tensors": count, "elements": count * elements},
     )
 
 
-def torch_scaler() -> torch.amp.GradScaler:
+def clipping_against_torch(count: int, elements: int, *, device: str = "cpu") -> Pair:
+    """Unscaling and clipping to a norm of 1: one call of ours, two of torch's, on fresh float32 gradients."""
+    ours, theirs = (Gradients(count, elements, fresh=True, device=device) for _ in range(2))
+
+    def torchs(scaler: torch.amp.GradScaler) -> None:
+        scaler.unscale_(theirs.optimizer)
+        clip_grad_norm_(theirs.params, _MAX_NORM)
+
+    return Pair(
+        iteration(_our_scaler(device), ours, lambda scaler: scaler.unscale_and_clip_(ours.optimizer, _MAX_NORM)),
+        iteration(torch_scaler(device), theirs, torchs),
+        {"tensors": count, "elements": count * elements},
+    )
+
+
+def torch_scaler(device: str = "cpu") -> torch.amp.GradScaler:
     """Return torch's scaler at the scale of `Gradients`, where it stays."""
-    return torch.amp.GradScaler("cpu", init_scale=_SCALE, growth_interval=2**30)
+    return torch.amp.GradScaler(device, init_scale=_SCALE, growth_interval=2**30)
 
 
 def iteration(
     scaler: torch.amp.GradScaler, gradients: Gradients, run: Callable[[torch.amp.GradScaler], object]
 ) -> Contestant:
     """Return the contestant that times ``run(scaler)``, in an iteration that begins before and ends after the time."""
-    scaler.scale(torch.zeros(()))
+    scaler.scale(torch.zeros((), device=gradients.params[0].device))
     scaler.unscale_(gradients.optimizer)
 
     def prepare() -> None:
@@ -101,19 +118,5 @@ def iteration(
     return Contestant(lambda: run(scaler), prepare)
 
 
-def _our_scaler() -> GradScaler:
-    return GradScaler("cpu", init_scale=_SCALE, growth_interval=2**30)
-
-
-def _with_clipping(count: int, elements: int) -> Pair:
-    ours, theirs = Gradients(count, elements, fresh=True), Gradients(count, elements, fresh=True)
-
-    def torchs(scaler: torch.amp.GradScaler) -> None:
-        scaler.unscale_(theirs.optimizer)
-        clip_grad_norm_(theirs.params, _MAX_NORM)
-
-    return Pair(
-        iteration(_our_scaler(), ours, lambda scaler: scaler.unscale_and_clip_(ours.optimizer, _MAX_NORM)),
-        iteration(torch_scaler(), theirs, torchs),
-        {"tensors": count, "elements": count * elements},
-    )
+def _our_scaler(device: str) -> GradScaler:
+    return GradScaler(device, init_scale=_SCALE, growth_interval=2**30)

@@ -1,9 +1,14 @@
-"""What is the matter, and what to do: with the machine, with a step, with a run."""
+"""What is the matter, and what to do: with the machine, with a step whose numbers left their range, with a run.
 
+Reading order: `doctor`, which applies every rule; `first_nonfinite`, which explains one step; `Finding`, what a rule
+gives; `Observation`, what rules about runs read; `twin` and `ladder`, which train in several precisions; `what_if`.
+"""
+
+from amplab.diagnose.examination import doctor
 from amplab.diagnose.finding import Finding, Findings
 from amplab.diagnose.first_nonfinite import FirstNonfinite, first_nonfinite
 from amplab.diagnose.ladder import LadderReport, LadderRung, ladder
-from amplab.diagnose.machine import MachineReport, doctor
+from amplab.diagnose.machine import MachineReport
 from amplab.diagnose.nonfinite_findings import finding_of
 from amplab.diagnose.observations import Observation, StepObservation
 from amplab.diagnose.run_rules import run_findings
@@ -12,9 +17,11 @@ from amplab.diagnose.twin_report import TwinReport
 from amplab.diagnose.what_if import ScaleRecord, WhatIf, WhatIfs, what_if, what_ifs
 
 __all__ = [
+    "doctor",
+    "first_nonfinite",
+    "FirstNonfinite",
     "Finding",
     "Findings",
-    "FirstNonfinite",
     "LadderReport",
     "LadderRung",
     "MachineReport",
@@ -24,9 +31,7 @@ __all__ = [
     "TwinReport",
     "WhatIf",
     "WhatIfs",
-    "doctor",
     "finding_of",
-    "first_nonfinite",
     "ladder",
     "run_findings",
     "twin",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from amplab.diagnose.values import ObservedStep
 from amplab.trace import OpRecord
 
-__all__ = ["readers_by_op", "short_name", "upstream", "vanishing_constant", "widened_from_half", "writers"]
+__all__ = ["line_of", "readers_by_op", "short_name", "upstream", "vanishing_constant", "widened_from_half", "writers"]
 
 
 def short_name(record: OpRecord) -> str:
@@ -29,6 +29,11 @@ def writers(step: ObservedStep, place: int) -> Iterator[int]:
             yield value.op
         waiting += [part for part in value.parts if part not in seen]
         seen.update(value.parts)
+
+
+def line_of(record: OpRecord) -> str:
+    """The line of the user's code behind an op, `model.py:12`; empty where there is none."""
+    return str(record.line) if record.line is not None else ""
 
 
 def upstream(step: ObservedStep, op: int, depth: int) -> Iterator[int]:

@@ -118,9 +118,11 @@ class Findings(Sequence[Finding]):
 
     @classmethod
     def ranked(cls, found: Iterable[Finding]) -> Findings:
-        """Put `found` in order, each finding once."""
-        unique = list({(each.name, each.op, each.module, each.tensor): each for each in found}.values())
-        return cls(tuple(sorted(unique, key=_rank)))
+        """Put `found` in order, each finding once, as severe as it was found."""
+        unique: dict[tuple[str, ...], Finding] = {}
+        for each in sorted(found, key=_rank):
+            unique.setdefault((each.name, each.op, each.module, each.tensor), each)
+        return cls(tuple(unique.values()))
 
     @property
     def harmful(self) -> Findings:

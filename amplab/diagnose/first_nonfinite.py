@@ -27,7 +27,7 @@ from amplab.diagnose.statistics import Statistics, read, statistics
 from amplab.diagnose.values import ObservedStep, measured_in, observe_step, tensors_in
 from amplab.trace import OpRecord, trace_step
 
-__all__ = ["FirstNonfinite", "Setting", "first_nonfinite", "setting_of"]
+__all__ = ["FirstNonfinite", "Setting", "explain", "first_nonfinite", "setting_of"]
 
 Cause = Literal["scale", "format", "model", "batch", "buffer", "parameter", "input"]
 

@@ -11,7 +11,7 @@ from amplab import __version__, kernels
 from amplab.kernels.recipe import obstacle
 from amplab.policies import cpu_half_mode
 
-__all__ = ["MachineReport", "doctor"]
+__all__ = ["MachineReport", "machine_report"]
 
 _HALF = {
     "native": "native: this CPU multiplies halves itself",
@@ -35,10 +35,10 @@ class MachineReport:
         return "\n".join(f"{name:{width}}  {sentence}" for name, sentence in self.facts)
 
 
-def doctor() -> MachineReport:
+def machine_report() -> MachineReport:
     """Look at the machine; builds nothing, loads a build that is there. Sync: none.
 
-    >>> [name for name, _ in doctor().facts]
+    >>> [name for name, _ in machine_report().facts]
     ['amplab', 'torch', 'CPU', 'float16 on CPU', 'bfloat16 on CPU', 'CUDA', 'kernels']
     """
     return MachineReport(

@@ -16,20 +16,25 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from amplab.diagnose.dataflow import short_name, upstream, vanishing_constant
+from amplab.diagnose.dataflow import line_of, short_name, upstream, vanishing_constant
 from amplab.diagnose.finding import Finding, Number, Severity
 from amplab.diagnose.first_nonfinite import FirstNonfinite
 from amplab.diagnose.remedies import in_float32
 from amplab.diagnose.statistics import HALF_MAX, HALF_VANISHES
 from amplab.diagnose.values import ObservedStep
+from amplab.trace import OpRecord
 
-__all__ = ["DIVISIONS", "LOGARITHMS", "REDUCTIONS", "SOFTMAXES", "finding_of", "vanished_in_half"]
+__all__ = ["DIVISIONS", "LOGARITHMS", "REDUCTIONS", "SOFTMAXES", "finding_of", "sigmoid_of_bce", "vanished_in_half"]
 
 LOGARITHMS = frozenset(("log", "log2", "log10", "log1p", "xlogy", "logit"))
 DIVISIONS = frozenset(("div", "reciprocal", "rsqrt", "pow", "true_divide", "remainder", "fmod"))
 REDUCTIONS = frozenset(("sum", "mean", "norm", "linalg_vector_norm", "cumsum", "prod", "var", "std", "logsumexp"))
 SOFTMAXES = frozenset(("softmax", "log_softmax"))
+_ROOTS = frozenset(("sqrt", "rsqrt", "pow"))
 _PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm", "matmul", "dot", "mv", "addbmm", "einsum"))
+
+
+_UNCHECKED = ": without a dynamic scale nothing holds back a step whose gradients are not finite."
 
 
 class _Words(NamedTuple):
@@ -41,8 +46,7 @@ class _Words(NamedTuple):
 
 def finding_of(found: FirstNonfinite) -> Finding:
     """Return the finding: an error, or a note for a single skip under a dynamic scale that mends itself."""
-    words = _words(found)
-    record, place = found.record, _place(found)
+    words, place = _words(found), _place(found)
     return Finding(
         words.name,
         _severity(found),
@@ -50,9 +54,10 @@ def finding_of(found: FirstNonfinite) -> Finding:
         words.cause,
         words.remedy,
         "likely" if found.cause in ("model", "input") else "certain",
-        op=place[0] if record else "",
-        module=place[1] if record else found.tensor.rpartition(".")[0] * (found.cause in ("parameter", "buffer")),
-        tensor=found.tensor,
+        op=place.op,
+        module=place.module,
+        tensor=found.tensor or _tensor_cast(found),
+        line=place.line,
         evidence=_evidence(found),
     )
 
@@ -64,6 +69,15 @@ def vanished_in_half(step: ObservedStep, op: int) -> float | None:
     return next(lost, None) if halves and not _keeps_float32_inside(step, op) else None
 
 
+def sigmoid_of_bce(step: ObservedStep, op: int) -> int | None:
+    """The sigmoid whose probabilities a binary cross entropy reads, where `op` is it or up to four ops behind it."""
+    near = (op, *upstream(step, op, 4))
+    if not any(short_name(step.trace.records[each]).startswith("binary_cross_entropy") for each in near):
+        return None
+    above = (each for number in near for each in (number, *upstream(step, number, 3)))
+    return next((each for each in above if short_name(step.trace.records[each]) == "sigmoid"), None)
+
+
 def _keeps_float32_inside(step: ObservedStep, op: int) -> bool:
     """Norms of torch take an eps and compute with it in float32, whatever they read and write."""
     return "norm" in short_name(step.trace.records[op])
@@ -73,15 +87,32 @@ def _severity(found: FirstNonfinite) -> Severity:
     return "note" if found.cause == "scale" and found.setting.dynamic and (found.fitting_scale or 0) > 1 else "error"
 
 
-def _place(found: FirstNonfinite) -> tuple[str, str]:
-    """Op and module to look at: where a constant was lost, that is the op which was given it."""
-    record = found.record
-    if record is None:
-        return "", ""
+def _tensor_cast(found: FirstNonfinite) -> str:
+    """The name of what a cast read, where it has one: a weight that is too large for half."""
+    if found.record is None or not found.record.is_cast:
+        return ""
+    return next((value.name for value in found.step.inputs(found.record.index) if value.name), "")
+
+
+class _Place(NamedTuple):
+    op: str = ""
+    module: str = ""
+    line: str = ""
+
+
+def _place(found: FirstNonfinite) -> _Place:
+    """Where to look: where a constant was lost, that is the op which was given it; for BCE, the sigmoid before it."""
+    if found.record is None:
+        owned = found.cause in ("parameter", "buffer")
+        return _Place(module=found.tensor.rpartition(".")[0] if owned else "")
+    records = found.step.trace.records
+    sigmoid = sigmoid_of_bce(found.step, found.record.index) if found.cause != "scale" else None
+    if sigmoid is not None:
+        return _Place("binary_cross_entropy", records[sigmoid].module, line_of(records[sigmoid]))
     lost = _lost_constant(found)
-    shown = found.step.trace.records[lost[0]] if lost else record
+    shown = records[lost[0]] if lost else found.record
     module = shown.module or next((each.module for each in found.chain if each.module), "")
-    return shown.op, module
+    return _Place(shown.op, module, line_of(shown))
 
 
 def _lost_constant(found: FirstNonfinite) -> tuple[int, float] | None:
@@ -102,6 +133,8 @@ def _words(found: FirstNonfinite) -> _Words:
         return _scale(found)
     if found.kind == "masked":
         return _masked(found)
+    if sigmoid_of_bce(found.step, found.record.index) is not None:
+        return _bce(found)
     return _zero(found) or _overflow(found)
 
 
@@ -110,7 +143,8 @@ def _came_in(found: FirstNonfinite) -> _Words:
     name = found.tensor or "a tensor that no op of this step wrote"
     symptom = f"{name} held inf or NaN before the step began; {found.result} is not finite."
     if found.cause == "parameter":
-        cause = "An earlier step wrote it into the weights: under a static scale nothing holds such a step back."
+        cause = "An earlier step wrote it into the weights"
+        cause += ", by its update: the gradients were checked." if found.setting.dynamic else _UNCHECKED
         remedy = 'model, optimizer = amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic")'
         return _Words("nonfinite-parameter", symptom, cause, f"{remedy}  # and load the last good checkpoint")
     if found.cause == "buffer":
@@ -139,10 +173,19 @@ def _masked(found: FirstNonfinite) -> _Words:
     return _Words("masked-row", symptom, "A softmax over nothing is 0 / 0, in every format.", remedy)
 
 
+def _bce(found: FirstNonfinite) -> _Words:
+    symptom = f"The gradient of binary_cross_entropy left its range: {found.record.op} wrote {_counted(found)}."
+    cause = "Where a probability is 0 or 1 its gradient is about 1 / 1e-12, and 1 - p has no bits left near p = 1."
+    remedy = "loss = F.binary_cross_entropy_with_logits(logits.float(), target)  # and no sigmoid before it"
+    return _Words("bce-after-sigmoid", symptom, cause, remedy)
+
+
 def _zero(found: FirstNonfinite) -> _Words | None:
     """Words for an op that divided by 0 or took its logarithm, forward or as a gradient."""
     name, lost = short_name(found.record), _lost_constant(found)
-    divides = name in DIVISIONS or name in LOGARITHMS or found.record.phase == "backward"
+    if name in LOGARITHMS | _ROOTS and found.output.nans and any(each.lowest < 0 for each in found.inputs):
+        return _outside_domain(found)
+    divides = name in DIVISIONS or name in LOGARITHMS
     if not (_met_zero(found) and divides):
         return None
     if lost:
@@ -158,6 +201,15 @@ def _zero(found: FirstNonfinite) -> _Words | None:
     return _Words(
         "division-by-zero", symptom, f"The divisor is 0 in {_dtype(found)}.", "y = x / divisor.clamp_min(1e-5)"
     )
+
+
+def _outside_domain(found: FirstNonfinite) -> _Words:
+    op, lowest = found.record.op, min(each.lowest for each in found.inputs)
+    symptom = f"{op} read negative numbers, down to {lowest:.4g}, and wrote {_counted(found)}."
+    cause = "A where after it hides that in forward; in backward 0 times NaN is NaN."
+    if not found.result.startswith("gradient"):
+        cause = f"{op} of a negative number is NaN in every format."
+    return _Words("outside-domain", symptom, cause, f"safe = torch.where(x > 0, x, 1.0)  # before {op}, not after")
 
 
 def _log(found: FirstNonfinite) -> _Words:
@@ -177,7 +229,10 @@ def _vanished(found: FirstNonfinite, op: int, constant: float) -> _Words:
     symptom = f"{found.record.op} met 0: the {constant:g} given to {at.op} before it is 0 in half."
     cause = f"Half rounds what is at or below {HALF_VANISHES:.2g} to 0, and its smallest number is 5.96e-08."
     return _Words(
-        "constant-vanishes-in-half", symptom, cause, in_float32(at, f"or an eps of at least 1e-4, not {constant:g}")
+        "constant-vanishes-in-half",
+        symptom,
+        cause,
+        _in_float32(found, at, f"or an eps of at least 1e-4, not {constant:g}"),
     )
 
 
@@ -185,11 +240,7 @@ def _overflow(found: FirstNonfinite) -> _Words:
     record, name = found.record, short_name(found.record)
     if found.cause == "model":
         symptom = f"{record.op} wrote {_counted(found)} from finite inputs up to {_reads(found):.4g}, in float32 too."
-        cause = "Neither the scale nor the format does it: the values themselves have grown out of range."
-        remedy = (
-            "for group in optimizer.param_groups: group['lr'] /= 10  # from the last good checkpoint, with clipping"
-        )
-        return _Words("nonfinite-in-float32", symptom, cause, remedy)
+        return _Words("nonfinite-in-float32", symptom, *_not_the_formats_fault(found))
     then = "and bfloat16" if found.in_bfloat16 else "but not in bfloat16"
     symptom = f"{record.op} wrote {_counted(found)} in {_dtype(found)} from inputs up to {_reads(found):.4g}."
     cause = f"The result is larger than {HALF_MAX:g}; the same step is finite in float32 {then}."
@@ -198,10 +249,28 @@ def _overflow(found: FirstNonfinite) -> _Words:
         return _Words("constant-overflows-half", symptom, f"A number in the code is larger than {HALF_MAX:g}.", remedy)
     if any(each.op in SOFTMAXES or short_name(each) in SOFTMAXES for each in found.chain[1:]) and _is_product(found):
         note = "or scale the queries before the product: q = q * q.shape[-1] ** -0.5"
-        return _Words("logits-overflow-half", symptom, f"{cause} A softmax reads them.", in_float32(record, note))
+        return _Words(
+            "logits-overflow-half", symptom, f"{cause} A softmax reads them.", _in_float32(found, record, note)
+        )
     reduces = name in REDUCTIONS or record.op in REDUCTIONS
     kind = "reduction-overflows-half" if reduces else "overflow-in-half"
-    return _Words(kind, symptom, cause, in_float32(record))
+    return _Words(kind, symptom, cause, _in_float32(found, record))
+
+
+def _not_the_formats_fault(found: FirstNonfinite) -> tuple[str, str]:
+    """Cause and remedy for a value that float32 does not hold either."""
+    if found.output.nans and not found.output.infs:
+        cause = (
+            f"{found.record.op} is not defined for what it read, such as a mean over no elements; no range was left."
+        )
+        return cause, "value = x.mean() if x.numel() else x.sum()  # where a selection may be empty"
+    cause = "Neither the scale nor the format does it: the values themselves have grown out of range."
+    return cause, "for group in optimizer.param_groups: group['lr'] /= 10  # from the last good checkpoint, and clip"
+
+
+def _in_float32(found: FirstNonfinite, record: OpRecord, note: str = "") -> str:
+    face, level = found.setting.face, found.setting.level
+    return in_float32(record, note, level=None if face == "torch" else level.replace("O0", "O1") or "O1")
 
 
 def _is_product(found: FirstNonfinite) -> bool:

@@ -17,12 +17,15 @@ from collections.abc import Callable, Iterator
 
 from amplab.amp.collapse import SKIPS_BEFORE_COLLAPSE
 from amplab.diagnose.finding import Finding
-from amplab.diagnose.observations import Observation
+from amplab.diagnose.observations import Observation, StepObservation
 
 __all__ = ["RUN_RULES", "diverging", "run_findings"]
 
 GROWN = 4.0
-"""A loss this many times the first is no noise of the batches: four times cross entropy is far worse than guessing."""
+"""The median of the last losses over the largest of the first: four times cross entropy is far worse than guessing."""
+
+FEW, EXPLODED = 6, 100.0
+"""In fewer losses than this, batches alone could do it, and only growth by two orders of magnitude counts."""
 
 SPOILT = 10.0
 """A loss this many times its best, and worse than at the start, has lost all that was learnt."""
@@ -46,24 +49,29 @@ def run_findings(run: Observation) -> list[Finding]:
 
 
 def diverging(run: Observation) -> Iterator[Finding]:
-    """The loss grew to `GROWN` times the first, or to `SPOILT` times the best, in steps that were taken."""
-    taken = [step for step in run if not step.skipped and step.loss_is_finite]
-    if len(taken) < 3:
+    """The loss grew, from weights that steps had moved: `EXPLODED`, `GROWN` or `SPOILT`.
+
+    Losses of skipped steps count: they are those of the weights that the steps before had left.
+    """
+    losses = run.losses
+    if len(losses) < 3 or losses[0] <= 0 or all(step.skipped for step in run):
         return
-    losses = [step.loss for step in taken]
-    first, best = losses[0], min(losses[:-1])
-    now = statistics.median(losses[-min(RECENT, max(1, len(losses) // 3)) :])
-    if not (now > GROWN * first > 0 or now > max(first, SPOILT * best) > 0):
+    few = max(1, min(RECENT, len(losses) // 3))
+    early, now = max(losses[:few]), statistics.median(losses[-few:])
+    best = min(statistics.median(losses[place : place + few]) for place in range(len(losses) - few + 1))
+    enough = len(losses) >= FEW
+    if not (now > EXPLODED * losses[0] or (enough and (now > GROWN * early or now > max(early, SPOILT * best)))):
         return
+    taken = [step for step in run if not step.skipped]
     norms = [step.gradient_norm for step in taken if step.gradient_norm is not None]
-    evidence = {"first_loss": first, "best_loss": best, "loss_now": now, "steps": len(taken)}
+    evidence = {"first_loss": losses[0], "best_loss": best, "loss_now": now, "steps_taken": len(taken)}
     if len(norms) > 1:
         evidence["gradient_norm_growth"] = norms[-1] / norms[0] if norms[0] else float("inf")
     rate = taken[-1].learning_rate
     yield Finding(
         "diverging",
         "error",
-        f"The loss went from {first:.4g} to {now:.4g} while steps were taken, before or without any overflow.",
+        f"The loss went from {losses[0]:.4g} to {now:.4g} in {len(taken)} steps that were taken, finite all the way.",
         "The steps are too large. What overflows afterwards, in float32 sooner or later too, is a consequence.",
         _smaller_rate(rate),
         "likely",
@@ -95,17 +103,21 @@ def scale_collapse(run: Observation) -> Iterator[Finding]:
 
 
 def nonfinite_loss(run: Observation) -> Iterator[Finding]:
-    """A loss that is inf or NaN in a step that was taken."""
-    bad = next((step for step in run if not step.loss_is_finite and not step.skipped), None)
-    if bad is not None:
-        yield Finding(
-            "nonfinite-loss",
-            "error",
-            f"The loss of step {bad.step} is {bad.loss}, and the step was taken.",
-            "Nothing checks gradients before the step: they go into the weights.",
-            'amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic")',
-            evidence={"step": bad.step, "loss": bad.loss, "loss_scale": bad.loss_scale},
-        )
+    """A loss that is inf or NaN: an error in a step that was taken, a warning in steps that were skipped."""
+    bad = [step for step in run if not step.loss_is_finite]
+    taken = [step for step in bad if not step.skipped]
+    if not bad:
+        return
+    first = (taken or bad)[0]
+    done = "was taken: nothing keeps inf and NaN out of the weights." if taken else "was skipped; no scale is to blame."
+    yield Finding(
+        "nonfinite-loss",
+        "error" if taken else "warning",
+        f"The loss is not finite in {len(bad)} of {len(run)} steps; step {first.step} {done}",
+        "Scaling comes after the loss, so that a loss which is not finite has another cause.",
+        "print(amplab.diagnose.first_nonfinite(model, loss_fn))  # with the batch of that step: names the op",
+        evidence={"steps": len(bad), "taken": len(taken), "first_step": first.step, "loss_scale": first.loss_scale},
+    )
 
 
 def window_too_short(run: Observation) -> Iterator[Finding]:
@@ -114,21 +126,33 @@ def window_too_short(run: Observation) -> Iterator[Finding]:
     A window of n clean steps costs 1 step in n + 1 once the scale has reached what the gradients bear.
     """
     later = run.steps[run.skips_at_the_start :]
-    skips = [step for step in later if step.skipped and step.loss_is_finite]
-    clean = len(later) - len(skips)
-    if len(skips) < 3 or len(skips) <= LOST_STEPS * len(later) or run.skips_at_the_end >= SKIPS_BEFORE_COLLAPSE:
+    skips, clean = _skips_after_growth(run), sum(not step.skipped for step in later)
+    if len(skips) < 3 or len(skips) <= LOST_STEPS * len(later):
         return
     window = run.growth_interval or max(1, round(clean / len(skips)))
     yield Finding(
         "window-too-short",
         "warning",
-        f"{len(skips)} of {len(later)} steps were skipped, though the loss was finite in each.",
+        f"{len(skips)} of {len(later)} steps were skipped because the scale had just grown.",
         f"The scale grows after every {window} clean steps, and overflows again: one step in {window + 1} is lost.",
         f"amp.initialize(model, optimizer, scale_window={max(1000, 20 * window)})  # GradScaler: growth_interval",
         "certain" if run.growth_interval else "likely",
         tensor=f"gradient of {skips[-1].first_nonfinite}" if skips[-1].first_nonfinite else "",
         evidence={"skips": len(skips), "steps": len(later), "window": window, "share": len(skips) / len(later)},
     )
+
+
+def _skips_after_growth(run: Observation) -> list[StepObservation]:
+    """The skips, with a finite loss, before which the scale had grown since the skip before."""
+    found, grew = [], False
+    for step in run:
+        if step.skipped:
+            if grew and step.loss_is_finite:
+                found.append(step)
+            grew = False
+        elif step.next_loss_scale is not None and step.next_loss_scale > step.loss_scale:
+            grew = True
+    return found
 
 
 def window_too_long(run: Observation) -> Iterator[Finding]:
@@ -153,7 +177,7 @@ def window_too_long(run: Observation) -> Iterator[Finding]:
 def slow_start(run: Observation) -> Iterator[Finding]:
     """The first `START` steps or more were skipped, and then it went on."""
     skips = run.skips_at_the_start
-    if START <= skips < len(run):
+    if START <= skips < len(run) and all(step.loss_is_finite for step in run.steps[:skips]):
         fits = run[skips].loss_scale
         yield Finding(
             "slow-start",

@@ -15,8 +15,8 @@ from torch import Tensor
 
 __all__ = ["HALF_MAX", "HALF_VANISHES", "MEASURED", "Statistics", "extremes", "read", "statistics"]
 
-MEASURED = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
-"""The dtypes that are measured."""
+MEASURED = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128))
+"""The dtypes that are measured; complex numbers by their real and imaginary parts."""
 
 HALF_MAX = torch.finfo(torch.float16).max
 HALF_VANISHES = 2.0**-25
@@ -73,16 +73,21 @@ class Statistics:
 
 def extremes(tensor: Tensor) -> tuple[Tensor, ...]:
     """Return the smallest and the largest element on the tensor's device, NaN where one is. Sync: none."""
-    return torch.aminmax(tensor)
+    return torch.aminmax(_real(tensor))
 
 
 def statistics(tensor: Tensor) -> tuple[Tensor, ...]:
     """Return lowest, highest, absmax, smallest non-zero magnitude, zeros, infs, nans, on the device. Sync: none."""
+    tensor = _real(tensor)
     magnitudes = tensor.abs()
     nans, infs, zeros = torch.isnan(tensor), torch.isinf(tensor), tensor == 0
     finite = magnitudes.masked_fill(nans | infs, 0)
     nonzero = finite.masked_fill(finite == 0, math.inf)
     return (*torch.aminmax(tensor), finite.amax(), nonzero.amin(), zeros.sum(), infs.sum(), nans.sum())
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def read(measured: Sequence[tuple[Tensor, ...]], kinds: Sequence[tuple[torch.dtype, int]]) -> list[Statistics]:

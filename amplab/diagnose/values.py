@@ -94,14 +94,6 @@ class ObservedStep:
         """The values that an op wrote."""
         return [self.values[place] for place in self.ops[op].outputs]
 
-    def writers(self, place: int) -> Iterator[int]:
-        """The ops that wrote a value, seen through pieces."""
-        value = self.values[place]
-        if value.op is not None:
-            yield value.op
-        for part in value.parts:
-            yield from self.writers(part)
-
 
 def observe_step(
     model: nn.Module,
@@ -196,9 +188,9 @@ class _Watcher:
 
     def before(self, overload: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         allocates = overload.overloadpacket.__name__ in _ALLOCATES
-        flat = list(_flat((*args, *kwargs.values())))
-        inputs = () if allocates else tuple(self._read(each) for each in flat if _is_measured(each))
-        return inputs, _numbers(overload, flat)
+        given = (*args, *kwargs.values())
+        inputs = () if allocates else tuple(self._read(each) for each in measured_in(given))
+        return inputs, _numbers(overload, given)
 
     def after(self, seen: Any, event: Event, result: Any) -> None:
         inputs, numbers = seen
@@ -280,15 +272,17 @@ def _region(tensor: Tensor) -> tuple[int, int, torch.dtype]:
 
 
 def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    """The items of `values` and of the lists among them; a sparse tensor by the elements that it holds."""
     for value in values:
         if isinstance(value, list | tuple):
-            yield from value
+            yield from _flat(value)
         else:
-            yield value
+            sparse = isinstance(value, Tensor) and value.layout is torch.sparse_coo
+            yield value._values() if sparse else value
 
 
-def _numbers(overload: torch._ops.OpOverload, flat: list[Any]) -> tuple[float, ...]:
-    """Floats are always values; whole numbers are where the op is elementwise or fills, elsewhere they are sizes."""
+def _numbers(overload: torch._ops.OpOverload, given: tuple) -> tuple[float, ...]:
+    """Floats are values; so are whole numbers where the op is elementwise or fills. Elsewhere they are sizes."""
     counts = torch.Tag.pointwise in overload.tags or overload.overloadpacket.__name__ in _FILLS
     kinds = (float, int) if counts else (float,)
-    return tuple(float(each) for each in flat if isinstance(each, kinds) and not isinstance(each, bool))
+    return tuple(float(each) for each in given if isinstance(each, kinds) and not isinstance(each, bool))

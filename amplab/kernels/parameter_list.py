@@ -1,44 +1,29 @@
 """Unscale and clip the gradients of parameters that a kernel was given once, without a Python object for each.
 
-    remember_parameters(Tensor[] parameters) -> int           a list on the kernel's side
-    unscale_remembered_(int list, found_inf, inv_scale)       grad <- round(grad * inv_scale), as `unscale_`
-    clip_remembered_(int list, norm, max_norm)                grad <- grad * min(1, max_norm / (norm + 1e-6))
-
-On the CPU alone, where the kernels are built: a gradient fresh from backward has no Python object, and making one
-costs more than unscaling a thousand elements. Everywhere else, and for gradients that are sparse, expanded or
-elsewhere, both methods say so and `unscale_` is what to call.
+A gradient fresh from backward has no Python object, and making one costs more than unscaling a thousand elements.
+How parameters are handed over is in ``remembered.py``; a list of tensors themselves is a `TensorTable`.
 """
 
-import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from amplab.kernels import build
+from amplab.kernels.remembered import Remembered
 
 __all__ = ["ParameterList"]
-
-_REFUSED = -1
-_HERE = torch.empty(0)  # chooses the CPU's kernel
-
-_SCHEMAS = {
-    "remember_parameters": "(Tensor[] parameters) -> int",
-    "forget_parameters": "(int list, Tensor here) -> ()",
-    "unscale_remembered_": "(int list, Tensor(a!) found_inf, Tensor inv_scale, bool allow_half) -> int",
-    "clip_remembered_": "(int list, Tensor(a!) norm, float max_norm) -> int",
-}
-for _name, _schema in _SCHEMAS.items():
-    torch.library.define(f"amplab::{_name}", _schema)
-_OPS = torch.ops.amplab
 
 
 class ParameterList:
     """A list of parameters, known to the kernels.
 
+    On the CPU alone, where the kernels are built. Everywhere else, and for gradients that are sparse, expanded or
+    elsewhere, both methods say so, and `unscale_` is what to call.
+
     Args:
         parameters: kept alive as long as this object is; each listed once.
 
+    >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> weight.grad = torch.tensor([2.0, 4.0])
     >>> parameters = ParameterList([weight])
@@ -47,33 +32,53 @@ class ParameterList:
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = parameters
-        self._list = 0
-        self._serves = len(parameters) > 0 and all(_is_on_cpu(parameter) for parameter in parameters)
-        self._tensors: list[int] = []
+        self._remembered = Remembered(parameters, hold=False)
 
-    def unscale_grads_(self, found_inf: Tensor, inv_scale: Tensor, *, allow_half: bool = True) -> int | None:
+    @property
+    def device(self) -> torch.device | None:
+        """Where the kernels find gradients; None where they do not."""
+        return self._remembered.device
+
+    def unscale_grads_(
+        self,
+        found_inf: Tensor,
+        inv_scale: Tensor,
+        *,
+        allow_half: bool = True,
+        norm: Tensor | None = None,
+        norms: Tensor | None = None,
+        first_bad: Tensor | None = None,
+    ) -> int | None:
         """Multiply the gradients by ``inv_scale`` in place, as `unscale_` does.
 
         Args:
-            found_inf: ``()`` or ``(1,)`` float32 on the CPU; 1.0 where a gradient or its product is inf or NaN.
-            inv_scale: ``()`` or ``(1,)`` float32 on the CPU.
+            found_inf: ``()`` or ``(1,)`` float32 on `device`; 1.0 where a gradient or its product is inf or NaN.
+            inv_scale: ``()`` or ``(1,)`` float32 on `device`.
             allow_half: take float16 gradients.
+            norm: as `unscale_`, of all gradients that are there.
+            norms: as `unscale_`, one for each parameter; 0.0 where it has no gradient.
+            first_bad: as `unscale_`; an index among the parameters.
 
         Returns:
             How many gradients there were; None where this is not for the kernel, and nothing was written.
 
         Sync: none.
         """
-        if not (_is_scalar(found_inf) and _is_scalar(inv_scale) and self._is_known()):
-            return None
-        return _counted(_OPS.unscale_remembered_.default(self._list, found_inf, inv_scale, allow_half))
+        return self._remembered.unscale_(
+            found_inf,
+            inv_scale,
+            gradients=True,
+            allow_half=allow_half,
+            norm=norm,
+            norms=norms,
+            first_bad=first_bad,
+        )
 
     def clip_grads_(self, norm: Tensor, max_norm: float) -> int | None:
         """Scale float32 gradients down until their 2-norm, all together, is at most ``max_norm``.
 
         Args:
-            norm: ``()`` float32 on the CPU; receives the norm before.
+            norm: ``()`` float32 on `device`; receives the norm before.
             max_norm: > 0.
 
         Returns:
@@ -83,39 +88,4 @@ class ParameterList:
 
         Reference: ``torch.nn.utils.clip_grad_norm_``.
         """
-        if not (_is_scalar(norm) and self._is_known()):
-            return None
-        return _counted(_OPS.clip_remembered_.default(self._list, norm, float(max_norm)))
-
-    def _is_known(self) -> bool:
-        """Hand the parameters over, once the kernels are built."""
-        if not self._serves:
-            return False
-        build.settle()
-        if build.report().status != "built":
-            return False
-        # The tensor behind each Python object: torch.utils.swap_tensors, and so module.to(), may change it.
-        tensors = [parameter._cdata for parameter in self._parameters]
-        return tensors == self._tensors or self._hand_over(tensors)
-
-    def _hand_over(self, tensors: list[int]) -> bool:
-        try:
-            with torch.no_grad():
-                self._list = _OPS.remember_parameters.default(list(self._parameters))
-        except NotImplementedError:  # built this moment, and to be loaded by the next call
-            return False
-        self._tensors = tensors
-        weakref.finalize(self, _OPS.forget_parameters.default, self._list, _HERE).atexit = False
-        return True
-
-
-def _is_on_cpu(parameter: Tensor) -> bool:
-    return parameter.device.type == "cpu" and type(parameter) in (Tensor, torch.nn.Parameter)
-
-
-def _is_scalar(tensor: Tensor) -> bool:
-    return tensor.dtype is torch.float32 and tensor.numel() == 1 and tensor.device.type == "cpu"
-
-
-def _counted(gradients: int) -> int | None:
-    return None if gradients == _REFUSED else gradients
+        return self._remembered.clip_grads_(norm, max_norm)

@@ -69,7 +69,8 @@ def current_recipe() -> Recipe:
         cuda=tuple(sorted(_HERE.glob("*.cu"))) if with_cuda else (),
         headers=tuple(sorted(_HERE.glob("*.h"))),
         cflags=_cflags() + (("-DUSE_CUDA",) if with_cuda else ()),
-        cuda_cflags=("-O3", "-DNDEBUG", "-DUSE_CUDA", "--expt-relaxed-constexpr"),
+        # A product and a sum must be rounded one after the other, as the reference rounds them.
+        cuda_cflags=("-O3", "-DNDEBUG", "-DUSE_CUDA", "--expt-relaxed-constexpr", "--fmad=false"),
         ldflags=() if sys.platform == "win32" else ("-Wl,-s",) if sys.platform == "linux" else (),
     )
 

@@ -47,7 +47,7 @@ class Arguments {
   }
 
   static bool is_int32(const Handle& tensor) {
-    return tensor.numel() == 1 && tensor.scalar_type() == aoti_torch_dtype_int32();
+    return tensor.numel() == 1 && tensor.scalar_type() == torch::headeronly::ScalarType::Int;
   }
 
   void check_tensors() const {

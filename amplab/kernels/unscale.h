@@ -4,6 +4,7 @@
 //   product = x * inv_scale            float, or double where a double takes part
 //   replace:     output <- round(product)
 //   accumulate:  output <- round(output + product)
+//   nothing:     the product is looked at, and that is all
 #pragma once
 
 #include <cstdint>
@@ -19,7 +20,7 @@
 
 namespace amplab {
 
-enum class Write { replace, accumulate };
+enum class Write { replace, accumulate, nothing };
 
 // A dense piece of memory to read and one to write; both are the same for the operator in place.
 struct Span {
@@ -154,6 +155,9 @@ struct Arithmetic<double, double> {
 template <Write write, class In, class Out, class Math>
 AMPLAB_FUNCTION bool unscale_element(In x, Out& output, Math inv_scale) {
   const Math product = multiply(static_cast<Math>(widen(x)), inv_scale);
+  if (write == Write::nothing) {
+    return !is_finite(product);
+  }
   if (write == Write::replace) {
     narrow(product, output);
     return !is_finite(widen(output));

@@ -1,14 +1,23 @@
-"""Unscale many gradients at once and say whether any of them was not finite.
+"""Unscale many gradients at once, say whether any of them was not finite, and how long they are.
 
-Three operators under ``torch.ops.amplab``, one arithmetic:
+Four operators under ``torch.ops.amplab``, one arithmetic:
 
     product = x * inv_scale              in float32 (float64 where a float64 takes part)
     multi_tensor_unscale_                x      <- round(product)
     multi_tensor_unscale_copy            output <- round(product)
     multi_tensor_unscale_add             output <- round(output + product)
+    multi_tensor_norm                    nothing is written but what was found
 
-The schemas and the pure-torch reference are here; ``unscale.cpp`` and ``unscale.cu`` hold the kernels that a
-build registers under the same names, with the same bits. Building is in ``build.py``.
+What is found is asked for by passing a tensor to receive it, and costs no second pass:
+
+    found_inf   <- 1.0 where something is not finite           always; never cleared
+    first_bad   <- min(first_bad, index of the first tensor in which it is)       -1: none so far
+    norms[i]    <- sqrt(sum(v * v)), v what was written to tensor i (or its product, where nothing is written)
+    norm        <- sqrt(sum(norms * norms))
+
+Squares are summed in float64, in an order that does not depend on the number of threads. The schemas and the
+pure-torch reference are here; ``unscale.cpp`` and ``unscale.cu`` hold the kernels that a build registers under the
+same names, with the same bits. What is refused is in ``list_checks.py``, building in ``build.py``.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,23 +27,35 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from amplab.kernels import build
+from amplab.kernels.list_checks import check_lists, check_measures, check_memory
 
 __all__ = [
+    "multi_tensor_norm_reference",
     "multi_tensor_unscale__reference",
     "multi_tensor_unscale_add_reference",
     "multi_tensor_unscale_copy_reference",
     "unscale_",
     "unscale_add",
     "unscale_copy",
+    "unscaled_norm",
 ]
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FOUND = "Tensor(c!)? norm=None, Tensor(d!)? norms=None, Tensor(e!)? first_bad=None"
+_IN_PLACE = f"(Tensor(a!)[] tensors, Tensor(b!) found_inf, Tensor inv_scale, *, {_FOUND}) -> ()"
+_INTO_OUTPUTS = f"(Tensor[] inputs, Tensor(a!)[] outputs, Tensor(b!) found_inf, Tensor inv_scale, *, {_FOUND}) -> ()"
+_READ_ONLY = f"(Tensor[] tensors, Tensor(b!) found_inf, Tensor inv_scale, *, {_FOUND}) -> ()"
+_NO_INDEX = torch.iinfo(torch.int64).max
 
-_IN_PLACE = "(Tensor(a!)[] tensors, Tensor(b!) found_inf, Tensor inv_scale) -> ()"
-_INTO_OUTPUTS = "(Tensor[] inputs, Tensor(a!)[] outputs, Tensor(b!) found_inf, Tensor inv_scale) -> ()"
 
-
-def unscale_(tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+def unscale_(
+    tensors: Sequence[Tensor],
+    found_inf: Tensor,
+    inv_scale: Tensor,
+    *,
+    norm: Tensor | None = None,
+    norms: Tensor | None = None,
+    first_bad: Tensor | None = None,
+) -> None:
     """Multiply every tensor by ``inv_scale`` in place; set ``found_inf`` to 1.0 where anything is not finite.
 
     ``x <- round(x * inv_scale)``, the product in float32 (float64 for float64 tensors), rounded once.
@@ -45,36 +66,56 @@ def unscale_(tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) ->
             each listed once.
         found_inf: ``(1,)`` or ``()``, float32, on the same device.
         inv_scale: ``(1,)`` or ``()``, float32, on the same device; 1 / loss scale.
+        norm: ``(1,)`` or ``()``, float32; receives the 2-norm of all that was written, taken together. inf or NaN
+            where an element is.
+        norms: ``(len(tensors),)``, float32; receives the 2-norm of each tensor.
+        first_bad: ``(1,)`` or ``()``, int64; receives the index of the first tensor that made found_inf 1.0. It
+            keeps the smallest index of several calls, and -1 where there was none: begin with -1.
 
     Raises:
-        RuntimeError: an integer, complex or sparse tensor, or one on another device (named by its index).
+        RuntimeError: an integer, complex, expanded or sparse tensor, one on another device, or two that overlap in
+            memory; named by index.
 
     Sync: none.
 
-    Reference: ``torch._amp_foreach_non_finite_check_and_unscale_``, which looks at the input alone.
+    Reference: ``torch._amp_foreach_non_finite_check_and_unscale_``, which looks at the input alone;
+    ``amp_C.multi_tensor_l2norm`` of apex.
 
-    >>> grads = [torch.tensor([2.0, 4.0]), torch.tensor([float("inf")], dtype=torch.float16)]
-    >>> found_inf = torch.zeros(1)
-    >>> unscale_(grads, found_inf, torch.tensor([0.5]))
-    >>> grads[0].tolist(), found_inf.item()
-    ([1.0, 2.0], 1.0)
+    >>> grads = [torch.tensor([6.0, 8.0]), torch.tensor([float("inf")], dtype=torch.float16)]
+    >>> found_inf, norms, first_bad = torch.zeros(1), torch.zeros(2), torch.tensor(-1)
+    >>> unscale_(grads, found_inf, torch.tensor([0.5]), norms=norms, first_bad=first_bad)
+    >>> grads[0].tolist(), found_inf.item(), norms.tolist(), first_bad.item()
+    ([3.0, 4.0], 1.0, [5.0, inf], 1)
     """
     build.settle()
     with torch.no_grad():
-        _UNSCALE(tensors, found_inf, inv_scale)
+        _UNSCALE(tensors, found_inf, inv_scale, norm=norm, norms=norms, first_bad=first_bad)
 
 
-def unscale_copy(inputs: Sequence[Tensor], outputs: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+def unscale_copy(
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    found_inf: Tensor,
+    inv_scale: Tensor,
+    *,
+    norm: Tensor | None = None,
+    norms: Tensor | None = None,
+    first_bad: Tensor | None = None,
+) -> None:
     """Write ``inputs * inv_scale`` into ``outputs`` of any floating dtype: half gradients to float32 masters.
 
     ``output <- round(input * inv_scale)``; ``found_inf`` becomes 1.0 where an input is not finite or the product
     leaves the output's range.
 
     Args:
-        inputs: as `unscale_`; not changed.
-        outputs: as many, of the same shapes, on the same device; overwritten whatever they held.
+        inputs: as the tensors of `unscale_`; not changed.
+        outputs: as many, of the same shapes, on the same device; overwritten whatever they held. An output may be
+            its own input.
         found_inf: ``(1,)`` or ``()``, float32.
         inv_scale: ``(1,)`` or ``()``, float32.
+        norm: as `unscale_`, of the outputs.
+        norms: as `unscale_`, of the outputs.
+        first_bad: as `unscale_`.
 
     Raises:
         RuntimeError: lists of unequal length, shapes that differ, or a tensor `unscale_` would refuse.
@@ -83,17 +124,27 @@ def unscale_copy(inputs: Sequence[Tensor], outputs: Sequence[Tensor], found_inf:
     """
     build.settle()
     with torch.no_grad():
-        _UNSCALE_COPY(inputs, outputs, found_inf, inv_scale)
+        _UNSCALE_COPY(inputs, outputs, found_inf, inv_scale, norm=norm, norms=norms, first_bad=first_bad)
 
 
-def unscale_add(inputs: Sequence[Tensor], outputs: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+def unscale_add(
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    found_inf: Tensor,
+    inv_scale: Tensor,
+    *,
+    norm: Tensor | None = None,
+    norms: Tensor | None = None,
+    first_bad: Tensor | None = None,
+) -> None:
     """Add ``inputs * inv_scale`` to ``outputs``: gradient accumulation over several backward passes.
 
     ``output <- round(output + input * inv_scale)``; product and sum are each rounded in float32 (float64).
     ``found_inf`` becomes 1.0 where this call brings in what is not finite: a product that is inf or NaN, or a
-    finite output that overflows. An output that was already inf is the business of the call that made it so.
+    finite output that overflows. An output that was already inf is the business of the call that made it so; it
+    shows in the norms all the same.
 
-    Args and Raises: as `unscale_copy`.
+    Args and Raises: as `unscale_copy`; the norms are those of the sums.
 
     Sync: none.
 
@@ -101,38 +152,144 @@ def unscale_add(inputs: Sequence[Tensor], outputs: Sequence[Tensor], found_inf: 
     """
     build.settle()
     with torch.no_grad():
-        _UNSCALE_ADD(inputs, outputs, found_inf, inv_scale)
+        _UNSCALE_ADD(inputs, outputs, found_inf, inv_scale, norm=norm, norms=norms, first_bad=first_bad)
 
 
-def multi_tensor_unscale__reference(tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+def unscaled_norm(
+    tensors: Sequence[Tensor],
+    found_inf: Tensor,
+    inv_scale: Tensor,
+    *,
+    norm: Tensor | None = None,
+    norms: Tensor | None = None,
+    first_bad: Tensor | None = None,
+) -> None:
+    """Find what `unscale_` would find, and leave the tensors as they are: for a step that folds the factor in.
+
+    Everything is of ``x * inv_scale`` in float32 (float64 for float64 tensors), not rounded to the tensor's dtype.
+
+    Args:
+        tensors: as `unscale_`; not changed, so they may overlap and be expanded.
+        found_inf: ``(1,)`` or ``()``, float32; 1.0 where an element or its product is not finite, never cleared.
+        inv_scale: ``(1,)`` or ``()``, float32.
+        norm: as `unscale_`, of the products.
+        norms: as `unscale_`, of the products.
+        first_bad: as `unscale_`.
+
+    Raises:
+        RuntimeError: an integer, complex or sparse tensor, or one on another device, named by index.
+
+    Sync: none.
+
+    >>> norm = torch.zeros(())
+    >>> unscaled_norm([torch.tensor([6.0, 8.0])], torch.zeros(1), torch.tensor([0.5]), norm=norm)
+    >>> norm.item()
+    5.0
+    """
+    build.settle()
+    with torch.no_grad():
+        _NORM(tensors, found_inf, inv_scale, norm=norm, norms=norms, first_bad=first_bad)
+
+
+def multi_tensor_unscale__reference(
+    tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor, **receivers: Tensor | None
+) -> None:
     """Pure torch `unscale_`. Sync: none."""
-    multi_tensor_unscale_copy_reference(tensors, tensors, found_inf, inv_scale)
+    multi_tensor_unscale_copy_reference(tensors, tensors, found_inf, inv_scale, **receivers)
 
 
 def multi_tensor_unscale_copy_reference(
-    inputs: Sequence[Tensor], outputs: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    found_inf: Tensor,
+    inv_scale: Tensor,
+    **receivers: Tensor | None,
 ) -> None:
     """Pure torch `unscale_copy`. Sync: none."""
-    _check_arguments(inputs, outputs, found_inf, inv_scale)
-    flags = []
+    found = _Found(inputs, outputs, found_inf, inv_scale, **receivers)
     for x, out in zip(inputs, outputs, strict=True):
         out.copy_(_product(x, out, inv_scale))
-        flags.append(_nonfinite(out))
-    _raise_flag(found_inf, flags)
+        found.add(_nonfinite(out), out)
+    found.write()
 
 
 def multi_tensor_unscale_add_reference(
-    inputs: Sequence[Tensor], outputs: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    found_inf: Tensor,
+    inv_scale: Tensor,
+    **receivers: Tensor | None,
 ) -> None:
     """Pure torch `unscale_add`. Sync: none."""
-    _check_arguments(inputs, outputs, found_inf, inv_scale)
-    flags = []
+    found = _Found(inputs, outputs, found_inf, inv_scale, **receivers)
     for x, out in zip(inputs, outputs, strict=True):
         product = _product(x, out, inv_scale)
         was_finite = out.isfinite()
         out.copy_(out.to(product.dtype) + product)
-        flags.append(_nonfinite(product) | _nonfinite(out.where(was_finite, 0)))
-    _raise_flag(found_inf, flags)
+        found.add(_nonfinite(product) | _nonfinite(out.where(was_finite, 0)), out)
+    found.write()
+
+
+def multi_tensor_norm_reference(
+    tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor, **receivers: Tensor | None
+) -> None:
+    """Pure torch `unscaled_norm`. Sync: none."""
+    found = _Found(tensors, None, found_inf, inv_scale, **receivers)
+    for x in tensors:
+        product = _product(x, x, inv_scale)
+        found.add(_nonfinite(product), product)
+    found.write()
+
+
+class _Found:
+    """What one pass over a list finds, gathered tensor by tensor and written at the end. Checks the arguments."""
+
+    def __init__(
+        self,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor] | None,
+        found_inf: Tensor,
+        inv_scale: Tensor,
+        *,
+        norm: Tensor | None = None,
+        norms: Tensor | None = None,
+        first_bad: Tensor | None = None,
+    ) -> None:
+        _check(inputs, outputs, found_inf, inv_scale, norm=norm, norms=norms, first_bad=first_bad)
+        if outputs is not None:
+            check_memory(inputs, outputs)
+        self._found_inf, self._norm, self._norms, self._first_bad = found_inf, norm, norms, first_bad
+        self._bad: list[Tensor] = []
+        self._lengths: list[Tensor] = []
+
+    def add(self, bad: Tensor, values: Tensor) -> None:
+        """Take the verdict ``()`` bool of the next tensor, and measure its ``values``."""
+        self._bad.append(bad)
+        if self._norm is not None or self._norms is not None:
+            self._lengths.append(torch.linalg.vector_norm(values, dtype=torch.float64))
+
+    def write(self) -> None:
+        """Fill the tensors that were given to receive it."""
+        if self._bad:
+            bad = torch.stack(self._bad)  # (tensors,)
+            self._found_inf.masked_fill_(bad.any(), 1.0)
+            if self._first_bad is not None:
+                _lower(self._first_bad, bad)
+        if self._norm is not None or self._norms is not None:
+            lengths = torch.stack(self._lengths) if self._lengths else self._found_inf.new_zeros(0)
+            if self._norms is not None:
+                self._norms.copy_(lengths)
+            if self._norm is not None:
+                self._norm.copy_(torch.linalg.vector_norm(lengths))
+
+
+def _lower(first_bad: Tensor, bad: Tensor) -> None:
+    """``first_bad <- min(first_bad, first index of bad)``, where -1 is more than any index, and stays if none is."""
+    places = torch.arange(len(bad), device=bad.device)
+    index = places.where(bad, _NO_INDEX).min()
+    before = first_bad.where(first_bad >= 0, _NO_INDEX)
+    lowest = torch.minimum(before, index)
+    first_bad.copy_(lowest.where(lowest < _NO_INDEX, -1))
 
 
 def _product(x: Tensor, out: Tensor, inv_scale: Tensor) -> Tensor:
@@ -147,47 +304,19 @@ def _nonfinite(x: Tensor) -> Tensor:
     return x.to(arithmetic).mul(0).sum() != 0
 
 
-def _raise_flag(found_inf: Tensor, flags: list[Tensor]) -> None:
-    if flags:
-        found_inf.masked_fill_(torch.stack(flags).any(), 1.0)
-
-
-def _check_arguments(inputs: Sequence[Tensor], outputs: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """Refuse what the kernels refuse, in the same words."""
-    for name, scalar in (("found_inf", found_inf), ("inv_scale", inv_scale)):
-        if scalar.numel() != 1 or scalar.dtype != torch.float32:
-            raise RuntimeError(f"{name}: expected one float32 element, such as torch.zeros(1).")
-        if scalar.device != found_inf.device:
-            raise RuntimeError(f"{name} is on another device than found_inf; call once per device.")
-    if len(inputs) != len(outputs):
-        raise RuntimeError(f"{len(inputs)} inputs, {len(outputs)} outputs: expected lists of equal length.")
-    for index, (x, out) in enumerate(zip(inputs, outputs, strict=True)):
-        _check_tensor("input", index, x, found_inf)
-        if outputs is not inputs:
-            _check_tensor("output", index, out, found_inf)
-            if x.shape != out.shape:
-                raise RuntimeError(f"output {index}: expected the shape of the input.")
-        if _repeats(out):
-            raise RuntimeError(
-                f"{'input' if outputs is inputs else 'output'} {index} is expanded: "
-                "several of its elements share one place in memory; pass a clone."
-            )
-
-
-def _check_tensor(side: str, index: int, tensor: Tensor, found_inf: Tensor) -> None:
-    if tensor.layout != torch.strided:
-        raise RuntimeError(f"{side} {index} is not strided: pass the values of a coalesced sparse gradient.")
-    if tensor.dtype not in _DTYPES:
-        raise RuntimeError(f"{side} {index}: expected float16, bfloat16, float32 or float64.")
-    if tensor.device != found_inf.device:
-        raise RuntimeError(f"{side} {index} is on another device than found_inf; call once per device.")
-
-
-def _repeats(tensor: Tensor) -> bool:
-    """Whether the tensor was expanded, so that a write to one element changes others."""
-    if tensor.is_contiguous():
-        return False
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+def _check(
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor] | None,
+    found_inf: Tensor,
+    inv_scale: Tensor,
+    *,
+    norm: Tensor | None = None,
+    norms: Tensor | None = None,
+    first_bad: Tensor | None = None,
+) -> None:
+    """Refuse what the kernels refuse; all that a fake tensor needs, since nothing is returned."""
+    check_lists(inputs, outputs, found_inf, inv_scale)
+    check_measures(len(inputs), found_inf, norm, norms, first_bad)
 
 
 def _register(name: str, schema: str, reference: Callable[..., None], fake: Callable[..., None]) -> OpOverload:
@@ -198,16 +327,17 @@ def _register(name: str, schema: str, reference: Callable[..., None], fake: Call
     return getattr(torch.ops.amplab, name).default
 
 
-# Nothing is returned, so a fake tensor needs no more than the checks.
 _UNSCALE = _register(
     "multi_tensor_unscale_",
     _IN_PLACE,
     multi_tensor_unscale__reference,
-    lambda tensors, found_inf, inv_scale: _check_arguments(tensors, tensors, found_inf, inv_scale),
+    lambda tensors, *scalars, **receivers: _check(tensors, tensors, *scalars, **receivers),
 )
-_UNSCALE_COPY = _register(
-    "multi_tensor_unscale_copy", _INTO_OUTPUTS, multi_tensor_unscale_copy_reference, _check_arguments
-)
-_UNSCALE_ADD = _register(
-    "multi_tensor_unscale_add", _INTO_OUTPUTS, multi_tensor_unscale_add_reference, _check_arguments
+_UNSCALE_COPY = _register("multi_tensor_unscale_copy", _INTO_OUTPUTS, multi_tensor_unscale_copy_reference, _check)
+_UNSCALE_ADD = _register("multi_tensor_unscale_add", _INTO_OUTPUTS, multi_tensor_unscale_add_reference, _check)
+_NORM = _register(
+    "multi_tensor_norm",
+    _READ_ONLY,
+    multi_tensor_norm_reference,
+    lambda tensors, *scalars, **receivers: _check(tensors, None, *scalars, **receivers),
 )

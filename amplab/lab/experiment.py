@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Set
 from dataclasses import replace
 
 import torch
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amplab.amp import MemoryUse, ScaleRecord, Session
+from amplab.diagnose import FirstNonfinite, first_nonfinite
 from amplab.formats.exponents import BINS, LOWEST_EXPONENT
 from amplab.kernels import tensor_stats
 from amplab.lab.config import LIVE_FIELDS, ExperimentConfig
@@ -78,6 +80,7 @@ class Experiment:
         self._began: float | None = None
         self._faults: set[str] = set()
         self._shrinking = False
+        self._last_skip: tuple[int, float, frozenset[str]] | None = None
 
     @property
     def config(self) -> ExperimentConfig:
@@ -118,16 +121,18 @@ class Experiment:
         """Train on the next batch and return what happened. Sync: one."""
         began = time.perf_counter()
         self._began = began if self._began is None else self._began
-        images, labels = self._batch(self._step)
+        images, labels = self._batch(self._step, self._faults)
         self._optimizer.zero_grad(set_to_none=True)
         with self._session.casting():
             loss = F.cross_entropy(self._model(images), labels)
             with self._session.scale_loss(self._shrunk(loss), self._optimizer) as scaled:
-                self._blown_up(scaled).backward()
+                self._blown_up(scaled, self._loss_scale, self._faults).backward()
         if self._step < self._weigh_until or self._step % ACCURACY_EVERY == 0:
             self._memory = self._session.memory()
         self._optimizer.step()
         record = self._record(loss)
+        if record.skipped:
+            self._last_skip = record.step, record.loss_scale, frozenset(self._faults)
         self._loss_scale = record.next_loss_scale
         self._faults.clear()
         self._step += 1
@@ -212,6 +217,24 @@ class Experiment:
             loss_scale=self._loss_scale,
         )
 
+    def explain_skip(self) -> FirstNonfinite | None:
+        """Run the last skipped step again and say which op left its range first, and why.
+
+        It runs at the present weights, which are those it had until the next clean step. The experiment is left as it
+        was. None where no step was skipped, or where its batch does not overflow any more. Sync: a few.
+        """
+        if self._last_skip is None:
+            return None
+        step, scale, faults = self._last_skip
+        images, labels = self._batch(step, faults)
+
+        def loss() -> Tensor:
+            shrunk = self._shrunk(F.cross_entropy(self._model(images), labels))
+            return self._blown_up(shrunk, scale, faults)
+
+        batch = {"images": images, "labels": labels}
+        return first_nonfinite(self._model, loss, amp=self._session, loss_scale=scale, batch=batch)
+
     def gradients(self) -> GradientRecord:
         """Return the exponents of the gradients of the next batch, in float32 at the present (master) weights.
 
@@ -257,21 +280,21 @@ class Experiment:
     def _remember(self, record: ScaleRecord) -> None:
         self._scaled = record
 
-    def _batch(self, step: int) -> tuple[Tensor, Tensor]:
+    def _batch(self, step: int, faults: Set[str]) -> tuple[Tensor, Tensor]:
         images, labels = self._task.batch(step, self._config.batch_size)
-        if "nan" in self._faults:
+        if "nan" in faults:
             images[0, 0, 0, 0] = math.nan  # indexing by rows made a copy
         return images, labels
 
     def _shrunk(self, loss: Tensor) -> Tensor:
         return loss * UNDERFLOW_SHRINK if self._shrinking else loss
 
-    def _blown_up(self, scaled: Tensor) -> Tensor:
-        if "overflow" not in self._faults:
+    def _blown_up(self, scaled: Tensor, scale: float, faults: Set[str]) -> Tensor:
+        if "overflow" not in faults:
             return scaled
         if self._config.opt_level == "O0":
             return scaled * _FLOAT32_TOP * _FLOAT32_TOP
-        return scaled * math.ldexp(1.0 / self._loss_scale, _OVERFLOW_LOG2)
+        return scaled * math.ldexp(1.0 / scale, _OVERFLOW_LOG2)
 
     def _record(self, loss: Tensor) -> StepRecord:
         scaled = self._scaled

@@ -1,26 +1,66 @@
-"""Optimizers that scripts import from ``apex.optimizers``, and LARC.
+"""Optimizers that scripts import from ``apex.optimizers``, those of Ascend's apex, and LARC.
 
-`FusedAdam` and `FusedSGD` are torch's own optimizers with apex's arguments. apex's others are not here: importing one
-says so.
+Each has the arguments, defaults and refusals of its namesake, and unscales, skips and steps in one pass of the kernels.
+Those with a twin in ``torch.optim`` load its checkpoints, and it theirs.
 """
 
-from amplab.optimizers.fused_adam import FusedAdam
+from amplab.optimizers.fused_adadelta import FusedAdadelta
+from amplab.optimizers.fused_adagrad import FusedAdagrad
+from amplab.optimizers.fused_adam import FusedAdam, FusedAdamW
+from amplab.optimizers.fused_adamp import FusedAdamP
+from amplab.optimizers.fused_bert_adam import FusedBertAdam
+from amplab.optimizers.fused_lamb import FusedLAMB, FusedMixedPrecisionLamb
+from amplab.optimizers.fused_novograd import FusedNovoGrad
+from amplab.optimizers.fused_optimizer import FusedOptimizer
+from amplab.optimizers.fused_rmsprop import FusedRMSprop, FusedRMSpropTF
 from amplab.optimizers.fused_sgd import FusedSGD
 from amplab.optimizers.larc import LARC
+from amplab.optimizers.npu_names import (
+    Lamb,
+    NpuFusedAdadelta,
+    NpuFusedAdam,
+    NpuFusedAdamP,
+    NpuFusedAdamW,
+    NpuFusedBertAdam,
+    NpuFusedLamb,
+    NpuFusedRMSprop,
+    NpuFusedRMSpropTF,
+    NpuFusedSGD,
+)
 
-__all__ = ["LARC", "FusedAdam", "FusedSGD"]
+__all__ = [
+    "LARC",
+    "FusedAdadelta",
+    "FusedAdagrad",
+    "FusedAdam",
+    "FusedAdamP",
+    "FusedAdamW",
+    "FusedBertAdam",
+    "FusedLAMB",
+    "FusedMixedPrecisionLamb",
+    "FusedNovoGrad",
+    "FusedOptimizer",
+    "FusedRMSprop",
+    "FusedRMSpropTF",
+    "FusedSGD",
+    "Lamb",
+    "NpuFusedAdadelta",
+    "NpuFusedAdam",
+    "NpuFusedAdamP",
+    "NpuFusedAdamW",
+    "NpuFusedBertAdam",
+    "NpuFusedLamb",
+    "NpuFusedRMSprop",
+    "NpuFusedRMSpropTF",
+    "NpuFusedSGD",
+]
 
-_INSTEAD = {
-    "FusedLAMB": "FusedAdam, or LARC around FusedSGD",
-    "FusedMixedPrecisionLamb": "FusedAdam, or LARC around FusedSGD",
-    "FusedNovoGrad": "FusedAdam",
-    "FusedAdagrad": "torch.optim.Adagrad",
-}
+_INSTEAD = {"FP16_Optimizer": "amplab.fp16_utils.FP16_Optimizer, or amp.initialize with O2"}
 
 
 def __getattr__(name: str) -> object:
     """Refuse what only apex has, with what to use (PEP 562)."""
     if name in _INSTEAD:
-        # An AttributeError would be replaced by "cannot import name" in `from apex.optimizers import FusedLAMB`.
+        # An AttributeError would be replaced by "cannot import name" in `from apex.optimizers import FP16_Optimizer`.
         raise ImportError(f"amplab.optimizers has no {name}; there are {', '.join(__all__)}. Use {_INSTEAD[name]}.")
     raise AttributeError(f"module 'amplab.optimizers' has no attribute {name!r}; there are {', '.join(__all__)}.")

@@ -1,38 +1,162 @@
-"""apex's FusedAdam: AdamW with the defaults and the refusals of apex."""
+"""Adam and AdamW in one pass: `FusedAdam` with apex's arguments, `FusedAdamW` with torch's.
+
+::
+
+    g <- g / grad_scale * min(1, max_grad_norm / (norm + 1e-6))
+    m <- beta1 m + (1 - beta1) g;   v <- beta2 v + (1 - beta2) g^2
+    p <- p (1 - lr weight_decay) - lr m / c1 / (sqrt(v / c2) + eps),   c = 1 - beta^step
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-__all__ = ["FusedAdam"]
+from amplab.kernels import adam_
+from amplab.optimizers.fused_optimizer import FusedOptimizer, StepBatch, new_state
+
+__all__ = ["FusedAdam", "FusedAdamW"]
 
 
-class FusedAdam(torch.optim.AdamW):
-    """Adam with decoupled weight decay; torch's own arithmetic, on any device.
+class _FusedAdam(FusedOptimizer, torch.optim.Adam):
+    """The rule, for both."""
 
-    ::
+    def _begin_state(self, param: Tensor, _group: dict[str, Any], state: dict[str, Any]) -> bool:
+        if "exp_avg" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+            state["exp_avg"], state["exp_avg_sq"] = new_state(param), new_state(param)
+        return False
 
-        m <- beta1 m + (1 - beta1) g;   v <- beta2 v + (1 - beta2) g^2
-        p <- p - lr (m / c1 / (sqrt(v / c2) + eps) + weight_decay p),   c = 1 - beta^step
+    def _run(self, batch: StepBatch, grads: list[Tensor], factor: Tensor | None, found_inf: Tensor | None) -> None:
+        group = batch.group
+        beta1, beta2 = group["betas"]
+        adam_(
+            batch.params,
+            grads,
+            batch.state("exp_avg"),
+            batch.state("exp_avg_sq"),
+            batch.state("step"),
+            batch.copies,
+            lr=float(group["lr"]),
+            betas=(float(beta1), float(beta2)),
+            eps=group["eps"],
+            weight_decay=float(group["weight_decay"]),
+            decoupled=group["decoupled_weight_decay"],
+            bias_correction=group["bias_correction"],
+            eps_inside_sqrt=group["eps_inside_sqrt"],
+            maximize=group["maximize"],
+            grad_factor=factor,
+            found_inf=found_inf,
+        )
+
+    def _adopt_state(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        if "exp_avg" in state:
+            state.setdefault("step", group.get("step", 0.0))  # apex counts once for a whole group
+        super()._adopt_state(param, group, state)
+
+
+class FusedAdamW(_FusedAdam, torch.optim.AdamW):
+    """``torch.optim.AdamW``, with the unscaling, the clipping and the skip of a mixed-precision step in its one pass.
+
+    Its ``state_dict`` is that of ``torch.optim.AdamW``: either loads the other's and goes on.
 
     Args:
-        params: parameters or groups of them.
+        params: parameters or groups of them: float16, bfloat16, float32 or float64. The state of 16-bit ones, and the
+            arithmetic, is float32.
         lr: learning rate.
-        bias_correction: False is refused; torch always corrects.
         betas: decay rates of the two moments.
         eps: added to the denominator.
-        adam_w_mode: False, which adds the decay to the gradient, is refused.
+        weight_decay: its factor.
+        amsgrad: True is refused.
+        maximize: go up the gradient.
+        foreach: True is refused.
+        capturable: accepted; the step count is on the parameter's device in any case.
+        differentiable: True is refused.
+        fused: False is refused.
+        max_grad_norm: clip the norm of all gradients to this; None for no clipping.
+        master_weights: keep a float32 master of every 16-bit parameter in the state, and step that.
+
+    Raises:
+        RuntimeError: what is refused, with what to use.
+        ValueError: a number out of its range.
+
+    Sync: none, for an ``lr`` that is a number.
+
+    Reference: ``torch.optim.AdamW``.
+
+    >>> weight = torch.nn.Parameter(torch.ones(1))
+    >>> weight.grad = torch.ones(1)
+    >>> FusedAdamW([weight], lr=0.5, weight_decay=0.0).step()
+    >>> weight.item()
+    0.5
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        max_grad_norm: float | None = None,
+        master_weights: bool = False,
+    ) -> None:
+        if fused is False:
+            raise RuntimeError("FusedAdamW got fused=False: expected True or None; use torch.optim.AdamW for that.")
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=True,
+        )
+        own = {"bias_correction": True, "eps_inside_sqrt": False, "master_weights": master_weights}
+        self._add_defaults(own, max_grad_norm)
+
+
+class FusedAdam(_FusedAdam):
+    """Adam or AdamW in one pass, with apex's arguments, those of the years before ``amp.initialize`` too.
+
+    Its ``state_dict`` is that of ``torch.optim.Adam`` and ``AdamW``: each loads the other's and goes on.
+
+    Args:
+        params: as `FusedAdamW`.
+        lr: learning rate.
+        bias_correction: divide the moments by ``1 - beta^step``.
+        betas: decay rates of the two moments.
+        eps: added to the denominator.
+        adam_w_mode: decay the weights beside the moments; False: through the gradient.
         weight_decay: its factor.
         amsgrad: refused, as in apex.
         set_grad_none: what `zero_grad` leaves: None, or zeros.
-        capturable: as in torch.
-        master_weights: True is refused; ``amp.initialize`` with O2 makes masters.
+        capturable: accepted; the step count is on the parameter's device in any case.
+        master_weights: keep a float32 master of every 16-bit parameter in the state, and step that; the parameter is
+            written in the same pass.
+        max_grad_norm: clip the norm of all gradients to this; 0 for no clipping.
+        eps_inside_sqrt: add ``eps`` below the root, ``sqrt((v + eps) / c2)``.
+        use_mt: accepted; there is one pass in any case.
 
     Raises:
-        RuntimeError: an argument that has no counterpart here.
+        RuntimeError: ``amsgrad=True``.
+        ValueError: a number out of its range.
 
-    Reference: apex ``FusedAdam``.
+    Sync: none, for an ``lr`` that is a number.
+
+    Reference: apex ``FusedAdam`` (also that of ``apex.contrib``, for the last three).
     """
 
     def __init__(
@@ -48,28 +172,29 @@ class FusedAdam(torch.optim.AdamW):
         set_grad_none: bool = True,
         capturable: bool = False,
         master_weights: bool = False,
+        *,
+        max_grad_norm: float = 0.0,
+        eps_inside_sqrt: bool = False,
+        use_mt: bool = False,
     ) -> None:
+        del use_mt
         if amsgrad:
             raise RuntimeError("FusedAdam does not support the AMSGrad variant; use torch.optim.Adam(amsgrad=True).")
-        if not bias_correction:
-            raise RuntimeError(
-                "FusedAdam got bias_correction=False: expected True, since torch's Adam always corrects."
-            )
-        if master_weights:
-            raise RuntimeError(
-                "FusedAdam got master_weights=True: expected False; use amp.initialize with O2 for masters."
-            )
-        if not adam_w_mode:
-            raise RuntimeError("FusedAdam got adam_w_mode=False: expected True; use torch.optim.Adam.")
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, capturable=capturable)
-        self.set_grad_none = set_grad_none
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients: to None or zeros as ``set_grad_none`` says, unless told here."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            capturable=capturable,
+            fused=True,
+            decoupled_weight_decay=bool(adam_w_mode),
+        )
+        own = {"bias_correction": bias_correction, "eps_inside_sqrt": eps_inside_sqrt, "master_weights": master_weights}
+        self._add_defaults({**own, "set_grad_none": set_grad_none}, max_grad_norm)
 
     def step(self, closure: Callable[[], Any] | None = None, **old: Any) -> Any:
-        """Step once.
+        """Step once, as `FusedAdamW`.
 
         Raises:
             RuntimeError: arguments of the years before ``amp.initialize``.

@@ -1,36 +1,64 @@
-"""apex's FusedSGD: SGD with the defaults and the refusals of apex."""
+"""SGD in one pass, with apex's arguments.
+
+::
+
+    g <- g / grad_scale * min(1, max_grad_norm / (norm + 1e-6))
+    g <- g + weight_decay p;   b <- momentum b + (1 - dampening) g     b <- g, the first time
+    p <- p - lr (nesterov ? g + momentum b : b)
+"""
 
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from amplab.kernels import sgd_
+from amplab.optimizers.fused_optimizer import FusedOptimizer, StepBatch, new_state
 
 __all__ = ["FusedSGD"]
 
+_BUFFER = "momentum_buffer"
 
-class FusedSGD(torch.optim.SGD):
-    """SGD with momentum; torch's own arithmetic, on any device.
+
+class FusedSGD(FusedOptimizer, torch.optim.SGD):
+    """``torch.optim.SGD``, with the unscaling, the clipping and the skip of a mixed-precision step in its one pass.
+
+    Its ``state_dict`` is that of ``torch.optim.SGD``: either loads the other's and goes on.
 
     Args:
-        params: parameters or groups of them.
+        params: parameters or groups of them: float16, bfloat16, float32 or float64. The momentum of 16-bit ones, and
+            the arithmetic, is float32.
         lr: learning rate.
         momentum: its factor.
         dampening: of the momentum.
-        weight_decay: added to the gradient, times the weight.
+        weight_decay: its factor.
         nesterov: look ahead.
-        wd_after_momentum: True is refused.
-        materialize_master_grads: accepted; masters always get gradients, so that they can be clipped.
+        wd_after_momentum: decay the weights beside the momentum, ``p <- p - lr (b + weight_decay p)``, not through it.
+        materialize_master_grads: accepted; masters of ``amp.initialize`` always get gradients, so that they can be
+            clipped.
         set_grad_none: what `zero_grad` leaves: None, or zeros.
+        maximize: go up the gradient.
+        max_grad_norm: clip the norm of all gradients to this; None for no clipping.
+        master_weights: keep a float32 master of every 16-bit parameter in the state, and step that.
 
     Raises:
-        RuntimeError: ``wd_after_momentum=True``.
+        ValueError: a number out of its range.
 
-    Reference: apex ``FusedSGD``.
+    Sync: none, for an ``lr`` that is a number; under a scaler one at the step that begins a momentum with dampening.
+
+    Reference: apex ``FusedSGD``, ``torch.optim.SGD``.
+
+    >>> weight = torch.nn.Parameter(torch.ones(1))
+    >>> weight.grad = torch.full((1,), 4.0)
+    >>> FusedSGD([weight], lr=0.5, max_grad_norm=1.0).step()
+    >>> round(weight.item(), 5)
+    0.5
     """
 
     def __init__(
         self,
         params: Any,
-        lr: float,
+        lr: float | Tensor,
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
@@ -38,17 +66,46 @@ class FusedSGD(torch.optim.SGD):
         wd_after_momentum: bool = False,
         materialize_master_grads: bool = True,
         set_grad_none: bool = False,
+        *,
+        maximize: bool = False,
+        max_grad_norm: float | None = None,
+        master_weights: bool = False,
     ) -> None:
         del materialize_master_grads
-        if wd_after_momentum:
-            raise RuntimeError(
-                "FusedSGD got wd_after_momentum=True: expected False, since torch decays before momentum."
-            )
-        super().__init__(
-            params, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov
-        )
-        self.set_grad_none = set_grad_none
+        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, fused=True)
+        own = {"wd_after_momentum": wd_after_momentum, "master_weights": master_weights, "set_grad_none": set_grad_none}
+        self._add_defaults(own, max_grad_norm)
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients: to None or zeros as ``set_grad_none`` says, unless told here."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+    def _settings(self) -> tuple[Any, ...]:
+        return tuple(group["momentum"] != 0 for group in self.param_groups)  # a schedule may begin one
+
+    def _keeps_state(self, group: dict[str, Any]) -> bool:
+        return group["momentum"] != 0 or group["master_weights"]
+
+    def _asks_before_it_begins(self) -> bool:
+        return any(group["momentum"] != 0 and group["dampening"] != 0 for group in self.param_groups)
+
+    def _begin_state(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> bool:
+        if group["momentum"] == 0 or state.get(_BUFFER) is not None:
+            return False
+        state[_BUFFER] = new_state(param)
+        return group["dampening"] != 0  # else momentum 0 + g is g
+
+    def _run(self, batch: StepBatch, grads: list[Tensor], factor: Tensor | None, found_inf: Tensor | None) -> None:
+        group = batch.group
+        sgd_(
+            batch.params,
+            grads,
+            batch.state(_BUFFER) if group["momentum"] != 0 else (),
+            batch.copies,
+            lr=float(group["lr"]),
+            momentum=float(group["momentum"]),
+            dampening=float(group["dampening"]),
+            weight_decay=float(group["weight_decay"]),
+            nesterov=group["nesterov"],
+            wd_after_momentum=group["wd_after_momentum"],
+            first=batch.first,
+            maximize=group["maximize"],
+            grad_factor=factor,
+            found_inf=found_inf,
+        )

@@ -1,6 +1,7 @@
 """The first harmful inf or NaN is found in every face, and the cause is told apart: scale, format, model, data."""
 
 import contextlib
+import linecache
 import math
 
 import pytest
@@ -40,8 +41,10 @@ def under(face, model, x, y):
     if face in ("O1", "O2", "O3"):
         session = Session()
         session.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=face, verbosity=0)
-        yield plain, session
-        session.reset()
+        try:
+            yield plain, session
+        finally:
+            session.reset()
         return
     region = {"amplab": amplab.autocast, "torch": torch.autocast}[face]
 
@@ -51,6 +54,13 @@ def under(face, model, x, y):
         return F.cross_entropy(out.float(), y)
 
     yield loss_fn, torch.amp.GradScaler("cpu") if face == "torch" else amplab.GradScaler("cpu")
+
+
+def source_at(line):
+    """The line of this file that a finding names as `folder/file.py:12`."""
+    file, number = line.rsplit(":", 1)
+    assert __file__.endswith(file)
+    return linecache.getline(__file__, int(number))
 
 
 FACES = ["O1", "O2", "O3", "amplab", "torch"]
@@ -81,6 +91,7 @@ def test_overflow_in_forward_is_the_format(face, size):
         )
         assert (found.result, found.in_bfloat16, found.output.infs > 0) == ("loss", True, True)
         assert finding_of(found).name == "logits-overflow-half"
+        assert source_at(finding_of(found).line).strip().startswith("scores = (q @ q.t())")
     if face not in ("O2", "O3"):
         assert all(torch.equal(now, then) for now, then in zip(model.state_dict().values(), kept, strict=True))
 
@@ -235,3 +246,67 @@ def test_it_prints_where_and_how_it_went_on():
 def test_another_kind_of_amp_is_refused():
     with pytest.raises(TypeError, match="amp=str: expected a Session"):
         first_nonfinite(nn.Linear(1, 1), lambda: None, amp="O1")
+
+
+def test_a_weight_too_large_for_half_is_named():
+    model, (x, y) = scores(), batch()
+    with torch.no_grad():
+        model.head.weight[0, 0] = 1e5
+    with under("amplab", model, x, y) as (loss_fn, amp):
+        found = finding_of(first_nonfinite(model, loss_fn, amp=amp))
+    assert (found.op, found.module, found.tensor) == ("cast", "head", "head.weight")
+
+
+def test_a_mean_over_nothing_is_no_overflow():
+    model = nn.Linear(4, 4)
+    none = torch.zeros(2).bool()
+    found = finding_of(first_nonfinite(model, lambda: model(torch.ones(2, 4))[none].mean()))  # noqa: PLW0108
+    assert (found.op, "not defined" in found.cause) == ("mean", True)
+
+
+def test_nan_is_followed_to_nan_and_not_to_an_infinity_beside_it():
+    """The where takes nothing of the -inf that was there earlier, and all of the NaN."""
+    model = nn.Linear(4, 4)
+
+    def loss():
+        hidden = model(torch.ones(2, 4))
+        infinite = (hidden * 0).log()
+        undefined = (hidden * 0).div(hidden * 0)
+        return torch.where(torch.zeros(2, 4).bool(), infinite, undefined).sum()
+
+    assert first_nonfinite(model, loss).record.op == "div"
+
+
+def test_what_was_there_before_a_write_in_place_is_seen():
+    model = nn.Linear(4, 4)
+
+    def loss():
+        hidden = model(torch.ones(2, 4)).mul(3e38).mul(3e38)
+        hidden[0] = 0
+        return hidden.sum()
+
+    assert (found := first_nonfinite(model, loss)).record.op == "mul"
+    assert "setitem" not in [record.op for record in found.chain]
+
+
+def test_complex_numbers_are_followed_too():
+    model = nn.Linear(4, 4)
+
+    def loss():
+        spectrum = torch.fft.rfft(model(torch.ones(2, 4)).mul(3e38).mul(3e38))
+        return torch.fft.irfft(spectrum * torch.exp(1j * torch.ones(3))).sum()
+
+    found = first_nonfinite(model, loss)
+    assert (found.record.op, found.cause) == ("mul", "model")
+    assert any("fft" in record.aten for record in found.chain)
+
+
+def test_sparse_gradients_are_followed_too():
+    model = nn.Embedding(10, 4, sparse=True)
+
+    def loss():
+        chosen = model(torch.tensor([1, 2, 1]))
+        return torch.where(chosen > 9, chosen.sub(chosen.detach()).sqrt(), chosen).sum()
+
+    found = first_nonfinite(model, loss)
+    assert (found.result, found.record.op, found.phase) == ("gradient of weight", "sqrt", "backward")

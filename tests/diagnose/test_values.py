@@ -103,6 +103,8 @@ def test_numbers_are_values_and_no_sizes():
     assert step.ops[named(step, "add")].numbers == (1e-8,)
     assert step.ops[named(step, "masked_fill")].numbers == (-7.0,)
     assert step.ops[named(step, "sum")].numbers == ()
+    step = observe_step(model, lambda: (model(torch.ones(3, 2)) * torch.full((3, 2), 7)).sum())  # noqa: PLW0108
+    assert step.ops[named(step, "full")].numbers == (7.0,)
 
 
 def test_ops_are_found_from_both_ends():

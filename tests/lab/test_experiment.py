@@ -291,3 +291,32 @@ def test_memory_counts_bytes_where_gradients_are(level, parameters, gradients, m
         count * masters,
     )
     assert memory.optimizer_state == count * (2 if level == "O3" else 4)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_skip_by_the_scale_is_explained(level):
+    experiment = Experiment(replace(SMALL, opt_level=level, init_scale=2.0**24))
+    assert experiment.explain_skip() is None
+    assert experiment.step().skipped
+    before = weights(experiment)
+    found = experiment.explain_skip()
+    assert (found.cause, found.setting.loss_scale, found.phase) == ("scale", 2.0**24, "backward")
+    assert found.fitting_scale < 2.0**24
+    assert same(before, weights(experiment))
+
+
+def test_a_bad_batch_is_told_from_an_overflow():
+    experiment = Experiment(replace(SMALL, opt_level="O1"))
+    experiment.inject("nan")
+    assert experiment.step().skipped
+    found = experiment.explain_skip()
+    assert (found.cause, found.tensor) == ("batch", "batch['images']")
+
+
+def test_an_injected_overflow_is_found_where_it_enters_half():
+    experiment = Experiment(replace(SMALL, opt_level="O2"))
+    experiment.inject("overflow")
+    assert experiment.step().skipped
+    experiment.step()  # the explanation outlives clean steps
+    found = experiment.explain_skip()
+    assert (found.phase, found.cause, found.record.op) == ("backward", "format", "cast")

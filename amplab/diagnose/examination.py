@@ -1,0 +1,135 @@
+"""`doctor`: look at the machine, or at a model in training, and say what is wrong with it.
+
+    doctor()                                                      the machine
+    doctor(model, loss_fn, optimizers=..., amp=...)               one step, its values and its parameters
+    doctor(model, loss_fn, train_step=..., run=..., ...)          the loop around it, and the run so far, too
+
+Here the rules are applied and what they find is put in order; each rule is in a file of its kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amplab.amp import LossScaleCollapse, Session
+from amplab.diagnose.blame import blame
+from amplab.diagnose.finding import Finding, Findings
+from amplab.diagnose.first_nonfinite import Setting, explain, setting_of
+from amplab.diagnose.gradient_rules import gradient_findings
+from amplab.diagnose.machine import MachineReport, machine_report
+from amplab.diagnose.nonfinite_findings import finding_of
+from amplab.diagnose.observations import Observation
+from amplab.diagnose.parameter_rules import parameter_findings
+from amplab.diagnose.raised import finding_of_error
+from amplab.diagnose.rehearsal import rehearse
+from amplab.diagnose.run_rules import run_findings
+from amplab.diagnose.speed_rules import speed_findings
+from amplab.diagnose.value_rules import value_findings
+from amplab.diagnose.values import ObservedStep, observe_step
+
+__all__ = ["doctor"]
+
+_OF_THE_RUN = ("scale-collapse", "nonfinite-loss")
+_SYMPTOMS = (*_OF_THE_RUN, "nonfinite-parameter")
+_CONSEQUENCES_OF_DIVERGING = (*_SYMPTOMS, "overflow-in-half", "logits-overflow-half", "reduction-overflows-half",
+                              "nonfinite-in-float32", "cast-overflows-half")  # fmt: skip
+
+
+def doctor(
+    model: nn.Module | None = None,
+    loss_fn: Callable[[], Tensor] | None = None,
+    *,
+    train_step: Callable[[], Any] | None = None,
+    optimizers: Optimizer | Sequence[Optimizer] = (),
+    amp: Session | torch.amp.GradScaler | None = None,
+    loss_scale: float | None = None,
+    batch: Any = None,
+    run: Observation | None = None,
+    stateful: Sequence[Any] = (),
+) -> MachineReport | Findings:
+    """Say what is wrong with a model in training, the most harmful first; without arguments look at the machine.
+
+    The model, the optimizers and the scaler are afterwards what they were.
+
+    Args:
+        model: the model, or a ModuleList of several that learn together; not compiled.
+        loss_fn: runs the forward on one batch and returns the loss, not scaled: for what the values say.
+        train_step: one whole iteration, with backward and step: for what happens to gradients on their way.
+        optimizers: the optimizer, or all of them: for who learns what.
+        amp: the session or GradScaler; None takes the apex session of this thread, where there is one.
+        loss_scale: the scale to look at the step at; None for the present one.
+        batch: the tensors of the batch, to have them named.
+        run: the steps so far: for what only a run shows.
+        stateful: what else `train_step` changes and has a state_dict: schedulers.
+
+    Raises:
+        TypeError: no model, but other arguments.
+        ValueError: a model that cannot be traced, see `trace_step`. What the step itself raises is a finding.
+
+    Sync: many; this is for a look, once.
+
+    >>> model = nn.Linear(8, 8)
+    >>> optimizer = torch.optim.SGD([model.weight], lr=0.1)
+    >>> print(doctor(model, lambda: model(torch.ones(8, 8)).square().mean(), optimizers=optimizer)[0].symptom)
+    bias got a gradient, and no optimizer steps it.
+    """
+    if model is None:
+        if any(each is not None for each in (loss_fn, train_step, run)):
+            raise TypeError("doctor got no model: pass it first, doctor(model, loss_fn); without arguments it looks "
+                            "at the machine.")  # fmt: skip
+        return machine_report()
+    chosen = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    setting = setting_of(amp, loss_scale)
+    found = [] if run is None else run_findings(run)
+    step = None
+    if loss_fn is not None:
+        step, of_step = _look_at_step(model, loss_fn, setting, batch)
+        found = [*found, *of_step]
+    found += parameter_findings(model, chosen, step)
+    if train_step is not None:
+        found += _look_at_loop(model, train_step, chosen, amp, stateful)
+    return Findings.ranked(_causes_first(found))
+
+
+def _look_at_step(
+    model: nn.Module, loss_fn: Callable[[], Tensor], setting: Setting, batch: Any
+) -> tuple[ObservedStep | None, list[Finding]]:
+    try:
+        step = observe_step(
+            model, loss_fn, casting=setting.casting(), loss_scale=setting.loss_scale, batch=batch, detailed=True
+        )
+    except (RuntimeError, NotImplementedError) as error:
+        return None, [finding_of_error(error)]
+    blamed = blame(step)
+    first = [] if blamed is None else [finding_of(explain(model, loss_fn, setting, step, blamed, batch=batch))]
+    return step, [*first, *value_findings(step), *speed_findings(step.trace)]
+
+
+def _look_at_loop(
+    model: nn.Module, train_step: Callable[[], Any], optimizers: Sequence[Optimizer], amp: Any, stateful: Sequence[Any]
+) -> list[Finding]:
+    try:
+        return gradient_findings(rehearse(model, train_step, optimizers, amp=amp, stateful=stateful))
+    except LossScaleCollapse:
+        return []  # which the run and the step show
+    except (RuntimeError, NotImplementedError) as error:
+        return [finding_of_error(error)]
+
+
+def _causes_first(found: Iterable[Finding]) -> list[Finding]:
+    """Leave out symptoms whose cause was found, and doubt causes that a run which diverges explains as well."""
+    found = list(found)
+    names = {each.name for each in found if each.severity == "error"}
+    left_out = _OF_THE_RUN if "nonfinite-parameter" in names else ()
+    if names.difference(_SYMPTOMS):
+        left_out = _SYMPTOMS
+    kept = [each for each in found if each.name not in left_out]
+    if "diverging" not in names:
+        return kept
+    return [replace(each, certainty="possible") if each.name in _CONSEQUENCES_OF_DIVERGING else each for each in kept]

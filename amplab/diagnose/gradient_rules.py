@@ -1,0 +1,167 @@
+"""Rules about what happens to gradients between backward and step: pure functions from a `Rehearsal` to findings.
+
+Between backward and step a gradient is divided by the loss scale once, and may be clipped. So
+
+    norm at the step / norm delivered / what clipping did  =  1 / loss_scale
+
+and a wrong loop shows as another power of the loss scale:
+
+    stepped-with-scaled-gradients   1: a step inside the block of scale_loss, or an optimizer that was not passed to it
+    unscaled-twice                  1 / loss_scale^2
+    clips-scaled-gradients          a clipping that found them at 1
+    clips-model-gradients           a clipping that the masters never saw
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from amplab.diagnose.finding import Finding
+from amplab.diagnose.rehearsal import GradientWrite, Rehearsal, SteppedGradient
+
+__all__ = ["GRADIENT_RULES", "gradient_findings"]
+
+TOLERANCE = 0.1
+"""In log2: 7 %, what rounding to half and a weight decay added by hand stay below."""
+
+TOLD_APART = 4.0
+"""A loss scale below this cannot be told from an ordinary factor."""
+
+
+def gradient_findings(rehearsal: Rehearsal) -> list[Finding]:
+    """Apply every rule of this file."""
+    return [finding for rule in GRADIENT_RULES for finding in rule(rehearsal)]
+
+
+def clips_scaled_gradients(rehearsal: Rehearsal) -> Iterator[Finding]:
+    """Gradients were made smaller, by no power of two, while they still were what backward had delivered."""
+    scale = _scale(rehearsal)
+    for write in _clips(rehearsal):
+        if scale >= TOLD_APART and not _near(write.factor, 1 / scale) and _near(write.before, 1.0):
+            yield Finding(
+                "clips-scaled-gradients",
+                "error",
+                f"Gradients of norm {write.norm:.4g} were clipped by a factor of {write.factor:.3g} while still "
+                f"multiplied by the loss scale, {scale:g}.",
+                f"Their true norm is {write.norm / scale:.4g}; what the step sees is smaller than the limit by the "
+                "scale, and changes whenever the scale moves.",
+                "scaler.unscale_(optimizer)  # before clipping; with scale_loss: clip after its block,\n"
+                "torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)",
+                op=write.op,
+                module=_module(write.names),
+                tensor=f"gradient of {write.names[0]}",
+                evidence={"norm": write.norm, "factor": write.factor, "loss_scale": scale},
+            )
+            return
+
+
+def stepped_with_scaled_gradients(rehearsal: Rehearsal) -> Iterator[Finding]:
+    """An optimizer saw gradients that nobody had divided by the scale."""
+    yield from _wrong_power(
+        rehearsal,
+        1,
+        "stepped-with-scaled-gradients",
+        "was stepped with gradients still multiplied by the loss scale",
+        "The step lies inside the block of scale_loss, or this optimizer was not passed to it (to scaler.step).",
+        "with amp.scale_loss(loss, [optimizer_a, optimizer_b]) as scaled_loss:  # all that this backward reaches\n"
+        "    scaled_loss.backward()\noptimizer_a.step(); optimizer_b.step()  # after the block",
+    )
+
+
+def unscaled_twice(rehearsal: Rehearsal) -> Iterator[Finding]:
+    """Gradients were divided by the scale two times."""
+    yield from _wrong_power(
+        rehearsal,
+        -1,
+        "unscaled-twice",
+        "was stepped with gradients divided by the loss scale twice",
+        "They were unscaled by hand, and once more by scale_loss or scaler.step.",
+        "# leave the division out; scaler.unscale_(optimizer) does it where gradients are to be looked at",
+    )
+
+
+def clips_model_gradients(rehearsal: Rehearsal) -> Iterator[Finding]:
+    """Gradients of a step were clipped, and none of those of the masters was, in that write or in another."""
+    masters = {each.name for each in rehearsal.stepped if each.of_master}
+    clips = [write for write in _clips(rehearsal) if _near(write.before, 1 / _scale(rehearsal))]
+    names = list(dict.fromkeys(name for write in clips for name in write.names))
+    if masters and names and masters.isdisjoint(names):
+        yield Finding(
+            "clips-model-gradients",
+            "warning",
+            f"{len(names)} gradients were clipped, and {len(masters)} that float32 masters are stepped with were not.",
+            "model.parameters() holds the half weights; their gradients have moved on to the masters.",
+            "torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)",
+            op=clips[0].op,
+            tensor=f"gradient of {names[0]}",
+            evidence={"clipped": len(names), "masters": len(masters), "factor": clips[0].factor},
+        )
+
+
+def _clips(rehearsal: Rehearsal) -> list[GradientWrite]:
+    """The writes that made gradients smaller by multiplying or clamping them; adding something is no clipping."""
+    return [
+        write
+        for write in rehearsal.writes
+        if write.factor < 1 - 1e-6 and any(word in write.op for word in ("mul", "div", "clamp"))
+    ]
+
+
+GRADIENT_RULES: tuple[Callable[[Rehearsal], Iterator[Finding]], ...] = (
+    clips_scaled_gradients,
+    stepped_with_scaled_gradients,
+    unscaled_twice,
+    clips_model_gradients,
+)
+
+
+def _wrong_power(
+    rehearsal: Rehearsal, power: int, name: str, symptom: str, cause: str, remedy: str
+) -> Iterator[Finding]:
+    by_optimizer: dict[int, list[SteppedGradient]] = {}
+    for each in rehearsal.stepped:
+        if any(_is_off_by(each, scale, power) for scale in rehearsal.scales):
+            by_optimizer.setdefault(each.optimizer, []).append(each)
+    for number, wrong in by_optimizer.items():
+        yield Finding(
+            name,
+            "error",
+            f"Optimizer {number} {symptom}, {len(wrong)} of them.",
+            cause,
+            remedy,
+            module=_module([each.name for each in wrong]),
+            tensor=f"gradient of {wrong[0].name}",
+            evidence={
+                "optimizer": number,
+                "gradients": len(wrong),
+                "ratio": wrong[0].ratio,
+                "loss_scale": _scale(rehearsal),
+            },
+        )
+
+
+def _is_off_by(gradient: SteppedGradient, scale: float, power: int) -> bool:
+    """Whether a gradient is too large by `scale` to the `power`; told only where backward delivered it once."""
+    if scale < TOLD_APART or gradient.backwards != 1 or gradient.scaled_inside or math.isnan(gradient.ratio):
+        return False
+    return _near(gradient.ratio / gradient.clipped * scale, scale**power)
+
+
+def _near(value: float, expected: float) -> bool:
+    return value > 0 and abs(math.log2(value / expected)) < TOLERANCE
+
+
+def _scale(rehearsal: Rehearsal) -> float:
+    return max(rehearsal.scales)
+
+
+def _module(names: list[str] | tuple[str, ...]) -> str:
+    """What the modules of several parameters have in common; the module of one."""
+    paths = [name.split(".")[:-1] for name in names]
+    shared = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)

@@ -1,0 +1,157 @@
+"""What multi-tensor operators refuse, in the words that the kernels use (``tensor_lists.h``).
+
+    input 3 is int64: expected float16, bfloat16, float32 or float64.
+    input 2 and input 5 overlap in memory: list each tensor once, and no views that share elements.
+
+None of it looks at the numbers. Sync: none.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["check_lists", "check_measures", "check_memory", "refusal_naming"]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_EXAMPLES = {torch.float32: "torch.zeros(1)", torch.int64: "torch.tensor(-1)"}
+
+
+def check_lists(
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None, found_inf: Tensor, inv_scale: Tensor
+) -> None:
+    """Check the arguments of every operator; ``outputs is inputs`` for one in place, None for one that only reads.
+
+    Raises:
+        RuntimeError: says which tensor, what it is and what to pass.
+    """
+    _check_scalar("found_inf", found_inf, torch.float32, found_inf)
+    _check_scalar("inv_scale", inv_scale, torch.float32, found_inf)
+    in_place = outputs is inputs
+    if outputs is not None and len(inputs) != len(outputs):
+        raise RuntimeError(f"{len(inputs)} inputs, {len(outputs)} outputs: expected lists of equal length.")
+    for index, x in enumerate(inputs):
+        _check_tensor("input", index, x, found_inf)
+        if outputs is not None and not in_place:
+            _check_output(index, outputs[index], x, found_inf)
+        if outputs is not None and _repeats(outputs[index]):
+            raise RuntimeError(
+                f"{'input' if in_place else 'output'} {index} is expanded: "
+                "several of its elements share one place in memory; pass a clone."
+            )
+
+
+def check_memory(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """Refuse to write an element twice, or one that is read for another; an output may be its own input.
+
+    A tensor with gaps is looked up by its first element alone: columns of one matrix interleave and do not overlap.
+
+    Raises:
+        RuntimeError: names the first two, by address, that overlap.
+    """
+    reached = {False: (0, ""), True: (0, "")}  # by "only what is written": the furthest byte yet, and whose it is
+    for begin, is_input, index, end in sorted(_extents(inputs, outputs)):
+        name = f"{'input' if is_input or outputs is inputs else 'output'} {index}"
+        limit, other = reached[is_input]
+        if begin < limit:
+            raise RuntimeError(
+                f"{other} and {name} overlap in memory: list each tensor once, and no views that share elements."
+            )
+        for only_written in (False,) if is_input else (False, True):
+            reached[only_written] = max(reached[only_written], (end, name), key=lambda entry: entry[0])
+
+
+def check_measures(
+    count: int, found_inf: Tensor, norm: Tensor | None, norms: Tensor | None, first_bad: Tensor | None
+) -> None:
+    """Check the tensors that receive what a pass over ``count`` tensors finds.
+
+    Raises:
+        RuntimeError: says which, and what to pass.
+    """
+    if norm is not None:
+        _check_scalar("norm", norm, torch.float32, found_inf)
+    if norms is not None:
+        if norms.shape != (count,) or norms.dtype != torch.float32 or not norms.is_contiguous():
+            raise RuntimeError(f"norms: expected a float32 element for each tensor, such as torch.zeros({count}).")
+        _check_device("norms", norms, found_inf)
+    if first_bad is not None:
+        _check_scalar("first_bad", first_bad, torch.int64, found_inf)
+
+
+def refusal_naming(error: RuntimeError, inputs: Sequence[str]) -> RuntimeError:
+    """Say what an operator refused in the words of whoever made the list.
+
+    Args:
+        error: of one of the operators.
+        inputs: what each input is.
+
+    >>> refusal_naming(RuntimeError("input 1 is int64: expected float16."), ["a", "the gradient of conv.bias"])
+    RuntimeError('the gradient of conv.bias is int64: expected float16.')
+    """
+    return RuntimeError(re.sub(r"\binput (\d+)\b", lambda found: inputs[int(found[1])], str(error)))
+
+
+def _check_scalar(name: str, scalar: Tensor, dtype: torch.dtype, found_inf: Tensor) -> None:
+    if scalar.numel() != 1 or scalar.dtype != dtype:
+        raise RuntimeError(f"{name}: expected one {_named(dtype)} element, such as {_EXAMPLES[dtype]}.")
+    _check_device(name, scalar, found_inf)
+
+
+def _check_tensor(side: str, index: int, tensor: Tensor, found_inf: Tensor) -> None:
+    if tensor.layout != torch.strided:
+        raise RuntimeError(f"{side} {index} is not strided: pass the values of a coalesced sparse gradient.")
+    if tensor.dtype not in _DTYPES:
+        raise RuntimeError(f"{side} {index} is {_named(tensor.dtype)}: expected float16, bfloat16, float32 or float64.")
+    _check_device(f"{side} {index}", tensor, found_inf)
+
+
+def _check_output(index: int, out: Tensor, x: Tensor, found_inf: Tensor) -> None:
+    _check_tensor("output", index, out, found_inf)
+    if x.shape != out.shape:
+        raise RuntimeError(f"output {index} has shape {[*out.shape]}: expected its input's, {[*x.shape]}.")
+
+
+def _check_device(name: str, tensor: Tensor, found_inf: Tensor) -> None:
+    if tensor.device != found_inf.device:
+        raise RuntimeError(f"{name} is on another device than found_inf; call once per device.")
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _repeats(tensor: Tensor) -> bool:
+    """Whether the tensor was expanded, so that a write to one element changes others."""
+    if tensor.is_contiguous():
+        return False
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _extents(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Iterator[tuple[int, bool, int, int]]:
+    """Yield (first byte, whether it is only read, index, byte after the last) of all that hold elements."""
+    for index, (x, out) in enumerate(zip(inputs, outputs, strict=True)):
+        if out.numel() == 0 or out.is_meta:
+            continue
+        written, read = _extent(out), _extent(x)
+        yield written[0], False, index, written[1]
+        if read != written:
+            yield read[0], True, index, read[1]
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    begin = tensor.data_ptr()
+    numel = tensor.numel() if _is_gapless(tensor) else 1
+    return begin, begin + numel * tensor.element_size()
+
+
+def _is_gapless(tensor: Tensor) -> bool:
+    """Whether the elements fill their piece of memory, in whatever order: contiguous, channels_last, transposed…"""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

@@ -1,0 +1,113 @@
+"""NovoGrad in one pass, with apex's arguments.
+
+::
+
+    n <- sqrt(beta2 n^2 + (1 - beta2) |g|^2);   m <- beta1 m + (1 - beta1) g
+    p <- p - lr (m / c1 / (n / sqrt(c2) + eps) + weight_decay p),   c = 1 - beta^step
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amplab.kernels import novograd_
+from amplab.optimizers.fused_optimizer import FusedOptimizer, StepBatch, new_state
+from amplab.optimizers.group_settings import check_betas, check_not_negative
+
+__all__ = ["FusedNovoGrad"]
+
+_MAXIMUM_NORM, _TWO_NORM = 0, 2
+_FIRST = -1.0  # in the place of a norm: take the first gradient's
+
+
+class FusedNovoGrad(FusedOptimizer):
+    """NovoGrad: gradients divided by a running mean of the norm of their tensor.
+
+    Args:
+        params: parameters or groups of them: float16, bfloat16, float32 or float64. The state of 16-bit ones, and the
+            arithmetic, is float32.
+        lr: learning rate.
+        bias_correction: False: c1 and c2 are 1.
+        betas: decay rates of the moment and of the norm.
+        eps: added to the norm.
+        weight_decay: its factor.
+        amsgrad: refused, as in apex.
+        reg_inside_moment: let the moment be that of g / (n / sqrt(c2) + eps) + weight_decay p.
+        grad_averaging: False adds the whole gradient to the moment, not its share of 1 - beta1.
+        norm_type: 2, or 0 for the maximum norm, whose mean is taken without squares.
+        init_zero: start n at 0, and not at the norm of the first gradient.
+        set_grad_none: what `zero_grad` leaves: None, or zeros.
+
+    Raises:
+        RuntimeError: ``amsgrad=True``; another ``norm_type``.
+        ValueError: a number out of its range.
+
+    Sync: none, for an ``lr`` that is a number.
+
+    Reference: apex ``FusedNovoGrad``, which keeps the norms in its groups and not, as here, in each parameter's state;
+    B. Ginsburg et al., "Stochastic gradient methods with layer-wise adaptive moments", 2019, which is
+    ``bias_correction=False, reg_inside_moment=True, grad_averaging=False``.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        reg_inside_moment: bool = False,
+        grad_averaging: bool = True,
+        norm_type: int = 2,
+        init_zero: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        if amsgrad:
+            raise RuntimeError("FusedNovoGrad does not support the AMSGrad variant; leave it out, or use FusedAdam.")
+        if norm_type not in (_MAXIMUM_NORM, _TWO_NORM):
+            raise RuntimeError(f"norm_type={norm_type}: FusedNovoGrad expected 2, or 0 for the maximum norm.")
+        check_not_negative("FusedNovoGrad", lr=float(lr), eps=eps, weight_decay=weight_decay)
+        check_betas("FusedNovoGrad", betas)
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.reg_inside_moment = reg_inside_moment
+        own = {"bias_correction": bias_correction, "grad_averaging": grad_averaging, "set_grad_none": set_grad_none}
+        self._add_defaults({**own, "norm_type": norm_type, "init_zero": init_zero}, None)
+
+    def _begin_state(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> bool:
+        if "exp_avg" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+            state["exp_avg"] = new_state(param)
+            state["grad_norm"] = torch.full_like(state["step"], 0.0 if group["init_zero"] else _FIRST)
+        return False
+
+    def _refuse(self, group: dict[str, Any]) -> None:
+        if "exp_avg_sq" in group:
+            raise RuntimeError(
+                "This state is of apex's FusedNovoGrad, which keeps the norms of all parameters in lists by dtype: "
+                "expected one in each parameter's state; begin the optimizer anew, it takes the next gradients' norms."
+            )
+        super()._refuse(group)
+
+    def _run(self, batch: StepBatch, grads: list[Tensor], factor: Tensor | None, found_inf: Tensor | None) -> None:
+        group = batch.group
+        novograd_(
+            batch.params,
+            grads,
+            batch.state("exp_avg"),
+            batch.state("grad_norm"),
+            batch.state("step"),
+            batch.copies,
+            lr=float(group["lr"]),
+            betas=group["betas"],
+            beta3=None if group["grad_averaging"] else 1.0,
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            decay_in_moment=self.reg_inside_moment,
+            maximum_norm=group["norm_type"] == _MAXIMUM_NORM,
+            bias_correction=bool(group["bias_correction"]),
+            grad_factor=factor,
+            found_inf=found_inf,
+        )

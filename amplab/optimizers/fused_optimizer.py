@@ -1,0 +1,380 @@
+"""What every fused optimizer does around its rule: one pass over the gradients, and one over everything.
+
+    check_gradients()    reads the gradients: found_inf of each device, and their norm where the step clips
+    step()               factor = 1 / grad_scale * min(1, max_grad_norm / (norm + 1e-6));  the rule, unless found_inf
+
+A gradient is multiplied by the factor where it is used and written nowhere, so it is still scaled after the step.
+State is float32 for 16-bit parameters. The lists that the kernels take are kept for as long as the groups list the same
+parameters, the same of them have gradients, and nobody has touched their state. Rules are in ``fused_sgd.py`` and
+``fused_adam.py``; the kernels in `amplab.kernels.steps`.
+"""
+
+import functools
+import itertools
+import operator
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amplab.kernels import unscaled_norm
+
+__all__ = ["FusedOptimizer", "StepBatch", "new_state"]
+
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+_MASTER = "master"
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The parameters of one group that one call of a kernel steps.
+
+    Args:
+        group: of the optimizer, with the rule's settings.
+        params: on one device; float32 masters in the place of 16-bit parameters that have one.
+        copies: the parameters of those masters; empty where there are none.
+        states: the state of each.
+        places: where each stands among all parameters of the optimizer.
+        first: they are stepped for the first time, where the rule makes a difference of that.
+    """
+
+    group: dict[str, Any]
+    params: list[Tensor]
+    copies: list[Tensor]
+    states: list[dict[str, Any]]
+    places: list[int]
+    first: bool
+
+    @property
+    def device(self) -> torch.device:
+        """Where all of them are."""
+        return self.params[0].device
+
+    def state(self, name: str) -> list[Tensor]:
+        """One state of each parameter."""
+        return [state[name] for state in self.states]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The batches of a step, and what they were made from."""
+
+    batches: list[StepBatch]
+    listed: list[Tensor]
+    has_grad: list[bool]
+    states: list[dict[str, Any]]
+    settings: tuple[Any, ...]
+
+    def fits(self, listed: list[Tensor], grads: list[Tensor | None], states: Mapping, settings: tuple) -> bool:
+        """Whether another step may use it. State that was replaced is another object; that was cleared, empty."""
+        return (
+            settings == self.settings
+            and _same(listed, self.listed)
+            and len(states) == len(self.states)
+            and all(map(operator.is_, states.values(), self.states))
+            and all(self.states)
+            and self.has_grad == [grad is not None for grad in grads]
+        )
+
+
+class FusedOptimizer(Optimizer):
+    """An optimizer whose step unscales, clips and skips in the pass that steps.
+
+    Usable alone, under ``torch.amp.GradScaler`` and `amplab.amp.GradScaler`, which lend it ``grad_scale`` and
+    ``found_inf``, and under ``amp.initialize``. Subclasses call the rule's kernel
+    (`_run`) and make its state (`_begin_state`).
+
+    Reference: ``torch.optim.Optimizer``; the protocol of ``_step_supports_amp_scaling`` in ``torch.amp.GradScaler``.
+    """
+
+    _step_supports_amp_scaling = True
+    _plan: _Plan | None = None
+    _checked: tuple[Tensor, Tensor] | None = None  # from check_gradients to the step that is given its found_inf
+
+    @abstractmethod
+    def _begin_state(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> bool:
+        """Complete the state of a parameter; return whether its first step is another kind of step."""
+
+    @abstractmethod
+    def _run(self, batch: StepBatch, grads: list[Tensor], factor: Tensor | None, found_inf: Tensor | None) -> None:
+        """Call the kernel."""
+
+    def _keeps_state(self, group: dict[str, Any]) -> bool:
+        """Whether the parameters of a group have any state."""
+        del group
+        return True
+
+    def _settings(self) -> tuple[Any, ...]:
+        """What the batches depend on, beside the parameters and their state."""
+        return ()
+
+    def _asks_before_it_begins(self) -> bool:
+        """Whether a first step that is skipped must leave no state behind."""
+        return False
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step once.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+
+        Returns:
+            What ``closure`` returns.
+
+        Raises:
+            RuntimeError: a sparse, complex or integer gradient.
+
+        Sync: none.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        norm = self._norm_found_with(found_inf)
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            batches, grads = self._current(found_inf)
+            if batches:
+                self._step(batches, grads, scale, found_inf, norm)
+        return loss
+
+    @torch.no_grad()
+    def check_gradients(self) -> dict[torch.device, Tensor]:
+        """Find out whether the gradients are finite, and their norm where the step will clip; change nothing.
+
+        Returns:
+            For every device with gradients ``()`` float32: > 0 where one of them is inf or NaN.
+
+        Sync: none.
+        """
+        with torch._C.DisableTorchFunction():
+            grads = [grad for param in self._listed() if (grad := param.grad) is not None]
+            if not grads:
+                return {}
+            found, norm = self._check(grads)
+        self._checked = None if norm is None else (next(iter(found.values())), norm)
+        return found
+
+    def _norm_found_with(self, found_inf: Tensor | None) -> Tensor | None:
+        """The norm of the check that ``found_inf`` comes from; None where it comes from another."""
+        checked, self._checked = self._checked, None
+        if checked is None or found_inf is None or found_inf.data_ptr() != checked[0].data_ptr():
+            return None
+        return checked[1]
+
+    def _check(self, grads: list[Tensor]) -> tuple[dict[torch.device, Tensor], Tensor | None]:
+        """Whether the gradients of each device are finite, and the norm of all where the step clips."""
+        try:
+            found, norm = _check_device(grads, bool(self._max_norm))
+            return {found.device: found}, norm
+        except RuntimeError:  # sparse, or on several devices
+            return self._check_by_device(grads)
+
+    def _check_by_device(self, grads: list[Tensor]) -> tuple[dict[torch.device, Tensor], Tensor | None]:
+        """The same for gradients that one call of the kernel does not take."""
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for grad in grads:
+            by_device.setdefault(grad.device, []).append(grad._values() if grad.is_sparse else grad)
+        checked = [_check_device(here, bool(self._max_norm)) for here in by_device.values()]
+        return {found.device: found for found, _ in checked}, _total([norm for _, norm in checked if norm is not None])
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients: to None, or to zeros where the optimizer was made with ``set_grad_none=False``."""
+        super().zero_grad(self.defaults.get("set_grad_none", True) if set_to_none is None else set_to_none)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what this or torch's optimizer of the same rule has saved; 16-bit parameters keep float32 state."""
+        super().load_state_dict(state_dict)
+        saved = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        for key, param in zip(saved, self._listed(), strict=False):  # a hook may have loaded something else
+            if param.dtype in _LOW_PRECISION:
+                _keep_exact(self.state.get(param, {}), state_dict["state"].get(key, {}), param.dtype)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters.
+
+        Raises:
+            RuntimeError: it asks for what the kernels do not do.
+        """
+        super().add_param_group(param_group)
+        self._refuse(self.param_groups[-1])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take up a state, of any optimizer of the same rule."""
+        defaults = state.get("defaults") or self.defaults  # a pickle brings them, a state_dict does not
+        for group in state["param_groups"]:
+            for name, default in defaults.items():
+                group.setdefault(name, default)
+            group["fused"] = True
+            self._refuse(group)
+            for param in group["params"]:
+                if param in state["state"]:
+                    self._adopt_state(param, group, state["state"][param])
+        super().__setstate__(state)
+
+    def _adopt_state(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        """Bring the state of another optimizer of ``group`` into the form that the kernels take."""
+        del group
+        for name, value in state.items():
+            if name == "step":
+                state[name] = torch.as_tensor(value, dtype=torch.float32, device=param.device).reshape(())
+            elif isinstance(value, Tensor) and value.dtype in _LOW_PRECISION:
+                state[name] = value.float()
+
+    def _refuse(self, group: dict[str, Any]) -> None:
+        """Raise where a group asks for what the kernels do not do."""
+        name = type(self).__name__
+        for option in ("amsgrad", "differentiable", "foreach"):
+            if group.get(option):
+                raise RuntimeError(
+                    f"{name} got {option}=True: expected False; use torch.optim.{name.removeprefix('Fused')} for that."
+                )
+
+    def _add_defaults(self, own: dict[str, Any], max_grad_norm: float | None) -> None:
+        """Complete what torch's constructor has made by the settings that torch does not know."""
+        if max_grad_norm is not None and not 0.0 <= max_grad_norm < float("inf"):
+            raise ValueError(f"max_grad_norm={max_grad_norm}: expected a finite number > 0; leave it out not to clip.")
+        self.defaults.update(own, max_grad_norm=max_grad_norm)
+        for group in self.param_groups:
+            for name, default in self.defaults.items():
+                group.setdefault(name, default)
+
+    @property
+    def _max_norm(self) -> float:
+        """What the norm of all gradients is clipped to; 0.0 for no clipping."""
+        return self.defaults.get("max_grad_norm") or 0.0
+
+    def _listed(self) -> list[Tensor]:
+        return list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
+
+    def _current(self, found_inf: Tensor | None) -> tuple[list[StepBatch], list[Tensor | None]]:
+        """The batches of this step, and the gradient of each listed parameter."""
+        listed, settings = self._listed(), self._settings()
+        grads = [param.grad for param in listed]
+        plan = self._plan
+        if plan is None or not plan.fits(listed, grads, self.state, settings):
+            if found_inf is not None and self._asks_before_it_begins() and found_inf.item() != 0:
+                return [], grads
+            batches = list(self._make_batches(grads))
+            has_grad = [grad is not None for grad in grads]
+            plan = _Plan(batches, listed, has_grad, list(self.state.values()), settings)
+            self._plan = None if any(batch.first for batch in batches) else plan
+        return plan.batches, grads
+
+    def _make_batches(self, grads: list[Tensor | None]) -> Iterator[StepBatch]:
+        place = itertools.count()
+        for group in self.param_groups:
+            batches: dict[tuple[Any, ...], StepBatch] = {}
+            for param in group["params"]:
+                here = next(place)
+                if grads[here] is None:
+                    continue
+                state = self.state[param] if self._keeps_state(group) else {}
+                master = _master_of(param, state) if group.get("master_weights") else None
+                first = self._begin_state(param, group, state)
+                key = (param.device, first, master is not None)
+                batch = batches.setdefault(key, StepBatch(group, [], [], [], [], first))
+                batch.params.append(param if master is None else master)
+                batch.copies.extend([] if master is None else [param])
+                batch.states.append(state)
+                batch.places.append(here)
+            yield from batches.values()
+
+    def _step(
+        self,
+        batches: list[StepBatch],
+        grads: list[Tensor | None],
+        scale: Tensor | None,
+        found_inf: Tensor | None,
+        norm: Tensor | None,
+    ) -> None:
+        if self._max_norm and norm is None:
+            norm = self._check([grad for grad in grads if grad is not None])[1]
+        factor = _factor(scale, norm, self._max_norm)
+        for batch in batches:
+            mine = [grads[place] for place in batch.places]
+            self._run(batch, mine, _on(batch.device, factor), _on(batch.device, found_inf))
+
+
+def new_state(param: Tensor) -> Tensor:
+    """Return zeros in the layout of ``param``, in float32 where it has 16 bits."""
+    dtype = torch.float32 if param.dtype in _LOW_PRECISION else param.dtype
+    return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+
+
+def _factor(scale: Tensor | None, norm: Tensor | None, max_norm: float) -> Tensor | None:
+    """``1 / scale`` times the clipping coefficient of gradients whose norm, scaled, is ``norm``; None for 1."""
+    inverse = None if scale is None else _inverse(scale)
+    if norm is None:
+        return inverse
+    if norm.device.type == "cpu" and (inverse is None or inverse.device.type == "cpu"):
+        factor = 1.0 if inverse is None else inverse.item()  # numbers on the host: no call for each operation
+        return torch.full((), factor * _clipping(norm.item() * factor, max_norm), dtype=torch.float32)
+    factor = torch.ones((), device=norm.device) if inverse is None else _on(norm.device, inverse)
+    return factor * torch.clamp(max_norm / (norm * factor + 1e-6), max=1.0)
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    """``1 / scale``, ``()`` float32, the reciprocal taken in float64."""
+    if scale.device.type == "cpu":
+        value = scale.item()
+        return torch.full((), 1.0 / value if value != 0.0 else float("inf"), dtype=torch.float32)
+    return scale.double().reciprocal().float().reshape(())
+
+
+def _clipping(norm: float, max_norm: float) -> float:
+    """The coefficient of ``torch.nn.utils.clip_grad_norm_``; NaN where the norm is NaN."""
+    coefficient = max_norm / (norm + 1e-6)
+    return 1.0 if coefficient > 1.0 else coefficient
+
+
+def _master_of(param: Tensor, state: dict[str, Any]) -> Tensor | None:
+    """The float32 master of a 16-bit parameter, made of it where there is none yet."""
+    if param.dtype not in _LOW_PRECISION:
+        return None
+    if _MASTER not in state:
+        state[_MASTER] = param.detach().float()
+    return state[_MASTER]
+
+
+def _keep_exact(loaded: dict[str, Any], saved: dict[str, Any], dtype: torch.dtype) -> None:
+    """Undo the rounding of `torch.optim.Optimizer.load_state_dict`, which gives all state the parameter's dtype."""
+    for name, exact in saved.items():
+        value = loaded.get(name)
+        both = isinstance(value, Tensor) and isinstance(exact, Tensor) and exact.dtype == torch.float32 == value.dtype
+        if both and torch.equal(value, exact.to(value.device, dtype).float()):
+            value.copy_(exact)
+
+
+def _check_device(grads: list[Tensor], with_norm: bool) -> tuple[Tensor, Tensor | None]:
+    """Whether gradients on one device are finite, and their norm where it is asked for; ``()`` float32 each."""
+    device = grads[0].device
+    found, norm = torch.zeros((), device=device), torch.zeros((), device=device) if with_norm else None
+    unscaled_norm(grads, found, _one(device), norm=norm)
+    return found, norm
+
+
+@functools.cache
+def _one(device: torch.device) -> Tensor:
+    """``()`` float32, 1.0, which nobody writes to."""
+    return torch.ones((), device=device)
+
+
+def _total(norms: list[Tensor]) -> Tensor | None:
+    if len(norms) < 2:
+        return norms[0] if norms else None
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, non_blocking=True) for norm in norms]))
+
+
+def _on(device: torch.device, scalar: Tensor | None) -> Tensor | None:
+    if scalar is None or scalar.device == device:
+        return scalar
+    return scalar.to(device, non_blocking=True)
+
+
+def _same(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))

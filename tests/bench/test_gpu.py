@@ -1,0 +1,175 @@
+"""The GPU's benchmark without a GPU: its rows, its JSON, its checks; no figure appears that was not measured."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from amplab import kernels
+from amplab.bench import Contestant, Goal, gpu, gpu_checks, gpu_clock
+from amplab.bench.gpu_checks import Check, run_checks
+from amplab.bench.gpu_clock import measure_case, unmeasured
+from amplab.bench.gpu_rows import FULL, NOT_MEASURED, SMALL, GpuCase, GpuRow, gpu_cases
+from amplab.cli import main as amplab
+
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+
+
+def case(**goals):
+    goals = goals or {"torch": 2.0, "copy": 0.9}
+    sides = {"amplab": Contestant(lambda: None), **{name: Contestant(lambda: None) for name in goals}}
+    return GpuCase("a", {name: Goal("at least", goal) for name, goal in goals.items()}, False, 8, lambda device: sides)
+
+
+@WITHOUT_GPU
+@pytest.mark.parametrize("start", [gpu.main, lambda words: amplab(["bench", "gpu", *words])])
+def test_without_a_gpu_one_sentence_and_no_file(capsys, tmp_path, start):
+    before = sorted(gpu.RESULTS.iterdir())
+    assert start(["--json", str(tmp_path / "figures.json")]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.fullmatch(r"amplab bench gpu: no CUDA device here, so nothing was measured; [^.]*\.\n", printed.err)
+    assert list(tmp_path.iterdir()) == []
+    assert sorted(gpu.RESULTS.iterdir()) == before
+
+
+def test_the_cpu_checks_and_rehearses_and_has_no_figures(capsys):
+    assert gpu.main(["--device", "cpu", "--small"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count(NOT_MEASURED) == len([row for case in gpu_cases(SMALL) for row in case.goals])
+    assert "40 of 40 checks passed" in printed
+    assert not re.search(r"\b(met|missed)\b", printed)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--device", "cpu"], "add --small"),
+        (["--device", "cpu", "--small", "--json", "nvidia-h200.json"], "figures are of a GPU alone"),
+    ],
+)
+def test_the_cpu_is_refused_a_file_of_figures(capsys, tmp_path, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    assert gpu.main(words) == 2
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_rows_are_those_that_are_published():
+    cases = gpu_cases(FULL)
+    goals = [(each.name, against, goal.value) for each in cases for against, goal in each.goals.items()]
+    assert len({(name, against) for name, against, _ in goals}) == len(goals) == 17
+    bandwidth = [goal for _, against, goal in goals if against.startswith("copy_")]
+    assert bandwidth == [0.92] * 6
+    assert [goal for _, against, goal in goals if against == "torch's operator"] == [1.0, 1.3, 1.3] * 2
+    assert [goal for *_, goal in goals[12:]] == [3.0, 3.0, 2.5, 1.0, 1.0]
+    assert sum(torch.Size(shape).numel() for shape in FULL.lists["1 B in 400 tensors"]) == 10**9
+    assert [each.whole_call for each in cases] == [False] * 6 + [True] * 5
+
+
+def test_sides_take_turns_and_each_round_has_its_ratio():
+    log = []
+    names = {"amplab": 1.0, "torch": 3.0, "copy": 0.5}
+    sides = {name: Contestant(lambda: None, prepare=lambda: None) for name in names}
+    by_side = {id(side): name for name, side in sides.items()}
+
+    def clock(side, *, whole_call):
+        log.append(by_side[id(side)])
+        return names[log[-1]]
+
+    goals = {"torch": Goal("at least", 2.0), "copy": Goal("at least", 0.92)}
+    rows = measure_case(GpuCase("a", goals, True, 0, lambda device: sides), clock, 3, device="cpu")
+    assert log[-9:] == ["amplab", "torch", "copy", "torch", "copy", "amplab", "copy", "amplab", "torch"]
+    assert [(row.against, row.value, row.spread, row.met) for row in rows] == [
+        ("torch", 3.0, (3.0, 3.0), True),
+        ("copy", 0.5, (0.5, 0.5), False),
+    ]
+    assert rows[0].details == {"ours_ms": 1.0, "theirs_ms": 3.0, "rounds": 3, "timed": "whole call"}
+
+
+def test_too_little_memory_is_no_figure(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 2**40))
+    goal = {"torch": Goal("at least", 2.0)}
+    (row,) = measure_case(GpuCase("a", goal, False, 3 * 2**30, pytest.fail), pytest.fail, 3)
+    assert row.value is None
+    assert row.details == {"why": "needs 3 GiB of device memory, 1 are free"}
+
+
+def test_json_and_table_say_what_was_not_measured():
+    goal = Goal("at least", 0.92)
+    rows = [GpuRow("a", "b", goal, 0.95, (0.94, 0.96), {"ours_ms": 1.0}), *unmeasured(case(torch=2.0), "no memory")]
+    checks = [Check("unscale_", 3), Check("unscale_add", 2, "list 1: tensor 0")]
+    whole = json.loads(gpu.as_json(rows, checks, {"device": "Abacus"}))
+    assert whole["machine"] == {"device": "Abacus"}
+    assert [(row["value"], row["met"], row["goal"]) for row in whole["rows"]] == [
+        (0.95, True, "≥ 0.92"),
+        (NOT_MEASURED, NOT_MEASURED, "≥ 2"),
+    ]
+    assert whole["checks"][1]["failure"] == "list 1: tensor 0"
+    assert gpu.as_text(rows, checks) == (
+        "what  against  times as fast  goal\n"
+        "a     b        0.95           ≥ 0.92  met\n"
+        "a     torch    not measured   ≥ 2\n"
+        "1 of 2 checks passed.\n"
+        "unscale_add: list 1: tensor 0"
+    )
+
+
+def test_what_is_recorded_was_measured_on_a_named_device(tmp_path):
+    for name, each in gpu.recorded_results().items():
+        assert name
+        assert {"device", "driver", "torch", "cuda", "date"} <= set(each["machine"])
+        assert all(check["failure"] == "" for check in each["checks"])
+    assert gpu.recorded_results(tmp_path) == {}
+    (tmp_path / "abacus.json").write_text(gpu.as_json([], [], {"device": "Abacus"}))
+    assert set(gpu.recorded_results(tmp_path)) == {"Abacus"}
+
+
+def leave_the_last(inputs, outputs, found_inf, inv_scale, **findings):
+    kernels.unscale_copy(inputs, [y.clone() for y in outputs], found_inf, inv_scale, **findings)
+    shorter = ([x[:-1] for x in inputs], [y[:-1] for y in outputs])
+    kernels.unscale_copy(*shorter, found_inf, inv_scale)
+
+
+def write_beside(inputs, outputs, found_inf, inv_scale, **findings):
+    kernels.unscale_copy(inputs, outputs, found_inf, inv_scale, **findings)
+    first = outputs[0]
+    first.as_strided((1,), (1,), first.storage_offset() + first.numel()).zero_()
+
+
+def round_otherwise(inputs, outputs, found_inf, inv_scale, **findings):
+    kernels.unscale_copy(inputs, outputs, found_inf, inv_scale, **findings)
+    outputs[-1][0] = torch.nextafter(outputs[-1][0], torch.tensor(0.0, dtype=outputs[-1].dtype))
+
+
+def miss_what_is_bad(inputs, outputs, found_inf, inv_scale, **findings):
+    kernels.unscale_copy(inputs, outputs, torch.zeros(1), inv_scale, **findings)
+
+
+def miss_a_norm(inputs, outputs, found_inf, inv_scale, **findings):
+    kernels.unscale_copy(inputs, outputs, found_inf, inv_scale, **{**findings, "norms": None})
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (leave_the_last, "elements differ from float64"),
+        (write_beside, "memory beside it was written"),
+        (round_otherwise, "1 of "),
+        (miss_what_is_bad, "found_inf 0.0"),
+        (miss_a_norm, "norms: "),
+    ],
+)
+def test_a_broken_kernel_is_caught(monkeypatch, broken, said):
+    monkeypatch.setattr(gpu_checks, "unscale_copy", broken)
+    checks = run_checks("cpu", lists=4, largest=50)
+    failed = [check for check in checks if check.failure]
+    assert {check.name.split()[0] for check in failed} == {"unscale_copy"}
+    assert len(failed) >= 8
+    assert any(said in check.failure for check in failed)
+
+
+def test_quartiles():
+    assert gpu_clock.quartiles([2.0]) == (2.0, 2.0)
+    assert gpu_clock.quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 4.0)

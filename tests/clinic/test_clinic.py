@@ -1,0 +1,73 @@
+"""Every patient is told what it has, and the healthy twin that it has nothing."""
+
+import warnings
+
+import pytest
+import torch
+from loop_wards import LOOP_WARDS
+from patients import SEEDS, SIZES, train
+from value_wards import VALUE_WARDS
+
+import amplab
+from amplab.amp import Session
+from amplab.diagnose import doctor
+
+WARDS = VALUE_WARDS | LOOP_WARDS
+
+
+def diagnosed(ward, size, seed, *, broken):
+    """Train, then look at the batch of the last skipped step, or else of the last, at the scale that it had."""
+    torch.manual_seed(seed)
+    patient = None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            patient = ward.admit(size, seed, broken)
+            run = train(patient)
+            return doctor(
+                patient.model,
+                lambda: patient.loss(*patient.last),
+                train_step=lambda: patient.step(patient, patient.last),
+                optimizers=patient.optimizers,
+                amp=patient.amp,
+                loss_scale=patient.last_scale,
+                batch=patient.last,
+                run=run,
+            )
+    finally:
+        if patient is not None and isinstance(patient.amp, Session):
+            patient.amp.reset()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", WARDS)
+def test_the_first_finding_names_what_was_planted(name, size, seed):
+    ward = WARDS[name]
+    found = diagnosed(ward, size, seed, broken=True)
+    assert (found[0].name, found[0].module) == (ward.name, ward.module), str(found)
+    assert found[0].severity in ("error", "warning")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", WARDS)
+def test_the_healthy_twin_has_nothing_above_a_note(name, size, seed):
+    found = diagnosed(WARDS[name], size, seed, broken=False)
+    assert not found.harmful, str(found.harmful)
+
+
+def test_the_pasted_remedy_mends_the_attention():
+    """The first lines of the remedy, run as they stand, and then the same step."""
+    ward = WARDS["attention logits"]
+    remedy = diagnosed(ward, SIZES[0], 0, broken=True)[0].remedy.partition("# or")[0]
+    torch.manual_seed(0)
+    patient = ward.admit(SIZES[0], 0, True)
+    patient.amp.reset()
+    names = {"amplab": amplab, "amp": amplab.amp, "model": patient.model, "optimizer": patient.optimizers[0]}
+    try:
+        exec(remedy, names)
+        found = doctor(patient.model, lambda: patient.loss(*patient.batch(0)), optimizers=patient.optimizers)
+        assert not found.harmful, str(found.harmful)
+    finally:
+        amplab.amp.reset()

@@ -1,0 +1,199 @@
+"""Runs whose fault is in the values that ops receive: what half cannot hold, and what no format can."""
+
+import torch
+from patients import Patient, Ward, apex, gaussian, padded, regression
+from torch import nn
+from torch.nn import functional as F
+
+__all__ = ["VALUE_WARDS"]
+
+
+# Attention whose logits leave half
+
+
+class Attention(nn.Module):
+    """One head; the query is scaled down where it should be."""
+
+    def __init__(self, size: int, scaled: bool) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(size, size) for _ in range(3))
+        self.factor = size**-0.5 if scaled else 1.0
+
+    def forward(self, x):  # (rows, size)
+        scores = (self.query(x) * self.factor) @ self.key(x).t()  # (rows, rows)
+        return F.softmax(scores, dim=-1) @ self.value(x)
+
+
+class Attends(nn.Module):
+    def __init__(self, size: int, scaled: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(size)
+        self.attention = Attention(size, scaled)
+        self.head = nn.Linear(size, 1)
+        if not scaled:
+            nn.init.normal_(self.attention.query.weight, std=12.0)
+            nn.init.normal_(self.attention.key.weight, std=40.0)
+
+    def forward(self, x):
+        return self.head(self.attention(self.norm(x)))
+
+
+def attention_logits(size: int, seed: int, broken: bool) -> Patient:
+    model = Attends(size, not broken)
+    return apex(model, regression(model), gaussian(size, seed, 2 * size, size))
+
+
+# A norm by hand whose eps is 0 in half
+
+
+class HandNorm(nn.Module):
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x):
+        centred = x - x.mean(-1, keepdim=True)
+        return centred / (centred.square().mean(-1, keepdim=True) + self.eps).sqrt()
+
+
+def vanishing_eps(size: int, seed: int, broken: bool) -> Patient:
+    """Rows of padding are constant, and their variance is 0."""
+    model = nn.Sequential(nn.Linear(size, size, bias=False))
+    model.add_module("norm", HandNorm(1e-8 if broken else 1e-3))
+    model.add_module("head", nn.Linear(size, 1))
+    return apex(model, regression(model), padded(gaussian(size, seed)), level="O2")
+
+
+# The logarithm of a softmax that reached 0
+
+
+class Chooses(nn.Module):
+    def __init__(self, size: int, by_hand: bool) -> None:
+        super().__init__()
+        self.body = nn.Linear(size, size)
+        self.choice = Choice(by_hand)
+        nn.init.normal_(self.body.weight, std=4.0)
+
+    def forward(self, x):
+        return self.choice(self.body(x))
+
+
+class Choice(nn.Module):
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.by_hand = by_hand
+
+    def forward(self, x):
+        return torch.log(torch.softmax(x, -1)) if self.by_hand else torch.log_softmax(x, -1)
+
+
+def log_of_softmax(size: int, seed: int, broken: bool) -> Patient:
+    model = Chooses(size, broken)
+    return apex(model, lambda x: F.nll_loss(model(x).float(), x.argmax(1)), gaussian(size, seed), level="O2")
+
+
+# Binary cross entropy of a sigmoid in half
+
+
+class Detector(nn.Module):
+    def __init__(self, size: int, squashes: bool) -> None:
+        super().__init__()
+        self.body = nn.Linear(size, size)
+        self.out = nn.Sequential(nn.Linear(size, 1), *([nn.Sigmoid()] if squashes else []))
+        nn.init.normal_(self.out[0].weight, std=10.0)
+
+    def forward(self, x):
+        return self.out(self.body(x))
+
+
+def bce_of_sigmoid(size: int, seed: int, broken: bool) -> Patient:
+    model = Detector(size, broken)
+    criterion = F.binary_cross_entropy if broken else F.binary_cross_entropy_with_logits
+    return apex(
+        model, lambda x: criterion(model(x).flatten(), (x.mean(1) > 0).float()), gaussian(size, seed), level="O2"
+    )
+
+
+# The sum of a large plane
+
+
+class Pool(nn.Module):
+    def __init__(self, sums: bool) -> None:
+        super().__init__()
+        self.sums = sums
+
+    def forward(self, x):
+        return x.sum((2, 3)) if self.sums else x.mean((2, 3))
+
+
+def sum_of_plane(size: int, seed: int, broken: bool) -> Patient:
+    """A plane of 64 x 64 and more, of brightness about 40."""
+    model = nn.Sequential(nn.Conv2d(1, 4, 1))
+    nn.init.constant_(model[0].weight, 1.0)
+    model.add_module("pool", Pool(broken))
+    model.add_module("norm", nn.LayerNorm(4))
+    model.add_module("head", nn.Linear(4, 1))
+    normal = gaussian(size, seed, 2, 1, 48 + size, 48 + size)
+
+    def planes(step):
+        (x,) = normal(step)
+        return (x + 40,)
+
+    return apex(model, lambda x: (model(x).float() - 1).square().mean(), planes, level="O2")
+
+
+# Masks of -1e9
+
+
+class Masked(nn.Module):
+    """Attention over rows, of which some are padding; a mask that leaves a row nothing to look at."""
+
+    def __init__(self, size: int, fill: float) -> None:
+        super().__init__()
+        self.scores = nn.Linear(size, size)
+        self.masking = Masking(fill)
+        self.head = nn.Linear(size, 1)
+
+    def forward(self, x):
+        kept = (x[:, :1] > -0.5).to(self.head.weight.dtype).expand(-1, x.shape[1])
+        return self.head(torch.softmax(self.masking(self.scores(x), kept), -1) * x)
+
+
+class Masking(nn.Module):
+    def __init__(self, fill: float) -> None:
+        super().__init__()
+        self.fill = fill
+
+    def forward(self, scores, kept):
+        return scores + (1 - kept) * self.fill
+
+
+def large_mask(size: int, seed: int, broken: bool) -> Patient:
+    model = Masked(size, -1e9 if broken else -1e4)
+    return apex(model, regression(model), gaussian(size, seed), level="O2")
+
+
+def late_where(size: int, seed: int, broken: bool) -> Patient:
+    """sqrt at 0, thrown away by a where that comes after it: forward is finite, its gradient is not."""
+
+    class Root(nn.Module):
+        def forward(self, x):
+            squares = x.square()
+            inside = squares if broken else torch.where(squares > 0, squares, 1.0)
+            return torch.where(squares > 0, inside.sqrt(), 0.0)
+
+    model = nn.Sequential(nn.Linear(size, size, bias=False))
+    model.add_module("root", Root())
+    model.add_module("head", nn.Linear(size, 1))
+    return apex(model, regression(model), padded(gaussian(size, seed)))
+
+
+VALUE_WARDS = {
+    "attention logits": Ward(attention_logits, "logits-overflow-half", "attention"),
+    "eps": Ward(vanishing_eps, "constant-vanishes-in-half", "norm"),
+    "log of softmax": Ward(log_of_softmax, "log-of-zero", "choice"),
+    "bce": Ward(bce_of_sigmoid, "bce-after-sigmoid", "out.1"),
+    "sum of a plane": Ward(sum_of_plane, "reduction-overflows-half", "pool"),
+    "mask": Ward(large_mask, "constant-overflows-half", "masking"),
+    "late where": Ward(late_where, "gradient-undefined", "root"),
+}

@@ -1,0 +1,106 @@
+"""The doctor applies every rule, puts causes before symptoms, and leaves the patient as it was."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import amplab
+from amplab.diagnose import Findings, MachineReport, Observation, StepObservation, doctor
+
+
+def test_without_a_model_it_looks_at_the_machine():
+    assert isinstance(amplab.doctor(), MachineReport)
+    with pytest.raises(TypeError, match="doctor got no model"):
+        doctor(loss_fn=lambda: None)
+
+
+def healthy():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.LayerNorm(32), nn.Linear(32, 8))
+    return model, torch.randn(64, 16), torch.randint(0, 8, (64,))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_healthy_model_has_nothing_above_a_note(level):
+    model, x, y = healthy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amplab.amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    try:
+        found = doctor(model, lambda: F.cross_entropy(model(x).float(), y), optimizers=optimizer, batch=(x, y))
+        assert isinstance(found, Findings)
+        assert not found.harmful, str(found)
+    finally:
+        amplab.amp.reset()
+
+
+def test_a_softmax_of_o1_gives_nothing():
+    model, x, _ = healthy()
+    with amplab.autocast("cpu", dtype=torch.float16):
+        found = doctor(model, lambda: torch.log(torch.softmax(model(x), -1) + 1e-12).square().mean())
+    assert not [each for each in found if each.op in ("softmax", "log", "add")], str(found)
+
+
+def test_a_mask_that_half_cannot_hold_is_told_from_the_error():
+    model, x, _ = healthy()
+    found = doctor(model.half(), lambda: model(x.half()).masked_fill(torch.ones(8).bool(), -1e9).softmax(-1).sum())
+    assert (found[0].name, found[0].severity) == ("constant-overflows-half", "error")
+
+
+def test_bce_that_is_refused_is_told_from_the_error():
+    model, x, _ = healthy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amplab.amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    try:
+        found = doctor(model, lambda: F.binary_cross_entropy(model(x).sigmoid(), torch.ones(64, 8)))
+        assert found[0].name == "bce-after-sigmoid"
+    finally:
+        amplab.amp.reset()
+
+
+def test_what_else_a_step_raises_is_told_as_it_is():
+    model, *_ = healthy()
+    found = doctor(model, lambda: model(torch.ones(3, 5)).sum())
+    assert (found[0].name, len(found)) == ("step-raised", 1)
+    assert "mat1 and mat2" in found[0].symptom
+
+
+def test_causes_stand_before_the_symptoms_they_explain():
+    model, x, y = healthy()
+    x[0, 0] = math.nan
+    skips = (StepObservation(n, math.nan, 2.0 ** (16 - n), True, 2.0 ** (15 - n)) for n in range(20))
+    found = doctor(model, lambda: F.cross_entropy(model(x), y), batch=(x, y), run=Observation(tuple(skips)))
+    assert found[0].name == "nonfinite-batch"
+    assert not found.named("scale-collapse")
+    alone = doctor(model, lambda: F.cross_entropy(model(x.nan_to_num()), y), run=Observation(tuple(
+        StepObservation(n, math.nan, 2.0 ** (16 - n), True, 2.0 ** (15 - n)) for n in range(20))))  # fmt: skip
+    assert alone[0].name == "scale-collapse"
+
+
+def test_odd_shapes_are_a_note():
+    torch.manual_seed(0)
+    model = nn.Linear(63, 127)
+    with amplab.autocast("cpu", dtype=torch.float16):
+        found = doctor(model, lambda: model(torch.ones(64, 63)).float().sum())
+    (odd,) = found.named("shapes-off-multiples-of-8")
+    assert (odd.severity, odd.evidence["sides"], odd.evidence["share"]) == ("note", "64 x 63 x 127", 1.0)
+    even = nn.Linear(64, 128)
+    with amplab.autocast("cpu", dtype=torch.float16):
+        assert not doctor(even, lambda: even(torch.ones(64, 64)).float().sum()).named("shapes-off-multiples-of-8")
+
+
+def test_a_convolution_counts_by_its_channels():
+    """Where it is most of the work, an odd head beside it does not matter."""
+    model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.Flatten(), nn.Linear(16 * 36, 3))
+    odd = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Flatten(), nn.Linear(16 * 36, 8))
+    for network, x, found in ((model, torch.ones(8, 8, 8, 8), 0), (odd, torch.ones(8, 3, 8, 8), 1)):
+        with amplab.autocast("cpu", dtype=torch.float16):
+            seen = doctor(network, lambda network=network, x=x: network(x).float().sum())
+        assert len(seen.named("shapes-off-multiples-of-8")) == found
+
+
+def test_in_float32_there_is_no_speed_to_miss():
+    model = nn.Linear(63, 127)
+    assert not doctor(model, lambda: model(torch.ones(64, 63)).sum())

@@ -1,0 +1,124 @@
+"""Rules about runs, each on a run that has it and on the nearest one that has not."""
+
+import math
+
+import pytest
+
+from amplab.diagnose.observations import Observation, StepObservation
+from amplab.diagnose.run_rules import run_findings
+
+
+def run_of(losses, skipped="", scales=None, *, window=2000, **fields):
+    """A run step by step; `scales` are those of the steps, with the one after the last at the end."""
+    skipped = skipped or "." * len(losses)
+    scales = scales or [65536.0] * (len(losses) + 1)
+    steps = []
+    for number, (loss, mark) in enumerate(zip(losses, skipped, strict=True)):
+        own = {name: values[number] for name, values in fields.items()}
+        steps.append(StepObservation(number, loss, scales[number], mark == "x", scales[number + 1], **own))
+    return Observation(tuple(steps), growth_interval=window)
+
+
+def names(run):
+    return [finding.name for finding in run_findings(run)]
+
+
+def test_a_run_that_learns_has_nothing():
+    assert names(run_of([2.3, 2.0, 1.7, 1.2, 0.9, 0.8, 0.7])) == []
+    assert names(Observation()) == []
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [1, 2, 4, 8, 16, 32, 64, 128],
+        [1.0, 40.0, 3e4, 2e7],
+        [2.3, 1.0, 0.3, 0.1, 0.05, 0.05, 1.0, 3.0, 9.0, 9.0],
+        [1.0, 50.0, 3e5, math.inf, math.nan],
+    ],
+)
+def test_a_loss_that_grows_diverges(losses):
+    assert "diverging" in names(run_of(losses, learning_rate=[0.5] * len(losses)))
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [0.02, 0.08, 0.03, 0.09, 0.05, 0.06, 0.04, 0.08],  # batches differ
+        [1.0, 3.0, 5.0],  # too few to say
+        [2.3, 0.1, 0.01, 0.01, 0.012, 0.3, 0.01, 0.012, 0.01],  # one bad batch
+        [-1.0, -5.0, -300.0, -900.0],  # a loss that is not positive has no such measure
+    ],
+)
+def test_noise_does_not(losses):
+    assert names(run_of(losses)) == []
+
+
+def test_without_a_step_taken_a_loss_does_not_diverge():
+    assert "diverging" not in names(run_of([1.0, 200.0, 4e4], "xxx", [8.0, 4.0, 2.0, 1.0]))
+
+
+@pytest.mark.parametrize("loss", [1.0, math.nan])
+def test_a_scale_that_collapses(loss):
+    scales = [2.0 ** (40 - n) for n in range(21)]
+    (found,) = (each for each in run_findings(run_of([loss] * 20, "x" * 20, scales)) if each.name == "scale-collapse")
+    assert found.evidence["skips"] == 20
+    assert ("before it is scaled" in found.cause) == math.isnan(loss)
+    assert "scale-collapse" not in names(run_of([loss] * 19, "x" * 19, scales[:20]))
+
+
+def test_skips_at_a_scale_of_one_are_a_collapse_at_once():
+    assert "scale-collapse" in names(run_of([1.0, 1.0], ".x", [1.0, 1.0, 0.5]))
+
+
+def test_a_loss_that_is_not_finite():
+    taken, skipped = run_of([1.0, math.nan]), run_of([1.0, math.nan], ".x", [8.0, 8.0, 4.0])
+    assert [(each.name, each.severity) for each in run_findings(taken)] == [("nonfinite-loss", "error")]
+    assert [(each.name, each.severity) for each in run_findings(skipped)] == [("nonfinite-loss", "warning")]
+
+
+def sawtooth(window, times):
+    """What a scale does that bears 2^10: grow after `window` clean steps, overflow, back off."""
+    marks, scales = "", [1024.0]
+    for _ in range(times):
+        marks += "." * window + "x"
+        scales += [1024.0] * (window - 1) + [2048.0, 1024.0]
+    return run_of([1.0] * len(marks), marks, scales, window=window)
+
+
+@pytest.mark.parametrize(("window", "short"), [(3, True), (20, True), (60, False)])
+def test_a_window_is_short_where_it_costs_more_than_one_step_in_fifty(window, short):
+    assert ("window-too-short" in names(sawtooth(window, 4))) == short
+
+
+def test_skips_without_growth_are_not_the_windows_fault():
+    scales = [2.0 ** (16 - n) for n in range(11)]
+    run = run_of([1.0] * 10, ".xxxxxxxxx", [scales[0], *scales[:10]], window=3)
+    assert "window-too-short" not in names(run)
+
+
+@pytest.mark.parametrize(("lost", "long"), [(0.5, True), (0.05, False), (None, False)])
+def test_a_window_is_long_where_gradients_are_lost_meanwhile(lost, long):
+    scales = [65536.0] * 3 + [8.0] * 6
+    run = run_of([1.0] * 8, "..x.....", scales, underflow=[None] * 7 + [lost])
+    assert ("window-too-long" in names(run)) == long
+
+
+def test_a_start_from_far_above_is_a_note():
+    scales = [2.0 ** (24 - n) for n in range(7)] + [2.0**18] * 2
+    (found,) = run_findings(run_of([1.0] * 8, "xxxxxx..", scales))
+    assert (found.name, found.severity, found.evidence["fitting_scale"]) == ("slow-start", "note", 2.0**18)
+    assert names(run_of([1.0] * 8, "xx......", scales)) == []
+
+
+@pytest.mark.parametrize(
+    ("rates", "mark", "found"), [((0.1, 0.2), "x", True), ((0.1, 0.1), "x", False), ((0.1, 0.2), ".", False)]
+)
+def test_a_scheduler_that_counts_a_skipped_first_step(rates, mark, found):
+    run = run_of([1.0, 1.0], f"{mark}.", [8.0, 4.0, 4.0], learning_rate=rates)
+    assert ("scheduler-before-step" in names(run)) == found
+
+
+def test_gradients_of_different_scales_in_one_step():
+    assert names(run_of([1.0], backward_scales=[(8.0, 4.0)])) == ["accumulation-across-scales"]
+    assert names(run_of([1.0], backward_scales=[(8.0, 8.0)])) == []
