@@ -300,13 +300,14 @@ class GradScaler(LossScales):
     # -- optimizers that take the scale themselves -------------------------------------------------
 
     def _step_with_scale(self, optimizer: Optimizer, row: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if wants_scaler(optimizer):
+        is_ours = isinstance(optimizer, FusedOptimizer)
+        if not is_ours and wants_scaler(optimizer):
             self._last = STEPPED
             return optimizer.step(*args, **kwargs, grad_scaler=self)
         known = self._known.of(optimizer)
         if row["stage"] is OptState.READY and self._done.holds_any(known.params):
             self._unscale(optimizer, row, allow_half=True)  # shared with an optimizer that has unscaled
-        if row["stage"] is OptState.READY and isinstance(optimizer, FusedOptimizer):
+        if row["stage"] is OptState.READY and is_ours:
             row["found_inf_per_device"] = optimizer.check_gradients()
         elif row["stage"] is OptState.READY:
             self._check_inf_per_device(optimizer)

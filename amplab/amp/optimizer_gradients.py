@@ -114,7 +114,9 @@ class UnscaledGradients:
 
     def holds_any(self, params: Iterable[Tensor]) -> bool:
         """Whether a gradient of ``params`` is unscaled already."""
-        return any((grad := param.grad) is not None and self.find(grad) is not None for param in params)
+        return bool(self._seen) and any(
+            (grad := param.grad) is not None and self.find(grad) is not None for param in params
+        )
 
     def clear(self) -> None:
         """Begin another iteration."""

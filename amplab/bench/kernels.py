@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from amplab.bench.interleaved import Case, Contestant, Pair
+from amplab.bench.optimizer_rows import optimizer_cases
 from amplab.bench.rows import Goal
 from amplab.bench.scaler import scaler_against_torch
 from amplab.bench.workloads import random_tensors, resnet50_shapes
@@ -53,6 +54,7 @@ def kernel_cases(large: int = 2**26, many: int = 2000, elements: int = 1000, mod
             Goal("at least", 3.0),
             lambda: scaler_against_torch(many, elements, fresh=True),
         ),
+        *optimizer_cases(model, model),
     ]
 
 

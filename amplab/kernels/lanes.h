@@ -98,6 +98,49 @@ struct Lanes {
 
 #endif
 
+// The sum of the squares of floats, in double, a vector at a time and at last a few alone.
+class SquareSum {
+ public:
+  AMPLAB_RULE void add(double x) { alone_ += x * x; }
+
+#if AMPLAB_LANES == 16
+  AMPLAB_RULE void add(Lanes x) {
+    const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(x.at));
+    const __m512d high = _mm512_cvtps_pd(_mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x.at), 1)));
+    low_ = low_ + low * low;
+    high_ = high_ + high * high;
+  }
+#elif AMPLAB_LANES == 8
+  AMPLAB_RULE void add(Lanes x) {
+    const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(x.at));
+    const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(x.at, 1));
+    low_ = low_ + low * low;
+    high_ = high_ + high * high;
+  }
+#endif
+
+  double total() const {
+    double sum = alone_;
+#if AMPLAB_LANES > 1
+    double each[AMPLAB_LANES / 2];
+    const auto both = low_ + high_;
+    std::memcpy(each, &both, sizeof each);
+    for (const double one : each) {
+      sum += one;
+    }
+#endif
+    return sum;
+  }
+
+ private:
+  double alone_ = 0.0;
+#if AMPLAB_LANES == 16
+  __m512d low_ = _mm512_setzero_pd(), high_ = _mm512_setzero_pd();
+#elif AMPLAB_LANES == 8
+  __m256d low_ = _mm256_setzero_pd(), high_ = _mm256_setzero_pd();
+#endif
+};
+
 // `numel` elements of any dtype into floats or doubles, and back: rounded once, to nearest even.
 
 template <class In, class T>

@@ -41,27 +41,6 @@ void for_each_chunk(std::vector<LayerChunk>& chunks, const Body& body) {
   check(torch_parallel_for(0, static_cast<int64_t>(chunks.size()), 1, call, context), "parallel_for");
 }
 
-// Sums side by side, so that the compiler takes several at once.
-template <class T>
-double sum_squares(const T* x, int64_t numel) {
-  constexpr int64_t kSums = 16;
-  double sums[kSums] = {};
-  int64_t i = 0;
-  for (; i + kSums <= numel; i += kSums) {
-    for (int64_t lane = 0; lane < kSums; ++lane) {
-      sums[lane] += static_cast<double>(x[i + lane]) * static_cast<double>(x[i + lane]);
-    }
-  }
-  for (; i < numel; ++i) {
-    sums[i % kSums] += static_cast<double>(x[i]) * static_cast<double>(x[i]);
-  }
-  double sum = 0.0;
-  for (const double each : sums) {
-    sum += each;
-  }
-  return sum;
-}
-
 void count_steps(const StepLists& lists) {
   for (float* count : lists.step_counts()) {
     *count += 1.0f;
@@ -72,27 +51,52 @@ double step_of(const StepItem& item) { return static_cast<double>(*item.step) + 
 
 // -- LAMB -----------------------------------------------------------------------------------------------------------
 
+// V elements from `i` on: the squares of the weight, and of what the rule makes of it.
+template <class V, class T>
+AMPLAB_RULE void measure_at(const AnyLamb<T, true>& rule, T factor, const T* grad, const T* param,
+                            T* const* states, int64_t i, SquareSum& weights, SquareSum& updates) {
+#if AMPLAB_LANES > 1
+  if constexpr (sizeof(V) > sizeof(T)) {
+    V weight = lanes_from(param + i);
+    V state[2] = {lanes_from(states[0] + i), lanes_from(states[1] + i)};
+    weights.add(weight);
+    rule(V(lanes_from(grad + i)) * V(factor), weight, state);
+    updates.add(weight);
+    return;
+  } else
+#endif
+  {
+    V weight = param[i];
+    V state[2] = {states[0][i], states[1][i]};
+    weights.add(static_cast<double>(weight));
+    rule(grad[i] * factor, weight, state);
+    updates.add(static_cast<double>(weight));
+  }
+}
+
 template <class T>
-void measure_lamb(const StepItem& item, const LambSettings& settings, float factor, LayerChunk& chunk) {
+void measure_lamb(const StepItem& item, const LambSettings& settings, T factor, LayerChunk& chunk) {
   const AnyLamb<T, true> rule(settings, step_of(item), 0.0);
-  T grads[kStepBlock], update[kStepBlock], moments[2][kStepBlock];
-  T* const states[kMostStates] = {moments[0], moments[1]};
+  T blocks[4][kStepBlock];
+  SquareSum weights, updates;
   for (int64_t at = chunk.begin; at < chunk.end; at += kStepBlock) {
     const int64_t numel = std::min(kStepBlock, chunk.end - at);
-    const auto copy = [&](const Operand& operand, T* block) {
-      const T* fetched = fetch(item, operand, at, numel, block);
-      if (fetched != block) {
-        std::copy(fetched, fetched + numel, block);
+    const T* grad = fetch(item, item.grad, at, numel, blocks[0]);
+    const T* param = fetch(item, item.param, at, numel, blocks[1]);
+    T* const states[2] = {fetch(item, item.states[0], at, numel, blocks[2]),
+                          fetch(item, item.states[1], at, numel, blocks[3])};
+    int64_t i = 0;
+    if constexpr (sizeof(T) == sizeof(float)) {
+      for (; i + kStepLanes <= numel; i += kStepLanes) {
+        measure_at<Lanes>(rule, factor, grad, param, states, i, weights, updates);
       }
-    };
-    copy(item.grad, grads);
-    copy(item.param, update);
-    copy(item.states[0], moments[0]);
-    copy(item.states[1], moments[1]);
-    chunk.weight += sum_squares(update, numel);
-    step_elements(rule, static_cast<T>(factor), grads, update, states, numel);
-    chunk.update += sum_squares(update, numel);
+    }
+    for (; i < numel; ++i) {
+      measure_at<T>(rule, factor, grad, param, states, i, weights, updates);
+    }
   }
+  chunk.weight = weights.total();
+  chunk.update = updates.total();
 }
 
 std::vector<double> lamb_rates(const std::vector<StepItem>& items, const std::vector<LayerChunk>& chunks,
@@ -121,7 +125,7 @@ void lamb(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
   if (settings.adapt) {
     for_each_chunk(chunks, [&](LayerChunk& chunk) {
       const StepItem& item = items[chunk.item];
-      item.param.dtype == kDouble ? measure_lamb<double>(item, settings, factor, chunk)
+      item.param.dtype == kDouble ? measure_lamb<double>(item, settings, static_cast<double>(factor), chunk)
                                   : measure_lamb<float>(item, settings, factor, chunk);
     });
   }
@@ -142,24 +146,38 @@ void lamb(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
 // -- NovoGrad -------------------------------------------------------------------------------------------------------
 
 template <class T>
-double largest(const T* x, int64_t numel, double most) {
+double largest(const T* x, T factor, int64_t numel, double most) {
   for (int64_t i = 0; i < numel; ++i) {
-    const double each = std::abs(static_cast<double>(x[i]));
+    const double each = std::abs(static_cast<double>(x[i] * factor));
     most = each > most || each != each ? each : most;  // NaN is the largest
   }
   return most;
 }
 
 template <class T>
-void measure_gradient(const StepItem& item, bool maximum, float factor, LayerChunk& chunk) {
-  T block[kStepBlock], scaled[kStepBlock];
+double squares(const T* x, T factor, int64_t numel) {
+  SquareSum sum;
+  int64_t i = 0;
+#if AMPLAB_LANES > 1
+  if constexpr (sizeof(T) == sizeof(float)) {
+    for (; i + kStepLanes <= numel; i += kStepLanes) {
+      sum.add(Lanes(lanes_from(x + i)) * Lanes(factor));
+    }
+  }
+#endif
+  for (; i < numel; ++i) {
+    sum.add(static_cast<double>(x[i] * factor));
+  }
+  return sum.total();
+}
+
+template <class T>
+void measure_gradient(const StepItem& item, bool maximum, T factor, LayerChunk& chunk) {
+  T block[kStepBlock];
   for (int64_t at = chunk.begin; at < chunk.end; at += kStepBlock) {
     const int64_t numel = std::min(kStepBlock, chunk.end - at);
-    const T* grads = fetch(item, item.grad, at, numel, block);
-    for (int64_t i = 0; i < numel; ++i) {
-      scaled[i] = grads[i] * static_cast<T>(factor);
-    }
-    chunk.weight = maximum ? largest(scaled, numel, chunk.weight) : chunk.weight + sum_squares(scaled, numel);
+    const T* grad = fetch(item, item.grad, at, numel, block);
+    chunk.weight = maximum ? largest(grad, factor, numel, chunk.weight) : chunk.weight + squares(grad, factor, numel);
   }
 }
 
@@ -195,7 +213,7 @@ std::vector<float> next_norms(const std::vector<float*>& before, const std::vect
   std::vector<double> measured(before.size());
   for (const LayerChunk& chunk : chunks) {
     double& whole = measured[places[chunk.item]];
-    whole = settings.maximum_norm ? largest(&chunk.weight, 1, whole) : whole + chunk.weight;
+    whole = settings.maximum_norm ? largest(&chunk.weight, 1.0, 1, whole) : whole + chunk.weight;
   }
   std::vector<float> norms;
   for (size_t place = 0; place < before.size(); ++place) {
@@ -220,8 +238,8 @@ void novograd(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
   std::vector<LayerChunk> chunks = cut(items);
   for_each_chunk(chunks, [&](LayerChunk& chunk) {
     const StepItem& item = items[chunk.item];
-    item.param.dtype == kDouble ? measure_gradient<double>(item, settings.maximum_norm, factor, chunk)
-                                : measure_gradient<float>(item, settings.maximum_norm, factor, chunk);
+    item.param.dtype == kDouble ? measure_gradient(item, settings.maximum_norm, static_cast<double>(factor), chunk)
+                                : measure_gradient(item, settings.maximum_norm, factor, chunk);
   });
   const std::vector<float> now = next_norms(norms, places, chunks, settings);
   for_each_chunk(chunks, [&](LayerChunk& chunk) {

@@ -119,8 +119,6 @@ AMPLAB_RULE double step_of(const void* count) {
   return count == nullptr ? 1.0 : static_cast<double>(*static_cast<const float*>(count)) + 1.0;
 }
 
-#if defined(__CUDACC__)
-
 // Elements of a pack: 16 bytes of the arithmetic's type.
 template <class T>
 constexpr int kStepPack = 16 / sizeof(T);
@@ -130,7 +128,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     step_kernel(const __grid_constant__ LaunchTable<StepPlaces<Rule<T>::kStates>::kPointers> table,
                 const __grid_constant__ Arguments arguments) {
   constexpr int kPointers = StepPlaces<Rule<T>::kStates>::kPointers;
-  __shared__ alignas(16) unsigned char room[sizeof(Rule<T>)];  // the powers of beta are computed by one thread
+  alignas(16) __shared__ unsigned char room[sizeof(Rule<T>)];  // the powers of beta are computed by one thread
   if (is_skipped(arguments)) {
     return;
   }
@@ -210,7 +208,5 @@ static __global__ void __launch_bounds__(kThreads)
     }
   });
 }
-
-#endif
 
 }  // namespace amplab

@@ -127,10 +127,12 @@ AMPLAB_RULE void step_at(const Rule& rule, T factor, const T* grad, T* param, T*
 }
 
 template <class T, class Rule>
-void step_elements(const Rule& rule, T factor, const T* grad, T* param, T* const* given, int64_t numel) {
-  T* states[kMostStates] = {given[0], given[1], given[2]};  // its own, so that no store can change them
+void step_elements(const Rule& given_rule, T factor, const T* grad, T* param, T* const* given, int64_t numel) {
+  const Rule rule = given_rule;  // its own, so that no store can change it, and what it holds stays in registers
+  T* const states[kMostStates] = {given[0], given[1], given[2]};
   int64_t i = 0;
   if constexpr (sizeof(T) == sizeof(float)) {
+#pragma GCC unroll 2
     for (; i + kStepLanes <= numel; i += kStepLanes) {
       step_at<Lanes>(rule, factor, grad, param, states, i);
     }

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amplab.kernels.step_reference import StepLists, square_root, step_reference
+from amplab.kernels.step_reference import StepLists, step_reference
 from amplab.optimizers.fused_optimizer import FusedOptimizer, StepBatch, new_state
 from amplab.optimizers.group_settings import check_betas, check_not_negative
 
@@ -99,7 +99,7 @@ def _adamp_rule(
 ) -> tuple[Tensor, Sequence[Tensor]]:
     exp_avg = states[0] * rule.beta1 + grad * (1.0 - rule.beta1)
     exp_avg_sq = states[1] * rule.beta2 + grad * (1.0 - rule.beta2) * grad
-    root = square_root(exp_avg_sq) / (1.0 - rule.beta2**step).sqrt().to(param.dtype)
+    root = exp_avg_sq.sqrt() / (1.0 - rule.beta2**step).sqrt().to(param.dtype)
     moment = exp_avg * rule.beta1 + grad * (1.0 - rule.beta1) if rule.nesterov else exp_avg
     update, share = moment / (root + rule.eps), torch.ones((), dtype=param.dtype, device=param.device)
     if param.dim() > 1 and param.numel() > 0:
@@ -110,18 +110,26 @@ def _adamp_rule(
 
 def _projected(param: Tensor, grad: Tensor, update: Tensor, rule: _Rule) -> tuple[Tensor, Tensor]:
     """The step without its part along the weight, row by row or else as a whole, and the share of the decay."""
-    by_row, rows_fit = _projection(param.flatten(1), grad.flatten(1), update.flatten(1), rule)
-    as_one, whole_fits = _projection(param.reshape(1, -1), grad.reshape(1, -1), update.reshape(1, -1), rule)
-    as_one = torch.where(whole_fits, as_one.reshape_as(param), update)
+    p, g, u = (each.flatten(1) for each in (param, grad, update))  # (rows, elements of a row)
+    sums = torch.stack([(p * p).sum(1), (g * g).sum(1), (g * p).sum(1), (p * u).sum(1)])  # (4, rows)
+    by_row, rows_fit = _part_along(*sums, p.shape[1], rule)
+    as_one, whole_fits = _part_along(*sums.sum(1, keepdim=True), p.numel(), rule)
+    part = torch.where(rows_fit, by_row, torch.where(whole_fits, as_one, 0.0))
     share = torch.where(rows_fit | whole_fits, rule.wd_ratio, 1.0).to(param.dtype)
-    return torch.where(rows_fit, by_row.reshape_as(param), as_one), share
+    return torch.addcmul(u, p, part.unsqueeze(1), value=-1).reshape_as(param), share
 
 
-def _projection(param: Tensor, grad: Tensor, update: Tensor, rule: _Rule) -> tuple[Tensor, Tensor]:
-    """For rows ``(rows, elements)``: the step without its part along them, and whether the gradient is orthogonal."""
-    length = torch.linalg.vector_norm(param, dim=1, keepdim=True)
-    grad_length = torch.linalg.vector_norm(grad, dim=1, keepdim=True)
-    cosine = (grad * param).sum(dim=1, keepdim=True).abs() / (grad_length + rule.eps) / (length + rule.eps)
-    direction = param / (length + rule.eps)
-    fits = cosine.max() < rule.delta / math.sqrt(param.shape[1])
-    return update - direction * (direction * update).sum(dim=1, keepdim=True), fits
+def _part_along(
+    weights: Tensor, grads: Tensor, across: Tensor, along: Tensor, elements: int, rule: _Rule
+) -> tuple[Tensor, Tensor]:
+    """How much of each weight is in its step, and whether every gradient is nearly orthogonal to its weight.
+
+    Args:
+        weights, grads: ``(rows,)``, the sums of squares.
+        across, along: ``(rows,)``, the products of gradient and weight, and of weight and step.
+        elements: of a row.
+        rule: numbers.
+    """
+    length = weights.sqrt() + rule.eps
+    cosine = across.abs() / (grads.sqrt() + rule.eps) / length
+    return along / (length * length), cosine.max() < rule.delta / math.sqrt(elements)

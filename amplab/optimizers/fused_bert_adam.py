@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amplab.kernels import lamb_
 from amplab.kernels.step_reference import StepLists, square_root, step_reference
 from amplab.optimizers.fused_optimizer import FusedOptimizer, StepBatch, new_state
 from amplab.optimizers.group_settings import check_not_negative, check_shares
@@ -114,9 +115,28 @@ class FusedBertAdam(FusedOptimizer):
         return False
 
     def _run(self, batch: StepBatch, grads: list[Tensor], factor: Tensor | None, found_inf: Tensor | None) -> None:
-        states = [batch.state("next_m"), batch.state("next_v")]
-        lists = StepLists(batch.params, grads, states, batch.state("step"), batch.copies, factor, found_inf)
-        step_reference(lists, functools.partial(_bert_adam_rule, _rule_of(batch.group)))
+        rule = _rule_of(batch.group)
+        moments, steps = [batch.state("next_m"), batch.state("next_v")], batch.state("step")
+        rate = _shared_rate(rule, steps)
+        if rate is None:
+            lists = StepLists(batch.params, grads, moments, steps, batch.copies, factor, found_inf)
+            step_reference(lists, functools.partial(_bert_adam_rule, rule))
+            return
+        lamb_(
+            batch.params,
+            grads,
+            *moments,
+            steps,
+            batch.copies,
+            lr=rate,
+            betas=(rule.b1, rule.b2),
+            eps=rule.e,
+            weight_decay=rule.weight_decay,
+            bias_correction=False,
+            adapt=False,
+            grad_factor=factor,
+            found_inf=found_inf,
+        )
 
 
 def _rule_of(group: dict[str, Any]) -> _Rule:
@@ -133,12 +153,20 @@ def _rate(rule: _Rule, done: Tensor) -> Tensor:
     return rule.lr * (torch.where(progress < rule.warmup, progress / rule.warmup, after) if rule.warmup > 0 else after)
 
 
+def _shared_rate(rule: _Rule, steps: list[Tensor]) -> float | None:
+    """The learning rate of all of them; None where it differs, or follows from counts that are on a device."""
+    if rule.t_total == _NEVER:
+        return rule.lr
+    if steps[0].device.type != "cpu":
+        return None
+    done = {step.item() for step in steps}
+    return _rate(rule, torch.tensor(done.pop(), dtype=torch.float64)).item() if len(done) == 1 else None
+
+
 def _bert_adam_rule(
     rule: _Rule, grad: Tensor, param: Tensor, states: Sequence[Tensor], step: Tensor
 ) -> tuple[Tensor, Sequence[Tensor]]:
     next_m = states[0] * rule.b1 + grad * (1.0 - rule.b1)
     next_v = states[1] * rule.b2 + grad * (1.0 - rule.b2) * grad
-    update = next_m / (square_root(next_v) + rule.e)
-    if rule.weight_decay > 0:
-        update = update + param * rule.weight_decay
+    update = next_m / (square_root(next_v) + rule.e) + param * rule.weight_decay
     return param - update * _rate(rule, step - 1.0).to(param.dtype), [next_m, next_v]

@@ -9,6 +9,7 @@ parameters, the same of them have gradients, and nobody has touched their state.
 ``fused_adam.py``; the kernels in `amplab.kernels.steps`.
 """
 
+import functools
 import itertools
 import operator
 from abc import abstractmethod
@@ -149,15 +150,26 @@ class FusedOptimizer(Optimizer):
 
         Sync: none.
         """
-        grads = [grad for param in self._listed() if (grad := param.grad) is not None]
-        found, norms = {}, []
-        for device, here in _by_device([_values(grad) for grad in grads]).items():
-            found[device] = torch.zeros((), device=device)
-            norm = torch.zeros((), device=device) if self._max_norm else None
-            unscaled_norm(here, found[device], _one(device), norm=norm)
-            norms.append(norm)
-        self._norm = _total(norms) if self._max_norm and norms else None
-        return found
+        with torch._C.DisableTorchFunction():
+            grads = [grad for param in self._listed() if (grad := param.grad) is not None]
+            self._norm = None
+            if not grads:
+                return {}
+            try:
+                found, norm = _check(grads, bool(self._max_norm))
+            except RuntimeError:  # sparse, or on several devices
+                return self._check_by_device(grads)
+            self._norm = norm
+            return {found.device: found}
+
+    def _check_by_device(self, grads: list[Tensor]) -> dict[torch.device, Tensor]:
+        """The same for gradients that one call of the kernel does not take."""
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for grad in grads:
+            by_device.setdefault(grad.device, []).append(grad._values() if grad.is_sparse else grad)
+        checked = [_check(here, bool(self._max_norm)) for here in by_device.values()]
+        self._norm = _total([norm for _, norm in checked if norm is not None])
+        return {found.device: found for found, _ in checked}
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients: to None, or to zeros where the optimizer was made with ``set_grad_none=False``."""
@@ -286,12 +298,28 @@ def new_state(param: Tensor) -> Tensor:
 
 def _factor(scale: Tensor | None, norm: Tensor | None, max_norm: float) -> Tensor | None:
     """``1 / scale`` times the clipping coefficient of gradients whose norm, scaled, is ``norm``; None for 1."""
-    inverse = None if scale is None else scale.double().reciprocal().float().reshape(())
+    inverse = None if scale is None else _inverse(scale)
     if norm is None:
         return inverse
-    unscaled = norm if inverse is None else norm * inverse.to(norm.device, non_blocking=True)
-    coefficient = torch.clamp(max_norm / (unscaled + 1e-6), max=1.0)
-    return coefficient if inverse is None else coefficient * inverse.to(norm.device, non_blocking=True)
+    if norm.device.type == "cpu" and (inverse is None or inverse.device.type == "cpu"):
+        factor = 1.0 if inverse is None else inverse.item()  # numbers on the host: no call for each operation
+        return torch.full((), factor * _clipping(norm.item() * factor, max_norm), dtype=torch.float32)
+    factor = torch.ones((), device=norm.device) if inverse is None else _on(norm.device, inverse)
+    return factor * torch.clamp(max_norm / (norm * factor + 1e-6), max=1.0)
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    """``1 / scale``, ``()`` float32, the reciprocal taken in float64."""
+    if scale.device.type == "cpu":
+        value = scale.item()
+        return torch.full((), 1.0 / value if value != 0.0 else float("inf"), dtype=torch.float32)
+    return scale.double().reciprocal().float().reshape(())
+
+
+def _clipping(norm: float, max_norm: float) -> float:
+    """The coefficient of ``torch.nn.utils.clip_grad_norm_``; NaN where the norm is NaN."""
+    coefficient = max_norm / (norm + 1e-6)
+    return 1.0 if coefficient > 1.0 else coefficient
 
 
 def _master_of(param: Tensor, state: dict[str, Any]) -> Tensor | None:
@@ -311,26 +339,24 @@ def _keep_exact(loaded: dict[str, Any], saved: dict[str, Any]) -> None:
             value.copy_(exact)
 
 
-def _values(grad: Tensor) -> Tensor:
-    """What the kernel reads of a gradient; a sparse one is refused later, by the step."""
-    return grad._values() if grad.is_sparse else grad
+def _check(grads: list[Tensor], with_norm: bool) -> tuple[Tensor, Tensor | None]:
+    """Whether gradients on one device are finite, and their norm where it is asked for; ``()`` float32 each."""
+    device = grads[0].device
+    found, norm = torch.zeros((), device=device), torch.zeros((), device=device) if with_norm else None
+    unscaled_norm(grads, found, _one(device), norm=norm)
+    return found, norm
 
 
-def _by_device(tensors: list[Tensor]) -> dict[torch.device, list[Tensor]]:
-    groups: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(tensor.device, []).append(tensor)
-    return groups
-
-
-def _total(norms: list[Tensor]) -> Tensor:
-    if len(norms) == 1:
-        return norms[0]
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, non_blocking=True) for norm in norms]))
-
-
+@functools.cache
 def _one(device: torch.device) -> Tensor:
+    """``()`` float32, 1.0, which nobody writes to."""
     return torch.ones((), device=device)
+
+
+def _total(norms: list[Tensor]) -> Tensor | None:
+    if len(norms) < 2:
+        return norms[0] if norms else None
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, non_blocking=True) for norm in norms]))
 
 
 def _on(device: torch.device, scalar: Tensor | None) -> Tensor | None:

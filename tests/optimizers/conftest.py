@@ -68,3 +68,32 @@ def gap():
         return max(((a.double() - b.double()).abs().max() / b.double().abs().max()).item() for a, b in pairs)
 
     return largest
+
+
+@pytest.fixture
+def by_hand():
+    """A function that steps float64 copies by ``rule(t, grads, params, states)``, on the gradients of `train`."""
+
+    def run(params, rule, steps=50, seed=1):
+        generator = torch.Generator().manual_seed(seed)
+        exact = [param.detach().double() for param in params]
+        states = [{} for _ in exact]
+        for t in range(1, steps + 1):
+            rule(t, [torch.randn(param.shape, generator=generator).double() for param in exact], exact, states)
+        return exact
+
+    return run
+
+
+@pytest.fixture
+def check(model_of, train, gap, by_hand):
+    """A function that holds fifty steps of an optimizer against a rule written out in float64."""
+
+    def hold(make, rule, limit=1e-5):
+        model = model_of()
+        exact = by_hand(model.parameters(), rule)
+        train(make(model.parameters()), list(model.parameters()), 50)
+        assert gap(model.parameters(), exact) < limit
+        assert gap(model.parameters(), model_of().parameters()) > 1e-3
+
+    return hold
