@@ -132,6 +132,19 @@ def test_nothing_lies_in_local_memory_before_the_assembler(compiled):
     assert [name for name, body in ptx.items() if is_unscale(name) and "__local_depot" in body] == []
 
 
+def test_the_cpp_side_of_a_cuda_build_compiles(tmp_path):
+    """What only a machine with CUDA compiles of the C++ sources: g++ alone can tell whether it is right."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler on PATH")
+    whole = tmp_path / "main.cpp"
+    whole.write_text("\n".join(path.read_text() for path in recipe.current_recipe().cpp))
+    include = [f"-I{KERNELS}", f"-I{Path(torch.__file__).parent / 'include'}"]
+    command = [compiler, "-std=c++20", "-DUSE_CUDA", *include, "-fsyntax-only", str(whole)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
 def test_the_readers_read():
     report = """ptxas info    : Compiling entry function '_Z1av' for 'sm_90'
     8 bytes stack frame, 24 bytes spill stores, 20 bytes spill loads
