@@ -85,11 +85,9 @@ AMPLAB_RULE Novograd<T> layer_rule(const NovogradSettings& settings, double step
   return Novograd<T>(settings, step, settings.next_norm(scratch.norms[place], scratch.totals[place].weight));
 }
 
-#if defined(__CUDACC__)
-
 // The sums of all threads, in thread 0; always in the same order.
 template <class Settings>
-__device__ LayerSums block_sums(const Settings& settings, const LayerSums& mine) {
+AMPLAB_FUNCTION LayerSums block_sums(const Settings& settings, const LayerSums& mine) {
   __shared__ LayerSums sums[kThreads];
   __syncthreads();
   sums[threadIdx.x] = mine;
@@ -158,7 +156,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
                        const __grid_constant__ Arguments arguments, LayerScratch scratch) {
   using Places = StepPlaces<kStates>;
   using Rule = decltype(layer_rule<T>(arguments.settings, 1.0, scratch, 0));
-  __shared__ alignas(16) unsigned char room[sizeof(Rule)];
+  alignas(16) __shared__ unsigned char room[sizeof(Rule)];
   if (is_skipped(arguments)) {
     return;
   }
@@ -241,7 +239,5 @@ static __global__ void __launch_bounds__(kThreads)
     }
   });
 }
-
-#endif
 
 }  // namespace amplab

@@ -70,12 +70,13 @@ class _Plan:
     settings: tuple[Any, ...]
 
     def fits(self, listed: list[Tensor], grads: list[Tensor | None], states: Mapping, settings: tuple) -> bool:
-        """Whether another step may use it. An entry of the state that was replaced is another object."""
+        """Whether another step may use it. State that was replaced is another object; that was cleared, empty."""
         return (
             settings == self.settings
             and _same(listed, self.listed)
             and len(states) == len(self.states)
             and all(map(operator.is_, states.values(), self.states))
+            and all(self.states)
             and self.has_grad == [grad is not None for grad in grads]
         )
 
@@ -92,7 +93,7 @@ class FusedOptimizer(Optimizer):
 
     _step_supports_amp_scaling = True
     _plan: _Plan | None = None
-    _norm: Tensor | None = None  # of the gradients as they are, from check_gradients to the step after it
+    _checked: tuple[Tensor, Tensor] | None = None  # from check_gradients to the step that is given its found_inf
 
     @abstractmethod
     def _begin_state(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> bool:
@@ -134,7 +135,7 @@ class FusedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        norm, self._norm = self._norm, None
+        norm = self._norm_found_with(found_inf)
         with torch.no_grad(), torch._C.DisableTorchFunction():
             batches, grads = self._current(found_inf)
             if batches:
@@ -152,24 +153,34 @@ class FusedOptimizer(Optimizer):
         """
         with torch._C.DisableTorchFunction():
             grads = [grad for param in self._listed() if (grad := param.grad) is not None]
-            self._norm = None
             if not grads:
                 return {}
-            try:
-                found, norm = _check(grads, bool(self._max_norm))
-            except RuntimeError:  # sparse, or on several devices
-                return self._check_by_device(grads)
-            self._norm = norm
-            return {found.device: found}
+            found, norm = self._check(grads)
+        self._checked = None if norm is None else (next(iter(found.values())), norm)
+        return found
 
-    def _check_by_device(self, grads: list[Tensor]) -> dict[torch.device, Tensor]:
+    def _norm_found_with(self, found_inf: Tensor | None) -> Tensor | None:
+        """The norm of the check that ``found_inf`` comes from; None where it comes from another."""
+        checked, self._checked = self._checked, None
+        if checked is None or found_inf is None or found_inf.data_ptr() != checked[0].data_ptr():
+            return None
+        return checked[1]
+
+    def _check(self, grads: list[Tensor]) -> tuple[dict[torch.device, Tensor], Tensor | None]:
+        """Whether the gradients of each device are finite, and the norm of all where the step clips."""
+        try:
+            found, norm = _check_device(grads, bool(self._max_norm))
+            return {found.device: found}, norm
+        except RuntimeError:  # sparse, or on several devices
+            return self._check_by_device(grads)
+
+    def _check_by_device(self, grads: list[Tensor]) -> tuple[dict[torch.device, Tensor], Tensor | None]:
         """The same for gradients that one call of the kernel does not take."""
         by_device: dict[torch.device, list[Tensor]] = {}
         for grad in grads:
             by_device.setdefault(grad.device, []).append(grad._values() if grad.is_sparse else grad)
-        checked = [_check(here, bool(self._max_norm)) for here in by_device.values()]
-        self._norm = _total([norm for _, norm in checked if norm is not None])
-        return {found.device: found for found, _ in checked}
+        checked = [_check_device(here, bool(self._max_norm)) for here in by_device.values()]
+        return {found.device: found for found, _ in checked}, _total([norm for _, norm in checked if norm is not None])
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients: to None, or to zeros where the optimizer was made with ``set_grad_none=False``."""
@@ -179,7 +190,7 @@ class FusedOptimizer(Optimizer):
         """Load what this or torch's optimizer of the same rule has saved; 16-bit parameters keep float32 state."""
         super().load_state_dict(state_dict)
         saved = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        for key, param in zip(saved, self._listed(), strict=True):
+        for key, param in zip(saved, self._listed(), strict=False):  # a hook may have loaded something else
             if param.dtype in _LOW_PRECISION:
                 _keep_exact(self.state.get(param, {}), state_dict["state"].get(key, {}))
 
@@ -282,8 +293,7 @@ class FusedOptimizer(Optimizer):
         norm: Tensor | None,
     ) -> None:
         if self._max_norm and norm is None:
-            self.check_gradients()
-            norm, self._norm = self._norm, None
+            norm = self._check([grad for grad in grads if grad is not None])[1]
         factor = _factor(scale, norm, self._max_norm)
         for batch in batches:
             mine = [grads[place] for place in batch.places]
@@ -336,10 +346,11 @@ def _keep_exact(loaded: dict[str, Any], saved: dict[str, Any]) -> None:
     for name, exact in saved.items():
         value = loaded.get(name)
         if isinstance(value, Tensor) and isinstance(exact, Tensor) and exact.dtype == torch.float32 == value.dtype:
-            value.copy_(exact)
+            is_rounded = value.shape == exact.shape and torch.allclose(value, exact.to(value.device), rtol=2.0**-7)
+            value.copy_(exact if is_rounded else value)
 
 
-def _check(grads: list[Tensor], with_norm: bool) -> tuple[Tensor, Tensor | None]:
+def _check_device(grads: list[Tensor], with_norm: bool) -> tuple[Tensor, Tensor | None]:
     """Whether gradients on one device are finite, and their norm where it is asked for; ``()`` float32 each."""
     device = grads[0].device
     found, norm = torch.zeros((), device=device), torch.zeros((), device=device) if with_norm else None

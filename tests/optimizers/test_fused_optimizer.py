@@ -128,6 +128,22 @@ def test_amplabs_scaler_reads_once_and_steps_once(model_of, max_grad_norm):
     assert calls.names == ["multi_tensor_norm", "multi_tensor_adam_"]
 
 
+def test_a_norm_serves_the_step_after_its_check_and_no_other(model_of, train, gap):
+    """A check whose step never came, of gradients that are long gone."""
+    runs = []
+    for checks in (False, True):
+        model = model_of()
+        optimizer = FusedSGD(model.parameters(), lr=0.1, max_grad_norm=1.0)
+        if checks:
+            train(optimizer, list(model.parameters()), 1, factor=0.0)
+            for param in model.parameters():
+                param.grad = torch.full_like(param, 1e6)
+            assert all(found.item() == 0.0 for found in optimizer.check_gradients().values())
+        train(optimizer, list(model.parameters()), 1, scaler=torch.amp.GradScaler("cpu", init_scale=2.0))
+        runs.append(list(model.parameters()))
+    assert same(*runs)
+
+
 def test_no_gradients_are_no_checks(model_of):
     optimizer, scaler = FusedAdamW(model_of().parameters(), max_grad_norm=1.0), GradScaler("cpu")
     scaler.scale(torch.zeros(()))
@@ -162,6 +178,27 @@ def test_parameters_that_join_leave_and_come_back(serving, model_of, gap, name):
                 param.grad = None if (step + index) % 4 == 0 else grad
             optimizer.step()
         runs.append([*params, late])
+    assert gap(*runs) < LIMIT
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_state_that_is_thrown_away_begins_anew(model_of, train, gap, name):
+    """While the same parameters have gradients, so that only the state says that something has changed."""
+    runs = []
+    for make in (MAKES[name], TWINS[name]):
+        model = model_of()
+        params = list(model.parameters())
+        optimizer = make(params)
+        train(optimizer, params, 3)
+        optimizer.state[params[0]].clear()
+        train(optimizer, params, 3)
+        optimizer.state[params[1]] = {}
+        train(optimizer, params, 3)
+        optimizer.state.clear()
+        train(optimizer, params, 3)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(optimizer, params, 3)
+        runs.append(params)
     assert gap(*runs) < LIMIT
 
 
