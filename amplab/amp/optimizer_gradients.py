@@ -11,13 +11,13 @@ finds out: it refuses a list before it writes anything. Where it is built it fin
 import operator
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amplab.kernels import ParameterList, unscale_
+from amplab.kernels import ParameterList, refusal_naming, unscale_
 from amplab.scalers import Unscaler, strided_grad
 
 __all__ = ["OptimizerGradients", "UnscaledGradients", "unscale_gradients_"]
@@ -44,6 +44,7 @@ class OptimizerGradients:
         self.shared: list[Tensor] | None = None
         self.unscaler = Unscaler()
         self.momentum_of: object = None
+        self._names: dict[int, str] = {}
         self._listed: list[Tensor] = []
 
     def refresh(self, optimizer: Optimizer) -> bool:
@@ -64,6 +65,7 @@ class OptimizerGradients:
                     f"expected param to be torch.Tensor, got {type(param).__name__}: give the optimizer parameters."
                 )
         self._listed = list(listed)
+        self._names = _names(groups)
         self.params = list({id(param): param for param in listed}.values())
         self.parameter_list = ParameterList(self.params)
         self.plain, self.shared, self.momentum_of = True, None, None
@@ -73,6 +75,11 @@ class OptimizerGradients:
     def may_be_shared(self) -> list[Tensor]:
         """The parameters whose gradients another optimizer may meet again in this iteration."""
         return self.params if self.shared is None else self.shared
+
+    def name(self, param: Tensor) -> str:
+        """What a message calls a gradient: by its parameter's name, where the optimizer was given names, else place."""
+        place = next(index for index, each in enumerate(self.params) if each is param)
+        return f"the gradient of {self._names.get(id(param), f'parameter {place}')}"
 
     def gradients(self) -> list[Tensor]:
         """The gradients that are there. Sync: none."""
@@ -171,27 +178,41 @@ def unscale_gradients_(
             known.plain = False
         else:
             return {device: here}
-    return _unscale_one_by_one(known.params, inv_scale, found_inf, done or UnscaledGradients())
+    return _unscale_one_by_one(known, inv_scale, found_inf, done or UnscaledGradients())
 
 
 def _unscale_one_by_one(
-    params: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, done: UnscaledGradients
+    known: OptimizerGradients, inv_scale: Tensor, found_inf: Tensor, done: UnscaledGradients
 ) -> FoundInf:
     """Group gradients of every kind by device, and by what they are still to be multiplied by."""
-    groups: dict[tuple[torch.device, int | None], tuple[list[Tensor], Tensor]] = {}
-    for param in params:
+    groups: dict[tuple[torch.device, int | None], tuple[list[Tensor], list[Tensor], Tensor]] = {}
+    for param in known.params:
         if param.grad is None:
             continue
         seen = done.find(param.grad)
         factor, key = (inv_scale, None) if seen is None else _factor_left(seen, inv_scale)
         values = strided_grad(param)
-        groups.setdefault((values.device, key), ([], factor))[0].append(values)
+        params, grads, _ = groups.setdefault((values.device, key), ([], [], factor))
+        params.append(param)
+        grads.append(values)
     verdicts: FoundInf = {}
-    for (device, _), (grads, factor) in groups.items():
+    for (device, _), (params, grads, factor) in groups.items():
         if device not in verdicts:
             verdicts[device] = found_inf.to(device, non_blocking=True, copy=True)
-        unscale_(grads, verdicts[device], factor.to(device, non_blocking=True))
+        try:
+            unscale_(grads, verdicts[device], factor.to(device, non_blocking=True))
+        except RuntimeError as error:
+            raise refusal_naming(error, [known.name(param) for param in params]) from None
     return verdicts
+
+
+def _names(groups: Sequence[dict[str, Any]]) -> dict[int, str]:
+    """The names of parameters, where the optimizer was made with ``model.named_parameters()``."""
+    return {
+        id(param): name
+        for group in groups
+        for param, name in zip(group["params"], group.get("param_names", ()), strict=False)
+    }
 
 
 def _factor_left(seen: _Unscaled, inv_scale: Tensor) -> tuple[Tensor, int]:

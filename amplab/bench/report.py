@@ -5,6 +5,7 @@ The JSON is one object: ``{"amplab_bench": 1, "suite": …, "machine": {…}, "r
 
 import json
 import textwrap
+from collections.abc import Sequence
 from typing import Any
 
 from amplab.bench.rows import BenchResults, Row
@@ -15,12 +16,14 @@ FORMAT = 1
 """Version of the JSON, the value of "amplab_bench"."""
 
 _HEADS = ("what", "against", "ratio", "quartiles", "goal", "")
+_BESIDE = {"python_ms": "python", "bound_ms": "of bound"}  # columns of those tables that have them
 _WIDTH = 120
 
 
 def as_text(results: BenchResults) -> str:
     """Return the table, with the machine below it."""
-    lines = [_HEADS, *(_cells(row) for row in results.rows)]
+    beside = [key for key in _BESIDE if any(key in row.details for row in results.rows)]
+    lines = [(*_HEADS, *(_BESIDE[key] for key in beside)), *(_cells(row, beside) for row in results.rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     table.insert(1, "-" * max(map(len, table)))
@@ -34,10 +37,19 @@ def as_json(results: BenchResults) -> str:
     return json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Row, beside: Sequence[str]) -> tuple[str, ...]:
     low, high = row.spread
     verdict = "met" if row.met else "missed"
-    return row.name, row.against, f"{row.ratio:.2f}", f"{low:.2f}–{high:.2f}", str(row.goal), verdict
+    ratio = f"{row.ratio:.2f}", f"{low:.2f}–{high:.2f}"
+    return row.name, row.against, *ratio, str(row.goal), verdict, *(_beside(row, key) for key in beside)
+
+
+def _beside(row: Row, key: str) -> str:
+    """How many times as fast as plain Python; how near to the bound. Empty where it was not measured."""
+    if key not in row.details:
+        return ""
+    times = float(row.details[key]) / float(row.details["ours_ms"])
+    return f"{times:.0%}" if key == "bound_ms" else f"{times:.1f} ×"
 
 
 def _entry(row: Row) -> dict[str, Any]:

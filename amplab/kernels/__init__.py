@@ -4,6 +4,7 @@ from amplab.kernels.adaptive_steps import adadelta_, adagrad_, rmsprop_
 from amplab.kernels.build import BuildReport, ensure, report
 from amplab.kernels.dispatch_casts import DispatchCasts
 from amplab.kernels.layerwise_steps import lamb_, novograd_
+from amplab.kernels.list_checks import refusal_naming
 from amplab.kernels.parameter_list import ParameterList
 from amplab.kernels.steps import adam_, sgd_
 from amplab.kernels.tensor_stats import StatsTable, TensorStats, tensor_stats
@@ -24,6 +25,7 @@ __all__ = [
     "ensure",
     "lamb_",
     "novograd_",
+    "refusal_naming",
     "report",
     "rmsprop_",
     "sgd_",

@@ -6,12 +6,13 @@
 None of it looks at the numbers. Sync: none.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["check_lists", "check_measures", "check_memory"]
+__all__ = ["check_lists", "check_measures", "check_memory", "refusal_naming"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _EXAMPLES = {torch.float32: "torch.zeros(1)", torch.int64: "torch.tensor(-1)"}
@@ -77,6 +78,19 @@ def check_measures(
         _check_device("norms", norms, found_inf)
     if first_bad is not None:
         _check_scalar("first_bad", first_bad, torch.int64, found_inf)
+
+
+def refusal_naming(error: RuntimeError, inputs: Sequence[str]) -> RuntimeError:
+    """Say what an operator refused in the words of whoever made the list.
+
+    Args:
+        error: of one of the operators.
+        inputs: what each input is.
+
+    >>> refusal_naming(RuntimeError("input 1 is int64: expected float16."), ["a", "the gradient of conv.bias"])
+    RuntimeError('the gradient of conv.bias is int64: expected float16.')
+    """
+    return RuntimeError(re.sub(r"\binput (\d+)\b", lambda found: inputs[int(found[1])], str(error)))
 
 
 def _check_scalar(name: str, scalar: Tensor, dtype: torch.dtype, found_inf: Tensor) -> None:

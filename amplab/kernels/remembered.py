@@ -1,6 +1,6 @@
 """A list of tensors that the kernels were given once: a step passes a number, and no objects are taken apart.
 
-    remember_tensors(Tensor[] tensors, bool hold) -> int      a table on the kernels' side
+    remember_tensors(Tensor[] tensors, int[] objects) -> int  a table on the kernels' side
     unscale_remembered_(int table, …) -> int                  as `unscale_`, of the tensors or of their gradients
     clip_remembered_(int table, …) -> int                     grad <- grad * min(1, max_norm / (norm + 1e-6))
 
@@ -20,12 +20,12 @@ from amplab.kernels import build
 
 __all__ = ["Remembered"]
 
-_REFUSED = -1
+_REFUSED, _CHANGED = -1, -2
 _HERE = torch.empty(0)  # chooses the CPU's kernel, which forgets every table
 _FOUND = "Tensor(b!)? norm=None, Tensor(c!)? norms=None, Tensor(d!)? first_bad=None"
 
 _SCHEMAS = {
-    "remember_tensors": "(Tensor[] tensors, bool hold) -> int",
+    "remember_tensors": "(Tensor[] tensors, int[] objects) -> int",
     "forget_tensors": "(int table, Tensor here) -> ()",
     "unscale_remembered_": "(int table, Tensor(a!) found_inf, Tensor inv_scale, bool gradients, bool allow_half, *, "
     f"{_FOUND}) -> int",
@@ -42,12 +42,11 @@ class Remembered:
     Args:
         tensors: kept alive as long as this object is; each listed once.
         hold: let the kernels hold them, too. `torch.utils.swap_tensors`, and so ``module.to()`` where it swaps, then
-            refuses them; otherwise each call looks whether it has exchanged one, at 30 ns a tensor.
+            refuses them; otherwise each call looks whether it has exchanged one.
     """
 
     def __init__(self, tensors: Sequence[Tensor], *, hold: bool) -> None:
-        self._tensors, self._hold = tensors, hold
-        self._behind: list[int] = []
+        self._tensors, self._hold = tuple(tensors), hold
         self._table = 0
         self._forget: weakref.finalize | None = None
         self._device = _common_device(tensors)
@@ -106,29 +105,26 @@ class Remembered:
         return scalar.device == self._device and scalar.dtype is torch.float32 and scalar.numel() == 1
 
     def _call(self, operator: Callable[[int], int]) -> int | None:
+        """Call with the table, and once more where it was out of date."""
         if not self._is_known():
             return None
         count = operator(self._table)
-        return None if count == _REFUSED else count
+        if count == _CHANGED and self._hand_over():
+            count = operator(self._table)
+        return None if count in (_REFUSED, _CHANGED) else count
 
     def _is_known(self) -> bool:
         """Hand the tensors over, once the kernels are built."""
         build.settle()
-        if self._hold:
-            return self._table != 0 or self._hand_over()
-        # The tensor behind each Python object, which swap_tensors may change.
-        behind = [tensor._cdata for tensor in self._tensors]
-        if behind == self._behind:
-            return True
-        self._behind = behind if self._hand_over() else []
-        return len(self._behind) > 0
+        return self._table != 0 or self._hand_over()
 
     def _hand_over(self) -> bool:
         if build.report().status != "built":
             return False
+        objects = [] if self._hold else [id(tensor) for tensor in self._tensors]  # where they are
         try:
             with torch.no_grad():
-                table = _OPS.remember_tensors.default(list(self._tensors), self._hold)
+                table = _OPS.remember_tensors.default(list(self._tensors), objects)
         except NotImplementedError:  # built this moment, and to be loaded by the next call; or built without CUDA
             return False
         if self._forget is not None:

@@ -9,25 +9,13 @@ namespace {
 
 using torch::stable::detail::to;
 
-const Remembered& remembered(StableIValue value) { return *reinterpret_cast<const Remembered*>(to<int64_t>(value)); }
-
-StableIValue count_of(bool plain, const Spans& spans) {
-  return torch::stable::detail::from(plain ? static_cast<int64_t>(spans.size()) : int64_t{-1});
-}
-
-void remember(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
-  const auto* list = new Remembered(take_list(stack[0]), to<bool>(stack[1]));
-  stack[0] = torch::stable::detail::from(reinterpret_cast<int64_t>(list));
-}
-
 void unscale(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
-  const Remembered& list = remembered(stack[0]);
+  Remembered& list = remembered(stack[0]);
   const Handle found_inf(stack[1]);
   const Handle inv_scale(stack[2]);
   const Receivers receivers{take_optional(stack[5]), take_optional(stack[6]), take_optional(stack[7])};
-  Spans& spans = scratch<TypedSpan>();
-  const bool plain = list.lay_out(to<bool>(stack[3]), to<bool>(stack[4]), spans);
-  if (plain) {
+  const auto* spans = list.lay_out(to<bool>(stack[3]), to<bool>(stack[4]));
+  if (spans != nullptr) {
     check_receivers(receivers, list.size(), found_inf);
     const Request request{found_inf.device_index(),
                           list.size(),
@@ -35,26 +23,28 @@ void unscale(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
                           receiver<float>(receivers.norm),
                           receiver<float>(receivers.norms),
                           receiver<int64_t>(receivers.first_bad)};
-    unscale_spans(spans, request, static_cast<const float*>(inv_scale.data()));
+    unscale_spans(*spans, request, static_cast<const float*>(inv_scale.data()));
   }
-  stack[0] = count_of(plain, spans);
+  stack[0] = torch::stable::detail::from(reply(list, spans));
 }
 
 void clip(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
   const Handle norm(stack[1]);
   const auto max_norm = static_cast<float>(to<double>(stack[2]));
-  Spans& spans = scratch<TypedSpan>();
+  Remembered& list = remembered(stack[0]);
   const auto is_float = [](const TypedSpan& typed) { return typed.input_dtype == kFloat; };
-  const bool plain = remembered(stack[0]).lay_out(true, false, spans) &&
-                     std::all_of(spans.begin(), spans.end(), is_float);
-  if (plain) {
-    clip_spans(spans, norm.device_index(), static_cast<float*>(norm.mutable_data()), max_norm);
+  const auto* spans = list.lay_out(true, false);
+  if (spans != nullptr && !std::all_of(spans->begin(), spans->end(), is_float)) {
+    spans = nullptr;
   }
-  stack[0] = count_of(plain, spans);
+  if (spans != nullptr) {
+    clip_spans(*spans, norm.device_index(), static_cast<float*>(norm.mutable_data()), max_norm);
+  }
+  stack[0] = torch::stable::detail::from(reply(list, spans));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(amplab, CUDA, m) {
-  m.impl("remember_tensors", &remember);
+  m.impl("remember_tensors", &remember_tensors);
   m.impl("unscale_remembered_", &unscale);
   m.impl("clip_remembered_", &clip);
 }

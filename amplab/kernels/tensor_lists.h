@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "memory_overlap.h"
-#include "tensor_handle.h"
+#include "tensor_reader.h"
 #include "unscale.h"
 
 namespace amplab {

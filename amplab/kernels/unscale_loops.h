@@ -88,7 +88,7 @@ inline __m256 unscale_lanes(const In* x, Out* y, __m256 inv_scale) {
   }
 }
 
-// Line by line, asks for the memory at `ahead` as well. An address that is not there does no harm.
+// Line by line, asks for the memory at `ahead`, if any, as well. An address that is not there does no harm.
 template <Write write, class In, class Out>
 bool unscale_floats(const In* x, Out* y, int64_t numel, float inv_scale, const char* ahead) {
   constexpr int64_t kGroup = 4 * kLanes;
@@ -96,7 +96,9 @@ bool unscale_floats(const In* x, Out* y, int64_t numel, float inv_scale, const c
   __m256 bad = _mm256_setzero_ps();
   int64_t i = 0;
   for (; i + kGroup <= numel; i += kGroup) {
-    prefetch(ahead + i * sizeof(In), kGroup * sizeof(In));
+    if (ahead != nullptr) {
+      prefetch(ahead + i * sizeof(In), kGroup * sizeof(In));
+    }
 #pragma GCC unroll 4
     for (int64_t at = i; at < i + kGroup; at += kLanes) {
       bad = _mm256_or_ps(bad, unscale_lanes<write>(x + at, y + at, inverse));
@@ -132,7 +134,9 @@ inline bool unscale_bfloat16s(const BFloat16* x, BFloat16* y, int64_t numel, flo
     return _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)), inverse);
   };
   for (; i + kGroup <= numel; i += kGroup) {
-    prefetch(ahead + i * sizeof(BFloat16), kGroup * sizeof(BFloat16));
+    if (ahead != nullptr) {
+      prefetch(ahead + i * sizeof(BFloat16), kGroup * sizeof(BFloat16));
+    }
     const __m512 low = product(i);
     const __m512 high = product(i + kGroup / 2);
     const bool special = (_mm512_fpclass_ps_mask(low, kSpecial) | _mm512_fpclass_ps_mask(high, kSpecial)) != 0;
@@ -160,7 +164,9 @@ inline bool unscale_bfloat16s(const BFloat16* x, BFloat16* y, int64_t numel, flo
     return _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
   };
   for (; i + kGroup <= numel; i += kGroup) {
-    prefetch(ahead + i * sizeof(BFloat16), kGroup * sizeof(BFloat16));
+    if (ahead != nullptr) {
+      prefetch(ahead + i * sizeof(BFloat16), kGroup * sizeof(BFloat16));
+    }
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + i));
     const __m256 even = _mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32(bits, 16)), inverse);
     const __m256 odd = _mm256_mul_ps(_mm256_castsi256_ps(_mm256_and_si256(bits, upper)), inverse);
@@ -199,16 +205,22 @@ bool stream_floats(const In* x, float* y, int64_t numel, float inv_scale) {
   return found | (_mm256_movemask_ps(bad) != 0);
 }
 
-// Sums of squares, the lanes side by side.
+// Sums of squares, the lanes side by side. A square is exact in double, so fusing it with the sum changes nothing.
 struct Squares {
   __m256d low = _mm256_setzero_pd();
   __m256d high = _mm256_setzero_pd();
 
-  void add(__m256 x) {
-    const __m256d first = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
-    const __m256d second = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
-    low = _mm256_add_pd(low, _mm256_mul_pd(first, first));
-    high = _mm256_add_pd(high, _mm256_mul_pd(second, second));
+  void add(__m256 x) { add(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1)); }
+  void add(__m128 first, __m128 second) {
+    low = add_square(_mm256_cvtps_pd(first), low);
+    high = add_square(_mm256_cvtps_pd(second), high);
+  }
+  static __m256d add_square(__m256d x, __m256d sum) {
+#if defined(__FMA__)
+    return _mm256_fmadd_pd(x, x, sum);
+#else
+    return _mm256_add_pd(_mm256_mul_pd(x, x), sum);
+#endif
   }
   void add_up(__m256 x) {
     low = _mm256_add_pd(low, _mm256_cvtps_pd(_mm256_castps256_ps128(x)));
@@ -221,31 +233,50 @@ struct Squares {
   }
 };
 
+inline void add_lanes(Squares& into, const float* x) { into.add(_mm_loadu_ps(x), _mm_loadu_ps(x + 4)); }
+template <class T>
+void add_lanes(Squares& into, const T* x) {
+  into.add(load(x));
+}
+
+// Calls take(address, which of two) for all lanes, the rest among zeros.
+template <class T, class Take>
+inline void for_each_lanes(const T* x, int64_t numel, const Take& take) {
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= numel; i += 2 * kLanes) {
+    take(x + i, 0);
+    take(x + i + kLanes, 1);
+  }
+  for (; i < numel; i += kLanes) {
+    T rest[kLanes] = {};
+    std::memcpy(rest, x + i, std::min(kLanes, numel - i) * sizeof(T));
+    take(rest, 0);
+  }
+}
+
+// The sum of squares of what has been written.
+template <class T>
+double squares_of(const T* x, int64_t numel) {
+  Squares sums[2];
+  for_each_lanes(x, numel, [&](const T* at, int which) { add_lanes(sums[which], at); });
+  return sums[0].sum() + sums[1].sum();
+}
+
 // Returns whether a product is not finite; where `squares` is true, adds the sum of their squares to `sum`.
 template <bool squares, class In>
 bool measure_exactly(const In* x, int64_t numel, float inv_scale, double* sum) {
   const __m256 inverse = _mm256_set1_ps(inv_scale);
   __m256 bad = _mm256_setzero_ps();
-  Squares even, odd;
-  const auto take = [&](const In* at, Squares& into) {
+  Squares sums[2];
+  for_each_lanes(x, numel, [&](const In* at, int which) {
     const __m256 product = _mm256_mul_ps(load(at), inverse);
     bad = _mm256_or_ps(bad, reaches(product, kInfinity));
     if constexpr (squares) {
-      into.add(product);
+      sums[which].add(product);
     }
-  };
-  int64_t i = 0;
-  for (; i + 2 * kLanes <= numel; i += 2 * kLanes) {
-    take(x + i, even);
-    take(x + i + kLanes, odd);
-  }
-  for (; i < numel; i += kLanes) {  // the rest among zeros, which add nothing
-    In rest[kLanes] = {};
-    std::memcpy(rest, x + i, std::min(kLanes, numel - i) * sizeof(In));
-    take(rest, even);
-  }
+  });
   if constexpr (squares) {
-    *sum += even.sum() + odd.sum();
+    *sum += sums[0].sum() + sums[1].sum();
   }
   return _mm256_movemask_ps(bad) != 0;
 }
@@ -299,6 +330,13 @@ bool measure_floats(const In* x, int64_t numel, float inv_scale, double* sum) {
   return bad;
 }
 
+template <class T>
+double squares_of(const T* x, int64_t numel) {
+  double sum = 0.0;
+  measure_floats<true>(x, numel, 1.0f, &sum);
+  return sum;
+}
+
 template <Write write, class In, class Out>
 bool unscale_floats(const In* x, Out* y, int64_t numel, float inv_scale, const char* /*ahead*/) {
   bool bad = false;
@@ -327,6 +365,14 @@ bool unscale_doubles(const In* x, Out* y, int64_t numel, double inv_scale) {
     bad |= unscale_element<write>(x[i], y[i], inv_scale);
   }
   return bad;
+}
+
+inline double squares_of(const double* x, int64_t numel) {
+  double sum = 0.0;
+  for (int64_t i = 0; i < numel; ++i) {
+    sum += x[i] * x[i];
+  }
+  return sum;
 }
 
 inline bool measure_doubles(const double* x, int64_t numel, double inv_scale, double* sum) {

@@ -25,18 +25,18 @@ inline constexpr int64_t kBlock = 2048;   // elements that stay in the first cac
 inline constexpr int64_t kStreamFrom = 16 << 20;
 
 // The hardware looks ahead within a page only: while these last elements of a tensor are worked on, the first ones of
-// the next are asked for.
+// the one after the next are asked for.
 inline constexpr int64_t kLookAhead = 1024;
 
 using Range = bool (*)(const void* input, void* output, int64_t begin, int64_t end, float inv_scale,
                        const char* ahead);
 using Measure = bool (*)(const void* values, int64_t begin, int64_t end, float inv_scale, double* sum);
+using Squared = double (*)(const void* values, int64_t begin, int64_t end);
 
 template <Write write, class In, class Out>
 bool unscale_range(const void* input, void* output, int64_t begin, int64_t end, float inv_scale, const char* ahead) {
   const In* x = static_cast<const In*>(input) + begin;
   Out* y = static_cast<Out*>(output) + begin;
-  ahead = ahead == nullptr ? reinterpret_cast<const char*>(x) : ahead;
   if constexpr (write == Write::replace && std::is_same_v<In, BFloat16> && std::is_same_v<Out, BFloat16>) {
     return unscale_bfloat16s(x, y, end - begin, inv_scale, ahead);
   } else if constexpr (sizeof(typename Arithmetic<In, Out>::type) == sizeof(float)) {
@@ -63,6 +63,11 @@ bool measure_range(const void* values, int64_t begin, int64_t end, float inv_sca
   }
 }
 
+template <class T>
+double squared_range(const void* values, int64_t begin, int64_t end) {
+  return squares_of(static_cast<const T*>(values) + begin, end - begin);
+}
+
 template <Write write, class In>
 inline constexpr std::array<Range, kDtypes> kInto = {
     unscale_range<write, In, Half>,
@@ -86,6 +91,9 @@ inline constexpr std::array<Measure, kDtypes> kMeasures = {
     measure_range<squares, float>,
     measure_range<squares, double>,
 };
+
+inline constexpr std::array<Squared, kDtypes> kSquared = {squared_range<Half>, squared_range<BFloat16>,
+                                                          squared_range<float>, squared_range<double>};
 
 // What is to be done with every element of a list.
 struct Task {
@@ -137,46 +145,49 @@ class Findings {
   std::vector<double> squares_;  // of each tensor
 };
 
-// The loops for one pair of dtypes.
+// The loops for one pair of dtypes; nullptr where there is nothing of the kind to do.
 struct Loops {
-  Range range;      // nullptr where nothing is written
-  Measure measure;  // nullptr where nothing but the writing finds out
-  bool of_input;    // measured before it is rounded, instead of after
+  Range write;
+  Measure measure;  // the products, before anything is rounded
+  Squared squared;  // what was written
 };
 
 inline Loops loops_for(Dtype input, Dtype output, const Task& task, bool stream) {
+  const Measure measure = task.squares ? kMeasures<true>[input] : nullptr;
   if (task.write == Write::nothing) {
-    return {nullptr, task.squares ? kMeasures<true>[input] : kMeasures<false>[input], true};
+    return {nullptr, task.squares ? measure : kMeasures<false>[input], nullptr};
   }
   if (stream && output == kFloat && input != kDouble) {  // what is written is past the caches: measure the input
     constexpr std::array<Range, kDtypes> kStreams = {stream_range<Half>, stream_range<BFloat16>, stream_range<float>};
-    return {kStreams[input], task.squares ? kMeasures<true>[input] : nullptr, true};
+    return {kStreams[input], measure, nullptr};
   }
   const auto& ranges = task.write == Write::replace ? kRanges<Write::replace> : kRanges<Write::accumulate>;
-  return {ranges[input][output], task.squares ? kMeasures<true>[output] : nullptr, false};
+  return {ranges[input][output], nullptr, task.squares ? kSquared[output] : nullptr};
 }
 
 // A part of one tensor. Returns whether something is not finite; adds to `sum` where squares are asked for.
 inline bool work_on(const Span& span, const Loops& loops, float inv_scale, int64_t begin, int64_t end, double* sum,
                     const char* ahead = nullptr) {
-  if (loops.measure == nullptr) {
-    return loops.range(span.input, span.output, begin, end, inv_scale, ahead);
-  }
-  if (loops.range == nullptr) {
+  if (loops.write == nullptr) {
     return loops.measure(span.input, begin, end, inv_scale, sum);
   }
-  const void* measured = loops.of_input ? span.input : span.output;
-  const float factor = loops.of_input ? inv_scale : 1.0f;
+  if (loops.measure == nullptr && loops.squared == nullptr) {
+    return loops.write(span.input, span.output, begin, end, inv_scale, ahead);
+  }
   bool bad = false;
   for (; begin < end; begin += kBlock) {
     const int64_t stop = std::min(end, begin + kBlock);
-    bad |= loops.range(span.input, span.output, begin, stop, inv_scale, ahead);
-    loops.measure(measured, begin, stop, factor, sum);
+    bad |= loops.write(span.input, span.output, begin, stop, inv_scale, ahead);
+    if (loops.squared != nullptr) {
+      *sum += loops.squared(span.output, begin, stop);
+    } else {
+      loops.measure(span.input, begin, stop, inv_scale, sum);
+    }
   }
   return bad;
 }
 
-// As work_on; where the chunk ends its tensor, the next one is asked for.
+// As work_on; where the chunk ends its tensor, `next` is asked for.
 inline bool work_on_chunk(const Span& span, const Loops& loops, float inv_scale, int64_t begin, int64_t end,
                           double* sum, const void* next) {
   int64_t cut = end;
@@ -227,7 +238,7 @@ inline void unscale_spans(const std::vector<TypedSpan>& spans, const Task& task,
     for (int index = find_span(ends, count, begin); index < count && ends[index] - spans[index].span.numel < end;
          ++index) {
       const auto& [span, input_dtype, output_dtype, place] = spans[index];
-      const void* next = spans[std::min(index + 1, count - 1)].span.input;
+      const void* next = spans[std::min(index + 2, count - 1)].span.input;
       const Loops loops = loops_for(input_dtype, output_dtype, task, stream);
       const int64_t start = ends[index] - span.numel;
       const int64_t first = begin <= start ? 0 : (begin - start + kChunk - 1) / kChunk;

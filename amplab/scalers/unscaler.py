@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from amplab.kernels import unscale_
+from amplab.kernels import ParameterList, refusal_naming, unscale_
 
 __all__ = ["Unscaler", "inverse_scale", "strided_grad"]
 
@@ -46,7 +46,7 @@ class Unscaler:
 
     def __init__(self) -> None:
         self._params: list[Tensor] = []
-        self._by_device: dict[torch.device, list[Tensor]] = {}
+        self._by_device: dict[torch.device, tuple[list[Tensor], ParameterList]] = {}
         self._inverse: dict[torch.device, Tensor] = {}
         self._scale: float | None = None
 
@@ -63,6 +63,8 @@ class Unscaler:
 
         Raises:
             ValueError: a scale that is not finite and > 0.
+            RuntimeError: a gradient that is integer, complex or expanded, or two that overlap in memory; names the
+                parameter by its place.
 
         Sync: none.
         """
@@ -71,18 +73,24 @@ class Unscaler:
             self._group(params)
         if found_inf is None:
             found_inf = torch.zeros(1, device=next(iter(self._by_device), None))
-        for device, group in self._by_device.items():
-            self._unscale_group(group, found_inf, self._inverse_on(device, scale))
+        for device, (group, known) in self._by_device.items():
+            inverse = self._inverse_on(device, scale)
+            here = found_inf if found_inf.device == device else torch.zeros(1, device=device)
+            if known.unscale_grads_(here, inverse) is None:
+                self._unscale_listed(group, here, inverse)
+            if here is not found_inf:
+                found_inf.copy_(torch.maximum(found_inf, here.to(found_inf.device, non_blocking=True)))
         return found_inf
 
-    def _unscale_group(self, group: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
-        grads = [strided_grad(param) for param in group if param.grad is not None]
-        if found_inf.device == inverse.device:
-            unscale_(grads, found_inf, inverse)
-            return
-        here = torch.zeros(1, device=inverse.device)
-        unscale_(grads, here, inverse)
-        found_inf.copy_(torch.maximum(found_inf, here.to(found_inf.device, non_blocking=True)))
+    def _unscale_listed(self, group: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
+        """Make a list of the gradients for the general operator, and name the parameter of one that it refuses."""
+        params = [param for param in group if param.grad is not None]
+        try:
+            unscale_([strided_grad(param) for param in params], found_inf, inverse)
+        except RuntimeError as error:
+            places = {id(param): index for index, param in enumerate(self._params)}
+            names = [f"the gradient of parameter {places[id(param)]}" for param in params]
+            raise refusal_naming(error, names) from None
 
     def _inverse_on(self, device: torch.device, scale: float | Tensor) -> Tensor:
         """The reciprocal on ``device``, made anew only when a number has changed."""
@@ -98,9 +106,11 @@ class Unscaler:
         return len(params) == len(self._params) and all(map(operator.is_, params, self._params))
 
     def _group(self, params: list[Tensor]) -> None:
-        self._params, self._by_device = params, {}
+        groups: dict[torch.device, list[Tensor]] = {}
         for param in {id(param): param for param in params}.values():
-            self._by_device.setdefault(param.device, []).append(param)
+            groups.setdefault(param.device, []).append(param)
+        self._params = params
+        self._by_device = {device: (group, ParameterList(group)) for device, group in groups.items()}
 
 
 def strided_grad(param: Tensor) -> Tensor:

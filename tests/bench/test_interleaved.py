@@ -54,6 +54,14 @@ def test_the_ratio_is_that_of_the_goal(clock):
     assert not row.met
 
 
+def test_what_is_timed_beside_is_told_and_no_part_of_the_ratio(clock):
+    sides = Contestant(clock.work("ours", 1.0)), Contestant(clock.work("theirs", 3.0))
+    beside = {"python": Contestant(clock.work("python", 5.0))}
+    row = measure(Case("a", "b", TWICE_AS_FAST, lambda: Pair(*sides, {}, beside)), 10, clock=clock)
+    assert (row.ratio, row.details["python_ms"]) == (3.0, 5000.0)
+    assert clock.log.count("python") == 7
+
+
 def test_sides_take_turns_and_swap_who_begins(clock):
     measure(case(Contestant(clock.work("A", 1.0)), Contestant(clock.work("B", 1.0))), 4, clock=clock)
     assert "".join(clock.log[-8:]) == "ABBAABBA"

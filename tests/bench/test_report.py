@@ -24,6 +24,19 @@ def test_table():
     )
 
 
+def test_columns_of_what_was_timed_beside():
+    beside = Row(
+        "unscale_", "torch's", 2.0, (2.0, 2.0), Goal("at least", 1.8), True, {"ours_ms": 2.0, "python_ms": 25.0}
+    )
+    bound = Row("copy", "torch's", 2.0, (2.0, 2.0), Goal("at least", 1.8), True, {"ours_ms": 2.0, "bound_ms": 1.5})
+    assert as_text(BenchResults("kernels", {}, (beside, bound))).splitlines()[:4] == [
+        "what      against  ratio  quartiles  goal        python  of bound",
+        "-----------------------------------------------------------------",
+        "unscale_  torch's  2.00   2.00–2.00  ≥ 1.8  met  12.5 ×",
+        "copy      torch's  2.00   2.00–2.00  ≥ 1.8  met          75%",
+    ]
+
+
 def test_json():
     whole = json.loads(as_json(RESULTS))
     first, second = whole.pop("rows")

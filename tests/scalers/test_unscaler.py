@@ -142,3 +142,11 @@ def test_the_reciprocal_is_taken_in_double(scale):
     scale_fp32 = torch.tensor(scale)
     expected = scale_fp32.double().reciprocal().float().reshape(1)
     assert torch.equal(inverse_scale(scale_fp32, torch.device("cpu")), expected)
+
+
+def test_a_gradient_that_cannot_be_unscaled_is_named_by_its_parameters_place():
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    params[1].grad, params[2].grad = torch.ones(2), torch.ones(1).expand(2)
+    with pytest.raises(RuntimeError, match=r"^the gradient of parameter 2 is expanded: several of its elements share"):
+        Unscaler().unscale_(params, 2.0)
+    assert params[1].grad.tolist() == [1.0, 1.0]
