@@ -20,7 +20,12 @@ KERNELS = Path(recipe.__file__).parent
 SOURCES = sorted(KERNELS.glob("*.cu"))
 # What is assembled from which PTX: three compilations, since each takes longer than the assembly.
 ARCHITECTURES = {75: (75,), 80: (80, 86, 89), 90: (90, 100, 120)}
-FLAGS = ("-std=c++17", "-O3", "-DNDEBUG", "-DUSE_CUDA", "--expt-relaxed-constexpr", "-Xptxas", "-v", "--threads", "2")
+# The recipe's flags and those that torch.utils.cpp_extension adds.
+HALVES = ("NO_HALF_OPERATORS__", "NO_HALF_CONVERSIONS__", "NO_BFLOAT16_CONVERSIONS__", "NO_HALF2_OPERATORS__")
+FLAGS = (
+    *("-std=c++17", "-O3", "-DNDEBUG", "-DUSE_CUDA", "--expt-relaxed-constexpr", "-Xptxas", "-v", "--threads", "2"),
+    *(f"-D__CUDA_{name}" for name in HALVES),
+)
 PAIRS, SINGLES = 2 * 4 * 4, 2 * 4  # to replace and to accumulate, for two dtypes; in place and to measure, for one
 SIXTEEN_BYTES = r"\.global\S*\.(v4\.[bfsu]32|v2\.[bfsu]64)\s"
 
