@@ -192,7 +192,7 @@ class FusedOptimizer(Optimizer):
         saved = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         for key, param in zip(saved, self._listed(), strict=False):  # a hook may have loaded something else
             if param.dtype in _LOW_PRECISION:
-                _keep_exact(self.state.get(param, {}), state_dict["state"].get(key, {}))
+                _keep_exact(self.state.get(param, {}), state_dict["state"].get(key, {}), param.dtype)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters.
@@ -341,13 +341,13 @@ def _master_of(param: Tensor, state: dict[str, Any]) -> Tensor | None:
     return state[_MASTER]
 
 
-def _keep_exact(loaded: dict[str, Any], saved: dict[str, Any]) -> None:
+def _keep_exact(loaded: dict[str, Any], saved: dict[str, Any], dtype: torch.dtype) -> None:
     """Undo the rounding of `torch.optim.Optimizer.load_state_dict`, which gives all state the parameter's dtype."""
     for name, exact in saved.items():
         value = loaded.get(name)
-        if isinstance(value, Tensor) and isinstance(exact, Tensor) and exact.dtype == torch.float32 == value.dtype:
-            is_rounded = value.shape == exact.shape and torch.allclose(value, exact.to(value.device), rtol=2.0**-7)
-            value.copy_(exact if is_rounded else value)
+        both = isinstance(value, Tensor) and isinstance(exact, Tensor) and exact.dtype == torch.float32 == value.dtype
+        if both and torch.equal(value, exact.to(value.device, dtype).float()):
+            value.copy_(exact)
 
 
 def _check_device(grads: list[Tensor], with_norm: bool) -> tuple[Tensor, Tensor | None]:

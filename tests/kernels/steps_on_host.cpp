@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "cuda_on_host.h"
+#include "adaptive_steps.h"
 #include "step_device.h"
 
 using namespace amplab;
@@ -78,4 +79,20 @@ extern "C" void run_momentum_sgd(const Call* call, int doubles) {
 
 extern "C" void run_plain_sgd(const Call* call, int doubles) {
   doubles ? run<PlainSgd, double>(*call) : run<PlainSgd, float>(*call);
+}
+
+extern "C" void run_adagrad(const Call* call, int doubles) {
+  doubles ? run<Adagrad, double>(*call) : run<Adagrad, float>(*call);
+}
+
+extern "C" void run_adadelta(const Call* call, int doubles) {
+  doubles ? run<Adadelta, double>(*call) : run<Adadelta, float>(*call);
+}
+
+extern "C" void run_rmsprop(const Call* call, int doubles) {
+  doubles ? run<Rmsprop, double>(*call) : run<Rmsprop, float>(*call);
+}
+
+extern "C" void run_centered_momentum_rmsprop(const Call* call, int doubles) {
+  doubles ? run<CenteredMomentumRmsprop, double>(*call) : run<CenteredMomentumRmsprop, float>(*call);
 }

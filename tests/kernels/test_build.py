@@ -139,7 +139,7 @@ def test_a_short_script_does_not_wait_and_is_right(story):
     assert not result["compiled"]
     assert result["warnings"] == []
     [line] = err.splitlines()
-    assert re.match(r"amplab kernels: building\. CPU kernels from .*\bunscale\.cpp, in the background\.", line)
+    assert line.startswith("amplab kernels: building. CPU kernels from unscale.cpp, in the background.")
     assert not result["imported_compiler"]
 
 
@@ -168,7 +168,7 @@ def test_two_processes_at_once_share_one_build(story, which):
 def test_reports_follow_one_another(story):
     result, err = story["auto"]
     assert result["news"] == ["building", "built"]
-    assert re.search(r"amplab kernels: built\. CPU kernels from .*\bunscale\.cpp, kept in ", err)
+    assert "amplab kernels: built. CPU kernels from unscale.cpp, kept in " in err
     assert "building" not in err  # whoever listens is told, and stderr is left alone
 
 

@@ -1,6 +1,7 @@
 """step_device.h, the kernels of CUDA, run on the host thread by thread: the reference's bits, and nothing beside."""
 
 import ctypes
+import functools
 import math
 import shutil
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from amplab.kernels import steps
+from amplab.kernels import adaptive_steps, steps
 
 HERE = Path(__file__).parent
 STORED = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3, None: 4}
@@ -118,6 +119,39 @@ def test_sgd_over_a_list(device, name):
     steps.multi_tensor_sgd__reference(lists[0], lists[1], [] if plain else lists[2], [], None, None, False, *SGD)
     assert all(torch.equal(row[1], param) for row, param in zip(rows, lists[0], strict=True))
     assert plain or all(torch.equal(row[2], buffer) for row, buffer in zip(rows, lists[2], strict=True))
+
+
+RMSPROP = (0.01, 0.9, 1e-3, 0.1, 0.8, False, True, True)
+RULES = {
+    "adagrad": (1, (0.1, 1e-10, 0.2, 0.05, True), adaptive_steps.multi_tensor_adagrad__reference),
+    "adadelta": (2, (0.7, 0.9, 1e-6, 0.1), adaptive_steps.multi_tensor_adadelta__reference),
+    "rmsprop": (1, RMSPROP, functools.partial(adaptive_steps.multi_tensor_rmsprop__reference, False, False)),
+    "centered_momentum_rmsprop": (
+        3,
+        RMSPROP,
+        functools.partial(adaptive_steps.multi_tensor_rmsprop__reference, True, True),
+    ),
+}
+
+
+@pytest.mark.parametrize("grad", [torch.float16, torch.float32])
+@pytest.mark.parametrize("name", RULES)
+def test_adaptive_rules_over_a_list(device, name, grad):
+    count, numbers, reference = RULES[name]
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for index, numel in enumerate(SIZES):
+        states = [placed(drawn(numel, torch.float32, generator, positive=True), 0)[1] for _ in range(count)]
+        grads, params = (placed(drawn(numel, dtype, generator), 0)[1] for dtype in (grad, torch.float32))
+        rows.append([grads, params, *states, None, torch.tensor(float(index))])
+    lists = [[row[place].clone() for row in rows] for place in (1, 0, *range(2, 2 + count), 3 + count)]
+    factor = torch.tensor(1 / 3)
+    run(
+        getattr(device, f"run_{name}"), rows, (grad, *[torch.float32] * (1 + count), None, None), numbers, factor=factor
+    )
+    reference(*lists, [], factor, None, False, *numbers)
+    for place, theirs in zip((1, *range(2, 2 + count), 3 + count), (lists[0], *lists[2:]), strict=True):
+        assert all(torch.equal(row[place], tensor) for row, tensor in zip(rows, theirs, strict=True))
 
 
 @pytest.mark.parametrize("found_inf", [1.0, math.nan])
