@@ -1,8 +1,8 @@
 """``python -m amplab.bench.gpu``: build, check every kernel against float64, measure, and write one JSON.
 
 Without a CUDA device it says so and writes nothing: a figure that was not measured is nowhere. The rows are in
-``gpu_rows.py``, the clock in ``gpu_clock.py``, the checks in ``gpu_checks.py``; what was measured elsewhere comes with
-the package, under ``results/``.
+``gpu_rows.py``, the clock in ``gpu_clock.py``, the checks in ``gpu_checks.py`` and ``gpu_step_checks.py``; what was
+measured elsewhere comes with the package, under ``results/``.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from amplab import kernels
 from amplab.bench.gpu_checks import Check, run_checks
 from amplab.bench.gpu_clock import DeviceClock, measure_case, unmeasured
 from amplab.bench.gpu_rows import FULL, SMALL, GpuCase, GpuRow, gpu_cases
+from amplab.bench.gpu_step_checks import run_step_checks
 from amplab.bench.machine import machine_facts
 from amplab.kernels.recipe import current_recipe
 
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if report.status != "built" or not current_recipe().cuda:
         return _refuse(f"the CUDA kernels are not there: {report}")
     _say(str(report))
-    checks = run_checks("cuda")
+    checks = [*run_checks("cuda"), *run_step_checks("cuda")]
     cases = gpu_cases(SMALL if options.small else FULL)
     if any(check.failure for check in checks):
         _say(as_text([row for case in cases for row in unmeasured(case, "a check has failed")], checks))
@@ -118,7 +119,7 @@ def _on_cpu(options: argparse.Namespace) -> int:
     if options.json is not None:
         return _refuse(f"--json {options.json}: figures are of a GPU alone, and --device cpu measures none.")
     _say(str(kernels.ensure(wait=True)))
-    checks = run_checks("cpu", lists=3, largest=3000)
+    checks = [*run_checks("cpu", lists=3, largest=3000), *run_step_checks("cpu", lists=2, largest=2000)]
     cases = gpu_cases(SMALL)
     ran = rehearse(cases, "cpu")
     rows = [row for case in cases for row in unmeasured(case, "no GPU")]

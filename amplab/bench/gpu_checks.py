@@ -17,11 +17,12 @@ from torch import Tensor
 
 from amplab.kernels import unscale_, unscale_add, unscale_copy, unscaled_norm
 
-__all__ = ["Check", "run_checks"]
+__all__ = ["POISON", "Check", "placed", "run_checks", "same_bits"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ZONE = 64  # elements of poison on each side
-_POISON = -77.0
+POISON = -77.0
+"""What lies in and around outputs before a kernel writes them."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,9 @@ class _Lists:
         torch.manual_seed(seed)
         sizes = [draw.choice((1, 7, 8, 1023, 1024, 1025, draw.randint(1, largest))) for _ in range(draw.randint(1, 12))]
         offsets = [draw.choice((0, 0, draw.randrange(8))) for _ in sizes]
-        self.inputs = [_placed(size, offset, dtype, device) for size, offset in zip(sizes, offsets, strict=True)]
+        self.inputs = [placed(size, offset, dtype, device) for size, offset in zip(sizes, offsets, strict=True)]
         offsets = [draw.choice((offset, draw.randrange(8))) for offset in offsets]
-        self.outputs = [_placed(size, offset, output, device) for size, offset in zip(sizes, offsets, strict=True)]
+        self.outputs = [placed(size, offset, output, device) for size, offset in zip(sizes, offsets, strict=True)]
         for _, x in self.inputs:
             x.normal_(std=100.0)
         if seed % 2 == 1:
@@ -58,8 +59,8 @@ class _Lists:
         self.inverse = torch.full((1,), draw.choice((0.5, 1 / 3, 2.0**-16)), device=device)
         self.found_inf = torch.zeros(1, device=device)
         self.first_bad = torch.tensor([-1], device=device)
-        self.norm = torch.full((1,), _POISON, device=device)
-        self.norms = torch.full((len(sizes),), _POISON, device=device)
+        self.norm = torch.full((1,), POISON, device=device)
+        self.norms = torch.full((len(sizes),), POISON, device=device)
 
     @property
     def x(self) -> list[Tensor]:
@@ -134,7 +135,7 @@ def _read_only(lists: _Lists) -> Iterator[str]:
     rooms = [room.clone() for room, _ in lists.inputs]
     products = [_product(x, _arithmetic(x.dtype), lists.inverse) for x in lists.x]
     unscaled_norm(lists.x, lists.found_inf, lists.inverse, **lists.findings)
-    if not all(_same(room, before) for (room, _), before in zip(lists.inputs, rooms, strict=True)):
+    if not all(same_bits(room, before) for (room, _), before in zip(lists.inputs, rooms, strict=True)):
         yield "wrote what it was to read"
     yield from _compare_findings(lists, products)
 
@@ -143,11 +144,11 @@ def _compare(
     lists: _Lists, written: list[tuple[Tensor, Tensor]], expected: list[Tensor], rooms: list[Tensor]
 ) -> Iterator[str]:
     for index, ((room, now), wanted, before) in enumerate(zip(written, expected, rooms, strict=True)):
-        if not _same(now, wanted):
+        if not same_bits(now, wanted):
             different = int((now.double().nan_to_num(7e77) != wanted.double().nan_to_num(7e77)).sum())
             yield f"tensor {index}: {different} of {now.numel()} elements differ from float64"
         before[now.storage_offset() :][: now.numel()] = now
-        if not _same(room, before):
+        if not same_bits(room, before):
             yield f"tensor {index}: memory beside it was written"
     yield from _compare_findings(lists, expected)
 
@@ -163,9 +164,9 @@ def _compare_findings(lists: _Lists, values: list[Tensor]) -> Iterator[str]:
             yield f"{name}: {here.tolist()[:3]} … where float64 has {wanted.tolist()[:3]} …"
 
 
-def _placed(numel: int, offset: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+def placed(numel: int, offset: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
     """A tensor `offset` elements after a multiple of 16 bytes, and the poisoned room that it lies in."""
-    room = torch.full((numel + 2 * _ZONE + 8,), _POISON, dtype=dtype, device=device)
+    room = torch.full((numel + 2 * _ZONE + 8,), POISON, dtype=dtype, device=device)
     return room, room[_ZONE + offset :][:numel]
 
 
@@ -177,7 +178,8 @@ def _arithmetic(*dtypes: torch.dtype) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same numbers, NaN and NaN being the same."""
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 

@@ -1,5 +1,6 @@
 """The GPU's benchmark without a GPU: its rows, its JSON, its checks; no figure appears that was not measured."""
 
+import dataclasses
 import json
 import re
 
@@ -7,10 +8,11 @@ import pytest
 import torch
 
 from amplab import kernels
-from amplab.bench import Contestant, Goal, gpu, gpu_checks, gpu_clock
+from amplab.bench import Contestant, Goal, gpu, gpu_checks, gpu_clock, gpu_step_checks
 from amplab.bench.gpu_checks import Check, run_checks
 from amplab.bench.gpu_clock import measure_case, unmeasured
 from amplab.bench.gpu_rows import FULL, NOT_MEASURED, SMALL, GpuCase, GpuRow, gpu_cases
+from amplab.bench.gpu_step_checks import run_step_checks
 from amplab.cli import main as amplab
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -38,7 +40,7 @@ def test_the_cpu_checks_and_rehearses_and_has_no_figures(capsys):
     assert gpu.main(["--device", "cpu", "--small"]) == 0
     printed = capsys.readouterr().out
     assert printed.count(NOT_MEASURED) == len([row for case in gpu_cases(SMALL) for row in case.goals])
-    assert "40 of 40 checks passed" in printed
+    assert "66 of 66 checks passed" in printed
     assert not re.search(r"\b(met|missed)\b", printed)
 
 
@@ -168,6 +170,41 @@ def test_a_broken_kernel_is_caught(monkeypatch, broken, said):
     assert {check.name.split()[0] for check in failed} == {"unscale_copy"}
     assert len(failed) >= 8
     assert any(said in check.failure for check in failed)
+
+
+def step_twice(*lists, **numbers):
+    kernels.adam_(*lists, **numbers)
+    kernels.adam_(*lists, **numbers)
+
+
+def forget_the_overflow(*lists, found_inf, **numbers):
+    kernels.adam_(*lists, **numbers)
+
+
+def leave_the_copies(*lists, **numbers):
+    kernels.adam_(*lists[:-1], **numbers)
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (forget_the_overflow, "wrote something though found_inf was 1"),
+        (leave_the_copies, "not the parameter, rounded"),
+        (step_twice, "from float64"),
+    ],
+)
+def test_a_broken_step_is_caught(monkeypatch, broken, said):
+    def on_one_device(*lists, **numbers):
+        # The side in float64 is the one that is right; a check in float32 alone sees the broken step.
+        right = lists[0][0].dtype == torch.float64
+        (kernels.adam_ if right else broken)(*lists, **numbers)
+
+    rules = gpu_step_checks.RULES
+    monkeypatch.setitem(rules, "adam_", dataclasses.replace(rules["adam_"], step=on_one_device))
+    failed = [check for check in run_step_checks("cpu", lists=2, largest=50) if check.failure]
+    assert {check.name.split()[0] for check in failed} == {"adam_"}
+    assert all("float32" in check.name for check in failed)
+    assert said in " ".join(check.failure for check in failed)
 
 
 def test_quartiles():

@@ -18,8 +18,14 @@ from amplab.kernels import recipe
 
 KERNELS = Path(recipe.__file__).parent
 SOURCES = sorted(KERNELS.glob("*.cu"))
-ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
-FLAGS = ("-std=c++17", "-O3", "-DNDEBUG", "-DUSE_CUDA", "--expt-relaxed-constexpr", "-Xptxas", "-v", "--threads", "2")
+# What is assembled from which PTX: three compilations, since each takes longer than the assembly.
+ARCHITECTURES = {75: (75,), 80: (80, 86, 89), 90: (90, 100, 120)}
+# The recipe's flags and those that torch.utils.cpp_extension adds.
+HALVES = ("NO_HALF_OPERATORS__", "NO_HALF_CONVERSIONS__", "NO_BFLOAT16_CONVERSIONS__", "NO_HALF2_OPERATORS__")
+FLAGS = (
+    *("-std=c++17", "-O3", "-DNDEBUG", "-DUSE_CUDA", "--expt-relaxed-constexpr", "-Xptxas", "-v", "--threads", "2"),
+    *(f"-D__CUDA_{name}" for name in HALVES),
+)
 PAIRS, SINGLES = 2 * 4 * 4, 2 * 4  # to replace and to accumulate, for two dtypes; in place and to measure, for one
 SIXTEEN_BYTES = r"\.global\S*\.(v4\.[bfsu]32|v2\.[bfsu]64)\s"
 
@@ -49,23 +55,26 @@ def read_kernels(ptx: str) -> dict[str, str]:
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """The resources of every kernel on every architecture, and the PTX of Hopper's."""
+@pytest.fixture(scope="module", params=ARCHITECTURES, ids="from compute_{}".format)
+def compiled(request, tmp_path_factory):
+    """The resources of every kernel on some architectures, and the PTX that they were assembled from."""
     nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
     if nvcc is None:
         pytest.skip("nvcc is not installed: CUDA sources are not compiled")
     folder = tmp_path_factory.mktemp("cuda")
     whole = folder / "cuda.cu"
     whole.write_text("\n".join(path.read_text() for path in SOURCES))  # as load_inline does
-    targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in ARCHITECTURES]
+    codes = ",".join(f"sm_{architecture}" for architecture in ARCHITECTURES[request.param])
     include = [f"-I{KERNELS}", f"-I{Path(torch.__file__).parent / 'include'}"]
-    command = [nvcc, *FLAGS, *targets, *include, "--keep", "--keep-dir", str(folder), "-fatbin", str(whole)]
-    result = subprocess.run([*command, "-o", str(folder / "all.fatbin")], capture_output=True, text=True, check=False)
+    command = [nvcc, *FLAGS, f"-gencode=arch=compute_{request.param},code=[{codes}]", *include]
+    command += ["--keep", "--keep-dir", str(folder), "-fatbin", str(whole), "-o", str(folder / "all.fatbin")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert "warning" not in result.stderr, result.stderr
-    (ptx,) = folder.glob("cuda*compute_90.ptx")
-    return list(read_resources(result.stderr)), read_kernels(ptx.read_text())
+    (ptx,) = folder.glob("cuda*.ptx")
+    resources = list(read_resources(result.stderr))
+    assert {each.architecture for each in resources} == set(ARCHITECTURES[request.param])
+    return resources, read_kernels(ptx.read_text())
 
 
 def is_unscale(name: str) -> bool:
@@ -74,7 +83,7 @@ def is_unscale(name: str) -> bool:
 
 def test_there_is_a_kernel_for_every_architecture_pair_of_dtypes_and_way_to_write(compiled):
     resources, ptx = compiled
-    for architecture in ARCHITECTURES:
+    for architecture in {each.architecture for each in resources}:
         names = [each.name for each in resources if each.architecture == architecture]
         assert set(names) == set(ptx)
         assert len([name for name in names if is_unscale(name)]) == PAIRS + SINGLES
@@ -89,7 +98,7 @@ def test_unscale_keeps_to_64_registers_and_hardly_spills(compiled):
 def test_the_resources_of_all_kernels_are_on_record(compiled, record_property):
     """Printed, and in the XML report: how many registers the worst kernel of each source takes on each architecture."""
     resources, _ = compiled
-    for architecture in ARCHITECTURES:
+    for architecture in sorted({each.architecture for each in resources}):
         here = [each for each in resources if each.architecture == architecture]
         for kind in sorted({kind_of(each.name) for each in here}):
             kernels = [each for each in here if kind_of(each.name) == kind]
@@ -126,6 +135,19 @@ def test_unscale_does_not_fuse_the_product_and_the_sum(compiled):
 def test_nothing_lies_in_local_memory_before_the_assembler(compiled):
     _, ptx = compiled
     assert [name for name, body in ptx.items() if is_unscale(name) and "__local_depot" in body] == []
+
+
+def test_the_cpp_side_of_a_cuda_build_compiles(tmp_path):
+    """What only a machine with CUDA compiles of the C++ sources: g++ alone can tell whether it is right."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler on PATH")
+    whole = tmp_path / "main.cpp"
+    whole.write_text("\n".join(path.read_text() for path in recipe.current_recipe().cpp))
+    include = [f"-I{KERNELS}", f"-I{Path(torch.__file__).parent / 'include'}"]
+    command = [compiler, "-std=c++20", "-DUSE_CUDA", *include, "-fsyntax-only", str(whole)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 def test_the_readers_read():
