@@ -55,7 +55,11 @@ def train(patient: Patient) -> Observation:
         rate = patient.optimizers[0].param_groups[0]["lr"]
         before = [each.detach().clone() for each in patient.model.parameters()]
         batch = patient.batch(number)
-        loss = patient.step(patient, batch)
+        try:
+            loss = patient.step(patient, batch)
+        except RuntimeError:  # refused outright: the doctor sees the same
+            patient.last = batch
+            return run
         after = scale_of(patient.amp)
         skipped = after < scale
         if skipped or patient.looked_at != "skipped":
