@@ -7,6 +7,7 @@ gives; `Observation`, what rules about runs read; `twin` and `ladder`, which tra
 from amplab.diagnose.examination import doctor
 from amplab.diagnose.finding import Finding, Findings
 from amplab.diagnose.first_nonfinite import FirstNonfinite, first_nonfinite
+from amplab.diagnose.followed_step import FollowedStep, followed_step
 from amplab.diagnose.ladder import LadderReport, LadderRung, ladder
 from amplab.diagnose.machine import MachineReport
 from amplab.diagnose.nonfinite_findings import finding_of
@@ -20,6 +21,7 @@ __all__ = [
     "doctor",
     "first_nonfinite",
     "FirstNonfinite",
+    "FollowedStep",
     "Finding",
     "Findings",
     "LadderReport",
@@ -32,6 +34,7 @@ __all__ = [
     "WhatIf",
     "WhatIfs",
     "finding_of",
+    "followed_step",
     "ladder",
     "run_findings",
     "twin",

@@ -24,7 +24,16 @@ from amplab.diagnose.statistics import MEASURED, Statistics, extremes, read, sta
 from amplab.trace import Trace, trace_step
 from amplab.trace.recorder import Event
 
-__all__ = ["ObservedStep", "OpValues", "Value", "measured_in", "observe_step", "tensors_in"]
+__all__ = [
+    "ObservedStep",
+    "OpValues",
+    "StepWatcher",
+    "Value",
+    "measured_in",
+    "named_tensors",
+    "observe_step",
+    "tensors_in",
+]
 
 _FILLS = frozenset(("masked_fill", "masked_fill_", "fill", "fill_", "full", "full_like", "new_full", "scalar_tensor"))
 _ALLOCATES = frozenset(("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"))
@@ -119,7 +128,7 @@ def observe_step(
 
     Sync: one, at the end.
     """
-    watcher = _Watcher(_named_tensors(model, batch), statistics if detailed else extremes)
+    watcher = StepWatcher(named_tensors(model, batch), statistics if detailed else extremes)
 
     def noted() -> Tensor:
         loss = loss_fn()
@@ -149,7 +158,7 @@ class _Named(NamedTuple):
     kind: str
 
 
-def _named_tensors(model: nn.Module, batch: Any) -> dict[int, _Named]:
+def named_tensors(model: nn.Module, batch: Any) -> dict[int, _Named]:
     """Memory -> what lies in it."""
     found = {_memory(tensor): _Named(name, "batch") for name, tensor in tensors_in(batch)}
     found |= {_memory(tensor): _Named(name, "buffer") for name, tensor in model.named_buffers()}
@@ -174,7 +183,7 @@ class _Memory:
         return tuple(dict.fromkeys((*self.before, *self.regions.values())))
 
 
-class _Watcher:
+class StepWatcher:
     """The observer of `observe_step`; see `amplab.trace.recorder.Observer`."""
 
     def __init__(self, named: dict[int, _Named], measure: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
@@ -187,12 +196,14 @@ class _Watcher:
         self._loss: int | None = None
 
     def before(self, overload: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Measure what an op will read and has not been measured."""
         allocates = overload.overloadpacket.__name__ in _ALLOCATES
         given = (*args, *kwargs.values())
         inputs = () if allocates else tuple(self._read(each) for each in measured_in(given))
         return inputs, _numbers(overload, given)
 
     def after(self, seen: Any, event: Event, result: Any) -> None:
+        """Measure what it wrote."""
         inputs, numbers = seen
         name = event.overload.overloadpacket.__name__
         tensors = measured_in((result,))
@@ -211,11 +222,13 @@ class _Watcher:
         self._ops.append(OpValues(inputs, outputs, numbers))
 
     def note_loss(self, loss: Tensor) -> None:
+        """Remember which value the loss is."""
         known = self._memories.get(_memory(loss))
         if known is not None and known.all:
             self._loss = known.regions.get(_region(loss), known.all[-1])
 
     def observed(self, trace: Trace, loss_scale: float) -> ObservedStep:
+        """Read every measure, and put it beside the trace's records. Sync: one."""
         measured = read(self._measured, [(dtype, numel) for *_, dtype, numel in self._made])
         values = tuple(
             Value(statistics, op, named.name, named.kind, parts)

@@ -1,0 +1,102 @@
+"""Follow every step of a loop as it runs, and never run one again: for steps that cannot be, and for those who want it.
+
+    for batch in loader:
+        with amplab.diagnose.followed_step(model, batch) as step:
+            loss = step.loss(criterion(model(batch.x), batch.y))
+            scaler.scale(loss).backward()
+        if step.first is not None:
+            print(step)
+
+It costs two to four times the step. `first_nonfinite` costs nothing until something is wrong; it also finds out by
+other runs whether the scale, the format or the model is to blame, which one run alone cannot tell.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amplab.diagnose.blame import Blame, blame
+from amplab.diagnose.statistics import statistics
+from amplab.diagnose.values import ObservedStep, StepWatcher, named_tensors
+from amplab.trace import Trace
+from amplab.trace.reasons import records_of
+from amplab.trace.recorder import Recorder
+
+__all__ = ["FollowedStep", "followed_step"]
+
+_unseen_by_engines = torch._C.DisableTorchFunction
+
+
+class FollowedStep:
+    """One forward and backward, followed while it runs; made by `followed_step`, used in a ``with`` block."""
+
+    def __init__(self, model: nn.Module, batch: Any) -> None:
+        self._watcher = StepWatcher(named_tensors(model, batch), statistics)
+        self._recorder = Recorder(model, self._watcher)
+        self._block = ExitStack()
+
+    def __enter__(self) -> FollowedStep:
+        """Begin to follow the ops of this thread, and those of its backward."""
+        self._block.enter_context(self._recorder.recording())
+        self._block.enter_context(self._recorder.calls)
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        """End; what the block raised goes on."""
+        self._block.__exit__(*failure)
+
+    def loss(self, value: Tensor) -> Tensor:
+        """Take note of the loss, before it is scaled, and return it as it is. Without it gradients alone are judged."""
+        with _unseen_by_engines():
+            self._watcher.note_loss(value)
+        return value
+
+    @cached_property
+    def observed(self) -> ObservedStep:
+        """Every op with its values. Sync: one."""
+        return self._watcher.observed(Trace(records_of(self._recorder.events)), 1.0)
+
+    @cached_property
+    def first(self) -> Blame | None:
+        """Where the first loss or gradient that is not finite comes from; None where all are finite. Sync: one."""
+        return blame(self.observed)
+
+    def __str__(self) -> str:
+        """Name the op, its module, its line, what it read and what it wrote."""
+        found = self.first
+        if found is None:
+            return f"all finite: {len(self.observed.ops)} ops"
+        if found.op is None:
+            return f"{found.result} is not finite: {found.value.name or 'a tensor'} came in as {found.value.statistics}"
+        record = self.observed.trace.records[found.op]
+        read = "; ".join(str(value.statistics) for value in self.observed.inputs(found.op))
+        where = f"{record.op} in {record.module or 'no module'} ({record.phase}, {record.line})"
+        return f"{found.result} is not finite: it began at {where}, read {read} and wrote {found.value.statistics}"
+
+
+def followed_step(model: nn.Module, batch: Any = None) -> FollowedStep:
+    """Return what follows the forward and the backward in its ``with`` block, op by op.
+
+    Args:
+        model: the model, or a ModuleList of several; not compiled.
+        batch: the tensors of the batch, nested as they are, to have them named.
+
+    Raises:
+        TypeError: ``model`` is no module.
+
+    Sync: none in the block; one when it is asked.
+
+    >>> model = nn.Linear(2, 1)
+    >>> with followed_step(model) as step:
+    ...     step.loss((model(torch.ones(4, 2)) * float("inf")).sum()).backward()
+    >>> step.first.result, step.observed.trace.records[step.first.op].op
+    ('loss', 'mul')
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={type(model).__name__}: expected a torch.nn.Module, whose submodules name the ops.")
+    return FollowedStep(model, batch)

@@ -1,0 +1,103 @@
+"""A step followed while it runs: the same op is named as by running it again, and the loop is what it was."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import amplab
+from amplab import amp
+from amplab.diagnose import first_nonfinite, followed_step
+
+
+class Attention(nn.Module):
+    """Logits without 1/sqrt(d)."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return (self.q(x) @ self.k(x).T).masked_fill(torch.eye(len(x), dtype=torch.bool), -torch.inf).softmax(-1) @ x
+
+
+def make():
+    torch.manual_seed(0)
+    return Attention(), torch.randn(8, 16)
+
+
+@pytest.mark.parametrize("face", ["torch", "amplab", "apex", "none"])
+@pytest.mark.parametrize("loud", [1.0, 3000.0])
+def test_it_names_what_a_replay_names(face, loud):
+    model, x = make()
+    x = x * loud
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    region = {"torch": torch.autocast, "amplab": amplab.autocast}.get(face)
+    if face == "apex":
+        amp.initialize(model, optimizer, opt_level="O1", verbosity=0, loss_scale=16.0)
+
+    def loss_of():
+        if region is None:
+            return model(x).float().square().mean()
+        with region("cpu", dtype=torch.float16):
+            return model(x).float().square().mean()
+
+    try:
+        with followed_step(model, x) as step:
+            loss = step.loss(loss_of())
+            if face == "apex":
+                with amp.scale_loss(loss, optimizer) as scaled:
+                    scaled.backward()
+            else:
+                (loss * 16).backward()
+        again = first_nonfinite(model, loss_of, loss_scale=16.0, batch=x)
+    finally:
+        amp.reset()
+    assert (step.first is None) == (again is None) == (loud == 1.0 or face == "none")
+    if again is not None:
+        record = step.observed.trace.records[step.first.op]
+        assert (record.op, record.phase) == (again.record.op, again.record.phase) == ("matmul", "forward")
+        assert "it began at matmul" in str(step)
+        assert "test_followed_step.py" in str(step)
+
+
+def test_the_gradients_are_those_of_the_loop_alone():
+    grads = []
+    for follows in (False, True):
+        model, x = make()
+        if follows:
+            with followed_step(model) as step:
+                step.loss(F.mse_loss(model(x), x)).backward()
+            assert "all finite" in str(step)
+        else:
+            F.mse_loss(model(x), x).backward()
+        grads.append([weight.grad for weight in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_a_gradient_is_judged_without_a_loss():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    x = torch.ones(2, 4)
+    with followed_step(model, {"x": x}) as step:
+        (model(x).sum() * 1e30 * 1e30).backward()
+    assert step.first.result.startswith("gradient of 1.")
+    x[0, 0] = torch.nan
+    with followed_step(model, {"x": x}) as step:
+        step.loss(model(x).sum()).backward()
+    assert (step.first.kind, step.first.value.name) == ("given", "batch['x']")
+    assert "batch['x'] came in" in str(step)
+
+
+def test_what_the_block_raises_goes_on_and_nothing_stays():
+    model, x = make()
+
+    def loop():
+        with followed_step(model):
+            model(x)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        loop()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    with pytest.raises(TypeError, match="expected a torch"):
+        followed_step(3)
