@@ -1,8 +1,8 @@
 """What the trainer says: frozen records, published at step boundaries and never changed afterwards.
 
-`StepRecord` is one training step, `StateChanged` and `ConfigChanged` say what the run became, `TraceReady` and
-`GradientsReady` answer requests, `Failed` carries a traceback or a sentence. The column store of many steps is in
-`history.py`, the file on disk in `run_log.py`.
+`StepRecord` is one training step, `StateChanged` and `ConfigChanged` say what the run became, `TraceReady`,
+`GradientsReady` and `SkipExplained` answer requests, `Failed` carries a traceback or a sentence. The column store of
+many steps is in `history.py`, the file on disk in `run_log.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from amplab.diagnose import FirstNonfinite
     from amplab.formats import ExponentHistogram
     from amplab.lab.config import ExperimentConfig
     from amplab.trace import Trace
@@ -23,6 +24,7 @@ __all__ = [
     "GradientRecord",
     "GradientSample",
     "GradientsReady",
+    "SkipExplained",
     "StateChanged",
     "StepRecord",
     "TraceReady",
@@ -132,6 +134,14 @@ class GradientsReady:
 
 
 @dataclass(frozen=True)
+class SkipExplained:
+    """The last skipped step was run again; ``found`` is None where it does not overflow at the present weights."""
+
+    step: int
+    found: FirstNonfinite | None
+
+
+@dataclass(frozen=True)
 class Failed:
     """Something went wrong: ``text`` is a sentence, followed by the traceback where there is one.
 
@@ -149,4 +159,4 @@ class Failed:
         return self.fatal or self.damaged
 
 
-Event = StepRecord | StateChanged | ConfigChanged | TraceReady | GradientsReady | Failed
+Event = StepRecord | StateChanged | ConfigChanged | TraceReady | GradientsReady | SkipExplained | Failed

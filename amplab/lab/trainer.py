@@ -20,7 +20,7 @@ from pathlib import Path
 from amplab import kernels
 from amplab.amp import MemoryUse
 from amplab.lab.config import ExperimentConfig
-from amplab.lab.events import ConfigChanged, Failed, GradientsReady, StateChanged, TraceReady
+from amplab.lab.events import ConfigChanged, Event, Failed, GradientsReady, SkipExplained, StateChanged, TraceReady
 from amplab.lab.experiment import GRADIENTS_EVERY, Experiment, check_fault
 from amplab.lab.history import History
 from amplab.lab.publisher import Callback, Publisher
@@ -124,7 +124,7 @@ class Trainer:
 
     def accuracy(self) -> float:
         """Measure the share of held-out images classified correctly, at the next step boundary, and return it."""
-        return self._worker.ask(self._accuracy)
+        return self._worker.ask(lambda: self._experiment.accuracy())  # noqa: PLW0108  a reset makes another one
 
     def __repr__(self) -> str:
         """Return one line with the state and the config."""
@@ -173,7 +173,7 @@ class Trainer:
         """End the run: rest and close the log. A reset begins a new one."""
         with self._turn:
             self._enter("stopped")
-            self._worker.post(self._close_log)
+            self._worker.post(lambda: self._recorder.close())  # noqa: PLW0108  as above
 
     def reset(self, config: ExperimentConfig | None = None) -> None:
         """Begin anew from the seed: fresh weights, an empty history, a new log.
@@ -221,6 +221,10 @@ class Trainer:
         """Ask for a `GradientsReady` at the next step boundary, at once when nothing runs."""
         self._ask("gradients", lambda: GradientsReady(self._experiment.gradients()))
 
+    def request_explanation(self) -> None:
+        """Ask for a `SkipExplained` of the last skipped step; there must have been one."""
+        self._ask("explanation", lambda: SkipExplained(self.history.skips()[-1].step, self._experiment.explain_skip()))
+
     def run(self, steps: int) -> History:
         """Train `steps` steps and return the history when they are done; an interrupt pauses at a step boundary.
 
@@ -262,7 +266,7 @@ class Trainer:
             self._state = state
             self._worker.post(partial(self._announce, state, note))
 
-    def _ask(self, name: str, answer: Callable[[], TraceReady | GradientsReady]) -> None:
+    def _ask(self, name: str, answer: Callable[[], Event]) -> None:
         def publish() -> None:
             self._asked.discard(name)
             self._attempt(f"{name} failed; the run is not touched.", lambda: self._publisher.publish(answer()))
@@ -357,12 +361,6 @@ class Trainer:
             self._publisher.publish(Failed(text))
 
         return Recorder(self._experiment.config, log=self._log, on_failure=tell)
-
-    def _close_log(self) -> None:
-        self._recorder.close()
-
-    def _accuracy(self) -> float:
-        return self._experiment.accuracy()
 
     def _attempt(self, what: str, act: Callable[[], None]) -> None:
         try:

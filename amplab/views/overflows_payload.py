@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import numpy as np
 
+from amplab.diagnose import FirstNonfinite
 from amplab.lab import History, StepRecord
 
-__all__ = ["LIMIT", "is_broken", "overflows_payload"]
+__all__ = ["LIMIT", "explanation", "is_broken", "overflows_payload"]
+
+NOTHING: Mapping[int, str] = MappingProxyType({})
 
 LIMIT = 200
 """Rows in the page; the history and the run log hold them all."""
 
 
-def overflows_payload(history: History, limit: int = LIMIT) -> dict:
-    """Return one row for each skipped step, newest first, and the sentence above the table."""
+def overflows_payload(history: History, explained: Mapping[int, str] = NOTHING, limit: int = LIMIT) -> dict:
+    """Return one row for each skipped step, newest first, and the sentence above the table.
+
+    Args:
+        history: The run.
+        explained: What was found out about a skipped step, by its number.
+        limit: Rows at most.
+    """
     total = history.skip_count
     latest = history.skips(max(0, total - limit))
     sentence = _sentence(total, sum(record.injected is not None for record in latest), limit)
     broken = _broken_sentence(history)
     return {
-        "rows": [_row(record) for record in reversed(latest)],
+        "rows": [_row(record, explained.get(record.step)) for record in reversed(latest)],
         "summary": f"{broken} {sentence if total else ''}".strip() if broken else sentence,
         "count": f"{total:,}" if total else "",
     }
@@ -49,14 +60,32 @@ def _broken_sentence(history: History) -> str:
     )
 
 
-def _row(record: StepRecord) -> dict:
+def explanation(found: FirstNonfinite | None) -> str:
+    """Return in a few words what a replay has found."""
+    if found is None:
+        return "not found again: the weights have moved on"
+    where = found.tensor if found.record is None else f"{found.record.op} in {found.record.module or 'the loss'}"
+    phase = f", {found.phase}" if found.phase else ""
+    fits = f"; fits at {found.fitting_scale:g}" if found.fitting_scale else ""
+    return f"{_CAUSES.get(found.cause, f'{found.cause} not finite')}: {where}{phase}{fits}"
+
+
+_CAUSES = {
+    "scale": "scale too large",
+    "format": "leaves float16 at any scale",
+    "model": "not finite in float32 either",
+}
+
+
+def _row(record: StepRecord, explained: str | None) -> dict:
     return {
         "step": record.step,
         "before": record.loss_scale,
         "after": record.next_loss_scale,
         "tensor": record.first_nonfinite or "–",
         "level": record.opt_level,
-        "cause": f"injected {record.injected}" if record.injected else "not injected",
+        "cause": "; ".join(filter(None, (f"injected {record.injected}" if record.injected else None, explained)))
+        or "not injected",
     }
 
 

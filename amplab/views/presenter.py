@@ -19,6 +19,7 @@ from amplab.lab import (
     Failed,
     GradientRecord,
     GradientsReady,
+    SkipExplained,
     StateChanged,
     StepRecord,
     TraceReady,
@@ -34,7 +35,7 @@ from amplab.views.gradients import GradientBox
 from amplab.views.gradients_payload import sentence
 from amplab.views.live_payload import frame_rows, level_marks, modes_line, summary
 from amplab.views.notice_board import Notice, NoticeBoard, failure, offer
-from amplab.views.overflows_payload import is_broken, overflows_payload
+from amplab.views.overflows_payload import explanation, is_broken, overflows_payload
 from amplab.views.parts import Controls, LiveView, Notices, Panels
 from amplab.views.ticker import Ticker
 
@@ -85,6 +86,7 @@ class Presenter:
         self._scale = 0.0  # what the next step will use, as the trainer's thread last knew it
         self._overflows_due = self._gradients_due = 0.0
         self._overflows_shown: tuple[int, bool] | None = None
+        self._explained: dict[int, str] = {}  # by the step that was skipped
         self._plotly: threading.Thread | None = None
         self._plotly_loaded = False
         self._gradients_asked: tuple | None = None
@@ -147,6 +149,9 @@ class Presenter:
                 self._show_trace(event)
             case GradientsReady():
                 self._show_gradients(event.record)
+            case SkipExplained():
+                self._explained[event.step] = explanation(event.found)
+                self.parts.panels.overflows = overflows_payload(self._trainer.history, self._explained)
             case ConfigChanged():
                 self._take_config(event)
             case Failed():
@@ -158,7 +163,7 @@ class Presenter:
     def _take_config(self, event: ConfigChanged) -> None:
         if event.reset:
             self._levels, self._armed, self._shrinking_asked = [(0, event.config.opt_level)], set(), None
-            self._overflows_shown = None
+            self._overflows_shown, self._explained = None, {}
             self._board.begin_anew()
             self.parts.notices.notices = self._board.payload()
         elif self._levels[-1][1] != event.config.opt_level:
@@ -209,6 +214,7 @@ class Presenter:
     def _turn_page(self) -> None:
         panels = self.parts.panels
         self.parts.gradients.follow(dark=panels.dark)
+        self._ask_explanation()
         if panels.tab != "gradients":
             return
         if self._plotly is None:
@@ -268,7 +274,14 @@ class Presenter:
             self._ticker.wake()
             return
         self._overflows_due, self._overflows_shown = now + SLOW, present
-        self.parts.panels.overflows = overflows_payload(history)
+        self.parts.panels.overflows = overflows_payload(history, self._explained)
+        self._ask_explanation()
+
+    def _ask_explanation(self) -> None:
+        """Have the newest skipped step explained, which costs a few steps, while somebody looks at them."""
+        newest = self._trainer.history.skips(max(0, self._trainer.history.skip_count - 1))
+        if self.parts.panels.tab == "overflows" and newest and newest[-1].step not in self._explained:
+            self._trainer.request_explanation()
 
     def _ask_gradients(self) -> None:
         trainer, now = self._trainer, time.monotonic()

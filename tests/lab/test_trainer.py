@@ -16,6 +16,7 @@ from amplab.lab import (
     ExperimentConfig,
     Failed,
     GradientsReady,
+    SkipExplained,
     StateChanged,
     StepRecord,
     TraceReady,
@@ -309,9 +310,24 @@ print(trainer.state, trainer.failures[0].fatal, trainer.failures[0].text)
 
 
 def test_kernels_that_cannot_be_built_are_an_event_and_no_warning(tmp_path):
-    environment = {**os.environ, "AMPLAB_KERNELS": "auto", "CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path)}
+    nowhere = {"CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "AMPLAB_KERNELS": "auto", **nowhere}
     command = [sys.executable, "-W", "error", "-c", WITHOUT_COMPILER]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith("paused False amplab kernels: failed. ")
     assert "To have them: " in result.stdout
+
+
+def test_a_skipped_step_is_explained_when_asked(trainer):
+    heard = []
+    trainer.subscribe(heard.append)
+    trainer.run(3)
+    trainer.inject("overflow")
+    trainer.run(1)
+    trainer.request_explanation()
+    trainer.wait()
+    (explained,) = [event for event in heard if isinstance(event, SkipExplained)]
+    assert explained.step == 3
+    assert explained.found.cause in ("scale", "model", "format")
+    assert trainer.run(1).last.step == 4
