@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amplab.scalers import FlatGradients, MasterWeights, Unscaler, ViewBreak, check_combined_tensors
-from amplab.scalers.flat_gradients import aligned_size
+from amplab.scalers.flat_buffer import aligned_size
 
 
 def make_model(memory_format=torch.contiguous_format):
