@@ -7,8 +7,9 @@ says so.
 from amplab.optimizers.fused_adam import FusedAdam
 from amplab.optimizers.fused_sgd import FusedSGD
 from amplab.optimizers.larc import LARC
+from amplab.optimizers.parameter_groups import merge_groups
 
-__all__ = ["LARC", "FusedAdam", "FusedSGD"]
+__all__ = ["LARC", "FusedAdam", "FusedSGD", "merge_groups"]
 
 _INSTEAD = {
     "FusedLAMB": "FusedAdam, or LARC around FusedSGD",

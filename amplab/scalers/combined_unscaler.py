@@ -88,16 +88,17 @@ class CombinedUnscaler(Unscaler):
         """Return where a new gradient of ``param`` is to be written. Sync: none."""
         return torch.empty_like(param) if self._flat is None else self._flat.place(param)
 
-    def settle(self, params: Iterable[Tensor]) -> None:
+    def settle(self, params: Iterable[Tensor], *, again: bool = False) -> None:
         """See to it that the gradients of ``params`` lie in buffers, whose other parts are zero.
 
         Args:
             params: every parameter whose gradients are combined here, as they are listed now.
+            again: look at each, even where `unscale_` has just seen them all.
 
         Sync: none.
         """
         params = list(params)
-        if self._flat is not None and _same(params, self._listed) and self._flat.settle():
+        if self._flat is not None and _same(params, self._listed) and self._flat.settle(again=again):
             return
         combined = [param for param in params if param.grad is None or _can_be_combined(param.grad)]
         if self._flat is None:
@@ -114,7 +115,7 @@ class CombinedUnscaler(Unscaler):
     def flat_grads(self, params: Iterable[Tensor]) -> FlatGrads:
         """The gradients of ``params``, after `settle`; see `Unscaler.flat_grads`. Sync: none."""
         params = list(params)
-        self.settle(params)
+        self.settle(params, again=True)
         inside = set() if self._flat is None else {id(param) for param in self._flat.params}
         outside = [strided_grad(param) for param in params if param.grad is not None and id(param) not in inside]
         parts = [] if self._flat is None else self._flat.parts()

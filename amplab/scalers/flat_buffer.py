@@ -7,6 +7,8 @@ A gradient fresh from backward is written once, scaled back, on its way into the
 it where it lies. Which buffers there are, and what broke a view, is in ``flat_gradients.py``.
 """
 
+import contextlib
+import operator
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -18,6 +20,8 @@ from amplab.kernels import unscale_, unscale_copy
 __all__ = ["Arrivals", "FlatBuffer", "aligned_size"]
 
 _ALIGN, _PADDING = 16, 32
+_KIND = operator.attrgetter("dtype", "is_cpu", "requires_grad")  # which GPU it is the kernel looks at
+_SHAPE = operator.attrgetter("shape")
 
 
 def aligned_size(numel: int) -> int:
@@ -37,12 +41,14 @@ class Arrivals(NamedTuple):
     Attributes:
         whole: every parameter has its gradient in its place, so that the buffer can be worked on as one tensor.
         kept: else the gradients that lie in their places.
-        new: and those that lie elsewhere, by the number of their parameter.
+        new: and those that lie elsewhere.
+        indices: the numbers of the parameters of ``new``.
     """
 
     whole: bool
     kept: list[Tensor]
-    new: dict[int, Tensor]
+    new: list[Tensor]
+    indices: Sequence[int]
 
     def __bool__(self) -> bool:
         """Whether there is any gradient."""
@@ -71,7 +77,7 @@ class FlatBuffer:
         self._shapes = [param.shape for param in params]
         self._addresses = [view.data_ptr() for view in self.views]
         self._lent = [view.detach() for view in self.views]
-        self._kind = (first.dtype, first.get_device(), False)
+        self._kind = (first.dtype, first.is_cpu, False)
         self._start = self.tensor.data_ptr()
         self._end = self._start + self.tensor.nbytes
 
@@ -88,18 +94,16 @@ class FlatBuffer:
         Sync: none.
         """
         grads = [param.grad for param in self.params]
-        indices = range(len(grads))
-        if only is not None or not all(map(torch.is_tensor, grads)):
-            chosen = indices if only is None else (i for i in indices if id(self.params[i]) in only)
-            indices = [index for index in chosen if grads[index] is not None]
-            grads = [grads[index] for index in indices]
+        if only is None:
+            with contextlib.suppress(RuntimeError, TypeError):  # a sparse one has no address, nor has None
+                return self._sort(range(len(grads)), grads, list(map(Tensor.data_ptr, grads)))
+        chosen = (index for index, param in enumerate(self.params) if only is None or id(param) in only)
+        indices = [index for index in chosen if grads[index] is not None]
+        grads = [grads[index] for index in indices]
         try:
-            addresses = list(map(Tensor.data_ptr, grads))
-        except RuntimeError:  # a sparse one has no address
+            return self._sort(indices, grads, list(map(Tensor.data_ptr, grads)))
+        except RuntimeError:
             return None
-        if addresses == self._addresses:
-            return Arrivals(True, [], {})
-        return self._sort(indices, grads, addresses)
 
     def unscale_(self, arrivals: Arrivals, found_inf: Tensor, inverse: Tensor) -> None:
         """Multiply the gradients by ``inverse``, and let those that lie elsewhere become parts of this buffer.
@@ -117,10 +121,9 @@ class FlatBuffer:
             unscale_([self.tensor], found_inf, _finite(inverse, found_inf))
             return
         if arrivals.new:
-            outputs = [self.views[index] for index in arrivals.new]
-            unscale_copy(list(arrivals.new.values()), outputs, found_inf, inverse)
-            for index in arrivals.new:
-                self.params[index].grad = self.lent(index)
+            outputs = [self.views[index] for index in arrivals.indices]
+            unscale_copy(arrivals.new, outputs, found_inf, inverse)
+            self._lend(arrivals.indices)
         if arrivals.kept:
             unscale_(arrivals.kept, found_inf, inverse)
 
@@ -144,21 +147,34 @@ class FlatBuffer:
             torch._foreach_zero_([v for v, param in zip(self.views, self.params, strict=True) if param.grad is None])
         return True
 
+    def _lend(self, indices: Sequence[int]) -> None:
+        """Let the parts be the gradients of their parameters."""
+        lent = [self._lent[index] for index in indices]
+        if list(map(Tensor.data_ptr, lent)) != [self._addresses[index] for index in indices]:
+            lent = [self.lent(index) for index in indices]
+        for index, tensor in zip(indices, lent, strict=True):
+            self.params[index].grad = tensor
+
     def _sort(self, indices: Sequence[int], grads: list[Tensor], addresses: list[int]) -> Arrivals | None:
-        kinds = {(grad.dtype, grad.get_device(), grad.requires_grad) for grad in grads}
-        if kinds - {self._kind} or [grad.shape for grad in grads] != [self._shapes[index] for index in indices]:
+        if addresses == self._addresses:
+            return Arrivals(True, [], [], [])
+        if set(map(_KIND, grads)) - {self._kind}:
             return None
-        if not any(self._start <= address < self._end for address in addresses):
-            return Arrivals(False, [], dict(zip(indices, grads, strict=True)))
-        kept, new = [], {}
+        if list(map(_SHAPE, grads)) != [self._shapes[index] for index in indices]:
+            return None
+        start, end = self._start, self._end
+        if not any(start <= address < end for address in addresses):
+            return Arrivals(False, [], grads, indices)
+        kept, new, of_new = [], [], []
         for index, grad, address in zip(indices, grads, addresses, strict=True):
             if address == self._addresses[index]:
                 kept.append(grad)
-            elif self._start <= address < self._end:
+            elif start <= address < end:
                 return None
             else:
-                new[index] = grad
-        return Arrivals(False, kept, new)
+                new.append(grad)
+                of_new.append(index)
+        return Arrivals(False, kept, new, of_new)
 
 
 def _finite(factor: Tensor, found_inf: Tensor) -> Tensor:

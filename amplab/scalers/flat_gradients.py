@@ -91,7 +91,7 @@ class FlatGradients:
     @property
     def params(self) -> tuple[Tensor, ...]:
         """All parameters, those without a gradient too."""
-        return tuple(self._params)
+        return self._all
 
     @property
     def combined(self) -> frozenset[int]:
@@ -171,7 +171,7 @@ class FlatGradients:
         if found is None:
             self.rebuild()
             found = self.bring_in_(inverse, _zero_on) or {}
-        self.settle()
+        self.settle(again=False)
         if found_inf is None:
             found_inf = torch.zeros(1, device=next(iter(found), None))
         for here in found.values():
@@ -198,6 +198,7 @@ class FlatGradients:
 
         Sync: none.
         """
+        self._settled = False
         only = None if params is None else {id(param) for param in params}
         if any(param.grad is not None and (only is None or id(param) in only) for param in self._outside):
             return None
@@ -205,6 +206,10 @@ class FlatGradients:
         if any(arrivals is None for _, arrivals in arrived):
             return None
         found: dict[torch.device, Tensor] = {}
+        self._settled = only is None and all(
+            arrivals.whole or len(arrivals.kept) + len(arrivals.new) == len(buffer.params)
+            for buffer, arrivals in arrived
+        )
         for buffer, arrivals in arrived:
             if arrivals:
                 device = buffer.tensor.device
@@ -226,8 +231,19 @@ class FlatGradients:
         """The gradients that lie in their places, each by itself, after `settle`. Sync: none."""
         return [slot.view for slot in self._slots.values() if slot.param.grad is not None]
 
-    def settle(self) -> bool:
-        """Clear the parts of gradients that are None; return whether all others lie in their places. Sync: none."""
+    def settle(self, *, again: bool = True) -> bool:
+        """Clear the parts of gradients that are None; return whether all others lie in their places.
+
+        Right after `bring_in_` has seen every gradient there is nothing to look at.
+
+        Args:
+            again: look all the same.
+
+        Sync: none.
+        """
+        if self._settled and not again:
+            self._settled = False
+            return True
         settled = [buffer.settle() for buffer in self._buffers]
         return all(settled) and all(param.grad is None for param in self._outside)
 
@@ -242,6 +258,7 @@ class FlatGradients:
         self._buffers: list[FlatBuffer] = []
         for params in groups.values():
             self._fill_buffer(params)
+        self._all, self._settled = tuple(self._params), False
         self._outside = [param for param in self._params if id(param) not in self._slots]
 
     @torch.no_grad()

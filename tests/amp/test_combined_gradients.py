@@ -1,7 +1,6 @@
 """combine_grad: training is the same to the bit, gradients lie in flat buffers, and come back to them."""
 
 import math
-import pickle
 import re
 
 import pytest
@@ -305,96 +304,6 @@ def test_what_breaks_the_buffers_is_said_and_mended_to_the_bit(how, capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, math.inf])
-@pytest.mark.parametrize("max_norm", [0.25, 1e6])
-def test_clipping_by_the_flat_norm(level, norm_type, max_norm):
-    clipped = []
-    for combine in (True, False):
-        session, model, optimizer = prepared(level, combine=combine, check=False, loss_scale=128.0)
-        for step in range(1, 3):
-            optimizer.zero_grad()
-            backward(session, model, optimizer, step)
-        grads = [param.grad.double() for param in session.master_params(optimizer)]
-        norm = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in grads]), norm_type)
-        returned = session.clip_grad_norm_(optimizer, max_norm, norm_type)
-        tolerance = 2e-3 if level == "O3" else 1e-6
-        assert torch.isclose(returned.double(), norm, rtol=tolerance)
-        factor = min(1.0, max_norm / (norm.item() + 1e-6))
-        after = [param.grad for param in session.master_params(optimizer)]
-        for now, before in zip(after, grads, strict=True):
-            assert torch.allclose(now.double(), before * factor, rtol=4 * tolerance, atol=1e-7)
-        assert lie_in_buffers(session, optimizer) is combine
-        clipped.append(bits(after))
-    assert max_norm < 1 or same(*clipped)
-
-
-@pytest.mark.parametrize("poison", [math.inf, math.nan])
-def test_clipping_what_overflowed_leaves_the_padding_zero(poison):
-    session, model, optimizer = prepared("O1", loss_scale="dynamic")
-    backward(session, model, optimizer)
-    model.head.bias.grad[0] = poison
-    norm = session.clip_grad_norm_(optimizer, 1.0)
-    assert norm.isnan() if math.isnan(poison) else norm.isinf()
-    assert model.head.weight.grad.isnan().all() == math.isnan(poison)
-    optimizer.zero_grad()
-    backward(session, model, optimizer, 2)
-    assert session.combined_grads(optimizer)[0].isfinite().all()
-    assert session.clip_grad_norm_(optimizer, 1.0).isfinite()
-
-
-def test_clipping_is_refused_where_it_makes_no_sense():
-    session, model, optimizer = prepared("O1", loss_scale=128.0)
-    for numbers, message in (
-        ((0.0,), "max_norm=0.0: expected a number > 0"),
-        ((1.0, -1.0), "norm_type=-1.0: expected"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            session.clip_grad_norm_(optimizer, *numbers)
-    with session.scale_loss(loss_of(model, 1), optimizer, delay_unscale=True) as scaled_loss:
-        scaled_loss.backward()
-    with pytest.raises(RuntimeError, match=r"^The gradients are still scaled by 128.0, after delay_unscale=True"):
-        session.clip_grad_norm_(optimizer, 1.0)
-    stranger = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(RuntimeError, match="was not part of"):
-        session.combined_grads(stranger)
-
-
-def test_the_torch_face_clips_by_the_flat_norm():
-    torch.manual_seed(0)
-    model, (optimizer,) = make("sgd")
-    scaler = GradScaler("cpu", init_scale=128.0, combine_grad=True)
-    plain = GradScaler("cpu", init_scale=128.0)
-    for step in range(1, 4):
-        optimizer.zero_grad()
-        scaler.scale(loss_of(model, step)).backward()
-        norm = scaler.unscale_and_clip_(optimizer, 0.5)
-        mine = [None if param.grad is None else param.grad.clone() for param in model.parameters()]
-        optimizer.zero_grad()
-        plain.scale(loss_of(model, step)).backward()
-        assert torch.isclose(norm, plain.unscale_and_clip_(optimizer, 0.5), rtol=1e-6)
-        for grad, param in zip(mine, model.parameters(), strict=True):
-            assert grad is param.grad or torch.allclose(grad, param.grad, rtol=1e-5, atol=1e-9)
-        scaler.update()
-        plain.update()
-
-
-def test_a_scale_of_zero_does_not_stay_in_the_buffers():
-    model, (optimizer,) = make("sgd")
-    scaler = GradScaler("cpu", init_scale=128.0, floor=None, combine_grad=True)
-    weights = bits(model.parameters())
-    for scale in (128.0, 0.0, 128.0):
-        scaler.scale(torch.zeros(()))
-        scaler.update(scale)
-        optimizer.zero_grad(set_to_none=False)
-        scaler.scale(loss_of(model, 1)).backward()
-        scaler.step(optimizer)
-        assert scaler.last_step.stepped is (scale > 0)
-        scaler.update()
-        assert same(bits(model.parameters()), weights) is (scale == 0)
-        weights = bits(model.parameters())
-
-
 def test_memory_counts_what_buffers_take_beyond_gradients():
     session, model, optimizer = prepared("O1", loss_scale=128.0)
     assert session.memory().gradient_buffers == 0
@@ -431,47 +340,6 @@ def test_sparse_gradients_stay_outside():
     (mine, my_norm), (theirs, norm) = train(True), train(None)
     assert same(mine, theirs)
     assert torch.isclose(my_norm, norm, rtol=1e-6)
-
-
-def test_a_parameter_of_two_optimizers_is_unscaled_once():
-    def train(combine):
-        torch.manual_seed(0)
-        model = nn.Linear(4, 4)
-        optimizers = [torch.optim.SGD([model.weight, model.bias], lr=0.1), torch.optim.SGD([model.weight], lr=0.1)]
-        scaler = GradScaler("cpu", init_scale=256.0, combine_grad=combine)
-        for step in range(5):
-            scaler.scale(model(torch.full((2, 4), step + 1.0)).square().sum() * 1e-3).backward()
-            order = optimizers if step % 2 else optimizers[::-1]
-            for optimizer in order:
-                scaler.unscale_(optimizer)
-            for optimizer in order:
-                scaler.step(optimizer)
-            scaler.update()
-            for optimizer in optimizers:
-                optimizer.zero_grad(set_to_none=step != 2)
-        return bits(model.parameters())
-
-    assert same(train(True), train(False))
-
-
-def test_a_copied_scaler_goes_on_combining():
-    scaler = pickle.loads(pickle.dumps(GradScaler("cpu", combine_grad=True)))
-    model, (optimizer,) = make("sgd")
-    scaler.scale(loss_of(model, 1)).backward()
-    scaler.unscale_(optimizer)
-    assert len({param.grad.untyped_storage().data_ptr() for param in model.parameters()}) == 1
-    with pytest.raises(TypeError, match="combine_grad=3: expected True or False"):
-        GradScaler("cpu", combine_grad=3)
-
-
-def test_half_gradients_are_refused_as_without_buffers():
-    param = nn.Parameter(torch.ones(2, dtype=torch.float16))
-    optimizer = torch.optim.SGD([param], lr=0.1)
-    scaler = GradScaler("cpu", init_scale=2.0, combine_grad=True)
-    for _ in range(2):
-        scaler.scale(param.sum()).backward()
-        with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
-            scaler.unscale_(optimizer)
 
 
 def test_a_backward_that_fails_leaves_the_buffers_as_they_were():
