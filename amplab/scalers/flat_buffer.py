@@ -3,8 +3,9 @@
     arrivals()            what the gradients are now: where they lie, new ones, none; None where one does not fit
     unscale_(arrivals)    part <- round(gradient / scale), be it new or in its place, and every gradient its part
 
-A gradient fresh from backward is written once, scaled back, on its way into the buffer: as much traffic as unscaling
-it where it lies. Which buffers there are, and what broke a view, is in ``flat_gradients.py``.
+A gradient fresh from backward is read once and written once, unscaled on its way into the buffer. Were backward to add
+to a cleared buffer instead, it would be read and written twice, -0.0 become 0.0, and no gradient stay None.
+Which buffers there are, and what broke a view, is in ``flat_gradients.py``.
 """
 
 import contextlib
