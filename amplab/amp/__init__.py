@@ -7,6 +7,8 @@ autocast, with what lets autograd functions and checkpointing heed it, and GradS
 
 from amplab.amp import frontend
 from amplab.amp.apex_face import (
+    clip_grad_norm_,
+    combined_grads,
     initialize,
     last_step,
     load_state_dict,
@@ -53,6 +55,8 @@ __all__ = [
     "StepOutcome",
     "autocast",
     "checkpoint",
+    "clip_grad_norm_",
+    "combined_grads",
     "custom_bwd",
     "custom_fwd",
     "default_session",

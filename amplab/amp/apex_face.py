@@ -22,6 +22,8 @@ from amplab.amp.session import Session
 from amplab.policies import CastPolicy
 
 __all__ = [
+    "clip_grad_norm_",
+    "combined_grads",
     "initialize",
     "last_step",
     "load_state_dict",
@@ -125,6 +127,8 @@ def _without_self(method: Callable[..., Any]) -> inspect.Signature:
 
 initialize.__signature__ = _without_self(Session.initialize)  # type: ignore[attr-defined]
 
+clip_grad_norm_ = _of_the_default_session(Session.clip_grad_norm_)
+combined_grads = _of_the_default_session(Session.combined_grads)
 last_step = _of_the_default_session(Session.last_step)
 load_state_dict = _of_the_default_session(Session.load_state_dict)
 loss_scale = _of_the_default_session(Session.loss_scale)

@@ -5,6 +5,7 @@
 Small gradients of one dtype are copied into one flat tensor for the norm; the product is the fused kernel's.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -18,13 +19,16 @@ _SMALL = 1 << 16  # elements in the mean, above which a copy costs more than a c
 
 
 @torch.no_grad()
-def clip_by_norm_(grads: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip_by_norm_(
+    grads: Sequence[Tensor], max_norm: float, norm_type: float = 2.0, *, parts: Sequence[Tensor] | None = None
+) -> Tensor:
     """Scale ``grads`` down in place until their norm, all of them together, is at most ``max_norm``.
 
     Args:
         grads: strided tensors of floating dtypes, on any devices.
         max_norm: > 0.
         norm_type: ``p``; inf for the largest magnitude.
+        parts: what to multiply where ``grads`` hold zeros besides, which a norm of NaN would make NaN.
 
     Returns:
         ``()``, the norm before; 0.0 for no gradients.
@@ -37,18 +41,25 @@ def clip_by_norm_(grads: Sequence[Tensor], max_norm: float, norm_type: float = 2
     >>> clip_by_norm_(grads, 1.0), grads[0].item() < 0.6
     (tensor(5.), True)
     """
-    groups: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
-        groups.setdefault(grad.device, []).append(grad)
+    groups = _by_device(grads)
     if not groups:
         return torch.tensor(0.0)
     first = next(iter(groups))
     norms = [_norm(group, norm_type).to(first, non_blocking=True) for group in groups.values()]
     norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).float()
+    if parts is not None and not (first.type == "cpu" and math.isfinite(factor.item())):
+        groups = _by_device(parts)
     for device, group in groups.items():
         unscale_(group, torch.zeros((), device=device), factor.to(device, non_blocking=True))
     return norm
+
+
+def _by_device(grads: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
+    groups: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        groups.setdefault(grad.device, []).append(grad)
+    return groups
 
 
 def _norm(grads: list[Tensor], norm_type: float) -> Tensor:

@@ -24,11 +24,12 @@ from amplab.amp.clipping import clip_by_norm_
 from amplab.amp.fused_step import leaves_gradients_unscaled, lend_scale, makes_momentum, wants_scaler
 from amplab.amp.loss_scaler import SMALLEST_SCALE
 from amplab.amp.loss_scales import LossScales
+from amplab.amp.opt_levels import checked_flag
 from amplab.amp.optimizer_gradients import unscale_gradients_
 from amplab.amp.records import ScaleRecord, StepOutcome
 from amplab.amp.step_report import NO_STEP_YET, STEPPED, StepReport
 from amplab.optimizers import FusedOptimizer
-from amplab.scalers import ScaleRule, strided_grad
+from amplab.scalers import ScaleRule
 
 __all__ = ["GradScaler"]
 
@@ -55,6 +56,7 @@ class GradScaler(LossScales):
         rule: a rule of `amplab.scalers` in the place of torch's and of the four numbers.
         floor: the scale never backs off below it; None for none, as torch has it.
         num_losses: how many losses have a scale of their own, each under `scale_loss`.
+        combine_grad: keep the gradients of each optimizer in flat buffers; the same results to the bit.
 
     Raises:
         AssertionError: ``growth_factor`` <= 1 or ``backoff_factor`` >= 1, where scaling is enabled.
@@ -88,10 +90,12 @@ class GradScaler(LossScales):
         rule: ScaleRule | None = None,
         floor: float | None = SMALLEST_SCALE,
         num_losses: int = 1,
+        combine_grad: bool = False,
     ) -> None:
         numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
         super().__init__(device, *numbers, enabled, rule=rule, floor=floor)
         self._have_losses(num_losses, numbers, rule)
+        self._combine_grad = checked_flag("combine_grad", combine_grad)
         self._begin()
 
     def _begin(self) -> None:
@@ -194,11 +198,12 @@ class GradScaler(LossScales):
         """
         self.unscale_(optimizer)
         known = self._known.of(optimizer)
-        norm = torch.zeros((), device=known.parameter_list.device)
-        if norm_type == 2.0 and known.parameter_list.clip_grads_(norm, max_norm) is not None:
-            return norm
-        grads = [strided_grad(param) for param in known.params if param.grad is not None]
-        return clip_by_norm_(grads, max_norm, norm_type)
+        if known.combined is None:
+            norm = torch.zeros((), device=known.parameter_list.device)
+            if norm_type == 2.0 and known.parameter_list.clip_grads_(norm, max_norm) is not None:
+                return norm
+        grads = known.unscaler.flat_grads(known.params)
+        return clip_by_norm_(grads.tensors, max_norm, norm_type, parts=grads.parts)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Call ``optimizer.step(*args, **kwargs)`` unless a gradient is inf or NaN; unscale first where that is left.

@@ -58,7 +58,7 @@ def add_unscaled(
         params: everything that the backward may have reached.
         aside: what `set_aside` took off them.
         scale: that of the new gradients, a number or a one-element tensor on the device.
-        unscaler: kept from call to call, for its grouping of ``params``.
+        unscaler: kept from call to call, for its grouping of ``params``; it may leave gradients in flat buffers.
         found_inf: ``(1,)`` float32 to go on with; None for a fresh one.
 
     Returns:
@@ -66,6 +66,18 @@ def add_unscaled(
 
     Sync: none.
     """
+    found_inf = _add_unscaled(params, aside, scale, unscaler, found_inf)
+    unscaler.settle(params)
+    return found_inf
+
+
+def _add_unscaled(
+    params: list[Tensor],
+    aside: list[SetAside],
+    scale: float | Tensor,
+    unscaler: Unscaler,
+    found_inf: Tensor | None,
+) -> Tensor:
     if not aside:
         return unscaler.unscale_(params, scale, found_inf=found_inf)
     # One pass over the gradients that have something to be added to, unless they are sparse.

@@ -31,7 +31,7 @@ from amplab.amp.optimizer_params import cast_state, follow_model, params_of, rep
 from amplab.amp.records import StepOutcome
 from amplab.policies import disable_casts
 from amplab.policies.open_scopes import OpenScopes
-from amplab.scalers import MasterWeights, Unscaler
+from amplab.scalers import FlatGrads, MasterWeights, Unscaler
 
 __all__ = ["HookedOptimizer"]
 
@@ -66,6 +66,7 @@ class HookedOptimizer:
         master_weights: let it step float32 masters of its half parameters.
         casts_in_step: False runs ``step`` with casts disabled.
         announce: print a line for each skipped step.
+        unscaler: makes what takes the scale out of gradients, one for the optimizer's own and one for the masters'.
     """
 
     def __init__(
@@ -76,12 +77,13 @@ class HookedOptimizer:
         master_weights: bool,
         casts_in_step: bool,
         announce: bool,
+        unscaler: Callable[[], Unscaler] = Unscaler,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.masters = MasterWeights()
         self.outcome = _NO_STEP_YET
         self._master_weights, self._casts_in_step, self._announce = master_weights, casts_in_step, announce
-        self._unscaler = Unscaler()
+        self._unscaler, self._into_masters = unscaler(), unscaler()
         self._params: list[Tensor] = []
         self._own: list[Tensor] = []
         self._scaled_by: float | None = None
@@ -104,7 +106,12 @@ class HookedOptimizer:
     @property
     def passes_gradients_through(self) -> bool:
         """Whether at scale 1.0 there is nothing to do with its gradients."""
-        return not self.masters.pairs and self._scaled_by is None
+        return not self.masters.pairs and self._scaled_by is None and type(self._unscaler) is Unscaler
+
+    @property
+    def buffers(self) -> tuple[Tensor, ...]:
+        """The flat buffers that gradients lie in: those of its own, then those of its masters."""
+        return self._unscaler.buffers + self._into_masters.buffers
 
     def set_grads_aside(self) -> list[SetAside]:
         """Clear the way for a backward; the gradients that are there keep out of its unscaling."""
@@ -148,10 +155,29 @@ class HookedOptimizer:
         self._in_backward = False
         found_inf = add_unscaled(self._own, aside, scale, self._unscaler, found_inf)
         if self.masters.pairs:
-            found_inf = self.masters.unscale_grads(scale, accumulate=True, found_inf=found_inf)
+            place = self._into_masters.place
+            found_inf = self.masters.unscale_grads(scale, accumulate=True, found_inf=found_inf, place=place)
             for pair in self.masters.pairs:
                 pair.model.grad = None
+            self._into_masters.settle(self._masters())
         return found_inf
+
+    def flat_grads(self) -> FlatGrads:
+        """What the optimizer is going to step with, in as few tensors as it lies in: flat buffers where combined.
+
+        Raises:
+            RuntimeError: gradients wait scaled.
+
+        Sync: none.
+        """
+        if self._scaled_by is not None:
+            raise RuntimeError(
+                f"The gradients are still scaled by {self._scaled_by}, after delay_unscale=True: clip them when the "
+                "last backward before the step has unscaled them."
+            )
+        self._refresh()
+        own, masters = self._unscaler.flat_grads(self._own), self._into_masters.flat_grads(self._masters())
+        return FlatGrads(own.tensors + masters.tensors, own.parts + masters.parts)
 
     def first_nonfinite(self) -> Tensor | None:
         """Return the model's parameter whose non-finite gradient backward reached first. Sync: many."""
@@ -222,6 +248,9 @@ class HookedOptimizer:
         by_master = {id(pair.master): pair.model for pair in self.masters.pairs}
         groups = [] if optimizer is None else optimizer.param_groups
         return [[by_master.get(id(param), param) for param in group["params"]] for group in groups]
+
+    def _masters(self) -> list[Tensor]:
+        return [pair.master for pair in self.masters.pairs]
 
     def _flags(self) -> tuple[bool, bool]:
         """Whether a skip is due, and whether gradients wait scaled."""

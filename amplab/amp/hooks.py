@@ -4,7 +4,7 @@ Putting hooks on and taking them off is here; what they do is in `hooked_model` 
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from amplab.amp.opt_levels import OptProperties
 from amplab.amp.optimizer_params import cast_state, params_of
 from amplab.amp.records import MemoryUse
 from amplab.policies import CastingEngine, PrecisionPolicy
+from amplab.scalers import Unscaler
 
 __all__ = ["Hooks"]
 
@@ -43,6 +44,7 @@ class Hooks:
         cast_model_outputs: torch.dtype | None,
         engine: CastingEngine | None,
         announce: bool,
+        unscaler: Callable[[], Unscaler] = Unscaler,
     ) -> None:
         """Cast the models, make the masters and hang up every hook that ``properties`` and ``policies`` ask for."""
         dtype = properties.cast_model_type or None
@@ -58,6 +60,7 @@ class Hooks:
                 master_weights=bool(properties.master_weights),
                 casts_in_step=not properties.patch_torch_functions,
                 announce=announce,
+                unscaler=unscaler,
             )
             warn_of_vanishing_eps(optimizer)
         forward = ForwardHooks(

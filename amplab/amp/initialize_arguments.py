@@ -11,16 +11,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from amplab.amp.model_weights import LOW_PRECISION
+from amplab.amp.opt_levels import checked_flag
 from amplab.optimizers import FusedOptimizer
 
 __all__ = [
     "as_list",
     "checked_cast_model_outputs",
+    "checked_combined",
     "checked_models",
     "checked_num_losses",
     "checked_optimizers",
     "checked_verbosity",
-    "refuse_combined",
+    "refuse_combined_ddp",
     "refuse_half",
     "refuse_scripted",
     "warn_of_unused",
@@ -122,23 +124,37 @@ def checked_verbosity(verbosity: Any) -> int:
     return verbosity
 
 
-def refuse_combined(combine_grad: Any, combine_ddp: Any, ddp_replica_count: Any, check_combined_tensors: Any) -> None:
-    """Refuse what the Ascend flavour of apex calls combined gradients; the values that ask for nothing pass.
+def checked_combined(combine_grad: Any, check_combined_tensors: Any) -> tuple[bool, bool]:
+    """Return whether gradients are to be combined, and whether a sentence is to say when they had to be once more.
+
+    Warns where the second is asked for without the first.
+
+    Raises:
+        TypeError: not True or False.
+    """
+    asked = {"combine_grad": combine_grad, "check_combined_tensors": check_combined_tensors}
+    combine, check = (value is not None and checked_flag(name, value) for name, value in asked.items())
+    if check and not combine:
+        warnings.warn(
+            "check_combined_tensors=True: there are no combined gradients to look after, since combine_grad is "
+            f"{combine_grad}; pass combine_grad=True, or leave it out.",
+            stacklevel=4,
+        )
+    return combine, check
+
+
+def refuse_combined_ddp(combine_ddp: Any, ddp_replica_count: Any) -> None:
+    """Refuse what the Ascend flavour of apex does in the place of DistributedDataParallel.
 
     Raises:
         NotImplementedError: one of them asks for something.
     """
-    asked = {
-        "combine_grad": combine_grad,
-        "combine_ddp": combine_ddp,
-        "ddp_replica_count": ddp_replica_count != 4,
-        "check_combined_tensors": check_combined_tensors,
-    }
-    for name, wanted in asked.items():
+    for name, wanted in {"combine_ddp": combine_ddp, "ddp_replica_count": ddp_replica_count != 4}.items():
         if wanted:
             raise NotImplementedError(
-                f"{name}: amp.initialize does not combine gradients into flat buffers. Leave {name} out; gradients are "
-                "unscaled in one fused pass without it."
+                f"{name}: amp.initialize does not average gradients over ranks; that is not built. Leave {name} out "
+                "and wrap the model in torch.nn.parallel.DistributedDataParallel, whose buckets (bucket_cap_mb) are "
+                "flat buffers reduced during the backward; combine_grad=True works with it."
             )
 
 

@@ -11,16 +11,21 @@ __all__ = ["KnownOptimizers"]
 
 
 class KnownOptimizers:
-    """What a scaler keeps of each optimizer; it keeps none of them alive."""
+    """What a scaler keeps of each optimizer; it keeps none of them alive.
 
-    def __init__(self) -> None:
+    Args:
+        combine: keep the gradients of each in flat buffers.
+    """
+
+    def __init__(self, *, combine: bool = False) -> None:
+        self._combine = combine
         self._known: weakref.WeakKeyDictionary[Optimizer, OptimizerGradients] = weakref.WeakKeyDictionary()
 
     def of(self, optimizer: Optimizer) -> OptimizerGradients:
         """Return what is kept of ``optimizer``, its parameters as its groups list them now. Sync: none."""
         known = self._known.get(optimizer)
         if known is None:
-            known = self._known[optimizer] = OptimizerGradients()
+            known = self._known[optimizer] = OptimizerGradients(combine=self._combine)
         known.refresh(optimizer)
         return known
 

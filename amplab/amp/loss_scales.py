@@ -41,6 +41,8 @@ class LossScale(GradScalerSettings):
 class LossScales(LossScale):
     """The half of `amplab.amp.GradScaler` that tells several losses apart; with one loss it is that loss's scale."""
 
+    _combine_grad = False  # of scalers that were pickled before there was a choice
+
     def _have_losses(self, num_losses: int, numbers: tuple[Any, ...], rule: ScaleRule | None) -> None:
         """Make the scales of all losses but the first: ``numbers`` and ``rule`` are those of the scaler."""
         count = checked_num_losses(num_losses) - 1
@@ -48,7 +50,7 @@ class LossScales(LossScale):
         self._further = [LossScale(self._device, *numbers, self._enabled, **options) for _ in range(count)]
 
     def _begin(self) -> None:
-        self._known = KnownOptimizers()
+        self._known = KnownOptimizers(combine=self._combine_grad)
         self._done = UnscaledGradients()
         self._by_loss: dict[int, dict[int, Tensor]] = {}  # found_inf of each loss, for each optimizer by its id
 

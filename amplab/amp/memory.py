@@ -25,11 +25,14 @@ def memory_use(models: Iterable[nn.Module], optimizers: Iterable[tuple[Optimizer
     params = [param for model in models for param in model.parameters()]
     is_master = {id(master) for master in masters}
     params += [param for param in owned if id(param) not in is_master]
+    grads = [param.grad for param in [*params, *masters] if param.grad is not None]
+    buffers = [buffer for _, hooked in optimizers for buffer in hooked.buffers]
     return MemoryUse(
         parameters=_bytes(params),
-        gradients=_bytes(param.grad for param in [*params, *masters] if param.grad is not None),
+        gradients=_bytes(grads),
         masters=_bytes(masters),
         optimizer_state=_bytes(tensor for optimizer, _ in optimizers for tensor in _tensors_in(optimizer.state)),
+        gradient_buffers=_bytes(buffers) - _bytes(_inside(grads, buffers)),
     )
 
 
@@ -42,6 +45,13 @@ def _tensor_bytes(tensor: Tensor) -> int:
         tensor = tensor.coalesce()
         return tensor.indices().nbytes + tensor.values().nbytes
     return tensor.nbytes
+
+
+def _inside(grads: Iterable[Tensor], buffers: Iterable[Tensor]) -> list[Tensor]:
+    """The gradients that lie in one of the buffers."""
+    memory = {buffer.untyped_storage().data_ptr() for buffer in buffers}
+    dense = [grad for grad in grads if grad.layout == torch.strided]
+    return [grad for grad in dense if grad.untyped_storage().data_ptr() in memory]
 
 
 def _tensors_in(state: Any) -> Iterable[Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amplab.kernels import ParameterList, refusal_naming, unscale_
-from amplab.scalers import Unscaler, strided_grad
+from amplab.scalers import CombinedUnscaler, Unscaler, strided_grad
 
 __all__ = ["OptimizerGradients", "UnscaledGradients", "unscale_gradients_"]
 
@@ -33,16 +33,18 @@ class OptimizerGradients:
         plain: the last gradients were strided and on one device, so the kernel takes them as they come.
         shared: the parameters that another optimizer of the same scaler steps, too; None while that is not known.
         parameter_list: the same parameters, as the kernels know them.
-        unscaler: for the gradients of one backward among several.
+        unscaler: for the gradients of one backward among several, and for those in flat buffers.
+        combined: the same unscaler where gradients are kept in flat buffers; else None.
         momentum_of: the state of a fused SGD in which every parameter was found to have its momentum.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, combine: bool = False) -> None:
         self.params: list[Tensor] = []
         self.parameter_list = ParameterList([])
         self.plain = True
         self.shared: list[Tensor] | None = None
-        self.unscaler = Unscaler()
+        self.combined = CombinedUnscaler() if combine else None
+        self.unscaler = self.combined or Unscaler()
         self.momentum_of: object = None
         self._names: dict[int, str] = {}
         self._listed: list[Tensor] = []
@@ -156,6 +158,35 @@ def unscale_gradients_(
 
     Sync: none.
     """
+    if done:
+        return _unscale_where_they_lie(known, inv_scale, found_inf, allow_half, done)
+    verdicts = None if known.combined is None else _bring_in(known.combined, known, inv_scale, found_inf, allow_half)
+    if verdicts is None:
+        verdicts = _unscale_where_they_lie(known, inv_scale, found_inf, allow_half, None)
+    known.unscaler.settle(known.params)
+    return verdicts
+
+
+def _bring_in(
+    combined: CombinedUnscaler, known: OptimizerGradients, inv_scale: Tensor, found_inf: Tensor, allow_half: bool
+) -> FoundInf | None:
+    """Unscale what lies in flat buffers or fits in; None, and nothing written, where something does not."""
+    if not allow_half and torch.float16 in {buffer.dtype for buffer in combined.buffers}:
+        return None
+    return combined.bring_in_(
+        known.params,
+        lambda device: inv_scale.to(device, non_blocking=True),
+        lambda device: found_inf.to(device, non_blocking=True, copy=True),
+    )
+
+
+def _unscale_where_they_lie(
+    known: OptimizerGradients,
+    inv_scale: Tensor,
+    found_inf: Tensor,
+    allow_half: bool,
+    done: UnscaledGradients | None,
+) -> FoundInf:
     if not done and found_inf.device == known.parameter_list.device:
         here = found_inf.clone()
         count = known.parameter_list.unscale_grads_(here, inv_scale, allow_half=allow_half)

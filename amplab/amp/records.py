@@ -58,14 +58,17 @@ class MemoryUse:
         gradients: the gradients of those parameters and of the masters.
         masters: float32 master weights.
         optimizer_state: momenta, moments, step counts: every tensor in ``optimizer.state``.
+        gradient_buffers: what the flat buffers of ``combine_grad`` take beyond the gradients that lie in them: padding,
+            and the places of gradients that are None.
     """
 
     parameters: int
     gradients: int
     masters: int
     optimizer_state: int
+    gradient_buffers: int = 0
 
     @property
     def total(self) -> int:
-        """All four together, in bytes."""
-        return self.parameters + self.gradients + self.masters + self.optimizer_state
+        """All of them together, in bytes."""
+        return self.parameters + self.gradients + self.masters + self.optimizer_state + self.gradient_buffers

@@ -12,7 +12,7 @@ functions of `amplab.amp`, which drive one session for everybody, are in `apex_f
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,11 +24,12 @@ from amplab.amp.collapse import OnCollapse, checked_on_collapse
 from amplab.amp.initialize_arguments import (
     as_list,
     checked_cast_model_outputs,
+    checked_combined,
     checked_models,
     checked_num_losses,
     checked_optimizers,
     checked_verbosity,
-    refuse_combined,
+    refuse_combined_ddp,
     refuse_half,
     refuse_scripted,
     warn_of_unused,
@@ -36,19 +37,18 @@ from amplab.amp.initialize_arguments import (
 from amplab.amp.level_policy import checked_policies, with_registered
 from amplab.amp.loss_argument import checked_loss, explaining_backward
 from amplab.amp.loss_scaler import LossScaler, scale_rule
-from amplab.amp.loss_scaling import LossScaling, scaled_grad
+from amplab.amp.loss_scaling import LossScaling
 from amplab.amp.opt_levels import OptProperties, checked_flag, opt_level_named
 from amplab.amp.optimizer_names import refuse_taken_names
-from amplab.amp.optimizer_params import master_params
 from amplab.amp.records import MemoryUse, ScaleRecord, StepOutcome
 from amplab.amp.registered_functions import ALLOW_BANNED
-from amplab.amp.session_state import SessionState
+from amplab.amp.session_gradients import SessionGradients, unscaler_maker
 from amplab.policies import CastPolicy, PrecisionPolicy
 
 __all__ = ["Session"]
 
 
-class Session(SessionState):
+class Session(SessionGradients):
     """Mixed precision for the models and optimizers of one experiment.
 
     Two sessions share nothing; one session may be used from any thread, by one thread at a time.
@@ -120,8 +120,9 @@ class Session(SessionState):
             on_collapse: "raise" `LossScaleCollapse` where no smaller scale can help any more, or "warn" of it.
             allow_banned: at O1 run ``F.binary_cross_entropy`` on half in float32 instead of refusing it.
             user_cast_preferred: functions that the user has registered win over the lists; they always do.
-            combine_grad, combine_ddp, ddp_replica_count, check_combined_tensors: refused, since gradients are not
-                combined here.
+            combine_grad: keep the gradients of each optimizer in flat buffers, with the same results to the bit.
+            check_combined_tensors: print a sentence whenever gradients had left those buffers, other than by zero_grad.
+            combine_ddp, ddp_replica_count: refused; wrap the model in DistributedDataParallel.
             policy: the lists and the compute dtype of O1, apex's in float16 where None; its op_rules and module_rules
                 count at every level. Weights of ruled modules stay float32 at O0 and O1, and have the rule's dtype at
                 O2 and O3, with masters as the level has them.
@@ -134,7 +135,7 @@ class Session(SessionState):
                 TorchScript already.
             TypeError: models or optimizers of another type.
             ValueError: a number out of its range; a module rule that names no module, or contradicts another.
-            NotImplementedError: one of the four arguments for combined gradients.
+            NotImplementedError: ``combine_ddp`` or ``ddp_replica_count``.
 
         Sync: none.
         """
@@ -163,7 +164,8 @@ class Session(SessionState):
             floor=min_loss_scale,
             ceiling=max_loss_scale,
         )
-        refuse_combined(combine_grad, combine_ddp, ddp_replica_count, check_combined_tensors)
+        refuse_combined_ddp(combine_ddp, ddp_replica_count)
+        combine, check = checked_combined(combine_grad, check_combined_tensors)
         checked_on_collapse(on_collapse), checked_verbosity(verbosity), checked_cast_model_outputs(cast_model_outputs)
         chosen_models, chosen_optimizers = checked_models(models), checked_optimizers(optimizers)
         for model in chosen_models:
@@ -201,6 +203,7 @@ class Session(SessionState):
             cast_model_outputs=cast_model_outputs,
             engine=self._casts.engine,
             announce=verbosity > 0,
+            unscaler=unscaler_maker(combine=combine, check=check),
         )
         return arrived
 
@@ -288,46 +291,6 @@ class Session(SessionState):
                 yield scaled_loss
             finally:
                 self._casts.drop_weight_casts()
-
-    def scaled_grad(
-        self, outputs: Tensor, inputs: Tensor | Sequence[Tensor], *, loss_id: int = 0, **options: Any
-    ) -> tuple[Tensor | None, ...]:
-        """Differentiate through half layers without losing small gradients: for penalties on gradients.
-
-            grads = autograd.grad(outputs * loss_scale, inputs) / loss_scale
-
-        No ``.grad`` is touched and no scale moves. A gradient that overflows is inf here, makes the penalty inf, and
-        so has the step skipped by the `scale_loss` around the penalty's own backward.
-
-        Args:
-            outputs: what to differentiate, any shape where ``grad_outputs`` is given, else one element.
-            inputs: with respect to what: a tensor or a sequence of them.
-            loss_id: whose scale to use.
-            options: those of `torch.autograd.grad`: ``grad_outputs``, ``create_graph=True`` for a penalty, ….
-
-        Returns:
-            The gradients in float32, one for each input; None where ``allow_unused`` allows it.
-
-        Raises:
-            RuntimeError: before `initialize`.
-            IndexError: no such ``loss_id``.
-            TypeError: ``outputs`` is no tensor.
-
-        Sync: none.
-        """
-        if not isinstance(outputs, Tensor):
-            raise TypeError(
-                f"scaled_grad got outputs of type {type(outputs).__name__}: expected a tensor; sum several of them."
-            )
-        return scaled_grad(outputs, inputs, self.loss_scale(loss_id), **options)
-
-    def master_params(self, optimizer: Optimizer) -> Iterator[Tensor]:
-        """Yield what ``optimizer`` steps, float32 masters included: the parameters to clip. Sync: none.
-
-        Raises:
-            TypeError: what is given has no ``param_groups``.
-        """
-        return master_params(optimizer)
 
     # -- what has happened -------------------------------------------------------------------------
 

@@ -71,7 +71,40 @@ def scaler_cases(many: int = 2000, few: int = 200, elements: int = 1000) -> list
         Goal("at least", 5.0),
         lambda: clipping_against_torch(few, elements),
     )
-    return [*whole, clipping]
+    return [*whole, clipping, *combined_cases(many, few, elements)]
+
+
+def combined_cases(many: int, few: int, elements: int) -> list[Case]:
+    """Return the cases of combined gradients: kept ones lie in the buffers, fresh ones have to come in."""
+    goals = [(few, "kept", 2.5), (few, "fresh", 7.0), (few, "clip", 3.0)]
+    goals += [(many, "kept", 2.5), (many, "fresh", 7.0), (many, "clip", 3.0)]
+    return [_combined_case(count, kind, goal, elements) for count, kind, goal in goals]
+
+
+def combined_against_separate(count: int, elements: int, *, fresh: bool, clip: bool) -> Pair:
+    """The whole call of unscale_ (and clip) with ``combine_grad=True``, and without."""
+    sides = [
+        _with_buffers(Gradients(count, elements, fresh=fresh), combine=combine, clip=clip) for combine in (True, False)
+    ]
+    return Pair(*sides, {"tensors": count, "elements": count * elements})
+
+
+def _with_buffers(gradients: Gradients, *, combine: bool, clip: bool) -> Contestant:
+    scaler = GradScaler("cpu", init_scale=_SCALE, growth_interval=2**30, combine_grad=combine)
+    if clip:
+        return iteration(scaler, gradients, lambda scaler: scaler.unscale_and_clip_(gradients.optimizer, _MAX_NORM))
+    return iteration(scaler, gradients, lambda scaler: scaler.unscale_(gradients.optimizer))
+
+
+def _combined_case(count: int, kind: str, goal: float, elements: int) -> Case:
+    call = "unscale_and_clip_" if kind == "clip" else "unscale_"
+    gradients = "fresh" if kind == "fresh" else "kept"
+    return Case(
+        f"GradScaler(combine_grad=True).{call}, {count} × {elements}, {gradients}",
+        "the same without combine_grad",
+        Goal("at most", goal),
+        lambda: combined_against_separate(count, elements, fresh=kind == "fresh", clip=kind == "clip"),
+    )
 
 
 def scaler_against_torch(count: int, elements: int, *, fresh: bool, device: str = "cpu") -> Pair:

@@ -27,6 +27,7 @@ from amplab.optimizers.npu_names import (
     NpuFusedRMSpropTF,
     NpuFusedSGD,
 )
+from amplab.optimizers.parameter_groups import merge_groups
 
 __all__ = [
     "LARC",
@@ -53,6 +54,7 @@ __all__ = [
     "NpuFusedRMSprop",
     "NpuFusedRMSpropTF",
     "NpuFusedSGD",
+    "merge_groups",
 ]
 
 _INSTEAD = {"FP16_Optimizer": "amplab.fp16_utils.FP16_Optimizer, or amp.initialize with O2"}

@@ -1,5 +1,6 @@
 """How the loss scale moves, how it is taken out of gradients again, and the masters that gradients go to."""
 
+from amplab.scalers.combined_unscaler import CombinedUnscaler
 from amplab.scalers.deepspeed_rule import DeepSpeedScale, LossScaleAtMinimumError
 from amplab.scalers.device_rule import AskedScale, DeviceScale, RecurrentScale, device_scale
 from amplab.scalers.flat_gradients import BrokenView, FlatGradients, ViewBreak, check_combined_tensors
@@ -17,7 +18,7 @@ from amplab.scalers.recurrence import Recurrence, RecurrentRule
 from amplab.scalers.replay import Replay, ReplayStep, Verdict, overflow_verdict, replay
 from amplab.scalers.rules import APEX_DYNAMIC, TORCH_DYNAMIC, DynamicScale, ScaleRule, StaticScale
 from amplab.scalers.scale_state import HysteresisState, ScaleState
-from amplab.scalers.unscaler import Unscaler, inverse_scale, strided_grad
+from amplab.scalers.unscaler import FlatGrads, Unscaler, inverse_scale, strided_grad
 
 __all__ = [
     "APEX_DYNAMIC",
@@ -27,10 +28,12 @@ __all__ = [
     "AscendScale",
     "AskedScale",
     "BrokenView",
+    "CombinedUnscaler",
     "DeepSpeedScale",
     "DeviceScale",
     "DynamicScale",
     "FlatGradients",
+    "FlatGrads",
     "HysteresisState",
     "JmpScale",
     "KerasScale",

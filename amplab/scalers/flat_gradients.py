@@ -8,20 +8,19 @@ views last until somebody puts another tensor in their place; `check_combined_te
 ``master_weights.py``; masters are combined like any other parameters.
 """
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
 from torch import Tensor
 
-from amplab.kernels import unscale_
+from amplab.scalers.flat_buffer import FlatBuffer
 from amplab.scalers.parameters import tensors_of
 from amplab.scalers.unscaler import inverse_scale
 
-__all__ = ["BrokenView", "FlatGradients", "ViewBreak", "aligned_size", "check_combined_tensors"]
-
-_ALIGN, _PADDING = 16, 32
+__all__ = ["BrokenView", "FlatGradients", "ViewBreak", "check_combined_tensors"]
 
 
 class ViewBreak(Enum):
@@ -48,23 +47,14 @@ class BrokenView:
 
 @dataclass(frozen=True, eq=False)
 class _Slot:
-    """A parameter and its part of a buffer."""
+    """A parameter and its part of a buffer, which is the one of number ``index`` there."""
 
+    buffer: FlatBuffer
+    index: int
     param: Tensor
     view: Tensor
     address: int
     kind: tuple[torch.dtype, torch.device, torch.Size]
-
-
-def aligned_size(numel: int) -> int:
-    """Return the elements that a gradient takes in a buffer: its own up to a multiple of 16, and 32 of padding.
-
-    >>> aligned_size(1), aligned_size(17)
-    (48, 64)
-
-    Reference: ``get_aligned_storage_size`` of Ascend's apex.
-    """
-    return -(-numel // _ALIGN) * _ALIGN + _PADDING
 
 
 class FlatGradients:
@@ -101,12 +91,17 @@ class FlatGradients:
     @property
     def params(self) -> tuple[Tensor, ...]:
         """All parameters, those without a gradient too."""
-        return tuple(self._params)
+        return self._all
+
+    @property
+    def combined(self) -> frozenset[int]:
+        """The parameters that have a part in a buffer, by their ``id``."""
+        return frozenset(self._slots)
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
         """The flat buffers ``(elements,)``, one per device and dtype; their padding is zero."""
-        return tuple(self._buffers)
+        return tuple(buffer.tensor for buffer in self._buffers)
 
     def check(self, params: Iterable[Tensor] | None = None) -> tuple[BrokenView, ...]:
         """Say which gradients are no views any more; see `check_combined_tensors`. Sync: none."""
@@ -152,7 +147,7 @@ class FlatGradients:
         """
         self.rebuild()
         for buffer in self._buffers:
-            buffer.zero_()
+            buffer.tensor.zero_()
         for slot in self._slots.values():
             slot.param.grad = slot.view.detach()
 
@@ -171,18 +166,86 @@ class FlatGradients:
 
         Sync: none.
         """
-        self.rebuild()
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for buffer in self._buffers:
-            by_device.setdefault(buffer.device, []).append(buffer)
+        inverse = functools.partial(inverse_scale, scale)
+        found = self.bring_in_(inverse, _zero_on)
+        if found is None:
+            self.rebuild()
+            found = self.bring_in_(inverse, _zero_on) or {}
+        self.settle(again=False)
         if found_inf is None:
-            found_inf = torch.zeros(1, device=next(iter(by_device), None))
-        for device, buffers in by_device.items():
-            here = found_inf if found_inf.device == device else torch.zeros(1, device=device)
-            unscale_(buffers, here, inverse_scale(scale, device))
-            if here is not found_inf:
-                found_inf.copy_(torch.maximum(found_inf, here.to(found_inf.device, non_blocking=True)))
+            found_inf = torch.zeros(1, device=next(iter(found), None))
+        for here in found.values():
+            found_inf.copy_(torch.maximum(found_inf, here.to(found_inf.device, non_blocking=True)))
         return found_inf
+
+    def bring_in_(
+        self,
+        inverse: Callable[[torch.device], Tensor],
+        found_inf: Callable[[torch.device], Tensor],
+        params: Iterable[Tensor] | None = None,
+    ) -> dict[torch.device, Tensor] | None:
+        """Multiply gradients by ``inverse`` where they lie in their buffers, the others on their way in.
+
+        Nothing is rebuilt: a gradient that is None stays None, and what its part holds is left to `settle`.
+
+        Args:
+            inverse: gives ``(1,)`` or ``()`` float32 for a device.
+            found_inf: as ``inverse``; written where something is not finite.
+            params: whose gradients, each of them among ``params`` of this object; None for all.
+
+        Returns:
+            ``found_inf`` of each device with gradients; None where a gradient does not fit, and nothing was written.
+
+        Sync: none.
+        """
+        self._settled = False
+        only = None if params is None else {id(param) for param in params}
+        if any(param.grad is not None and (only is None or id(param) in only) for param in self._outside):
+            return None
+        arrived = [(buffer, buffer.arrivals(only)) for buffer in self._buffers]
+        if any(arrivals is None for _, arrivals in arrived):
+            return None
+        found: dict[torch.device, Tensor] = {}
+        self._settled = only is None and all(
+            arrivals.whole or len(arrivals.kept) + len(arrivals.new) == len(buffer.params)
+            for buffer, arrivals in arrived
+        )
+        for buffer, arrivals in arrived:
+            if arrivals:
+                device = buffer.tensor.device
+                here = found[device] = found[device] if device in found else found_inf(device)
+                buffer.unscale_(arrivals, here, inverse(device))
+        return found
+
+    def place(self, param: Tensor) -> Tensor:
+        """Return where a new gradient of ``param`` is to be written: its part, or new memory where it has none.
+
+        Sync: none.
+        """
+        slot = self._slots.get(id(param))
+        if slot is None or (param.dtype, param.device, param.shape) != slot.kind:
+            return torch.empty_like(param)
+        return slot.buffer.lent(slot.index)
+
+    def parts(self) -> list[Tensor]:
+        """The gradients that lie in their places, each by itself, after `settle`. Sync: none."""
+        return [slot.view for slot in self._slots.values() if slot.param.grad is not None]
+
+    def settle(self, *, again: bool = True) -> bool:
+        """Clear the parts of gradients that are None; return whether all others lie in their places.
+
+        Right after `bring_in_` has seen every gradient there is nothing to look at.
+
+        Args:
+            again: look all the same.
+
+        Sync: none.
+        """
+        if self._settled and not again:
+            self._settled = False
+            return True
+        settled = [buffer.settle() for buffer in self._buffers]
+        return all(settled) and all(param.grad is None for param in self._outside)
 
     def _combine(self) -> None:
         """Lay the buffers out anew and move every gradient in."""
@@ -192,23 +255,23 @@ class FlatGradients:
                 _require_dense(index, param.grad)
                 groups.setdefault((param.grad.device, param.grad.dtype), []).append(param)
         self._slots: dict[int, _Slot] = {}
-        self._buffers: list[Tensor] = []
+        self._buffers: list[FlatBuffer] = []
         for params in groups.values():
             self._fill_buffer(params)
+        self._all, self._settled = tuple(self._params), False
+        self._outside = [param for param in self._params if id(param) not in self._slots]
 
     @torch.no_grad()
     def _fill_buffer(self, params: list[Tensor]) -> None:
-        sizes = [aligned_size(param.numel()) for param in params]
-        buffer = torch.zeros(sum(sizes), dtype=params[0].grad.dtype, device=params[0].grad.device)
+        buffer = FlatBuffer(params)
         self._buffers.append(buffer)
-        for param, part in zip(params, buffer.split(sizes), strict=True):
-            view = _view_like(part[: param.numel()], param)
-            self._slots[id(param)] = slot = _Slot(param, view, view.data_ptr(), _kind(param))
+        for index, (param, view) in enumerate(zip(params, buffer.views, strict=True)):
+            self._slots[id(param)] = slot = _Slot(buffer, index, param, view, view.data_ptr(), _kind(param))
             self._return_grad(slot)
 
     def _return_grads(self, slots: list[_Slot]) -> None:
         """Copy gradients in; those that lie in a buffer already, in another place or order, are taken out first."""
-        own = {buffer.untyped_storage().data_ptr() for buffer in self._buffers}
+        own = {buffer.tensor.untyped_storage().data_ptr() for buffer in self._buffers}
         for slot in slots:
             grad = slot.param.grad
             if grad is not None and grad.untyped_storage().data_ptr() in own:
@@ -264,14 +327,12 @@ def check_combined_tensors(flat: FlatGradients, params: Iterable[Tensor] | None 
     return tuple(broken)
 
 
+def _zero_on(device: torch.device) -> Tensor:
+    return torch.zeros(1, device=device)
+
+
 def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
     return tensor.dtype, tensor.device, tensor.shape
-
-
-def _view_like(part: Tensor, param: Tensor) -> Tensor:
-    """``part`` ``(elements,)`` in the shape of ``param`` and in its order in memory, such as channels-last."""
-    dense = torch.empty_like(param)  # the strides that autograd gives a gradient
-    return part.as_strided(param.shape, dense.stride(), part.storage_offset())
 
 
 def _require_dense(index: int, grad: Tensor) -> None:

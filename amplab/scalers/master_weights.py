@@ -5,7 +5,7 @@ values      master -> model    model <- round(master)                   (`Master
 edits       model -> master    master <- model, where the model's weight was edited    (`MasterWeights.follow_edits`)
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -74,7 +74,12 @@ class MasterWeights:
         return param if pair is None else pair.master
 
     def unscale_grads(
-        self, scale: float | Tensor, *, accumulate: bool = False, found_inf: Tensor | None = None
+        self,
+        scale: float | Tensor,
+        *,
+        accumulate: bool = False,
+        found_inf: Tensor | None = None,
+        place: Callable[[Tensor], Tensor] = torch.empty_like,
     ) -> Tensor:
         """Bring the model's gradients, divided by ``scale``, to the masters in float32.
 
@@ -85,6 +90,7 @@ class MasterWeights:
             scale: > 0, a number or a one-element tensor.
             accumulate: add to the masters' gradients instead of replacing them.
             found_inf: ``(1,)`` float32, to go on with the verdict of an earlier call; None for a fresh one.
+            place: returns the tensor that becomes the gradient of a master without one, overwritten.
 
         Returns:
             ``(1,)`` float32: 1.0 where a model gradient was not finite or its quotient overflowed, else 0.0.
@@ -104,7 +110,7 @@ class MasterWeights:
             found_inf = torch.zeros(1, device=next(iter(by_device), None))
         for device, pairs in by_device.items():
             here = found_inf if found_inf.device == device else torch.zeros(1, device=device)
-            _bring_grads(pairs, here, inverse_scale(scale, device), accumulate=accumulate)
+            _bring_grads(pairs, here, inverse_scale(scale, device), place, accumulate=accumulate)
             if here is not found_inf:
                 found_inf.copy_(torch.maximum(found_inf, here.to(found_inf.device, non_blocking=True)))
         return found_inf
@@ -185,14 +191,21 @@ def _take_edits(pair: MasterPair, watched: Tensor) -> None:
     watched.copy_(model)
 
 
-def _bring_grads(pairs: list[MasterPair], found_inf: Tensor, inverse: Tensor, *, accumulate: bool) -> None:
+def _bring_grads(
+    pairs: list[MasterPair],
+    found_inf: Tensor,
+    inverse: Tensor,
+    place: Callable[[Tensor], Tensor],
+    *,
+    accumulate: bool,
+) -> None:
     """One copy for the masters without a gradient to add to, one sum for the rest."""
     fresh: list[MasterPair] = []
     summed: list[MasterPair] = []
     for pair in pairs:
         (summed if accumulate and pair.master.grad is not None else fresh).append(pair)
         if pair.master.grad is None:
-            pair.master.grad = torch.empty_like(pair.master)
+            pair.master.grad = place(pair.master)
     for write, chosen in ((unscale_copy, fresh), (unscale_add, summed)):
         if chosen:
             write([pair.model.grad for pair in chosen], [pair.master.grad for pair in chosen], found_inf, inverse)

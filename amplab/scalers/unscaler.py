@@ -6,13 +6,14 @@ Which scale comes next is the rule's business (``rules.py``); gradients that go 
 
 import operator
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from amplab.kernels import ParameterList, refusal_naming, unscale_
 
-__all__ = ["Unscaler", "inverse_scale", "strided_grad"]
+__all__ = ["FlatGrads", "Unscaler", "inverse_scale", "strided_grad"]
 
 
 def inverse_scale(scale: float | Tensor, device: torch.device) -> Tensor:
@@ -28,6 +29,18 @@ def inverse_scale(scale: float | Tensor, device: torch.device) -> Tensor:
     if not 0.0 < scale < float("inf"):
         raise ValueError(f"scale={scale}: expected a finite number > 0, the scale that the loss was multiplied by.")
     return torch.tensor([1.0 / scale], dtype=torch.float32, device=device)
+
+
+class FlatGrads(NamedTuple):
+    """Gradients in two cuts.
+
+    Attributes:
+        tensors: as few as they lie in; between them may be padding, which is zero and has to stay so.
+        parts: strided, one for each gradient.
+    """
+
+    tensors: list[Tensor]
+    parts: list[Tensor]
 
 
 class Unscaler:
@@ -81,6 +94,23 @@ class Unscaler:
             if here is not found_inf:
                 found_inf.copy_(torch.maximum(found_inf, here.to(found_inf.device, non_blocking=True)))
         return found_inf
+
+    @property
+    def buffers(self) -> tuple[Tensor, ...]:
+        """The flat buffers that gradients lie in: none here; see `CombinedUnscaler`."""
+        return ()
+
+    def place(self, param: Tensor) -> Tensor:
+        """Return where a new gradient of ``param`` is to be written: new memory. Sync: none."""
+        return torch.empty_like(param)
+
+    def settle(self, params: Iterable[Tensor]) -> None:
+        """Put the gradients of ``params`` where they belong, once they are complete: they stay where they are."""
+
+    def flat_grads(self, params: Iterable[Tensor]) -> FlatGrads:
+        """Return the gradients of ``params`` in as few tensors as they lie in: here one for each. Sync: none."""
+        grads = [strided_grad(param) for param in params if param.grad is not None]
+        return FlatGrads(grads, grads)
 
     def _unscale_listed(self, group: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
         """Make a list of the gradients for the general operator, and name the parameter of one that it refuses."""

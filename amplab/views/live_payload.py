@@ -6,7 +6,7 @@ A frame is complete in itself. Its rows are float64 `(rows, 4)`: step, loss, los
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import MISSING, fields
 
 import numpy as np
 
@@ -61,12 +61,13 @@ def summary(history: History, *, loss_scale: float, rate: float | None, memory: 
 
 
 def memory_parts(memory: MemoryUse) -> str:
-    """Return the parts as one line.
+    """Return the parts as one line, without those that most runs have not.
 
     >>> memory_parts(MemoryUse(parameters=104488, gradients=0, masters=0, optimizer_state=208976))
     'parameters 104,488 B · gradients 0 B · masters 0 B · optimizer state 208,976 B'
     """
-    parts = {field.name.replace("_", " "): getattr(memory, field.name) for field in fields(memory)}
+    held = [field for field in fields(memory) if field.default is MISSING or getattr(memory, field.name)]
+    parts = {field.name.replace("_", " "): getattr(memory, field.name) for field in held}
     return " · ".join(f"{name} {count:,} B" for name, count in parts.items())
 
 

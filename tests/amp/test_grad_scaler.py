@@ -35,7 +35,7 @@ def test_it_is_one_of_torchs_and_stands_in_three_places():
 def test_arguments_and_defaults_are_torchs_and_then_its_own():
     ours, theirs = (inspect.signature(each).parameters for each in (GradScaler, torch.amp.GradScaler))
     assert [(name, ours[name].default) for name in theirs] == [(name, theirs[name].default) for name in theirs]
-    assert [name for name in ours if name not in theirs] == ["rule", "floor", "num_losses"]
+    assert [name for name in ours if name not in theirs] == ["rule", "floor", "num_losses", "combine_grad"]
     assert GradScaler("cpu", 8.0, 3.0, 0.25, 7, True).state_dict() == {
         "scale": 8.0,
         "growth_factor": 3.0,

@@ -20,7 +20,11 @@ REFUSALS = [
     (lambda s: s.initialize(nn.Linear(1, 1), dynamic_init_scale=0), ValueError, "dynamic_init_scale=0: expected"),
     *(
         (lambda s, name=name: s.initialize(nn.Linear(1, 1), **{name: 8}), NotImplementedError, f"{name}: amp.init")
-        for name in ("combine_grad", "combine_ddp", "ddp_replica_count", "check_combined_tensors")
+        for name in ("combine_ddp", "ddp_replica_count")
+    ),
+    *(
+        (lambda s, name=name: s.initialize(nn.Linear(1, 1), **{name: 8}), TypeError, f"{name}=8: expected True or Fal")
+        for name in ("combine_grad", "check_combined_tensors")
     ),
     (lambda s: s.initialize(nn.Linear(1, 1), min_loss_scale="x"), TypeError, "min_loss_scale='x': expected a number"),
     (lambda s: s.initialize(nn.Linear(1, 1), max_loss_scale=True), TypeError, "max_loss_scale=True: expected a number"),
@@ -82,6 +86,13 @@ def test_adam_on_half_parameters_is_warned_of(session):
 def test_what_asks_for_nothing_of_ascend_is_taken(session):
     options = {"combine_grad": None, "combine_ddp": False, "ddp_replica_count": 4, "check_combined_tensors": None}
     session.initialize(nn.Linear(1, 1), verbosity=0, user_cast_preferred=True, **options)
+
+
+def test_a_check_of_buffers_that_are_not_there_is_warned_of(session):
+    with pytest.warns(
+        UserWarning, match=r"^check_combined_tensors=True: there are no combined gradients to look after"
+    ):
+        session.initialize(nn.Linear(1, 1), verbosity=0, check_combined_tensors=True)
 
 
 @pytest.mark.parametrize("name", ["enabled", "master_weights", "allow_banned"])

@@ -99,6 +99,38 @@ print(bits(model, optimizer))
 dist.destroy_process_group()
 """
 
+COMBINED = """
+import os, torch, torch.distributed as dist
+from torch import nn
+from amplab import GradScaler, amp
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method="file://" + os.environ["STORE"], rank=rank, world_size=2)
+
+def train(level, combine, **settings):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    session = amp.Session()
+    options = {"verbosity": 0, "loss_scale": "dynamic", "dynamic_init_scale": 1024.0, "combine_grad": combine}
+    session.initialize(model, optimizer, opt_level=level, **options)
+    parallel = nn.parallel.DistributedDataParallel(model, **settings)
+    for step in range(8):
+        optimizer.zero_grad(set_to_none=step % 3 != 2)
+        torch.manual_seed(2 * step + rank)
+        with session.casting():
+            loss = parallel(torch.randn(4, 8)).float().square().mean() * (float("inf") if step == 4 else 1.0)
+            with session.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        optimizer.step()
+    return [param.detach().clone() for param in session.master_params(optimizer)]
+
+for level in ("O1", "O2"):
+    plain = train(level, False)
+    for settings in ({}, {"gradient_as_bucket_view": True}):
+        print(level, all(map(torch.equal, plain, train(level, True, **settings))), plain[0].isfinite().all().item())
+dist.destroy_process_group()
+"""
+
 
 def two_ranks(script, tmp_path):
     """Run ``script`` as rank 0 and as rank 1; what both of them print."""
@@ -129,6 +161,11 @@ def test_two_processes(tmp_path):
     assert gradients == "[2.0, 2.0, 4.0, 2.0, 2.0]"
     assert reduced == "1.5 0.5 True"
     assert steps[:3] == ["65536.0 True", "32768.0 False", "32768.0 True"]
+
+
+def test_combined_gradients_are_those_of_the_buckets(tmp_path):
+    """Gradients leave the wrapper's buckets for the flat buffers, be they views of the buckets or not."""
+    assert two_ranks(COMBINED, tmp_path).splitlines() == ["O1 True True"] * 2 + ["O2 True True"] * 2
 
 
 @pytest.mark.parametrize(

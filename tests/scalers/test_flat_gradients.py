@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amplab.scalers import FlatGradients, MasterWeights, Unscaler, ViewBreak, check_combined_tensors
-from amplab.scalers.flat_gradients import aligned_size
+from amplab.scalers.flat_buffer import aligned_size
 
 
 def make_model(memory_format=torch.contiguous_format):
@@ -321,3 +321,22 @@ def test_a_parameter_of_no_elements_is_combined_too():
     assert flat.unscale_(2.0).item() == 0.0
     assert flat.check() == ()
     assert one.grad.tolist() == [0.5]
+
+
+def test_gradients_are_brought_in_all_or_none():
+    model = make_model()
+    flat = combined(model)
+    one, half = (lambda device: torch.ones(1, device=device)), (lambda device: torch.full((1,), 0.5, device=device))
+    assert list(flat.bring_in_(half, one)) == [torch.device("cpu")]
+    model[4].bias.grad = model[4].bias.grad.to_sparse()
+    before = gradients(model)
+    assert flat.bring_in_(half, one) is None
+    assert all(torch.equal(each.to_dense(), now.to_dense()) for each, now in zip(before, gradients(model), strict=True))
+    assert not flat.settle(again=False)
+    model.zero_grad()
+    backward(model, 1)
+    fresh = gradients(model)
+    assert flat.bring_in_(half, one, [model[4].bias]).keys() == {torch.device("cpu")}
+    assert torch.equal(model[4].bias.grad, fresh[-1] * 0.5)
+    assert equal(gradients(model)[:-1], fresh[:-1])
+    assert len(flat.check()) == len(fresh) - 1

@@ -1,0 +1,143 @@
+"""An unscaler that leaves gradients in flat buffers, and finds its way back to them whatever happens in between.
+
+    backward          makes new gradients, as after zero_grad(); or adds to those that lie in the buffers
+    unscale_          part <- round(gradient / scale)    in one pass, new gradients on their way in
+    settle            afterwards: whoever is new, was converted or replaced is combined anew
+
+A parameter without a gradient keeps None, so that an optimizer passes over it as it would without buffers: values
+are those of `Unscaler`, to the bit. Sparse gradients and those of tensor subclasses stay as they are, outside.
+"""
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from amplab.scalers.flat_gradients import FlatGradients, ViewBreak
+from amplab.scalers.unscaler import FlatGrads, Unscaler, inverse_scale, strided_grad
+
+__all__ = ["CombinedUnscaler"]
+
+
+class CombinedUnscaler(Unscaler):
+    """Unscale gradients and keep them combined.
+
+    Args:
+        announce: called with a sentence each time that gradients have left their buffers other than by
+            ``zero_grad()``; None: they are combined again in silence.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> unscaler = CombinedUnscaler()
+    >>> for _ in range(2):
+    ...     weight.grad = torch.tensor([256.0, 512.0])
+    ...     found_inf = unscaler.unscale_([weight], 128.0)
+    ...     unscaler.settle([weight])
+    >>> weight.grad.tolist(), [buffer.sum().item() for buffer in unscaler.buffers]
+    ([2.0, 4.0], [6.0])
+    """
+
+    def __init__(self, announce: Callable[[str], object] | None = None) -> None:
+        super().__init__()
+        self._announce = announce
+        self._flat: FlatGradients | None = None
+        self._listed: list[Tensor] = []
+        self._left_new = False  # gradients fresh from backward lie where it left them
+
+    @property
+    def buffers(self) -> tuple[Tensor, ...]:
+        """The flat buffers ``(elements,)``, one per device and dtype; none before the first gradients."""
+        return () if self._flat is None else self._flat.buffers
+
+    def unscale_(self, params: Iterable[Tensor], scale: float | Tensor, *, found_inf: Tensor | None = None) -> Tensor:
+        """Divide every ``param.grad`` by ``scale``; see `Unscaler.unscale_`."""
+        params = list(params)
+        found = self.bring_in_(params, lambda device: inverse_scale(scale, device))
+        if found is None:
+            self._left_new = self._flat is not None and bool(params)
+            return super().unscale_(params, scale, found_inf=found_inf)
+        if found_inf is None:
+            found_inf = torch.zeros(1, device=next(iter(found), None))
+        for here in found.values():
+            found_inf.copy_(torch.maximum(found_inf, here.to(found_inf.device, non_blocking=True)))
+        return found_inf
+
+    def bring_in_(
+        self,
+        params: Sequence[Tensor],
+        inverse: Callable[[torch.device], Tensor],
+        found_inf: Callable[[torch.device], Tensor] = lambda device: torch.zeros(1, device=device),
+    ) -> dict[torch.device, Tensor] | None:
+        """Multiply the gradients of ``params`` by ``inverse`` into the buffers; see `FlatGradients.bring_in_`.
+
+        Returns:
+            ``found_inf`` of each device with gradients; None before there are buffers, and where a gradient does not
+            fit into its own: then nothing was written.
+
+        Sync: none.
+        """
+        if self._flat is None or not params:
+            return None
+        if _same(params, self._flat.params):
+            return self._flat.bring_in_(inverse, found_inf)
+        known = {id(param) for param in self._flat.params}
+        inside = all(id(param) in known or param.grad is None for param in params)
+        return self._flat.bring_in_(inverse, found_inf, params) if inside else None
+
+    def place(self, param: Tensor) -> Tensor:
+        """Return where a new gradient of ``param`` is to be written. Sync: none."""
+        return torch.empty_like(param) if self._flat is None else self._flat.place(param)
+
+    def settle(self, params: Iterable[Tensor], *, again: bool = False) -> None:
+        """See to it that the gradients of ``params`` lie in buffers, whose other parts are zero.
+
+        Args:
+            params: every parameter whose gradients are combined here, as they are listed now.
+            again: look at each, even where `unscale_` has just seen them all.
+
+        Sync: none.
+        """
+        params = list(params)
+        if self._flat is not None and _same(params, self._listed) and self._flat.settle(again=again):
+            return
+        combined = [param for param in params if param.grad is None or _can_be_combined(param.grad)]
+        if self._flat is None:
+            if any(param.grad is not None for param in combined):
+                self._flat = FlatGradients(combined)
+        elif _same(combined, self._flat.params):
+            self._say(combined)
+            self._flat.rebuild()
+        else:
+            self._say(combined)
+            self._flat = FlatGradients(combined)
+        self._listed, self._left_new = params, False
+
+    def flat_grads(self, params: Iterable[Tensor]) -> FlatGrads:
+        """The gradients of ``params``, after `settle`; see `Unscaler.flat_grads`. Sync: none."""
+        params = list(params)
+        self.settle(params, again=True)
+        inside = set() if self._flat is None else {id(param) for param in self._flat.params}
+        outside = [strided_grad(param) for param in params if param.grad is not None and id(param) not in inside]
+        parts = [] if self._flat is None else self._flat.parts()
+        return FlatGrads([*self.buffers, *outside], [*parts, *outside])
+
+    def _say(self, params: list[Tensor]) -> None:
+        if self._announce is None:
+            return
+        usual = {ViewBreak.CLEARED, ViewBreak.REASSIGNED} if self._left_new else {ViewBreak.CLEARED}
+        broken = [each for each in self._flat.check(params) if each.reason not in usual]
+        known = self._flat.combined
+        late = [index for index, param in enumerate(params) if param.grad is not None and id(param) not in known]
+        reasons = [str(each) for each in broken]
+        reasons += [f"parameter {index}: it has a gradient for the first time." for index in late]
+        if reasons:
+            more = f" So have {len(reasons) - 1} more." if len(reasons) > 1 else ""
+            self._announce(f"Combined grad has been destroyed and will be recombined afterwards, {reasons[0]}{more}")
+
+
+def _can_be_combined(grad: Tensor) -> bool:
+    return type(grad) is Tensor and grad.layout is torch.strided and grad.is_floating_point()
+
+
+def _same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    return len(left) == len(right) and all(map(operator.is_, left, right))
