@@ -44,7 +44,7 @@ TRAIN_OPTIONS = (
     ("seed", "0", "seed of weights, split and batches (default: 0)"),
 )
 
-BENCH_SUITES = ("scaler", "casting", "kernels", "xray")
+BENCH_SUITES = ("scaler", "casting", "kernels", "xray", "diagnose")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

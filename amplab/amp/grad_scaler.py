@@ -363,7 +363,8 @@ class GradScaler(LossScales):
         last = self.last_step
         for loss_id, found_inf in found.items():
             scales = [before[loss_id], self._loss(loss_id)._scale, found_inf]
-            scale, next_scale, found_here = torch.stack(scales).tolist()
+            on_host = found_inf.device.type == "cpu"  # where a read waits for nothing and stacking takes longer
+            scale, next_scale, found_here = map(Tensor.item, scales) if on_host else torch.stack(scales).tolist()
             skipped = found_here > 0 and not last.stepped
             first = last.first_nonfinite if skipped else None
             record = ScaleRecord(loss_id, scale, next_scale, found_here > 0, skipped, first, self._loss_of_step)

@@ -6,6 +6,7 @@ from typing import TextIO
 
 from amplab import kernels
 from amplab.bench.casting import casting_cases
+from amplab.bench.diagnose import diagnose_cases
 from amplab.bench.interleaved import Case, measure
 from amplab.bench.kernels import kernel_cases
 from amplab.bench.machine import machine_facts
@@ -24,6 +25,7 @@ SUITES: dict[str, Callable[[], Sequence[Case]]] = {
     "casting": casting_cases,
     "kernels": lambda: [*kernel_cases(), *statistics_cases()],
     "xray": xray_cases,
+    "diagnose": diagnose_cases,
 }
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,11 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from amplab.amp import Session, default_session
-from amplab.diagnose.blame import Blame, blame, first_bad_result
+from amplab.diagnose.blame import Blame, blame
 from amplab.diagnose.reruns import Outcome, probe
-from amplab.diagnose.statistics import Statistics, read, statistics
-from amplab.diagnose.values import ObservedStep, measured_in, observe_step, tensors_in
+from amplab.diagnose.statistics import Statistics, extremes, read, statistics
+from amplab.diagnose.values import ObservedStep, measured_in, observe_step, tensors_in, writes_values
 from amplab.trace import OpRecord, trace_step
+from amplab.trace.recorder import Event
+from amplab.trace.step import record_step
 
 __all__ = ["FirstNonfinite", "Setting", "explain", "first_nonfinite", "setting_of"]
 
@@ -220,10 +222,13 @@ class _Rerun:
         """
         if self._setting.loss_scale <= 1:
             return None
-        step = observe_step(self._model, self._loss_fn, casting=self._setting.casting())
-        if first_bad_result(step) is not None:
+        room = _Room(self._model)
+        casting = self._setting.casting()
+        record_step(self._model, self._loss_fn, casting=casting, observer=room, before_restoring=room.measure_gradients)
+        factor = room.factor()
+        if factor is None:
             return None
-        scale = min(room_above(step), self._setting.loss_scale / 2)
+        scale = min(factor, self._setting.loss_scale / 2)
         scale = 2.0 ** math.floor(math.log2(scale)) if scale >= 1 else 1.0
         for _ in range(_TRIES):
             if scale <= 1 or self.outcome(loss_scale=scale).is_finite:
@@ -235,16 +240,44 @@ class _Rerun:
 _TRIES = 3
 
 
-def room_above(step: ObservedStep) -> float:
-    """By how much the loss could still be multiplied before a value of backward leaves its format."""
-    room = math.inf
-    for value in step.values:
-        record = None if value.op is None else step.trace.records[value.op]
-        if record is None or record.phase == "forward" or "recomputed" in record.note:
-            continue
-        if value.statistics.absmax > 0 and value.statistics.is_finite:
-            room = min(room, torch.finfo(value.statistics.dtype).max / value.statistics.absmax)
-    return room
+class _Room:
+    """By how much a loss could still be multiplied; an observer, see `amplab.trace.recorder.Observer`.
+
+    It looks at what backward writes and at nothing else, which takes half as long as `observe_step`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._measured: list[tuple[Tensor, ...]] = []
+        self._kinds: list[tuple[torch.dtype, int]] = []
+        self._gradients = 0
+
+    def before(self, *_: object) -> None:
+        """Nothing: what an op reads was written by another."""
+
+    def after(self, _seen: Any, event: Event, result: Any) -> None:
+        if event.place.backward and not event.place.recomputed and writes_values(event.overload):
+            self._measure((result,))
+
+    def measure_gradients(self) -> None:
+        """Measure what the parameters have got, while it is there."""
+        ours = len(self._measured)
+        with torch._C.DisableTorchFunction():  # not to be cast
+            self._measure(each.grad for each in self._model.parameters() if each.grad is not None)
+        self._gradients = len(self._measured) - ours
+
+    def factor(self) -> float | None:
+        """The factor at which a value of backward leaves its format; None where a gradient is not finite as it is."""
+        found = read(self._measured, self._kinds)
+        if not all(each.is_finite for each in found[len(found) - self._gradients :]):
+            return None
+        sized = (each for each in found if each.absmax > 0 and each.is_finite)
+        return min((torch.finfo(each.dtype).max / each.absmax for each in sized), default=math.inf)
+
+    def _measure(self, values: Iterable[Any]) -> None:
+        for tensor in measured_in(values):
+            self._measured.append(extremes(tensor))
+            self._kinds.append((tensor.dtype, tensor.numel()))
 
 
 class _Seen(Exception):

@@ -33,10 +33,12 @@ __all__ = [
     "named_tensors",
     "observe_step",
     "tensors_in",
+    "writes_values",
 ]
 
 _FILLS = frozenset(("masked_fill", "masked_fill_", "fill", "fill_", "full", "full_like", "new_full", "scalar_tensor"))
 _ALLOCATES = frozenset(("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"))
+_VIEWS = frozenset(("_unsafe_view", "detach", "lift_fresh", "_reshape_alias"))  # beside those that say so
 _ACCUMULATES = "torch::autograd::AccumulateGrad"
 _unseen_by_engines = torch._C.DisableTorchFunction
 
@@ -211,7 +213,7 @@ class StepWatcher:
             for tensor in tensors:
                 self._memories[_memory(tensor)] = _Memory()
             outputs: tuple[int, ...] = ()
-        elif event.overload.is_view or name in ("_unsafe_view", "detach", "lift_fresh", "_reshape_alias"):
+        elif event.overload.is_view or name in _VIEWS:
             viewed = [self._view(tensor, inputs) for tensor in tensors]
             outputs = tuple(place for place in viewed if place is not None)
         else:
@@ -274,6 +276,12 @@ _UNNAMED = _Named("", "")
 def measured_in(values: Iterable[Any]) -> list[Tensor]:
     """Return the tensors among the arguments of an op that are measured, in order."""
     return [each for each in _flat(values) if _is_measured(each)]
+
+
+def writes_values(overload: torch._ops.OpOverload) -> bool:
+    """Whether an op writes values of its own: it is no view, and does not only allocate memory."""
+    name = overload.overloadpacket.__name__
+    return not (overload.is_view or name in _VIEWS or name in _ALLOCATES)
 
 
 def _is_measured(value: Any) -> bool:

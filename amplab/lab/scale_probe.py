@@ -52,6 +52,7 @@ class ScaleProbe:
         growth_interval: clean steps until it grows, None where it does not.
         opt_level: of a session, else `NO_LEVEL`.
         amp: the session or the scaler itself, None for neither.
+        waits_for_forward: whether `at_forward` does anything.
     """
 
     kind = "none"
@@ -59,10 +60,12 @@ class ScaleProbe:
     growth_interval: int | None = None
     opt_level = NO_LEVEL
     amp: Session | torch.amp.GradScaler | None = None
+    waits_for_forward = False
 
     def follow(self, optimizer: Optimizer, tell: Tell) -> Callable[[], None]:
         """Call `tell` after every step; return what ends this."""
-        return optimizer.register_step_post_hook(lambda *_: tell(Outcome())).remove
+        unscaled = Outcome()
+        return optimizer.register_step_post_hook(lambda *_: tell(unscaled)).remove
 
     def scale(self) -> float:
         """The scale in effect. Sync: one where it lies on a device."""
@@ -130,6 +133,7 @@ class _AmplabProbe(ScaleProbe):
 
 class _TorchProbe(ScaleProbe):
     kind = "torch"
+    waits_for_forward = True
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self._scaler = self.amp = scaler

@@ -79,6 +79,7 @@ class Watch:
         self._subscribers: list[Callable[[StepRecord], object]] = []
         self._ends: list[Callable[[], None]] = []
         self._loss: Tensor | None = None
+        self._steps = 0
         self._skips_in_a_row = 0
         self._batches_tell = False
         self._began = 0.0
@@ -90,8 +91,9 @@ class Watch:
         if self._ends:
             raise RuntimeError("this watch follows already: expected one `with` block for each amplab.watch(...).")
         self._began = time.perf_counter()
-        self._ends = [
-            self._model.register_forward_pre_hook(self._see_forward).remove,
+        if self._probe.waits_for_forward:
+            self._ends.append(self._model.register_forward_pre_hook(self._see_forward).remove)
+        self._ends += [
             self._model.register_forward_hook(self._see_output).remove,
             self._optimizers[0].register_step_pre_hook(self._see_gradients).remove,
             self._probe.follow(self._optimizers[0], self._take),
@@ -199,19 +201,21 @@ class Watch:
 
     def _see_gradients(self, *_: object) -> None:
         """Just before the optimizer's step, when the gradients are there."""
-        if len(self.history) % self._every == 0:
+        if self._steps % self._every == 0:
             self._measure.take()
 
     def _take(self, outcome: Outcome) -> None:
         record = self._record(outcome)
+        self._steps += 1
         self._recorder.append(record)
         self._rates.append((record.step, float(self._optimizers[0].param_groups[0]["lr"])))
         if self._measure.histogram is not None:
             self._keep_measure(record)
-        self._look_into(record)
-        self._measure.forget()
+            self._measure.forget()
+        if record.skipped or self._skips_in_a_row or self._check is not None:
+            self._look_into(record)
         self._loss = None
-        for callback in list(self._subscribers):
+        for callback in list(self._subscribers) if self._subscribers else ():
             callback(record)
         if self._scalars is not None and (record.skipped or record.step % self._every == 0):
             self._scalars.write(record, self._norms.get(record.step))
@@ -219,7 +223,7 @@ class Watch:
     def _record(self, outcome: Outcome) -> StepRecord:
         loss = outcome.loss if self._loss is None else self._loss
         return StepRecord(
-            step=len(self.history),
+            step=self._steps,
             loss=math.nan if loss is None or loss.numel() != 1 else loss.item(),
             loss_scale=outcome.loss_scale,
             next_loss_scale=outcome.next_loss_scale,

@@ -69,10 +69,13 @@ def precision_setting(
 
 def _as_it_is(model: nn.Module) -> PrecisionSetting:
     session = amp.default_session()
-    half_weights = any(parameter.dtype in _HALVES for parameter in model.parameters())
-    if session.opt_level is not None and (half_weights or session.engine in thread_engines()):
+    if session.opt_level is not None and (session.engine in thread_engines() or _has_halves(model)):
         return PrecisionSetting(f"{session.opt_level}, as initialized", nullcontext, nullcontext, session.loss_scale())
     return PrecisionSetting("as it is", nullcontext, nullcontext, 1.0)
+
+
+def _has_halves(model: nn.Module) -> bool:
+    return any(parameter.dtype in _HALVES for parameter in model.parameters())
 
 
 def _under_autocast(model: nn.Module, settings: Any) -> PrecisionSetting:

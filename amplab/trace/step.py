@@ -128,7 +128,7 @@ def _check_module(path: str, module: nn.Module) -> None:
         )
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError(f"{path} is scripted and takes no hooks; trace the module that was given to torch.jit.")
-    if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(False), *module.buffers(False))):
+    if any(map(nn.parameter.is_lazy, (*module._parameters.values(), *module._buffers.values()))):
         raise ValueError(f"{path} has uninitialised parameters: expected a model that has seen a batch; run it once.")
 
 

@@ -79,10 +79,12 @@ def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
     with ExitStack() as undo:
         with _unseen_by_engines():
             undo.callback(gradients.restore)
-            gradients.park(parameter for parameter in model.parameters() if parameter.is_leaf)
-            for module in model.modules():
-                undo.callback(_ModuleState.of(module).restore)
-        undo.enter_context(_random_states(model))
+            states = [_ModuleState.of(module) for module in model.modules()]
+            for state in states:
+                gradients.park(each for each in state.parameters.values() if each is not None and each.is_leaf)
+                undo.callback(state.restore)
+            devices = {copy.tensor.device for state in states for copy in state.copies}
+        undo.enter_context(_random_states(devices))
         undo.enter_context(unchanged_optimizers())
         yield gradients
 
@@ -118,13 +120,10 @@ def _rebind(owned: dict[str, Tensor | None], before: dict[str, Tensor | None]) -
 
 
 @contextmanager
-def _random_states(model: nn.Module) -> Iterator[None]:
-    tensors = (*model.parameters(), *model.buffers())
-    devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
+def _random_states(devices: Iterable[torch.device]) -> Iterator[None]:
     python, numpys, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    states = [
-        (device, torch.get_device_module(device).get_rng_state(*_which(device))) for device in sorted(devices, key=str)
-    ]
+    others = sorted((device for device in devices if device.type not in ("cpu", "meta")), key=str)
+    states = [(device, torch.get_device_module(device).get_rng_state(*_which(device))) for device in others]
     try:
         yield
     finally:

@@ -40,7 +40,7 @@ def test_the_command_knows_the_suites():
     ("arguments", "said"),
     [
         (["dance"], ["'dance'", "scaler", "casting", "kernels"]),
-        ([], ["scaler|casting|kernels|xray"]),
+        ([], ["scaler|casting|kernels|xray|diagnose"]),
         (["scaler", "--rounds", "0"], ["'0'", "whole number > 0"]),
         (["scaler", "--json", "{}"], ["--json", "expected a file in a folder"]),
         (["scaler", "--json", "{}/nowhere/figures.json"], ["nowhere", "expected a file in a folder"]),

@@ -7,6 +7,7 @@ import torch
 
 from amplab.bench import Goal, run_cases, run_suite
 from amplab.bench.casting import casting_cases
+from amplab.bench.diagnose import diagnose_cases
 from amplab.bench.kernels import kernel_cases
 from amplab.bench.scaler import Gradients, iteration, scaler_cases, torch_scaler
 from amplab.bench.statistics_rows import statistics_cases
@@ -17,6 +18,7 @@ SMALL = {
     "scaler": lambda: scaler_cases(many=4, few=3, elements=5),
     "casting": lambda: casting_cases(width=8, layers=1),
     "xray": lambda: xray_cases(width=8, layers=1),
+    "diagnose": lambda: diagnose_cases(width=8, layers=1),
     "kernels": lambda: [
         *kernel_cases(large=64, many=4, elements=5, model=((3, 2), (7,))),
         *statistics_cases(large=64, many=4, elements=5, model=((3, 2), (7,))),
@@ -48,8 +50,14 @@ def test_goals_are_those_that_are_published():
             *["≥ 0.5", "≥ 0.5", "≥ 1.5", "≥ 3", "≥ 3"],  # statistics and scale
         ],
         "xray": ["≤ 3", "≤ 4", "≤ 7", "≤ 10", "≤ 3", "≤ 4", "≤ 3", "≤ 4", "≤ 3", "≤ 4"],
+        "diagnose": ["≤ 1.03", "≤ 1.03", "≤ 1.03", "≤ 10", "≤ 10", "≤ 10"],
     }
     assert Goal("at least", 3.0) in [case.goal for case in SUITES["scaler"]()]
+
+
+def test_the_step_that_is_explained_overflows_by_its_scale_alone():
+    explained = [case.make() for case in SMALL["diagnose"]() if case.name.startswith("first_nonfinite")]
+    assert [pair.details["cause"] for pair in explained] == ["scale"] * 3
 
 
 @pytest.mark.parametrize("fresh", [True, False])
@@ -70,5 +78,7 @@ def test_gradients_are_refilled(fresh):
 
 
 def test_an_unknown_suite_is_refused():
-    with pytest.raises(ValueError, match=r"^'dance' is no suite: expected one of scaler, casting, kernels, xray\.$"):
+    with pytest.raises(
+        ValueError, match=r"^'dance' is no suite: expected one of scaler, casting, kernels, xray, diagnose\.$"
+    ):
         run_suite("dance")

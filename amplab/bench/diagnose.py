@@ -1,0 +1,105 @@
+"""What looking after a run costs: each step of a loop that is watched, and finding the first non-finite op of one.
+
+A watched step is timed between samples of the gradients, with all that is kept to run it again: batch, random state,
+buffers. The step that is explained overflows in backward, at its loss scale alone; that takes the most replays.
+"""
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from amplab.amp import GradScaler
+from amplab.bench.interleaved import Case, Contestant, Pair
+from amplab.bench.rows import Goal
+from amplab.bench.workloads import Workload, mlp_512, small_transformer, tiny_mlp
+from amplab.diagnose import first_nonfinite
+from amplab.lab import watch
+
+__all__ = ["diagnose_cases"]
+
+_WATCHED, _EXPLAINED = Goal("at most", 1.03), Goal("at most", 10.0)
+_NEVER = 2**31  # steps from one sample to the next
+_SCALE = 2.0**8
+_SCALE_TOO_LARGE = 2.0**40
+
+
+def diagnose_cases(width: int = 128, layers: int = 4) -> list[Case]:
+    """Return the cases of ``amplab bench diagnose``.
+
+    Args:
+        width: of the small transformer.
+        layers: of the same.
+    """
+
+    def transformer() -> Workload:
+        return small_transformer(width, layers)
+
+    scalers = (("no scaler", lambda: None), ("torch's scaler", _torch_scaler), ("amplab's scaler", _amplab_scaler))
+    models = (("tiny MLP", tiny_mlp), ("MLP 512", mlp_512), ("small transformer", transformer))
+    watched = [
+        Case(f"watch MLP 512, {name}", "the loop alone", _WATCHED, partial(_against_the_loop, mlp_512, scaler))
+        for name, scaler in scalers
+    ]
+    return watched + [
+        Case(f"first_nonfinite, {name}", "the step itself", _EXPLAINED, partial(_against_the_step, make))
+        for name, make in models
+    ]
+
+
+def _torch_scaler() -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=_SCALE)
+
+
+def _amplab_scaler() -> GradScaler:
+    return GradScaler("cpu", init_scale=_SCALE)
+
+
+def _against_the_loop(make: Callable[[], Workload], make_scaler: Callable[[], torch.amp.GradScaler | None]) -> Pair:
+    seen, unseen = make(), make()
+    scaler = make_scaler()
+    watching = watch(seen.model, seen.optimizer, scaler, step=lambda _batch: seen.loss(), every=_NEVER)
+    watching.__enter__()  # for as long as the pair lives
+    batches = watching.batches(itertools.repeat(seen.inputs))
+
+    def watched() -> None:
+        next(batches)
+        _train(seen, scaler, watching.loss)
+
+    return Pair(Contestant(watched), Contestant(partial(_train, unseen, make_scaler(), lambda loss: loss)))
+
+
+def _train(work: Workload, scaler: torch.amp.GradScaler | None, noted: Callable[[Tensor], Tensor]) -> None:
+    """One training step, its loss shown to `noted`."""
+    loss = noted(work.loss())
+    if scaler is None:
+        loss.backward()
+        work.optimizer.step()
+    else:
+        scaler.scale(loss).backward()
+        scaler.step(work.optimizer)
+        scaler.update()
+    work.optimizer.zero_grad()
+
+
+def _against_the_step(make: Callable[[], Workload]) -> Pair:
+    seen, unseen = make(), make()
+
+    def step() -> None:
+        (_loss_in_half(unseen) * _SCALE_TOO_LARGE).backward()
+        unseen.model.zero_grad()
+
+    def look() -> str:
+        found = first_nonfinite(seen.model, partial(_loss_in_half, seen), loss_scale=_SCALE_TOO_LARGE)
+        return "nothing" if found is None else found.cause
+
+    return Pair(Contestant(look), Contestant(step), {"cause": look()})
+
+
+def _loss_in_half(work: Workload) -> Tensor:
+    """The loss of outputs that were rounded to half, whose gradient is half then."""
+    outputs = work.model(work.inputs).half().float()
+    return F.cross_entropy(outputs.flatten(0, -2), work.labels)
