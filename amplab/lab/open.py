@@ -87,6 +87,8 @@ def attach(run: Trainer | Watch | Run | None = None) -> Dashboard | RunView:
     chosen = _kernel.trainer if run is None else run
     if chosen is None:
         raise RuntimeError("attach(): no experiment is open in this kernel; call open(), or pass a Trainer.")
+    if not isinstance(chosen, Trainer | Watch | Run):
+        raise TypeError(f"attach({chosen!r}): expected a Trainer, a Watch, or a Run from load_run.")
     dashboard, run_view = _widgets()
     return run_view(chosen) if isinstance(chosen, Run | Watch) else dashboard(chosen)
 

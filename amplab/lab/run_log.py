@@ -175,6 +175,8 @@ def load_run(path: str | os.PathLike[str]) -> Run:
         ValueError: Not a run log, one of another format version, or one with a damaged line before the last.
         OSError: The file cannot be read (FileNotFoundError where there is none).
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"load_run({path!r}): expected the path of a run log; look in {runs_directory()}.")
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"{path}: is a folder: expected one run log in it, such as {path / 'run.jsonl'}.")

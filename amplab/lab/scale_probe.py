@@ -84,7 +84,7 @@ class _ApexProbe(ScaleProbe):
         self.dynamic = rule.skips_on_overflow
         self.growth_interval = rule.growth_interval if isinstance(rule, DynamicScale) else None
         self.opt_level = session.opt_level or NO_LEVEL
-        self._record: ScaleRecord | None = None
+        self._records: list[ScaleRecord] = []  # one for each backward since the last step
 
     def follow(self, optimizer: Optimizer, tell: Tell) -> Callable[[], None]:
         ends = [
@@ -102,14 +102,15 @@ class _ApexProbe(ScaleProbe):
         return self._session.loss_scale()
 
     def _hear(self, record: ScaleRecord) -> None:
-        self._record = record
+        self._records.append(record)
 
     def _outcome(self, optimizer: Optimizer) -> Outcome:
-        said, record = self._session.last_step(optimizer), self._record
-        if record is None:  # a loss that was not scaled
+        said, records = self._session.last_step(optimizer), self._records
+        self._records = []
+        if not records:  # a loss that was not scaled
             return Outcome(self.scale(), self.scale(), not said.stepped, said.first_nonfinite)
-        first = record.first_nonfinite if not said.stepped else None
-        return Outcome(record.loss_scale, self.scale(), not said.stepped, first, record.loss)
+        first = next((each.first_nonfinite for each in records if each.found_inf), None) if not said.stepped else None
+        return Outcome(records[-1].loss_scale, self.scale(), not said.stepped, first, records[-1].loss)
 
 
 class _AmplabProbe(ScaleProbe):
@@ -120,12 +121,27 @@ class _AmplabProbe(ScaleProbe):
         self.dynamic = scaler.is_enabled()
         self.growth_interval = scaler.get_growth_interval() if self.dynamic else None
 
-    def follow(self, optimizer: Optimizer, tell: Tell) -> Callable[[], None]:  # noqa: ARG002
-        def hear(record: ScaleRecord) -> None:
-            first = record.first_nonfinite
-            tell(Outcome(record.loss_scale, record.next_loss_scale, record.skipped, first, record.loss))
+    def follow(self, optimizer: Optimizer, tell: Tell) -> Callable[[], None]:
+        stepped = False
 
-        return self._scaler.subscribe(hear)
+        def step(*_: object) -> None:
+            nonlocal stepped
+            stepped = True
+
+        def hear(record: ScaleRecord) -> None:
+            nonlocal stepped
+            if stepped or record.skipped:  # an update that sets the scale is no step
+                first = record.first_nonfinite
+                tell(Outcome(record.loss_scale, record.next_loss_scale, record.skipped, first, record.loss))
+            stepped = False
+
+        ends = self._scaler.subscribe(hear), optimizer.register_step_post_hook(step).remove
+
+        def end() -> None:
+            for each in ends:
+                each()
+
+        return end
 
     def scale(self) -> float:
         return self._scaler.get_scale()
@@ -169,29 +185,42 @@ class _TorchProbe(ScaleProbe):
         self._stepped = True
 
 
-def probe_of(scaler_or_amp: Session | torch.amp.GradScaler | object | None) -> ScaleProbe:
+def probe_of(scaler_or_amp: Session | torch.amp.GradScaler | object | None, optimizer: Optimizer) -> ScaleProbe:
     """Return what follows a scaler.
 
     Args:
         scaler_or_amp: a `Session`, the module ``amp`` (its session), a GradScaler of amplab or torch, or None: the
-            apex session of this thread where there is one, else nothing is scaled.
+            apex session of this thread where the optimizer is part of it, else nothing is scaled.
+        optimizer: whose steps count.
 
     Raises:
-        TypeError: something else.
+        TypeError: something else. RuntimeError: a session that the optimizer is no part of.
     """
-    if scaler_or_amp is None or getattr(scaler_or_amp, "__name__", "") in ("amplab.amp", "apex.amp"):
-        session = default_session()
-        if session.initialized and session.scalers:
-            return _ApexProbe(session)
-        if scaler_or_amp is not None:
-            raise RuntimeError("amp has no session in this thread: call amp.initialize before watch(..., amp).")
-        return ScaleProbe()
-    if isinstance(scaler_or_amp, Session):
-        return _ApexProbe(scaler_or_amp)
-    if isinstance(scaler_or_amp, GradScaler):
-        return _AmplabProbe(scaler_or_amp)
     if isinstance(scaler_or_amp, torch.amp.GradScaler):
-        return _TorchProbe(scaler_or_amp) if scaler_or_amp.is_enabled() else ScaleProbe()
+        probe = _AmplabProbe if isinstance(scaler_or_amp, GradScaler) else _TorchProbe
+        return probe(scaler_or_amp) if scaler_or_amp.is_enabled() else ScaleProbe()
+    if scaler_or_amp is None:
+        session = default_session()
+        return _ApexProbe(session) if _knows(session, optimizer) else ScaleProbe()
+    if getattr(scaler_or_amp, "__name__", "") in ("amplab.amp", "apex.amp"):
+        scaler_or_amp = default_session()
+    if isinstance(scaler_or_amp, Session):
+        if not _knows(scaler_or_amp, optimizer):
+            raise RuntimeError(
+                f"this {type(optimizer).__name__} is not part of the session: call amp.initialize with it before "
+                "watch(..., amp), in this thread."
+            )
+        return _ApexProbe(scaler_or_amp)
     raise TypeError(
         f"scaler_or_amp={type(scaler_or_amp).__name__}: expected a GradScaler, a Session, the module amp, or None."
     )
+
+
+def _knows(session: Session, optimizer: Optimizer) -> bool:
+    if not session.initialized or not session.scalers:
+        return False
+    try:
+        session.last_step(optimizer)
+    except RuntimeError:
+        return False
+    return True

@@ -63,7 +63,7 @@ class Watch:
         scalars: TensorBoardScalars | None,
     ) -> None:
         self._model, self._optimizers = model, optimizers
-        self._probe = probe_of(scaler_or_amp)
+        self._probe = probe_of(scaler_or_amp, optimizers[0])
         names = type(model).__name__, type(optimizers[0]).__name__
         self.config = WatchedRun(*names, self._probe.kind, self._probe.opt_level)
         self._recorder = Recorder(self.config, log=log, on_failure=self._fail)
@@ -131,6 +131,8 @@ class Watch:
         Needed for torch's scaler and for none, unless the model's output holds a "loss"; amplab's two faces tell the
         loss themselves.
         """
+        if not isinstance(value, Tensor):
+            raise TypeError(f"loss({value!r}): expected the tensor that backward starts from, before .item().")
         self._loss = value.detach()
         return value
 
@@ -163,9 +165,9 @@ class Watch:
         )
 
     def findings(self) -> Findings:
-        """Return what the rules find in the run so far: skipped steps explained first, then the run as a whole."""
+        """Return what the rules find in the skipped steps that were explained and in the run, the worst first."""
         explained = {(each.name, each.module, each.op): each for each in self._explained}  # the last of its kind
-        return Findings((*explained.values(), *run_findings(self.observation)))
+        return Findings.ranked((*explained.values(), *run_findings(self.observation)))
 
     def subscribe(self, callback: Callable[[StepRecord], object]) -> Callable[[], None]:
         """Call `callback` with every `StepRecord`, in the loop's thread; return a function that ends this."""
@@ -318,6 +320,8 @@ def watch(
         raise TypeError(f"model={type(model).__name__}: expected a torch.nn.Module.")
     if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
         raise TypeError(f"optimizer={optimizer!r}: expected a torch.optim.Optimizer, or a list of them.")
+    if log is not None and not isinstance(log, str | PathLike):
+        raise TypeError(f"log={log!r}: expected a folder or a .jsonl file, or None for no log.")
     if step is not None and not callable(step):
         raise TypeError(f"step={step!r}: expected a function of a batch that returns the loss, or None.")
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import amplab
 from amplab import amp
-from amplab.lab import WatchCallback, load_run, watch
+from amplab.lab import WatchCallback, attach, load_run, watch
 from amplab.lab.watched_run import WatchedRun
 
 STEPS = 60
@@ -292,6 +292,62 @@ def test_as_a_callback_of_transformers(tmp_path):
 def test_refusals(arguments, options, error, sentence):
     with pytest.raises(error, match=sentence):
         watch(*arguments, **options)
+
+
+def plain(scaler=None, **options):
+    model, optimizer = make()
+    with watch(model, optimizer, scaler, **options) as w:
+        for x, y in BATCHES[:6]:
+            optimizer.zero_grad()
+            loss = w.loss(F.cross_entropy(model(x), y))
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+    return w
+
+
+def test_a_session_of_another_model_is_not_taken():
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    try:
+        assert len(plain().history) == 6
+        with pytest.raises(RuntimeError, match="is not part of the session"):
+            plain(amp)
+    finally:
+        amp.reset()
+
+
+@pytest.mark.parametrize("kind", [amplab.GradScaler, torch.amp.GradScaler])
+def test_a_scaler_that_is_switched_off_leaves_a_plain_loop(kind):
+    assert len(plain(kind("cpu", enabled=False)).history) == 6
+
+
+def test_an_update_that_sets_the_scale_is_no_step():
+    model, optimizer = make()
+    scaler = amplab.GradScaler("cpu", init_scale=64.0)
+    with watch(model, optimizer, scaler) as w:
+        for x, y in BATCHES[:4]:
+            optimizer.zero_grad()
+            scaler.scale(F.cross_entropy(model(x), y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scaler.update(32.0)
+    assert [record.loss_scale for record in w.history.records()] == [64.0, 32.0, 32.0, 32.0]
+
+
+def test_odd_arguments_are_answered_with_a_sentence():
+    model, optimizer = make()
+    with watch(model, optimizer) as w, pytest.raises(TypeError, match="expected the tensor"):
+        w.loss(3.0)
+    with pytest.raises(TypeError, match="expected a folder"):
+        watch(model, optimizer, log=3)
+    with pytest.raises(TypeError, match="expected the path"):
+        load_run(None)
+    with pytest.raises(TypeError, match="expected a Trainer, a Watch"):
+        attach(3)
 
 
 def test_scalars_for_tensorboard(tmp_path):
