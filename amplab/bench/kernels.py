@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from amplab.bench.interleaved import Case, Contestant, Pair
 from amplab.bench.optimizer_rows import optimizer_cases
 from amplab.bench.rows import Goal
+from amplab.bench.rule_rows import rule_cases
 from amplab.bench.scaler import scaler_against_torch
 from amplab.bench.workloads import random_tensors, resnet50_shapes
 from amplab.kernels import ParameterList, TensorTable, unscale_, unscale_copy
@@ -62,6 +63,7 @@ def kernel_cases(large: int = 2**26, many: int = 2000, elements: int = 1000, mod
         Case("unscale and norm, ResNet50 float32", clip, Goal("at least", 3.0), lambda: _with_norm(shapes)),
         Case(f"unscale and norm, {len(few)} × {elements}", clip, Goal("at least", 10.0), lambda: _with_norm(few)),
         *optimizer_cases(model, model),
+        *rule_cases(model),
     ]
 
 

@@ -52,7 +52,7 @@ class BuildReport:
         seconds: how long the build, or the loading of a cached one, took.
         cause: why it failed or why the reference serves; empty otherwise.
         remedy: what to do about it; empty where there is nothing to do.
-        library: the file that was built.
+        libraries: the files that were built.
 
     >>> print(BuildReport("failed", "CPU kernels", cause="no C++ compiler", remedy="install g++"))
     amplab kernels: failed. CPU kernels: no C++ compiler. To have them: install g++. The pure-torch reference serves, \
@@ -64,7 +64,7 @@ with the same results.
     seconds: float = 0.0
     cause: str = ""
     remedy: str = ""
-    library: Path | None = field(default=None, repr=False)
+    libraries: tuple[Path, ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
         match self.status:
@@ -223,26 +223,29 @@ def _mode() -> str:
 
 
 def _load_cached(recipe: Recipe) -> BuildReport | None:
-    """Load the library of an earlier build; None where there is none, or only a broken one."""
+    """Load the libraries of an earlier build; None where there are none, or a broken one."""
     began = time.perf_counter()
-    library = cache.find(recipe.key)
-    if library is None:
+    libraries = cache.find(recipe.key)
+    if not libraries:
         return None
     try:
-        torch.ops.load_library(str(library))
+        for library in libraries:
+            torch.ops.load_library(str(library))
     except OSError:
-        cache.discard(library)
+        cache.discard(libraries)
         return None
-    return BuildReport("built", f"{recipe.what}, from {library.parent}", time.perf_counter() - began, library=library)
+    what = f"{recipe.what}, from {libraries[0].parent}"
+    return BuildReport("built", what, time.perf_counter() - began, libraries=libraries)
 
 
 def _load(built: BuildReport) -> BuildReport | None:
     """Load what was just built; the report of the failure, or None."""
-    try:
-        torch.ops.load_library(str(built.library))
-    except OSError as error:
-        cause = f"{built.library} does not load: {error}"
-        return BuildReport("failed", built.what, built.seconds, cause, "remove that file and start again")
+    for library in built.libraries:
+        try:
+            torch.ops.load_library(str(library))
+        except OSError as error:
+            cause = f"{library} does not load: {error}"
+            return BuildReport("failed", built.what, built.seconds, cause, "remove its folder and start again")
     return None
 
 
@@ -279,11 +282,11 @@ class _Compiler:
         """Wait for the end, and say what came of it."""
         with self._log:
             failure = self._failure or self._wait()
-        library = cache.find(self._recipe.key)
+        libraries = cache.find(self._recipe.key)
         seconds = time.perf_counter() - self._began
-        if library is not None:
-            what = f"{self._recipe.what}, kept in {library.parent}"
-            return BuildReport("built", what, seconds, library=library)
+        if libraries:
+            what = f"{self._recipe.what}, kept in {libraries[0].parent}"
+            return BuildReport("built", what, seconds, libraries=libraries)
         if failure is None:
             failure = Obstacle("the build left no library", "set XDG_CACHE_HOME to a folder that can be written")
         return BuildReport("failed", self._recipe.what, seconds, failure.cause, failure.remedy)

@@ -1,17 +1,16 @@
-"""Where built kernels are kept: one folder per key, a library that appears in it whole or not at all.
+"""Where built kernels are kept: one folder per key, in which all libraries of a build appear together or not at all.
 
-``<root>/<key>/amplab_kernels.so``. The roots, in order: the user's cache folder and, where that cannot be written,
-a folder of the user's own under the system's temporary one. Nothing is written to look something up.
+``<root>/<key>/built/amplab_kernels_<part>.so``. The roots, in order: the user's cache folder and, where that cannot be
+written, a folder of the user's own under the system's temporary one. Nothing is written to look something up.
 """
 
 import os
+import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-
-from amplab.kernels.recipe import LIBRARY
 
 try:
     import fcntl
@@ -20,16 +19,16 @@ except ImportError:  # Windows: builders may do the same work twice, and the las
 
 __all__ = ["building", "discard", "find", "publish", "writable_folder"]
 
-_FILE_NAME = LIBRARY + (".pyd" if sys.platform == "win32" else ".so")
+_BUILT = "built"
+_SUFFIX = ".pyd" if sys.platform == "win32" else ".so"
 
 
-def find(key: str) -> Path | None:
-    """The library that was built for ``key``, or None."""
+def find(key: str) -> tuple[Path, ...]:
+    """The libraries that were built for ``key``; none where it was not built."""
     for root in _roots():
-        library = root / key / _FILE_NAME
-        if library.is_file():
-            return library
-    return None
+        if libraries := tuple(sorted((root / key / _BUILT).glob("*" + _SUFFIX))):
+            return libraries
+    return ()
 
 
 def writable_folder(key: str) -> Path | None:
@@ -59,15 +58,19 @@ def building(folder: Path) -> Iterator[None]:
         yield
 
 
-def publish(library: Path, folder: Path) -> Path:
-    """Move a finished library to its place in one step, so that nobody ever sees half of it."""
-    return library.replace(folder / _FILE_NAME)
+def publish(finished: Path, folder: Path) -> None:
+    """Move a folder of finished libraries to its place in one step, so that nobody ever sees a part of them."""
+    try:
+        finished.replace(folder / _BUILT)
+    except OSError:  # where there are no locks, another builder may have come first: its libraries are the same
+        if not (folder / _BUILT).is_dir():
+            raise
 
 
-def discard(library: Path) -> None:
-    """Remove a library that does not load, so that it is built again; one that may not be removed stays."""
-    with suppress(OSError):
-        library.unlink()
+def discard(libraries: Sequence[Path]) -> None:
+    """Remove libraries that do not load, so that they are built again; what may not be removed stays."""
+    for folder in {library.parent for library in libraries}:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _roots() -> list[Path]:

@@ -61,7 +61,8 @@ class DispatchCasts:
 
     def __init__(self, report: BuildReport) -> None:
         self.report = report
-        self._library = _typed(ctypes.PyDLL(str(report.library)))
+        [library] = report.libraries
+        self._library = _typed(ctypes.PyDLL(str(library)))
         self.enter, self.task = self._library.amplab_cast_enter, self._library.amplab_cast_task  # once a region: direct
         self._places: dict[str, int] = {}
 

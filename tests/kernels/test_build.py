@@ -15,6 +15,8 @@ import pytest
 from amplab.kernels import BuildReport, cache, recipe
 from amplab.kernels.build import KernelLibrary
 
+PARTS = 2  # libraries that are compiled side by side
+
 STEP = """
 import json, sys, time, warnings
 import torch
@@ -73,6 +75,14 @@ def libraries(folder):
     return list(folder.rglob("amplab_kernels*.so"))
 
 
+def publish(scratch, folder, content):
+    """Put a library of this content into the cache."""
+    finished = scratch / "finished"
+    finished.mkdir()
+    (finished / "amplab_kernels_0.so").write_bytes(content)
+    cache.publish(finished, folder)
+
+
 def no_tools(folder):
     """A PATH on which nothing is."""
     (folder / "nothing").mkdir(exist_ok=True)
@@ -93,8 +103,8 @@ def story(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("story")
     told = {"folder": folder, "short script": step(folder)}
-    [scratch] = wait_for(lambda: list(folder.rglob("scratch-*/main.cpp")))
-    told["lock"] = wait_for(lambda: list(scratch.parent.glob("lock")))
+    wait_for(lambda: len(list(folder.rglob("scratch-*/*/main.cpp"))) == PARTS)
+    told["locks"] = wait_for(lambda: list(folder.rglob("scratch-*/*/lock")))
     kill_builder(folder)
     began = time.perf_counter()
     patient = "print(kernels.ensure(on_report=lambda r: news.append(r.status), wait=True), file=sys.stderr)"
@@ -146,7 +156,7 @@ def test_a_short_script_does_not_wait_and_is_right(story):
 @needs_tools
 @proc
 def test_a_killed_builder_is_no_obstacle(story):
-    assert story["lock"], "torch had not taken its lock when the builder was killed"
+    assert story["locks"], "torch had not taken its lock when the builder was killed"
     assert story["require"][0]["status"] == "built"
     assert not list(story["folder"].rglob("scratch-*"))
 
@@ -160,7 +170,7 @@ def test_two_processes_at_once_share_one_build(story, which):
     assert result["status"] == "built"
     assert result["compiled"]
     assert result["warnings"] == []
-    assert len(libraries(story["folder"])) == 1
+    assert len(libraries(story["folder"])) == PARTS
 
 
 @needs_tools
@@ -270,8 +280,8 @@ def test_another_mode_is_refused_each_time(library, monkeypatch):
 @needs_tools
 def test_a_library_that_does_not_load_is_thrown_away(library, tmp_path):
     folder = cache.writable_folder(recipe.current_recipe().key)
-    (tmp_path / "broken").write_bytes(b"not a library")
-    cache.publish(tmp_path / "broken", folder)
+    publish(tmp_path, folder, b"not a library")
+    assert len(libraries(tmp_path)) == 1
     library.ensure(print)
     assert library.report.cause == NO_COMPILER
     assert libraries(tmp_path) == []
@@ -330,6 +340,31 @@ def test_old_torch_is_an_obstacle(monkeypatch):
     assert recipe.obstacle().remedy == "python -m pip install 'torch>=2.10'"
 
 
+def test_every_source_is_in_one_part():
+    made = recipe.current_recipe()
+    assert sorted(path for part in made.parts for path in part) == sorted(made.cpp + made.cuda)
+    assert len(made.parts) == PARTS
+    assert recipe.casts_recipe().parts == (recipe.casts_recipe().cpp,)
+
+
+def test_a_cuda_source_is_in_the_part_of_what_it_is_called_by(tmp_path):
+    cpp = tuple(tmp_path / f"{name}.cpp" for name in ("remembered_cuda", "steps", "unscale"))
+    cuda = tuple(tmp_path / f"{name}.cu" for name in ("layerwise_steps", "unscale"))
+    parts = recipe.Recipe(cpp, cuda, (), (), (), ()).parts
+    assert [{path.name for path in part} for part in parts] == [
+        {"remembered_cuda.cpp", "unscale.cpp", "unscale.cu"},
+        {"steps.cpp", "layerwise_steps.cu"},
+    ]
+
+
+def test_the_first_of_two_builders_without_locks_wins(tmp_path):
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    publish(tmp_path, folder, b"the first")
+    publish(tmp_path / "cache", folder, b"the second")
+    assert [library.read_bytes() for library in libraries(folder / "built")] == [b"the first"]
+
+
 def test_the_key_follows_sources_flags_and_torch(tmp_path, monkeypatch):
     source = tmp_path / "a.cpp"
     source.write_text("int a;")
@@ -353,8 +388,8 @@ def test_a_folder_that_others_may_write_is_not_trusted(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/nowhere")
     folder = cache.writable_folder("0123")
     assert folder.parent == tmp_path / f"amplab-kernels-{os.getuid()}"
-    cache.publish(Path(shutil.copy(__file__, tmp_path / "library")), folder)
-    assert cache.find("0123") is not None
+    publish(tmp_path, folder, b"a library")
+    assert len(cache.find("0123")) == 1
     folder.parent.chmod(0o777)
-    assert cache.find("0123") is None
+    assert cache.find("0123") == ()
     assert cache.writable_folder("0123") is None

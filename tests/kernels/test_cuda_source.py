@@ -137,13 +137,16 @@ def test_nothing_lies_in_local_memory_before_the_assembler(compiled):
     assert [name for name, body in ptx.items() if is_unscale(name) and "__local_depot" in body] == []
 
 
-def test_the_cpp_side_of_a_cuda_build_compiles(tmp_path):
+@pytest.mark.parametrize("part", [0, 1])
+def test_the_cpp_side_of_a_cuda_build_compiles(tmp_path, part):
     """What only a machine with CUDA compiles of the C++ sources: g++ alone can tell whether it is right."""
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler on PATH")
     whole = tmp_path / "main.cpp"
-    whole.write_text("\n".join(path.read_text() for path in recipe.current_recipe().cpp))
+    whole.write_text(
+        "\n".join(path.read_text() for path in recipe.current_recipe().parts[part] if path.suffix == ".cpp")
+    )
     include = [f"-I{KERNELS}", f"-I{Path(torch.__file__).parent / 'include'}"]
     command = [compiler, "-std=c++20", "-DUSE_CUDA", *include, "-fsyntax-only", str(whole)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

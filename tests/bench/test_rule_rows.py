@@ -1,0 +1,45 @@
+"""The cases of the other optimizers: both sides leave the same weights and the same state."""
+
+import pytest
+import torch
+
+from amplab.bench import rule_rows
+
+SHAPES = ((5, 3), (40,))
+RUNS = 3
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """A function of a case and a side: what some runs leave of the weights and, by its names, of the state."""
+    kept = rule_rows.random_tensors
+    monkeypatch.setattr(rule_rows, "random_tensors", lambda *args: torch.manual_seed(0) and kept(*args))
+
+    def run(case, name):
+        side = getattr(case.make(), name)
+        for _ in range(RUNS):
+            side.run()
+        optimizer = side.run.__self__
+        params = optimizer.param_groups[0]["params"]
+        return {
+            "param": [param.detach() for param in params],
+            **{key: [optimizer.state[param][key] for param in params] for key in optimizer.state[params[0]]},
+        }
+
+    return run
+
+
+@pytest.mark.parametrize("case", rule_rows.rule_cases(SHAPES), ids=lambda case: case.name.split()[0])
+def test_both_sides_step_to_the_same_weights(trained, case):
+    ours, theirs = trained(case, "ours"), trained(case, "theirs")
+    assert ours.keys() == theirs.keys()
+    for key, tensors in ours.items():
+        for mine, other in zip(tensors, theirs[key], strict=True):
+            assert torch.allclose(mine, other, rtol=1e-5, atol=1e-7), key
+    assert {step.item() for step in ours["step"]} == {RUNS + 1}
+
+
+def test_every_case_names_a_rule_of_its_own():
+    cases = rule_rows.rule_cases(SHAPES)
+    assert len({case.name for case in cases}) == len(cases)
+    assert [case.make().details for case in cases] == [{"tensors": 2, "elements": 55}] * len(cases)
