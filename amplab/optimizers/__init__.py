@@ -56,13 +56,3 @@ __all__ = [
     "NpuFusedSGD",
     "merge_groups",
 ]
-
-_INSTEAD = {"FP16_Optimizer": "amplab.fp16_utils.FP16_Optimizer, or amp.initialize with O2"}
-
-
-def __getattr__(name: str) -> object:
-    """Refuse what only apex has, with what to use (PEP 562)."""
-    if name in _INSTEAD:
-        # An AttributeError would be replaced by "cannot import name" in `from apex.optimizers import FP16_Optimizer`.
-        raise ImportError(f"amplab.optimizers has no {name}; there are {', '.join(__all__)}. Use {_INSTEAD[name]}.")
-    raise AttributeError(f"module 'amplab.optimizers' has no attribute {name!r}; there are {', '.join(__all__)}.")

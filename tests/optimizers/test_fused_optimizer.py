@@ -339,10 +339,3 @@ def test_without_a_compiler_the_reference_steps_and_one_warning_says_so(tmp_path
     assert done.stdout.startswith("[0.5, 0.5, 0.5] [")
     assert "no C++ compiler" in done.stdout
     assert done.stdout.count("amplab kernels") == 1
-
-
-def test_the_rest_of_apex_is_refused_with_what_to_use():
-    with pytest.raises(ImportError, match="no FP16_Optimizer; there are LARC, FusedAdadelta"):
-        from amplab.optimizers import FP16_Optimizer  # noqa: F401
-    with pytest.raises(AttributeError, match="FusedNothing"):
-        optimizers.FusedNothing  # noqa: B018
