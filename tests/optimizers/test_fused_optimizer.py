@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amplab import amp, optimizers
+from amplab import amp
 from amplab.amp import GradScaler
 from amplab.optimizers import FusedAdam, FusedAdamW, FusedSGD
 
