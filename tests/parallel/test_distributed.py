@@ -219,3 +219,9 @@ def test_larc_is_where_apex_has_it():
 def test_sync_batchnorm_on_the_cpu_is_batchnorm_over_both_batches(tmp_path):
     """Against float64 BatchNorm on the whole batch: values, gradients and running statistics."""
     assert two_ranks(SYNCED, tmp_path).splitlines()[-1] == "agreed"
+
+
+def test_reduce_op_is_where_apex_has_it():
+    from amplab import parallel
+
+    assert parallel.ReduceOp is torch.distributed.ReduceOp
