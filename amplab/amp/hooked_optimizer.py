@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from amplab.amp.gradients import SetAside, add_scaled, add_unscaled, bookkeeping, put_back, reached_first, set_aside
 from amplab.amp.loss_scaler import LossScaler
 from amplab.amp.model_weights import LOW_PRECISION, Uncast, set_values
-from amplab.amp.optimizer_names import AmpStash, lend_names, take_names_back
+from amplab.amp.optimizer_names import AmpStash, give_hooks, lend_names, take_names_back
 from amplab.amp.optimizer_params import cast_state, follow_model, params_of, replace_params
 from amplab.amp.records import StepOutcome
 from amplab.policies import disable_casts
@@ -80,6 +80,7 @@ class HookedOptimizer:
         unscaler: Callable[[], Unscaler] = Unscaler,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
+        give_hooks(optimizer)
         self.masters = MasterWeights()
         self.outcome = _NO_STEP_YET
         self._master_weights, self._casts_in_step, self._announce = master_weights, casts_in_step, announce

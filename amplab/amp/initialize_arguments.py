@@ -52,11 +52,12 @@ def checked_models(models: Any) -> list[nn.Module]:
         TypeError: neither a module nor a list of modules.
         RuntimeError: a model that a parallel wrapper has taken already.
     """
-    chosen = list(dict.fromkeys(models)) if isinstance(models, list) else [models]
+    chosen = _each_once(models)
     for model in chosen:
         if not isinstance(model, nn.Module):
             raise TypeError(
-                f"models must be either a single model or a list of models. Found {_kind(model)}; pass torch.nn.Module."
+                f"models must be either a single model or a list of models. Found {_kind(model, models)}; "
+                "pass torch.nn.Module."
             )
         if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             raise RuntimeError(
@@ -75,7 +76,7 @@ def checked_optimizers(optimizers: Any) -> list[Optimizer]:
     """
     if optimizers is None:
         return []
-    chosen = list(dict.fromkeys(optimizers)) if isinstance(optimizers, list) else [optimizers]
+    chosen = _each_once(optimizers)
     for optimizer in chosen:
         if type(optimizer).__name__ == "FP16_Optimizer":  # of fp16_utils, or somebody's copy of it
             raise RuntimeError(
@@ -86,7 +87,7 @@ def checked_optimizers(optimizers: Any) -> list[Optimizer]:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 "optimizers must be either a single optimizer or a list of optimizers. "
-                f"Found {_kind(optimizer)}; pass torch.optim.Optimizer."
+                f"Found {_kind(optimizer, optimizers)}; pass torch.optim.Optimizer."
             )
     return chosen
 
@@ -220,7 +221,13 @@ def warn_of_vanishing_eps(optimizer: Optimizer) -> None:
                 )
 
 
-def _kind(value: Any) -> str:
+def _each_once(value: Any) -> list[Any]:
+    """The items of a list, or the value itself; by identity, since lists and dicts, refused later, have no hash."""
+    return list({id(item): item for item in (value if isinstance(value, list) else [value])}.values())
+
+
+def _kind(value: Any, given: Any) -> str:
+    inside = " inside the list" if isinstance(given, list) and isinstance(value, (list, tuple, dict)) else ""
     if isinstance(value, (list, tuple)):
-        return f"a {type(value).__name__} of {len(value)}"
-    return f"an object of type {type(value).__name__}"
+        return f"a {type(value).__name__} of {len(value)}{inside}"
+    return f"an object of type {type(value).__name__}{inside}"

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from amplab.scalers import MasterWeights
 
-__all__ = ["AmpStash", "lend_names", "refuse_taken_names", "take_names_back"]
+__all__ = ["AmpStash", "give_hooks", "lend_names", "refuse_taken_names", "take_names_back"]
 
 _NAMES = (
     "_amp_stash",
@@ -118,6 +118,15 @@ def refuse_taken_names(optimizer: Optimizer) -> None:
                 f"Incoming optimizer already has {name} defined. amp.initialize needs the name for itself: pass an "
                 "optimizer that no other amp has prepared, such as a new one over the same parameters."
             )
+
+
+def give_hooks(optimizer: Optimizer) -> None:
+    """Let an optimizer take hooks whose class never called ``Optimizer.__init__``, as wrappers such as Lookahead do.
+
+    What torch does with an unpickled optimizer gives it what is missing and leaves the rest.
+    """
+    if "_optimizer_step_pre_hooks" not in vars(optimizer):
+        Optimizer.__setstate__(optimizer, {} if hasattr(optimizer, "defaults") else {"defaults": {}})
 
 
 def lend_names(optimizer: Optimizer, stash: AmpStash, copy_to_model: Callable[[], None]) -> None:

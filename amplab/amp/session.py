@@ -286,6 +286,7 @@ class Session(SessionGradients):
         with (
             explaining_backward(loss),
             self._scaling.scaled(loss, optimizers, loss_id, **delays) as scaled_loss,
+            self._casts.scope(),  # what a checkpoint computes again in the backward is cast as it was in the forward
         ):
             try:
                 yield scaled_loss

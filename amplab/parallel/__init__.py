@@ -1,5 +1,7 @@
 """Data parallel training under apex's names, over ``torch.distributed``."""
 
+from torch.distributed import ReduceOp
+
 from amplab.parallel.distributed import DistributedDataParallel, Reducer
 from amplab.parallel.LARC import LARC
 from amplab.parallel.sync_batchnorm import SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group
@@ -7,6 +9,7 @@ from amplab.parallel.sync_batchnorm import SyncBatchNorm, convert_syncbn_model, 
 __all__ = [
     "LARC",
     "DistributedDataParallel",
+    "ReduceOp",
     "Reducer",
     "SyncBatchNorm",
     "convert_syncbn_model",

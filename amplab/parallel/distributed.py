@@ -68,6 +68,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             options = (gradient_predivide_factor, after, allreduce_always_fp32)
             self.register_comm_hook(options, _allreduce)
 
+    def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
+        """Let SyncBatchNorm in on the CPU too, where it runs; torch's own refuses by itself."""
+
 
 class Reducer:
     """Average gradients over all processes when asked, and not before.

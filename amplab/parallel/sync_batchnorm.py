@@ -1,12 +1,19 @@
-"""BatchNorm over all processes: torch's, with apex's arguments."""
+"""BatchNorm over all processes: torch's, with apex's arguments, and on the CPU too, which torch's refuses.
+
+    n = sum over processes;   mean = sum (x) / n;   var = sum (x - mean)^2 / n;   y = (x - mean) / sqrt(var + eps)
+
+Each sum is one all_reduce, which autograd differentiates by another.
+"""
 
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group"]
+__all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group", "sync_batch_norm_on_cpu"]
+
+_torch_forward = nn.SyncBatchNorm.forward
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -40,9 +47,82 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             raise ValueError("SyncBatchNorm got fuse_relu=True: expected False; put torch.nn.ReLU behind it.")
         super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group)
 
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize over the batches of all processes; in float32, rounded to the dtype of ``input``, on the CPU."""
+        return sync_batch_norm_on_cpu(self, input)
+
+
+def sync_batch_norm_on_cpu(module: nn.SyncBatchNorm, inputs: Tensor) -> Tensor:
+    """Run the forward of any SyncBatchNorm, on the CPU as well as where torch's own runs.
+
+    Args:
+        module: in training with a group of several processes it agrees with them; else it is BatchNorm.
+        inputs: ``(N, C, ...)`` floating.
+
+    Returns:
+        As ``inputs`` in shape and dtype.
+
+    Sync: one all_reduce for the mean and one for the variance; the same in backward.
+    """
+    distributed = dist.is_available() and dist.is_initialized()
+    if not (inputs.device.type == "cpu" and module.training and distributed):
+        return _torch_forward(module, inputs)
+    if dist.get_world_size(module.process_group) == 1:
+        return nn.modules.batchnorm._BatchNorm.forward(module, inputs)
+    if inputs.dim() < 2:
+        raise ValueError(f"SyncBatchNorm got {inputs.dim()}D input: expected at least 2D, channels in dimension 1.")
+    wide = inputs if inputs.dtype is torch.float64 else inputs.float()
+    normalized = _normalized(module, wide)
+    if module.affine:
+        shape = [1, -1, *[1] * (inputs.dim() - 2)]
+        normalized = normalized * module.weight.to(wide.dtype).view(shape) + module.bias.to(wide.dtype).view(shape)
+    return normalized.to(inputs.dtype)
+
+
+def _normalized(module: nn.SyncBatchNorm, wide: Tensor) -> Tensor:
+    """Return ``(x - mean) / sqrt(var + eps)`` of all processes, and let the running statistics follow."""
+    around = [dim for dim in range(wide.dim()) if dim != 1]
+    own = torch.tensor([wide.numel() // max(1, wide.size(1))], dtype=wide.dtype)  # a process may have an empty batch
+    sums = _summed(module, torch.cat([wide.sum(around), own]))
+    count = sums[-1].detach()
+    mean = sums[:-1] / count
+    centred = wide - mean.view(1, -1, *[1] * (wide.dim() - 2))
+    var = _summed(module, centred.square().sum(around)) / count
+    if module.track_running_stats:
+        _follow(module, mean.detach(), var.detach() * (count / (count - 1).clamp(min=1)))
+    return centred * (var + module.eps).rsqrt().view(1, -1, *[1] * (wide.dim() - 2))
+
+
+def _summed(module: nn.SyncBatchNorm, tensor: Tensor) -> Tensor:
+    return _AllReduced.apply(tensor, module.process_group)
+
+
+class _AllReduced(torch.autograd.Function):
+    """The sum over processes; each of them has a part in every loss, so the gradient is the sum of gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        summed = tensor.contiguous().clone()
+        dist.all_reduce(summed, group=group)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _AllReduced.apply(gradient, ctx.group), None
+
+
+@torch.no_grad()
+def _follow(module: nn.SyncBatchNorm, mean: Tensor, var: Tensor) -> None:
+    """Move the running statistics as ``nn.BatchNorm`` does: by ``momentum``, or to the mean of all where it is None."""
+    module.num_batches_tracked.add_(1)
+    factor = 1.0 / module.num_batches_tracked.item() if module.momentum is None else module.momentum
+    for running, new in ((module.running_mean, mean), (module.running_var, var)):
+        running.copy_(running.to(new.dtype) * (1 - factor) + new * factor)
+
 
 def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:
-    """Return ``module`` with every BatchNorm in it replaced by torch's SyncBatchNorm, weights and statistics kept.
+    """Return ``module`` with every BatchNorm in it replaced by a `SyncBatchNorm`, weights and statistics kept.
 
     Args:
         module: any; it is changed in place, and is replaced itself where it is a BatchNorm.
@@ -55,7 +135,23 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
     'SyncBatchNorm'
     """
     del channel_last
-    return torch.nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
+    converted = module
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        converted = _synced(module, process_group)
+    for name, child in module.named_children():
+        converted.add_module(name, convert_syncbn_model(child, process_group))
+    return converted
+
+
+def _synced(norm: nn.modules.batchnorm._BatchNorm, process_group: Any) -> SyncBatchNorm:
+    """Return a `SyncBatchNorm` that holds the tensors of ``norm``."""
+    settings = (norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+    synced = SyncBatchNorm(norm.num_features, *settings, process_group)
+    for name, param in norm.named_parameters(recurse=False):
+        setattr(synced, name, param)
+    for name, buffer in norm.named_buffers(recurse=False):
+        setattr(synced, name, buffer)
+    return synced.train(norm.training)
 
 
 def create_syncbn_process_group(group_size: int) -> Any:

@@ -26,6 +26,9 @@ _PRODUCTS = frozenset(
         *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
         *("scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu"),
         *("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
+        # No products, but without a half kernel on the CPU:
+        *("avg_pool3d", "avg_pool3d_backward", "_cdist_forward", "_cdist_backward", "_euclidean_dist", "cdist"),
+        *("multilabel_margin_loss_forward", "multilabel_margin_loss_backward", "multilabel_margin_loss"),
     )
 )
 _FLASH = _aten._scaled_dot_product_flash_attention_for_cpu

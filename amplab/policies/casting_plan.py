@@ -21,7 +21,7 @@ from amplab.policies.cast_policy import CastPolicy
 from amplab.policies.casting_steps import Run, Step, StepParts, make_step, restoring_step
 from amplab.policies.composites import composites_of, opened
 from amplab.policies.explained_plan import ExplainedPlan, reporting_run, reporting_step
-from amplab.policies.half_on_cpu import PRODUCTS, HalfMode, accumulated
+from amplab.policies.half_on_cpu import PRODUCTS, WITHOUT_KERNEL, HalfMode, accumulated
 from amplab.policies.op_table import OpRule
 from amplab.policies.precision_policy import PrecisionPolicy
 
@@ -58,6 +58,7 @@ def build_plan(policy: PrecisionPolicy, cache: CastCache, half_mode: HalfMode, c
     runs[torch.Tensor.unflatten] = _run_unflatten
     if half_mode == "fp32_accumulate":
         runs.update(dict.fromkeys(PRODUCTS, _run_accumulated))
+    runs = dict.fromkeys(WITHOUT_KERNEL, _run_accumulated) | runs
     rules = policy.by_function if casts else {}
     plan: Plan = ExplainedPlan(policy) if explained else {}
     if rules:

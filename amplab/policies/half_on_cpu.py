@@ -10,6 +10,8 @@ Everything here works on public functions and is differentiable: gradients are r
 at the same borders as in native half. The same rule below autograd is in `aten_accumulate`.
 In recurrent nets inputs, weights and outputs are rounded and the recurrence itself stays float32.
 In-place forms (`addmm_`, …) run natively.
+
+A few other functions have no half kernel for the CPU at all, where CUDA has one. They go the same way, in either mode.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch.nn import Parameter
 
 from amplab.policies.op_table import resolve
 
-__all__ = ["DEFAULT_HALF_MODE", "PRODUCTS", "HalfMode", "accumulated"]
+__all__ = ["DEFAULT_HALF_MODE", "PRODUCTS", "WITHOUT_KERNEL", "HalfMode", "accumulated"]
 
 HalfMode = Literal["fp32_accumulate", "native"]
 
@@ -48,6 +50,14 @@ _SPELLINGS = (
 PRODUCTS: frozenset[Callable[..., Any]] = frozenset(func for func in map(resolve, _SPELLINGS) if func is not None)
 """The functions that multiply and accumulate, hence are slow in half on a CPU without fp16 arithmetic."""
 
+WITHOUT_KERNEL: frozenset[Callable[..., Any]] = frozenset(
+    (
+        *(torch.nn.functional.avg_pool3d, torch.nn.functional.local_response_norm, torch.nn.functional.rrelu),
+        *(torch.nn.functional.multilabel_margin_loss, torch.rrelu, torch.cdist),
+    )
+)
+"""The functions that refuse half on the CPU and take it on CUDA."""
+
 
 def _mode_for_this_cpu() -> HalfMode:
     if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_fp16_supported():
@@ -63,7 +73,7 @@ def accumulated(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -
     """`func(*args, **kwargs)`; in float32 and rounded once where all its floating tensors are CPU halves.
 
     Args:
-        func: one of PRODUCTS.
+        func: one of PRODUCTS or WITHOUT_KERNEL.
         args, kwargs: its arguments; tensors may lie in lists and tuples.
 
     Returns:
@@ -71,9 +81,13 @@ def accumulated(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -
     """
     wide_args = _widened(args)
     wide_kwargs = _widened(kwargs.values()) if kwargs else ()
-    if wide_args is None or wide_kwargs is None or kwargs.get("out") is not None:
+    if wide_args is None or wide_kwargs is None or kwargs.get("out") is not None or _in_place(func, args, kwargs):
         return func(*args, **kwargs)
     return _rounded(func(*wide_args, **dict(zip(kwargs, wide_kwargs, strict=True))))
+
+
+def _in_place(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> bool:
+    return func is torch.nn.functional.rrelu and bool(kwargs.get("inplace") or args[4:5] == (True,))
 
 
 def _widened(values: Any) -> list | None:

@@ -199,13 +199,33 @@ def _bring_grads(
     *,
     accumulate: bool,
 ) -> None:
-    """One copy for the masters without a gradient to add to, one sum for the rest."""
+    """One copy for the masters without a gradient to add to, one sum for the rest; sparse ones by themselves."""
     fresh: list[MasterPair] = []
     summed: list[MasterPair] = []
     for pair in pairs:
-        (summed if accumulate and pair.master.grad is not None else fresh).append(pair)
+        adds = accumulate and pair.master.grad is not None
+        if pair.model.grad.is_sparse or (adds and pair.master.grad.is_sparse):
+            _bring_sparse_grad(pair, found_inf, inverse, adds=adds)
+            continue
+        (summed if adds else fresh).append(pair)
         if pair.master.grad is None:
             pair.master.grad = place(pair.master)
     for write, chosen in ((unscale_copy, fresh), (unscale_add, summed)):
         if chosen:
             write([pair.model.grad for pair in chosen], [pair.master.grad for pair in chosen], found_inf, inverse)
+
+
+@torch.no_grad()
+def _bring_sparse_grad(pair: MasterPair, found_inf: Tensor, inverse: Tensor, *, adds: bool) -> None:
+    """Bring one gradient where it, or what it is added to, is sparse; duplicates are summed in float32."""
+    grad = pair.model.grad
+    scaled = grad._values() if grad.is_sparse else grad
+    numbers = torch.empty_like(scaled, dtype=torch.float32)
+    unscale_copy([scaled], [numbers], found_inf, inverse)
+    new = numbers
+    if grad.is_sparse:
+        new = torch.sparse_coo_tensor(grad._indices(), numbers, grad.shape, check_invariants=False).coalesce()
+    old = pair.master.grad if adds else None
+    if old is not None:
+        new = new + old if old.is_sparse else old + new  # torch adds sparse to dense, not dense to sparse
+    pair.master.grad = new

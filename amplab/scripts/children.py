@@ -44,8 +44,23 @@ def follow_parent() -> None:
     said = os.environ.get(VARIABLE)
     if said is not None:
         as_apex()
+        sys.argv[:] = _with_local_rank(sys.argv)
     if said == "cpu":
         sys.meta_path.insert(0, _TorchOnCpu())
+
+
+def _with_local_rank(words: list[str]) -> list[str]:
+    """Hand a script its rank as ``--local_rank``, as ``torch.distributed.launch`` did before torch 2.0.
+
+    So for a script whose source has that spelling alone; every other one gets what there is.
+    """
+    script = Path(words[0]) if words else Path()
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not script.is_file():
+        return words
+    source = script.read_bytes()
+    if b"--local_rank" not in source or b"--local-rank" in source:
+        return words
+    return [word.replace("--local-rank=", "--local_rank=", 1) for word in words]
 
 
 class _TorchOnCpu:

@@ -1,4 +1,4 @@
-"""What stands for CUDA's streams, events and devices where all work is done when a call returns.
+"""What stands for CUDA's streams, events, generators and devices where all work is done when a call returns.
 
 `cuda_on_cpu` puts these in their places.
 """
@@ -6,12 +6,13 @@
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-__all__ = ["DEVICE_NAME", "Event", "Scope", "Stream", "device_properties"]
+__all__ = ["DEVICE_NAME", "Event", "Scope", "Stream", "device_properties", "generator_on"]
 
 DEVICE_NAME = "CPU (in the place of CUDA)"
 
@@ -87,6 +88,26 @@ class Stream(Scope):
     def query(self) -> bool:
         """Say that everything in it is done."""
         return True
+
+
+class _SameKind(type(torch.Generator)):
+    """Lets what stands for a class recognize the instances of that class."""
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, torch._C.Generator)
+
+
+def generator_on(moved: Callable[[Any], Any]) -> type[torch.Generator]:
+    """Return a class in the place of ``torch.Generator`` that makes its generators on ``moved(device)``.
+
+    A class, since annotations say ``torch.Generator | None``.
+    """
+
+    class Generator(torch._C.Generator, metaclass=_SameKind):
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return torch._C.Generator(moved(device))
+
+    return Generator
 
 
 def device_properties(device: Any = None) -> SimpleNamespace:

@@ -8,11 +8,13 @@
     memory counters                             0
     pin_memory                                  off
     DataParallel, device_ids, backend "nccl"    the module itself, no device_ids, "gloo"
+    nn.SyncBatchNorm                            agrees over gloo
 
 Nothing here runs unless it is asked for (``amplab run --device cpu``). Code compiled by TorchScript, ``is_cuda`` and
 ``torch.device("cuda")`` itself are as ever; a device of type cuda is met where it is used.
 """
 
+import collections
 import functools
 import sys
 from collections.abc import Callable
@@ -22,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amplab.scripts.cpu_streams import DEVICE_NAME, Event, Scope, Stream, device_properties
+from amplab.parallel.sync_batchnorm import sync_batch_norm_on_cpu
+from amplab.scripts.cpu_streams import DEVICE_NAME, Event, Scope, Stream, device_properties, generator_on
 from amplab.scripts.replaced_names import ReplacedNames
 
 __all__ = ["CudaOnCpu", "cuda_on_cpu"]
@@ -42,7 +45,9 @@ TENSOR_TYPES = tuple(
 STREAM_CALLS = {
     "current_stream": Stream, "default_stream": Stream, "stream": Scope, "device": Scope, "device_of": Scope,
 }  # fmt: skip
-IDLE_CALLS = ("init", "synchronize", "empty_cache", "ipc_collect", "set_device", "set_stream")
+IDLE_CALLS = (
+    "init", "synchronize", "empty_cache", "ipc_collect", "set_device", "set_stream", "set_per_process_memory_fraction",
+)  # fmt: skip
 MEMORY_COUNTERS = (
     "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "memory_cached",
     "max_memory_cached",
@@ -77,6 +82,7 @@ class CudaOnCpu:
         for replace in (
             self._replace_moves, self._replace_factories, self._replace_types, self._replace_questions,
             self._replace_idle, self._replace_random, self._replace_memory, self._replace_wrappers,
+            self._replace_autocast,
         ):  # fmt: skip
             replace()
 
@@ -131,6 +137,7 @@ class CudaOnCpu:
             "is_current_stream_capturing": False, "can_device_access_peer": False, "get_device_capability": (7, 0),
             "get_device_name": DEVICE_NAME,
         }  # fmt: skip
+        self._stand_in(Tensor, "get_device", "Tensor.get_device() is 0", _answering(0))
         for name, answer in answers.items():
             self._stand_in(torch.cuda, name, f"torch.cuda.{name}() is {answer!r}", _answering(answer))
         note = "torch.cuda.get_device_properties() describes the CPU"
@@ -149,6 +156,7 @@ class CudaOnCpu:
             self._stand_in(torch.cuda.profiler, name, "torch.cuda.profiler does nothing", _nothing)
 
     def _replace_random(self) -> None:
+        self._names.replace(torch, "Generator", generator_on(self._device))
         generator = torch.default_generator  # torch.manual_seed would come back here
         calls: dict[str, Callable[..., Any]] = {
             "manual_seed": lambda seed: _nothing(generator.manual_seed(int(seed))),
@@ -168,8 +176,21 @@ class CudaOnCpu:
         for names, answer in ((MEMORY_COUNTERS, _answering(0)), (MEMORY_RESETS, _nothing)):
             for name in names:
                 self._stand_in(torch.cuda, name, "memory counters of torch.cuda are 0", answer)
-        for name, value in {"memory_stats": {}, "memory_summary": "", "mem_get_info": (0, 0)}.items():
+        for name, value in {
+            "memory_stats": collections.defaultdict(int),
+            "memory_summary": "",
+            "mem_get_info": (0, 0),
+        }.items():
             self._stand_in(torch.cuda, name, "memory counters of torch.cuda are 0", _answering(value))
+
+    # -- torch's own autocast ----------------------------------------------------------------------
+
+    def _replace_autocast(self) -> None:
+        self._adapt(torch.autocast, "__init__", self._autocast_on_cpu)
+        for name in ("is_autocast_enabled", "get_autocast_dtype"):
+            self._adapt(
+                torch, name, lambda args, kwargs: (("cpu",), {}) if _asks_for_cuda(args, kwargs) else (args, kwargs)
+            )
 
     # -- what wraps models and data ----------------------------------------------------------------
 
@@ -180,6 +201,8 @@ class CudaOnCpu:
         self._adapt(torch.utils.data.DataLoader, "__init__", self._unpinned)
         if torch.distributed.is_available():
             self._adapt(nn.parallel.DistributedDataParallel, "__init__", self._without_device_ids)
+            self._names.replace(nn.SyncBatchNorm, "forward", sync_batch_norm_on_cpu)
+            self._names.replace(nn.parallel.DistributedDataParallel, "_passing_sync_batchnorm_handle", _nothing)
             for name in ("init_process_group", "new_group"):
                 self._adapt(torch.distributed, name, self._by_gloo)
 
@@ -208,6 +231,14 @@ class CudaOnCpu:
             self._tell("torch.load puts tensors on the CPU")
             location = CPU
         return (*args[:1], *args[2:]), {**kwargs, "map_location": location}
+
+    def _autocast_on_cpu(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
+        own, *words = args
+        named = dict(zip(("device_type", "dtype", "enabled", "cache_enabled"), words, strict=False)) | kwargs
+        if named.get("device_type") != "cuda":
+            return args, kwargs
+        self._tell("autocast for cuda is torch's autocast for the CPU, which has lists of its own")
+        return (own,), {**named, "device_type": "cpu", "dtype": named.get("dtype") or torch.float16}
 
     def _unpinned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
         return args, self._without(kwargs, "pin_memory")
@@ -308,6 +339,11 @@ def _on_cpu(value: Any) -> Any:
     if isinstance(value, str):
         return CPU if value.partition(":")[0] == "cuda" else value
     return CPU if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _asks_for_cuda(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a question about autocast means CUDA: it names it, or, as of old, nothing."""
+    return (*args, *kwargs.values()) in ((), ("cuda",))
 
 
 def _cpu_type(value: Any) -> Any:

@@ -25,6 +25,19 @@ __all__ = ["DEVICES", "ScriptError", "run_module", "run_script"]
 
 DEVICES = ("cpu",)
 UNCAUGHT, INTERRUPTED = 1, 130
+_ON_CPU = "to run what asks for CUDA on the CPU put `--device cpu` behind `amplab run`."
+ADVICE = {
+    "Torch not compiled with CUDA enabled": _ON_CPU,
+    "Found no NVIDIA driver": _ON_CPU,
+    "No CUDA GPUs are available": _ON_CPU,
+    "Attempting to deserialize object on a CUDA device": _ON_CPU,
+    "Weights only load failed": (
+        "this checkpoint holds more than tensors, and torch.load reads only those by default since torch 2.6. Reading "
+        "the rest can run any code in it: where you trust it, set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in the "
+        "environment, and it is read as it used to be."
+    ),
+}
+"""What to do next, said after an error whose message has these words."""
 
 
 class ScriptError(Exception):
@@ -139,4 +152,7 @@ def _report(error: BaseException) -> int:
     """Print an error as the interpreter does, by the hook that the script may have set."""
     sys.stdout.flush()
     sys.excepthook(type(error), error, error.__traceback__)
+    for words, advice in ADVICE.items():
+        if words in str(error):
+            print(f"amplab run: {advice}", file=sys.stderr)  # noqa: T201
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else UNCAUGHT

@@ -188,3 +188,21 @@ def test_sparse_gradients_are_unscaled_and_added_up():
     model.weight.grad = model.weight.grad.to_sparse(1)
     optimizer.step()
     assert session.last_step(optimizer).stepped
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SparseAdam, torch.optim.SGD], ids=["SparseAdam", "SGD"])
+def test_sparse_gradients_train_masters_as_float32_would(kind):
+    def trained(level):
+        torch.manual_seed(0)
+        model = nn.Embedding(8, 2, sparse=True)
+        optimizer = kind(model.parameters(), lr=0.5)
+        session = amp.Session()
+        session.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+        for _ in range(3):
+            with session.scale_loss(model(torch.tensor([1, 3, 3])).float().sum(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()["weight"]
+
+    assert torch.equal(trained("O2"), trained("O0"))

@@ -216,3 +216,22 @@ def test_empty_lists_are_mirrored(session, level):
         scaled_loss.backward()
     optimizer.step()
     assert weight.item() == 0.5
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [
+        (lambda right: [[right]], "a list of 1 inside the list"),
+        (lambda right: [right, {"it": right}], "an object of type dict inside the list"),
+        (lambda right: {"it": right}, "an object of type dict;"),
+        (lambda right: [(right,)], "a tuple of 1 inside the list"),
+    ],
+)
+def test_nested_lists_and_dicts_are_refused_by_a_sentence(session, wrong, found, level):
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=f"^models must be either .* Found {found}"):
+        session.initialize(wrong(model), optimizer, opt_level=level)
+    with pytest.raises(TypeError, match=f"^optimizers must be either .* Found {found}"):
+        session.initialize(model, wrong(optimizer), opt_level=level)

@@ -102,3 +102,51 @@ def test_unknown_names_say_what_there_is(problem):
     _, _, optimizer = initialized(problem, "O2")
     with pytest.raises(AttributeError, match=r"^optimizer._amp_stash.all_fp32_from_fp32_grad_stash: amplab keeps no"):
         optimizer._amp_stash.all_fp32_from_fp32_grad_stash  # noqa: B018
+
+
+class Lookahead(torch.optim.Optimizer):
+    """As copied from project to project: ``super().__init__()`` is never called."""
+
+    def __init__(self, base, alpha=0.5, k=2):
+        self.optimizer, self.param_groups, self.state = base, base.param_groups, base.state
+        self.alpha, self.k, self.count, self.slow = alpha, k, 0, {}
+
+    def step(self, closure=None):
+        loss = self.optimizer.step(closure)
+        self.count += 1
+        for param in self.param_groups[0]["params"] if self.count % self.k == 0 else ():
+            slow = self.slow.setdefault(param, param.detach().clone())
+            slow.add_(param.detach() - slow, alpha=self.alpha)
+            param.data.copy_(slow)
+        return loss
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_an_optimizer_that_was_never_initialized_is_served(problem, level):
+    def trained(amp_level):
+        model = problem.model(batch_norm=False)
+        optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+        session = amp.Session()
+        session.initialize(
+            model, optimizer, opt_level=amp_level, loss_scale="dynamic", dynamic_init_scale=64.0, verbosity=0
+        )
+        scale = session.loss_scale()
+        for step in range(6):
+            loss = problem.loss(model, step).float()
+            if step == 2:
+                loss = loss * float("inf")
+            with session.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            assert session.last_step(optimizer).stepped == (step != 2)
+            optimizer.zero_grad()
+        assert session.loss_scale() < scale
+        return torch.cat([value.float().flatten() for value in model.state_dict().values()]), optimizer.count
+
+    trained_weights, steps = trained(level)
+    reference, _ = trained("O0")
+    assert steps == 6  # its own count runs on; parameters have no gradient in the skipped one
+    torch.testing.assert_close(trained_weights, reference, atol=0.02, rtol=0.02)

@@ -278,3 +278,29 @@ def test_gradients_on_cuda_whose_backward_has_a_thread_of_its_own(reentrant, bac
         return [param.grad for param in model.parameters()]
 
     assert same(step(ours(reentrant)), step(as_it_is))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_torch_checkpoints_are_right_in_scale_loss(level, use_reentrant):
+    class Checkpointed(torch.nn.Sequential):
+        def forward(self, inputs):
+            first, *rest = self
+            hidden = first(inputs)
+            for layer in rest:
+                hidden = torch_checkpoint(layer, hidden, use_reentrant=use_reentrant) if self.again else layer(hidden)
+            return hidden
+
+    gradients = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        model = Checkpointed(torch.nn.Linear(4, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+        model.again = again
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session = amp.Session()
+        session.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+        with session.scale_loss(model(torch.ones(2, 4)).mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        gradients.append([param.grad for param in session.master_params(optimizer)])
+        session.reset()
+    assert all(map(torch.equal, *gradients))

@@ -132,6 +132,56 @@ dist.destroy_process_group()
 """
 
 
+SYNCED = """
+import os, sys, torch, torch.distributed as dist
+from torch import nn
+from amplab.parallel import convert_syncbn_model
+from amplab.scripts.cuda_on_cpu import cuda_on_cpu
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method="file://" + os.environ["STORE"], rank=rank, world_size=2)
+
+def differs(make, dtype, momentum, weights_dtype):
+    torch.manual_seed(0)
+    alone = nn.BatchNorm2d(3, momentum=momentum).to(torch.float64)
+    nn.init.normal_(alone.weight), nn.init.normal_(alone.bias)
+    synced = make(nn.BatchNorm2d(3, momentum=momentum).to(weights_dtype))
+    synced.load_state_dict(alone.state_dict())
+    inputs = (torch.randn(6, 3, 4, 4, dtype=torch.float64) * 2 + 100).to(dtype).double().requires_grad_()
+    towards = torch.randn(6, 3, 4, 4, dtype=torch.float64).to(dtype).double()
+    mine = slice(0, 2) if rank == 0 else slice(2, 6)  # batches of two sizes
+    own = inputs.detach()[mine].to(dtype).requires_grad_()
+    for _ in range(2):
+        expected, found = alone(inputs), synced(own)
+    assert found.dtype is dtype
+    expected.backward(towards), found.backward(towards[mine].to(dtype))
+    shares = [param.grad.double() for param in synced.parameters()]  # each process has its own
+    for share in shares:
+        dist.all_reduce(share)
+    pairs = [(found, expected[mine]), (own.grad, inputs.grad[mine])]
+    pairs += [(share, param.grad) for share, param in zip(shares, alone.parameters())]
+    pairs += list(zip(synced.buffers(), alone.buffers()))
+    return max((one.double() - other).abs().max().item() / other.double().abs().max().item() for one, other in pairs)
+
+for make in (convert_syncbn_model, nn.SyncBatchNorm.convert_sync_batchnorm):
+    for dtype, weights, bound in ((torch.float64, torch.float64, 1e-12), (torch.float32, torch.float32, 1e-4),
+                                  (torch.float16, torch.float32, 2e-3), (torch.float16, torch.float16, 5e-3)):
+        for momentum in (0.1, None):
+            difference = differs(make, dtype, momentum, weights)
+            assert difference < bound, (make, dtype, weights, momentum, difference)
+    cuda_on_cpu(print)  # torch's own, from here on
+alone = convert_syncbn_model(nn.BatchNorm1d(3), dist.new_group([rank], use_local_synchronization=True))
+inputs = torch.randn(5, 3)
+assert torch.equal(alone(inputs), nn.BatchNorm1d(3)(inputs))
+assert not torch.equal(alone.eval()(inputs), nn.BatchNorm1d(3).eval()(inputs))  # running statistics have moved
+from amplab.parallel import DistributedDataParallel
+for wrap in (DistributedDataParallel, nn.parallel.DistributedDataParallel):
+    wrapped = wrap(convert_syncbn_model(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))))
+    wrapped(torch.randn(5, 3) + rank).square().sum().backward()
+print("agreed")
+dist.destroy_process_group()
+"""
+
+
 def two_ranks(script, tmp_path):
     """Run ``script`` as rank 0 and as rank 1; what both of them print."""
     workers = [
@@ -188,7 +238,7 @@ def test_sync_batchnorm_keeps_weights_and_statistics():
     net(torch.randn(2, 3, 2, 2))
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     converted = convert_syncbn_model(net, channel_last=True)
-    assert isinstance(converted[1], nn.SyncBatchNorm)
+    assert type(converted[1]) is SyncBatchNorm
     assert all(torch.equal(before[name], tensor) for name, tensor in converted.state_dict().items())
     alone = SyncBatchNorm(4, channel_last=True)
     inputs = torch.randn(2, 4, 3, 3)
@@ -201,3 +251,14 @@ def test_larc_is_where_apex_has_it():
     from amplab import optimizers, parallel
 
     assert LARC is parallel.LARC is optimizers.LARC
+
+
+def test_sync_batchnorm_on_the_cpu_is_batchnorm_over_both_batches(tmp_path):
+    """Against float64 BatchNorm on the whole batch: values, gradients and running statistics."""
+    assert two_ranks(SYNCED, tmp_path).splitlines()[-1] == "agreed"
+
+
+def test_reduce_op_is_where_apex_has_it():
+    from amplab import parallel
+
+    assert parallel.ReduceOp is torch.distributed.ReduceOp

@@ -98,3 +98,24 @@ def test_sums_are_rounded_once():
 )
 def test_the_rest_is_not_implemented(overload, args):
     assert accumulate_fp32(overload, args, {}) is NotImplemented
+
+
+@pytest.mark.parametrize(
+    ("func", "shape", "ops"),
+    [
+        (lambda x: F.avg_pool3d(x, 2), (1, 2, 4, 4, 4), {"avg_pool3d", "avg_pool3d_backward"}),
+        (lambda x: torch.cdist(x, x.detach().flip(0)), (5, 6), {"_cdist_forward", "_cdist_backward"}),
+    ],
+    ids=["avg_pool3d", "cdist"],
+)
+def test_an_op_without_a_half_kernel_is_the_float32_one_rounded(func, shape, ops):
+    with pytest.raises(NotImplementedError, match="not implemented for 'Half'"):
+        step(func, [shape], accumulate=False)
+    recorder, (result, gradient) = step(func, [shape], accumulate=True)
+    assert ops <= recorder.accumulated
+    torch.manual_seed(0)
+    wide = half(*shape).detach().float().requires_grad_()
+    expected = func(wide)
+    expected.sum().backward()
+    assert torch.equal(result, expected.detach().half())
+    torch.testing.assert_close(gradient, wide.grad.half(), rtol=2e-3, atol=1e-3)  # from saved halves

@@ -188,3 +188,30 @@ def test_another_word_is_refused():
     message = r"cpu_half\('float32'\): expected 'fp32_accumulate' or 'native'; use 'fp32_accumulate' on a CPU without"
     with pytest.raises(ValueError, match=message), cpu_half("float32"):
         pass
+
+
+WITHOUT = {
+    "AvgPool3d": (torch.nn.AvgPool3d(2), (2, 3, 4, 4, 4)),
+    "LocalResponseNorm": (torch.nn.LocalResponseNorm(2), (2, 4, 5, 5)),
+    "RReLU": (lambda x: F.rrelu(x, training=bool(torch.manual_seed(0))), (3, 7)),
+    "torch.rrelu": (lambda x: torch.rrelu(x, training=bool(torch.manual_seed(0))), (3, 7)),
+    "multilabel_margin_loss": (lambda x: F.multilabel_margin_loss(x, torch.tensor([[3, 0, -1, 1]] * 2)), (2, 4)),
+    "cdist": (lambda x: torch.cdist(x, x.detach().flip(0)), (5, 6)),
+}
+
+
+@pytest.mark.parametrize("mode", ["native", "fp32_accumulate"])
+@pytest.mark.parametrize("name", WITHOUT)
+def test_what_has_no_half_kernel_is_the_float32_result_rounded_once(name, mode):
+    func, shape = WITHOUT[name]
+    torch.manual_seed(0)
+    values = torch.randn(shape).half()
+    wide = values.float().requires_grad_()
+    with pytest.raises(NotImplementedError, match="not implemented for 'Half'"):
+        func(values)
+    expected = func(wide).half()
+    expected.backward(torch.linspace(-1, 1, expected.numel()).reshape(expected.shape).half())
+    result, gradient = run(mode, func, [values])
+    assert result.dtype is gradient.dtype is torch.float16
+    assert torch.equal(result, expected)
+    assert torch.equal(gradient, wide.grad.half())

@@ -1,5 +1,6 @@
 """Master weights: pairs, gradients to the masters, values back to the model."""
 
+import itertools
 import math
 
 import pytest
@@ -240,3 +241,33 @@ def test_a_nonsense_scale_is_refused(scale):
     give_grad(param, 1.0)
     with pytest.raises(ValueError, match=r"scale=.*: expected a finite number > 0"):
         MasterWeights([param]).unscale_grads(scale)
+
+
+@pytest.mark.parametrize("kinds", list(itertools.product(("sparse", "dense"), repeat=2)), ids="+".join)
+def test_sparse_gradients_reach_the_masters_and_are_added_up(kinds):
+    weight = Parameter(torch.zeros(4, 2, dtype=torch.float16))
+    masters = MasterWeights([weight])
+    expected = torch.zeros(4, 2, dtype=torch.float64)
+    for kind, factor in zip(kinds, (1.0, 3.0), strict=True):
+        values = torch.tensor([[40000.0, 1.0], [40000.0, 2.0], [8.0, 4.0]], dtype=torch.float16) * factor
+        values[0, 0] = values[1, 0] = 40000.0  # their sum is beyond half
+        rows = torch.tensor([[1, 1, 3]])
+        dense = torch.zeros(4, 2, dtype=torch.float64).index_add(0, rows[0], values.double())
+        if kind == "dense":
+            dense = dense.clamp(max=60000.0)
+        expected += dense / 8.0
+        sparse = torch.sparse_coo_tensor(rows, values, (4, 2), check_invariants=True)
+        weight.grad = sparse if kind == "sparse" else dense.half()
+        assert masters.unscale_grads(8.0, accumulate=True).item() == 0.0
+    grad = masters.of(weight).grad
+    assert grad.dtype is torch.float32
+    assert grad.is_sparse == (kinds == ("sparse", "sparse"))
+    assert torch.equal((grad.to_dense() if grad.is_sparse else grad).double(), expected)
+
+
+def test_a_sparse_gradient_that_is_not_finite_is_found():
+    weight = Parameter(torch.zeros(4, 2, dtype=torch.float16))
+    masters = MasterWeights([weight])
+    values = torch.tensor([[1.0, float("inf")]], dtype=torch.float16)
+    weight.grad = torch.sparse_coo_tensor(torch.tensor([[2]]), values, (4, 2), check_invariants=True)
+    assert masters.unscale_grads(8.0).item() == 1.0

@@ -84,6 +84,23 @@ def test_the_launcher_of_the_time(tmp_path):
     assert sorted(result.stdout.splitlines()) == ranks
 
 
+LOCAL_RANK = """
+import argparse, sys
+parser = argparse.ArgumentParser()
+{declared}
+print(parser.parse_args().local_rank, sys.argv[1:])
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+@pytest.mark.parametrize("spelling", ["--local_rank", "--local-rank"])
+def test_a_script_gets_its_rank_by_the_name_that_it_declares(tmp_path, spelling):
+    declared = f"parser.add_argument({spelling!r}, default=7, type=int)"
+    (tmp_path / "rank.py").write_text(LOCAL_RANK.format(declared=declared))
+    words = ["-m", "torch.distributed.launch", "--nproc_per_node", "1", "rank.py"]
+    assert run(tmp_path, *words, OMP_NUM_THREADS="1").stdout == f"0 ['{spelling}=0']\n"
+
+
 def child(code):
     return f"import subprocess, sys\nprint(subprocess.run([sys.executable, *{code!r}], capture_output=True, text=True))"
 

@@ -229,3 +229,53 @@ def test_lines_go_to_stderr(capsys):
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err == "amplab --device cpu: .cuda() leaves tensors and modules on the CPU\n"
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_autocast_for_cuda_casts_on_the_cpu(said):
+    ones = torch.ones(2, 2)
+    regions = (
+        torch.autocast("cuda"),
+        torch.autocast(device_type="cuda", dtype=torch.float16),
+        torch.cuda.amp.autocast(),
+    )
+    for region in regions:
+        with region:
+            assert torch.mm(ones, ones).dtype is torch.float16
+            assert torch.is_autocast_enabled()
+            assert torch.is_autocast_enabled("cuda")
+            assert torch.get_autocast_dtype("cuda") is torch.float16
+        assert not torch.is_autocast_enabled()
+    with torch.autocast("cuda", torch.bfloat16), torch.autocast("cuda", enabled=False):
+        assert torch.mm(ones, ones).dtype is torch.float32
+    with torch.autocast("cpu"):
+        assert torch.mm(ones, ones).dtype is torch.bfloat16
+    assert said == ["autocast for cuda is torch's autocast for the CPU, which has lists of its own"]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_torchs_own_recipe_trains(said):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1).cuda()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.cuda.amp.GradScaler()
+    losses = []
+    for _ in range(5):
+        with torch.cuda.amp.autocast():
+            loss = (model(torch.ones(8, 4).cuda()) - 1).square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 4
+
+
+def test_generators_and_numbers_of_devices(said):
+    generator = torch.Generator(device="cuda")
+    assert generator.device == torch.Generator("cuda:1").device == torch.Generator().device == CPU
+    assert isinstance(generator, torch.Generator)
+    assert isinstance(torch.default_generator, torch.Generator)
+    assert torch.randn(2, generator=generator.manual_seed(1), device="cuda").device == CPU
+    assert torch.ones(1, device=f"cuda:{torch.ones(1).cuda().get_device()}").device == CPU
+    assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == 0
+    torch.cuda.set_per_process_memory_fraction(0.5)

@@ -180,3 +180,25 @@ def test_what_is_no_module_is_refused(monkeypatch, name):
 def test_an_unknown_device_is_refused_before_anything_runs(folder):
     with pytest.raises(ScriptError, match="tpu: expected cpu"):
         run_script(folder / "inner" / "self.py", device="tpu")
+
+
+@pytest.mark.parametrize(
+    ("lines", "advice"),
+    [
+        ("raise AssertionError('Torch not compiled with CUDA enabled')", "put `--device cpu` behind"),
+        (
+            "import argparse, io, torch\nfile = io.BytesIO()\ntorch.save({'args': argparse.Namespace(lr=1)}, file)\n"
+            "file.seek(0)\nprint(torch.load(file)['args'].lr)",
+            "set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1",
+        ),
+    ],
+)
+def test_an_error_that_amplab_knows_a_way_around_is_followed_by_it(folder, monkeypatch, lines, advice):
+    (folder / "fails.py").write_text(f"{lines}\n")
+    result = run("-m", "amplab", "run", "fails.py", cwd=folder)
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith("amplab run: ")
+    assert advice in result.stderr.splitlines()[-1]
+    if "TORCH" in advice:
+        monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+        assert run("-m", "amplab", "run", "fails.py", cwd=folder).stdout == "1\n"
