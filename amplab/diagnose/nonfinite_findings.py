@@ -32,6 +32,7 @@ REDUCTIONS = frozenset(("sum", "mean", "norm", "linalg_vector_norm", "cumsum", "
 SOFTMAXES = frozenset(("softmax", "log_softmax"))
 _ROOTS = frozenset(("sqrt", "rsqrt", "pow"))
 _PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm", "matmul", "dot", "mv", "addbmm", "einsum"))
+_SCALES_AND_MASKS = frozenset(("to_copy", "clone", "mul", "div", "add", "sub", "masked_fill", "where"))
 
 
 _UNCHECKED = ": without a dynamic scale nothing holds back a step whose gradients are not finite."
@@ -247,8 +248,10 @@ def _overflow(found: FirstNonfinite) -> _Words:
     if found.kind == "constant":
         remedy = "scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)"
         return _Words("constant-overflows-half", symptom, f"A number in the code is larger than {HALF_MAX:g}.", remedy)
-    if any(each.op in SOFTMAXES or short_name(each) in SOFTMAXES for each in found.chain[1:]) and _is_product(found):
+    softmax = _softmax_that_reads(found)
+    if softmax is not None and _is_product(found):
         note = "or scale the queries before the product: q = q * q.shape[-1] ** -0.5"
+        note = note if short_name(softmax) == "softmax" else ""
         return _Words(
             "logits-overflow-half", symptom, f"{cause} A softmax reads them.", _in_float32(found, record, note)
         )
@@ -270,13 +273,26 @@ def _not_the_formats_fault(found: FirstNonfinite) -> tuple[str, str]:
 
 def _in_float32(found: FirstNonfinite, record: OpRecord, note: str = "") -> str:
     face, level = found.setting.face, found.setting.level
-    return in_float32(record, note, level=None if face == "torch" else level.replace("O0", "O1") or "O1")
+    forward = found.phase == "forward" and record is found.record
+    reader = found.chain[1] if forward and len(found.chain) > 1 else None
+    return in_float32(record, note, level=None if face == "torch" else level.replace("O0", "O1") or "O1", reader=reader)
+
+
+def _softmax_that_reads(found: FirstNonfinite) -> OpRecord | None:
+    """The softmax that the value reaches with nothing but casts, scales, masks and views between."""
+    for record in found.chain[1:]:
+        if short_name(record) in SOFTMAXES:
+            return record
+        if not (record.is_cast or record.is_view or short_name(record) in _SCALES_AND_MASKS):
+            return None
+    return None
 
 
 def _is_product(found: FirstNonfinite) -> bool:
     """Whether the op is a product, or only scales or masks one."""
     step, index = found.step, found.record.index
-    near = (index, *upstream(step, index, 2))
+    passes = short_name(found.record) in _SCALES_AND_MASKS
+    near = (index, *(upstream(step, index, 2) if passes else ()))
     return any(short_name(step.trace.records[op]) in _PRODUCTS for op in near)
 
 
