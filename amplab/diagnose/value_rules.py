@@ -16,6 +16,7 @@ step gives a note at most; where inf or NaN reached the loss or a gradient, `fir
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from amplab.diagnose.dataflow import line_of, readers_by_op, short_name
 from amplab.diagnose.finding import Finding
@@ -104,6 +105,7 @@ def casts_that_overflow(step: ObservedStep) -> Iterator[Finding]:
         if not record.is_cast or not step.outputs(record.index):
             continue
         read, written = step.inputs(record.index)[-1].statistics, step.outputs(record.index)[0].statistics
+        read = _expanded(read, written.numel)
         if written.is_half and (written.infs or 0) > (read.infs or 0):
             yield Finding(
                 "cast-overflows-half",
@@ -213,7 +215,7 @@ def gradients_that_underflow(step: ObservedStep) -> Iterator[Finding]:
         if record.phase == "backward" and record.is_cast and step.outputs(record.index):
             read, written = step.inputs(record.index)[-1].statistics, step.outputs(record.index)[0].statistics
             if written.is_half:
-                casts.setdefault(record.module, []).append((read, written))
+                casts.setdefault(record.module, []).append((_expanded(read, written.numel), written))
     for module, pairs in casts.items():
         lost = sum((written.zeros or 0) - (read.zeros or 0) for read, written in pairs)
         nonzero = sum(read.numel - (read.zeros or 0) for read, _ in pairs)
@@ -247,6 +249,12 @@ def _forward(step: ObservedStep) -> Iterator[OpRecord]:
     for record in step.trace.records:
         if record.phase == "forward" and not record.is_view and step.ops[record.index].outputs:
             yield record
+
+
+def _expanded(read: Statistics, numel: int) -> Statistics:
+    """The figures of what a cast read as often as it read each element: a gradient may be one number, expanded."""
+    times = numel // max(read.numel, 1)
+    return replace(read, numel=read.numel * times, zeros=(read.zeros or 0) * times, infs=(read.infs or 0) * times)
 
 
 def _in_half(step: ObservedStep, op: int) -> bool:
