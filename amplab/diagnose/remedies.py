@@ -7,7 +7,7 @@ from itertools import takewhile
 from amplab.policies import PrecisionPolicy
 from amplab.trace import OpRecord
 
-__all__ = ["in_float32"]
+__all__ = ["in_float32", "variance_in_float32"]
 
 
 def in_float32(record: OpRecord, note: str = "", *, level: str | None = "O1", reader: OpRecord | None = None) -> str:
@@ -38,6 +38,22 @@ def in_float32(record: OpRecord, note: str = "", *, level: str | None = "O1", re
         lines = [*_with_rule(record, pattern, level), "# or around that line alone:"] if ruled else []
         lines += _around(record)
     return "\n".join([*lines, f"# {note}"] if note else lines)
+
+
+def variance_in_float32(record: OpRecord, *, level: str | None = "O1", reader: OpRecord | None = None) -> str:
+    """Return the lines that take a variance in float32, where `record` met that of a difference in half.
+
+    Args:
+        record: the op that read it.
+        level, reader: as in `in_float32`.
+
+    >>> print(variance_in_float32(OpRecord(0, "rsqrt", "aten.rsqrt.default", "forward", "", (), (), "")))
+    variance = x.float().var(-1, keepdim=True, unbiased=False)  # in place of the difference
+    """
+    back = ".to(x.dtype)" if level in _HALF_WEIGHTS else ""
+    line = f"variance = x.float().var(-1, keepdim=True, unbiased=False){back}  # in place of the difference"
+    pattern = _pattern(record, reader)
+    return "\n".join([*_with_rule(record, pattern, level), "# or", line]) if pattern and level else line
 
 
 _HALF_WEIGHTS = ("O2", "O3")

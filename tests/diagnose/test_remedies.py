@@ -70,6 +70,76 @@ class Large(nn.Module):
         return self.softmax(self.body(x))
 
 
+class Variance(nn.Module):
+    """A norm whose variance is taken as E[x^2] - E[x]^2; `variance` is a line that takes it instead."""
+
+    def __init__(self, variance=None):
+        super().__init__()
+        self.body, self.head = nn.Linear(32, 64), nn.Linear(64, 8)
+        self.variance = variance
+
+    def forward(self, x):
+        x = self.body(x)
+        mean = x.mean(-1, keepdim=True)
+        names = {"x": x, "variance": (x * x).mean(-1, keepdim=True) - mean * mean}
+        exec(self.variance or "", names)
+        return self.head((x - mean) * torch.rsqrt(names["variance"] + 1e-5))
+
+
+def variance_loss(level, line=None, policy=None, nested=False):
+    torch.manual_seed(0)
+    inner = Variance(line)
+    model = nn.Sequential(inner, nn.Linear(8, 8)) if nested else inner
+    with torch.no_grad():
+        inner.body.bias.add_(120.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(16, 32), torch.arange(16) % 8
+    names = {"amplab": amplab, "amp": amplab.amp, "torch": torch, "model": model, "optimizer": optimizer}
+    exec(policy or f"amp.initialize(model, optimizer, opt_level={level!r}, verbosity=0)", names)
+
+    def loss_fn():
+        return nn.functional.cross_entropy(model(x).float(), y)
+
+    return loss_fn().item(), amplab.doctor(model, loss_fn, optimizers=optimizer)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_variance_by_hand_is_named_and_mended(level, nested):
+    try:
+        loss, findings = variance_loss(level, nested=nested)
+        assert math.isnan(loss)
+        assert (findings[0].name, findings[0].op) == ("variance-in-half", "rsqrt")
+        rule, _, line = findings[0].remedy.rpartition("# or\n")
+        assert bool(rule) == nested
+        amplab.amp.reset()
+        assert math.isfinite(variance_loss(level, line, nested=nested)[0])
+        if nested:
+            amplab.amp.reset()
+            assert math.isfinite(variance_loss(level, policy=rule, nested=True)[0])
+    finally:
+        amplab.amp.reset()
+
+
+def test_zeros_are_said_to_be_of_the_format_that_made_them():
+    """The logarithm runs in float32; what it reads was half before."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 5)
+    with torch.no_grad():
+        model.weight.mul_(30)
+    x = torch.randn(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amplab.amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    try:
+        findings = amplab.doctor(
+            model, lambda: torch.log(torch.softmax(model(x).half(), -1).half() + 0.0).mean(), optimizers=optimizer
+        )
+        assert findings[0].name == "log-of-zero"
+        assert "round to 0 in half" in findings[0].cause
+    finally:
+        amplab.amp.reset()
+
+
 def overflowing(kind, level, policy_of=None):
     """A model whose loss is NaN in half, initialized by `policy_of` where given; its loss, and the first finding."""
     torch.manual_seed(0)
