@@ -33,7 +33,7 @@ from amplab.diagnose.speed_rules import speed_findings
 from amplab.diagnose.value_rules import value_findings
 from amplab.diagnose.values import ObservedStep, observe_step
 
-__all__ = ["doctor"]
+__all__ = ["causes_first", "doctor"]
 
 _OF_THE_RUN = ("scale-collapse", "nonfinite-loss")
 _SYMPTOMS = (*_OF_THE_RUN, "nonfinite-parameter")
@@ -94,7 +94,7 @@ def doctor(
     found += parameter_findings(model, chosen, step)
     if train_step is not None:
         found += _look_at_loop(model, train_step, chosen, amp, stateful)
-    return Findings.ranked(_causes_first(found))
+    return Findings.ranked(causes_first(found))
 
 
 def _look_at_step(
@@ -122,8 +122,14 @@ def _look_at_loop(
         return [finding_of_error(error)]
 
 
-def _causes_first(found: Iterable[Finding]) -> list[Finding]:
-    """Leave out symptoms whose cause was found, and doubt causes that a run which diverges explains as well."""
+def causes_first(found: Iterable[Finding]) -> list[Finding]:
+    """Leave out symptoms whose cause was found, and doubt causes that a run which diverges explains as well.
+
+    >>> left = causes_first([Finding("diverging", "error", "a", "b", "c", "likely"),
+    ...                      Finding("overflow-in-half", "error", "d", "e", "f", "certain")])
+    >>> [each.name for each in Findings.ranked(left)]
+    ['diverging', 'overflow-in-half']
+    """
     found = list(found)
     names = {each.name for each in found if each.severity == "error"}
     left_out = _OF_THE_RUN if "nonfinite-parameter" in names else ()

@@ -104,3 +104,29 @@ def test_a_convolution_counts_by_its_channels():
 def test_in_float32_there_is_no_speed_to_miss():
     model = nn.Linear(63, 127)
     assert not doctor(model, lambda: model(torch.ones(64, 63)).sum())
+
+
+@pytest.mark.parametrize("rate", [1e3, 1e4])
+def test_a_rate_that_loses_the_loss_in_one_step_is_named_before_what_overflows(rate):
+    torch.manual_seed(0)
+    x = torch.randn(64, 8)
+    y = (x.sum(1) > 0).long()
+    layers = (nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    amplab.amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    run = Observation()
+    try:
+        for number in range(8):
+            optimizer.zero_grad()
+            loss, scale = F.cross_entropy(model(x), y), amplab.amp.default_session().loss_scale()
+            with amplab.amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            lost = not math.isfinite(loss.item())
+            run = run.then(StepObservation(number, loss.item(), scale, lost, learning_rate=rate))
+        found = doctor(model, lambda: F.cross_entropy(model(x), y), optimizers=optimizer, batch=(x, y), run=run)
+    finally:
+        amplab.amp.reset()
+    assert found[0].name == "diverging", str(found)
+    assert [each.certainty for each in found if "overflow" in each.name] == ["possible"]
