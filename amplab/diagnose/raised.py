@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 from amplab.diagnose.finding import Finding
 
-__all__ = ["finding_of_error"]
+__all__ = ["Raised", "finding_of_error"]
 
 _WITHOUT_OVERFLOW = re.compile(r"value cannot be converted to type (at::Half|c10::Half).* without overflow")
 _KNOWN = (
@@ -35,6 +37,30 @@ _KNOWN = (
         "scaler.unscale_(optimizer)  # once, after the last backward and before clipping",
     ),
 )
+
+
+class Raised:
+    """A function, with what it raised: to tell the step's own error from one about the way it was called.
+
+    >>> step = Raised(lambda: int("a"))
+    >>> try:
+    ...     step()
+    ... except ValueError as error:
+    ...     print(error is step.error)
+    True
+    """
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.error: Exception | None = None
+        self._function = function
+
+    def __call__(self) -> Any:
+        """Call it."""
+        try:
+            return self._function()
+        except Exception as error:
+            self.error = error
+            raise
 
 
 def finding_of_error(error: Exception) -> Finding:
