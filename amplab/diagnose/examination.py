@@ -112,7 +112,7 @@ def _look_at_step(
     except Exception as error:
         if raised.error is not error and not isinstance(error, RuntimeError | NotImplementedError):
             raise
-        return None, [finding_of_error(error)]
+        return None, [finding_of_error(error, model)]
     blamed = blame(step)
     first = [] if blamed is None else [finding_of(explain(model, loss_fn, setting, step, blamed, batch=batch))]
     return step, [*first, *value_findings(step), *speed_findings(step.trace)]
@@ -129,7 +129,7 @@ def _look_at_loop(
     except Exception as error:
         if raised.error is not error and not isinstance(error, RuntimeError | NotImplementedError):
             raise
-        return [finding_of_error(error)]
+        return [finding_of_error(error, model)]
 
 
 def causes_first(found: Iterable[Finding]) -> list[Finding]:

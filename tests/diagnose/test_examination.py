@@ -1,6 +1,7 @@
 """The doctor applies every rule, puts causes before symptoms, and leaves the patient as it was."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -130,3 +131,17 @@ def test_a_rate_that_loses_the_loss_in_one_step_is_named_before_what_overflows(r
         amplab.amp.reset()
     assert found[0].name == "diverging", str(found)
     assert [each.certainty for each in found if "overflow" in each.name] == ["possible"]
+
+
+class Masked(nn.Module):
+    def forward(self, x):
+        return x.masked_fill(torch.ones(8).bool(), -1e9).softmax(-1)
+
+
+def test_an_error_is_told_with_its_op_its_module_and_its_line():
+    model = nn.Sequential(nn.Linear(16, 8), Masked()).half()
+    found = doctor(model, lambda: model(torch.ones(4, 16).half()).sum())[0]
+    assert (found.name, found.op, found.module) == ("constant-overflows-half", "masked_fill", "1")
+    file, number = found.line.rsplit(":", 1)
+    assert __file__.endswith(file)
+    assert "x.masked_fill" in Path(__file__).read_text().splitlines()[int(number) - 1]
