@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amplab.amp import LossScaleCollapse, Session
+from amplab.amp import LossScaleCollapse, Session, default_session
 from amplab.diagnose.arguments import check_arguments
 from amplab.diagnose.blame import blame
 from amplab.diagnose.finding import Finding, Findings
@@ -122,6 +122,8 @@ def _look_at_loop(
     model: nn.Module, train_step: Callable[[], Any], optimizers: Sequence[Optimizer], amp: Any, stateful: Sequence[Any]
 ) -> list[Finding]:
     raised = Raised(train_step)
+    if amp is None and default_session().initialized:
+        amp = default_session()
     try:
         return gradient_findings(rehearse(model, raised, optimizers, amp=amp, stateful=stateful))
     except LossScaleCollapse:

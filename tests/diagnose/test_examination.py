@@ -145,3 +145,27 @@ def test_an_error_is_told_with_its_op_its_module_and_its_line():
     file, number = found.line.rsplit(":", 1)
     assert __file__.endswith(file)
     assert "x.masked_fill" in Path(__file__).read_text().splitlines()[int(number) - 1]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_clipping_inside_of_scale_loss_is_found_with_the_threads_session(level, inside):
+    model, x, y = healthy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amplab.amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1024.0)
+
+    def train_step():
+        optimizer.zero_grad()
+        with amplab.amp.scale_loss(F.cross_entropy(model(x).float(), y), optimizer) as scaled:
+            scaled.backward()
+            if inside:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        if not inside:
+            nn.utils.clip_grad_norm_(amplab.amp.master_params(optimizer), 0.01)
+        optimizer.step()
+
+    try:
+        found = doctor(model, train_step=train_step, optimizers=optimizer)
+        assert bool(found.named("clips-scaled-gradients")) == inside, str(found)
+    finally:
+        amplab.amp.reset()
