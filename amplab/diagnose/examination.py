@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amplab.amp import LossScaleCollapse, Session
+from amplab.amp import LossScaleCollapse, Session, default_session
+from amplab.diagnose.arguments import check_arguments
 from amplab.diagnose.blame import blame
 from amplab.diagnose.finding import Finding, Findings
 from amplab.diagnose.first_nonfinite import Setting, explain, setting_of
@@ -26,14 +27,14 @@ from amplab.diagnose.machine import MachineReport, machine_report
 from amplab.diagnose.nonfinite_findings import finding_of
 from amplab.diagnose.observations import Observation
 from amplab.diagnose.parameter_rules import parameter_findings
-from amplab.diagnose.raised import finding_of_error
+from amplab.diagnose.raised import Raised, finding_of_error
 from amplab.diagnose.rehearsal import rehearse
 from amplab.diagnose.run_rules import run_findings
 from amplab.diagnose.speed_rules import speed_findings
 from amplab.diagnose.value_rules import value_findings
 from amplab.diagnose.values import ObservedStep, observe_step
 
-__all__ = ["doctor"]
+__all__ = ["causes_first", "doctor"]
 
 _OF_THE_RUN = ("scale-collapse", "nonfinite-loss")
 _SYMPTOMS = (*_OF_THE_RUN, "nonfinite-parameter")
@@ -69,8 +70,9 @@ def doctor(
         stateful: what else `train_step` changes and has a state_dict: schedulers.
 
     Raises:
-        TypeError: no model, but other arguments.
-        ValueError: a model that cannot be traced, see `trace_step`. What the step itself raises is a finding.
+        TypeError: no model, but other arguments; an argument of another type.
+        ValueError: a model that cannot be traced, see `trace_step`; a loss scale that is not positive. What the step
+            itself raises is a finding.
 
     Sync: many; this is for a look, once.
 
@@ -84,7 +86,9 @@ def doctor(
             raise TypeError("doctor got no model: pass it first, doctor(model, loss_fn); without arguments it looks "
                             "at the machine.")  # fmt: skip
         return machine_report()
-    chosen = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    chosen = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+    chosen = list(chosen) if isinstance(chosen, Iterable) else chosen
+    check_arguments(model, loss_fn, train_step, chosen, loss_scale=loss_scale, run=run, stateful=stateful)
     setting = setting_of(amp, loss_scale)
     found = [] if run is None else run_findings(run)
     step = None
@@ -94,18 +98,21 @@ def doctor(
     found += parameter_findings(model, chosen, step)
     if train_step is not None:
         found += _look_at_loop(model, train_step, chosen, amp, stateful)
-    return Findings.ranked(_causes_first(found))
+    return Findings.ranked(causes_first(found))
 
 
 def _look_at_step(
     model: nn.Module, loss_fn: Callable[[], Tensor], setting: Setting, batch: Any
 ) -> tuple[ObservedStep | None, list[Finding]]:
+    raised = Raised(loss_fn)
     try:
         step = observe_step(
-            model, loss_fn, casting=setting.casting(), loss_scale=setting.loss_scale, batch=batch, detailed=True
+            model, raised, casting=setting.casting(), loss_scale=setting.loss_scale, batch=batch, detailed=True
         )
-    except (RuntimeError, NotImplementedError) as error:
-        return None, [finding_of_error(error)]
+    except Exception as error:
+        if raised.error is not error and not isinstance(error, RuntimeError | NotImplementedError):
+            raise
+        return None, [finding_of_error(error, model)]
     blamed = blame(step)
     first = [] if blamed is None else [finding_of(explain(model, loss_fn, setting, step, blamed, batch=batch))]
     return step, [*first, *value_findings(step), *speed_findings(step.trace)]
@@ -114,16 +121,27 @@ def _look_at_step(
 def _look_at_loop(
     model: nn.Module, train_step: Callable[[], Any], optimizers: Sequence[Optimizer], amp: Any, stateful: Sequence[Any]
 ) -> list[Finding]:
+    raised = Raised(train_step)
+    if amp is None and default_session().initialized:
+        amp = default_session()
     try:
-        return gradient_findings(rehearse(model, train_step, optimizers, amp=amp, stateful=stateful))
+        return gradient_findings(rehearse(model, raised, optimizers, amp=amp, stateful=stateful))
     except LossScaleCollapse:
         return []  # which the run and the step show
-    except (RuntimeError, NotImplementedError) as error:
-        return [finding_of_error(error)]
+    except Exception as error:
+        if raised.error is not error and not isinstance(error, RuntimeError | NotImplementedError):
+            raise
+        return [finding_of_error(error, model)]
 
 
-def _causes_first(found: Iterable[Finding]) -> list[Finding]:
-    """Leave out symptoms whose cause was found, and doubt causes that a run which diverges explains as well."""
+def causes_first(found: Iterable[Finding]) -> list[Finding]:
+    """Leave out symptoms whose cause was found, and doubt causes that a run which diverges explains as well.
+
+    >>> left = causes_first([Finding("diverging", "error", "a", "b", "c", "likely"),
+    ...                      Finding("overflow-in-half", "error", "d", "e", "f", "certain")])
+    >>> [each.name for each in Findings.ranked(left)]
+    ['diverging', 'overflow-in-half']
+    """
     found = list(found)
     names = {each.name for each in found if each.severity == "error"}
     left_out = _OF_THE_RUN if "nonfinite-parameter" in names else ()

@@ -7,6 +7,7 @@ log-of-zero, division-by-zero, gradient-undefined   what they say, with the op b
 logits-overflow-half        a product that a softmax reads left half's range
 reduction-overflows-half    a sum, a norm or a mean did
 overflow-in-half            any other op did
+variance-in-half            the difference of two nearly equal halves came out negative
 nonfinite-batch, nonfinite-parameter, nonfinite-buffer, nonfinite-input   it came in
 masked-row                  every element that a softmax chose from was masked
 nonfinite-in-float32        it has nothing to do with mixed precision
@@ -19,7 +20,7 @@ from typing import NamedTuple
 from amplab.diagnose.dataflow import line_of, short_name, upstream, vanishing_constant
 from amplab.diagnose.finding import Finding, Number, Severity
 from amplab.diagnose.first_nonfinite import FirstNonfinite
-from amplab.diagnose.remedies import in_float32
+from amplab.diagnose.remedies import in_float32, variance_in_float32
 from amplab.diagnose.statistics import HALF_MAX, HALF_VANISHES
 from amplab.diagnose.values import ObservedStep
 from amplab.trace import OpRecord
@@ -32,6 +33,7 @@ REDUCTIONS = frozenset(("sum", "mean", "norm", "linalg_vector_norm", "cumsum", "
 SOFTMAXES = frozenset(("softmax", "log_softmax"))
 _ROOTS = frozenset(("sqrt", "rsqrt", "pow"))
 _PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm", "matmul", "dot", "mv", "addbmm", "einsum"))
+_SCALES_AND_MASKS = frozenset(("to_copy", "clone", "mul", "div", "add", "sub", "masked_fill", "where"))
 
 
 _UNCHECKED = ": without a dynamic scale nothing holds back a step whose gradients are not finite."
@@ -204,23 +206,43 @@ def _zero(found: FirstNonfinite) -> _Words | None:
 
 
 def _outside_domain(found: FirstNonfinite) -> _Words:
-    op, lowest = found.record.op, min(each.lowest for each in found.inputs)
+    op, lowest = found.record.op, min(each.lowest for each in found.inputs if each.lowest < 0)
+    if found.cause == "format" and found.phase == "forward" and _is_difference_in_half(found):
+        return _variance(found, lowest)
     symptom = f"{op} read negative numbers, down to {lowest:.4g}, and wrote {_counted(found)}."
     cause = "A where after it hides that in forward; in backward 0 times NaN is NaN."
     if not found.result.startswith("gradient"):
         cause = f"{op} of a negative number is NaN in every format."
+        cause += " In float32 it is not negative." if found.cause == "format" else ""
     return _Words("outside-domain", symptom, cause, f"safe = torch.where(x > 0, x, 1.0)  # before {op}, not after")
+
+
+def _is_difference_in_half(found: FirstNonfinite) -> bool:
+    step, index = found.step, found.record.index
+    near = [op for op in upstream(step, index, 4) if short_name(step.trace.records[op]) in ("sub", "rsub")]
+    return any(value.statistics.is_half for op in near for value in step.inputs(op))
+
+
+def _variance(found: FirstNonfinite, lowest: float) -> _Words:
+    op = found.record.op
+    symptom = f"{op} read a difference of halves that is negative, down to {lowest:.4g}, and wrote {_counted(found)}."
+    cause = "Half keeps 11 bits: where E[x^2] and E[x]^2 are nearly equal, what is left of E[x^2] - E[x]^2 is rounding."
+    return _Words(
+        "variance-in-half", symptom, f"{cause} In float32 the step is finite.",
+        variance_in_float32(found.record, level=_level(found), reader=_reader(found, found.record)),
+    )  # fmt: skip
 
 
 def _log(found: FirstNonfinite) -> _Words:
     step, index = found.step, found.record.index
-    above = next((op for op in upstream(step, index, 3) if short_name(step.trace.records[op]) in SOFTMAXES), None)
+    above = next((op for op in upstream(step, index, 5) if short_name(step.trace.records[op]) in SOFTMAXES), None)
+    lost_in = _where_zeros_began(found)
     if above is None:
         symptom = f"{found.record.op} read {_zeros(found)} zeros and wrote {_counted(found)}."
-        cause = f"What it read is 0 in {_dtype(found)}{_smaller_in(found)}."
+        cause = f"What it read is 0 in {lost_in}{_smaller_in(found)}."
         return _Words("log-of-zero", symptom, cause, "y = x.float().clamp_min(1e-7).log()")
     symptom = f"{found.record.op} read {_zeros(found)} zeros that softmax had written, and wrote {_counted(found)}."
-    cause = f"The smallest probabilities round to 0 in {_dtype(found)}; log_softmax never forms them."
+    cause = f"The smallest probabilities round to 0 in {lost_in}; log_softmax never forms them."
     return _Words("log-of-zero", symptom, cause, "log_probabilities = F.log_softmax(logits.float(), dim=-1)")
 
 
@@ -247,8 +269,10 @@ def _overflow(found: FirstNonfinite) -> _Words:
     if found.kind == "constant":
         remedy = "scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)"
         return _Words("constant-overflows-half", symptom, f"A number in the code is larger than {HALF_MAX:g}.", remedy)
-    if any(each.op in SOFTMAXES or short_name(each) in SOFTMAXES for each in found.chain[1:]) and _is_product(found):
+    softmax = _softmax_that_reads(found)
+    if softmax is not None and _is_product(found):
         note = "or scale the queries before the product: q = q * q.shape[-1] ** -0.5"
+        note = note if short_name(softmax) == "softmax" else ""
         return _Words(
             "logits-overflow-half", symptom, f"{cause} A softmax reads them.", _in_float32(found, record, note)
         )
@@ -269,14 +293,35 @@ def _not_the_formats_fault(found: FirstNonfinite) -> tuple[str, str]:
 
 
 def _in_float32(found: FirstNonfinite, record: OpRecord, note: str = "") -> str:
+    return in_float32(record, note, level=_level(found), reader=_reader(found, record))
+
+
+def _level(found: FirstNonfinite) -> str | None:
     face, level = found.setting.face, found.setting.level
-    return in_float32(record, note, level=None if face == "torch" else level.replace("O0", "O1") or "O1")
+    return None if face == "torch" else level.replace("O0", "O1") or "O1"
+
+
+def _reader(found: FirstNonfinite, record: OpRecord) -> OpRecord | None:
+    """The op that reads what the first non-finite op wrote, in forward."""
+    forward = found.phase == "forward" and record is found.record
+    return found.chain[1] if forward and len(found.chain) > 1 else None
+
+
+def _softmax_that_reads(found: FirstNonfinite) -> OpRecord | None:
+    """The softmax that the value reaches with nothing but casts, scales, masks and views between."""
+    for record in found.chain[1:]:
+        if short_name(record) in SOFTMAXES:
+            return record
+        if not (record.is_cast or record.is_view or short_name(record) in _SCALES_AND_MASKS):
+            return None
+    return None
 
 
 def _is_product(found: FirstNonfinite) -> bool:
     """Whether the op is a product, or only scales or masks one."""
     step, index = found.step, found.record.index
-    near = (index, *upstream(step, index, 2))
+    passes = short_name(found.record) in _SCALES_AND_MASKS
+    near = (index, *(upstream(step, index, 2) if passes else ()))
     return any(short_name(step.trace.records[op]) in _PRODUCTS for op in near)
 
 
@@ -302,6 +347,13 @@ def _reads(found: FirstNonfinite) -> float:
 
 def _zeros(found: FirstNonfinite) -> int:
     return max((each.zeros or 0 for each in found.inputs), default=0)
+
+
+def _where_zeros_began(found: FirstNonfinite) -> str:
+    """The format in which what an op read became 0: half where half lies on the way to it, whatever it reads itself."""
+    near = upstream(found.step, found.record.index, 5) if found.cause == "format" else ()
+    halves = any(value.statistics.is_half for op in near for value in found.step.outputs(op))
+    return "half" if halves else _dtype(found)
 
 
 def _smaller_in(found: FirstNonfinite) -> str:

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import re
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
+import torch
+from torch import nn
+
+import amplab
 from amplab.diagnose.finding import Finding
+from amplab.trace import CodeLine
 
-__all__ = ["finding_of_error"]
+__all__ = ["Raised", "finding_of_error"]
 
 _WITHOUT_OVERFLOW = re.compile(r"value cannot be converted to type (at::Half|c10::Half).* without overflow")
 _KNOWN = (
@@ -37,20 +47,75 @@ _KNOWN = (
 )
 
 
-def finding_of_error(error: Exception) -> Finding:
-    """Return the finding for an error that a step raised.
+class Raised:
+    """A function, with what it raised: to tell the step's own error from one about the way it was called.
+
+    >>> step = Raised(lambda: int("a"))
+    >>> try:
+    ...     step()
+    ... except ValueError as error:
+    ...     print(error is step.error)
+    True
+    """
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.error: Exception | None = None
+        self._function = function
+
+    def __call__(self) -> Any:
+        """Call it."""
+        try:
+            return self._function()
+        except Exception as error:
+            self.error = error
+            raise
+
+
+def finding_of_error(error: Exception, model: nn.Module | None = None) -> Finding:
+    """Return the finding for an error that a step raised, with the user's line, its op and its module of `model`.
 
     >>> finding_of_error(RuntimeError("value cannot be converted to type at::Half without overflow")).name
     'constant-overflows-half'
     """
     message = " ".join(str(error).split())
+    frame, line = _users_frame(error)
+    place = {"line": "" if line is None else str(line), "op": _op_in(line), "module": _module_of(frame, model)}
     for pattern, name, cause, remedy in _KNOWN:
         if pattern.search(message):
-            return Finding(name, "error", f"The step raised: {message[:300]}", cause, remedy)
+            return Finding(name, "error", f"The step raised: {message[:300]}", cause, remedy, **place)
     return Finding(
         "step-raised",
         "error",
         f"The step raised {type(error).__name__}: {message[:300]}",
         "It cannot be looked at before it runs.",
         "loss_fn()  # shows the traceback",
+        **place,
     )
+
+
+def _users_frame(error: Exception) -> tuple[FrameType | None, CodeLine | None]:
+    """The innermost frame of the user's code that the error came through, and its line."""
+    found: tuple[FrameType | None, CodeLine | None] = (None, None)
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if not file.startswith(("<frozen ", *_LIBRARIES)):
+            found = frame, CodeLine(file, number)
+    return found
+
+
+_LIBRARIES = tuple(f"{Path(module.__file__).parent}/" for module in (torch, amplab))
+
+
+def _op_in(line: CodeLine | None) -> str:
+    """The op that a line names, of those which write a number into a tensor; empty for none."""
+    named = re.search(r"\b(masked_fill|fill|where|full_like|full|clamp)_?\(", line.source if line else "")
+    return named[1] if named else ""
+
+
+def _module_of(frame: FrameType | None, model: nn.Module | None) -> str:
+    """The path of the module whose method a frame runs; of the model itself its class."""
+    owner = None if frame is None else next(iter(frame.f_locals.values()), None)
+    if model is None or not isinstance(owner, nn.Module):
+        return ""
+    paths = (path or type(model).__name__ for path, module in model.named_modules() if module is owner)
+    return next(paths, "")

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from amplab.policies import PrecisionPolicy
 from amplab.trace import OpRecord
 
-__all__ = ["in_float32"]
+__all__ = ["in_float32", "variance_in_float32"]
 
 
-def in_float32(record: OpRecord, note: str = "", *, level: str | None = "O1") -> str:
+def in_float32(record: OpRecord, note: str = "", *, level: str | None = "O1", reader: OpRecord | None = None) -> str:
     """Return the lines that let the op of `record`, or the module it is in, compute in float32.
+
+    A module computed in float32 gives its output back in the model's format, so the rule is for the module that holds
+    both the op and its `reader`. Half weights (O2, O3) need the same of an op, where only O1 keeps results wide.
 
     Args:
         record: the op.
         note: another way, added as a comment.
         level: the opt_level to go on with; None where apex's face is not in use.
+        reader: the op that reads what this one wrote; None where that does not matter.
 
     >>> print(in_float32(OpRecord(0, "matmul", "aten.mm.default", "forward", "attn", (), (), "")))
     policy = amplab.policies.PrecisionPolicy(module_rules={'attn': 'float32'})
@@ -23,24 +29,61 @@ def in_float32(record: OpRecord, note: str = "", *, level: str | None = "O1") ->
     with torch.autocast(x.device.type, enabled=False):
         y = matmul(x.float())
     """
-    around = ["with torch.autocast(x.device.type, enabled=False):", f"    y = {record.op}(x.float())"]
-    if record.is_cast or level is None or not (_pattern(record) or _is_known(record.op)):
-        around[1] = "    y = x.float()  # and go on in float32" if record.is_cast else around[1]
-        return "\n".join([*around, f"# {note}"] if note else around)
-    pattern = _pattern(record)
-    rule = f"module_rules={{{pattern!r}: 'float32'}}" if pattern else f"op_rules={{{record.op!r}: 'float32'}}"
-    lines = [
-        f"policy = amplab.policies.PrecisionPolicy({rule})",
-        f'model, optimizer = amp.initialize(model, optimizer, opt_level="{level}", policy=policy)',
-        "# or around that line alone:",
-        *around,
-    ]
+    pattern = _pattern(record, reader)
+    ruled = not record.is_cast and level is not None and (pattern or _is_known(record.op))
+    if level in _HALF_WEIGHTS:
+        lines = _with_rule(record, pattern, level if pattern else "O1") if ruled else []
+        lines.append(_in_bfloat16(level, another=ruled))
+    else:
+        lines = [*_with_rule(record, pattern, level), "# or around that line alone:"] if ruled else []
+        lines += _around(record)
     return "\n".join([*lines, f"# {note}"] if note else lines)
 
 
-def _pattern(record: OpRecord) -> str:
-    """The name of the op's module, empty outside of one and in the model itself, which goes by its class."""
-    return record.module if record.module and not record.module[0].isupper() else ""
+def variance_in_float32(record: OpRecord, *, level: str | None = "O1", reader: OpRecord | None = None) -> str:
+    """Return the lines that take a variance in float32, where `record` met that of a difference in half.
+
+    Args:
+        record: the op that read it.
+        level, reader: as in `in_float32`.
+
+    >>> print(variance_in_float32(OpRecord(0, "rsqrt", "aten.rsqrt.default", "forward", "", (), (), "")))
+    variance = x.float().var(-1, keepdim=True, unbiased=False)  # in place of the difference
+    """
+    back = ".to(x.dtype)" if level in _HALF_WEIGHTS else ""
+    line = f"variance = x.float().var(-1, keepdim=True, unbiased=False){back}  # in place of the difference"
+    pattern = _pattern(record, reader)
+    return "\n".join([*_with_rule(record, pattern, level), "# or", line]) if pattern and level else line
+
+
+_HALF_WEIGHTS = ("O2", "O3")
+
+
+def _with_rule(record: OpRecord, pattern: str, level: str | None) -> list[str]:
+    rule = f"module_rules={{{pattern!r}: 'float32'}}" if pattern else f"op_rules={{{record.op!r}: 'float32'}}"
+    return [
+        f"policy = amplab.policies.PrecisionPolicy({rule})",
+        f'model, optimizer = amp.initialize(model, optimizer, opt_level="{level}", policy=policy)',
+    ]
+
+
+def _around(record: OpRecord) -> list[str]:
+    line = "x.float()  # and go on in float32" if record.is_cast else f"{record.op}(x.float())"
+    return ["with torch.autocast(x.device.type, enabled=False):", f"    y = {line}"]
+
+
+def _in_bfloat16(level: str, *, another: bool) -> str:
+    if another:
+        return f'# or opt_level="{level}", cast_model_type=torch.bfloat16: it has the range of float32'
+    call = f'amp.initialize(model, optimizer, opt_level="{level}", cast_model_type=torch.bfloat16)'
+    return f"model, optimizer = {call}"
+
+
+def _pattern(record: OpRecord, reader: OpRecord | None) -> str:
+    """The innermost module that holds both, empty outside of one and in the model itself, which goes by its class."""
+    pairs = zip(record.module.split("."), (reader or record).module.split("."), strict=False)
+    shared = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    return ".".join(shared) if shared and not shared[0][:1].isupper() else ""
 
 
 def _is_known(op: str) -> bool:

@@ -1,6 +1,7 @@
 """Rules about a run as a whole: pure functions from an `Observation` to findings.
 
-diverging                 the loss had been growing before anything overflowed: a learning rate that is too high
+diverging                 the loss had been growing before anything overflowed, or was lost within the first steps that
+                          were taken: a learning rate that is too high
 scale-collapse            every recent step was skipped, and a smaller scale does not help
 nonfinite-loss            the loss itself is inf or NaN, and steps are not skipped for it
 window-too-short          steps are lost to a scale that grows too often
@@ -19,7 +20,7 @@ from amplab.amp.collapse import SKIPS_BEFORE_COLLAPSE
 from amplab.diagnose.finding import Finding
 from amplab.diagnose.observations import Observation, StepObservation
 
-__all__ = ["RUN_RULES", "diverging", "run_findings"]
+__all__ = ["RUN_RULES", "diverging", "lost_at_once", "run_findings"]
 
 GROWN = 4.0
 """The median of the last losses over the largest of the first: four times cross entropy is far worse than guessing."""
@@ -29,6 +30,9 @@ FEW, EXPLODED = 6, 100.0
 
 SPOILT = 10.0
 """A loss this many times its best, and worse than at the start, has lost all that was learnt."""
+
+AT_ONCE, LOST_FOR = 3, 3
+"""Steps taken within which a run that had a finite loss can lose it for good, and for how many steps it must have."""
 
 RECENT = 5
 """Steps whose median stands for "now"; one odd batch does not move it."""
@@ -73,6 +77,31 @@ def diverging(run: Observation) -> Iterator[Finding]:
         "error",
         f"The loss went from {losses[0]:.4g} to {now:.4g} in {len(taken)} steps that were taken, finite all the way.",
         "The steps are too large. What overflows afterwards, in float32 sooner or later too, is a consequence.",
+        _smaller_rate(rate),
+        "likely",
+        evidence=evidence | ({} if rate is None else {"learning_rate": rate}),
+    )
+
+
+def lost_at_once(run: Observation) -> Iterator[Finding]:
+    """Within `AT_ONCE` steps taken the loss was finite, and in every step after, all skipped, it is not.
+
+    Skipped steps leave the weights alone, so that the few which were taken brought them where no loss is finite.
+    """
+    finite = next((place for place, step in enumerate(run) if not step.loss_is_finite), len(run))
+    before, after = run.steps[:finite], run.steps[finite:]
+    taken = [step for step in before if not step.skipped]
+    lost = len(after) >= LOST_FOR and all(step.skipped and not step.loss_is_finite for step in after)
+    if not (lost and run[0].step == 0 and 0 < len(taken) <= AT_ONCE) or any(True for _ in diverging(run)):
+        return
+    rate = taken[-1].learning_rate
+    evidence = {"first_loss": before[0].loss, "steps_taken": len(taken), "steps_lost": len(after)}
+    yield Finding(
+        "diverging",
+        "error",
+        f"The loss was {before[-1].loss:.4g} and is not finite in any of the {len(after)} steps since, after "
+        f"{len(taken)} that {'was' if len(taken) == 1 else 'were'} taken.",
+        "The first steps were too large: they brought the weights out of range. What overflows now is a consequence.",
         _smaller_rate(rate),
         "likely",
         evidence=evidence | ({} if rate is None else {"learning_rate": rate}),
@@ -221,6 +250,7 @@ def accumulation_across_scales(run: Observation) -> Iterator[Finding]:
 
 RUN_RULES: tuple[Callable[[Observation], Iterator[Finding]], ...] = (
     diverging,
+    lost_at_once,
     scale_collapse,
     nonfinite_loss,
     accumulation_across_scales,

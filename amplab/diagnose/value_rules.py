@@ -8,6 +8,7 @@ step gives a note at most; where inf or NaN reached the loss or a gradient, `fir
     cast-overflows-half         so did a value that was cast
     square-vanishes-in-half     squares of small numbers are 0: a variance or a norm by hand
     softmax-in-half             its smallest probabilities are 0
+    reduction-overflows-half    a sum in half is inf, and the loss does not show it
     reduction-near-overflow     a sum in half came near 65504
     bce-after-sigmoid           binary cross entropy of probabilities, which round to 0 and 1
     gradients-underflow         gradients became 0 where they were cast to half
@@ -16,8 +17,9 @@ step gives a note at most; where inf or NaN reached the loss or a gradient, `fir
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
-from amplab.diagnose.dataflow import line_of, readers_by_op, short_name
+from amplab.diagnose.dataflow import line_of, readers_by_op, short_name, writers
 from amplab.diagnose.finding import Finding
 from amplab.diagnose.nonfinite_findings import (
     DIVISIONS,
@@ -104,6 +106,7 @@ def casts_that_overflow(step: ObservedStep) -> Iterator[Finding]:
         if not record.is_cast or not step.outputs(record.index):
             continue
         read, written = step.inputs(record.index)[-1].statistics, step.outputs(record.index)[0].statistics
+        read = _expanded(read, written.numel)
         if written.is_half and (written.infs or 0) > (read.infs or 0):
             yield Finding(
                 "cast-overflows-half",
@@ -160,6 +163,38 @@ def softmaxes_in_half(step: ObservedStep) -> Iterator[Finding]:
             )
 
 
+def reductions_that_overflow(step: ObservedStep) -> Iterator[Finding]:
+    """A sum, mean or norm that wrote inf in half of finite values: x / inf is 0, so that the loss may stay finite.
+
+    A sum in float32 that is cast to half is the same.
+    """
+    for record in _forward(step):
+        if not step.inputs(record.index):
+            continue
+        read, written = step.inputs(record.index)[0].statistics, step.outputs(record.index)[0].statistics
+        summed = _summed(step, record)
+        if summed is not None and written.is_half and written.infs and read.is_finite:
+            yield Finding(
+                "reduction-overflows-half",
+                "warning",
+                f"{summed.op} wrote {written.infs:,} inf in half from inputs up to {read.absmax:.4g}.",
+                f"The result is larger than {HALF_MAX:g}; what is divided by it is 0, and the loss may not show it.",
+                in_float32(summed),
+                op=summed.op,
+                module=summed.module,
+                line=line_of(summed),
+                evidence={"input_absmax": read.absmax, "infs": written.infs, "elements": written.numel},
+            )
+
+
+def _summed(step: ObservedStep, record: OpRecord) -> OpRecord | None:
+    """The reduction that an op is, or whose result it casts to half."""
+    if record.is_cast:
+        above = next(writers(step, step.ops[record.index].inputs[-1]), None)
+        record = record if above is None else step.trace.records[above]
+    return record if short_name(record) in REDUCTIONS else None
+
+
 def reductions_near_overflow(step: ObservedStep) -> Iterator[Finding]:
     """A sum, mean or norm in half whose result lies within a factor `NEAR` of 65504."""
     for record in _forward(step):
@@ -213,7 +248,7 @@ def gradients_that_underflow(step: ObservedStep) -> Iterator[Finding]:
         if record.phase == "backward" and record.is_cast and step.outputs(record.index):
             read, written = step.inputs(record.index)[-1].statistics, step.outputs(record.index)[0].statistics
             if written.is_half:
-                casts.setdefault(record.module, []).append((read, written))
+                casts.setdefault(record.module, []).append((_expanded(read, written.numel), written))
     for module, pairs in casts.items():
         lost = sum((written.zeros or 0) - (read.zeros or 0) for read, written in pairs)
         nonzero = sum(read.numel - (read.zeros or 0) for read, _ in pairs)
@@ -239,6 +274,7 @@ VALUE_RULES: tuple[Callable[[ObservedStep], Iterator[Finding]], ...] = (
     constants_that_overflow,
     casts_that_overflow,
     softmaxes_in_half,
+    reductions_that_overflow,
     reductions_near_overflow,
 )
 
@@ -247,6 +283,12 @@ def _forward(step: ObservedStep) -> Iterator[OpRecord]:
     for record in step.trace.records:
         if record.phase == "forward" and not record.is_view and step.ops[record.index].outputs:
             yield record
+
+
+def _expanded(read: Statistics, numel: int) -> Statistics:
+    """The figures of what a cast read as often as it read each element: a gradient may be one number, expanded."""
+    times = numel // max(read.numel, 1)
+    return replace(read, numel=read.numel * times, zeros=(read.zeros or 0) * times, infs=(read.infs or 0) * times)
 
 
 def _in_half(step: ObservedStep, op: int) -> bool:

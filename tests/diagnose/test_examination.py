@@ -1,6 +1,7 @@
 """The doctor applies every rule, puts causes before symptoms, and leaves the patient as it was."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -104,3 +105,67 @@ def test_a_convolution_counts_by_its_channels():
 def test_in_float32_there_is_no_speed_to_miss():
     model = nn.Linear(63, 127)
     assert not doctor(model, lambda: model(torch.ones(64, 63)).sum())
+
+
+@pytest.mark.parametrize("rate", [1e3, 1e4])
+def test_a_rate_that_loses_the_loss_in_one_step_is_named_before_what_overflows(rate):
+    torch.manual_seed(0)
+    x = torch.randn(64, 8)
+    y = (x.sum(1) > 0).long()
+    layers = (nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    amplab.amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    run = Observation()
+    try:
+        for number in range(8):
+            optimizer.zero_grad()
+            loss, scale = F.cross_entropy(model(x), y), amplab.amp.default_session().loss_scale()
+            with amplab.amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            lost = not math.isfinite(loss.item())
+            run = run.then(StepObservation(number, loss.item(), scale, lost, learning_rate=rate))
+        found = doctor(model, lambda: F.cross_entropy(model(x), y), optimizers=optimizer, batch=(x, y), run=run)
+    finally:
+        amplab.amp.reset()
+    assert found[0].name == "diverging", str(found)
+    assert [each.certainty for each in found if "overflow" in each.name] == ["possible"]
+
+
+class Masked(nn.Module):
+    def forward(self, x):
+        return x.masked_fill(torch.ones(8).bool(), -1e9).softmax(-1)
+
+
+def test_an_error_is_told_with_its_op_its_module_and_its_line():
+    model = nn.Sequential(nn.Linear(16, 8), Masked()).half()
+    found = doctor(model, lambda: model(torch.ones(4, 16).half()).sum())[0]
+    assert (found.name, found.op, found.module) == ("constant-overflows-half", "masked_fill", "1")
+    file, number = found.line.rsplit(":", 1)
+    assert __file__.endswith(file)
+    assert "x.masked_fill" in Path(__file__).read_text().splitlines()[int(number) - 1]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_clipping_inside_of_scale_loss_is_found_with_the_threads_session(level, inside):
+    model, x, y = healthy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amplab.amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1024.0)
+
+    def train_step():
+        optimizer.zero_grad()
+        with amplab.amp.scale_loss(F.cross_entropy(model(x).float(), y), optimizer) as scaled:
+            scaled.backward()
+            if inside:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        if not inside:
+            nn.utils.clip_grad_norm_(amplab.amp.master_params(optimizer), 0.01)
+        optimizer.step()
+
+    try:
+        found = doctor(model, train_step=train_step, optimizers=optimizer)
+        assert bool(found.named("clips-scaled-gradients")) == inside, str(found)
+    finally:
+        amplab.amp.reset()

@@ -54,6 +54,27 @@ def test_noise_does_not(losses):
     assert names(run_of(losses)) == []
 
 
+@pytest.mark.parametrize(
+    ("losses", "mark", "lost"),
+    [
+        ([2.0] + [math.nan] * 6, ".xxxxxx", True),
+        ([2.0, 2.0, 31.0] + [math.inf] * 3, "x..xxx", True),
+        ([2.0] + [math.nan] * 2, ".xx", False),  # too few to say
+        ([2.0] * 4 + [math.nan] * 6, "....xxxxxx", False),  # it had learned for a while
+        ([2.0, math.nan, math.nan, math.nan, 1.9], ".xxx.", False),  # bad batches
+        ([2.0] + [math.nan] * 4, "xxxxx", False),  # no step was taken
+        ([2.0] + [math.nan] * 4, "..xxx", False),  # one was with a loss of NaN, which is in the weights
+    ],
+)
+def test_a_loss_that_the_first_steps_lose_for_good_diverges(losses, mark, lost):
+    run = run_of(losses, mark, learning_rate=[1e3] * len(losses))
+    found = [each for each in run_findings(run) if each.name == "diverging"]
+    assert len(found) == lost
+    if found:
+        assert found[0].evidence["learning_rate"] == 1e3
+        assert "group['lr'] = 1e+02" in found[0].remedy
+
+
 def test_without_a_step_taken_a_loss_does_not_diverge():
     assert "diverging" not in names(run_of([1.0, 200.0, 4e4], "xxx", [8.0, 4.0, 2.0, 1.0]))
 

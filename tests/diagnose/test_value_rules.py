@@ -129,6 +129,31 @@ def test_gradients_next_to_nothing_may_go():
     assert ("gradients-underflow", "note") in found(lambda x: (x.float() * slopes).sum(), RAMP)[0]
 
 
+@pytest.mark.parametrize(("slope", "share"), [(0.0, None), (1e-9, 1.0)])
+def test_a_gradient_that_was_expanded_counts_each_of_its_elements(slope, share):
+    """The gradient of a sum is one number for all that was summed, and its cast to half reads it as often."""
+    _, findings = found(lambda x: x.float().sum(0, keepdim=True) * slope, RAMP)
+    assert [each.evidence["share"] for each in findings if each.name == "gradients-underflow"] == (
+        [] if share is None else [share]
+    )
+
+
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize(("size", "expected"), [(3000.0, "warning"), (300.0, None)])
+def test_a_sum_that_is_inf_where_the_loss_is_finite(size, expected, cast):
+    """x / inf is 0."""
+
+    def divided(x):
+        total = (x * size).float().sum().half() if cast else (x * size).sum()
+        return x / total
+
+    _, findings = found(divided, RAMP)
+    named = [each for each in findings if each.name == "reduction-overflows-half"]
+    assert [each.severity for each in named] == ([expected] if expected else [])
+    if expected:
+        assert (named[0].op, named[0].module, named[0].evidence["infs"]) == ("sum", "inner", 1)
+
+
 def test_a_step_in_float32_has_nothing():
     model = nn.Sequential(nn.Linear(16, 4), nn.LayerNorm(4, eps=1e-8), nn.Softmax(-1))
     step = observe_step(model, lambda: (model(RAMP[None]) + 1e-9).log().sum(), detailed=True)
