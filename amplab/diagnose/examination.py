@@ -38,6 +38,7 @@ __all__ = ["causes_first", "doctor"]
 
 _OF_THE_RUN = ("scale-collapse", "nonfinite-loss")
 _SYMPTOMS = (*_OF_THE_RUN, "nonfinite-parameter")
+_WRONG_STEPS = ("adam-on-half", "stepped-with-scaled-gradients", "unscaled-twice")  # after which any rate diverges
 _CONSEQUENCES_OF_DIVERGING = (*_SYMPTOMS, "overflow-in-half", "logits-overflow-half", "reduction-overflows-half",
                               "nonfinite-in-float32", "cast-overflows-half")  # fmt: skip
 
@@ -148,6 +149,8 @@ def causes_first(found: Iterable[Finding]) -> list[Finding]:
     if names.difference(_SYMPTOMS):
         left_out = _SYMPTOMS
     kept = [each for each in found if each.name not in left_out]
+    if names.intersection(_WRONG_STEPS):
+        return [each for each in kept if each.name != "diverging"]
     if "diverging" not in names:
         return kept
     return [replace(each, certainty="possible") if each.name in _CONSEQUENCES_OF_DIVERGING else each for each in kept]

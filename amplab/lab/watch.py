@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amplab.diagnose import Finding, Findings, Observation, run_findings
+from amplab.diagnose.examination import causes_first
 from amplab.lab.events import GradientSample, StepRecord
 from amplab.lab.forward_check import ForwardCheck
 from amplab.lab.gradient_sample import GradientMeasure
@@ -167,7 +168,7 @@ class Watch:
     def findings(self) -> Findings:
         """Return what the rules find in the skipped steps that were explained and in the run, the worst first."""
         explained = {(each.name, each.module, each.op): each for each in self._explained}  # the last of its kind
-        return Findings.ranked((*explained.values(), *run_findings(self.observation)))
+        return Findings.ranked(causes_first((*run_findings(self.observation), *explained.values())))
 
     def subscribe(self, callback: Callable[[StepRecord], object]) -> Callable[[], None]:
         """Call `callback` with every `StepRecord`, in the loop's thread; return a function that ends this."""
