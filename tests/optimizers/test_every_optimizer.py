@@ -4,6 +4,7 @@ import copy
 import functools
 import inspect
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ def equal_bits(a, b):
 
 
 def test_there_is_no_other():
-    others = {"LARC", "FusedOptimizer"}
+    others = {"LARC", "FusedOptimizer", "merge_groups"}
     assert set(RATES) == set(optimizers.__all__) - others
 
 
@@ -215,6 +216,47 @@ def test_empty_parameters_and_numbers(name):
         param.grad = torch.ones_like(param)
     optimizer.step()
     assert all(bool(param.isfinite().all()) for param in params)
+
+
+def copied_by_state_dict(optimizer):
+    params = [nn.Parameter(param.detach().clone()) for param in optimizer.param_groups[0]["params"]]
+    fresh = type(optimizer)(params, lr=RATES[type(optimizer).__name__])
+    fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return fresh
+
+
+def copied_by_pickle(optimizer):
+    return pickle.loads(pickle.dumps(optimizer))
+
+
+# What changes the rule, and must come along.
+CHANGES = {
+    "FusedLAMB": {"adam_w_mode": False, "use_nvlamb": True, "weight_decay": 0.1},
+    "FusedMixedPrecisionLamb": {"adam_w_mode": False, "weight_decay": 0.1},
+    "FusedNovoGrad": {"reg_inside_moment": True, "weight_decay": 0.1},
+    "NpuFusedLamb": {"adam": True},
+    "Lamb": {"adam": True},
+}
+
+
+@NAMES
+@pytest.mark.parametrize("copied", [copy.deepcopy, copied_by_pickle, copied_by_state_dict])
+@pytest.mark.parametrize("done", [0, 2])
+def test_a_copy_goes_on_to_the_same_bits(name, copied, done):
+    params = [nn.Parameter(torch.linspace(-1, 2, 12).reshape(3, 4)), nn.Parameter(torch.linspace(1, 3, 5))]
+    optimizer = getattr(optimizers, name)(params, lr=RATES[name], **CHANGES.get(name, {}))
+    assert all(optimizer.param_groups[0][key] == value for key, value in CHANGES.get(name, {}).items())
+    for _ in range(done):
+        for param in params:
+            param.grad = param.detach().cos()
+        optimizer.step()
+    other = copied(optimizer)
+    for each in (optimizer, other):
+        for _ in range(2):
+            for param in each.param_groups[0]["params"]:
+                param.grad = param.detach().cos()
+            each.step()
+    assert equal_bits(bits(other), bits(optimizer))
 
 
 # -- signatures ------------------------------------------------------------------------------------------------------
