@@ -259,6 +259,26 @@ def test_a_copy_goes_on_to_the_same_bits(name, copied, done):
     assert equal_bits(bits(other), bits(optimizer))
 
 
+@NAMES
+def test_a_group_that_is_added_later_steps_as_one_from_the_start(name):
+    first, late, early = (nn.Parameter(torch.linspace(-1, 2, 12).reshape(3, 4)) for _ in range(3))
+    optimizer, other = make(name, [first]), make(name, [early])
+    optimizer.add_param_group({"params": [late]})
+    late.grad, early.grad = late.detach().cos(), early.detach().cos()
+    optimizer.step()
+    other.step()
+    assert equal_bits([late, optimizer.state[late]], [early, other.state[early]])
+
+
+def test_the_accumulators_of_a_later_group_begin_where_they_should():
+    first, late = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+    optimizer = optimizers.FusedAdagrad([first], lr=1.0, initial_accumulator_value=9.0)
+    optimizer.add_param_group({"params": [late]})
+    late.grad = torch.full((1,), 4.0)
+    optimizer.step()
+    assert late.item() == pytest.approx(-0.8)  # 4 / sqrt(9 + 16)
+
+
 # -- signatures ------------------------------------------------------------------------------------------------------
 
 REQUIRED = inspect.Parameter.empty
