@@ -68,6 +68,8 @@ class FusedAdagrad(FusedOptimizer, torch.optim.Adagrad):
         own = {"adagrad_w_mode": adagrad_w_mode, "set_grad_none": set_grad_none, "master_weights": master_weights}
         self._add_defaults(own, max_grad_norm)
 
+    _leading_state = "sum"
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take up a state, of torch's optimizer, too."""
         super().__setstate__(state)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from amplab.kernels import lamb_
 from amplab.optimizers.fused_optimizer import FusedOptimizer, StepBatch, new_state
-from amplab.optimizers.group_settings import check_betas, check_not_negative
+from amplab.optimizers.group_settings import check_settings
 
 __all__ = ["FusedLAMB", "FusedMixedPrecisionLamb"]
 
@@ -73,8 +73,6 @@ class FusedLAMB(FusedOptimizer):
         name = type(self).__name__
         if amsgrad:
             raise RuntimeError(f"{name} does not support the AMSGrad variant; use FusedLAMB without, or FusedAdam.")
-        check_not_negative(name, lr=float(lr), eps=eps, weight_decay=weight_decay)
-        check_betas(name, betas)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         own = {"bias_correction": bias_correction, "grad_averaging": grad_averaging, "set_grad_none": set_grad_none}
         own.update(max_weight_norm=max_weight_norm, master_weights=master_weights)
@@ -146,7 +144,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         use_nvlamb: bool = False,
         reduced_precision_dtype: torch.dtype | None = None,
     ) -> None:
-        del reduced_precision_dtype
+        check_settings(type(self).__name__, {"reduced_precision_dtype": reduced_precision_dtype})
         super().__init__(
             params,
             lr,

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from amplab.kernels import novograd_
 from amplab.optimizers.fused_optimizer import FusedOptimizer, StepBatch, new_state
-from amplab.optimizers.group_settings import check_betas, check_not_negative
 
 __all__ = ["FusedNovoGrad"]
 
@@ -69,8 +68,6 @@ class FusedNovoGrad(FusedOptimizer):
             raise RuntimeError("FusedNovoGrad does not support the AMSGrad variant; leave it out, or use FusedAdam.")
         if norm_type not in (_MAXIMUM_NORM, _TWO_NORM):
             raise RuntimeError(f"norm_type={norm_type}: FusedNovoGrad expected 2, or 0 for the maximum norm.")
-        check_not_negative("FusedNovoGrad", lr=float(lr), eps=eps, weight_decay=weight_decay)
-        check_betas("FusedNovoGrad", betas)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         own = {"bias_correction": bias_correction, "grad_averaging": grad_averaging, "set_grad_none": set_grad_none}
         own.update(norm_type=norm_type, init_zero=init_zero, reg_inside_moment=bool(reg_inside_moment))
