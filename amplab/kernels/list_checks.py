@@ -7,15 +7,26 @@ None of it looks at the numbers. Sync: none.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["check_lists", "check_measures", "check_memory", "refusal_naming"]
+__all__ = ["Extent", "check_apart", "check_lists", "check_measures", "check_memory", "extent_of", "refusal_naming"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _EXAMPLES = {torch.float32: "torch.zeros(1)", torch.int64: "torch.tensor(-1)"}
+
+
+class Extent(NamedTuple):
+    """The bytes of a tensor, in the order in which the kernels look through them."""
+
+    begin: int
+    only_read: bool
+    place: int
+    end: int
+    name: str
 
 
 def check_lists(
@@ -42,24 +53,52 @@ def check_lists(
             )
 
 
-def check_memory(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+def check_memory(
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None, scalars: Mapping[str, Tensor | None]
+) -> None:
     """Refuse to write an element twice, or one that is read for another; an output may be its own input.
 
-    A tensor with gaps is looked up by its first element alone: columns of one matrix interleave and do not overlap.
+    Args:
+        inputs: of the operator.
+        outputs: of the operator; None where it writes none, and the inputs may lie as they like.
+        scalars: the tensors beside the lists, by name; all but ``inv_scale`` are written.
+
+    Raises:
+        RuntimeError: names the first two, by address, that overlap.
+    """
+    beside = [
+        extent_of(tensor, name, place - len(scalars), only_read=name == "inv_scale")
+        for place, (name, tensor) in enumerate(scalars.items())
+        if tensor is not None and tensor.numel() > 0 and not tensor.is_meta
+    ]
+    check_apart([*beside, *(() if outputs is None else _extents(inputs, outputs))])
+
+
+def check_apart(extents: Iterable[Extent]) -> None:
+    """Refuse what is written twice, or read for one tensor and written for another.
 
     Raises:
         RuntimeError: names the first two, by address, that overlap.
     """
     reached = {False: (0, ""), True: (0, "")}  # by "only what is written": the furthest byte yet, and whose it is
-    for begin, is_input, index, end in sorted(_extents(inputs, outputs)):
-        name = f"{'input' if is_input or outputs is inputs else 'output'} {index}"
-        limit, other = reached[is_input]
+    for begin, only_read, _, end, name in sorted(extents):
+        limit, other = reached[only_read]
         if begin < limit:
             raise RuntimeError(
                 f"{other} and {name} overlap in memory: list each tensor once, and no views that share elements."
             )
-        for only_written in (False,) if is_input else (False, True):
+        for only_written in (False,) if only_read else (False, True):
             reached[only_written] = max(reached[only_written], (end, name), key=lambda entry: entry[0])
+
+
+def extent_of(tensor: Tensor, name: str, place: int, *, only_read: bool) -> Extent:
+    """Return where a tensor lies; one with gaps by its first element alone.
+
+    Columns of one matrix interleave and do not overlap.
+    """
+    begin = tensor.data_ptr()
+    numel = tensor.numel() if _is_gapless(tensor) else 1
+    return Extent(begin, only_read, place, begin + numel * tensor.element_size(), name)
 
 
 def check_measures(
@@ -129,21 +168,17 @@ def _repeats(tensor: Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-def _extents(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Iterator[tuple[int, bool, int, int]]:
-    """Yield (first byte, whether it is only read, index, byte after the last) of all that hold elements."""
+def _extents(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Iterator[Extent]:
+    """Yield the extents of all that hold elements; an output that is its own input once."""
+    side = "input" if outputs is inputs else "output"
     for index, (x, out) in enumerate(zip(inputs, outputs, strict=True)):
         if out.numel() == 0 or out.is_meta:
             continue
-        written, read = _extent(out), _extent(x)
-        yield written[0], False, index, written[1]
-        if read != written:
-            yield read[0], True, index, read[1]
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    begin = tensor.data_ptr()
-    numel = tensor.numel() if _is_gapless(tensor) else 1
-    return begin, begin + numel * tensor.element_size()
+        written = extent_of(out, f"{side} {index}", index, only_read=False)
+        read = extent_of(x, f"input {index}", index, only_read=True)
+        yield written
+        if (read.begin, read.end) != (written.begin, written.end):
+            yield read
 
 
 def _is_gapless(tensor: Tensor) -> bool:

@@ -76,12 +76,10 @@ inline std::optional<Overlap> find_overlap(const std::vector<Extent>& extents, s
   return found;
 }
 
-inline void require_apart(const std::vector<Extent>& extents, bool in_place) {
-  thread_local std::vector<int> order;
+// Throws where two overlap, with what `name` calls them. `order` is kept from call to call.
+template <class Name>
+void require_apart(const std::vector<Extent>& extents, std::vector<int>& order, Name name) {
   if (const auto overlap = find_overlap(extents, order)) {
-    const auto name = [&](const Extent& each) {
-      return (each.is_input || in_place ? "input " : "output ") + std::to_string(each.index);
-    };
     throw std::runtime_error(name(overlap->first) + " and " + name(overlap->second) +
                              " overlap in memory: list each tensor once, and no views that share elements.");
   }

@@ -84,8 +84,13 @@ class ParameterList:
         Returns:
             As `unscale_grads_`.
 
+        Raises:
+            ValueError: a ``max_norm`` that is not > 0.
+
         Sync: none.
 
         Reference: ``torch.nn.utils.clip_grad_norm_``.
         """
+        if not max_norm > 0.0:
+            raise ValueError(f"max_norm={max_norm}: expected a number > 0, such as 1.0; do not call it not to clip.")
         return self._remembered.clip_grads_(norm, max_norm)

@@ -29,6 +29,7 @@ struct StepItem {
   int64_t dim;
   const int64_t* sizes;
   float* step;  // how many steps there were before; null where the rule does not count
+  int index;    // in the list
 };
 
 // The numbers at the end of the stack, one after the other.
@@ -63,6 +64,7 @@ class StepLists {
     for (size_t index = 0; index < params_.size(); ++index) {
       add(index, present);
     }
+    check_memory(present);
   }
 
   const std::vector<StepItem>& items() const { return items_; }        // those that have elements
@@ -141,6 +143,7 @@ class StepLists {
     if (!copies_.empty()) {
       check_tensor("copy", index, copies_[index], param, true);
     }
+    item.index = static_cast<int>(index);
     item.numel = param.numel();
     item.dim = param.dim();
     item.sizes = param.sizes();
@@ -161,6 +164,38 @@ class StepLists {
       item.copy = operand(copies_[index], in_one_order);
     }
     items_.push_back(item);
+  }
+
+  // Only gradients are not written, and may be shared.
+  void check_memory(int states) const {
+    std::vector<Extent>& extents = scratch<Extent>();
+    extents.reserve(items_.size() * (4 + states));
+    const auto count = static_cast<int>(params_.size());
+    const auto add_operand = [&](const StepItem& item, const Operand& operand, int rank, bool only_read = false) {
+      if (operand.data != nullptr) {
+        const bool gapless = operand.strides == nullptr || is_gapless(item.sizes, operand.strides, item.dim, item.numel);
+        const int64_t bytes = (gapless ? item.numel : 1) * kItemSize[operand.dtype];
+        extents.push_back(extent_of(operand.data, bytes, only_read, rank * count + item.index));
+      }
+    };
+    for (const StepItem& item : items_) {
+      add_operand(item, item.param, 0);
+      for (int state = 0; state < states; ++state) {
+        add_operand(item, item.states[state], 1 + state);
+      }
+      add_operand(item, item.copy, states + 1);
+      add_operand(item, item.grad, states + 3, true);
+    }
+    for (size_t index = 0; index < counts_.size(); ++index) {
+      extents.push_back(extent_of(counts_[index], sizeof(float), false, (states + 2) * count + static_cast<int>(index)));
+    }
+    thread_local std::vector<int> order;
+    require_apart(extents, order, [&](const Extent& each) {
+      const char* const after[] = {"copy ", "step ", "grad "};
+      const int rank = each.index / count;
+      const char* side = rank == 0 ? "param " : rank <= states ? "state " : after[rank - states - 1];
+      return side + std::to_string(each.index % count);
+    });
   }
 
   float* count(size_t index) const {
@@ -194,16 +229,20 @@ class StepLists {
 
   // Whether it lies in memory without gaps, in whatever order of its dimensions.
   static bool is_gapless(const Handle& tensor) {
+    return is_gapless(tensor.sizes(), tensor.strides(), tensor.dim(), tensor.numel());
+  }
+
+  static bool is_gapless(const int64_t* sizes, const int64_t* strides, int64_t dim, int64_t numel) {
     int64_t expected = 1;  // the stride that the next dimension outwards must have
-    for (int64_t found = 0; found < tensor.dim(); ++found) {
-      for (int64_t d = 0; d < tensor.dim(); ++d) {
-        if (tensor.strides()[d] == expected && tensor.sizes()[d] > 1) {
-          expected *= tensor.sizes()[d];
+    for (int64_t found = 0; found < dim; ++found) {
+      for (int64_t d = 0; d < dim; ++d) {
+        if (strides[d] == expected && sizes[d] > 1) {
+          expected *= sizes[d];
           break;
         }
       }
     }
-    return expected == tensor.numel();
+    return expected == numel;
   }
 
   std::vector<Handle> params_, grads_, steps_, copies_;

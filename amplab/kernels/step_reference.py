@@ -8,13 +8,15 @@ A rule is a function of one tensor with the operations of its counterpart in ``s
 both have the same bits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+
+from amplab.kernels.list_checks import Extent, check_apart, extent_of
 
 __all__ = ["StepLists", "StepRule", "check_step", "register_step", "square_root", "step_reference"]
 
@@ -55,6 +57,7 @@ def step_reference(lists: StepLists, rule: StepRule) -> None:
         RuntimeError: what the kernels refuse, in the same words.
     """
     check_step(lists)
+    check_apart(_extents(lists))
     found = None if lists.found_inf is None else lists.found_inf.reshape(()) != 0
     steps, copies = lists.steps or repeat(None), lists.copies or repeat(None)
     states = list(zip(*lists.states, strict=True)) or repeat(())
@@ -97,6 +100,17 @@ def check_step(lists: StepLists) -> None:
     for name, scalar in (("grad_factor", lists.grad_factor), ("found_inf", lists.found_inf)):
         if scalar is not None and (scalar.numel() != 1 or scalar.dtype != torch.float32):
             raise RuntimeError(f"{name}: expected one float32 element, such as torch.ones(1).")
+
+
+def _extents(lists: StepLists) -> Iterator[Extent]:
+    """Yield where all that holds elements lies; only gradients are not written."""
+    written = [("state", each) for each in lists.states]
+    sides = [("param", lists.params), *written, ("copy", lists.copies), ("step", lists.steps), ("grad", lists.grads)]
+    for rank, (side, tensors) in enumerate(sides):
+        for index, tensor in enumerate(tensors):
+            if tensor.numel() > 0 and not tensor.is_meta:
+                place = rank * len(lists.params) + index
+                yield extent_of(tensor, f"{side} {index}", place, only_read=side == "grad")
 
 
 def _sides(lists: StepLists) -> list[tuple[str, Sequence[Tensor]]]:

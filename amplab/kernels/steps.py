@@ -73,7 +73,8 @@ def sgd_(
         found_inf: one float32 element: anything but 0, and nothing is written; None for 0.
 
     Raises:
-        RuntimeError: lists that do not fit together, a tensor of another device, dtype or layout (named by its index).
+        RuntimeError: lists that do not fit together, a tensor of another device, dtype or layout, or two that overlap
+            in memory where one is written (named by their index); a momentum without buffers.
 
     Sync: none.
 
@@ -84,6 +85,11 @@ def sgd_(
     >>> weight.tolist()
     [0.5, 1.0]
     """
+    if momentum != 0 and len(params) > 0 and len(momentum_buffers) == 0:
+        raise RuntimeError(
+            f"momentum={momentum} without momentum_buffers: expected one for each of the {len(params)} params; pass "
+            "torch.zeros_like of each, or momentum=0."
+        )
     build.settle()
     with torch.no_grad():
         _SGD_OP(

@@ -155,9 +155,7 @@ class PairedLists {
       add(index);
     }
     check_receivers(receivers_, size(), found_inf_);
-    if (writes_) {
-      check_memory();
-    }
+    check_memory();
   }
 
   size_t size() const { return inputs_.size(); }
@@ -172,6 +170,9 @@ class PairedLists {
   int64_t* first_bad() const { return receiver<int64_t>(receivers_.first_bad); }
 
  private:
+  static constexpr int kBeside = 5;
+  static constexpr const char* kBesideNames[kBeside] = {"found_inf", "inv_scale", "norm", "norms", "first_bad"};
+
   bool on_device(const Handle& tensor) const {
     return tensor.device_type() == device_type_ && tensor.device_index() == device_index_;
   }
@@ -226,7 +227,8 @@ class PairedLists {
   // interleave and do not overlap.
   void check_memory() const {
     std::vector<Extent>& extents = scratch<Extent>();
-    extents.reserve(in_place_ ? inputs_.size() : 2 * inputs_.size());
+    extents.reserve(kBeside + (in_place_ ? inputs_.size() : 2 * inputs_.size()));
+    add_beside(extents);
     const auto add_pair = [&](Extent input, Extent output) {
       extents.push_back(output);
       if (input.begin != output.begin || input.end != output.end) {
@@ -234,17 +236,43 @@ class PairedLists {
       }
     };
     for (const TypedSpan& each : spans_) {
+      if (!writes_) {
+        break;
+      }
       add_pair(extent_of(each.span.input, each.span.numel * kItemSize[each.input_dtype], true, each.index),
                extent_of(each.span.output, each.span.numel * kItemSize[each.output_dtype], false, each.index));
     }
     for (const StridedPair& each : strided_) {
+      if (!writes_) {
+        break;
+      }
       const bool gapless_input = !in_place_ && is_gapless(inputs_[each.index], inputs_[each.index]);
       const bool gapless_output = !in_place_ && is_gapless(outputs_[each.index], outputs_[each.index]);
       const int64_t numel = inputs_[each.index].numel();
       add_pair(extent_of(each.input, (gapless_input ? numel : 1) * kItemSize[each.input_dtype], true, each.index),
                extent_of(each.output, (gapless_output ? numel : 1) * kItemSize[each.output_dtype], false, each.index));
     }
-    require_apart(extents, in_place_);
+    thread_local std::vector<int> order;
+    require_apart(extents, order, [&](const Extent& each) -> std::string {
+      if (each.index < 0) {
+        return kBesideNames[each.index + kBeside];
+      }
+      return (each.is_input || in_place_ ? "input " : "output ") + std::to_string(each.index);
+    });
+  }
+
+  // The tensors beside the lists, at the indices below 0; all but inv_scale are written.
+  void add_beside(std::vector<Extent>& extents) const {
+    const auto add = [&](const void* memory, int64_t bytes, int place, bool is_input = false) {
+      if (memory != nullptr) {
+        extents.push_back(extent_of(memory, bytes, is_input, place - kBeside));
+      }
+    };
+    add(found_inf(), sizeof(float), 0);
+    add(inv_scale(), sizeof(float), 1, true);
+    add(norm(), sizeof(float), 2);
+    add(norms(), static_cast<int64_t>(size() * sizeof(float)), 3);
+    add(first_bad(), sizeof(int64_t), 4);
   }
 
   static bool equal(const int64_t* a, const int64_t* b, int64_t dim) {

@@ -24,6 +24,9 @@ class TensorTable:
         tensors: as `unscale_`; held as long as this object is, by the kernels too, so that
             `torch.utils.swap_tensors` refuses them.
 
+    Raises:
+        TypeError: a tensor instead of a list, or what is no tensor in it.
+
     >>> import torch
     >>> grads = [torch.tensor([2.0, 4.0]), torch.tensor([8.0])]
     >>> table = TensorTable(grads)
@@ -33,7 +36,14 @@ class TensorTable:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
+        if isinstance(tensors, Tensor):
+            raise TypeError("TensorTable got a Tensor: expected a list of them; pass [tensor].")
         self._tensors = list(tensors)
+        for index, tensor in enumerate(self._tensors):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(
+                    f"tensors[{index}] is a {type(tensor).__name__}: TensorTable expected tensors; leave it out."
+                )
         self._remembered = Remembered(self._tensors, hold=True)
 
     def __len__(self) -> int:

@@ -74,7 +74,8 @@ def unscale_(
 
     Raises:
         RuntimeError: an integer, complex, expanded or sparse tensor, one on another device, or two that overlap in
-            memory; named by index.
+            memory; named by index. found_inf, norm, norms or first_bad that share elements with each other, with
+            inv_scale or with the list.
 
     Sync: none.
 
@@ -256,8 +257,8 @@ class _Found:
         first_bad: Tensor | None = None,
     ) -> None:
         _check(inputs, outputs, found_inf, inv_scale, norm=norm, norms=norms, first_bad=first_bad)
-        if outputs is not None:
-            check_memory(inputs, outputs)
+        beside = {"found_inf": found_inf, "inv_scale": inv_scale, "norm": norm, "norms": norms, "first_bad": first_bad}
+        check_memory(inputs, outputs, beside)
         self._found_inf, self._norm, self._norms, self._first_bad = found_inf, norm, norms, first_bad
         self._bad: list[Tensor] = []
         self._lengths: list[Tensor] = []

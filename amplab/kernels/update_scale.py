@@ -68,6 +68,7 @@ def update_scale_(
 
     Raises:
         RuntimeError: a tensor of another dtype, size or device; an interval or a hysteresis below 1.
+        ValueError: a factor that is not finite and > 0, or a floor above the ceiling.
 
     Sync: none.
 
@@ -81,6 +82,7 @@ def update_scale_(
     (512.0, 0, 0)
     (512.0, 1, 2)
     """
+    _check_numbers(growth_factor, backoff_factor, floor, ceiling)
     build.settle()
     with torch.no_grad():
         _UPDATE(
@@ -139,6 +141,15 @@ def update_scale__reference(
         grown = torch.where(grown.isfinite(), grown, scale)
     scale.copy_(torch.where(backs_off, backed_off, torch.where(grows, grown, scale)))
     growth_tracker.copy_(clean_steps.masked_fill_(bad | grows, 0).reshape(growth_tracker.shape))
+
+
+def _check_numbers(growth_factor: float, backoff_factor: float, floor: float, ceiling: float) -> None:
+    """Refuse numbers that make a scale no scale, before the kernel or the reference sees them."""
+    for name, factor in (("growth_factor", growth_factor), ("backoff_factor", backoff_factor)):
+        if not 0.0 < factor < math.inf:
+            raise ValueError(f"{name}={factor}: expected a finite number > 0, such as 2.0 to grow and 0.5 to back off.")
+    if not floor <= ceiling:
+        raise ValueError(f"floor={floor}, ceiling={ceiling}: expected floor <= ceiling; 0.0 and inf are no bounds.")
 
 
 def _check_arguments(

@@ -58,6 +58,8 @@ class FusedAdadelta(FusedOptimizer, torch.optim.Adadelta):
         super().__init__(params, lr, rho, eps, weight_decay, maximize=maximize)
         self._add_defaults({"set_grad_none": set_grad_none, "master_weights": master_weights}, max_grad_norm)
 
+    _leading_state = "acc_delta"
+
     def _begin_state(self, param: Tensor, _group: dict[str, Any], state: dict[str, Any]) -> bool:
         if "square_avg" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from amplab.kernels import adagrad_
-from amplab.optimizers.fused_optimizer import FusedOptimizer, StepBatch
+from amplab.optimizers.fused_optimizer import FusedOptimizer, StepBatch, new_state
 
 __all__ = ["FusedAdagrad"]
 
@@ -68,6 +68,8 @@ class FusedAdagrad(FusedOptimizer, torch.optim.Adagrad):
         own = {"adagrad_w_mode": adagrad_w_mode, "set_grad_none": set_grad_none, "master_weights": master_weights}
         self._add_defaults(own, max_grad_norm)
 
+    _leading_state = "sum"
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take up a state, of torch's optimizer, too."""
         super().__setstate__(state)
@@ -75,6 +77,9 @@ class FusedAdagrad(FusedOptimizer, torch.optim.Adagrad):
             group["fused"] = None  # torch's has no fused step on every device, and would look here
 
     def _begin_state(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> bool:
+        if "sum" not in state:  # of a group that was added later, or state that was cleared
+            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+            state["sum"] = new_state(param).fill_(group["initial_accumulator_value"])
         self._adopt_state(param, group, state)  # torch begins it in the constructor, in the dtype of the parameter
         return False
 

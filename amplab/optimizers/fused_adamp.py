@@ -11,7 +11,6 @@ from torch import Tensor
 
 from amplab.kernels.step_reference import StepLists, step_reference
 from amplab.optimizers.fused_optimizer import FusedOptimizer, StepBatch, new_state
-from amplab.optimizers.group_settings import check_betas, check_not_negative
 
 __all__ = ["FusedAdamP"]
 
@@ -73,9 +72,6 @@ class FusedAdamP(FusedOptimizer):
         set_grad_none: bool = True,
     ) -> None:
         numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "delta": delta, "wd_ratio": wd_ratio}
-        name = type(self).__name__
-        check_not_negative(name, **numbers)
-        check_betas(name, betas)
         defaults = {**numbers, "betas": betas, "nesterov": nesterov, "set_grad_none": set_grad_none}
         super().__init__(params, defaults)
 

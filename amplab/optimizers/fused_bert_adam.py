@@ -12,7 +12,6 @@ from torch import Tensor
 from amplab.kernels import lamb_
 from amplab.kernels.step_reference import StepLists, square_root, step_reference
 from amplab.optimizers.fused_optimizer import FusedOptimizer, StepBatch, new_state
-from amplab.optimizers.group_settings import check_not_negative, check_shares
 
 __all__ = ["FusedBertAdam"]
 
@@ -85,14 +84,13 @@ class FusedBertAdam(FusedOptimizer):
         max_grad_norm: float = -1,
         set_grad_none: bool = True,
     ) -> None:
-        name = type(self).__name__
-        check_not_negative(name, lr=lr, e=e, weight_decay=weight_decay)
-        check_shares(name, b1=b1, b2=b2, **({} if warmup == _NEVER else {"warmup": warmup}))
         if schedule not in _SCHEDULES:
-            raise ValueError(f"schedule={schedule!r}: {name} expected one of {', '.join(_SCHEDULES)}.")
+            raise ValueError(f"schedule={schedule!r}: {type(self).__name__} expected one of {', '.join(_SCHEDULES)}.")
         defaults = {"lr": lr, "warmup": warmup, "t_total": t_total, "schedule": schedule, "b1": b1, "b2": b2, "e": e}
         super().__init__(params, {**defaults, "weight_decay": weight_decay})
-        self._add_defaults({"set_grad_none": set_grad_none}, max_grad_norm if max_grad_norm > 0 else None)
+        self._add_defaults({"set_grad_none": set_grad_none}, None if max_grad_norm <= 0 else max_grad_norm)
+
+    _leading_state = "next_m"
 
     def get_lr(self) -> list[float]:
         """Return the learning rate that the next step gives each parameter with a gradient; [0] before the first.

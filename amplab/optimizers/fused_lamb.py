@@ -15,7 +15,7 @@ from torch import Tensor
 
 from amplab.kernels import lamb_
 from amplab.optimizers.fused_optimizer import FusedOptimizer, StepBatch, new_state
-from amplab.optimizers.group_settings import check_betas, check_not_negative
+from amplab.optimizers.group_settings import check_settings
 
 __all__ = ["FusedLAMB", "FusedMixedPrecisionLamb"]
 
@@ -73,12 +73,10 @@ class FusedLAMB(FusedOptimizer):
         name = type(self).__name__
         if amsgrad:
             raise RuntimeError(f"{name} does not support the AMSGrad variant; use FusedLAMB without, or FusedAdam.")
-        check_not_negative(name, lr=float(lr), eps=eps, weight_decay=weight_decay)
-        check_betas(name, betas)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.adam_w_mode, self.use_nvlamb = bool(adam_w_mode), use_nvlamb
         own = {"bias_correction": bias_correction, "grad_averaging": grad_averaging, "set_grad_none": set_grad_none}
         own.update(max_weight_norm=max_weight_norm, master_weights=master_weights)
+        own.update(adam_w_mode=bool(adam_w_mode), use_nvlamb=bool(use_nvlamb))
         self._add_defaults(own, max_grad_norm)
 
     def _begin_state(self, param: Tensor, _group: dict[str, Any], state: dict[str, Any]) -> bool:
@@ -94,7 +92,7 @@ class FusedLAMB(FusedOptimizer):
 
     def _adapts(self, group: dict[str, Any]) -> bool:
         """Whether its tensors have rates of their own."""
-        return self.use_nvlamb or group["weight_decay"] != 0
+        return group["use_nvlamb"] or group["weight_decay"] != 0
 
     def _run(self, batch: StepBatch, grads: list[Tensor], factor: Tensor | None, found_inf: Tensor | None) -> None:
         group = batch.group
@@ -110,7 +108,7 @@ class FusedLAMB(FusedOptimizer):
             beta3=None if group["grad_averaging"] else 1.0,
             eps=float(group["eps"]),
             weight_decay=float(group["weight_decay"]),
-            decoupled=self.adam_w_mode,
+            decoupled=group["adam_w_mode"],
             bias_correction=bool(group["bias_correction"]),
             adapt=self._adapts(group),
             max_weight_norm=float(group["max_weight_norm"]),
@@ -146,7 +144,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         use_nvlamb: bool = False,
         reduced_precision_dtype: torch.dtype | None = None,
     ) -> None:
-        del reduced_precision_dtype
+        check_settings(type(self).__name__, {"reduced_precision_dtype": reduced_precision_dtype})
         super().__init__(
             params,
             lr,

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from amplab.kernels import novograd_
 from amplab.optimizers.fused_optimizer import FusedOptimizer, StepBatch, new_state
-from amplab.optimizers.group_settings import check_betas, check_not_negative
 
 __all__ = ["FusedNovoGrad"]
 
@@ -69,12 +68,10 @@ class FusedNovoGrad(FusedOptimizer):
             raise RuntimeError("FusedNovoGrad does not support the AMSGrad variant; leave it out, or use FusedAdam.")
         if norm_type not in (_MAXIMUM_NORM, _TWO_NORM):
             raise RuntimeError(f"norm_type={norm_type}: FusedNovoGrad expected 2, or 0 for the maximum norm.")
-        check_not_negative("FusedNovoGrad", lr=float(lr), eps=eps, weight_decay=weight_decay)
-        check_betas("FusedNovoGrad", betas)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.reg_inside_moment = reg_inside_moment
         own = {"bias_correction": bias_correction, "grad_averaging": grad_averaging, "set_grad_none": set_grad_none}
-        self._add_defaults({**own, "norm_type": norm_type, "init_zero": init_zero}, None)
+        own.update(norm_type=norm_type, init_zero=init_zero, reg_inside_moment=bool(reg_inside_moment))
+        self._add_defaults(own, None)
 
     def _begin_state(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> bool:
         if "exp_avg" not in state:
@@ -105,7 +102,7 @@ class FusedNovoGrad(FusedOptimizer):
             beta3=None if group["grad_averaging"] else 1.0,
             eps=float(group["eps"]),
             weight_decay=float(group["weight_decay"]),
-            decay_in_moment=self.reg_inside_moment,
+            decay_in_moment=group["reg_inside_moment"],
             maximum_norm=group["norm_type"] == _MAXIMUM_NORM,
             bias_correction=bool(group["bias_correction"]),
             grad_factor=factor,

@@ -10,6 +10,7 @@ parameters, the same of them have gradients, and nobody has touched their state.
 """
 
 import functools
+import inspect
 import itertools
 import operator
 from abc import abstractmethod
@@ -22,6 +23,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amplab.kernels import unscaled_norm
+from amplab.optimizers.group_settings import check_settings
+from amplab.optimizers.refusals import refuse_foreign_state, with_names
 
 __all__ = ["FusedOptimizer", "StepBatch", "new_state"]
 
@@ -94,6 +97,15 @@ class FusedOptimizer(Optimizer):
     _step_supports_amp_scaling = True
     _plan: _Plan | None = None
     _checked: tuple[Tensor, Tensor] | None = None  # from check_gradients to the step that is given its found_inf
+
+    # What the state of every parameter that was stepped has; that of another rule does not.
+    _leading_state = "exp_avg"
+
+    def __init__(self, params: Any, *settings: Any, **named: Any) -> None:
+        """Check the settings by the names that torch's constructor of the same rule gives them, and call it."""
+        given = dict(inspect.signature(super().__init__).bind(params, *settings, **named).arguments)
+        check_settings(type(self).__name__, given.pop("defaults", given))
+        super().__init__(params, *settings, **named)
 
     @abstractmethod
     def _begin_state(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> bool:
@@ -199,7 +211,11 @@ class FusedOptimizer(Optimizer):
 
         Raises:
             RuntimeError: it asks for what the kernels do not do.
+            TypeError: a setting of another type.
+            ValueError: a number out of its range.
         """
+        if isinstance(param_group, dict):  # else torch says so
+            check_settings(type(self).__name__, param_group)
         super().add_param_group(param_group)
         self._refuse(self.param_groups[-1])
 
@@ -213,6 +229,7 @@ class FusedOptimizer(Optimizer):
             self._refuse(group)
             for param in group["params"]:
                 if param in state["state"]:
+                    refuse_foreign_state(type(self).__name__, state["state"][param], self._leading_state)
                     self._adopt_state(param, group, state["state"][param])
         super().__setstate__(state)
 
@@ -236,8 +253,7 @@ class FusedOptimizer(Optimizer):
 
     def _add_defaults(self, own: dict[str, Any], max_grad_norm: float | None) -> None:
         """Complete what torch's constructor has made by the settings that torch does not know."""
-        if max_grad_norm is not None and not 0.0 <= max_grad_norm < float("inf"):
-            raise ValueError(f"max_grad_norm={max_grad_norm}: expected a finite number > 0; leave it out not to clip.")
+        check_settings(type(self).__name__, {**own, "max_grad_norm": max_grad_norm})
         self.defaults.update(own, max_grad_norm=max_grad_norm)
         for group in self.param_groups:
             for name, default in self.defaults.items():
@@ -297,7 +313,10 @@ class FusedOptimizer(Optimizer):
         factor = _factor(scale, norm, self._max_norm)
         for batch in batches:
             mine = [grads[place] for place in batch.places]
-            self._run(batch, mine, _on(batch.device, factor), _on(batch.device, found_inf))
+            try:
+                self._run(batch, mine, _on(batch.device, factor), _on(batch.device, found_inf))
+            except RuntimeError as error:
+                raise with_names(error, self.param_groups, batch.places) from error
 
 
 def new_state(param: Tensor) -> Tensor:

@@ -65,6 +65,8 @@ class FusedRMSprop(FusedOptimizer, torch.optim.RMSprop):
         super().__init__(params, lr, alpha, eps, weight_decay, momentum, centered, maximize=maximize)
         self._add_defaults({"set_grad_none": set_grad_none, "master_weights": master_weights}, max_grad_norm)
 
+    _leading_state = "square_avg"
+
     def _settings(self) -> tuple[Any, ...]:
         return tuple((group["momentum"] > 0, group["centered"]) for group in self.param_groups)
 

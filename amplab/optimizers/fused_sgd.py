@@ -76,6 +76,8 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
         own = {"wd_after_momentum": wd_after_momentum, "master_weights": master_weights, "set_grad_none": set_grad_none}
         self._add_defaults(own, max_grad_norm)
 
+    _leading_state = _BUFFER
+
     def _settings(self) -> tuple[Any, ...]:
         return tuple(group["momentum"] != 0 for group in self.param_groups)  # a schedule may begin one
 

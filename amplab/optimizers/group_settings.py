@@ -1,44 +1,104 @@
-"""The numbers that an optimizer is made with, checked before it is made."""
+"""The settings that an optimizer or one of its groups is made with, checked by name before anything is made."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from typing import Any
 
-__all__ = ["check_betas", "check_not_negative", "check_shares"]
+import torch
+from torch import Tensor
+
+__all__ = ["check_settings"]
+
+_INF = float("inf")
+_NO_LIMIT = -1  # of BERT's warm-up and its number of steps
 
 
-def check_not_negative(optimizer: str, **numbers: float) -> None:
-    """Refuse a number below 0, by its name.
+def check_settings(optimizer: str, settings: Mapping[str, Any]) -> None:
+    """Refuse a setting of another type or out of its range; one of no known name is let pass.
+
+    Args:
+        optimizer: its name, for the words.
+        settings: values by name; a tensor of one element is a number.
 
     Raises:
-        ValueError: there is one.
+        TypeError: a setting that is no number, or not two of them.
+        ValueError: a number out of its range.
 
-    >>> check_not_negative("FusedAdagrad", lr=-1.0)
+    Sync: one for each number that is a tensor on a device.
+
+    >>> check_settings("FusedAdagrad", {"lr": -1.0, "foreach": None})
     Traceback (most recent call last):
         ...
-    ValueError: lr=-1.0: FusedAdagrad expected a number >= 0; -lr was perhaps meant to be lr.
+    ValueError: lr=-1.0: FusedAdagrad expected a finite number >= 0, such as 1e-3.
     """
-    for name, number in numbers.items():
-        if not number >= 0.0:
-            raise ValueError(
-                f"{name}={number}: {optimizer} expected a number >= 0; -{name} was perhaps meant to be {name}."
-            )
+    for name, value in settings.items():
+        if name not in _EXPECTED:
+            continue
+        fits, expectation = _EXPECTED[name]
+        try:
+            fine = fits(value)
+        except TypeError:
+            raise TypeError(f"{name}={value!r}: {optimizer} expected {expectation}.") from None
+        if not fine:
+            raise ValueError(f"{name}={value!r}: {optimizer} expected {expectation}.")
 
 
-def check_shares(optimizer: str, **numbers: float) -> None:
-    """Refuse a number outside [0, 1), by its name.
+def _number(value: Any) -> float:
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_complex():
+            raise TypeError
+        return float(value.detach())
+    if not isinstance(value, Real):
+        raise TypeError
+    return float(value)
 
-    Raises:
-        ValueError: there is one.
-    """
-    for name, number in numbers.items():
-        if not 0.0 <= number < 1.0:
-            raise ValueError(f"{name}={number}: {optimizer} expected a number in [0, 1), such as 0.9.")
+
+def _not_negative(value: Any) -> bool:
+    return 0.0 <= _number(value) < _INF
 
 
-def check_betas(optimizer: str, betas: Sequence[float]) -> None:
-    """Refuse all but two numbers in [0, 1).
+def _share(value: Any) -> bool:
+    return 0.0 <= _number(value) < 1.0
 
-    Raises:
-        ValueError: there are others.
-    """
-    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-        raise ValueError(f"betas={betas}: {optimizer} expected two numbers in [0, 1), such as (0.9, 0.999).")
+
+def _shares(values: Any) -> bool:
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise TypeError
+    return all(list(map(_share, values))) and len(values) == 2
+
+
+def _sixteen_bits(dtype: Any) -> bool:
+    return dtype in (None, torch.float16, torch.bfloat16)
+
+
+# What each must be, and the words for it.
+_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("lr",), (_not_negative, "a finite number >= 0, such as 1e-3")),
+    **dict.fromkeys(("eps", "e"), (_not_negative, "a finite number >= 0, such as 1e-8")),
+    **dict.fromkeys(
+        ("weight_decay", "lr_decay", "initial_accumulator_value", "initial_square_avg", "first_step"),
+        (_not_negative, "a finite number >= 0, such as 0"),
+    ),
+    **dict.fromkeys(("delta", "wd_ratio"), (_not_negative, "a finite number >= 0, such as 0.1")),
+    "momentum": (_not_negative, "a finite number >= 0, such as 0.9"),
+    "trust_coefficient": (_not_negative, "a finite number >= 0, such as 0.02"),
+    "dampening": (lambda value: -_INF < _number(value) < _INF, "a finite number, such as 0"),
+    "alpha": (_share, "a number in [0, 1), such as 0.99"),
+    **dict.fromkeys(("b1", "b2"), (_share, "a number in [0, 1), such as 0.9")),
+    "rho": (lambda value: 0.0 <= _number(value) <= 1.0, "a number in [0, 1], such as 0.9"),
+    "betas": (_shares, "two numbers in [0, 1), such as (0.9, 0.999)"),
+    "warmup": (
+        lambda value: _number(value) == _NO_LIMIT or _share(value),
+        "a share of all steps in [0, 1), such as 0.1; or -1 for no warm-up",
+    ),
+    "t_total": (
+        lambda value: _number(value) == _NO_LIMIT or 1 <= _number(value) < _INF,
+        "a number of steps >= 1, such as 1000; or -1 for a constant rate",
+    ),
+    "max_grad_norm": (
+        lambda value: value is None or _not_negative(value),
+        "a finite number > 0, such as 1.0; leave it out not to clip",
+    ),
+    "max_weight_norm": (lambda value: _number(value) > 0.0, "a number > 0, such as 10.0; or inf for no limit"),
+    "reduced_precision_dtype": (_sixteen_bits, "torch.float16, torch.bfloat16 or None"),
+}

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from amplab.optimizers.group_settings import check_settings
+
 __all__ = ["LARC"]
 
 
@@ -25,12 +27,21 @@ class LARC(Optimizer):
         clip: never step faster than ``lr``; False scales ``lr``.
         eps: added to the denominator.
 
+    Raises:
+        TypeError: what is no optimizer, or a setting that is no number.
+        ValueError: a number out of its range.
+
     Reference: apex ``LARC``; Y. You, I. Gitman, B. Ginsburg, "Large batch training of convolutional networks", 2017.
     """
 
     def __init__(
         self, optimizer: Optimizer, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8
     ) -> None:
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(
+                f"LARC got a {type(optimizer).__name__}: expected an optimizer, such as torch.optim.SGD(parameters)."
+            )
+        check_settings("LARC", {"trust_coefficient": trust_coefficient, "eps": eps})
         self.optim = optimizer
         self.trust_coefficient, self.clip, self.eps = trust_coefficient, clip, eps
         # The inner optimizer holds groups and state; from Optimizer come the hooks that run around a step.

@@ -140,10 +140,10 @@ class NpuFusedLamb(FusedLAMB):
         max_grad_norm = 1.0 if use_global_grad_norm else 0.0
         first = (params, lr, False, betas, eps, weight_decay)
         super().__init__(*first, max_grad_norm=max_grad_norm, use_nvlamb=True, max_weight_norm=_LONGEST_WEIGHT)
-        self.adam = adam
+        self._add_defaults({"adam": bool(adam)}, max_grad_norm)
 
-    def _adapts(self, _group: dict[str, Any]) -> bool:
-        return not self.adam
+    def _adapts(self, group: dict[str, Any]) -> bool:
+        return not group["adam"]
 
 
 class Lamb(NpuFusedLamb):

@@ -160,3 +160,12 @@ def test_scalars_of_another_kind_are_not_for_the_kernel(scalar):
     assert known.unscale_grads_(torch.zeros(()), scalar) is None
     assert known.unscale_grads_(scalar, torch.tensor(0.5)) is None
     assert known.clip_grads_(scalar, 1.0) is None
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, 0.0, float("nan")])
+def test_a_norm_that_nothing_can_be_clipped_to_is_refused(max_norm):
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    with pytest.raises(ValueError, match="expected a number > 0"):
+        ParameterList([weight]).clip_grads_(torch.zeros(()), max_norm)
+    assert torch.equal(weight.grad, torch.ones(2))

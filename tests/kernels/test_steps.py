@@ -279,6 +279,48 @@ def test_bad_lists_are_refused_by_index(implementation, change, words):
     refused(implementation, change, words)
 
 
+def overlapping():
+    """Lists for Adam of which two share memory, by the names of the two."""
+    whole, odd = torch.ones(8), torch.ones(9)
+
+    def of(params, **changed):
+        shapes = [param.shape for param in params]
+        fresh = {name: [torch.ones(shape) for shape in shapes] for name in ("grads", "exp_avgs", "exp_avg_sqs")}
+        fresh["steps"] = [torch.zeros(()) for _ in shapes]
+        return [params, *{**fresh, **changed}.values(), []]
+
+    return {
+        "param 0 and param 1": of([whole, whole]),
+        "param 1 and param 0": of([whole[2:], whole[:6]]),
+        "param 0 and state 0": of([whole], exp_avgs=[whole]),
+        "state 0 and state 0": of([whole], exp_avgs=[odd[:8]], exp_avg_sqs=[odd[1:]]),
+        "param 0 and grad 0": of([whole], grads=[whole]),
+        "param 0 and grad 1": of([whole[:4], odd[:4]], grads=[torch.ones(4), whole[2:6]]),
+        "step 0 and step 1": of([whole, odd], steps=[torch.zeros(())] * 2),
+    }
+
+
+@pytest.mark.parametrize("names", overlapping())
+def test_tensors_that_overlap_are_refused_and_left(implementation, names):
+    drawn = overlapping()[names]
+    before = copied(drawn)
+    with pytest.raises(RuntimeError, match=f"^{names} overlap in memory: list each tensor once"):
+        implementation["adam"](*drawn, None, None, False, *ADAMS["adamw"])
+    assert all(alike(a, b) for a, b in zip(drawn, before, strict=True))
+
+
+def test_gradients_may_be_shared_and_columns_interleave(implementation):
+    matrix, grad = torch.ones(4, 2), torch.ones(4)
+    implementation["sgd"]([matrix[:, 0], matrix[:, 1]], [grad, grad], [], [], None, None, False, *SGDS["plain"])
+    assert torch.equal(matrix, torch.full((4, 2), 0.9))
+
+
+def test_a_momentum_without_buffers_is_refused():
+    with pytest.raises(RuntimeError, match=r"^momentum=0.9 without momentum_buffers: expected one for each of the 1"):
+        sgd_([torch.ones(2)], [torch.ones(2)], lr=0.1, momentum=0.9)
+    sgd_([], [], lr=0.1, momentum=0.9)
+
+
 def test_scalars_are_checked(implementation):
     drawn = lists("adam", [(3,)])
     with pytest.raises(RuntimeError, match="grad_factor: expected one float32 element"):

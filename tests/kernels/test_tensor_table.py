@@ -137,3 +137,15 @@ def test_gradients_that_share_memory_are_left_to_the_operator_that_names_them(bu
     params[0].grad, params[1].grad = shared, shared
     assert ParameterList(params).unscale_grads_(torch.zeros(()), torch.tensor(0.5)) is None
     assert shared.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        (torch.ones(2), "TensorTable got a Tensor: expected a list of them"),
+        ([torch.ones(2), None], r"tensors\[1\] is a NoneType: TensorTable expected tensors"),
+    ],
+)
+def test_what_is_no_list_of_tensors_is_refused(tensors, words):
+    with pytest.raises(TypeError, match=words):
+        TensorTable(tensors)

@@ -333,3 +333,29 @@ def test_the_public_functions_pass_receivers_on():
         found = receivers(1)
         function([torch.tensor([6.0, 8.0])], *outputs, torch.zeros(1), torch.tensor([0.5]), **found)
         assert (found["norm"].item(), found["norms"].tolist()) == (5.0, [5.0])
+
+
+def aliased():
+    """Arguments of which two share memory: the list, found_inf, inv_scale and the receivers."""
+    one, two, pair = torch.ones(1), torch.ones(1), torch.ones(2)
+    return {
+        "found_inf and norm": ([pair], one, two, {"norm": one}),
+        "found_inf and inv_scale": ([pair], one, one, {}),
+        "norm and inv_scale": ([pair], one, two, {"norm": two}),
+        "norm and norms": ([pair, torch.ones(1)], one, two, {"norm": pair[:1].clone(), "norms": None}),
+        "found_inf and input 0": ([pair], pair[:1], two, {}),
+        "input 0 and inv_scale": ([pair], one, pair[:1], {}),
+    }
+
+
+@pytest.mark.parametrize("names", aliased())
+def test_scalars_that_share_memory_are_refused(implementation, names):
+    tensors, found_inf, inv_scale, receivers = aliased()[names]
+    if names == "norm and norms":
+        receivers["norms"] = torch.ones(2)
+        receivers["norm"] = receivers["norms"][:1]
+    with pytest.raises(RuntimeError, match=f"^{names} overlap in memory"):
+        implementation("multi_tensor_unscale_")(tensors, found_inf, inv_scale, **receivers)
+    if "input" not in names:
+        with pytest.raises(RuntimeError, match=f"^{names} overlap in memory"):
+            implementation("multi_tensor_norm")(tensors, found_inf, inv_scale, **receivers)

@@ -222,3 +222,20 @@ def test_the_public_function_calls_the_operator():
     assert scale.item() == 4.0
     kernels.update_scale_(scale, clean_steps, None, torch.zeros(1), growth_interval=1, ceiling=6.0)
     assert scale.item() == 6.0
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ({"growth_factor": math.nan}, "growth_factor=nan: expected a finite number > 0"),
+        ({"backoff_factor": 0.0}, r"backoff_factor=0\.0: expected a finite number > 0"),
+        ({"backoff_factor": -1.0}, r"backoff_factor=-1\.0: expected a finite number > 0"),
+        ({"floor": math.nan}, "floor=nan, ceiling=inf: expected floor <= ceiling"),
+        ({"floor": 8.0, "ceiling": 1.0}, r"floor=8\.0, ceiling=1\.0: expected floor <= ceiling"),
+    ],
+)
+def test_numbers_that_make_no_scale_are_refused(numbers, words):
+    scale, tracker = torch.tensor(4.0), torch.tensor(0, dtype=torch.int32)
+    with pytest.raises(ValueError, match=words):
+        kernels.update_scale_(scale, tracker, None, torch.ones(()), **numbers)
+    assert scale.item() == 4.0

@@ -4,6 +4,7 @@ import copy
 import functools
 import inspect
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ def equal_bits(a, b):
 
 
 def test_there_is_no_other():
-    others = {"LARC", "FusedOptimizer"}
+    others = {"LARC", "FusedOptimizer", "merge_groups"}
     assert set(RATES) == set(optimizers.__all__) - others
 
 
@@ -215,6 +216,67 @@ def test_empty_parameters_and_numbers(name):
         param.grad = torch.ones_like(param)
     optimizer.step()
     assert all(bool(param.isfinite().all()) for param in params)
+
+
+def copied_by_state_dict(optimizer):
+    params = [nn.Parameter(param.detach().clone()) for param in optimizer.param_groups[0]["params"]]
+    fresh = type(optimizer)(params, lr=RATES[type(optimizer).__name__])
+    fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return fresh
+
+
+def copied_by_pickle(optimizer):
+    return pickle.loads(pickle.dumps(optimizer))
+
+
+# What changes the rule, and must come along.
+CHANGES = {
+    "FusedLAMB": {"adam_w_mode": False, "use_nvlamb": True, "weight_decay": 0.1},
+    "FusedMixedPrecisionLamb": {"adam_w_mode": False, "weight_decay": 0.1},
+    "FusedNovoGrad": {"reg_inside_moment": True, "weight_decay": 0.1},
+    "NpuFusedLamb": {"adam": True},
+    "Lamb": {"adam": True},
+}
+
+
+@NAMES
+@pytest.mark.parametrize("copied", [copy.deepcopy, copied_by_pickle, copied_by_state_dict])
+@pytest.mark.parametrize("done", [0, 2])
+def test_a_copy_goes_on_to_the_same_bits(name, copied, done):
+    params = [nn.Parameter(torch.linspace(-1, 2, 12).reshape(3, 4)), nn.Parameter(torch.linspace(1, 3, 5))]
+    optimizer = getattr(optimizers, name)(params, lr=RATES[name], **CHANGES.get(name, {}))
+    assert all(optimizer.param_groups[0][key] == value for key, value in CHANGES.get(name, {}).items())
+    for _ in range(done):
+        for param in params:
+            param.grad = param.detach().cos()
+        optimizer.step()
+    other = copied(optimizer)
+    for each in (optimizer, other):
+        for _ in range(2):
+            for param in each.param_groups[0]["params"]:
+                param.grad = param.detach().cos()
+            each.step()
+    assert equal_bits(bits(other), bits(optimizer))
+
+
+@NAMES
+def test_a_group_that_is_added_later_steps_as_one_from_the_start(name):
+    first, late, early = (nn.Parameter(torch.linspace(-1, 2, 12).reshape(3, 4)) for _ in range(3))
+    optimizer, other = make(name, [first]), make(name, [early])
+    optimizer.add_param_group({"params": [late]})
+    late.grad, early.grad = late.detach().cos(), early.detach().cos()
+    optimizer.step()
+    other.step()
+    assert equal_bits([late, optimizer.state[late]], [early, other.state[early]])
+
+
+def test_the_accumulators_of_a_later_group_begin_where_they_should():
+    first, late = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+    optimizer = optimizers.FusedAdagrad([first], lr=1.0, initial_accumulator_value=9.0)
+    optimizer.add_param_group({"params": [late]})
+    late.grad = torch.full((1,), 4.0)
+    optimizer.step()
+    assert late.item() == pytest.approx(-0.8)  # 4 / sqrt(9 + 16)
 
 
 # -- signatures ------------------------------------------------------------------------------------------------------
