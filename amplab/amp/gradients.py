@@ -31,12 +31,24 @@ def bookkeeping() -> contextlib.AbstractContextManager[Any]:
     return torch._C.DisableTorchFunction()
 
 
-def set_aside(params: Iterable[Tensor]) -> list[SetAside]:
-    """Take the gradients off ``params``. Sync: none."""
+def set_aside(params: Iterable[Tensor], *, copy_shared: bool = False) -> list[SetAside]:
+    """Take the gradients off ``params``. Sync: none.
+
+    Args:
+        params: any.
+        copy_shared: copy a gradient that is a part of larger memory: where that is one of DistributedDataParallel's
+            buckets the next backward writes there. Not for buffers of our own, which no backward writes.
+    """
     aside = [SetAside(param, grad) for param in params if (grad := param.grad) is not None]
     for param, _ in aside:
         param.grad = None
-    return aside
+    return [SetAside(param, _copied(grad)) for param, grad in aside] if copy_shared else aside
+
+
+def _copied(grad: Tensor) -> Tensor:
+    """The gradient, or a copy where its memory holds more than it."""
+    shares = grad.layout is torch.strided and grad.untyped_storage().nbytes() > grad.nbytes
+    return grad.clone() if shares else grad
 
 
 def put_back(aside: Iterable[SetAside]) -> None:

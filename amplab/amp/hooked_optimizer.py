@@ -126,7 +126,7 @@ class HookedOptimizer:
             # Whatever lies on the half parameters came from a backward that belonged to other optimizers.
             for param in halves:
                 param.grad = None
-        return set_aside([*self._own, *halves])
+        return set_aside([*self._own, *halves], copy_shared=type(self._unscaler) is Unscaler)
 
     def put_grads_back(self, aside: list[SetAside]) -> None:
         """Undo `set_grads_aside` after a backward that failed; what it left behind is dropped."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from amplab import amp
 from amplab.parallel import DistributedDataParallel, SyncBatchNorm, convert_syncbn_model
 from amplab.parallel.LARC import LARC
 
@@ -262,3 +263,27 @@ def test_reduce_op_is_where_apex_has_it():
     from amplab import parallel
 
     assert parallel.ReduceOp is torch.distributed.ReduceOp
+
+
+def test_gradients_in_the_buckets_of_ddp_are_counted_once(tmp_path):
+    """With zeros left in place the gradient set aside is the bucket that the next backward writes."""
+
+    def trained(**ddp):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp.initialize(model, optimizer, opt_level="O1", verbosity=0, loss_scale=128.0)
+        parallel = torch.nn.parallel.DistributedDataParallel(model, **ddp)
+        for _ in range(4):
+            optimizer.zero_grad(set_to_none=False)
+            with amp.scale_loss(parallel(torch.randn(16, 8)).square().mean(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+        amp.reset()
+        return [weight.detach().clone() for weight in model.parameters()]
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert all(map(torch.equal, trained(), trained(gradient_as_bucket_view=True)))
+    finally:
+        torch.distributed.destroy_process_group()
