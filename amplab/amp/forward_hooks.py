@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from amplab.amp.input_edits import input_edits
 from amplab.policies import CastingEngine, cast_tree
 from amplab.policies.open_scopes import OpenScopes
 
@@ -54,17 +55,23 @@ class ForwardHooks:
 
     def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Enter the engine, then cast the inputs."""
-        if self.engine is not None:
-            rests = self.on_cpu_only and not _on_cpu(model)
-            self._scopes.enter(contextlib.nullcontext() if rests else self.engine.active())
+        scope = contextlib.ExitStack()
+        self._scopes.enter(scope)
+        if self.engine is not None and not (self.on_cpu_only and not _on_cpu(model)):
+            scope.enter_context(self.engine.active())
         if self.input_dtype is None:
             return None
-        return cast_tree(args, self.input_dtype), cast_tree(kwargs, self.input_dtype)
+        cast = cast_tree(args, self.input_dtype), cast_tree(kwargs, self.input_dtype)
+        scope.enter_context(input_edits((args, kwargs), cast, self._outward))
+        return cast
 
     def after_forward(self, _model: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         """Leave the engine, then cast the output; called with None when forward has raised."""
         self._scopes.leave()
-        return output if self.output_dtype is None else cast_tree(output, self.output_dtype)
+        return self._outward(output)
+
+    def _outward(self, value: Any) -> Any:
+        return value if self.output_dtype is None else cast_tree(value, self.output_dtype)
 
     def leave(self) -> None:
         """Leave what this thread is still in: an interrupt in forward lets no hook run."""
