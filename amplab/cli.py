@@ -7,16 +7,21 @@ Only the command line is read here. :mod:`amplab.launch` opens JupyterLab, :mod:
 """
 
 import argparse
+import importlib
 import os
 import re
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from amplab import __version__
 from amplab.launch import LaunchError, choose_notebook, find_notebooks, launch, plan_launch
 from amplab.scripts import DEVICES, ScriptError, run_module, run_script
+
+if TYPE_CHECKING:
+    from amplab.diagnose import Findings
 
 __all__ = ["main", "build_parser", "parse_count"]
 
@@ -123,12 +128,60 @@ def may_write(path: Path) -> bool:
     return not path.is_dir() and os.access(path.parent, os.W_OK)
 
 
-def examine(_options: argparse.Namespace) -> int:
-    """Print what the machine has for mixed precision."""
+def examine(options: argparse.Namespace) -> int:
+    """Print what the machine has, or what is found in a run log or a step; return 1 where that is harmful."""
     from amplab.diagnose import doctor
 
-    print(doctor())
-    return 0
+    if options.target is None:
+        print(doctor())
+        return 0
+    look = findings_in_log if options.target.endswith(".jsonl") else findings_in_step
+    try:
+        found = look(options.target)
+    except TargetError as error:
+        return refuse(options, error)
+    print(found)
+    return int(bool(found.harmful))
+
+
+class TargetError(ValueError):
+    """What `amplab doctor` was given cannot be looked at."""
+
+
+def findings_in_log(path: str) -> "Findings":
+    """Return what the rules about runs find in a run log. Raises TargetError: it is none, or cannot be read."""
+    from amplab.lab import load_run
+
+    try:
+        return load_run(path).findings()
+    except OSError as error:
+        raise TargetError(f"{path}: {error.strerror or error}; name a run log, as in ~/.amplab/runs.") from None
+    except ValueError as error:
+        raise TargetError(str(error)) from None
+
+
+def findings_in_step(target: str) -> "Findings":
+    """Return what the doctor finds in what a function of a file returns: its arguments by name, or (model, loss_fn).
+
+    Raises:
+        TargetError: the target is not FILE.py:FUNCTION, or the function returns something else. What the file or the
+            function raises passes through.
+    """
+    from amplab.diagnose import doctor
+
+    path, _, name = target.rpartition(":")
+    if not name.isidentifier() or not Path(path).is_file():
+        raise TargetError(
+            f"{target!r}: expected a run log (.jsonl), or FILE.py:FUNCTION, where the function returns a model and a "
+            "function of no arguments that returns its loss, or the arguments of amplab.doctor as a dict."
+        )
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    returned = getattr(importlib.import_module(Path(path).stem), name)()
+    if isinstance(returned, dict):
+        return doctor(**returned)
+    if isinstance(returned, tuple) and len(returned) == 2:
+        return doctor(*returned)
+    raise TargetError(f"{name}() returned {type(returned).__name__}: expected (model, loss_fn), or a dict for doctor.")
 
 
 def run_as_apex(options: argparse.Namespace) -> int:
@@ -174,7 +227,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_lab(commands.add_parser("lab", help="open JupyterLab on the lab notebook", allow_abbrev=False))
     add_train(commands.add_parser("train", help="train in the terminal", allow_abbrev=False))
     add_bench(commands.add_parser("bench", help="measure amplab against torch", allow_abbrev=False))
-    add_doctor(commands.add_parser("doctor", help="look at this machine", allow_abbrev=False))
+    add_doctor(commands.add_parser("doctor", help="look at this machine, a run log, or a step", allow_abbrev=False))
     add_run(commands.add_parser("run", help="run a script that imports apex", allow_abbrev=False))
     return parser
 
@@ -215,7 +268,12 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
     """Add ``amplab doctor``."""
-    parser.description = "Say what this machine has for mixed precision, and what is missing."
+    parser.description = (
+        "Say what this machine has for mixed precision and what is missing; or what is wrong with a run, read from its "
+        "log, or with a training step."
+    )
+    what = "a run log; or FILE.py:FUNCTION, which returns (model, loss_fn) or a dict of amplab.doctor's arguments"
+    parser.add_argument("target", nargs="?", metavar="RUN.jsonl|FILE.py:FUNCTION", help=what)
     parser.set_defaults(run=examine)
 
 
