@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from amplab.amp.rng_state import capture_rng, restore_rng
-from amplab.diagnose.trial import MakeOptimizer, Precision, Trial, TrialStep
+from amplab.diagnose.trial import MakeOptimizer, Precision, Trial, TrialStep, check_model, check_optimizer
 
 __all__ = ["RUNGS", "LadderReport", "LadderRung", "ladder"]
 
@@ -154,8 +154,9 @@ def ladder(
 
     Args:
         make_model: returns a fresh float32 model; seeded before each call.
-        data: one batch, a function of the step's number that returns one, or an iterable of batches such as a
-            DataLoader, begun again when it ends. How a batch goes in: see `amplab.xray`.
+        data: one batch (a tensor, a tuple or a mapping), a function of the step's number that returns one, or an
+            iterable of batches such as a list or a DataLoader, begun again when it ends. How a batch goes in: see
+            `amplab.xray`.
         loss: a function of the output (and the batch); None for the output's own.
         optimizer: makes one of the parameters it is given; by default ``AdamW(lr=1e-3)``.
         evaluate: a score of the trained model, the larger the better; it then decides beside the loss.
@@ -175,13 +176,21 @@ def ladder(
         raise ValueError(
             f"steps={steps}, {len(rungs)} rungs: expected at least 8 steps, to see a loss fall, and a rung."
         )
+    if isinstance(make_model, nn.Module) or not callable(make_model):
+        raise TypeError(
+            f"make_model={type(make_model).__name__}: expected a function that returns a fresh model, such as "
+            "lambda: Net(); every rung begins anew."
+        )
+    check_optimizer(optimizer)
+    if isinstance(data, Iterator):
+        data = list(islice(data, steps))  # it can be read once, and every rung reads it
     make = optimizer or (lambda weights: torch.optim.AdamW(weights, lr=1e-3))
     tell = tell or (lambda line: sys.stderr.write(f"{line}\n"))
     climbed: list[LadderRung] = []
     for number, (name, precision) in enumerate(rungs.items(), 1):
         tell(f"rung {number} of {len(rungs)}: {name}, {steps} steps")
         with _seeded(seed):
-            model = make_model()
+            model = check_model(make_model())
             try:
                 climbed.append(_climb(name, precision, model, make, islice(_batches(data), steps), loss, evaluate))
             except Exception as error:
@@ -250,7 +259,7 @@ def _batches(data: Any) -> Iterator[Any]:
         while True:
             yield data(step)
             step += 1
-    if isinstance(data, Tensor | tuple | list | Mapping):
+    if isinstance(data, Tensor | tuple | Mapping):
         while True:
             yield data
     while True:

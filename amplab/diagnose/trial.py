@@ -21,7 +21,15 @@ from amplab.amp import ScaleRecord, Session
 from amplab.policies import PrecisionPolicy
 from amplab.trace.batch_step import step_function
 
-__all__ = ["MakeOptimizer", "Precision", "Trial", "TrialStep", "precision_named"]
+__all__ = [
+    "MakeOptimizer",
+    "Precision",
+    "Trial",
+    "TrialStep",
+    "check_model",
+    "check_optimizer",
+    "precision_named",
+]
 
 MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 Precision = str | PrecisionPolicy | Mapping[str, Any]
@@ -52,6 +60,31 @@ def precision_named(precision: Precision) -> tuple[str, dict[str, Any]]:
     if isinstance(precision, Mapping):
         return " ".join(f"{name}={value}" for name, value in precision.items()), dict(precision)
     raise TypeError(f"{precision!r}: expected an opt_level, a PrecisionPolicy, or a dict of initialize's arguments.")
+
+
+def check_model(model: Any) -> nn.Module:
+    """Return `model`, which a trial can train.
+
+    Raises:
+        TypeError: it is no module. ValueError: it is compiled or scripted.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={type(model).__name__}: expected a torch.nn.Module in float32.")
+    for module in model.modules():
+        if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
+            raise ValueError("the model is compiled: expected the module that was given to torch.compile.")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError("the model is scripted: expected the module that was given to torch.jit.")
+    return model
+
+
+def check_optimizer(make_optimizer: Any) -> None:
+    """Refuse an optimizer in the place of what makes one. Raises: TypeError."""
+    if make_optimizer is not None and (isinstance(make_optimizer, Optimizer) or not callable(make_optimizer)):
+        raise TypeError(
+            f"optimizer={type(make_optimizer).__name__}: expected a function that makes one of the parameters it is "
+            "given, such as lambda weights: torch.optim.SGD(weights, lr=0.1)."
+        )
 
 
 @dataclass(frozen=True)

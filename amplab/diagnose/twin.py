@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amplab.diagnose.trial import MakeOptimizer, Precision, Trial, TrialStep
+from amplab.diagnose.trial import MakeOptimizer, Precision, Trial, TrialStep, check_model, check_optimizer
 from amplab.diagnose.twin_errors import twin_error
 from amplab.diagnose.twin_report import TwinReport, TwinRow, TwinStep
 from amplab.trace.untouched import untouched
@@ -62,6 +62,8 @@ def twin(
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps={steps!r}: expected a whole number > 0, such as 10.")
+    check_model(model)
+    check_optimizer(optimizer)
     batches = batch if callable(batch) else lambda _: batch
     make = optimizer or (lambda weights: torch.optim.SGD(weights, lr=0.01, momentum=0.9))
     with untouched(model):

@@ -110,3 +110,16 @@ def test_what_raises_in_the_reference_raises():
 
     with pytest.raises(KeyError, match="mine"):
         climb(healthy, loss=broken)
+
+
+@pytest.mark.parametrize("make_model", [healthy(), None, lambda: None])
+def test_what_makes_no_model_is_refused(make_model):
+    with pytest.raises(TypeError, match="expected a"):
+        climb(make_model)
+
+
+def test_batches_that_can_be_read_once_serve_every_rung():
+    report = climb(healthy, (batch(step) for step in range(40)), rungs={"one": "fp32", "two": "fp32"}, steps=9)
+    assert [len(rung.steps) for rung in report.rungs] == [9, 9]
+    listed = climb(healthy, [batch(step) for step in range(4)], rungs={"one": "fp32"}, steps=9)
+    assert [step.loss for step in listed.rungs[0].steps] == [step.loss for step in report.rungs[0].steps]

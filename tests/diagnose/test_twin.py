@@ -129,6 +129,7 @@ def test_batches_by_step_and_outputs_of_other_kinds():
         ({"steps": 0}, ValueError, "expected a whole number > 0"),
         ({"right": "O4"}, ValueError, "choose from O0"),
         ({"right": 3}, TypeError, "expected an opt_level"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)}, TypeError, "makes one of the"),
     ],
 )
 def test_refusals(task, changes, error, sentence):
@@ -149,3 +150,14 @@ def test_measures_against_numpy():
     assert math.isinf(twin_error(torch.ones(2), torch.tensor([1.0, math.nan])).relative)
     assert twin_error(torch.tensor([1.0]), torch.tensor([1 + 2**-10])).ulps == 1.0
     assert twin_error(torch.tensor([2.0**-24]), torch.tensor([2.0**-23])).ulps == 1.0
+
+
+def test_a_model_that_is_none_is_refused():
+    with pytest.raises(TypeError, match="expected a torch"):
+        twin(None, torch.ones(1))
+    with pytest.raises(ValueError, match="is compiled"):
+        twin(torch.compile(nn.Linear(1, 1), backend="eager"), torch.ones(1, 1))
+    with pytest.warns(DeprecationWarning):
+        scripted = torch.jit.script(nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="is scripted"):
+        twin(scripted, torch.ones(1, 1))
