@@ -157,7 +157,7 @@ def test_a_model_that_is_none_is_refused():
         twin(None, torch.ones(1))
     with pytest.raises(ValueError, match="is compiled"):
         twin(torch.compile(nn.Linear(1, 1), backend="eager"), torch.ones(1, 1))
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match="deprecated"):
         scripted = torch.jit.script(nn.Linear(1, 1))
     with pytest.raises(ValueError, match="is scripted"):
         twin(scripted, torch.ones(1, 1))
