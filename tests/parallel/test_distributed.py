@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from amplab import amp
 from amplab.parallel import DistributedDataParallel, SyncBatchNorm, convert_syncbn_model
 from amplab.parallel.LARC import LARC
 
 ROOT = Path(__file__).resolve().parents[2]
 
 WORKER = """
-import os, torch, torch.distributed as dist
+import os, sys, torch, torch.distributed as dist
 from torch import nn
 from amplab import amp
 from amplab.parallel import DistributedDataParallel, Reducer
@@ -55,11 +54,13 @@ for step in range(3):
     print(amp.loss_scale(), amp.last_step(optimizer).stepped)
 print([round(param.double().sum().item(), 6) for param in model.parameters()])
 dist.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # gloo's threads may abort a process that ends by itself while a DDP still holds the group
 """
 
 
 UNEQUAL_SEEDS = """
-import copy, os, torch, torch.distributed as dist
+import copy, os, sys, torch, torch.distributed as dist
 from torch import nn
 from amplab import amp
 rank = int(os.environ["RANK"])
@@ -98,10 +99,12 @@ train(*resumed, range(3, 5))
 print(start[0] == bits(model, optimizer)[0], bits(*resumed) == bits(model, optimizer))
 print(bits(model, optimizer))
 dist.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # gloo's threads may abort a process that ends by itself while a DDP still holds the group
 """
 
 COMBINED = """
-import os, torch, torch.distributed as dist
+import os, sys, torch, torch.distributed as dist
 from torch import nn
 from amplab import GradScaler, amp
 rank = int(os.environ["RANK"])
@@ -130,6 +133,8 @@ for level in ("O1", "O2"):
     for settings in ({}, {"gradient_as_bucket_view": True}):
         print(level, all(map(torch.equal, plain, train(level, True, **settings))), plain[0].isfinite().all().item())
 dist.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # gloo's threads may abort a process that ends by itself while a DDP still holds the group
 """
 
 
@@ -180,6 +185,8 @@ for wrap in (DistributedDataParallel, nn.parallel.DistributedDataParallel):
     wrapped(torch.randn(5, 3) + rank).square().sum().backward()
 print("agreed")
 dist.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # gloo's threads may abort a process that ends by itself while a DDP still holds the group
 """
 
 
@@ -265,25 +272,34 @@ def test_reduce_op_is_where_apex_has_it():
     assert parallel.ReduceOp is torch.distributed.ReduceOp
 
 
+IN_BUCKETS = """
+import os, sys, torch, torch.distributed as dist
+from amplab import amp
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method="file://" + os.environ["STORE"], rank=rank, world_size=2)
+
+def trained(**settings):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0, loss_scale=128.0)
+    parallel = torch.nn.parallel.DistributedDataParallel(model, **settings)
+    torch.manual_seed(rank)
+    for _ in range(4):
+        optimizer.zero_grad(set_to_none=False)
+        with amp.scale_loss(parallel(torch.randn(16, 8)).square().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    amp.reset()
+    return [weight.detach().clone() for weight in model.parameters()]
+
+print(all(map(torch.equal, trained(), trained(gradient_as_bucket_view=True))))
+dist.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # as above
+"""
+
+
 def test_gradients_in_the_buckets_of_ddp_are_counted_once(tmp_path):
     """With zeros left in place the gradient set aside is the bucket that the next backward writes."""
-
-    def trained(**ddp):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        amp.initialize(model, optimizer, opt_level="O1", verbosity=0, loss_scale=128.0)
-        parallel = torch.nn.parallel.DistributedDataParallel(model, **ddp)
-        for _ in range(4):
-            optimizer.zero_grad(set_to_none=False)
-            with amp.scale_loss(parallel(torch.randn(16, 8)).square().mean(), optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-        amp.reset()
-        return [weight.detach().clone() for weight in model.parameters()]
-
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        assert all(map(torch.equal, trained(), trained(gradient_as_bucket_view=True)))
-    finally:
-        torch.distributed.destroy_process_group()
+    assert two_ranks(IN_BUCKETS, tmp_path).splitlines()[-1] == "True"
