@@ -37,7 +37,7 @@ if __name__ == "__main__":
     print([batch.item() for batch in DataLoader(Ones(), num_workers=1, multiprocessing_context=sys.argv[1])])
 """
 RANK = """
-import argparse, torch, torch.distributed as dist
+import argparse, sys, torch, torch.distributed as dist
 from apex.parallel import DistributedDataParallel, create_syncbn_process_group
 from apex.parallel.distributed import flat_dist_call
 parser = argparse.ArgumentParser()
@@ -52,7 +52,8 @@ try:
     create_syncbn_process_group(3)
 except ValueError as error:
     said = str(error)
-print(dist.get_rank(), [each.tolist() for each in tensors + own], sizes, create_syncbn_process_group(0), said)
+words = dist.get_rank(), [each.tolist() for each in tensors + own], sizes, create_syncbn_process_group(0), said
+sys.stdout.write(" ".join(map(str, words)) + "\\n")  # in one piece: the launcher runs both without a buffer
 dist.destroy_process_group()
 """
 
