@@ -1,4 +1,4 @@
-"""What every test shares: one compute thread, an order from quick to slow, and a limit on each test's time."""
+"""What every test shares: one compute thread, quick tests first, a limit on each test's time; the built kernels."""
 
 import os
 
@@ -11,6 +11,7 @@ import importlib.util
 import signal
 import tempfile
 import threading
+import warnings
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -36,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile(
         "amplab",
         deadline=None,
-        derandomize=os.environ.get("CI", "").lower() == "true",
+        derandomize=in_ci(),
         suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile("amplab")
@@ -85,3 +86,28 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Limit the time of the test itself."""
     with time_limit(item.nodeid):
         return (yield)
+
+
+def in_ci():
+    """Whether a CI run says so: CI=1, CI=true."""
+    return os.environ.get("CI", "").lower() not in ("", "0", "false")
+
+
+@pytest.fixture(scope="session")
+def built():
+    """The kernels, built and loaded in this process.
+
+    Skips where AMPLAB_KERNELS forbids it, or a tool is missing: in CI that fails, since nobody would see the skip.
+    """
+    from amplab import kernels
+    from amplab.kernels.recipe import obstacle
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # what it warns of is in the report
+        report = kernels.ensure(wait=True)
+    if report.status == "reference":
+        pytest.skip(str(report))
+    if report.status == "failed" and obstacle() is not None and not in_ci():
+        pytest.skip(str(report))
+    assert report.status == "built", report
+    return report

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from amplab.diagnose.trial import MakeOptimizer, Precision, Trial, TrialStep, check_model, check_optimizer
 from amplab.diagnose.twin_errors import twin_error
 from amplab.diagnose.twin_report import TwinReport, TwinRow, TwinStep
+from amplab.trace.batch_step import floating_tensors
 from amplab.trace.untouched import untouched
 
 __all__ = ["twin"]
@@ -138,7 +139,7 @@ class _Side:
 
     def _see(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001  the hook's own signature
-            for place, tensor in enumerate(_tensors(output)):
+            for place, tensor in enumerate(floating_tensors(output)):
                 self._keep(path if place == 0 else f"{path}[{place}]", tensor)
 
         return hook
@@ -155,15 +156,3 @@ class _Side:
 
     def _keep_grad(self, name: str, grad: Tensor) -> None:
         self.seen["output grad", name] = grad.detach().double() / self._scale
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)

@@ -87,7 +87,8 @@ class WhatIf:
         Over the steps at which a histogram was taken; None where there is none.
         """
         reached = [(self.scales[step], taken) for step, taken in self.record.samples if step < len(self.scales)]
-        shares = [_lost(taken, scale, self.record.fmt) for scale, taken in reached]
+        lost = (taken.lost_share(scale, self.record.fmt) for scale, taken in reached)
+        shares = [1.0 if share is None else share for share in lost]  # a scale of 0 loses all
         return sum(shares) / len(shares) if shares else None
 
     def row(self) -> dict[str, str]:
@@ -206,12 +207,6 @@ def named_rule(rule: ScaleRule | str) -> tuple[str, ScaleRule]:
         if name.lower() == rule.lower():
             return name, published
     raise ValueError(f"rule={rule!r}: no published rule has that name; choose from {', '.join(PUBLISHED_RULES)}.")
-
-
-def _lost(histogram: ExponentHistogram, scale: float, fmt: FloatFormat) -> float:
-    if not 0.0 < scale < math.inf:
-        return 1.0
-    return histogram.shifted(math.log2(scale)).underflow_fraction(fmt)
 
 
 def _power(scale: float) -> str:

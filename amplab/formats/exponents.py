@@ -103,11 +103,30 @@ class ExponentHistogram:
     def _share(self, chosen: np.ndarray) -> float:
         return int(self.counts[chosen].sum()) / max(self.finite_nonzero, 1)
 
+    def lost_share(self, loss_scale: float, fmt: FloatFormat) -> float | None:
+        """Return the share of finite non-zero elements that `fmt` turns into zero when scaled by `loss_scale`.
+
+        None where the scale is not a finite number above 0.
+
+        >>> from amplab.formats import FLOAT16
+        >>> exponent_histogram(torch.tensor([2.0**-30, 1.0])).lost_share(1.0, FLOAT16)
+        0.5
+        """
+        usable = 0.0 < loss_scale < math.inf
+        return self.shifted(math.log2(loss_scale)).underflow_fraction(fmt) if usable else None
+
     @property
     def span(self) -> tuple[int, int] | None:
         """Lowest and highest exponent that occur, or None where no element is in a bin."""
         occupied = self.exponents[self.counts > 0]
         return (int(occupied[0]), int(occupied[-1])) if len(occupied) else None
+
+    @property
+    def largest_exponent(self) -> float:
+        """floor(log2) of the largest element: inf where one is not finite, -inf where all are zero."""
+        if self.infs or self.nans:
+            return math.inf
+        return -math.inf if self.span is None else float(self.span[1])
 
     def __add__(self, other: "ExponentHistogram") -> "ExponentHistogram":
         """Count both together, whatever bins each starts from."""

@@ -318,7 +318,8 @@ class Experiment:
     def _largest_exponent(self, loss: float) -> float | None:
         """floor(log2) of the largest unscaled gradient; of a skipped step the one it has in float32, computed anew."""
         if self._scaled.skipped:
-            return math.inf if self._faults or not math.isfinite(loss) else self._exponent_in_float32()
+            faulty = self._faults or not math.isfinite(loss)
+            return math.inf if faulty else self.gradients().sample.histogram.largest_exponent
         grads = [weight.grad for weight in self._session.master_params(self._optimizer) if weight.grad is not None]
         if not grads:
             return None
@@ -326,12 +327,6 @@ class Experiment:
         if largest == 0.0:
             return -math.inf
         return math.frexp(largest)[1] - 1.0 if math.isfinite(largest) else math.inf
-
-    def _exponent_in_float32(self) -> float:
-        histogram = self.gradients().sample.histogram
-        if histogram.infs or histogram.nans:
-            return math.inf
-        return -math.inf if histogram.span is None else float(histogram.span[1])
 
     def _float32_twin(self) -> nn.Module:
         """Return a model of its own with the present weights in float32 (the masters where there are any)."""

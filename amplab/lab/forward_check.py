@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from amplab.trace.batch_step import floating_tensors
+
 __all__ = ["ForwardCheck"]
 
 
@@ -36,8 +38,7 @@ class ForwardCheck:
 
     def _look(self, path: str) -> Callable[[nn.Module, object, object], None]:
         def hook(_module: nn.Module, _args: object, output: object) -> None:
-            for tensor in output if isinstance(output, list | tuple) else (output,):
-                if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                    self._seen.append((path, torch.isfinite(tensor.detach()).all()))
+            for tensor in floating_tensors(output):
+                self._seen.append((path, torch.isfinite(tensor.detach()).all()))
 
         return hook

@@ -51,11 +51,7 @@ class GradientMeasure:
     @property
     def largest_exponent(self) -> float | None:
         """floor(log2) of the largest gradient, -inf where all are zero, None where nothing is measured."""
-        if self.histogram is None:
-            return None
-        if self.histogram.infs or self.histogram.nans:
-            return math.inf
-        return -math.inf if self.histogram.span is None else float(self.histogram.span[1])
+        return None if self.histogram is None else self.histogram.largest_exponent
 
 
 def _dense(grad: Tensor) -> Tensor:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from amplab.diagnose import Observation, StepObservation
-from amplab.formats import FLOAT16, ExponentHistogram
+from amplab.formats import FLOAT16
 from amplab.lab.events import StepRecord
 from amplab.lab.history import History
 
@@ -33,7 +32,7 @@ def observed_run(
         norms, rates: gradient norm and learning rate by step, where they are known.
     """
     records = history.records(max(0, len(history) - LOOK_BACK))
-    lost = {sample.step: _lost(sample.histogram, sample.loss_scale) for sample in history.gradient_samples}
+    lost = {taken.step: taken.histogram.lost_share(taken.loss_scale, FLOAT16) for taken in history.gradient_samples}
     steps = (_observed(record, norms or {}, rates or {}, lost) for record in records)
     return Observation(tuple(steps), growth_interval, dynamic)
 
@@ -55,10 +54,3 @@ def _observed(
         underflow=lost.get(record.step),
         learning_rate=rates.get(record.step),
     )
-
-
-def _lost(histogram: ExponentHistogram, loss_scale: float) -> float | None:
-    """The share of non-zero elements that half turns into zero under a scale."""
-    if not 0.0 < loss_scale < math.inf:
-        return None
-    return histogram.shifted(math.log2(loss_scale)).underflow_fraction(FLOAT16)

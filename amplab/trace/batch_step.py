@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["ModelGroup", "StepFunction", "as_model", "step_function"]
+__all__ = ["ModelGroup", "StepFunction", "as_model", "floating_tensors", "step_function"]
 
 
 class ModelGroup(nn.Module):
@@ -151,7 +151,7 @@ def _loss_in(output: Any) -> tuple[Tensor, str]:
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(own, Tensor):
         return own, "the output's own loss"
-    tensors = list(_floating(output))
+    tensors = list(floating_tensors(output))
     if not tensors:
         raise ValueError(
             f"the model returned {type(output).__name__} without a floating-point tensor: expected one to start "
@@ -160,19 +160,20 @@ def _loss_in(output: Any) -> tuple[Tensor, str]:
     return sum(tensor.float().sum() for tensor in tensors), "the sum of the output, as no loss is given"
 
 
-def _floating(value: Any) -> Iterator[Tensor]:
+def floating_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the floating-point tensors of what a module returns: in dicts, sequences and dataclasses, however deep."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value
     elif isinstance(value, Mapping):
         for each in value.values():
-            yield from _floating(each)
+            yield from floating_tensors(each)
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         for each in value:
-            yield from _floating(each)
+            yield from floating_tensors(each)
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
-            yield from _floating(getattr(value, field.name))
+            yield from floating_tensors(getattr(value, field.name))
 
 
 def _name_of(func: Callable) -> str:

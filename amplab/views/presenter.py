@@ -278,7 +278,7 @@ class Presenter:
         self._ask_explanation()
 
     def _ask_explanation(self) -> None:
-        """Have the newest skipped step explained, which costs a few steps, while somebody looks at them."""
+        """Have the newest skipped step explained while somebody looks at them: it costs the time of several."""
         newest = self._trainer.history.skips(max(0, self._trainer.history.skip_count - 1))
         if self.parts.panels.tab == "overflows" and newest and newest[-1].step not in self._explained:
             self._trainer.request_explanation()

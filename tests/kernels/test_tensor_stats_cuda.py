@@ -40,10 +40,9 @@ def test_kernels_keep_to_64_registers_and_do_not_spill(compiled):
     assert max(spills) == 0
 
 
+@pytest.mark.parametrize("compiled", ["tensor_stats"], indirect=True)  # the other reads four numbers
 def test_tensors_are_read_16_bytes_at_a_time(compiled):
-    name, _, ptx = compiled
-    if name != "tensor_stats":
-        pytest.skip("it reads four numbers")
+    _, _, ptx = compiled
     kernels = [
         each for each in re.split(r"^(?:\.visible )?\.entry", ptx, flags=re.MULTILINE)[1:] if "stats_kernel" in each
     ]
