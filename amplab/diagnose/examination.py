@@ -38,6 +38,7 @@ __all__ = ["causes_first", "doctor"]
 
 _OF_THE_RUN = ("scale-collapse", "nonfinite-loss")
 _SYMPTOMS = (*_OF_THE_RUN, "nonfinite-parameter")
+_SAYS_MORE = ("scale-too-large", "nonfinite-gradient")  # of skipped steps than that they are skipped
 _WRONG_STEPS = ("adam-on-half", "stepped-with-scaled-gradients", "unscaled-twice")  # after which any rate diverges
 _CONSEQUENCES_OF_DIVERGING = (*_SYMPTOMS, "overflow-in-half", "logits-overflow-half", "reduction-overflows-half",
                               "nonfinite-in-float32", "cast-overflows-half")  # fmt: skip
@@ -144,6 +145,8 @@ def causes_first(found: Iterable[Finding]) -> list[Finding]:
     ['diverging', 'overflow-in-half']
     """
     found = list(found)
+    if any(each.severity == "error" or each.name in _SAYS_MORE for each in found):
+        found = [each for each in found if each.name != "still-skipping"]
     names = {each.name for each in found if each.severity == "error"}
     left_out = _OF_THE_RUN if "nonfinite-parameter" in names else ()
     if names.difference(_SYMPTOMS):

@@ -7,6 +7,7 @@ nonfinite-loss            the loss itself is inf or NaN, and steps are not skipp
 window-too-short          steps are lost to a scale that grows too often
 window-too-long           the scale is low, gradients are lost, and it cannot grow back in time
 slow-start                the first steps were all skipped, because the scale began too high
+still-skipping            the last steps were all skipped, and nothing says yet that it will not end
 scheduler-before-step     the learning rate moved after a first step that was skipped
 accumulation-across-scales   gradients that were scaled differently were added up
 """
@@ -218,6 +219,24 @@ def slow_start(run: Observation) -> Iterator[Finding]:
         )
 
 
+def still_skipping(run: Observation) -> Iterator[Finding]:
+    """The last `START` steps or more were skipped with a finite loss, and the scale is not yet at its end."""
+    skips = run.skips_at_the_end
+    if skips < START or not run[-1].loss_is_finite or any(True for _ in scale_collapse(run)):
+        return
+    first = run[-1].first_nonfinite
+    yield Finding(
+        "still-skipping",
+        "note",
+        f"The last {skips} steps were skipped, with a finite loss; the scale came down to {run[-1].loss_scale:g}.",
+        "The scale may have begun too high and be on its way to one that fits; if it goes on, an op overflows.",
+        "print(amplab.diagnose.first_nonfinite(model, loss_fn))  # with the batch of that step: names the op",
+        "possible",
+        tensor=f"gradient of {first}" if first else "",
+        evidence={"skips": skips, "first_scale": run[-skips].loss_scale, "loss_scale": run[-1].loss_scale},
+    )
+
+
 def scheduler_before_step(run: Observation) -> Iterator[Finding]:
     """The learning rate changed after a first step that was skipped: a scheduler that counts steps not taken."""
     rates = [step.learning_rate for step in run]
@@ -258,6 +277,7 @@ RUN_RULES: tuple[Callable[[Observation], Iterator[Finding]], ...] = (
     window_too_long,
     scheduler_before_step,
     slow_start,
+    still_skipping,
 )
 
 

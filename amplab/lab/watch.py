@@ -29,12 +29,12 @@ from torch.optim import Optimizer
 from amplab.diagnose import Finding, Findings, Observation, run_findings
 from amplab.diagnose.examination import causes_first
 from amplab.lab.events import GradientSample, StepRecord
-from amplab.lab.forward_check import ForwardCheck
 from amplab.lab.gradient_sample import GradientMeasure
 from amplab.lab.history import History
 from amplab.lab.observed_run import LOOK_BACK, observed_run
 from amplab.lab.recorder import Recorder
 from amplab.lab.scale_probe import Outcome, probe_of
+from amplab.lab.step_check import StepCheck
 from amplab.lab.step_replay import StepReplay
 from amplab.lab.tensorboard_scalars import TensorBoardScalars
 from amplab.lab.watched_run import WatchedRun
@@ -42,7 +42,7 @@ from amplab.lab.watched_run import WatchedRun
 __all__ = ["Watch", "watch"]
 
 T = TypeVar("T")
-_LOOK_AT = 5  # skips in a row after which a forward that cannot be run again is looked at
+_LOOK_AT = 5  # skips in a row after which a step that cannot be run again is looked at
 
 
 class Watch:
@@ -75,7 +75,7 @@ class Watch:
         self._rates: deque[tuple[int, float]] = deque(maxlen=LOOK_BACK)
         self._norms: dict[int, float] = {}
         self._explained: list[Finding] = []
-        self._check: ForwardCheck | None = None
+        self._check: StepCheck | None = None
         self._failures: list[str] = []
         self._subscribers: list[Callable[[StepRecord], object]] = []
         self._ends: list[Callable[[], None]] = []
@@ -244,11 +244,10 @@ class Watch:
         self._norms[record.step] = self._measure.norm
 
     def _look_into(self, record: StepRecord) -> None:
-        """Explain a skipped step by running it again, or have the next forward looked at."""
+        """Explain a skipped step by running it again, or have the next one looked at."""
         if self._check is not None:
-            module, self._check = self._check.first(), None
-            if module is not None:
-                self._explained.append(_forward_finding(record, module))
+            self._explained += self._check.findings(record, _LOOK_AT)
+            self._check = None
         self._skips_in_a_row = self._skips_in_a_row + 1 if record.skipped else 0
         if self._replay.is_worth_it(self._skips_in_a_row):
             try:
@@ -258,23 +257,10 @@ class Watch:
             else:
                 self._explained += [] if found is None else [found]
         elif self._skips_in_a_row == _LOOK_AT and not self._replay.is_possible:
-            self._check = ForwardCheck(self._model)
+            self._check = StepCheck(self._model)
 
     def _fail(self, text: str) -> None:
         self._failures.append(text)
-
-
-def _forward_finding(record: StepRecord, module: str) -> Finding:
-    return Finding(
-        "nonfinite-forward",
-        "error",
-        f"{_LOOK_AT} steps in a row were skipped, and the output of {module} is inf or NaN in forward.",
-        "No loss scale can mend it: the forward does not see the scale. Which op it is, a replay of the step tells.",
-        "amplab.watch(model, optimizer, scaler, step=lambda batch: loss_of(model, batch))  # and w.batches(loader)",
-        "certain",
-        module="" if module == "(model)" else module,
-        evidence={"step": record.step, "loss_scale": record.loss_scale},
-    )
 
 
 def watch(

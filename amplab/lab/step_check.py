@@ -1,0 +1,116 @@
+"""One look at a step that cannot be run again: the first module output, and the first gradient, that is inf or NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from amplab.diagnose import Finding
+from amplab.lab.events import StepRecord
+from amplab.trace.batch_step import floating_tensors
+
+__all__ = ["Seen", "StepCheck"]
+
+
+class Seen(NamedTuple):
+    """What one step showed.
+
+    Attributes:
+        output: path of the first module whose output was not finite, the model's own as "(model)"; None: all were.
+        gradient: the first parameter, in the order of backward, whose gradient was not finite; None: all were.
+    """
+
+    output: str | None
+    gradient: str | None
+
+
+class StepCheck:
+    """Looks at every module's output and at every parameter's gradient until it is asked, then takes its hooks off.
+
+    Sync: one, when `seen` is called.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._outputs: list[tuple[str, Tensor]] = []
+        self._gradients: list[tuple[str, Tensor]] = []
+        learning = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+        self._hooks = [
+            *(module.register_forward_hook(self._look(path or "(model)")) for path, module in model.named_modules()),
+            *(weight.register_post_accumulate_grad_hook(self._take(name)) for name, weight in learning),
+        ]
+
+    def seen(self) -> Seen:
+        """Return what there was to see."""
+        self.end()
+        return Seen(_first_bad(self._outputs), _first_bad(self._gradients))
+
+    def findings(self, record: StepRecord, skips: int) -> list[Finding]:
+        """Return what that tells of `skips` skipped steps in a row, the step of `record` being the next."""
+        seen = self.seen()
+        if seen.output is not None:
+            return [_in_forward(record, skips, seen.output)]
+        return [] if seen.gradient is None else [_in_backward(record, skips, seen.gradient)]
+
+    def end(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _look(self, path: str) -> Callable[[nn.Module, object, object], None]:
+        def hook(_module: nn.Module, _args: object, output: object) -> None:
+            self._outputs += [(path, _is_finite(tensor)) for tensor in floating_tensors(output)]
+
+        return hook
+
+    def _take(self, name: str) -> Callable[[Tensor], None]:
+        def hook(weight: Tensor) -> None:
+            if weight.grad is not None:  # a hook before this one may have taken it
+                self._gradients.append((name, _is_finite(weight.grad)))
+
+        return hook
+
+
+def _is_finite(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return torch.isfinite(tensor.coalesce().values() if tensor.is_sparse else tensor).all()
+
+
+def _first_bad(flags: Sequence[tuple[str, Tensor]]) -> str | None:
+    if not flags:
+        return None
+    finite = torch.stack([flag.to("cpu") for _, flag in flags]).tolist()
+    return next((name for (name, _), good in zip(flags, finite, strict=True) if not good), None)
+
+
+def _in_forward(record: StepRecord, skips: int, module: str) -> Finding:
+    return Finding(
+        "nonfinite-forward",
+        "error",
+        f"{skips} steps in a row were skipped, and the output of {module} is inf or NaN in forward.",
+        "No loss scale can mend it: the forward does not see the scale. Which op it is, a replay of the step tells.",
+        _TRACE_IT,
+        module="" if module == "(model)" else module,
+        evidence={"step": record.step, "loss_scale": record.loss_scale},
+    )
+
+
+def _in_backward(record: StepRecord, skips: int, parameter: str) -> Finding:
+    return Finding(
+        "nonfinite-gradient",
+        "note",
+        f"{skips} steps in a row were skipped. In the next every output is finite, and the gradient of {parameter} is "
+        "the first that is not.",
+        "Either the scale is still too large, and goes on falling until it fits, or the backward of an op makes inf "
+        "whatever the scale. A replay of the step tells which.",
+        _TRACE_IT,
+        "possible",
+        tensor=f"gradient of {parameter}",
+        evidence={"step": record.step, "loss_scale": record.loss_scale},
+    )
+
+
+_TRACE_IT = "amplab.watch(model, optimizer, scaler, step=lambda batch: loss_of(model, batch))  # and w.batches(loader)"
