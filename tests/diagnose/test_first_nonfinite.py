@@ -239,7 +239,7 @@ def test_it_prints_where_and_how_it_went_on():
     model, (x, y) = scores(), batch(scale=1000.0)
     with under("torch", model, x, y) as (loss_fn, amp):
         printed = str(first_nonfinite(model, loss_fn, amp=amp))
-    assert printed.startswith("loss is not finite: the format\n  began at  matmul in Scores (forward)\n")
+    assert printed.startswith("loss is not finite: the format\n  began at  matmul in Scores (forward), ")
     assert "-> softmax in Scores ->" in printed
 
 

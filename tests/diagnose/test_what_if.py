@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from html_outline import outline
 
 from amplab.diagnose import ScaleRecord, what_if, what_ifs
 from amplab.formats import FLOAT16, exponent_histogram
@@ -55,7 +56,11 @@ def test_every_published_rule_side_by_side(run):
     assert runs["torch"].scales == run.replay("TORCH").scales
     text, html = str(runs), runs._repr_html_()
     assert all(name in text and name in html for name in PUBLISHED_RULES)
-    assert html.count("<polyline") == len(PUBLISHED_RULES) + 1
+    different = {tuple(each.scales) for each in runs} | {tuple(runs["torch"].record.scales)}
+    assert html.count("<polyline") == len(different) < len(PUBLISHED_RULES) + 1  # what is the same is drawn once
+    assert max(map(len, text.splitlines())) <= 120
+    assert repr(runs).startswith("<WhatIfs: steps lost: torch ")
+    outline(html)
     with pytest.raises(KeyError, match="choose from torch"):
         runs["nobody"]
 
