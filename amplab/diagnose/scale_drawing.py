@@ -64,8 +64,8 @@ def _corners(curve: Sequence[float], low: int, high: int, steps: int) -> Iterato
 
 
 def _axis(low: int, high: int, steps: int) -> Iterator[str]:
-    every = max(1, (high - low) // 6)
-    for exponent in range(low, high + 1, every):
+    every = 2 ** max(0, math.ceil(math.log2((high - low) / 7)))
+    for exponent in range(math.ceil(low / every) * every, high + 1, every):
         height = _height(2.0**exponent, low, high)
         yield f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{height}" y2="{height}" stroke="currentColor" opacity="0.15"/>'
         yield f'<text x="{_LEFT - 6}" y="{height + 4}" text-anchor="end">2^{exponent}</text>'

@@ -30,7 +30,7 @@ from amplab.trace.untouched import untouched
 __all__ = ["GradientRange", "gradient_range"]
 
 _NOTHING = ExponentHistogram(np.zeros(1, np.int64), 0, 0, 0, 0, 0)
-_HEADS = ("parameter", "lost at 1", "lost at scale", "over at scale", "largest fit", "exponents", "elements")
+_HEADS = ("parameter", "lost at 1", "at scale", "overflow", "largest fit", "exponents", "elements")
 
 
 @dataclass(frozen=True, eq=False, repr=False)

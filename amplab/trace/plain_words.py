@@ -3,15 +3,16 @@
 import math
 import re
 import textwrap
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 
-__all__ = ["WIDTH", "aligned", "count", "fitted", "labelled", "number", "percent", "power", "size", "wrapped"]
+__all__ = ["WIDTH", "aligned", "count", "filled", "fitted", "labelled", "number", "percent", "places", "power", "size",
+           "wrapped"]  # fmt: skip
 
-WIDTH = 120
-"""Columns of a page of text."""
+WIDTH = 100
+"""Columns of a page of text: what a notebook of 1000 pixels shows without breaking lines."""
 
 # Columns that a wrapped cell keeps, and one that is cut short: that one gives first, the last pair where it must be.
-_FLOORS = ((120, 34), (13, 34), (7, 16))
+_FLOORS = ((WIDTH, 30), (13, 30), (9, 14))
 _BREAKS = re.compile(r"(?<=[./_])(?=[^\d\s])|(?<=[^\d\s][./_])(?=\d)|(?<=\s)")  # a path after a part, a number never
 _FOLDERS = re.compile(r"(?<=[/\s])")
 _UNIT = re.compile(r"(?<=\d) (?=[kMGT]?B\b)")
@@ -85,10 +86,24 @@ def labelled(label: str, text: str) -> str:
                          break_long_words=False)  # fmt: skip
 
 
-def fitted(lines: Sequence[Sequence[str]], right: Container[int] = (), cut: Container[int] = ()) -> Iterator[list[str]]:
+def filled(lines: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
+    """Return lines of cells, the first of them the titles, without the columns that have nothing but a title."""
+    columns = [column for column in zip(*lines, strict=True) if not set(column[1:]) <= {"", "-", "–"}]
+    return list(zip(*columns, strict=True))
+
+
+def places(titles: Sequence[str], chosen: Container[str]) -> set[int]:
+    """Return where the columns of these titles are."""
+    return {place for place, title in enumerate(titles) if title in chosen}
+
+
+def fitted(
+    lines: Sequence[Sequence[str]], right: Container[int] = (), cut: Collection[int] = ()
+) -> Iterator[list[str]]:
     """Yield for each line of cells the lines of text that it takes in a table of at most `WIDTH` columns.
 
-    Cells that are too wide go on below, paths broken after a dot; those of the columns in `cut` end in "…".
+    Cells that are too wide go on below, paths broken after a dot; those of the columns in `cut` take no line more
+    than the others, and end in "…".
     """
     columns = list(zip(*lines, strict=True))
     widths = [max(map(len, column)) for column in columns]
@@ -96,11 +111,12 @@ def fitted(lines: Sequence[Sequence[str]], right: Container[int] = (), cut: Cont
         floors = {place: fewest if place in cut else narrowest for place in range(len(widths)) if place not in right}
         _narrow(widths, floors)
     for line in lines:
-        cells = [
-            [_shortened(cell, width)] if place in cut else _broken(cell, width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        rows = ([cell[row] if row < len(cell) else "" for cell in cells] for row in range(max(map(len, cells))))
+        pairs = enumerate(zip(line, widths, strict=True))
+        cells = [textwrap.wrap(cell, width) if place in cut else _broken(cell, width) for place, (cell, width) in pairs]
+        height = max(len(cell) for place, cell in enumerate(cells) if place not in cut)
+        for place in cut:
+            cells[place] = _cut(cells[place], height, widths[place])
+        rows = ([cell[row] if row < len(cell) else "" for cell in cells] for row in range(height))
         yield [_line(row, widths, right) for row in rows]
 
 
@@ -127,8 +143,12 @@ def _line(cells: Sequence[str], widths: Sequence[int], right: Container[int]) ->
     return "  ".join(padded).rstrip()
 
 
-def _shortened(cell: str, width: int) -> str:
-    return cell if len(cell) <= width else cell[: width - 1].rstrip(" ,:;") + "…"
+def _cut(lines: list[str], height: int, width: int) -> list[str]:
+    """The first lines of a cell, the last of them ending in dots where there are more."""
+    if len(lines) <= height:
+        return lines
+    more = f"{lines[height - 1]} {lines[height]}"[: width - 1]
+    return [*lines[: height - 1], more.rstrip(" ,:;") + "…"]
 
 
 def _broken(cell: str, width: int) -> list[str]:

@@ -10,10 +10,10 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from amplab.trace.plain_html import Markup, dtype_chips, figures, html_table, key, markup, name, page, ribbon
-from amplab.trace.plain_words import count, size
+from amplab.trace.plain_words import count, filled, places, size
 from amplab.trace.records import OpRecord
 from amplab.trace.table import folded
-from amplab.trace.xray_text import cells, dtypes, heads, totals
+from amplab.trace.xray_text import NUMBERS, cells, dtypes, heads, totals
 
 if TYPE_CHECKING:
     from amplab.trace.xray_value import XRay
@@ -75,10 +75,13 @@ def _part(xray: "XRay", module: str, groups: list[list[OpRecord]]) -> str:
     runs = _runs(records)
     numbers = (_figure(f"{len(records):,}", "ops"), _figure(size(moved), "of casts"), _figure(size(kept), "kept"))
     columns = _columns((name(module) if module else "outside of every module", ribbon(runs, _said(runs)), *numbers))
+    titles, *lines = filled(
+        [_without_module(each) for each in (heads(xray), *(_line(group, xray) for group in groups))]
+    )
     table = html_table(
-        _without_module(heads(xray)),
-        [_without_module(_line(group, xray)) for group in groups],
-        right={0, 4},
+        titles,
+        lines,
+        right=places(titles, NUMBERS),
         caption=f"Ops of {module}" if module else "Ops outside of every module",
         groups=[group[0].phase for group in groups],
     )

@@ -1,4 +1,4 @@
-"""An X-ray as text: what it comes to, and a table of its ops below, at most 120 columns wide.
+"""An X-ray as text: what it comes to, and a table of its ops below, no wider than a page.
 
 Ops that follow each other and differ in nothing but shape share a line, as in `Trace.rows`. A reason that is too long
 for its column is cut short there and stands in full under the table, once.
@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from amplab.trace.kept_tensors import KeptBytes
-from amplab.trace.plain_words import WIDTH, count, fitted, power, size, wrapped
+from amplab.trace.plain_words import WIDTH, count, filled, fitted, places, power, size, wrapped
 from amplab.trace.records import OpRecord, TensorInfo
 from amplab.trace.statistics import OpStatistics
 from amplab.trace.table import folded
@@ -17,10 +17,13 @@ from amplab.trace.table import folded
 if TYPE_CHECKING:
     from amplab.trace.xray_value import XRay
 
-__all__ = ["cells", "dtypes", "heads", "summary", "text", "totals"]
+__all__ = ["NUMBERS", "cells", "dtypes", "heads", "summary", "text", "totals"]
 
-_HEADS = ("#", "op", "module", "line", "in → out", "cast bytes", "reason")
-_MEASURED = ("smallest..largest", "of them")
+NUMBERS = ("#", "cast")
+"""The columns of numbers."""
+
+_HEADS = ("#", "op", "module", "line", "in → out", "cast", "reason")
+_MEASURED = ("values", "of them")
 _COUNTED = {"zeros": "zero", "half_subnormals": "subnormal", "infs": "inf", "nans": "nan"}
 _MOST_MODULES = 8
 
@@ -28,9 +31,8 @@ _MOST_MODULES = 8
 def text(xray: "XRay", *, every: bool = False) -> str:
     """Return what it comes to and the table."""
     groups = [[record] for record in xray.trace] if every else list(folded(xray.trace))
-    titles = heads(xray)
-    table = [titles, *(cells(group, xray) for group in groups)]
-    head, *lines = fitted(table, right={0, 5} if xray.statistics is None else {0, 5, 6}, cut={len(titles) - 1})
+    titles, *body = filled([heads(xray), *(cells(group, xray) for group in groups)])
+    head, *lines = fitted([titles, *body], right=places(titles, NUMBERS), cut={len(titles) - 1})
     phases = [group[0].phase for group in groups]
     shown = [*map(wrapped, totals(xray)), "", *head]
     for phase, members in groupby(range(len(groups)), key=phases.__getitem__):
@@ -109,9 +111,9 @@ def _why(group: Sequence[OpRecord], xray: "XRay") -> str:
     parameters = [member.parameter for member in group if member.parameter and member.is_cast]
     served = [xray.trace.records[index].parameter for member in group for index in member.served]
     parts = (
+        ", ".join(parameters),
+        f"{', '.join(served)} from the cache" if served else "",
         record.reason,
-        f"of {', '.join(parameters)}" if parameters else "",
-        f"{', '.join(served)} from the weight cache" if served else "",
         record.note,
     )
     return "; ".join(filter(None, parts))
@@ -130,7 +132,7 @@ def _measured(group: Sequence[OpRecord], statistics: Mapping[int, OpStatistics])
     counts = {word: sum(getattr(stats, name) for stats in found) for name, word in _COUNTED.items()}
     largest = max((stats.absmax for stats in found), default=0.0)
     smallest = min((stats.smallest_nonzero for stats in found), default=0.0)
-    span = f"{smallest:.2g}..{largest:.3g}" if largest else ""
+    span = f"{smallest:.2g} to {largest:.3g}" if largest else ""
     return span, ", ".join(f"{times:,} {word}" for word, times in counts.items() if times)
 
 

@@ -82,7 +82,7 @@ def test_a_remedy_is_code_as_it_was_given():
 def test_long_words_stay_within_a_page_and_code_is_not_broken():
     long = finding(symptom="word " * 60, cause="why " * 60, remedy="x" * 200, evidence=dict.fromkeys("abcdefgh" * 9, 1))
     *lines, code = str(long).splitlines()
-    assert max(map(len, lines)) <= 120
+    assert max(map(len, lines)) <= 100
     assert len(lines) > 5
     assert code.endswith("x" * 200)
 

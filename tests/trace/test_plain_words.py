@@ -45,6 +45,6 @@ def test_numbers(given, shown):
 
 
 def test_a_sentence_keeps_its_units():
-    text = wrapped("x" * 114 + " 512 kB and so on")
+    text = wrapped("x" * 94 + " 512 kB and so on")
     assert text.splitlines()[1].strip() == "512 kB and so on"
     assert all(len(line) <= WIDTH for line in labelled("seen", "word " * 90).splitlines())

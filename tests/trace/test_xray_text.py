@@ -34,10 +34,10 @@ def parts(text: str) -> list[list[str]]:
 
 def test_the_table_has_a_line_for_each_row_and_the_phases_apart(found):
     totals, (head, *lines), _ = parts(str(found))
-    assert " ".join(head.split()) == "# op module line in → out cast bytes smallest..largest of them reason"
+    assert " ".join(head.split()) == "# op module line in → out cast values of them reason"
     phases = [line for line in lines if line.startswith("-- ")]
     assert [phase.split()[1] for phase in phases] == ["forward", "backward"]
-    (relu,) = [line for line in lines if " relu " in line and "mirror" not in line]
+    (relu,) = [line for line in lines[: lines.index(phases[1])] if " relu " in line]
     assert re.search(r"relu\s+Net\s+trace/\s+float16 →\s", relu)  # the cells go on below
     assert " ".join(line.strip() for line in totals).startswith(f"{repr(found)[5:-1]}.")
     assert "Backward starts from cross_entropy, as given, times 2^16." in totals
@@ -63,14 +63,14 @@ def test_a_page_of_text_is_wide_enough_for_long_names(stats):
             return self.encoder_of_the_source_language["layers"]["a_residual_attention_block_with_a_long_name"](x)
 
     text = str(xray(Model(), torch.ones(2, 16), opt_level="O1", stats=stats))
-    assert max(map(len, text.splitlines())) <= 120
+    assert max(map(len, text.splitlines())) <= 100
     assert "attention_block" in text
 
 
 def test_reasons_that_are_cut_short_stand_below_once(found):
     *_, reasons = parts(str(found))
     assert reasons[0] == "In full:"
-    whole = " ".join(reasons).replace("  ", " ")
+    whole = " ".join(" ".join(reasons).split())
     linear = next(record.reason for record in found.trace if record.op == "linear" and len(record.reason) > 90)
     assert whole.count(linear) == 1
     assert linear not in " ".join(parts(str(found))[1])
