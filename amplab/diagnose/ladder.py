@@ -161,7 +161,7 @@ def _verdict(failure: str | None) -> Markup:
 
 def _tell(line: str) -> None:
     """Progress goes to standard error; in a notebook that is a red box, and looks like a failure."""
-    stream = sys.stdout if "ipykernel" in sys.modules else sys.stderr
+    stream = sys.stdout if type(sys.stdout).__module__.startswith("ipykernel.") else sys.stderr
     stream.write(f"{line}\n")
 
 
