@@ -55,7 +55,7 @@ def html(found: FirstNonfinite) -> str:
         steps.append(f'<li class="faint">{len(way) - _MOST:,} ops more</li>')
     steps.append(f"<li><strong>{markup(found.result)}</strong> is not finite</li>")
     return page(
-        f"{sentence(found)}; {_CAUSES[found.cause]}",
+        f"{found.result} is not finite because of the {found.cause}: {_CAUSES[found.cause]}",
         _trials(found),
         f'<ol class="way">{_origin(found)}{"".join(steps)}</ol>',
     )

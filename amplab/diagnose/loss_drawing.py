@@ -22,7 +22,7 @@ def loss_drawing(losses: Sequence[float], of_all: Sequence[Sequence[float]]) -> 
     if not finite or not losses:
         return Markup("–")
     low, high, steps = min(finite), max(finite), max(map(len, of_all))
-    reference = _line(of_all[-1], low, high, steps, "stroke:currentColor; opacity:0.3; stroke-width:3")
+    reference = _line(of_all[-1], low, high, steps, "stroke:currentColor; opacity:0.4; stroke-width:1.5")
     own = _line(losses, low, high, steps, "stroke:currentColor; stroke-width:1.5")
     shown = [loss for loss in losses if math.isfinite(loss)]
     said = f"loss from {shown[0]:.4g} to {shown[-1]:.4g}" if shown else "no finite loss"

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amplab.diagnose import Finding, Findings, Observation, run_findings
-from amplab.diagnose.examination import causes_first
 from amplab.lab.events import GradientSample, StepRecord
+from amplab.lab.explained import logged, with_explained
 from amplab.lab.forward_check import ForwardCheck
 from amplab.lab.gradient_sample import GradientMeasure
 from amplab.lab.history import History
@@ -167,8 +167,7 @@ class Watch:
 
     def findings(self) -> Findings:
         """Return what the rules find in the skipped steps that were explained and in the run, the worst first."""
-        explained = {(each.name, each.module, each.op): each for each in self._explained}  # the last of its kind
-        return Findings.ranked(causes_first((*run_findings(self.observation), *explained.values())))
+        return with_explained(run_findings(self.observation), self._explained)
 
     def subscribe(self, callback: Callable[[StepRecord], object]) -> Callable[[], None]:
         """Call `callback` with every `StepRecord`, in the loop's thread; return a function that ends this."""
@@ -248,7 +247,7 @@ class Watch:
         if self._check is not None:
             module, self._check = self._check.first(), None
             if module is not None:
-                self._explained.append(_forward_finding(record, module))
+                self._explain(record, _forward_finding(record, module))
         self._skips_in_a_row = self._skips_in_a_row + 1 if record.skipped else 0
         if self._replay.is_worth_it(self._skips_in_a_row):
             try:
@@ -256,9 +255,14 @@ class Watch:
             except Exception as error:  # noqa: BLE001  the loop goes on whatever becomes of the look at it
                 self._fail(f"step {record.step} could not be run again: {type(error).__name__}: {error}")
             else:
-                self._explained += [] if found is None else [found]
+                if found is not None:
+                    self._explain(record, found)
         elif self._skips_in_a_row == _LOOK_AT and not self._replay.is_possible:
             self._check = ForwardCheck(self._model)
+
+    def _explain(self, record: StepRecord, found: Finding) -> None:
+        self._explained.append(found)
+        self._recorder.note("finding", step=record.step, finding=logged(found))
 
     def _fail(self, text: str) -> None:
         self._failures.append(text)

@@ -17,22 +17,28 @@ if TYPE_CHECKING:
 
 __all__ = ["html"]
 
-_HEADS = ("parameter", "elements", "exponents at this scale", "lost at scale 1", "lost at this scale", "overflow",
-          "largest scale that fits")  # fmt: skip
 _WIDTH, _HEIGHT = 240, 22  # of a drawing, in pixels
 _BIN, _BEYOND = 4, 8  # units of a power of two; powers of two that are shown beside the format's
 
 
 def html(found: "GradientRange") -> str:
     """Return the range as a piece of a page."""
-    rows = found.rows()
+    rows, scale = found.rows(), power(found.loss_scale)
+    heads = (
+        "parameter",
+        "elements",
+        f"exponents at {scale}",
+        "lost at 1",
+        f"lost at {scale}",
+        "overflow",
+        "fits up to",
+    )
     lines = [
         _line(row, found.at_scale(histogram), found.format)
         for row, (_, histogram) in zip(rows, found.layers, strict=True)
     ]
-    table = html_table(
-        _HEADS, lines, right={1, 3, 4, 5, 6}, caption=f"Gradients by parameter against {found.format.name}"
-    )
+    caption = f"Gradients by parameter against {found.format.name}"
+    table = html_table(heads, lines, right={1, 3, 4, 5, 6}, caption=caption)
     return page(found.sentence, _key(found.format), table) if lines else page(found.sentence)
 
 

@@ -12,7 +12,7 @@ WIDTH = 100
 """Columns of a page of text: what a notebook of 1000 pixels shows without breaking lines."""
 
 # Columns that a wrapped cell keeps, and one that is cut short: that one gives first, the last pair where it must be.
-_FLOORS = ((WIDTH, 30), (13, 30), (9, 14))
+_FLOORS = ((WIDTH, 24), (13, 24), (9, 14))
 _BREAKS = re.compile(r"(?<=[./_])(?=[^\d\s])|(?<=[^\d\s][./_])(?=\d)|(?<=\s)")  # a path after a part, a number never
 _FOLDERS = re.compile(r"(?<=[/\s])")
 _UNIT = re.compile(r"(?<=\d) (?=[kMGT]?B\b)")

@@ -179,7 +179,8 @@ def _line(group: list[dict[str, Any]]) -> tuple[str, ...]:
     op = f"{row['op']}, backward" if row["phase"] == "backward" else row["op"]
     before, after = row["before"] or "(not there)", row["after"] or "(gone)"
     named = op if len(group) == 1 else f"{op} ×{len(group)}"
-    return named, row["module"] or "-", row["line"] or "-", before, after, row["reason"]
+    place = row["line"].rpartition("/")[2] or "-"
+    return named, row["module"] or "-", place, before, after, row["reason"]
 
 
 def _html_line(group: list[dict[str, Any]]) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ Ops that follow each other and differ in nothing but shape share a line, as in `
 for its column is cut short there and stands in full under the table, once.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -26,18 +27,19 @@ _HEADS = ("#", "op", "module", "line", "in → out", "cast", "reason")
 _MEASURED = ("values", "of them")
 _COUNTED = {"zeros": "zero", "half_subnormals": "subnormal", "infs": "inf", "nans": "nan"}
 _MOST_MODULES = 8
+_MIRROR = re.compile(r"^autograd's mirror of \S+ (#\d+)")
 
 
 def text(xray: "XRay", *, every: bool = False) -> str:
     """Return what it comes to and the table."""
     groups = [[record] for record in xray.trace] if every else list(folded(xray.trace))
-    titles, *body = filled([heads(xray), *(cells(group, xray) for group in groups)])
+    titles, *body = filled([heads(xray), *(_brief(cells(group, xray)) for group in groups)])
     head, *lines = fitted([titles, *body], right=places(titles, NUMBERS), cut={len(titles) - 1})
     phases = [group[0].phase for group in groups]
     shown = [*map(wrapped, totals(xray)), "", *head]
     for phase, members in groupby(range(len(groups)), key=phases.__getitem__):
         shown += [f"-- {phase} ".ljust(WIDTH, "-"), *(line for place in members for line in lines[place])]
-    return "\n".join([*shown, *_reasons(groups, shown)])
+    return "\n".join([*shown, *_reasons(groups, lines)])
 
 
 def summary(xray: "XRay") -> str:
@@ -112,19 +114,25 @@ def _why(group: Sequence[OpRecord], xray: "XRay") -> str:
     served = [xray.trace.records[index].parameter for member in group for index in member.served]
     parts = (
         ", ".join(parameters),
-        f"{', '.join(served)} from the cache" if served else "",
+        f"cached: {', '.join(served)}" if served else "",
         record.reason,
         record.note,
     )
     return "; ".join(filter(None, parts))
 
 
-def _reasons(groups: Sequence[Sequence[OpRecord]], shown: Sequence[str]) -> list[str]:
-    """The reasons that the table has no room for, each once."""
-    said = "\n".join(shown)
-    forward = [group[0].reason for group in groups if group[0].phase == "forward"]  # backward mirrors it
-    whole = dict.fromkeys(reason for reason in forward if reason not in said)
+def _reasons(groups: Sequence[Sequence[OpRecord]], lines: Sequence[Sequence[str]]) -> list[str]:
+    """The reasons that the table has cut short, each once; those of backward mirror these."""
+    pairs = zip(groups, lines, strict=True)
+    cut = [group[0] for group, shown in pairs if any(line.endswith("…") for line in shown)]
+    whole = dict.fromkeys(record.reason for record in cut if record.phase == "forward")
     return ["", "In full:", *map(wrapped, whole)] if whole else []
+
+
+def _brief(line: tuple[str, ...]) -> tuple[str, ...]:
+    """A line of cells in few words: the file without its folder, and what backward mirrors by its number alone."""
+    number, op, module, place, *others, reason = line
+    return number, op, module, place.rpartition("/")[2], *others, _MIRROR.sub(r"mirror of \1", reason)
 
 
 def _measured(group: Sequence[OpRecord], statistics: Mapping[int, OpStatistics]) -> tuple[str, str]:

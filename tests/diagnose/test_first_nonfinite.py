@@ -318,7 +318,7 @@ def test_the_page_leads_from_the_first_op_to_the_result():
     with under("torch", model, x, y) as (loss_fn, amp):
         found = first_nonfinite(model, loss_fn, amp=amp)
     read = outline(found._repr_html_())
-    assert read.words.startswith("loss is not finite: the format; it is finite in float32")
+    assert read.words.startswith("loss is not finite because of the format: it is finite in float32")
     assert [each.get("class") for each in read.named("li")][:2] == ["origin", None]
     assert str(found.record.line) in read.words
     assert found.record.line.source in read.text
