@@ -21,7 +21,7 @@ def finding_html(finding: Finding, *, is_open: bool) -> Markup:
         f'<span class="badge">{severity}</span> <strong>{markup(finding.symptom)}</strong></summary>'
         f'<p class="faint">{_where(finding)}</p>'
         f'<p>{markup(finding.cause)} <span class="faint">({markup(finding.certainty)})</span></p>'
-        f'<pre tabindex="0" aria-label="remedy"><code>{markup(finding.remedy)}</code></pre>'
+        f'<pre tabindex="0" role="group" aria-label="remedy"><code>{markup(finding.remedy)}</code></pre>'
         f"{_evidence(finding)}</details>"
     )
 

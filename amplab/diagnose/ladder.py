@@ -134,7 +134,7 @@ class LadderReport:
         reference = self.rungs[-1].loss
         return (
             rung.name,
-            f"{rung.loss:.5g}",
+            f"{rung.loss:.5g}" if math.isfinite(rung.loss) else "not finite",
             "–" if rung is self.rungs[-1] else _against(rung.loss, reference),
             "–" if rung.score is None else f"{rung.score:.4g}",
             f"{rung.skipped} of {len(rung.steps)}",

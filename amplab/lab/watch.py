@@ -38,6 +38,8 @@ from amplab.lab.scale_probe import Outcome, probe_of
 from amplab.lab.step_replay import StepReplay
 from amplab.lab.tensorboard_scalars import TensorBoardScalars
 from amplab.lab.watched_run import WatchedRun
+from amplab.trace.plain_html import page
+from amplab.trace.plain_words import count
 
 __all__ = ["Watch", "watch"]
 
@@ -183,7 +185,8 @@ class Watch:
         return f"{self!r}\n{self.findings()}"
 
     def _repr_html_(self) -> str:
-        return self.findings()._repr_html_()
+        steps = f"{count(len(self.history), 'step')}, {self.history.skip_count:,} skipped"
+        return page(f"{self.config.model} with {self.config.optimizer}: {steps}") + self.findings()._repr_html_()
 
     # -- what the hooks see ------------------------------------------------------------------------
 

@@ -106,7 +106,7 @@ def ribbon(runs: Iterable[tuple[str, bool, int, str]], label: str, *, turned: bo
         for dtype, is_cast, times, said in runs
     )
     return Markup(
-        f'<div class="ribbon{" turned" if turned else ""}" role="img" aria-label="{escape(label)}">{parts}</div>'
+        f'<span class="ribbon{" turned" if turned else ""}" role="img" aria-label="{escape(label)}">{parts}</span>'
     )
 
 

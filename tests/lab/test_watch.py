@@ -220,6 +220,7 @@ def test_a_skipped_step_is_run_again_and_named(face, tmp_path):
     first = w.findings()[0]
     assert (first.name, first.severity) == ("logits-overflow-half", "error")
     assert first.op == "matmul"
+    assert "Attention with SGD: 4 steps, 2 skipped" in w._repr_html_()
     later = load_run(w.log_path).findings()[0]  # a log opened later knows it, too
     assert {**later.as_dict(), "evidence": {}} == {**first.as_dict(), "evidence": {}}
     assert later.evidence.keys() == first.evidence.keys()

@@ -40,7 +40,7 @@ def test_the_bands_count_every_op_once(found):
     shares = [int(each["style"].removeprefix("flex-grow:")) for each in read.named("i") if each["title"]]
     shown = sum(not record.folds for record in found.trace)
     assert sum(shares) == 2 * shown  # the whole step, and module by module
-    (forward, backward, *_) = [each["aria-label"] for each in read.named("div") if each.get("role") == "img"]
+    (forward, backward, *_) = [each["aria-label"] for _, each in read.tags if each.get("role") == "img"]
     casts = sum(record.is_cast and record.phase == "forward" for record in found.trace)
     assert forward.startswith("forward: ")
     assert f"{casts - 1} casts to float16" in forward  # one goes back to float32 for the loss
