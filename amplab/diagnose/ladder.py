@@ -137,7 +137,7 @@ class LadderReport:
             f"{rung.loss:.5g}" if math.isfinite(rung.loss) else "not finite",
             "–" if rung is self.rungs[-1] else _against(rung.loss, reference),
             "–" if rung.score is None else f"{rung.score:.4g}",
-            f"{rung.skipped} of {len(rung.steps)}",
+            f"{rung.skipped} of {len(rung.steps)}" if rung.steps else "–",
             power(rung.steps[-1].loss_scale) if rung.steps else "–",
             f"{rung.steps_per_second:,.{0 if rung.steps_per_second >= 10 else 1}f}" if rung.steps else "–",
             size(rung.state_bytes) if rung.steps else "–",

@@ -46,6 +46,7 @@ LAID_OUT = """() => [...document.querySelectorAll('.amplab-plain')].map(page => 
     code: style('td code', 'backgroundColor'),
     ink: getComputedStyle(page).color,
     chip: style('.chip[data-dtype=float32]', 'boxShadow'),
+    drawn: [...page.querySelectorAll('.ribbon i')].every(each => each.offsetHeight > 8 || !each.offsetParent),
     band: style('.ribbon i[data-dtype=float16]:not(.cast)', 'backgroundColor'),
   };
 })"""
@@ -62,6 +63,7 @@ def test_tables_keep_their_shape_and_follow_the_theme(page: LabPage, tmp_path: P
     assert len(light) == len(CELLS) - 1
     for each in light:
         assert each["over"] <= 0  # wide tables scroll by themselves
+        assert each["drawn"]
         assert each["text"] in (["left"], ["start"], [])
         assert each["numbers"] in (["right"], [])
         assert set(each["rows"]) | set(each["code"]) <= {"rgba(0, 0, 0, 0)"}
