@@ -11,10 +11,14 @@ The rules themselves are in the files named ``…_rules``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from html import escape
 from typing import Any, Literal, get_args, overload
+
+from amplab.diagnose.finding_html import finding_html
+from amplab.trace.plain_html import page
+from amplab.trace.plain_words import count, labelled, number
 
 __all__ = ["CERTAINTIES", "SEVERITIES", "Certainty", "Finding", "Findings", "Number", "Severity"]
 
@@ -26,7 +30,7 @@ SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 CERTAINTIES: tuple[Certainty, ...] = get_args(Certainty)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Finding:
     """One thing that a rule has found.
 
@@ -80,31 +84,24 @@ class Finding:
         return {**asdict(self), "evidence": dict(self.evidence)}
 
     def __str__(self) -> str:
-        numbers = ", ".join(f"{name} = {_shown(value)}" for name, value in self.evidence.items())
+        numbers = ", ".join(f"{name} = {number(value)}" for name, value in self.evidence.items())
         lines = (
             f"[{self.severity}] {self.name}{f': {self.where}' if self.where else ''}",
-            f"  seen      {self.symptom}",
-            f"  because   {self.cause} ({self.certainty})",
-            f"  numbers   {numbers}" if numbers else "",
-            "  to do     " + self.remedy.replace("\n", "\n            "),
+            labelled("seen", self.symptom),
+            labelled("because", f"{self.cause} ({self.certainty})"),
+            labelled("numbers", numbers) if numbers else "",
+            "  to do     " + self.remedy.replace("\n", "\n            "),  # code, which no line may break
         )
         return "\n".join(filter(None, lines))
 
+    def __repr__(self) -> str:
+        return f"<Finding: {self.severity}: {self.name}{f': {self.where}' if self.where else ''}>"
+
     def _repr_html_(self) -> str:
-        numbers = ", ".join(f"{escape(name)} = {escape(_shown(value))}" for name, value in self.evidence.items())
-        return (
-            f'<div style="border-left: 4px solid {_COLOURS[self.severity]}; padding: 2px 10px; margin: 8px 0">'
-            f"<b>{escape(self.severity)}</b> <code>{escape(self.name)}</code> {escape(self.where)}"
-            f"<div>{escape(self.symptom)}</div><div>{escape(self.cause)} <i>({escape(self.certainty)})</i></div>"
-            f'<div style="opacity: 0.75">{numbers}</div><pre style="margin: 4px 0">{escape(self.remedy)}</pre></div>'
-        )
+        return page("", finding_html(self, is_open=True))
 
 
-# Told apart in a light and in a dark page; the word beside it says the same.
-_COLOURS = {"error": "#d03b3b", "warning": "#c98500", "note": "#6b7f99"}
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Findings(Sequence[Finding]):
     """Findings, the ones to look at first in front: by severity, then by certainty, then in the order given.
 
@@ -153,13 +150,21 @@ class Findings(Sequence[Finding]):
     def __str__(self) -> str:
         return "\n\n".join(map(str, self.found)) if self.found else "nothing found"
 
+    def __repr__(self) -> str:
+        return f"<Findings: {self.sentence}>"
+
+    @property
+    def sentence(self) -> str:
+        """How many there are of each severity, in one line."""
+        times = Counter(each.severity for each in self.found)
+        return ", ".join(count(times[each], each) for each in SEVERITIES if times[each]) or "nothing found"
+
     def _repr_html_(self) -> str:
-        return "".join(each._repr_html_() for each in self.found) or "<div>nothing found</div>"
+        """Notes are folded: they do no harm."""
+        if not self.found:
+            return page("", '<p><span class="good">✓</span> nothing found</p>')
+        return page(self.sentence, *(finding_html(each, is_open=each.severity != "note") for each in self.found))
 
 
 def _rank(finding: Finding) -> tuple[int, int]:
     return SEVERITIES.index(finding.severity), CERTAINTIES.index(finding.certainty)
-
-
-def _shown(value: Number) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from amplab.amp import Session, default_session
 from amplab.diagnose.blame import Blame, blame
+from amplab.diagnose.first_nonfinite_page import html, sentence, text
 from amplab.diagnose.reruns import Outcome, probe
 from amplab.diagnose.statistics import Statistics, extremes, read, statistics
 from amplab.diagnose.values import ObservedStep, measured_in, observe_step, tensors_in, writes_values
@@ -53,7 +54,7 @@ class Setting:
     level: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FirstNonfinite:
     """Where a step left the range of its numbers.
 
@@ -94,15 +95,14 @@ class FirstNonfinite:
         return self.record.phase if self.record else ""
 
     def __str__(self) -> str:
-        where = (
-            f"{self.record.op} in {self.record.module or 'no module'} ({self.phase})" if self.record else self.tensor
-        )
-        read_ = "; ".join(map(str, self.inputs))
-        way = " -> ".join(
-            dict.fromkeys(f"{each.op}{f' in {each.module}' if each.module else ''}" for each in self.chain)
-        )
-        lines = (f"{self.result} is not finite: the {self.cause}", f"  began at  {where}", f"  read      {read_}")
-        return "\n".join((*lines, f"  wrote     {self.output}", f"  led on    {way}"))
+        return text(self)
+
+    def __repr__(self) -> str:
+        where = f"{self.record.op} in {self.record.module or 'no module'}" if self.record else self.tensor
+        return f"<FirstNonfinite: {sentence(self)}, at {where}>"
+
+    def _repr_html_(self) -> str:
+        return html(self)
 
 
 def first_nonfinite(

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from html import escape
 from itertools import islice
 from typing import Any
 
@@ -22,7 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from amplab.amp.rng_state import capture_rng, restore_rng
+from amplab.diagnose.loss_drawing import loss_drawing
 from amplab.diagnose.trial import MakeOptimizer, Precision, Trial, TrialStep, check_model, check_optimizer
+from amplab.trace.plain_html import Markup, html_table, markup, page
+from amplab.trace.plain_words import fitted, power, size, wrapped
 
 __all__ = ["RUNGS", "LadderReport", "LadderRung", "ladder"]
 
@@ -37,7 +39,8 @@ RUNGS: dict[str, Precision] = {
 
 _MOST_SKIPS = 0.1  # of the steps: more, and the learning rate schedule is another one
 _FEWEST = 5  # skips while a dynamic scale finds its place are normal
-_COLUMNS = ("rung", "loss", "against fp32", "score", "skipped", "loss scale", "steps/s", "MiB", "verdict")
+_COLUMNS = ("rung", "loss", "against fp32", "score", "skipped", "loss scale", "steps/s", "memory", "verdict")
+_RIGHT = range(1, 8)  # columns of numbers
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class LadderRung:
         return sum(step.skipped for step in self.steps)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LadderReport:
     """Every rung, the recommended one, and why.
 
@@ -93,23 +96,28 @@ class LadderReport:
 
     def text(self) -> str:
         """The recommendation, and a line per rung."""
-        lines = [self._cells(rung) for rung in self.rungs]
-        widths = [max(map(len, column)) for column in zip(_COLUMNS, *lines, strict=True)]
-        table = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in (_COLUMNS, *lines)]
-        return "\n".join([*self._sentences(), *table])
+        table = fitted([_COLUMNS, *map(self._cells, self.rungs)], right=_RIGHT)
+        return "\n".join([*map(wrapped, self._sentences()), "", *(line for lines in table for line in lines)])
 
     def __str__(self) -> str:
         """The text."""
         return self.text()
 
+    def __repr__(self) -> str:
+        return f"<LadderReport: {next(self._sentences())}>"
+
     def _repr_html_(self) -> str:
-        head = "".join(f"<th style='text-align:left'>{title}</th>" for title in _COLUMNS)
-        body = "".join(
-            "<tr>" + "".join(f"<td style='text-align:left'>{escape(cell)}</td>" for cell in self._cells(rung)) + "</tr>"
-            for rung in self.rungs
-        )
-        said = "".join(f"<p>{escape(sentence)}</p>" for sentence in self._sentences())
-        return f"<div>{said}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        first, *rest = self._sentences()
+        losses = [[step.loss for step in rung.steps] for rung in self.rungs]
+        lines = [
+            (rung.name, loss_drawing(curve, losses), *self._cells(rung)[1:-1], _verdict(rung.failure))
+            for rung, curve in zip(self.rungs, losses, strict=True)
+        ]
+        heads = (_COLUMNS[0], "loss, step by step", *_COLUMNS[1:])
+        chosen = {self.rungs.index(self.recommended)} if self.recommended.failure is None else set()
+        right = {place + 1 for place in _RIGHT}
+        table = html_table(heads, lines, right=right, caption="The rungs of the ladder", chosen=chosen)
+        return page(first, table, *(f'<p class="faint">{markup(each)}</p>' for each in rest))
 
     def _sentences(self) -> Iterator[str]:
         chosen = self.recommended
@@ -126,15 +134,35 @@ class LadderReport:
         reference = self.rungs[-1].loss
         return (
             rung.name,
-            f"{rung.loss:.5g}",
-            f"{rung.loss / reference - 1:+.1%}" if reference and math.isfinite(rung.loss) else "–",
+            f"{rung.loss:.5g}" if math.isfinite(rung.loss) else "not finite",
+            "–" if rung is self.rungs[-1] else _against(rung.loss, reference),
             "–" if rung.score is None else f"{rung.score:.4g}",
-            f"{rung.skipped} of {len(rung.steps)}",
-            f"{rung.steps[-1].loss_scale:g}" if rung.steps else "–",
-            f"{rung.steps_per_second:.3g}" if rung.steps else "–",
-            f"{rung.state_bytes / 2**20:.3g}" if rung.steps else "–",
+            f"{rung.skipped} of {len(rung.steps)}" if rung.steps else "–",
+            power(rung.steps[-1].loss_scale) if rung.steps else "–",
+            f"{rung.steps_per_second:,.{0 if rung.steps_per_second >= 10 else 1}f}" if rung.steps else "–",
+            size(rung.state_bytes) if rung.steps else "–",
             rung.failure or "holds",
         )
+
+
+def _against(loss: float, reference: float) -> str:
+    """How much higher than the reference's a loss is, relatively."""
+    if not reference or not math.isfinite(loss):
+        return "–"
+    share = 100 * (loss / reference - 1)
+    return "0.0 %" if abs(share) < 0.05 else f"{share:+.1f} %"
+
+
+def _verdict(failure: str | None) -> Markup:
+    if failure is None:
+        return Markup('<span class="good">✓ holds</span>')
+    return Markup(f'<span class="bad">✗</span> {markup(failure)}')
+
+
+def _tell(line: str) -> None:
+    """Progress goes to standard error; in a notebook that is a red box, and looks like a failure."""
+    stream = sys.stdout if type(sys.stdout).__module__.startswith("ipykernel.") else sys.stderr
+    stream.write(f"{line}\n")
 
 
 def ladder(
@@ -164,7 +192,7 @@ def ladder(
         tolerance: how much higher than float32's a loss may be, relatively.
         seed: of the weights, of dropout, and of a DataLoader's order.
         rungs: name -> precision, see `amplab.diagnose.trial`; the last one is the reference.
-        tell: is told how it goes, a line per rung; standard error by default.
+        tell: is told how it goes, a line per rung; by default standard error, in a notebook the cell's output.
 
     Raises:
         ValueError: too few steps, no rung, no data. Whatever the model, the loss or the optimizer raise in the
@@ -185,7 +213,7 @@ def ladder(
     if isinstance(data, Iterator):
         data = list(islice(data, steps))  # it can be read once, and every rung reads it
     make = optimizer or (lambda weights: torch.optim.AdamW(weights, lr=1e-3))
-    tell = tell or (lambda line: sys.stderr.write(f"{line}\n"))
+    tell = tell or _tell
     climbed: list[LadderRung] = []
     for number, (name, precision) in enumerate(rungs.items(), 1):
         tell(f"rung {number} of {len(rungs)}: {name}, {steps} steps")

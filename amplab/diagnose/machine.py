@@ -10,6 +10,8 @@ import torch
 from amplab import __version__, kernels
 from amplab.kernels.recipe import obstacle
 from amplab.policies import cpu_half_mode
+from amplab.trace.plain_html import html_table, page
+from amplab.trace.plain_words import wrapped
 
 __all__ = ["MachineReport", "machine_report"]
 
@@ -19,7 +21,7 @@ _HALF = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MachineReport:
     """Facts as (name, sentence), in reading order; prints as a table.
 
@@ -30,9 +32,15 @@ class MachineReport:
     facts: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        """Return one line for each fact."""
+        """Return one line for each fact; long ones go on below."""
         width = max(len(name) for name, _ in self.facts)
-        return "\n".join(f"{name:{width}}  {sentence}" for name, sentence in self.facts)
+        return "\n".join(wrapped(f"{name:{width}}  {sentence}", width + 2) for name, sentence in self.facts)
+
+    def __repr__(self) -> str:
+        return f"<MachineReport: {', '.join(name for name, _ in self.facts)}>"
+
+    def _repr_html_(self) -> str:
+        return page("This machine", html_table(("what", "how it stands"), self.facts, caption="This machine"))
 
 
 def machine_report() -> MachineReport:

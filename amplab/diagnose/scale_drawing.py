@@ -4,35 +4,50 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
+from amplab.trace.plain_html import Markup
+
 __all__ = ["scale_drawing"]
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 640, 220, 44, 24, 8
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 760, 220, 44, 24, 8
 _MOST_CORNERS = 400
-# Okabe and Ito's colours, told apart by nearly everyone and on light and dark ground; what was recorded has the text's.
-_COLOURS = ("currentColor", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c8c", "#b8a800")
+# Okabe and Ito's colours, told apart by nearly everyone; `plain.css` has those for a dark ground. What was recorded has
+# the text's. Dashes tell them apart without colour.
+_COLOURS = ("currentColor", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c8c")
+_DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "1 2", "12 4", "6 2 1 2")
 
 
-def scale_drawing(curves: Mapping[str, Sequence[float]]) -> str:
-    """Draw loss scales over steps, each curve a staircase with its name in the legend.
+def scale_drawing(curves: Mapping[str, Sequence[float]]) -> Markup:
+    """Draw loss scales over steps, each a staircase; below it a legend, where curves that are the same share a line.
 
     Args:
         curves: name -> the scale at every step, finite and > 0; others are left out.
     """
     exponents = [math.log2(scale) for curve in curves.values() for scale in curve if 0.0 < scale < math.inf]
     if not exponents:
-        return ""
+        return Markup("")
     low, high = math.floor(min(exponents)), max(math.ceil(max(exponents)), math.floor(min(exponents)) + 1)
     steps = max(map(len, curves.values()))
-    parts = [*_axis(low, high, steps)]
-    for number, (name, curve) in enumerate(curves.items()):
-        colour, width = _COLOURS[number % len(_COLOURS)], 2.5 if number == 0 else 1.5
-        points = " ".join(_corners(curve, low, high, steps))
-        beside = f'transform="translate(0 {1.6 * number:.1f})"'  # curves that coincide are all seen
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{width}" {beside}/>')
-        parts.append(_legend(number, name, colour))
-    label = f'role="img" aria-label="loss scale of {escape(", ".join(curves))}"'
-    size = f'viewBox="0 0 {_WIDTH + 100} {_HEIGHT}" width="100%" style="max-width:{_WIDTH + 100}px"'
-    return f'<svg {size} {label} font-size="11" fill="currentColor">{"".join(parts)}</svg>'
+    alike: dict[tuple[float, ...], list[str]] = {}
+    for name, curve in curves.items():
+        alike.setdefault(tuple(curve), []).append(name)
+    lines = [
+        f'<polyline points="{" ".join(_corners(curve, low, high, steps))}" {_stroke(number)}/>'
+        for number, curve in enumerate(alike)
+    ]
+    legend = "".join(_legend(number, ", ".join(names)) for number, names in enumerate(alike.values()))
+    label = f'role="img" aria-label="loss scale over {steps} steps of {escape(", ".join(curves))}"'
+    size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" style="max-width:100%"'
+    drawing = (
+        f'<svg {size} {label} font-size="11" fill="currentColor">{"".join((*_axis(low, high, steps), *lines))}</svg>'
+    )
+    return Markup(f'{drawing}<div class="key">{legend}</div>')
+
+
+def _stroke(number: int) -> str:
+    """How a curve is drawn; the first one, what was recorded, is broader."""
+    place = number % len(_COLOURS)
+    colour = f'stroke="{_COLOURS[place]}" style="stroke:var(--curve-{place}, {_COLOURS[place]})"'
+    return f'fill="none" {colour} stroke-width="{2.5 if number == 0 else 2}" stroke-dasharray="{_DASHES[place]}"'
 
 
 def _corners(curve: Sequence[float], low: int, high: int, steps: int) -> Iterator[str]:
@@ -49,18 +64,20 @@ def _corners(curve: Sequence[float], low: int, high: int, steps: int) -> Iterato
 
 
 def _axis(low: int, high: int, steps: int) -> Iterator[str]:
-    every = max(1, (high - low) // 6)
-    for exponent in range(low, high + 1, every):
+    every = 2 ** max(0, math.ceil(math.log2((high - low) / 7)))
+    for exponent in range(math.ceil(low / every) * every, high + 1, every):
         height = _height(2.0**exponent, low, high)
         yield f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{height}" y2="{height}" stroke="currentColor" opacity="0.15"/>'
         yield f'<text x="{_LEFT - 6}" y="{height + 4}" text-anchor="end">2^{exponent}</text>'
-    yield f'<text x="{_WIDTH}" y="{_HEIGHT - 6}" text-anchor="end">step {steps}</text>'
+    for step, anchor in ((0, "start"), (steps // 2, "middle"), (steps, "end")):
+        yield f'<text x="{_across(step, steps)}" y="{_HEIGHT - 6}" text-anchor="{anchor}">step {step:,}</text>'
 
 
-def _legend(number: int, name: str, colour: str) -> str:
-    y = _TOP + 12 + 16 * number
-    line = f'<line x1="{_WIDTH + 10}" x2="{_WIDTH + 24}" y1="{y - 4}" y2="{y - 4}" stroke="{colour}" stroke-width="2"/>'
-    return f'{line}<text x="{_WIDTH + 29}" y="{y}">{escape(name)}</text>'
+def _legend(number: int, names: str) -> str:
+    line = f'<line x1="0" x2="26" y1="5" y2="5" {_stroke(number)}/>'
+    return (
+        f'<span><svg viewBox="0 0 26 10" width="26" height="10" aria-hidden="true">{line}</svg>{escape(names)}</span>'
+    )
 
 
 def _across(step: int, steps: int) -> float:

@@ -80,15 +80,16 @@ def twin(
 
 def _lockstep(pair: list["_Side"], number: int, batch: Any, loss: Callable[..., Tensor] | None, seed: int) -> TwinStep:
     left, right = (side.step_in_range(batch, loss, seed + number) for side in pair)
-    return TwinStep(number, left, right, tuple(_rows(number, *(side.seen for side in pair))))
+    return TwinStep(number, left, right, tuple(_rows(number, *pair)))
 
 
-def _rows(step: int, left: dict[tuple[str, str], Tensor], right: dict[tuple[str, str], Tensor]) -> Iterator[TwinRow]:
-    for (what, name), value in left.items():
-        other = right.get((what, name))
+def _rows(step: int, left: "_Side", right: "_Side") -> Iterator[TwinRow]:
+    for (what, name), value in left.seen.items():
+        other = right.seen.get((what, name))
         if other is not None and other.shape == value.shape:
-            dtype = str(other.dtype).removeprefix("torch.")
-            yield TwinRow(step, name, what, dtype, twin_error(value, other), _cancels(what, name, left))
+            dtype = str(right.grad_dtypes.get(name, other.dtype) if what == "output grad" else other.dtype)
+            error = twin_error(value, other)
+            yield TwinRow(step, name, what, dtype.removeprefix("torch."), error, _cancels(what, name, left.seen))
 
 
 def _cancels(what: str, name: str, left: dict[tuple[str, str], Tensor]) -> bool:
@@ -106,6 +107,7 @@ class _Side:
         self.trial = Trial(model, make_optimizer, precision)
         self.name = self.trial.name
         self.seen: dict[tuple[str, str], Tensor] = {}
+        self.grad_dtypes: dict[str, torch.dtype] = {}  # what they came in; they are kept unscaled, in float64
         self.scale_cuts = 0
         self._hooks = [
             module.register_forward_hook(self._see(path), with_kwargs=False) for path, module in model.named_modules()
@@ -155,4 +157,5 @@ class _Side:
             output.register_hook(lambda grad: self._keep_grad(name, grad))
 
     def _keep_grad(self, name: str, grad: Tensor) -> None:
+        self.grad_dtypes[name] = grad.dtype
         self.seen["output grad", name] = grad.detach().double() / self._scale

@@ -1,16 +1,20 @@
 """What a pair of twins had to say: every error of every step, the table per module, and the place where they part."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from html import escape
 
 from amplab.diagnose.trial import TrialStep
 from amplab.diagnose.twin_errors import TwinError
+from amplab.trace.plain_html import Markup, chip, html_table, markup, name, page
+from amplab.trace.plain_words import fitted, power, wrapped
 
 __all__ = ["TwinReport", "TwinRow", "TwinStep"]
 
-_TITLES = ("module", "what", "dtype", "relative, first", "relative, last", "worst", "ulps of half", "cosine")
+_TITLES = ("module", "what", "dtype", "error, first", "error, last", "worst", "ulps of half", "cosine")
+_DRAWN = ("module", "dtype", "relative error, first to last step", *_TITLES[3:])
+_LOW, _HIGH, _WIDTH = -6, 1, 160  # powers of ten of an error that are drawn, pixels
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class TwinRow:
     def __str__(self) -> str:
         """One sentence's worth."""
         e = self.error
-        far = f"relative error {e.relative:.2g}, {e.ulps:.2g} ulps of half, cosine {e.cosine:.4f}"
+        far = f"relative error {_share(e.relative)}, {e.ulps:.2g} ulps of half, cosine {e.cosine:.4f}"
         return f"step {self.step}, {self.what} of {self.module or 'the model'} ({self.dtype}): " + (
             far if e.is_finite else "not finite"
         )
@@ -52,7 +56,7 @@ class TwinStep:
     rows: tuple[TwinRow, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TwinReport:
     """Two precisions in lockstep.
 
@@ -89,53 +93,106 @@ class TwinReport:
 
     def text(self) -> str:
         """Where they part, the losses, and a line per tensor: its error in the first, the last and the worst step."""
-        lines = [dict(zip(_TITLES, cells, strict=True)) for cells in self._lines()]
-        widths = {title: max(len(title), *(len(line[title]) for line in lines)) for title in _TITLES}
-        table = ["  ".join(title.ljust(widths[title]) for title in _TITLES).rstrip()]
-        table += ["  ".join(line[title].ljust(widths[title]) for title in _TITLES).rstrip() for line in lines]
-        return "\n".join([*self._sentences(), *table])
+        table = fitted([_TITLES, *(_cells(rows) for rows in self._tensors())], right=range(3, 8))
+        return "\n".join([*map(wrapped, self._sentences()), "", *(line for lines in table for line in lines)])
 
     def __str__(self) -> str:
         """The text."""
         return self.text()
 
+    def __repr__(self) -> str:
+        return f"<TwinReport: {self.right} beside {self.left}: {self._outcome()}>"
+
     def _repr_html_(self) -> str:
-        head = "".join(f"<th style='text-align:left'>{title}</th>" for title in _TITLES)
-        body = "".join(
-            "<tr>" + "".join(f"<td style='text-align:left'>{escape(cell)}</td>" for cell in cells) + "</tr>"
-            for cells in self._lines()
+        first, *rest = self._sentences()
+        tensors = sorted(self._tensors(), key=lambda rows: _KINDS.index(rows[0].what))  # stable: in order within a kind
+        parted = self.parted and (self.parted.module, self.parted.what)
+        table = html_table(
+            _DRAWN,
+            [self._html_line(rows) for rows in tensors],
+            right=range(3, 8),
+            caption=first,
+            groups=[f"{rows[0].what}s" for rows in tensors],
+            chosen={place for place, rows in enumerate(tensors) if (rows[0].module, rows[0].what) == parted},
         )
-        said = "".join(f"<p>{escape(sentence)}</p>" for sentence in self._sentences())
-        return f"<div>{said}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        return page(rest[0], f"<p>{markup(first)}</p>", *(f"<p>{markup(each)}</p>" for each in rest[1:]), table)
+
+    def _html_line(self, rows: list[TwinRow]) -> tuple[str, ...]:
+        module, _, dtype, *errors = _cells(rows)
+        if rows[0].cancels:
+            return name(module), chip(dtype), errors[0], *[""] * 5
+        return name(module), chip(dtype), self._drawing(rows), *errors
+
+    def _drawing(self, rows: list[TwinRow]) -> Markup:
+        """The error of the first step as a ring, of the last as a dot, on a logarithmic line with the tolerance."""
+        first, last = (_across(row.error.relative) for row in (rows[0], rows[-1]))
+        limit, colour = _across(self.tolerance), "good" if rows[-1].error.relative <= self.tolerance else "error"
+        said = f"from {_share(rows[0].error.relative)} to {_share(rows[-1].error.relative)}"
+        return Markup(
+            f'<svg class="small" viewBox="0 0 {_WIDTH} 14" width="{_WIDTH}" height="14" role="img" aria-label="{said}">'
+            f"<title>{said}, on a line from 10^{_LOW} to 10^{_HIGH}; the mark is {self.tolerance:g}</title>"
+            f'<rect y="6" width="{_WIDTH}" height="2" opacity="0.13"/>'
+            f'<rect x="{limit}" y="1" width="1.5" height="12" opacity="0.5"/>'
+            f'<g style="stroke:var(--{colour}); stroke-width:2"><line x1="{first}" x2="{last}" y1="7" y2="7"/>'
+            f'<circle cx="{first}" cy="7" r="3" style="fill:none"/>'
+            f'<circle cx="{last}" cy="7" r="3.5" style="fill:var(--{colour})"/></g></svg>'
+        )
+
+    def _outcome(self) -> str:
+        return "they stay together" if self.parted is None else f"they part at {self.parted}"
 
     def _sentences(self) -> Iterator[str]:
         last = self.steps[-1]
         yield f"{self.right} beside {self.left}, {len(self.steps)} steps."
         if self.parted is None:
-            yield f"They stay together: no relative error above {self.tolerance:g}; the largest: {self.worst}."
+            yield f"They stay together: no relative error above {_share(self.tolerance)}; the largest: {self.worst}."
         else:
             yield f"They part at {self.parted}."
         yield f"Loss in the last step: {last.left.loss:.6g} ({self.left}), {last.right.loss:.6g} ({self.right})."
-        for name, cuts, step in ((self.left, self.left_cuts, last.left), (self.right, self.right_cuts, last.right)):
+        for side, cuts, step in ((self.left, self.left_cuts, last.left), (self.right, self.right_cuts, last.right)):
             if cuts:
-                yield f"{name}'s loss scale came down {cuts} times, to {step.loss_scale:g} in the last step."
-        for name, skipped in ((self.left, self._skipped("left")), (self.right, self._skipped("right"))):
+                yield f"{side}'s loss scale came down {cuts} times, to {power(step.loss_scale)} in the last step."
+        for side, skipped in ((self.left, self._skipped("left")), (self.right, self._skipped("right"))):
             if skipped:
                 where = f", where {skipped[0].first_nonfinite} was the first" if skipped[0].first_nonfinite else ""
-                yield f"{name} skipped {len(skipped)} of {len(self.steps)} steps{where}."
+                yield f"{side} skipped {len(skipped)} of {len(self.steps)} steps{where}."
 
     def _skipped(self, side: str) -> list[TrialStep]:
         return [each for each in (getattr(step, side) for step in self.steps) if each.skipped]
 
-    def _lines(self) -> Iterator[tuple[str, ...]]:
+    def _tensors(self) -> list[list[TwinRow]]:
+        """The rows of each tensor, step by step."""
         tensors: dict[tuple[str, str], list[TwinRow]] = {}
         for row in self.rows():
             tensors.setdefault((row.module, row.what), []).append(row)
-        for (module, what), rows in tensors.items():
-            if rows[0].cancels:
-                yield (module, what, rows[-1].dtype, "0 but for rounding", *[""] * 4)
-                continue
-            worst = max(rows, key=lambda row: row.error.relative).error
-            relative = [f"{row.error.relative:.2g}" for row in (rows[0], rows[-1])]
-            shown = (module or "(model)", what, rows[-1].dtype, *relative)
-            yield (*shown, f"{worst.relative:.2g}", f"{worst.ulps:.2g}", f"{worst.cosine:.5f}")
+        return list(tensors.values())
+
+
+_KINDS = ("output", "output grad", "weight grad")
+
+
+def _cells(rows: list[TwinRow]) -> tuple[str, ...]:
+    """The cells of one tensor's line."""
+    start = rows[0].module or "(model)", rows[0].what, rows[-1].dtype
+    if rows[0].cancels:
+        return *start, "0 but for rounding", *[""] * 4
+    worst = max(rows, key=lambda row: row.error.relative).error
+    shares = (_share(each) for each in (rows[0].error.relative, rows[-1].error.relative, worst.relative))
+    return *start, *shares, f"{worst.ulps:,.2g}" if worst.ulps < 100 else f"{worst.ulps:,.0f}", f"{worst.cosine:.5f}"
+
+
+def _share(relative: float) -> str:
+    """A relative error in percent, to two digits.
+
+    >>> _share(0.00036), _share(0.042), _share(3.8), _share(2e-8), _share(math.nan)
+    ('0.036 %', '4.2 %', '380 %', '2e-06 %', 'not finite')
+    """
+    if not math.isfinite(relative):
+        return "not finite"
+    percent = 100 * relative
+    return f"{percent:.0f} %" if percent >= 100 else f"{percent:.2g} %"
+
+
+def _across(relative: float) -> float:
+    exponent = _HIGH if not math.isfinite(relative) else math.log10(max(relative, 10.0**_LOW))
+    return round(4 + (_WIDTH - 8) * (min(exponent, _HIGH) - _LOW) / (_HIGH - _LOW), 1)

@@ -16,8 +16,12 @@ from functools import cached_property
 from amplab.diagnose.scale_drawing import scale_drawing
 from amplab.formats import FLOAT16, ExponentHistogram, FloatFormat
 from amplab.scalers import PUBLISHED_RULES, Replay, ScaleRule, replay
+from amplab.trace.plain_html import html_table, markup, page
+from amplab.trace.plain_words import count, fitted, percent, wrapped
 
 __all__ = ["ScaleRecord", "WhatIf", "WhatIfs", "named_rule", "what_if", "what_ifs"]
+
+_RIGHT = range(1, 7)  # columns of numbers
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class ScaleRecord:
     fmt: FloatFormat = FLOAT16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class WhatIf:
     """A recorded run under another rule.
 
@@ -98,11 +102,14 @@ class WhatIf:
             "lowest": _power(min(self.scales, default=math.nan)),
             "highest": _power(max(self.scales, default=math.nan)),
             "last": _power(self.scales[-1] if self.scales else math.nan),
-            "skips": str(len(self.skips)),
-            "steps lost": f"{self.steps_lost:+d}" if self.steps_lost else "0",
-            "gradients lost": "–" if self.lost_share is None else f"{self.lost_share:.1%}",
-            "certain": "to the end" if self.certain_until is None else f"up to step {self.certain_until}",
+            "skips": f"{len(self.skips):,}",
+            "steps lost": _more(self.steps_lost),
+            "gradients lost": "–" if self.lost_share is None else percent(self.lost_share),
+            "certain": "to the end" if self.certain_until is None else f"up to step {self.certain_until:,}",
         }
+
+    def __repr__(self) -> str:
+        return f"<WhatIf: {', '.join(f'{title} {cell}' for title, cell in self.row().items())}>"
 
     def __str__(self) -> str:
         """The table's line, and why the record cannot tell where it cannot."""
@@ -112,7 +119,7 @@ class WhatIf:
         return WhatIfs((self,))._repr_html_()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class WhatIfs:
     """One recorded run under several rules."""
 
@@ -138,11 +145,12 @@ class WhatIfs:
     def __str__(self) -> str:
         """An aligned table, and under it every doubt and every rule that ended the run."""
         rows = self.rows()
-        titles = list(rows[0]) if rows else []
-        widths = {title: max(len(title), *(len(row[title]) for row in rows)) for title in titles}
-        lines = ["  ".join(cell.ljust(widths[title]) for title, cell in row.items()).rstrip() for row in rows]
-        header = "  ".join(title.ljust(widths[title]) for title in titles).rstrip()
-        return "\n".join([header, *lines, *self._notes()])
+        table = fitted([list(rows[0]), *(list(row.values()) for row in rows)], right=_RIGHT) if rows else ()
+        return "\n".join([*(line for lines in table for line in lines), *map(wrapped, self._notes())])
+
+    def __repr__(self) -> str:
+        lost = ", ".join(f"{run.name} {_more(run.steps_lost)}" for run in self.runs)
+        return f"<WhatIfs: steps lost: {lost or 'no rule'}>"
 
     def _notes(self) -> Iterator[str]:
         for run in self.runs:
@@ -153,14 +161,15 @@ class WhatIfs:
 
     def _repr_html_(self) -> str:
         if not self.runs:
-            return "<p>no rule</p>"
+            return page("no rule")
         rows = self.rows()
-        head = "".join(f"<th>{title}</th>" for title in rows[0])
-        body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row.values()) + "</tr>" for row in rows)
-        notes = "".join(f"<p>{note}</p>" for note in self._notes())
         curves = {"recorded": self.runs[0].record.scales, **{run.name: run.scales for run in self.runs}}
-        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        return f"<div>{scale_drawing(curves)}{table}{notes}</div>"
+        skipped = sum(self.runs[0].record.skipped)
+        steps = count(len(curves["recorded"]), "step")
+        said = f"The loss scale of {steps}, of which {skipped:,} were skipped, under other rules"
+        table = html_table(list(rows[0]), [list(row.values()) for row in rows], right=_RIGHT, caption=said)
+        notes = "".join(f"<p>{markup(note)}</p>" for note in self._notes())
+        return page(said, scale_drawing(curves), table, notes)
 
 
 def what_if(record: ScaleRecord, rule: ScaleRule | str, name: str | None = None) -> WhatIf:
@@ -207,6 +216,11 @@ def named_rule(rule: ScaleRule | str) -> tuple[str, ScaleRule]:
         if name.lower() == rule.lower():
             return name, published
     raise ValueError(f"rule={rule!r}: no published rule has that name; choose from {', '.join(PUBLISHED_RULES)}.")
+
+
+def _more(steps: int) -> str:
+    """Steps lost more than were recorded, with their sign."""
+    return f"{steps:+,}".replace("-", "−") if steps else "0"
 
 
 def _power(scale: float) -> str:

@@ -29,6 +29,7 @@ from amplab.diagnose import Findings, WhatIf, WhatIfs, run_findings
 from amplab.formats import ExponentHistogram
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import GradientSample, StepRecord
+from amplab.lab.explained import read_back, with_explained
 from amplab.lab.history import COLUMNS, History
 from amplab.lab.observed_run import observed_run
 from amplab.lab.watched_run import WatchedRun
@@ -151,8 +152,9 @@ class Run:
     version: str
 
     def findings(self) -> Findings:
-        """Return what the rules about runs find in it."""
-        return Findings(run_findings(observed_run(self.history)))
+        """Return what the rules find in it, and what was found out about its skipped steps, the worst first."""
+        explained = [read_back(event["finding"]) for event in self.events if event["event"] == "finding"]
+        return with_explained(run_findings(observed_run(self.history)), explained)
 
     def replay(self, rule: ScaleRule | str | None = None) -> WhatIf | WhatIfs:
         """Return this run as it would have gone under another loss-scaling rule; see `History.replay`."""

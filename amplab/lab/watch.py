@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amplab.diagnose import Finding, Findings, Observation, run_findings
-from amplab.diagnose.examination import causes_first
 from amplab.lab.events import GradientSample, StepRecord
+from amplab.lab.explained import logged, with_explained
 from amplab.lab.gradient_sample import GradientMeasure
 from amplab.lab.history import History
 from amplab.lab.observed_run import LOOK_BACK, observed_run
@@ -38,6 +38,8 @@ from amplab.lab.step_check import StepCheck
 from amplab.lab.step_replay import StepReplay
 from amplab.lab.tensorboard_scalars import TensorBoardScalars
 from amplab.lab.watched_run import WatchedRun
+from amplab.trace.plain_html import page
+from amplab.trace.plain_words import count
 
 __all__ = ["Watch", "watch"]
 
@@ -167,8 +169,7 @@ class Watch:
 
     def findings(self) -> Findings:
         """Return what the rules find in the skipped steps that were explained and in the run, the worst first."""
-        explained = {(each.name, each.module, each.op): each for each in self._explained}  # the last of its kind
-        return Findings.ranked(causes_first((*run_findings(self.observation), *explained.values())))
+        return with_explained(run_findings(self.observation), self._explained)
 
     def subscribe(self, callback: Callable[[StepRecord], object]) -> Callable[[], None]:
         """Call `callback` with every `StepRecord`, in the loop's thread; return a function that ends this."""
@@ -184,7 +185,8 @@ class Watch:
         return f"{self!r}\n{self.findings()}"
 
     def _repr_html_(self) -> str:
-        return self.findings()._repr_html_()
+        steps = f"{count(len(self.history), 'step')}, {self.history.skip_count:,} skipped"
+        return page(f"{self.config.model} with {self.config.optimizer}: {steps}") + self.findings()._repr_html_()
 
     # -- what the hooks see ------------------------------------------------------------------------
 
@@ -246,7 +248,8 @@ class Watch:
     def _look_into(self, record: StepRecord) -> None:
         """Explain a skipped step by running it again, or have the next one looked at."""
         if self._check is not None:
-            self._explained += self._check.findings(record, _LOOK_AT)
+            for found in self._check.findings(record, _LOOK_AT):
+                self._explain(record, found)
             self._check = None
         self._skips_in_a_row = self._skips_in_a_row + 1 if record.skipped else 0
         if self._replay.is_worth_it(self._skips_in_a_row):
@@ -255,9 +258,14 @@ class Watch:
             except Exception as error:  # noqa: BLE001  the loop goes on whatever becomes of the look at it
                 self._fail(f"step {record.step} could not be run again: {type(error).__name__}: {error}")
             else:
-                self._explained += [] if found is None else [found]
+                if found is not None:
+                    self._explain(record, found)
         elif self._skips_in_a_row == _LOOK_AT and not self._replay.is_possible:
             self._check = StepCheck(self._model)
+
+    def _explain(self, record: StepRecord, found: Finding) -> None:
+        self._explained.append(found)
+        self._recorder.note("finding", step=record.step, finding=logged(found))
 
     def _fail(self, text: str) -> None:
         self._failures.append(text)

@@ -21,14 +21,18 @@ _COLUMNS = {"op": 34, "cast": 20, "runs in": 16, "reason": 90}
 _STYLE = """
 .amplab-policy { color: var(--jp-content-font-color1, inherit); font: var(--jp-content-font-size1, 14px)/1.45
   var(--jp-content-font-family, system-ui, sans-serif); max-height: 32em; overflow: auto; }
-.amplab-policy table { border-collapse: collapse; table-layout: auto; margin: 0; color: inherit; font-size: .93em; }
-.amplab-policy caption { text-align: left; padding: .3em .6em; color: var(--jp-content-font-color2, inherit); }
-.amplab-policy th, .amplab-policy td { text-align: left; vertical-align: top; padding: .3em .6em;
+.amplab-policy.amplab-policy table { border-collapse: collapse; table-layout: auto; margin: 0; color: inherit;
+  font-size: .93em; }
+.amplab-policy.amplab-policy caption { text-align: left; padding: .3em .6em;
+  color: var(--jp-content-font-color2, inherit); }
+.amplab-policy.amplab-policy th, .amplab-policy.amplab-policy td { text-align: left; vertical-align: top;
+  padding: .3em .6em;
   border-bottom: 1px solid var(--jp-border-color2, rgba(128, 128, 128, .4)); white-space: normal; }
 .amplab-policy tbody th { font-weight: normal; }
 .amplab-policy thead th { position: sticky; top: 0; background: var(--jp-layout-color1, Canvas); }
-.amplab-policy code { font-family: var(--jp-code-font-family, ui-monospace, monospace); background: none;
-  color: inherit; }
+.amplab-policy.amplab-policy.amplab-policy code { font-family: var(--jp-code-font-family, ui-monospace, monospace);
+  background: none; color: inherit; }
+.amplab-policy.amplab-policy.amplab-policy tr { background: none; }
 .amplab-policy summary { cursor: pointer; }
 .amplab-policy .soft { color: var(--jp-content-font-color2, inherit); }
 """

@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from amplab.formats import FLOAT16, ExponentHistogram, FloatFormat
 from amplab.policies import disable_casts
 from amplab.trace.batch_step import as_model, step_function
-from amplab.trace.plain_html import html_table, page
-from amplab.trace.plain_words import aligned, percent, power
+from amplab.trace.gradient_range_html import html
+from amplab.trace.plain_words import fitted, percent, power, wrapped
 from amplab.trace.statistics import Statistics
 from amplab.trace.untouched import untouched
 
 __all__ = ["GradientRange", "gradient_range"]
 
 _NOTHING = ExponentHistogram(np.zeros(1, np.int64), 0, 0, 0, 0, 0)
-_HEADS = ("parameter", "lost at 1", "lost at scale", "over at scale", "largest fit", "exponents", "elements")
+_HEADS = ("parameter", "lost at 1", "at scale", "overflow", "largest fit", "exponents", "elements")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -75,7 +75,7 @@ class GradientRange:
     @property
     def lost(self) -> float:
         """The share that it flushes at `loss_scale`."""
-        return self._at_scale(self.total).underflow_fraction(self.format)
+        return self.at_scale(self.total).underflow_fraction(self.format)
 
     @property
     def largest_fit(self) -> float | None:
@@ -97,7 +97,8 @@ class GradientRange:
         return [self._row(name, histogram) for name, histogram in self.layers]
 
     def __str__(self) -> str:
-        return "\n".join([*aligned([_HEADS, *map(_cells, self.rows())], right=range(1, 5)), self.sentence])
+        table = fitted([_HEADS, *map(_cells, self.rows())], right={1, 2, 3, 4, 6})
+        return "\n".join([wrapped(self.sentence), "", *(line for lines in table for line in lines)])
 
     @property
     def sentence(self) -> str:
@@ -115,13 +116,14 @@ class GradientRange:
         return f"GradientRange({self.sentence})"
 
     def _repr_html_(self) -> str:
-        return page(self.sentence, html_table(_HEADS, map(_cells, self.rows()), right=range(1, 5)))
+        return html(self)
 
-    def _at_scale(self, histogram: ExponentHistogram) -> ExponentHistogram:
+    def at_scale(self, histogram: ExponentHistogram) -> ExponentHistogram:
+        """Return a histogram of gradients as it is at `loss_scale`."""
         return histogram.shifted(math.log2(self.loss_scale))
 
     def _row(self, name: str, histogram: ExponentHistogram) -> dict[str, Any]:
-        scaled = self._at_scale(histogram)
+        scaled = self.at_scale(histogram)
         lowest, highest = histogram.span or (None, None)
         return {
             "name": name,

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from amplab.trace.plain_words import WIDTH, fitted, wrapped
+
 if TYPE_CHECKING:
     from amplab.trace.records import OpRecord, TensorInfo
 
@@ -15,8 +17,7 @@ __all__ = ["folded", "rows", "text"]
 
 _COLUMNS = ("index", "op", "module", "in", "out", "cast_bytes", "note", "reason")
 _TITLES = ("#", "op", "module", "in", "out", "cast bytes", "note", "reason")
-_TO_THE_RIGHT = (0, 5)
-_WIDEST_REASON = 80
+_TO_THE_RIGHT, _REASON = (0, 5), 7
 _NUMBER = re.compile(r" #\d+")
 
 
@@ -29,14 +30,12 @@ def rows(records: Iterable["OpRecord"], *, every: bool = False) -> list[dict[str
 def text(records: Sequence["OpRecord"], *, every: bool = False) -> str:
     """Return `records` as an aligned table, a rule above each phase, and a line of totals."""
     shown = rows(records, every=every)
-    cells = [_cells(row) for row in shown]
-    widths = [max(map(len, column)) for column in zip(_TITLES, *cells, strict=True)]
-    width = sum(widths) + 2 * len(widths) - 2
-    lines = [_line(_TITLES, widths)]
+    head, *cells = fitted([_TITLES, *map(_cells, shown)], right=_TO_THE_RIGHT, cut={_REASON})
+    lines = [*head]
     for phase, numbered in groupby(range(len(shown)), key=lambda place: shown[place]["phase"]):
-        lines.append(f"-- {phase} ".ljust(width, "-"))
-        lines += [_line(cells[place], widths) for place in numbered]
-    return "\n".join([*lines, _totals(records, every)])
+        lines.append(f"-- {phase} ".ljust(WIDTH, "-"))
+        lines += [line for place in numbered for line in cells[place]]
+    return "\n".join([*lines, wrapped(_totals(records, every))])
 
 
 def folded(records: Iterable["OpRecord"]) -> Iterator[list["OpRecord"]]:
@@ -74,17 +73,7 @@ def _cells(row: dict[str, str]) -> list[str]:
     cells = {**row, "module": row["module"] or "-", "in": row["in"] or "-", "out": row["out"] or "-"}
     if row["times"] != "1":
         cells["op"] += f" ×{row['times']}"
-    if len(row["reason"]) > _WIDEST_REASON:
-        cells["reason"] = row["reason"][: _WIDEST_REASON - 1].rstrip(" ,:") + "…"
     return [cells[column] for column in _COLUMNS]
-
-
-def _line(cells: Iterable[str], widths: Iterable[int]) -> str:
-    parts = (
-        cell.rjust(width) if place in _TO_THE_RIGHT else cell.ljust(width)
-        for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    )
-    return "  ".join(parts).rstrip()
 
 
 def _totals(records: Sequence["OpRecord"], every: bool) -> str:

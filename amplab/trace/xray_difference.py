@@ -11,8 +11,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from amplab.trace.kept_tensors import KeptBytes
-from amplab.trace.plain_html import html_table, page
-from amplab.trace.plain_words import aligned, count
+from amplab.trace.plain_html import dtype_chips, html_table, name, page
+from amplab.trace.plain_words import count, fitted, size, wrapped
 from amplab.trace.records import OpRecord
 from amplab.trace.xray_text import dtypes
 
@@ -104,22 +104,30 @@ class XRayDifference:
         kinds = Counter(change.kind for change in self.changes)
         ops = f"{kinds['changed']:,} changed dtypes, {kinds['added']:,} came, {kinds['removed']:,} went"
         (old, moved_before), (new, moved_after) = (_moved(xray) for xray in (self.before, self.after))
-        old_kept, new_kept = ((xray.kept or KeptBytes()).total for xray in (self.before, self.after))
+        moved = f"{size(moved_before)} → {size(moved_after)}"
+        kept = " → ".join(size((xray.kept or KeptBytes()).total) for xray in (self.before, self.after))
         return (
             f"{self.before.precision} → {self.after.precision}: of {count(_size(self.after), 'op')} {ops}; "
-            f"casts {old:,} → {new:,}, {moved_before:,} → {count(moved_after, 'byte')}; "
-            f"kept for backward {old_kept:,} → {count(new_kept, 'byte')}."
+            f"casts {old:,} → {new:,}, {moved}; kept for backward {kept}."
         )
 
     def __str__(self) -> str:
-        lines = _lines(self.rows())
-        return "\n".join([*(aligned([_HEADS, *lines]) if lines else ()), self.sentence])
+        said = wrapped(self.sentence)
+        groups = _alike(self.rows())
+        if not groups:
+            return said
+        table = fitted([_HEADS, *map(_line, groups)], cut={len(_HEADS) - 1})
+        return "\n".join([said, "", *(line for lines in table for line in lines)])
 
     def __repr__(self) -> str:
         return f"XRayDifference({self.sentence})"
 
     def _repr_html_(self) -> str:
-        return page(self.sentence, html_table(_HEADS, _lines(self.rows())))
+        groups = _alike(self.rows())
+        lines = [_html_line(group) for group in groups]
+        phases = [group[0]["phase"] for group in groups]
+        caption = f"Ops that are not the same: {self.before.precision} and {self.after.precision}"
+        return page(self.sentence, html_table(_HEADS, lines, caption=caption, groups=phases) if lines else "")
 
 
 def _ops(xray: "XRay") -> Iterator[tuple[Any, OpRecord]]:
@@ -160,17 +168,22 @@ def _row(change: OpChange) -> dict[str, Any]:
     }
 
 
-def _lines(rows: Iterable[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """The cells of the table; neighbours that say the same share a line."""
-    lines = []
-    for row, alike in groupby(rows, key=_said):
-        times = len(list(alike))
-        op, *rest = row
-        lines.append((op if times == 1 else f"{op} ×{times}", *rest))
-    return lines
+def _alike(rows: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Neighbours that say the same."""
+    return [list(alike) for _, alike in groupby(rows, key=lambda row: tuple(row.values()))]
 
 
-def _said(row: dict[str, Any]) -> tuple[str, ...]:
+def _line(group: list[dict[str, Any]]) -> tuple[str, ...]:
+    """The cells of the line that a group shares."""
+    row = group[0]
     op = f"{row['op']}, backward" if row["phase"] == "backward" else row["op"]
     before, after = row["before"] or "(not there)", row["after"] or "(gone)"
-    return op, row["module"] or "-", row["line"] or "-", before, after, row["reason"]
+    named = op if len(group) == 1 else f"{op} ×{len(group)}"
+    place = row["line"].rpartition("/")[2] or "-"
+    return named, row["module"] or "-", place, before, after, row["reason"]
+
+
+def _html_line(group: list[dict[str, Any]]) -> tuple[str, ...]:
+    row = group[0]
+    before, after = dtype_chips(row["before"] or "not there"), dtype_chips(row["after"] or "gone")
+    return name(row["op"], len(group)), name(row["module"]), name(row["line"]), before, after, row["reason"]

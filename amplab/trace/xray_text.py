@@ -1,14 +1,16 @@
-"""An X-ray as text: a table of its ops, and what it comes to below.
+"""An X-ray as text: what it comes to, and a table of its ops below, no wider than a page.
 
-Ops that follow each other and differ in nothing but shape share a line, as in `Trace.rows`.
+Ops that follow each other and differ in nothing but shape share a line, as in `Trace.rows`. A reason that is too long
+for its column is cut short there and stands in full under the table, once.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from amplab.trace.kept_tensors import KeptBytes
-from amplab.trace.plain_words import aligned, count, power
+from amplab.trace.plain_words import WIDTH, count, filled, fitted, places, power, size, wrapped
 from amplab.trace.records import OpRecord, TensorInfo
 from amplab.trace.statistics import OpStatistics
 from amplab.trace.table import folded
@@ -16,23 +18,28 @@ from amplab.trace.table import folded
 if TYPE_CHECKING:
     from amplab.trace.xray_value import XRay
 
-__all__ = ["cells", "dtypes", "heads", "kept_words", "summary", "text", "totals"]
+__all__ = ["NUMBERS", "cells", "dtypes", "heads", "summary", "text", "totals"]
 
-_HEADS = ("#", "op", "module", "line", "in → out", "cast bytes", "reason")
-_MEASURED = ("absmax", "smallest", "0 / sub / inf / nan")
-_WIDEST = 90
+NUMBERS = ("#", "cast")
+"""The columns of numbers."""
+
+_HEADS = ("#", "op", "module", "line", "in → out", "cast", "reason")
+_MEASURED = ("values", "of them")
+_COUNTED = {"zeros": "zero", "half_subnormals": "subnormal", "infs": "inf", "nans": "nan"}
+_MOST_MODULES = 8
+_MIRROR = re.compile(r"^autograd's mirror of \S+ (#\d+)")
 
 
 def text(xray: "XRay", *, every: bool = False) -> str:
-    """Return the table and what it comes to."""
+    """Return what it comes to and the table."""
     groups = [[record] for record in xray.trace] if every else list(folded(xray.trace))
-    body = [_shortened(cells(group, xray)) for group in groups]
-    titles, *lines = aligned([heads(xray), *body], right={0, 5})
+    titles, *body = filled([heads(xray), *(_brief(cells(group, xray)) for group in groups)])
+    head, *lines = fitted([titles, *body], right=places(titles, NUMBERS), cut={len(titles) - 1})
     phases = [group[0].phase for group in groups]
-    shown = [titles]
+    shown = [*map(wrapped, totals(xray)), "", *head]
     for phase, members in groupby(range(len(groups)), key=phases.__getitem__):
-        shown += [f"-- {phase} ".ljust(60, "-"), *(lines[place] for place in members)]
-    return "\n".join([*shown, "", *totals(xray)])
+        shown += [f"-- {phase} ".ljust(WIDTH, "-"), *(line for place in members for line in lines[place])]
+    return "\n".join([*shown, *_reasons(groups, lines)])
 
 
 def summary(xray: "XRay") -> str:
@@ -42,7 +49,7 @@ def summary(xray: "XRay") -> str:
     made = [cast for cast in xray.casts if not cast.cached]
     return (
         f"{xray.model} {xray.precision}: {count(forward, 'op')} forward, {len(phases) - forward:,} backward; "
-        f"{count(len(made), 'cast')} of {count(sum(cast.nbytes for cast in made), 'byte')}, "
+        f"{count(len(made), 'cast')} of {size(sum(cast.nbytes for cast in made))}, "
         f"{len(xray.casts) - len(made):,} from the weight cache; {_kept(xray)}"
     )
 
@@ -50,7 +57,7 @@ def summary(xray: "XRay") -> str:
 def _kept(xray: "XRay") -> str:
     if xray.kept is None:
         return "bytes kept for backward not counted, since torch.func takes no saved tensor hooks"
-    return f"{count(xray.kept.total, 'byte')} kept for backward"
+    return f"{size(xray.kept.total)} kept for backward"
 
 
 def totals(xray: "XRay") -> list[str]:
@@ -58,25 +65,27 @@ def totals(xray: "XRay") -> list[str]:
     saved = sum(cast.saved for cast in xray.casts if cast.cached)
     lines = [f"{summary(xray)}.", f"Backward starts from {xray.loss}, times {power(xray.loss_scale)}."]
     if saved:
-        lines.append(f"The weight cache spared {count(saved, 'byte')} of casts.")
+        lines.append(f"The weight cache spared {size(saved)} of casts.")
     if xray.measured is not None and xray.measured.by_reference:
         lines.append(
             "Measured by the pure-torch reference: the same counts in several times the time of the kernel, which "
             "amplab.kernels.ensure(wait=True) builds where a compiler is."
         )
-    return lines + kept_words(xray)
+    return lines + _kept_words(xray)
 
 
-def kept_words(xray: "XRay") -> list[str]:
-    """Return what is kept for backward, by module, the most first."""
+def _kept_words(xray: "XRay") -> list[str]:
+    """What is kept for backward, by module, the most first."""
     kept = xray.kept or KeptBytes()
     parts = (("Activations", kept.activations), ("Casts of weights", kept.weight_casts))
-    return [
-        f"{name} kept for backward: {count(sum(sizes.values()), 'byte')}: "
-        + ", ".join(f"{module or 'outside'} {size:,}" for module, size in _largest_first(sizes))
-        for name, sizes in parts
-        if sizes
-    ]
+    return [f"{name} kept for backward: {_by_module(sizes)}." for name, sizes in parts if sizes]
+
+
+def _by_module(sizes: Mapping[str, int]) -> str:
+    first = sorted(sizes.items(), key=lambda item: -item[1])
+    named = [f"{module or 'outside'} {size(nbytes)}" for module, nbytes in first[:_MOST_MODULES]]
+    rest = [f"{count(len(first) - _MOST_MODULES, 'other')}"] if len(first) > _MOST_MODULES else []
+    return f"{size(sum(sizes.values()))}: " + ", ".join([*named, *rest])
 
 
 def heads(xray: "XRay") -> tuple[str, ...]:
@@ -88,7 +97,7 @@ def cells(group: Sequence[OpRecord], xray: "XRay") -> tuple[str, ...]:
     """Return the cells of the line that `group` shares."""
     record = group[0]
     name = record.op if len(group) == 1 else f"{record.op} ×{len(group)}"
-    moved = f"{sum(member.cast_bytes for member in group):,}" if record.is_cast else ""
+    moved = size(sum(member.cast_bytes for member in group)) if record.is_cast else ""
     first = (str(record.index), name, record.module or "-", str(record.line or "-"), dtypes(record), moved)
     measured = () if xray.statistics is None else _measured(group, xray.statistics)
     return (*first, *measured, _why(group, xray))
@@ -104,33 +113,37 @@ def _why(group: Sequence[OpRecord], xray: "XRay") -> str:
     parameters = [member.parameter for member in group if member.parameter and member.is_cast]
     served = [xray.trace.records[index].parameter for member in group for index in member.served]
     parts = (
+        ", ".join(parameters),
+        f"cached: {', '.join(served)}" if served else "",
         record.reason,
-        f"of {', '.join(parameters)}" if parameters else "",
-        f"{', '.join(served)} from the weight cache" if served else "",
         record.note,
     )
     return "; ".join(filter(None, parts))
 
 
-def _measured(group: Sequence[OpRecord], statistics: Mapping[int, OpStatistics]) -> tuple[str, ...]:
+def _reasons(groups: Sequence[Sequence[OpRecord]], lines: Sequence[Sequence[str]]) -> list[str]:
+    """The reasons that the table has cut short, each once; those of backward mirror these."""
+    pairs = zip(groups, lines, strict=True)
+    cut = [group[0] for group, shown in pairs if any(line.endswith("…") for line in shown)]
+    whole = dict.fromkeys(record.reason for record in cut if record.phase == "forward")
+    return ["", "In full:", *map(wrapped, whole)] if whole else []
+
+
+def _brief(line: tuple[str, ...]) -> tuple[str, ...]:
+    """A line of cells in few words: the file without its folder, and what backward mirrors by its number alone."""
+    number, op, module, place, *others, reason = line
+    return number, op, module, place.rpartition("/")[2], *others, _MIRROR.sub(r"mirror of \1", reason)
+
+
+def _measured(group: Sequence[OpRecord], statistics: Mapping[int, OpStatistics]) -> tuple[str, str]:
     found = [stats for member in group for stats in statistics.get(member.index, OpStatistics(())).outputs]
-    if not found:
-        return "", "", ""
-    counts = (sum(getattr(stats, name) for stats in found) for name in ("zeros", "half_subnormals", "infs", "nans"))
-    largest = max(stats.absmax for stats in found)
-    smallest = min(stats.smallest_nonzero for stats in found)
-    return f"{largest:.3g}", f"{smallest:.3g}" if largest else "-", " / ".join(f"{each:,}" for each in counts)
+    counts = {word: sum(getattr(stats, name) for stats in found) for name, word in _COUNTED.items()}
+    largest = max((stats.absmax for stats in found), default=0.0)
+    smallest = min((stats.smallest_nonzero for stats in found), default=0.0)
+    span = f"{smallest:.2g} to {largest:.3g}" if largest else ""
+    return span, ", ".join(f"{times:,} {word}" for word, times in counts.items() if times)
 
 
 def _counted(infos: Iterable[TensorInfo]) -> str:
     runs = [(name, len(list(run))) for name, run in groupby(info.dtype_name for info in infos)]
     return ", ".join(name if times == 1 else f"{name} ×{times}" for name, times in runs) or "-"
-
-
-def _largest_first(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
-    return sorted(sizes.items(), key=lambda item: -item[1])
-
-
-def _shortened(line: tuple[str, ...]) -> tuple[str, ...]:
-    *cells, reason = line
-    return (*cells, reason if len(reason) <= _WIDEST else reason[: _WIDEST - 1].rstrip(" ,:;") + "…")

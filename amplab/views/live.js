@@ -22,7 +22,10 @@ function palette(root) {
 function figures() {
   const cells = FIGURES.map(([name, label]) => [name, h("dd", { "data-figure": name }, "–"), label]);
   const list = h("dl", { class: "amp-figures" }, cells.map(([, value, label]) => h("div", {}, h("dt", {}, label), value)));
-  const show = (summary) => FIGURES.forEach(([, , format], index) => write(cells[index][1], format(summary)));
+  const show = (summary) => FIGURES.forEach(([name, , format], index) => {
+    write(cells[index][1], format(summary));
+    cells[index][1].parentNode.hidden = Boolean(summary.unknown?.includes(name)); // a run that is only watched has no accuracy
+  });
   return { list, show, memory: cells[5][1].parentNode };
 }
 

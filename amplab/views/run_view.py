@@ -15,14 +15,22 @@ from amplab import kernels
 from amplab.lab import Run, Watch
 from amplab.lab.watched_run import NO_LEVEL
 from amplab.policies import cpu_half_mode
+from amplab.trace.plain_html import html_table, name, page
+from amplab.trace.plain_words import count
 from amplab.views.live_payload import frame_rows, level_marks, modes_line
 from amplab.views.parts import LiveView
+from amplab.views.scale_text import scale_text
 from amplab.views.ticker import Ticker
 
 __all__ = ["RunView"]
 
 SLOW = 0.5
 """Seconds between two drawings of the findings."""
+
+LIMIT = 50
+"""Skipped steps in the table."""
+
+_UNKNOWN = ("accuracy", "memory")  # figures that a run of one's own has not
 
 
 class RunView(ipywidgets.VBox):
@@ -93,6 +101,7 @@ class RunView(ipywidgets.VBox):
             "memory_parts": "",
             "modes": modes_line(kernels.report(), cpu_half_mode()),
             "news": "",
+            "unknown": _UNKNOWN if isinstance(self.run, Watch) else (*_UNKNOWN, "rate"),
         }
 
     def _show_words(self) -> None:
@@ -111,16 +120,25 @@ class RunView(ipywidgets.VBox):
         self._words.value = f"<pre>{escape(text)}</pre>"
 
 
-def _skips_html(run: Run | Watch, limit: int = 10) -> str:
+def _skips_html(run: Run | Watch) -> str:
+    """The skipped steps, newest first."""
     history = run.history
-    latest = history.skips(max(0, history.skip_count - limit))
+    latest = history.skips(max(0, history.skip_count - LIMIT))
     if not latest:
-        return "<p>No step was skipped.</p>"
-    rows = "".join(
-        f"<tr><td>{record.step:,}</td><td>{record.loss_scale:g}</td><td>{record.next_loss_scale:g}</td>"
-        f"<td>{escape(record.first_nonfinite or '–')}</td></tr>"
+        return page("No step was skipped.")
+    lines = [
+        (
+            f"{record.step:,}",
+            _power(record.loss_scale),
+            _power(record.next_loss_scale),
+            name(record.first_nonfinite or ""),
+        )
         for record in reversed(latest)
-    )
-    heads = "".join(f"<th>{head}</th>" for head in ("step", "loss scale", "next", "first not finite"))
-    count = f"{history.skip_count:,} steps skipped, the last {len(latest)}:"
-    return f"<p>{count}</p><table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
+    ]
+    heads = ("step", "loss scale", "next", "first gradient that is not finite")
+    said = f"{count(history.skip_count, 'step')} skipped" + (f", the last {LIMIT}" if len(latest) == LIMIT else "")
+    return page(said, html_table(heads, lines, right={0, 1, 2}, caption="Skipped steps, newest first"))
+
+
+def _power(scale: float) -> str:
+    return scale_text(scale, raised=True)

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from html_outline import outline
 
 from amplab.diagnose.finding import Finding, Findings
 
@@ -32,7 +33,7 @@ def test_html_escapes_what_comes_from_the_user():
     html = finding(module="<script>", evidence={"<i>": "<u>"})._repr_html_()
     assert "<script>" not in html
     assert "it is &lt;b&gt;small" in html
-    assert "&lt;i&gt; = &lt;u&gt;" in html
+    assert "<dt>&lt;i&gt;</dt><dd>&lt;u&gt;</dd>" in html
 
 
 def test_as_dict_is_ready_for_json():
@@ -57,11 +58,38 @@ def test_the_same_finding_counts_once():
 
 
 def test_nothing_found_says_so():
-    assert (str(Findings()), len(Findings()), Findings()._repr_html_()) == (
-        "nothing found",
-        0,
-        "<div>nothing found</div>",
-    )
+    assert (str(Findings()), len(Findings()), repr(Findings())) == ("nothing found", 0, "<Findings: nothing found>")
+    assert "nothing found" in outline(Findings()._repr_html_()).words
+
+
+def test_the_harmful_ones_lie_open_and_the_style_comes_once():
+    found = Findings.ranked([finding(), finding("a", "note"), finding("b", "error"), finding("c", "note")])
+    page = outline(found._repr_html_())
+    assert repr(found) == "<Findings: 1 error, 1 warning, 2 notes>"
+    assert page.words.startswith("1 error, 1 warning, 2 notes")
+    details = [(each["data-severity"], "open" in each) for each in page.named("details")]
+    assert details == [("error", True), ("warning", True), ("note", False), ("note", False)]
+    assert page.counts["style"] == 1
+    assert "open" in outline(finding("a", "note")._repr_html_()).named("details")[0]
+
+
+def test_a_remedy_is_code_as_it_was_given():
+    remedy = "policy = {\"a\": 'b'}\nif x < 1:\n    y = 2"
+    assert remedy in outline(finding(remedy=remedy)._repr_html_()).text
+    assert str(finding(remedy=remedy)).endswith(remedy.replace("\n", "\n" + " " * 12))
+
+
+def test_long_words_stay_within_a_page_and_code_is_not_broken():
+    long = finding(symptom="word " * 60, cause="why " * 60, remedy="x" * 200, evidence=dict.fromkeys("abcdefgh" * 9, 1))
+    *lines, code = str(long).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert len(lines) > 5
+    assert code.endswith("x" * 200)
+
+
+def test_numbers_are_those_of_people():
+    printed = str(finding(evidence={"loss_scale": 65536.0, "elements": 9216, "eps": 1e-8, "absmax": 0.46973}))
+    assert "loss_scale = 2^16, elements = 9,216, eps = 1e-08, absmax = 0.4697" in printed
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from html_outline import outline
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -239,7 +240,7 @@ def test_it_prints_where_and_how_it_went_on():
     model, (x, y) = scores(), batch(scale=1000.0)
     with under("torch", model, x, y) as (loss_fn, amp):
         printed = str(first_nonfinite(model, loss_fn, amp=amp))
-    assert printed.startswith("loss is not finite: the format\n  began at  matmul in Scores (forward)\n")
+    assert printed.startswith("loss is not finite: the format\n  began at  matmul in Scores (forward), ")
     assert "-> softmax in Scores ->" in printed
 
 
@@ -310,3 +311,27 @@ def test_sparse_gradients_are_followed_too():
 
     found = first_nonfinite(model, loss)
     assert (found.result, found.record.op, found.phase) == ("gradient of weight", "sqrt", "backward")
+
+
+def test_the_page_leads_from_the_first_op_to_the_result():
+    model, (x, y) = scores(), batch(scale=1000.0)
+    with under("torch", model, x, y) as (loss_fn, amp):
+        found = first_nonfinite(model, loss_fn, amp=amp)
+    read = outline(found._repr_html_())
+    assert read.words.startswith("loss is not finite because of the format: it is finite in float32")
+    assert [each.get("class") for each in read.named("li")][:2] == ["origin", None]
+    assert str(found.record.line) in read.words
+    assert found.record.line.source in read.text
+    assert read.words.endswith("loss is not finite")
+    assert repr(found) == "<FirstNonfinite: loss is not finite: the format, at matmul in Scores>"
+    assert max(map(len, str(found).splitlines())) <= 100
+
+
+def test_a_batch_that_came_in_broken_is_where_the_page_begins():
+    model, (x, y) = scores(), batch()
+    x[0, 0] = math.nan
+    found = first_nonfinite(model, lambda: F.cross_entropy(model(x), y), batch={"<x>": x})
+    read = outline(found._repr_html_())
+    assert found.record is None
+    assert found.tensor in read.text
+    assert "b" not in read.counts

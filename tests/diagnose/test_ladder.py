@@ -1,9 +1,12 @@
 """The ladder: the first rung that holds, with planted faults that only some rungs survive."""
 
 import random
+import sys
+from io import StringIO
 
 import pytest
 import torch
+from html_outline import outline
 from torch import nn
 from torch.nn import functional as F
 
@@ -123,3 +126,24 @@ def test_batches_that_can_be_read_once_serve_every_rung():
     assert [len(rung.steps) for rung in report.rungs] == [9, 9]
     listed = climb(healthy, [batch(step) for step in range(4)], rungs={"one": "fp32"}, steps=9)
     assert [step.loss for step in listed.rungs[0].steps] == [step.loss for step in report.rungs[0].steps]
+
+
+def test_the_report_is_read_as_a_page_a_text_and_a_line():
+    report = climb(Overflows)
+    assert max(map(len, report.text().splitlines())) <= 100
+    assert repr(report).startswith("<LadderReport: Recommended: bf16. It holds")
+    read = outline(report._repr_html_())
+    assert read.words.startswith("Recommended: bf16. It holds")
+    assert [each.get("class") for each in read.named("tr")] == [None, None, None, None, "chosen", None]
+    assert read.words.count("✗") == sum(rung.failure is not None for rung in report.rungs) == 3
+    assert read.words.count("✓ holds") == 2
+
+
+def test_progress_is_no_failure_in_a_notebook(monkeypatch, capsys):
+    rungs = {"fp32": "fp32"}
+    ladder(healthy, batch, loss=F.cross_entropy, steps=8, rungs=rungs)
+    assert capsys.readouterr() == ("", "rung 1 of 1: fp32, 8 steps\n")
+    cell = type("OutStream", (StringIO,), {"__module__": "ipykernel.iostream"})()
+    monkeypatch.setattr(sys, "stdout", cell)
+    ladder(healthy, batch, loss=F.cross_entropy, steps=8, rungs=rungs)
+    assert (cell.getvalue(), capsys.readouterr().err) == ("rung 1 of 1: fp32, 8 steps\n", "")

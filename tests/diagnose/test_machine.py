@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import torch
+from html_outline import outline
 
 from amplab import diagnose
 from amplab.policies import cpu_half
@@ -35,11 +36,22 @@ def told_by_the_command(**variables: str) -> str:
     return result.stdout
 
 
-def test_the_command_prints_it_one_line_each():
+def test_the_command_prints_it_one_fact_after_the_other():
     printed = told_by_the_command().splitlines()
-    assert [line.split("  ")[0] for line in printed] == [name for name, _ in diagnose.doctor().facts]
+    assert max(map(len, printed)) <= 100
+    assert [line.split("  ")[0] for line in printed if not line.startswith(" ")] == [
+        name for name, _ in diagnose.doctor().facts
+    ]
 
 
 def test_without_a_compiler_it_says_what_to_install():
     printed = told_by_the_command(CXX="no-such-compiler")
-    assert "cannot be built: no C++ compiler: 'no-such-compiler' is not on PATH. To have them: " in printed
+    said = "cannot be built: no C++ compiler: 'no-such-compiler' is not on PATH. To have them: "
+    assert said in " ".join(printed.split())
+
+
+def test_it_is_a_table_in_a_page_and_one_line_in_a_list():
+    read = outline(diagnose.doctor()._repr_html_())
+    assert read.counts["tr"] == 1 + len(facts())
+    assert all(" ".join(sentence.split()) in read.words for sentence in facts().values())
+    assert repr(diagnose.doctor()).startswith("<MachineReport: amplab, torch, CPU")

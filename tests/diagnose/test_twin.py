@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from html_outline import outline
 from torch import nn
 from torch.nn import functional as F
 
@@ -161,3 +162,29 @@ def test_a_model_that_is_none_is_refused():
         scripted = torch.jit.script(nn.Linear(1, 1))
     with pytest.raises(ValueError, match="is scripted"):
         twin(scripted, torch.ones(1, 1))
+
+
+def test_the_report_is_read_as_a_page_a_text_and_a_line(task):
+    report = twin(*task, "O0", "O1", loss=F.cross_entropy, steps=2)
+    assert repr(report) == "<TwinReport: O1 beside O0: they stay together>"
+    assert max(map(len, report.text().splitlines())) <= 100
+    read = outline(report._repr_html_())
+    tensors = {(row.module, row.what) for row in report.rows()}
+    cancels = {(row.module, row.what) for row in report.steps[0].rows if row.cancels}
+    assert read.counts["svg"] == len(tensors) - len(cancels)
+    assert len(read.named("th", "rowgroup")) == 3
+    assert read.words.startswith("They stay together: no relative error above 10 %")
+
+
+def test_where_they_part_stands_out(task):
+    report = twin(*task, "O0", "bf16", loss=F.cross_entropy, steps=2, tolerance=1e-4)
+    read = outline(report._repr_html_())
+    assert [each["class"] for each in read.named("tr") if each.get("class") == "chosen"] == ["chosen"]
+    assert repr(report) == f"<TwinReport: bf16 beside O0: they part at {report.parted}>"
+
+
+def test_gradients_have_the_dtype_they_came_in(task):
+    report = twin(*task, "O0", "O2", loss=F.cross_entropy, steps=1)
+    dtypes = {row.module: row.dtype for row in report.rows() if row.what == "output grad"}
+    assert dtypes["4"] == "float16"
+    assert "float64" not in dtypes.values()

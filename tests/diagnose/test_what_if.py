@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from html_outline import outline
 
 from amplab.diagnose import ScaleRecord, what_if, what_ifs
 from amplab.formats import FLOAT16, exponent_histogram
@@ -55,7 +56,11 @@ def test_every_published_rule_side_by_side(run):
     assert runs["torch"].scales == run.replay("TORCH").scales
     text, html = str(runs), runs._repr_html_()
     assert all(name in text and name in html for name in PUBLISHED_RULES)
-    assert html.count("<polyline") == len(PUBLISHED_RULES) + 1
+    different = {tuple(each.scales) for each in runs} | {tuple(runs["torch"].record.scales)}
+    assert html.count("<polyline") == len(different) < len(PUBLISHED_RULES) + 1  # what is the same is drawn once
+    assert max(map(len, text.splitlines())) <= 100
+    assert repr(runs).startswith("<WhatIfs: steps lost: torch ")
+    outline(html)
     with pytest.raises(KeyError, match="choose from torch"):
         runs["nobody"]
 
@@ -74,7 +79,7 @@ def test_where_the_record_ends_the_answer_says_so():
     record = ScaleRecord([2.0**8] * 3, [False, True, False], [-3.0, math.inf, None])
     told = what_if(record, StaticScale(2.0**4))
     assert told.certain_until == 1
-    assert "not in the record" in str(told)
+    assert "not in the record" in " ".join(str(told).split())
     ended = what_if(ScaleRecord([2.0] * 4, [True] * 4, [math.inf] * 4), "DeepSpeed")
     assert (len(ended.scales) < 4) == (ended.replay.stopped is not None)
 

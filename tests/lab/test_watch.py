@@ -184,7 +184,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("face", ["apex", "amplab", "torch"])
-def test_a_skipped_step_is_run_again_and_named(face):
+def test_a_skipped_step_is_run_again_and_named(face, tmp_path):
     torch.manual_seed(0)
     model = Attention()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -202,7 +202,7 @@ def test_a_skipped_step_is_run_again_and_named(face):
         with region("cpu", dtype=torch.float16):
             return model(batch).float().square().mean()
 
-    with watch(model, optimizer, scaler or amp, step=loss_of) as w:
+    with watch(model, optimizer, scaler or amp, step=loss_of, log=tmp_path) as w:
         for batch in w.batches(batches):
             optimizer.zero_grad()
             loss = w.loss(loss_of(batch))
@@ -220,6 +220,10 @@ def test_a_skipped_step_is_run_again_and_named(face):
     first = w.findings()[0]
     assert (first.name, first.severity) == ("logits-overflow-half", "error")
     assert first.op == "matmul"
+    assert "Attention with SGD: 4 steps, 2 skipped" in w._repr_html_()
+    later = load_run(w.log_path).findings()[0]  # a log opened later knows it, too
+    assert {**later.as_dict(), "evidence": {}} == {**first.as_dict(), "evidence": {}}
+    assert later.evidence.keys() == first.evidence.keys()
 
 
 def test_without_a_step_the_forward_is_looked_at():

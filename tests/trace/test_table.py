@@ -28,13 +28,14 @@ RECORDS = (
 )
 
 TEXT = """\
-#  op         module  in                out      cast bytes  note                           reason
--- forward ----------------------------------------------------------------------------------------------------
-0  cast ×2    fc      float32           float16         576                                 cast for linear
-3  linear     fc      float16, float16  float16              fp32 accumulate, rounded once  lower list
-4  mse_loss   -       float32, float32  float32                                             fp32 list
--- backward ---------------------------------------------------------------------------------------------------
-5  linear ×2  fc      float16, float16  float16                                             mirror of linear #3
+#  op         module  in                out      cast bytes  note                reason
+-- forward -----------------------------------------------------------------------------------------
+0  cast ×2    fc      float32           float16         576                      cast for linear
+3  linear     fc      float16, float16  float16              fp32 accumulate,    lower list
+                                                             rounded once
+4  mse_loss   -       float32, float32  float32                                  fp32 list
+-- backward ----------------------------------------------------------------------------------------
+5  linear ×2  fc      float16, float16  float16                                  mirror of linear #3
 6 ops: 4 forward, 2 backward; 2 casts, 576 bytes; 2 views and index ops folded"""
 
 
@@ -45,7 +46,7 @@ def test_the_text_is_an_aligned_table():
 
 def test_the_text_of_every_record_has_a_line_for_each():
     lines = Trace(RECORDS).text(every=True).splitlines()
-    assert [line.split()[0] for line in lines[1:-1] if not line.startswith("--")] == list("01234567")
+    assert [line.split()[0] for line in lines[1:-1] if line[0] not in "- "] == list("01234567")
     assert lines[-1] == "8 ops: 5 forward, 3 backward; 2 casts, 576 bytes"
 
 
@@ -59,7 +60,8 @@ def test_an_empty_trace_prints():
 def test_a_long_reason_is_cut_in_the_text_and_whole_in_the_row():
     reason = "x" * 78 + ", and more"
     step = Trace((dataclasses.replace(RECORDS[4], reason=reason),))
-    assert ("x" * 78 + "…") in step.text()
+    assert "xxx…" in step.text()
+    assert max(map(len, step.text().splitlines())) <= 100
     assert "and more" not in step.text()
     assert step.rows()[0]["reason"] == reason
 

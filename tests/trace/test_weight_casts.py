@@ -109,5 +109,5 @@ def test_the_row_and_the_text_say_so():
     found = xray(Twice(), torch.randn(3, 8), opt_level="O1")
     rows = [row for row in found.rows(every=True) if row["from_cache"]]
     assert [name for row in rows for name in row["from_cache"]] == ["layer.weight", "layer.bias", "head.weight"]
-    assert "head.weight from the weight cache" in found.text(every=True)
-    assert "The weight cache spared 816 bytes of casts." in str(found)
+    assert "cached: head.weight" in found.text(every=True)
+    assert "The weight cache spared 816 B of casts." in str(found)

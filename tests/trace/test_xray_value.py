@@ -82,7 +82,7 @@ def test_views_are_left_out_unless_asked_for(take):
 
 
 def test_its_one_line_says_the_numbers_and_is_the_same_every_time(take):
-    pattern = r"XRay\(Net O1: \d+ ops forward, \d+ backward; \d+ casts of [\d,]+ bytes, 0 from the weight cache; .*\)"
+    pattern = r"XRay\(Net O1: \d+ ops forward, \d+ backward; \d+ casts of [\d.]+ kB, 0 from the weight cache; .*\)"
     assert re.fullmatch(pattern, repr(take(opt_level="O1")))
     assert repr(take(opt_level="O1")) == repr(take(opt_level="O1"))
     assert repr(take()).startswith("XRay(Net as it is: ")
