@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amplab.amp import LossScaleCollapse, Session, default_session
-from amplab.diagnose.arguments import check_arguments
+from amplab.diagnose.arguments import check_arguments, check_no_arguments
 from amplab.diagnose.blame import blame
 from amplab.diagnose.finding import Finding, Findings
 from amplab.diagnose.first_nonfinite import Setting, explain, setting_of
@@ -83,9 +83,10 @@ def doctor(
     bias got a gradient, and no optimizer steps it.
     """
     if model is None:
-        if any(each is not None for each in (loss_fn, train_step, run)):
-            raise TypeError("doctor got no model: pass it first, doctor(model, loss_fn); without arguments it looks "
-                            "at the machine.")  # fmt: skip
+        check_no_arguments(
+            loss_fn=loss_fn, train_step=train_step, optimizers=optimizers, amp=amp, loss_scale=loss_scale, batch=batch,
+            run=run, stateful=stateful,
+        )  # fmt: skip
         return machine_report()
     chosen = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
     chosen = list(chosen) if isinstance(chosen, Iterable) else chosen
