@@ -33,6 +33,7 @@ from amplab.diagnose.run_rules import run_findings
 from amplab.diagnose.speed_rules import speed_findings
 from amplab.diagnose.value_rules import value_findings
 from amplab.diagnose.values import ObservedStep, observe_step
+from amplab.trace.compiled_functions import compiled_functions_eagerly
 
 __all__ = ["causes_first", "doctor"]
 
@@ -127,7 +128,8 @@ def _look_at_loop(
     if amp is None and default_session().initialized:
         amp = default_session()
     try:
-        return gradient_findings(rehearse(model, raised, optimizers, amp=amp, stateful=stateful))
+        with compiled_functions_eagerly():
+            return gradient_findings(rehearse(model, raised, optimizers, amp=amp, stateful=stateful))
     except LossScaleCollapse:
         return []  # which the run and the step show
     except Exception as error:

@@ -29,10 +29,11 @@ from amplab.diagnose.trial import (
     Trial,
     TrialStep,
     check_optimizer,
-    check_surroundings,
     check_trained,
+    no_casts_of_the_caller,
     precision_named,
 )
+from amplab.trace.step_checks import check_gradients_on
 
 __all__ = ["RUNGS", "LadderReport", "LadderRung", "ladder"]
 
@@ -169,6 +170,8 @@ def ladder(
 ) -> LadderReport:
     """Train a little in every precision and recommend the first that holds.
 
+    A session of `amp` and autocast regions that are in force around the call do not cast here.
+
     Args:
         make_model: returns a fresh float32 model; seeded before each call. What a forward keeps in plain attributes is
             fresh with it; what it keeps elsewhere, in a global or a closure, goes from rung to rung.
@@ -186,9 +189,9 @@ def ladder(
         tell: is told how it goes, a line per rung; standard error by default.
 
     Raises:
-        TypeError, ValueError: too few steps, no rung, no data, the same model twice, casts in force around the call, or
-            another argument that is none. Whatever the model, the loss or the optimizer raise in the reference, and a
-            rung that raises fails with that sentence.
+        TypeError, ValueError: too few steps, no rung, no data, the same model twice, gradients that are off around the
+            call, or another argument that is none. Whatever the model, the loss or the optimizer raise in the
+            reference; a rung that raises fails with that sentence.
 
     Sync: one per step.
     """
@@ -198,7 +201,7 @@ def ladder(
     _check_rungs(rungs)
     _check_functions(make_model, evaluate, tell)
     check_optimizer(optimizer)
-    check_surroundings("ladder")
+    check_gradients_on()
     _check_data(data)
     if isinstance(data, Iterator):
         data = list(islice(data, steps))  # it can be read once, and every rung reads it
@@ -243,7 +246,8 @@ def _climb(
     finally:
         trial.close()
     last = [step.loss for step in steps[-max(2, len(steps) // 4) :]]
-    score = None if evaluate is None else _score(evaluate(model))
+    with no_casts_of_the_caller(model):
+        score = None if evaluate is None else _score(evaluate(model))
     rate = (len(steps) - 1) / seconds if len(steps) > 1 else float("nan")
     return LadderRung(name, precision, tuple(steps), statistics.fmean(last), score, finite, rate, size)
 

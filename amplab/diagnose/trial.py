@@ -9,7 +9,8 @@ a dict           as it stands, such as dict(opt_level="O1", loss_scale=128.0)
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +19,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amplab.amp import ScaleRecord, Session
-from amplab.policies import PrecisionPolicy
+from amplab.policies import PrecisionPolicy, disable_casts
 from amplab.trace.batch_step import step_function
-from amplab.trace.precision_settings import refuse_casts_in_force
-from amplab.trace.step_checks import accepts, check_gradients_on, check_model
+from amplab.trace.step_checks import accepts, check_model
 
 __all__ = [
     "MakeOptimizer",
@@ -29,8 +29,8 @@ __all__ = [
     "Trial",
     "TrialStep",
     "check_optimizer",
-    "check_surroundings",
     "check_trained",
+    "no_casts_of_the_caller",
     "precision_named",
 ]
 
@@ -83,10 +83,17 @@ def check_trained(model: Any) -> nn.Module:
     return model
 
 
-def check_surroundings(what: str) -> None:
-    """Raise a ValueError where gradients are off, or casts in force, around the call of `what`."""
-    check_gradients_on()
-    refuse_casts_in_force(f"{what} sets precisions of its own,", "leave the autocast region")
+@contextmanager
+def no_casts_of_the_caller(model: nn.Module, *, none_at_all: bool = True) -> Iterator[None]:
+    """Keep what casts around the caller out of the block: each trial has a precision of its own.
+
+    Args:
+        model: whose device's autocast is off.
+        none_at_all: whether nothing casts; without it a session that is entered inside does, and hides the others.
+    """
+    device = next((weight.device.type for weight in model.parameters()), "cpu")
+    with torch.autocast(device, enabled=False), disable_casts() if none_at_all else nullcontext():
+        yield
 
 
 def check_optimizer(make_optimizer: Any) -> None:
@@ -158,6 +165,7 @@ class Trial:
         self.model, self._optimizer = model, _made(make_optimizer, list(trained.values()))
         names = {id(weight): name for name, weight in trained.items()}
         self._names = [names.get(id(weight), "") for weight in _stepped(self._optimizer)]
+        self._casts = settings.get("policy") is not None or settings.get("opt_level", "O1") != "O0"
         self._session = Session()
         self._session.initialize(model, self._optimizer, **{"verbosity": 0, "on_collapse": on_collapse, **settings})
         self._session.subscribe(self._remember)
@@ -176,7 +184,7 @@ class Trial:
     def backward(self, batch: Any, loss: Callable[..., Tensor] | None) -> None:
         """Compute the gradients of one step and take the scale out of them."""
         self._optimizer.zero_grad()
-        with self._session.casting():
+        with no_casts_of_the_caller(self.model, none_at_all=not self._casts), self._session.casting():
             value = step_function(self.model, batch, loss)()
             with self._session.scale_loss(value, self._optimizer) as scaled:
                 scaled.backward()

@@ -21,12 +21,12 @@ from amplab.diagnose.trial import (
     Trial,
     TrialStep,
     check_optimizer,
-    check_surroundings,
     check_trained,
 )
 from amplab.diagnose.twin_errors import twin_error
 from amplab.diagnose.twin_report import TwinReport, TwinRow, TwinStep
 from amplab.trace.batch_step import floating_tensors, step_function
+from amplab.trace.step_checks import check_gradients_on
 from amplab.trace.untouched import untouched
 
 __all__ = ["twin"]
@@ -48,6 +48,8 @@ def twin(
 ) -> TwinReport:
     """Train two copies of `model` in lockstep and report, per module, how far the right one is from the left one.
 
+    A session of `amp` and autocast regions that are in force around the call do not cast here.
+
     Args:
         model: float32, in no session; left as it is. Each side is a deep copy of it, plain attributes too: a state that
             forward keeps in one is each side's own, goes on from step to step, and moves on too where a side makes a
@@ -64,7 +66,7 @@ def twin(
 
     Raises:
         TypeError, ValueError: an argument that is none, a model without parameters to train or that cannot be copied,
-            casts in force around the call, or what `amp.initialize` refuses.
+            gradients that are off around the call, or what `amp.initialize` refuses.
 
     Sync: one per compared tensor.
 
@@ -78,7 +80,7 @@ def twin(
     check_tolerance(tolerance)
     check_trained(model)
     check_optimizer(optimizer)
-    check_surroundings("twin")
+    check_gradients_on()
     if callable(batch):
         check_called_with("batch", batch, 1, "lambda step: batches[step]")
     else:

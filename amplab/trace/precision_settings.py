@@ -16,7 +16,7 @@ from amplab.policies import CastingEngine, PrecisionPolicy, disable_casts, threa
 from amplab.trace.batch_step import ModelGroup
 from amplab.trace.untouched import untouched
 
-__all__ = ["PrecisionSetting", "precision_setting", "refuse_casts_in_force"]
+__all__ = ["PrecisionSetting", "precision_setting"]
 
 _REGION = ("device_type", "dtype", "enabled", "cache_enabled", "policy")
 _HALVES = (torch.float16, torch.bfloat16)
@@ -63,7 +63,7 @@ def precision_setting(
     elif opt_level is None and policy is None:
         yield _as_it_is(model)
     else:
-        refuse_casts_in_force("opt_level or policy", "leave both out to X-ray the model as it is")
+        _refuse_what_is_in_force()
         with _initialized(model, opt_level, _parsed(policy)) as setting:
             yield setting
 
@@ -141,17 +141,11 @@ def _parsed(policy: Any) -> PrecisionPolicy | None:
     raise TypeError(f"policy={policy!r}: expected a PrecisionPolicy or its string form, e.g. 'apex/float16'.")
 
 
-def refuse_casts_in_force(what: str, instead: str) -> None:
-    """Raise a ValueError inside of an autocast region or where a session casts: two precisions would be mixed.
-
-    Args:
-        what: what sets a precision of its own, in words.
-        instead: what else can be done, in words.
-    """
+def _refuse_what_is_in_force() -> None:
     if thread_engines() or torch._C._is_any_autocast_enabled():
         raise ValueError(
-            f"{what} where casts are in force already: expected a model that is not initialized and no autocast "
-            f"around; {instead}, or call amp.reset() first."
+            "opt_level or policy where casts are in force already: expected a model that is not initialized and no "
+            "autocast around; leave both out to X-ray the model as it is, or call amp.reset() first."
         )
 
 

@@ -3,12 +3,15 @@
 import math
 import random
 import re
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+import amplab
+from amplab import amp
 from amplab.diagnose.ladder import RUNGS, ladder
 
 torch.manual_seed(7)
@@ -219,6 +222,29 @@ def test_a_state_in_plain_attributes_begins_anew_with_each_rung():
     assert one == two
 
 
-def test_casts_in_force_around_it_are_refused():
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match="leave the autocast region"):
-        climb(healthy)
+@contextmanager
+def session():
+    model = healthy()
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+    try:
+        yield
+    finally:
+        amp.reset()
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        session,
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        lambda: amplab.autocast("cpu", dtype=torch.float16),
+    ],
+)
+def test_what_casts_around_it_does_not_cast_in_it(around):
+    def losses():
+        report = climb(healthy, steps=8, evaluate=lambda model: model(IMAGES).square().sum().item())
+        return [([step.loss for step in rung.steps], rung.score) for rung in report.rungs]
+
+    alone = losses()
+    with around():
+        assert losses() == alone
