@@ -110,7 +110,7 @@ def check_loss_scale(loss_scale: Any) -> None:
     except OverflowError:  # a whole number beyond 1.8e308
         scale = math.inf
     if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"loss_scale={scale:g}: expected a finite number > 0; 1.0 leaves the loss as it is.")
+        raise ValueError(f"loss_scale={scale}: expected a finite number > 0; 1.0 leaves the loss as it is.")
 
 
 def check_gradients_on() -> None:
