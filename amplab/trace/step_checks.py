@@ -72,8 +72,11 @@ def check_model(model: Any, *, compiled: bool = False, values: bool = False) -> 
             f"model={type(model).__name__}: expected a torch.nn.Module, whose submodules name the ops; several that "
             "learn together go into a torch.nn.ModuleList."
         )
-    for path, module in model.named_modules():
-        _check_module(path or type(module).__name__, module, compiled)
+    for module in model.modules():
+        fault = _fault_of(module, compiled)
+        if fault:
+            path = next(path for path, each in model.named_modules() if each is module)
+            raise ValueError(f"{path or type(module).__name__} {fault}")
     if values:
         check_values(f"model={type(model).__name__}", [*model.parameters(), *model.buffers()])
     return model
@@ -108,9 +111,9 @@ def check_loss_scale(loss_scale: Any) -> None:
     try:
         scale = float(loss_scale)
     except OverflowError:  # a whole number beyond 1.8e308
-        scale = math.inf
+        scale = loss_scale = math.inf
     if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"loss_scale={scale}: expected a finite number > 0; 1.0 leaves the loss as it is.")
+        raise ValueError(f"loss_scale={loss_scale}: expected a finite number > 0; 1.0 leaves the loss as it is.")
 
 
 def check_gradients_on() -> None:
@@ -181,24 +184,29 @@ def _taken(signature: inspect.Signature) -> str:
     return f"({', '.join(stars.get(each.kind, '') + each.name for each in signature.parameters.values())})"
 
 
-def _check_module(path: str, module: nn.Module, compiled: bool) -> None:
+def _fault_of(module: nn.Module, compiled: bool) -> str | None:
+    """Why a module cannot be looked at, None where it can; it is asked of every module at every look."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    is_compiled = (dynamo and isinstance(module, dynamo.OptimizedModule)) or module._compiled_call_impl is not None
+    is_compiled = module._compiled_call_impl is not None or (dynamo and isinstance(module, dynamo.OptimizedModule))
     if is_compiled and not compiled:
-        raise ValueError(
-            f"{path} is compiled: its ops are fused and never reach the dispatcher one by one; trace the module that "
-            "was given to torch.compile."
+        return (
+            "is compiled: its ops are fused and never reach the dispatcher one by one; trace the module that was given "
+            "to torch.compile."
         )
     if isinstance(module, torch.jit.ScriptModule):
-        raise ValueError(f"{path} is scripted and takes no hooks; trace the module that was given to torch.jit.")
-    tensors = [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
-    if any(map(nn.parameter.is_lazy, tensors)):
-        raise ValueError(f"{path} has uninitialised parameters: expected a model that has seen a batch; run it once.")
-    if any(tensor.is_inference() for tensor in tensors):
-        raise ValueError(
-            f"{path} was made in torch.inference_mode(), and its tensors take no gradient: expected a model made "
-            "outside of it; make it again there and load its state_dict."
-        )
+        return "is scripted and takes no hooks; trace the module that was given to torch.jit."
+    for owned in (module._parameters, module._buffers):
+        for tensor in owned.values():
+            if tensor is None:
+                continue
+            if nn.parameter.is_lazy(tensor):
+                return "has uninitialised parameters: expected a model that has seen a batch; run it once."
+            if tensor.is_inference():
+                return (
+                    "was made in torch.inference_mode(), and its tensors take no gradient: expected a model made "
+                    "outside of it; make it again there and load its state_dict."
+                )
+    return None
 
 
 def _instead_of(value: Any) -> str:
