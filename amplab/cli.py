@@ -8,12 +8,14 @@ Only the command line is read here. :mod:`amplab.launch` opens JupyterLab, :mod:
 
 import argparse
 import importlib
+import inspect
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING
 
 from amplab import __version__
@@ -175,13 +177,38 @@ def findings_in_step(target: str) -> "Findings":
             f"{target!r}: expected a run log (.jsonl), or FILE.py:FUNCTION, where the function returns a model and a "
             "function of no arguments that returns its loss, or the arguments of amplab.doctor as a dict."
         )
-    sys.path.insert(0, str(Path(path).resolve().parent))
-    returned = getattr(importlib.import_module(Path(path).stem), name)()
-    if isinstance(returned, dict):
-        return doctor(**returned)
-    if isinstance(returned, tuple) and len(returned) == 2:
-        return doctor(*returned)
-    raise TargetError(f"{name}() returned {type(returned).__name__}: expected (model, loss_fn), or a dict for doctor.")
+    returned = function_in(path, name)()
+    given = dict(zip(("model", "loss_fn"), returned, strict=False)) if isinstance(returned, tuple) else returned
+    if not isinstance(given, dict) or (isinstance(returned, tuple) and len(returned) != 2) or "model" not in given:
+        raise TargetError(f"{name}() returned {said(returned)}: expected (model, loss_fn), or a dict with a model.")
+    takes = inspect.signature(doctor).parameters
+    unknown = [repr(key) for key in given if key not in takes]
+    if unknown:
+        raise TargetError(f"{name}() returned {', '.join(unknown)}: expected what doctor takes, {', '.join(takes)}.")
+    try:
+        return doctor(**given)
+    except (TypeError, ValueError) as refusal:
+        raise TargetError(f"{name}(): {refusal}") from refusal
+
+
+def function_in(path: str, name: str) -> Callable[[], object]:
+    """Return a function of a file. Raises TargetError: there is none, or Python has another module of that name."""
+    file = Path(path).resolve()
+    sys.path.insert(0, str(file.parent))
+    module = importlib.import_module(file.stem)
+    loaded = getattr(module, "__file__", None)
+    if loaded is None or Path(loaded).resolve() != file:
+        raise TargetError(f"{path}: Python knows another module as {file.stem}; expected another name, so rename it.")
+    function = getattr(module, name, None)
+    if not callable(function):
+        here = [each for each, value in vars(module).items() if isinstance(value, FunctionType)]
+        raise TargetError(f"{path}: it has no function {name}; expected one of {', '.join(here) or 'none'}.")
+    return function
+
+
+def said(returned: object) -> str:
+    """What a function returned, in words."""
+    return f"a tuple of {len(returned)}" if isinstance(returned, tuple) else type(returned).__name__
 
 
 def run_as_apex(options: argparse.Namespace) -> int:

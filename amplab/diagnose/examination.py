@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amplab.amp import LossScaleCollapse, Session, default_session
-from amplab.diagnose.arguments import check_arguments
+from amplab.diagnose.arguments import check_arguments, check_no_arguments
 from amplab.diagnose.blame import blame
 from amplab.diagnose.finding import Finding, Findings
 from amplab.diagnose.first_nonfinite import Setting, explain, setting_of
@@ -33,6 +33,7 @@ from amplab.diagnose.run_rules import run_findings
 from amplab.diagnose.speed_rules import speed_findings
 from amplab.diagnose.value_rules import value_findings
 from amplab.diagnose.values import ObservedStep, observe_step
+from amplab.trace.compiled_functions import compiled_functions_eagerly
 
 __all__ = ["causes_first", "doctor"]
 
@@ -84,9 +85,10 @@ def doctor(
     bias got a gradient, and no optimizer steps it.
     """
     if model is None:
-        if any(each is not None for each in (loss_fn, train_step, run)):
-            raise TypeError("doctor got no model: pass it first, doctor(model, loss_fn); without arguments it looks "
-                            "at the machine.")  # fmt: skip
+        check_no_arguments(
+            loss_fn=loss_fn, train_step=train_step, optimizers=optimizers, amp=amp, loss_scale=loss_scale, batch=batch,
+            run=run, stateful=stateful,
+        )  # fmt: skip
         return machine_report()
     chosen = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
     chosen = list(chosen) if isinstance(chosen, Iterable) else chosen
@@ -127,7 +129,8 @@ def _look_at_loop(
     if amp is None and default_session().initialized:
         amp = default_session()
     try:
-        return gradient_findings(rehearse(model, raised, optimizers, amp=amp, stateful=stateful))
+        with compiled_functions_eagerly():
+            return gradient_findings(rehearse(model, raised, optimizers, amp=amp, stateful=stateful))
     except LossScaleCollapse:
         return []  # which the run and the step show
     except Exception as error:

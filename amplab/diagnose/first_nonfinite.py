@@ -29,6 +29,7 @@ from amplab.diagnose.values import ObservedStep, measured_in, observe_step, tens
 from amplab.trace import OpRecord, trace_step
 from amplab.trace.recorder import Event
 from amplab.trace.step import record_step
+from amplab.trace.step_checks import check_step
 
 __all__ = ["FirstNonfinite", "Setting", "explain", "first_nonfinite", "setting_of"]
 
@@ -139,6 +140,7 @@ def first_nonfinite(
     >>> found.cause, found.record.op, found.result
     ('format', 'linear', 'loss')
     """
+    check_step(model, loss_fn, loss_scale, values=True)
     setting = setting_of(amp, loss_scale)
     step = observe_step(model, loss_fn, casting=setting.casting(), loss_scale=setting.loss_scale, batch=batch)
     blamed = blame(step)

@@ -24,8 +24,10 @@ from amplab.diagnose.blame import Blame, blame
 from amplab.diagnose.statistics import statistics
 from amplab.diagnose.values import ObservedStep, StepWatcher, named_tensors
 from amplab.trace import Trace
+from amplab.trace.compiled_functions import compiled_functions_eagerly
 from amplab.trace.reasons import records_of
 from amplab.trace.recorder import Recorder
+from amplab.trace.step_checks import check_model
 
 __all__ = ["FollowedStep", "followed_step"]
 
@@ -39,9 +41,13 @@ class FollowedStep:
         self._watcher = StepWatcher(named_tensors(model, batch), statistics)
         self._recorder = Recorder(model, self._watcher)
         self._block = ExitStack()
+        self._ended = False
 
     def __enter__(self) -> FollowedStep:
         """Begin to follow the ops of this thread, and those of its backward."""
+        if self._ended:
+            raise RuntimeError("this step was followed already: expected one `with` block for each followed_step(...).")
+        self._block.enter_context(compiled_functions_eagerly())
         self._block.enter_context(self._recorder.recording())
         self._block.enter_context(self._recorder.calls)
         return self
@@ -49,16 +55,26 @@ class FollowedStep:
     def __exit__(self, *failure: object) -> None:
         """End; what the block raised goes on."""
         self._block.__exit__(*failure)
+        self._ended = True
 
     def loss(self, value: Tensor) -> Tensor:
         """Take note of the loss, before it is scaled, and return it as it is. Without it gradients alone are judged."""
+        if not isinstance(value, Tensor):
+            raise TypeError(f"loss({value!r}): expected the tensor that backward starts from, before .item().")
         with _unseen_by_engines():
             self._watcher.note_loss(value)
         return value
 
     @cached_property
     def observed(self) -> ObservedStep:
-        """Every op with its values. Sync: one."""
+        """Every op with its values. Sync: one.
+
+        Raises:
+            RuntimeError: the ``with`` block has not run yet, or no op ran in it.
+        """
+        if not (self._ended and self._recorder.events):
+            state = "no op ran in its `with` block" if self._ended else "its `with` block has not ended"
+            raise RuntimeError(f"followed_step: {state}; expected a forward in it, and questions after it.")
         return self._watcher.observed(Trace(records_of(self._recorder.events)), 1.0)
 
     @cached_property
@@ -87,7 +103,7 @@ def followed_step(model: nn.Module, batch: Any = None) -> FollowedStep:
         batch: the tensors of the batch, nested as they are, to have them named.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError, ValueError: as `amplab.trace.trace_step` of the model.
 
     Sync: none in the block; one when it is asked.
 
@@ -97,6 +113,5 @@ def followed_step(model: nn.Module, batch: Any = None) -> FollowedStep:
     >>> step.first.result, step.observed.trace.records[step.first.op].op
     ('loss', 'mul')
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model={type(model).__name__}: expected a torch.nn.Module, whose submodules name the ops.")
+    check_model(model, values=True)
     return FollowedStep(model, batch)

@@ -21,10 +21,21 @@ import torch
 from torch import Tensor, nn
 
 from amplab.amp.rng_state import capture_rng, restore_rng
+from amplab.diagnose.arguments import check_called_with, check_seed, check_steps, check_tolerance
 from amplab.diagnose.loss_drawing import loss_drawing
-from amplab.diagnose.trial import MakeOptimizer, Precision, Trial, TrialStep, check_model, check_optimizer
+from amplab.diagnose.trial import (
+    MakeOptimizer,
+    Precision,
+    Trial,
+    TrialStep,
+    check_optimizer,
+    check_trained,
+    no_casts_of_the_caller,
+    precision_named,
+)
 from amplab.trace.plain_html import Markup, html_table, markup, page
 from amplab.trace.plain_words import fitted, power, size, wrapped
+from amplab.trace.step_checks import check_gradients_on
 
 __all__ = ["RUNGS", "LadderReport", "LadderRung", "ladder"]
 
@@ -127,8 +138,15 @@ class LadderReport:
             before = [rung.name for rung in self.rungs[: self.rungs.index(chosen)]]
             but = f"; before it {', '.join(before)} did not" if before else ", the first of the ladder"
             yield f"Recommended: {chosen.name}. It holds{but}."
+        if self._without_score():
+            without = ", ".join(self._without_score())
+            yield f"evaluate gave NaN for {without}, so these do not hold: look at evaluate first."
         if self.device == "cpu":
             yield "Speed is this CPU's, which computes half through float32: it says nothing of a GPU."
+
+    def _without_score(self) -> list[str]:
+        """The rungs whose score is NaN."""
+        return [rung.name for rung in self.rungs if rung.score is not None and math.isnan(rung.score)]
 
     def _cells(self, rung: LadderRung) -> tuple[str, ...]:
         reference = self.rungs[-1].loss
@@ -180,14 +198,18 @@ def ladder(
 ) -> LadderReport:
     """Train a little in every precision and recommend the first that holds.
 
+    A session of `amp` and autocast regions that are in force around the call do not cast here.
+
     Args:
-        make_model: returns a fresh float32 model; seeded before each call.
+        make_model: returns a fresh float32 model; seeded before each call. What a forward keeps in plain attributes is
+            fresh with it; what it keeps elsewhere, in a global or a closure, goes from rung to rung.
         data: one batch (a tensor, a tuple or a mapping), a function of the step's number that returns one, or an
             iterable of batches such as a list or a DataLoader, begun again when it ends. How a batch goes in: see
             `amplab.xray`.
         loss: a function of the output (and the batch); None for the output's own.
         optimizer: makes one of the parameters it is given; by default ``AdamW(lr=1e-3)``.
-        evaluate: a score of the trained model, the larger the better; it then decides beside the loss.
+        evaluate: a score of the trained model, the larger the better; it then decides beside the loss. A rung whose
+            score is NaN or infinite does not hold.
         steps: for each rung, at least 8.
         tolerance: how much higher than float32's a loss may be, relatively.
         seed: of the weights, of dropout, and of a DataLoader's order.
@@ -195,30 +217,30 @@ def ladder(
         tell: is told how it goes, a line per rung; by default standard error, in a notebook the cell's output.
 
     Raises:
-        ValueError: too few steps, no rung, no data. Whatever the model, the loss or the optimizer raise in the
-            reference, and a rung that raises fails with that sentence.
+        TypeError, ValueError: too few steps, no rung, no data, the same model twice, gradients that are off around the
+            call, or another argument that is none. Whatever the model, the loss or the optimizer raise in the
+            reference; a rung that raises fails with that sentence.
 
     Sync: one per step.
     """
-    if steps < 8 or not rungs:
-        raise ValueError(
-            f"steps={steps}, {len(rungs)} rungs: expected at least 8 steps, to see a loss fall, and a rung."
-        )
-    if isinstance(make_model, nn.Module) or not callable(make_model):
-        raise TypeError(
-            f"make_model={type(make_model).__name__}: expected a function that returns a fresh model, such as "
-            "lambda: Net(); every rung begins anew."
-        )
+    check_steps(steps, least=8)
+    check_seed(seed)
+    check_tolerance(tolerance)
+    _check_rungs(rungs)
+    _check_functions(make_model, evaluate, tell)
     check_optimizer(optimizer)
+    check_gradients_on()
+    _check_data(data)
     if isinstance(data, Iterator):
         data = list(islice(data, steps))  # it can be read once, and every rung reads it
     make = optimizer or (lambda weights: torch.optim.AdamW(weights, lr=1e-3))
     tell = tell or _tell
     climbed: list[LadderRung] = []
+    model = None
     for number, (name, precision) in enumerate(rungs.items(), 1):
         tell(f"rung {number} of {len(rungs)}: {name}, {steps} steps")
         with _seeded(seed):
-            model = check_model(make_model())
+            model = _fresh(make_model(), model)
             try:
                 climbed.append(_climb(name, precision, model, make, islice(_batches(data), steps), loss, evaluate))
             except Exception as error:
@@ -252,9 +274,62 @@ def _climb(
     finally:
         trial.close()
     last = [step.loss for step in steps[-max(2, len(steps) // 4) :]]
-    score = None if evaluate is None else float(evaluate(model))
+    with no_casts_of_the_caller(model):
+        score = None if evaluate is None else _score(evaluate(model))
     rate = (len(steps) - 1) / seconds if len(steps) > 1 else float("nan")
     return LadderRung(name, precision, tuple(steps), statistics.fmean(last), score, finite, rate, size)
+
+
+def _score(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"evaluate returned {type(value).__name__}: expected one number, the larger the better; float() takes it."
+        ) from None
+
+
+def _fresh(model: Any, previous: nn.Module | None) -> nn.Module:
+    if model is not None and model is previous:
+        raise ValueError(
+            "make_model returned the same model twice: expected a fresh one for every rung, such as lambda: Net(); use "
+            "copy.deepcopy(model) to begin from trained weights."
+        )
+    return check_trained(model)
+
+
+def _check_rungs(rungs: Any) -> None:
+    if not isinstance(rungs, Mapping):
+        raise TypeError(f"rungs={type(rungs).__name__}: expected a dict of name -> precision, such as {{'O1': 'O1'}}.")
+    if not rungs:
+        raise ValueError("rungs: 0 rungs; expected at least one, the last of which the others are held against.")
+    for name, precision in rungs.items():
+        if not isinstance(name, str):
+            raise TypeError(f"rungs: the name {name!r} is {type(name).__name__}; expected names that are words.")
+        precision_named(precision)
+
+
+def _check_functions(make_model: Any, evaluate: Any, tell: Any) -> None:
+    if isinstance(make_model, nn.Module) or not callable(make_model):
+        raise TypeError(
+            f"make_model={type(make_model).__name__}: expected a function that returns a fresh model, such as "
+            "lambda: Net(); every rung begins anew."
+        )
+    check_called_with("make_model", make_model, 0, "lambda: Net()")
+    if evaluate is not None:
+        check_called_with("evaluate", evaluate, 1, "lambda model: accuracy(model, images, labels)")
+    if tell is not None:
+        check_called_with("tell", tell, 1, "print; None for standard error")
+
+
+def _check_data(data: Any) -> None:
+    if callable(data):
+        check_called_with("data", data, 1, "lambda step: batches[step % len(batches)]")
+    elif isinstance(data, str | bytes) or not isinstance(data, Iterable):
+        raise TypeError(
+            f"data={type(data).__name__}: expected one batch (a tensor, a tuple or a dict), a list of batches or a "
+            "DataLoader, or a function of the step's number that returns one."
+        )
 
 
 def _fallen(name: str, precision: Precision, error: Exception) -> LadderRung:
@@ -276,7 +351,11 @@ def _failure(rung: LadderRung, reference: LadderRung, steps: int, tolerance: flo
     allowed = reference.loss + tolerance * abs(reference.loss)
     if not rung.loss <= allowed:
         return f"loss {rung.loss:.4g}, float32 {reference.loss:.4g}"
-    if rung.score is not None and rung.score < reference.score - tolerance * abs(reference.score):
+    if rung.score is not None and not math.isfinite(rung.score):
+        return f"score {rung.score:.4g}: no number to go by"
+    if reference.score is None or not math.isfinite(reference.score):
+        return None
+    if rung.score < reference.score - tolerance * abs(reference.score):
         return f"score {rung.score:.4g}, float32 {reference.score:.4g}"
     return None
 

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from amplab.trace.engines import clear_cast_caches
+from amplab.trace.step_checks import check_loss, check_step
 from amplab.trace.untouched import untouched
 
 __all__ = ["Outcome", "in_format", "probe"]
@@ -66,13 +67,18 @@ def probe(
         loss_scale: what the loss is multiplied by, in float32, before backward.
         number_format: run in this dtype what runs in float16 or bfloat16; None for no change.
 
+    Raises:
+        TypeError, ValueError: as `trace_step`; a compiled model will do.
+
     Sync: one.
     """
+    check_step(model, loss_fn, loss_scale, compiled=True, values=True)
     torch.clear_autocast_cache()
     with untouched(model) as gradients, _chosen(model, number_format), casting or nullcontext():
         clear_cast_caches()
         try:
             loss = loss_fn()
+            check_loss(loss, model)
             gradients.park_leaves_of(loss)
             torch.autograd.backward(loss.float() * loss_scale)
             return _outcome(model, loss, loss_scale)

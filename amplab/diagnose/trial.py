@@ -9,7 +9,8 @@ a dict           as it stands, such as dict(opt_level="O1", loss_scale=128.0)
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,16 +19,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amplab.amp import ScaleRecord, Session
-from amplab.policies import PrecisionPolicy
+from amplab.policies import PrecisionPolicy, disable_casts
 from amplab.trace.batch_step import step_function
+from amplab.trace.step_checks import accepts, check_model
 
 __all__ = [
     "MakeOptimizer",
     "Precision",
     "Trial",
     "TrialStep",
-    "check_model",
     "check_optimizer",
+    "check_trained",
+    "no_casts_of_the_caller",
     "precision_named",
 ]
 
@@ -59,32 +62,68 @@ def precision_named(precision: Precision) -> tuple[str, dict[str, Any]]:
         return str(precision), {"opt_level": "O1", "policy": precision}
     if isinstance(precision, Mapping):
         return " ".join(f"{name}={value}" for name, value in precision.items()), dict(precision)
-    raise TypeError(f"{precision!r}: expected an opt_level, a PrecisionPolicy, or a dict of initialize's arguments.")
+    raise TypeError(
+        f"precision={precision!r}: expected an opt_level such as 'O1', 'bf16', 'fp32', a PrecisionPolicy, or a dict of "
+        "initialize's arguments."
+    )
 
 
-def check_model(model: Any) -> nn.Module:
+def check_trained(model: Any) -> nn.Module:
     """Return `model`, which a trial can train.
 
     Raises:
-        TypeError: it is no module. ValueError: it is compiled or scripted.
+        TypeError, ValueError: as `check_model`; or no parameter of it learns.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model={type(model).__name__}: expected a torch.nn.Module in float32.")
-    for module in model.modules():
-        if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
-            raise ValueError("the model is compiled: expected the module that was given to torch.compile.")
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ValueError("the model is scripted: expected the module that was given to torch.jit.")
+    check_model(model, values=True)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"model={type(model).__name__}: no parameter of it requires a gradient, so there is nothing to train; "
+            "expected one that does, parameter.requires_grad_(True)."
+        )
     return model
+
+
+@contextmanager
+def no_casts_of_the_caller(model: nn.Module, *, none_at_all: bool = True) -> Iterator[None]:
+    """Keep what casts around the caller out of the block: each trial has a precision of its own.
+
+    Args:
+        model: whose device's autocast is off.
+        none_at_all: whether nothing casts; without it a session that is entered inside does, and hides the others.
+    """
+    device = next((weight.device.type for weight in model.parameters()), "cpu")
+    with torch.autocast(device, enabled=False), disable_casts() if none_at_all else nullcontext():
+        yield
 
 
 def check_optimizer(make_optimizer: Any) -> None:
     """Refuse an optimizer in the place of what makes one. Raises: TypeError."""
-    if make_optimizer is not None and (isinstance(make_optimizer, Optimizer) or not callable(make_optimizer)):
+    if make_optimizer is None:
+        return
+    if isinstance(make_optimizer, Optimizer) or not callable(make_optimizer):
         raise TypeError(
             f"optimizer={type(make_optimizer).__name__}: expected a function that makes one of the parameters it is "
-            "given, such as lambda weights: torch.optim.SGD(weights, lr=0.1)."
+            f"given, such as {_SUCH}."
         )
+    refused = accepts(make_optimizer, 1)
+    if refused is not None:
+        raise TypeError(f"optimizer is called with the parameters, and {refused}: expected {_SUCH}, or the like.")
+
+
+_SUCH = "lambda weights: torch.optim.SGD(weights, lr=0.1)"
+
+
+def _made(make_optimizer: MakeOptimizer, weights: list[Tensor]) -> Optimizer:
+    optimizer = make_optimizer(weights)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer returned {type(optimizer).__name__}: expected a torch optimizer, such as {_SUCH}.")
+    if not {*map(id, weights)}.issuperset(map(id, _stepped(optimizer))):
+        raise ValueError(f"optimizer steps parameters that it was not given: expected its own alone, such as {_SUCH}.")
+    return optimizer
+
+
+def _stepped(optimizer: Optimizer) -> list[Tensor]:
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
 @dataclass(frozen=True)
@@ -123,8 +162,10 @@ class Trial:
     ) -> None:
         self.name, settings = precision_named(precision)
         trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-        self.model, self._names = model, list(trained)
-        self._optimizer = make_optimizer(list(trained.values()))
+        self.model, self._optimizer = model, _made(make_optimizer, list(trained.values()))
+        names = {id(weight): name for name, weight in trained.items()}
+        self._names = [names.get(id(weight), "") for weight in _stepped(self._optimizer)]
+        self._casts = settings.get("policy") is not None or settings.get("opt_level", "O1") != "O0"
         self._session = Session()
         self._session.initialize(model, self._optimizer, **{"verbosity": 0, "on_collapse": on_collapse, **settings})
         self._session.subscribe(self._remember)
@@ -143,7 +184,7 @@ class Trial:
     def backward(self, batch: Any, loss: Callable[..., Tensor] | None) -> None:
         """Compute the gradients of one step and take the scale out of them."""
         self._optimizer.zero_grad()
-        with self._session.casting():
+        with no_casts_of_the_caller(self.model, none_at_all=not self._casts), self._session.casting():
             value = step_function(self.model, batch, loss)()
             with self._session.scale_loss(value, self._optimizer) as scaled:
                 scaled.backward()
@@ -159,7 +200,8 @@ class Trial:
     def gradients(self) -> dict[str, Tensor]:
         """The unscaled gradients of this step by parameter, the masters' where there are masters."""
         weights = zip(self._names, self._session.master_params(self._optimizer), strict=True)
-        return {name: weight.grad for name, weight in weights if weight.grad is not None}
+        grads = {name: weight.grad for name, weight in weights if weight.grad is not None}
+        return {name: grad.to_dense() if grad.is_sparse else grad for name, grad in grads.items()}
 
     def is_finite(self) -> bool:
         """Whether every weight is."""

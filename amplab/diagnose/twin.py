@@ -14,10 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amplab.diagnose.trial import MakeOptimizer, Precision, Trial, TrialStep, check_model, check_optimizer
+from amplab.diagnose.arguments import check_called_with, check_seed, check_steps, check_tolerance
+from amplab.diagnose.trial import (
+    MakeOptimizer,
+    Precision,
+    Trial,
+    TrialStep,
+    check_optimizer,
+    check_trained,
+)
 from amplab.diagnose.twin_errors import twin_error
 from amplab.diagnose.twin_report import TwinReport, TwinRow, TwinStep
-from amplab.trace.batch_step import floating_tensors
+from amplab.trace.batch_step import floating_tensors, step_function
+from amplab.trace.step_checks import check_gradients_on
 from amplab.trace.untouched import untouched
 
 __all__ = ["twin"]
@@ -39,8 +48,12 @@ def twin(
 ) -> TwinReport:
     """Train two copies of `model` in lockstep and report, per module, how far the right one is from the left one.
 
+    A session of `amp` and autocast regions that are in force around the call do not cast here.
+
     Args:
-        model: float32, in no session; left as it is.
+        model: float32, in no session; left as it is. Each side is a deep copy of it, plain attributes too: a state that
+            forward keeps in one is each side's own, goes on from step to step, and moves on too where a side makes a
+            step again. A tensor in it that hangs on the graph of the step before has to be detached.
         batch: one batch, used in every step, or a function of the step's number that returns one. How a batch goes in:
             see `amplab.xray`.
         left, right: precisions: an opt_level, "bf16", "fp32", a `PrecisionPolicy`, or a dict of `amp.initialize`'s
@@ -52,7 +65,8 @@ def twin(
         tolerance: the relative error from which on the two have parted.
 
     Raises:
-        TypeError, ValueError: a precision that is none, no step to make, or what `amp.initialize` refuses.
+        TypeError, ValueError: an argument that is none, a model without parameters to train or that cannot be copied,
+            gradients that are off around the call, or what `amp.initialize` refuses.
 
     Sync: one per compared tensor.
 
@@ -61,14 +75,20 @@ def twin(
     >>> report.parted is None, [row.module for row in report.rows() if row.step == 0 and row.what == "output"]
     (True, ['0', '1', '2', ''])
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"steps={steps!r}: expected a whole number > 0, such as 10.")
-    check_model(model)
+    check_steps(steps)
+    check_seed(seed)
+    check_tolerance(tolerance)
+    check_trained(model)
     check_optimizer(optimizer)
+    check_gradients_on()
+    if callable(batch):
+        check_called_with("batch", batch, 1, "lambda step: batches[step]")
+    else:
+        step_function(model, batch, loss)
     batches = batch if callable(batch) else lambda _: batch
     make = optimizer or (lambda weights: torch.optim.SGD(weights, lr=0.01, momentum=0.9))
     with untouched(model):
-        pair = [_Side(copy.deepcopy(model), make, precision) for precision in (left, right)]
+        pair = [_Side(_copied(model), make, precision) for precision in (left, right)]
         try:
             made = tuple(_lockstep(pair, step, batches(step), loss, seed) for step in range(steps))
         finally:
@@ -76,6 +96,17 @@ def twin(
                 side.close()
     names, cuts = ([getattr(each, what) for each in pair] for what in ("name", "scale_cuts"))
     return TwinReport(*names, made, tolerance, *cuts)
+
+
+def _copied(value: Any, name: str = "model") -> Any:
+    try:
+        return copy.deepcopy(value)
+    except Exception as refusal:
+        raise ValueError(
+            f"{name}={type(value).__name__} cannot be copied, and each side needs one of its own "
+            f"({type(refusal).__name__}: {refusal}): expected one that copy.deepcopy takes; detach the tensors that "
+            "it keeps of a step, and take locks, files and iterators out of it."
+        ) from refusal
 
 
 def _lockstep(pair: list["_Side"], number: int, batch: Any, loss: Callable[..., Tensor] | None, seed: int) -> TwinStep:
@@ -118,7 +149,7 @@ class _Side:
         while True:
             buffers = [(buffer, buffer.clone()) for buffer in self.trial.model.buffers()]
             torch.manual_seed(seed)
-            outcome = self._step(copy.deepcopy(batch), loss)
+            outcome = self._step(_copied(batch, "batch"), loss)
             if not (outcome.skipped and math.isfinite(outcome.loss) and outcome.loss_scale > 1):
                 return outcome
             self.scale_cuts += 1

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 
 from amplab.diagnose.scale_drawing import scale_drawing
 from amplab.formats import FLOAT16, ExponentHistogram, FloatFormat
@@ -28,6 +29,9 @@ _RIGHT = range(1, 7)  # columns of numbers
 class ScaleRecord:
     """What a run has recorded of its scale and its gradients.
 
+    Raises:
+        TypeError, ValueError: columns of different lengths, or fields of another type.
+
     Attributes:
         scales: the loss scale of every step.
         skipped: whether the step was skipped.
@@ -42,6 +46,23 @@ class ScaleRecord:
     grad_exponents: Sequence[float | None]
     samples: Sequence[tuple[int, ExponentHistogram]] = ()
     fmt: FloatFormat = FLOAT16
+
+    def __post_init__(self) -> None:
+        columns = {name: getattr(self, name) for name in ("scales", "skipped", "grad_exponents")}
+        for name, column in columns.items():
+            if isinstance(column, str) or not hasattr(column, "__len__"):
+                raise TypeError(f"{name}={type(column).__name__}: expected a list with one value for each step.")
+        if len({len(column) for column in columns.values()}) > 1:
+            sizes = ", ".join(f"{name} of {len(column)}" for name, column in columns.items())
+            raise ValueError(f"{sizes}: expected one value for each step in all three.")
+        if not all(exponent is None or isinstance(exponent, Real) for exponent in self.grad_exponents):
+            raise TypeError(
+                "grad_exponents: expected numbers, floor(log2) of the largest gradient; None where unknown."
+            )
+        if not all(step >= 0 and isinstance(taken, ExponentHistogram) for step, taken in self.samples):
+            raise TypeError("samples: expected pairs (step, ExponentHistogram); see amplab.formats.exponent_histogram.")
+        if not isinstance(self.fmt, FloatFormat):
+            raise TypeError(f"fmt={self.fmt!r}: expected a FloatFormat, such as amplab.formats.FLOAT16.")
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,8 +97,19 @@ class WhatIf:
 
     @property
     def certain_until(self) -> int | None:
-        """The first step of which the record cannot tell whether it overflows; from it on the scale is a guess."""
+        """How many steps are certain, from the first; None where all are.
+
+        That is also the number of the first step of which the record cannot tell whether it overflows: its own scale
+        still follows from the record, and from the next one on the scale is a guess.
+        """
         return self.replay.doubtful[0] if self.replay.doubtful else None
+
+    @property
+    def _certain_steps(self) -> str:
+        """How far the record tells, in words."""
+        if self.certain_until is None:
+            return "every step"
+        return f"the first {self.certain_until:,}" if self.certain_until else "no step"
 
     @property
     def doubt(self) -> str | None:
@@ -105,7 +137,7 @@ class WhatIf:
             "skips": f"{len(self.skips):,}",
             "steps lost": _more(self.steps_lost),
             "gradients lost": "–" if self.lost_share is None else percent(self.lost_share),
-            "certain": "to the end" if self.certain_until is None else f"up to step {self.certain_until:,}",
+            "certain": self._certain_steps,
         }
 
     def __repr__(self) -> str:
@@ -155,7 +187,7 @@ class WhatIfs:
     def _notes(self) -> Iterator[str]:
         for run in self.runs:
             if run.doubt is not None:
-                yield f"{run.name}, step {run.certain_until}: {run.doubt}."
+                yield f"{run.name}, a guess from step {run.certain_until} on: {run.doubt}."
             if run.replay.stopped is not None:
                 yield f"{run.name}, step {len(run.scales) - 1}: the rule ends the run: {run.replay.stopped}"
 
@@ -190,16 +222,37 @@ def what_if(record: ScaleRecord, rule: ScaleRule | str, name: str | None = None)
     >>> what_if(record, "Megatron").skips
     (0, 1, 2)
     """
-    if not record.scales:
-        raise ValueError("what_if: the run has no step yet; train first.")
     named, rule = named_rule(rule)
+    if not isinstance(record, ScaleRecord):
+        raise TypeError(
+            f"record={type(record).__name__}: expected a ScaleRecord; a recorded run makes its own, run.replay(rule)."
+        )
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name={name!r}: expected a word to call the rule, or None for its own.")
+    if not len(record.scales):
+        raise ValueError("what_if: the run has no step yet; train first.")
     run = replay(rule, gradient_exponents=record.grad_exponents, recorded_scales=record.scales, fmt=record.fmt)
     return WhatIf(name or named, run, record)
 
 
 def what_ifs(record: ScaleRecord, rules: Mapping[str, ScaleRule] | None = None) -> WhatIfs:
-    """Run several rules over what a run has recorded, by default all published ones. Raises as `what_if`."""
-    return WhatIfs(tuple(what_if(record, rule, name) for name, rule in (rules or PUBLISHED_RULES).items()))
+    """Run several rules over what a run has recorded, by default all published ones.
+
+    Args:
+        record: of the run.
+        rules: name -> rule, or name -> name of a published one.
+
+    Raises:
+        TypeError, ValueError: as `what_if`; `rules` is no dict.
+    """
+    if rules is None:
+        rules = PUBLISHED_RULES
+    if not isinstance(rules, Mapping):
+        raise TypeError(
+            f"rules={type(rules).__name__}: expected a dict of name -> rule, such as {{'jmp': 'jmp'}}; what_if(record, "
+            "rule) takes a single one."
+        )
+    return WhatIfs(tuple(what_if(record, rule, name) for name, rule in rules.items()))
 
 
 def named_rule(rule: ScaleRule | str) -> tuple[str, ScaleRule]:

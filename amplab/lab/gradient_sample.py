@@ -55,4 +55,6 @@ class GradientMeasure:
 
 
 def _dense(grad: Tensor) -> Tensor:
-    return grad.coalesce().values() if grad.is_sparse else grad
+    """The numbers of a gradient: what a sparse one holds, the parts of a complex one."""
+    values = grad.coalesce().values() if grad.is_sparse else grad
+    return torch.view_as_real(values) if values.is_complex() else values

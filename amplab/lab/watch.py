@@ -37,6 +37,7 @@ from amplab.lab.scale_probe import Outcome, probe_of
 from amplab.lab.step_check import StepCheck
 from amplab.lab.step_replay import StepReplay
 from amplab.lab.tensorboard_scalars import TensorBoardScalars
+from amplab.lab.watch_arguments import check_options, check_watched
 from amplab.lab.watched_run import WatchedRun
 from amplab.trace.plain_html import page
 from amplab.trace.plain_words import count
@@ -119,6 +120,10 @@ class Watch:
 
         Sync: none.
         """
+        if not isinstance(loader, Iterable):
+            raise TypeError(
+                f"batches({type(loader).__name__}): expected what a for loop goes through, such as a loader."
+            )
         self._batches_tell = True
         try:
             for batch in loader:
@@ -173,8 +178,10 @@ class Watch:
 
     def subscribe(self, callback: Callable[[StepRecord], object]) -> Callable[[], None]:
         """Call `callback` with every `StepRecord`, in the loop's thread; return a function that ends this."""
+        if not callable(callback):
+            raise TypeError(f"subscribe({callback!r}): expected a function of a StepRecord, such as print.")
         self._subscribers.append(callback)
-        return lambda: self._subscribers.remove(callback)
+        return lambda: self._subscribers.remove(callback) if callback in self._subscribers else None
 
     def __repr__(self) -> str:
         """Return one line: what is watched and how far it came."""
@@ -295,7 +302,7 @@ def watch(
         tensorboard: folder of scalars for TensorBoard, where it is installed.
 
     Raises:
-        TypeError: something that is no module, optimizer or scaler. ValueError: ``every`` below 1.
+        TypeError: something that is no module, optimizer or scaler. ValueError: ``every`` below 1, a scripted model.
         ImportError: TensorBoard is asked for and not installed.
 
     Sync: one per step where the loss or the scale lies on a device.
@@ -311,15 +318,7 @@ def watch(
     (3, 0, 0)
     """
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model={type(model).__name__}: expected a torch.nn.Module.")
-    if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
-        raise TypeError(f"optimizer={optimizer!r}: expected a torch.optim.Optimizer, or a list of them.")
-    if log is not None and not isinstance(log, str | PathLike):
-        raise TypeError(f"log={log!r}: expected a folder or a .jsonl file, or None for no log.")
-    if step is not None and not callable(step):
-        raise TypeError(f"step={step!r}: expected a function of a batch that returns the loss, or None.")
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(f"every={every!r}: expected a whole number of steps > 0, such as 50.")
+    check_watched(model, optimizers)
+    check_options(log=log, every=every, tensorboard=tensorboard, step=step)
     scalars = None if tensorboard is None else TensorBoardScalars(tensorboard)
     return Watch(model, optimizers, scaler_or_amp, step, log=log, every=every, scalars=scalars)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from amplab.lab.watch import Watch, watch
+from amplab.lab.watch_arguments import check_options
 
 __all__ = ["WatchCallback"]
 
@@ -25,6 +26,9 @@ class WatchCallback:
 
     Args:
         log, every, tensorboard: as `watch` takes them.
+
+    Raises:
+        TypeError, ValueError: one of them is none.
 
     Attributes:
         watch: the watch; None before training has begun.
@@ -37,14 +41,23 @@ class WatchCallback:
         every: int = 50,
         tensorboard: str | PathLike[str] | None = None,
     ) -> None:
+        check_options(log=log, every=every, tensorboard=tensorboard)
         self._options = {"log": log, "every": every, "tensorboard": tensorboard}
         self.watch: Watch | None = None
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Optimizer, **_: Any
     ) -> None:
-        """Begin; an optimizer that accelerate has wrapped is followed inside, with the scaler it was given."""
+        """Begin; an optimizer that accelerate has wrapped is followed inside, with the scaler it was given.
+
+        Raises:
+            TypeError, ValueError: as `watch`.
+        """
         del args, state, control
+        if optimizer is None:
+            raise TypeError(
+                "optimizer=None: expected a torch.optim.Optimizer; the trainer calls back before it has one."
+            )
         inner, scaler = (vars(optimizer).get(name) for name in ("optimizer", "scaler"))
         self.watch = watch(model, inner or optimizer, scaler, **self._options)
         self.watch.__enter__()

@@ -9,7 +9,7 @@ scale. Counting is in `amplab.formats.exponents`.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from operator import add
@@ -25,6 +25,7 @@ from amplab.trace.batch_step import as_model, step_function
 from amplab.trace.gradient_range_html import html
 from amplab.trace.plain_words import fitted, percent, power, wrapped
 from amplab.trace.statistics import Statistics
+from amplab.trace.step_checks import check_gradients_on, check_loss_scale
 from amplab.trace.untouched import untouched
 
 __all__ = ["GradientRange", "gradient_range"]
@@ -50,8 +51,11 @@ class GradientRange:
     format: FloatFormat = FLOAT16
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.loss_scale) and self.loss_scale > 0):
-            raise ValueError(f"loss_scale={self.loss_scale}: expected a finite number > 0, such as 2.0**16.")
+        check_loss_scale(self.loss_scale)
+        if not (isinstance(self.layers, Sequence) and all(map(_is_layer, self.layers))):
+            raise TypeError("layers: expected pairs of a name and an ExponentHistogram, such as record.layers.")
+        if not isinstance(self.format, FloatFormat):
+            raise TypeError(f"format={self.format!r}: expected a FloatFormat, such as amplab.formats.FLOAT16.")
 
     @classmethod
     def of_scaled(
@@ -147,6 +151,7 @@ def gradient_range(
     """Run one step without casts and return what half would lose of its gradients.
 
     The model is afterwards what it was. Its weights are taken as they are: float32 ones show all that half would lose.
+    A session of `amp` and autocast regions that are in force around the call do not cast here.
 
     Args:
         model, batch, loss: as `amplab.xray` takes them.
@@ -162,7 +167,9 @@ def gradient_range(
     >>> found.rows()[0]["lost_unscaled"], found.rows()[0]["lost"], found.rows()[1]["lost_unscaled"]
     (1.0, 0.0, 0.0)
     """
-    model = as_model(model)
+    check_loss_scale(loss_scale)
+    check_gradients_on()
+    model = as_model(model, compiled=True, values=True)
     step = step_function(model, batch, loss)
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     with untouched(model) as gradients, disable_casts(), torch.autocast(device, enabled=False):
@@ -181,6 +188,10 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     broken = row["infs"] + row["nans"]
     elements = f"{row['total']:,}" + (f", {broken:,} inf or nan" if broken else "")
     return (row["name"], *(percent(row[key]) for key in ("lost_unscaled", "lost", "overflowed")), fit, span, elements)
+
+
+def _is_layer(value: Any) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[1], ExponentHistogram)
 
 
 def _largest_fit(histogram: ExponentHistogram, fmt: FloatFormat) -> float | None:

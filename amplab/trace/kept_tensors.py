@@ -115,6 +115,6 @@ def _memory_of(tensor: Tensor) -> tuple[int, int]:
     """Address and bytes of the memory that a tensor looks into; its own size where it has no such memory (sparse)."""
     try:
         storage = tensor.untyped_storage()
-        return storage.data_ptr(), storage.nbytes()
+        return storage.data_ptr() or storage._cdata, storage.nbytes()  # on the meta device there is no address
     except (NotImplementedError, RuntimeError):
         return id(tensor), tensor.numel() * tensor.element_size()

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from amplab import amp
-from amplab.policies import PrecisionPolicy, disable_casts, thread_engines
+from amplab.policies import CastingEngine, PrecisionPolicy, disable_casts, thread_engines
 from amplab.trace.batch_step import ModelGroup
 from amplab.trace.untouched import untouched
 
 __all__ = ["PrecisionSetting", "precision_setting"]
 
+_REGION = ("device_type", "dtype", "enabled", "cache_enabled", "policy")
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -71,7 +72,18 @@ def _as_it_is(model: nn.Module) -> PrecisionSetting:
     session = amp.default_session()
     if session.opt_level is not None and (session.engine in thread_engines() or _has_halves(model)):
         return PrecisionSetting(f"{session.opt_level}, as initialized", nullcontext, nullcontext, session.loss_scale())
-    return PrecisionSetting("as it is", nullcontext, nullcontext, 1.0)
+    return PrecisionSetting(" ".join(["as it is", *_regions_in_force(model)]), nullcontext, nullcontext, 1.0)
+
+
+def _regions_in_force(model: nn.Module) -> Iterator[str]:
+    """What casts around the call, in words."""
+    engines = [engine for engine in thread_engines() if isinstance(engine, CastingEngine)]
+    device = _device_type(model)
+    if engines:
+        yield f"under the casts in force, {engines[-1].policy}"
+    elif device != "meta" and torch.is_autocast_enabled(device):
+        dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+        yield f"under torch.autocast, {dtype} on {device}, in force"
 
 
 def _has_halves(model: nn.Module) -> bool:
@@ -86,14 +98,34 @@ def _under_autocast(model: nn.Module, settings: Any) -> PrecisionSetting:
             f"autocast={settings!r}: expected the arguments of torch.autocast as a dict, such as "
             "dict(dtype=torch.float16), or a torch.autocast or amplab.autocast of your own."
         )
-    kind = amp.autocast if "policy" in settings else torch.autocast
-    region = kind(**{"device_type": _device_type(model), **settings})
+    region = _region({"device_type": _device_type(model), **settings})
     return PrecisionSetting(_words(region), nullcontext, lambda: region, 1.0)
+
+
+def _region(settings: dict[str, Any]) -> torch.autocast | amp.autocast:
+    unknown = [name for name in settings if name not in _REGION]
+    if unknown:
+        raise TypeError(f"autocast=dict({unknown[0]}=...): expected no other arguments than {', '.join(_REGION)}.")
+    dtype = settings.get("dtype")
+    if not isinstance(dtype, torch.dtype | None):
+        raise TypeError(f"autocast=dict(dtype={dtype!r}): expected a torch.dtype, such as torch.bfloat16.")
+    if "policy" in settings:
+        return amp.autocast(**settings)
+    try:
+        return torch.autocast(**settings)
+    except RuntimeError as refusal:
+        device = settings["device_type"]
+        raise ValueError(
+            f"autocast=dict(device_type={device!r}): expected a device that torch.autocast knows, such as 'cpu'; torch "
+            f"says: {str(refusal).splitlines()[0]}"
+        ) from refusal
 
 
 def _words(region: torch.autocast | amp.autocast) -> str:
     if isinstance(region, amp.autocast):
         return f"amplab.autocast, {region.policy}"
+    if not region._enabled:  # by itself too, where the dtype or the device is none it can cast to
+        return "torch.autocast, disabled"
     return f"torch.autocast, {str(region.fast_dtype).removeprefix('torch.')} on {region.device}"
 
 

@@ -151,7 +151,9 @@ def _joined(parts: list[tuple[list[_Measured], StatsTable]]) -> tuple[list[_Meas
 
 
 def _dense(grad: Tensor) -> Tensor:
-    return grad.coalesce().values() if grad.is_sparse else grad
+    """The numbers of a gradient: what a sparse one holds, the parts of a complex one."""
+    values = grad.coalesce().values() if grad.is_sparse else grad
+    return torch.view_as_real(values) if values.is_complex() else values
 
 
 def _measurable(tensor: Any) -> bool:

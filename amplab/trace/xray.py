@@ -12,6 +12,7 @@ from amplab.trace.kept_tensors import KeptTensors
 from amplab.trace.precision_settings import PrecisionSetting, precision_setting
 from amplab.trace.statistics import Statistics
 from amplab.trace.step import record_step
+from amplab.trace.step_checks import check_gradients_on, check_loss_scale
 from amplab.trace.xray_value import XRay
 
 __all__ = ["xray"]
@@ -32,10 +33,12 @@ def xray(
 
     The model is afterwards what it was: parameters, buffers, gradients, training flags, random states and hooks; so is
     an optimizer that `loss` steps. The step runs in the precision that is asked for, or in what is in force: a model
-    that `amp.initialize` has prepared, a region around the call.
+    that `amp.initialize` has prepared, a region around the call (then backward runs in it as well);
+    `XRay.precision` says which. `autocast=` opens a region inside of those; `opt_level` and `policy` are refused there.
 
     Args:
         model: any module that is not compiled or scripted; several in a list or dict where `loss` runs them all.
+            Compiled functions that it calls run as they are written.
         batch: what the model is called with: `model(tensor)`, `model(**mapping)`, `model(*tuple)`. Of a tuple the
             model gets as many values as its forward takes and the loss the rest: `(inputs, labels)` with
             `loss=F.cross_entropy` is `F.cross_entropy(model(inputs), labels)`.
@@ -49,10 +52,12 @@ def xray(
             where `policy` is among them; or an instance of either.
         loss_scale: what the loss is multiplied by; None for what goes with the precision, else 1.
         stats: measure what every op writes, and the gradients. Without the built `tensor_stats` kernel that is slow.
+            Without stats a model on the meta device will do, and a batch there.
 
     Raises:
-        ValueError: contradicting arguments; a model that is compiled, scripted or not yet initialised; a loss that is
-            no single number or hangs on no parameter. What the model raises passes through, with everything put back.
+        ValueError: contradicting arguments; a model that is compiled, scripted or not yet initialised, or with stats
+            on the meta device; a loss that is no single number or hangs on no parameter; gradients that are off around
+            the call. What the model raises passes through, with everything put back and a note on how it was called.
         TypeError: an argument of another type.
 
     Sync: none; with `stats` one, for all ops together, and one for the gradients.
@@ -63,7 +68,10 @@ def xray(
     >>> [(cast.op, cast.parameter, cast.nbytes) for cast in found.casts if cast.phase == "forward" and cast.module]
     [('linear', '', 96), ('linear', '0.weight', 192), ('linear', '0.bias', 24)]
     """
-    model = as_model(model)
+    check_gradients_on()
+    if loss_scale is not None:
+        check_loss_scale(loss_scale)
+    model = as_model(model, values=bool(stats))
     step = step_function(model, batch, loss)
     with precision_setting(model, opt_level=opt_level, policy=policy, autocast=autocast) as precision:
         setting = precision if loss_scale is None else replace(precision, loss_scale=loss_scale)

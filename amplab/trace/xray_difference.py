@@ -64,8 +64,17 @@ class XRayDifference:
 
     @classmethod
     def between(cls, before: "XRay", after: "XRay") -> "XRayDifference":
-        """Compare two X-rays of one step."""
+        """Compare two X-rays of one step.
+
+        Raises:
+            ValueError: they have no op in common.
+        """
         old, new = (dict(_ops(xray)) for xray in (before, after))
+        if not old.keys() & new.keys():
+            raise ValueError(
+                f"the X-rays of {before.model} and {after.model} have no op of the same kind in a module of the same "
+                "path: expected two of one model."
+            )
         came = [OpChange(old.get(key), record) for key, record in new.items() if _differ(old.get(key), record)]
         went = [OpChange(record, None) for key, record in old.items() if key not in new]
         return cls((*came, *went), before, after)
@@ -107,9 +116,14 @@ class XRayDifference:
         moved = f"{size(moved_before)} → {size(moved_after)}"
         kept = " → ".join(size((xray.kept or KeptBytes()).total) for xray in (self.before, self.after))
         return (
-            f"{self.before.precision} → {self.after.precision}: of {count(_size(self.after), 'op')} {ops}; "
-            f"casts {old:,} → {new:,}, {moved}; kept for backward {kept}."
+            f"{self._models()}{self.before.precision} → {self.after.precision}: "
+            f"of {count(_size(self.after), 'op')} {ops}; casts {old:,} → {new:,}, {moved}; kept for backward {kept}."
         )
+
+    def _models(self) -> str:
+        """Said of two models alone: whose ops they are that were matched by the path of their module."""
+        two = self.before.model, self.after.model
+        return "" if two[0] == two[1] else f"{two[0]} beside {two[1]}, two models, "
 
     def __str__(self) -> str:
         said = wrapped(self.sentence)

@@ -4,10 +4,10 @@ Taking one is in `xray.py`; text, HTML and the comparison of two are in `xray_te
 `xray_difference.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -60,7 +60,8 @@ class Cast:
 class XRay:
     """Every op of one step, forward and backward, with dtypes, casts, reasons and the lines of code.
 
-    Prints as a table, shows as HTML in a notebook, and `rows` gives plain values.
+    Prints as a table, shows as HTML in a notebook, and `rows` gives plain values. `x[12]` is the record of the op that
+    the table numbers 12, and a loop over `x` goes through all of them.
 
     Attributes:
         precision: in words what the step ran in, e.g. `O1`.
@@ -110,13 +111,26 @@ class XRay:
         `note`; with statistics also `statistics`: for each output `absmax, smallest_nonzero, zeros, half_subnormals,
         half_flushed, half_overflows, infs, nans, numel`, and `cast_from`, the same of what a cast read, or None.
 
+        What is said of half is said of the values, in whatever dtype they are: `half_subnormals` of a float32 tensor
+        counts the elements that half would hold with fewer bits and those that it would flush to zero, and
+        `half_flushed` these alone.
+
         Args:
             every: views and ops on integers too.
         """
         return [row_of(record, self.trace, self.statistics) for record in self.trace if every or not record.folds]
 
     def diff(self, other: "XRay") -> XRayDifference:
-        """Return what is different in `other`: ops whose dtypes changed, ops that came or went, casts and memory."""
+        """Return what is different in `other`: ops whose dtypes changed, ops that came or went, casts and memory.
+
+        Raises:
+            TypeError: `other` is no X-ray. ValueError: it is one of another model, with no op in common.
+        """
+        if not isinstance(other, XRay):
+            raise TypeError(
+                f"other={type(other).__name__}: expected another X-ray of the same model, such as "
+                "amplab.xray(model, batch, opt_level='O1')."
+            )
         return XRayDifference.between(self, other)
 
     def underflow(self, loss_scale: float | None = None) -> GradientRange:
@@ -141,6 +155,28 @@ class XRay:
     def text(self, *, every: bool = False) -> str:
         """Return the table that `print` shows; with `every`, views and ops on integers too."""
         return text(self, every=every)
+
+    def __len__(self) -> int:
+        """The number of records, views among them."""
+        return len(self.trace.records)
+
+    def __iter__(self) -> Iterator[OpRecord]:
+        return iter(self.trace)
+
+    def __getitem__(self, index: int) -> OpRecord:
+        """The record of that number, as the table shows it.
+
+        Raises:
+            TypeError: `index` is no whole number. IndexError: there is no such record.
+        """
+        if isinstance(index, bool) or not isinstance(index, SupportsIndex):
+            raise TypeError(
+                f"xray[{index!r}]: expected the number of an op, as in the table's first column; for those of a module "
+                "go through rows(), [row for row in x.rows() if row['module'] == '0']."
+            )
+        if not -len(self) <= index.__index__() < len(self):
+            raise IndexError(f"xray[{index}]: expected a number below {len(self)}, as in the table's first column.")
+        return self.trace.records[index]
 
     def __str__(self) -> str:
         return text(self)

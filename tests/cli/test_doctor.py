@@ -52,3 +52,49 @@ def test_a_run_log(tmp_path, capsys):
 def test_what_is_not_there_is_refused(target, capsys):
     assert main(["doctor", target]) == 2
     assert "amplab doctor: " in capsys.readouterr().err
+
+
+ODD = """
+from torch import nn
+def many():
+    return 1, 2, 3
+def unknown():
+    return {"model": nn.ReLU(), "loss": 3}
+def without():
+    return {"loss_fn": list}
+def swapped():
+    return list, nn.ReLU()
+def constant():
+    return nn.ReLU(), 3
+number = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("many", "many() returned a tuple of 3: expected (model, loss_fn), or a dict with a model."),
+        ("unknown", "unknown() returned 'loss': expected what doctor takes, model, loss_fn, train_step"),
+        ("without", "without() returned dict: expected (model, loss_fn), or a dict with a model."),
+        ("swapped", "swapped(): model=type: expected a torch.nn.Module"),
+        ("constant", "constant(): loss_fn=int: expected a function of no arguments"),
+        ("nobody", "it has no function nobody; expected one of many, unknown, without, swapped, constant."),
+        ("number", "it has no function number; expected one of many"),
+    ],
+)
+def test_what_a_function_returns_is_refused_in_one_sentence(name, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / f"odd_{name}_for_the_doctor.py"
+    file.write_text(ODD, encoding="utf-8")
+    assert main(["doctor", f"{file}:{name}"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("amplab doctor: ")
+    assert words in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_file_with_the_name_of_a_module_is_not_mistaken_for_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "json.py").write_text(ODD, encoding="utf-8")
+    assert main(["doctor", f"{tmp_path / 'json.py'}:many"]) == 2
+    assert "Python knows another module as json; expected another name" in capsys.readouterr().err

@@ -25,7 +25,7 @@ def patient():
         ({"run": 3}, "run=int: expected an amplab.diagnose.Observation"),
         ({"stateful": [3]}, "stateful=list of int: expected a list"),
         ({"stateful": 3}, "stateful=int: expected a list"),
-        ({"loss_scale": "a"}, "loss_scale=str: expected a number > 0"),
+        ({"loss_scale": "a"}, "loss_scale='a': expected a number"),
     ],
 )
 def test_another_type_is_refused_in_one_sentence(given, words):
@@ -37,7 +37,7 @@ def test_another_type_is_refused_in_one_sentence(given, words):
 
 @pytest.mark.parametrize("scale", [0, -1.0, float("nan")])
 def test_a_loss_scale_is_positive(scale):
-    with pytest.raises(ValueError, match="expected a number > 0"):
+    with pytest.raises(ValueError, match="expected a finite number > 0"):
         doctor(*patient()[:2], loss_scale=scale)
 
 
@@ -56,3 +56,49 @@ def test_a_loss_that_is_no_number_is_not_the_steps_error():
     model, *_ = patient()
     with pytest.raises(ValueError, match="reduce it"):
         doctor(model, lambda: model(torch.ones(3, 4)))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"loss_fn": list},
+        {"train_step": list},
+        {"amp": 3},
+        {"batch": torch.ones(2)},
+        {"loss_scale": 2.0},
+        {"optimizers": torch.optim.SGD([torch.ones(1)], lr=0.1)},
+        {"stateful": [3]},
+    ],
+)
+def test_arguments_without_a_model(given):
+    (name,) = given
+    with pytest.raises(TypeError, match=rf"^doctor got no model, but {name}: pass the model first"):
+        doctor(**given)
+
+
+@pytest.mark.parametrize("name", ["loss_fn", "train_step"])
+def test_a_function_of_something(name):
+    with pytest.raises(
+        TypeError, match=rf"^{name} is called with no argument, and lambda\(batch\) is missing a required"
+    ):
+        doctor(patient()[0], **{name: lambda batch: batch})
+
+
+def test_a_batch_in_the_place_of_the_loss():
+    with pytest.raises(TypeError, match=r"^loss_fn=Tensor: expected a function .*; a batch goes to batch="):
+        doctor(patient()[0], torch.ones(3, 4))
+
+
+def test_a_compiled_model_has_no_ops_but_a_loop():
+    """Its loop can be rehearsed, its step cannot be looked at."""
+    model, _, optimizer = patient()
+    model.compile(backend="eager")
+
+    def train():
+        optimizer.zero_grad()
+        model(torch.ones(3, 4)).square().mean().backward()
+        optimizer.step()
+
+    assert [each.name for each in doctor(model, train_step=train, optimizers=optimizer)] == []
+    with pytest.raises(ValueError, match="Linear is compiled"):
+        doctor(model, lambda: model(torch.ones(3, 4)).mean())

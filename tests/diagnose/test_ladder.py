@@ -1,7 +1,10 @@
 """The ladder: the first rung that holds, with planted faults that only some rungs survive."""
 
+import math
 import random
+import re
 import sys
+from contextlib import contextmanager
 from io import StringIO
 
 import pytest
@@ -10,6 +13,8 @@ from html_outline import outline
 from torch import nn
 from torch.nn import functional as F
 
+import amplab
+from amplab import amp
 from amplab.diagnose.ladder import RUNGS, ladder
 
 torch.manual_seed(7)
@@ -147,3 +152,123 @@ def test_progress_is_no_failure_in_a_notebook(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdout", cell)
     ladder(healthy, batch, loss=F.cross_entropy, steps=8, rungs=rungs)
     assert (cell.getvalue(), capsys.readouterr().err) == ("rung 1 of 1: fp32, 8 steps\n", "")
+
+
+TWO = {"O1": "O1", "fp32": "fp32"}
+
+
+def scored(*scores):
+    """An `evaluate` that gives one score after the other."""
+    left = iter(scores)
+    return lambda model: next(left)
+
+
+def test_a_score_that_is_nan_does_not_win():
+    report = climb(healthy, evaluate=scored(math.nan, 0.5), rungs=TWO)
+    assert report.rungs[0].failure == "score nan: no number to go by"
+    assert report.recommended.name == "fp32"
+    assert "evaluate gave NaN for O1, so these do not hold: look at evaluate first." in str(report)
+
+
+@pytest.mark.parametrize("score", [math.inf, -math.inf])
+def test_nor_does_one_that_is_infinite(score):
+    assert climb(healthy, evaluate=scored(score, 0.5), rungs=TWO).recommended.name == "fp32"
+
+
+def test_a_reference_without_a_score_lets_the_losses_decide():
+    report = climb(healthy, evaluate=scored(0.5, math.nan), rungs=TWO)
+    assert [rung.failure for rung in report.rungs] == [None, "score nan: no number to go by"]
+    assert "evaluate gave NaN for fp32" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "sentence"),
+    [
+        ({"steps": "8"}, ValueError, "steps='8': expected at least 8 steps"),
+        ({"steps": 8.5}, ValueError, "steps=8.5: expected at least 8 steps"),
+        ({"steps": -1}, ValueError, "steps=-1: expected at least 8 steps"),
+        ({"seed": None}, TypeError, "seed=None: expected a whole number"),
+        ({"seed": 2**70}, ValueError, "expected a whole number of 64 bits"),
+        ({"tolerance": "5 %"}, TypeError, "tolerance='5 %': expected a number >= 0"),
+        ({"tolerance": -1}, ValueError, "tolerance=-1: expected a finite number >= 0"),
+        ({"tolerance": math.nan}, ValueError, "tolerance=nan: expected a finite number >= 0"),
+        ({"rungs": ["O1"]}, TypeError, "rungs=list: expected a dict of name -> precision"),
+        ({"rungs": {1: "O1"}}, TypeError, "rungs: the name 1 is int"),
+        ({"rungs": {"a": "O4", "b": "fp32"}}, ValueError, "'O4': no precision has that name"),
+        ({"rungs": {"a": None, "b": "fp32"}}, TypeError, "precision=None: expected an opt_level such as 'O1'"),
+        ({"evaluate": 3}, TypeError, "evaluate=int: expected a function, such as lambda model"),
+        ({"evaluate": lambda: 3}, TypeError, "evaluate is called with 1 argument, and lambda() takes fewer"),
+        ({"evaluate": lambda model: None}, TypeError, "evaluate returned NoneType: expected one number"),
+        ({"evaluate": lambda model: torch.ones(2)}, TypeError, "evaluate returned Tensor: expected one number"),
+        ({"tell": True}, TypeError, "tell=bool: expected a function, such as print"),
+        ({"data": None}, TypeError, "data=NoneType: expected one batch (a tensor, a tuple or a dict), a list"),
+        ({"data": "batch"}, TypeError, "data=str: expected one batch"),
+        ({"data": lambda: 0}, TypeError, "data is called with 1 argument, and lambda() takes fewer"),
+        ({"optimizer": "sgd"}, TypeError, "optimizer=str: expected a function that makes one"),
+        ({"optimizer": lambda: 0}, TypeError, "optimizer is called with the parameters, and lambda() takes fewer"),
+        ({"optimizer": lambda weights: None}, TypeError, "optimizer returned NoneType: expected a torch optimizer"),
+    ],
+)
+def test_odd_arguments(changes, error, sentence):
+    with pytest.raises(error, match=re.escape(sentence)):
+        ladder(healthy, **{"data": batch, "loss": F.cross_entropy, "tell": str, "steps": 8, "rungs": TWO, **changes})
+
+
+def test_a_class_that_needs_arguments_makes_no_model():
+    with pytest.raises(
+        TypeError, match=r"^make_model is called with no argument, and Linear\(in_features, .* is missing"
+    ):
+        climb(nn.Linear)
+
+
+def test_the_same_model_for_every_rung_is_refused():
+    model = healthy()
+    with pytest.raises(ValueError, match="make_model returned the same model twice: expected a fresh one"):
+        ladder(lambda: model, batch, loss=F.cross_entropy, tell=str, steps=8)
+
+
+class Remembers(nn.Module):
+    """Adds to its output what it gave the step before, kept in a plain attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.last = nn.Linear(16, 4), 0.0
+
+    def forward(self, x):
+        out = self.linear(x) + self.last
+        self.last = 0.5 * out.detach()
+        return out
+
+
+def test_a_state_in_plain_attributes_begins_anew_with_each_rung():
+    report = climb(Remembers, rungs={"one": "fp32", "two": "fp32"})
+    one, two = ([step.loss for step in rung.steps] for rung in report.rungs)
+    assert one == two
+
+
+@contextmanager
+def session():
+    model = healthy()
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+    try:
+        yield
+    finally:
+        amp.reset()
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        session,
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        lambda: amplab.autocast("cpu", dtype=torch.float16),
+    ],
+)
+def test_what_casts_around_it_does_not_cast_in_it(around):
+    def losses():
+        report = climb(healthy, steps=8, evaluate=lambda model: model(IMAGES).square().sum().item())
+        return [([step.loss for step in rung.steps], rung.score) for rung in report.rungs]
+
+    alone = losses()
+    with around():
+        assert losses() == alone

@@ -2,6 +2,8 @@
 
 import copy
 import math
+import re
+import threading
 
 import pytest
 import torch
@@ -188,3 +190,87 @@ def test_gradients_have_the_dtype_they_came_in(task):
     dtypes = {row.module: row.dtype for row in report.rows() if row.what == "output grad"}
     assert dtypes["4"] == "float16"
     assert "float64" not in dtypes.values()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "sentence"),
+    [
+        ({"steps": -1}, ValueError, "steps=-1: expected a whole number > 0"),
+        ({"steps": "2"}, ValueError, "steps='2': expected a whole number > 0"),
+        ({"seed": "a"}, TypeError, "seed='a': expected a whole number"),
+        ({"seed": 1.5}, TypeError, "seed=1.5: expected a whole number"),
+        ({"tolerance": None}, TypeError, "tolerance=None: expected a number >= 0"),
+        ({"tolerance": math.nan}, ValueError, "tolerance=nan: expected a finite number >= 0"),
+        ({"left": 1}, TypeError, "precision=1: expected an opt_level such as 'O1'"),
+        ({"right": "o1"}, ValueError, "'o1': no precision has that name; choose from O0, O1"),
+        ({"right": None}, TypeError, "precision=None: expected an opt_level"),
+        ({"batch": lambda: 0}, TypeError, "batch is called with 1 argument, and lambda() takes fewer"),
+        ({"model": nn.Sequential(nn.Linear(4, 1)).requires_grad_(False)}, ValueError, "so there is nothing to train"),
+        ({"optimizer": lambda weights: 3}, TypeError, "optimizer returned int: expected a torch optimizer"),
+        (
+            {"optimizer": lambda _: torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)},
+            ValueError,
+            "optimizer steps parameters that it was not given",
+        ),
+    ],
+)
+def test_odd_arguments(changes, error, sentence):
+    given = {"model": nn.Linear(4, 1), "batch": torch.ones(2, 4), "steps": 1, **changes}
+    with pytest.raises(error, match=re.escape(sentence)):
+        twin(given.pop("model"), given.pop("batch"), **given)
+
+
+class Holds(nn.Linear):
+    """Keeps something that cannot be copied."""
+
+    def __init__(self, what):
+        super().__init__(4, 1)
+        self.what = what
+
+
+@pytest.mark.parametrize("what", [threading.Lock(), nn.Linear(1, 1)(torch.ones(1))])
+def test_a_model_that_cannot_be_copied_is_refused(what):
+    with pytest.raises(ValueError, match=r"^model=Holds cannot be copied, and each side needs one of its own .*detach"):
+        twin(Holds(what), torch.ones(2, 4), steps=1)
+
+
+def test_what_casts_around_it_does_not_cast_in_it():
+    """Else "O0" would run in bfloat16, and be no reference."""
+    model, batch = nn.Linear(4, 1), torch.rand(2, 4)
+    alone = twin(model, batch, steps=2).rows()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert twin(model, batch, steps=2).rows() == alone
+
+
+def test_sparse_gradients_are_held_against_each_other():
+    report = twin(nn.Embedding(8, 4, sparse=True), torch.tensor([1, 5, 5]), "O0", "O0", steps=2)
+    rows = [row for row in report.rows() if row.what == "weight grad"]
+    assert [(row.module, row.error.relative) for row in rows] == [("weight", 0.0)] * 2
+
+
+def test_gradients_go_by_the_name_of_their_parameter_whatever_the_optimizers_order():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    loss = lambda out: out.square().mean()  # noqa: E731
+    backwards = lambda weights: torch.optim.SGD([*reversed(list(weights))][:3], lr=0.1)  # noqa: E731
+    report = twin(model, torch.ones(2, 4), "O0", "O2", steps=1, loss=loss, optimizer=backwards)
+    rows = {row.module for row in report.rows() if row.what == "weight grad"}
+    assert rows == {"1.bias", "1.weight", "0.bias"}
+
+
+class Counts(nn.Module):
+    """Counts its calls in a plain attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 1), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x) * self.calls
+
+
+def test_a_state_in_plain_attributes_is_each_sides_own():
+    model = Counts()
+    report = twin(model, torch.ones(2, 4), "O0", "O0", steps=3)
+    assert model.calls == 0
+    assert all(row.error.relative == 0 for row in report.rows())

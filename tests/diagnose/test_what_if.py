@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from html_outline import outline
@@ -107,3 +108,58 @@ def test_refusals(rule, error, sentence):
 def test_a_run_without_steps_is_refused():
     with pytest.raises(ValueError, match="no step yet"):
         what_ifs(ScaleRecord([], [], []))
+
+
+RUN = ScaleRecord([8.0] * 30, [False] * 30, [-3.0] * 10 + [None] * 20)
+
+
+@pytest.mark.parametrize(
+    ("record", "rule", "said", "note"),
+    [
+        (RUN, StaticScale(8.0), "every step", None),
+        (RUN, StaticScale(16.0), "the first 10", "a guess from step 10 on: the gradients were finite under a smaller"),
+        (ScaleRecord([8.0], [False], [None]), StaticScale(16.0), "no step", "a guess from step 0 on: "),
+    ],
+)
+def test_how_far_the_record_tells_is_said_in_steps(record, rule, said, note):
+    told = what_if(record, rule)
+    assert told.row()["certain"] == said
+    assert len([step for step in told.replay.steps[: told.certain_until] if step.doubt]) == 0
+    assert (note is None) == ("guess" not in str(told))
+    assert note is None or note in " ".join(str(told).split())
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "sentence"),
+    [
+        ((None, [], []), TypeError, "scales=NoneType: expected a list with one value for each step"),
+        (([1.0] * 3, [False], [0.0] * 3), ValueError, "scales of 3, skipped of 1, grad_exponents of 3: expected one"),
+        (([1.0], [False], ["a"]), TypeError, "grad_exponents: expected numbers"),
+        (([1.0], [False], [0.0], [(0, None)]), TypeError, r"samples: expected pairs \(step, ExponentHistogram\)"),
+        (([1.0], [False], [0.0], (), "half"), TypeError, "fmt='half': expected a FloatFormat"),
+    ],
+)
+def test_records_that_are_none(fields, error, sentence):
+    with pytest.raises(error, match=sentence):
+        ScaleRecord(*fields)
+
+
+@pytest.mark.parametrize("function", [lambda given: what_if(given, "torch"), what_ifs])
+def test_no_record(function):
+    with pytest.raises(TypeError, match=r"^record=NoneType: expected a ScaleRecord; a recorded run makes its own"):
+        function(None)
+
+
+@pytest.mark.parametrize("rules", [["torch"], "torch", 3])
+def test_rules_are_named(rules):
+    with pytest.raises(TypeError, match=rf"^rules={type(rules).__name__}: expected a dict of name -> rule"):
+        what_ifs(RUN, rules)
+
+
+def test_names_of_rules_columns_of_numpy_and_no_rule():
+    assert [run.name for run in what_ifs(RUN, {"mine": "jmp"})] == ["mine"]
+    assert len(what_ifs(RUN, {})) == 0
+    columns = np.full(3, 8.0), np.zeros(3, bool), np.full(3, -3.0)
+    assert what_if(ScaleRecord(*columns), StaticScale(8.0)).row()["certain"] == "every step"
+    with pytest.raises(TypeError, match=r"^name=3: expected a word to call the rule"):
+        what_if(RUN, "torch", 3)

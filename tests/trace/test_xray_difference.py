@@ -1,5 +1,6 @@
 """Two X-rays compared: levels, rules, and a step that has another op."""
 
+import dataclasses
 from itertools import groupby
 
 import pytest
@@ -85,3 +86,23 @@ def test_text_and_html_say_the_same():
     alike = len(list(groupby(found.rows())))
     assert page.counts["tr"] == 1 + alike + len(page.named("th", "rowgroup"))
     assert repr(found) == f"XRayDifference({found.sentence})"
+
+
+class Other(Net):
+    """The same model under another name."""
+
+
+def test_two_models_are_said_to_be_two():
+    found = xray(Net(), BATCH).diff(xray(Other(), BATCH))
+    assert found.sentence.startswith("Net beside Other, two models, as it is → as it is: of 8 ops 0 changed dtypes")
+    assert xray(Net(), BATCH).diff(xray(Net(), BATCH)).sentence.startswith("as it is → as it is: ")
+
+
+def test_models_with_nothing_in_common_are_refused():
+    other = xray(nn.Sequential(nn.Tanh()), BATCH.clone().requires_grad_(), loss=lambda out: out.square().mean())
+    with pytest.raises(
+        ValueError, match=r"^the X-rays of Linear and Sequential have no op of the same kind in a module"
+    ):
+        xray(nn.Linear(8, 8), BATCH, loss=lambda out: out.sum()).diff(
+            dataclasses.replace(other, events=other.events[:1])
+        )

@@ -99,3 +99,37 @@ def test_no_tensor_outlives_it(take):
     after = sum(type(each) is torch.Tensor for each in gc.get_objects())
     assert after - before <= 3  # its own tables
     assert again.statistics.keys() == found.statistics.keys()
+
+
+def test_an_index_is_the_number_in_the_table(take):
+    found = take(opt_level="O1")
+    assert [found[place] for place in range(len(found))] == list(found) == list(found.trace)
+    assert found[-1].index == len(found) - 1
+    numbered = next(line for line in str(found).splitlines() if " relu " in line)
+    assert found[int(numbered.split()[0])].op == "relu"
+
+
+@pytest.mark.parametrize("index", ["fc1", None, True, 1.0, slice(2)])
+def test_no_other_index(take, index):
+    with pytest.raises(TypeError, match=r"^xray\[.*\]: expected the number of an op, as in the table's first column"):
+        take()[index]
+
+
+def test_an_index_beyond_the_last(take):
+    found = take()
+    with pytest.raises(IndexError, match=rf"xray\[{len(found)}\]: expected a number below {len(found)}"):
+        found[len(found)]
+
+
+@pytest.mark.parametrize("other", [None, "O1", [], 3])
+def test_a_difference_to_something_else(take, other):
+    with pytest.raises(TypeError, match=rf"^other={type(other).__name__}: expected another X-ray of the same model"):
+        take().diff(other)
+
+
+def test_numbers_about_half_are_about_the_values_of_float32_tensors():
+    """2^-20 is subnormal in half, 2^-30 is none of its numbers; the text's column counts both."""
+    values = torch.tensor([2.0**-20, 2.0**-30, 1.0])
+    found = xray(nn.Linear(3, 1), values, stats=True, loss=lambda out: (out * 0).sum() + (values * 1).sum())
+    row = next(row for row in found.rows() if row["op"] == "mul" and row["outputs"] == ["float32[3]"])
+    assert [row["statistics"][0][name] for name in ("half_subnormals", "half_flushed")] == [2, 1]

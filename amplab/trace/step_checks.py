@@ -1,0 +1,237 @@
+"""What a step needs before it can be looked at, and the sentence that says what is missing.
+
+model      a module, not scripted, its parameters initialised; not compiled where its ops are looked at, and not on the
+           meta device where its numbers are
+loss_fn    a function of no arguments
+loss       what it returns: one floating-point number that hangs on a parameter
+gradients  on: backward is part of every step
+"""
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "accepts",
+    "check_gradients_on",
+    "check_loss",
+    "check_loss_fn",
+    "check_loss_scale",
+    "check_model",
+    "check_step",
+    "check_values",
+]
+
+_FITS_NO_STEP = (
+    "expected a function without arguments that runs the forward and returns the loss; wrap it, e.g. lambda: "
+    "criterion(model(x), y)."
+)
+
+
+def check_step(
+    model: Any, loss_fn: Any, loss_scale: Any = None, *, compiled: bool = False, values: bool = False
+) -> None:
+    """Raise for the first thing that keeps a step from being run and looked at.
+
+    Args:
+        model, loss_fn, loss_scale: as `trace_step` takes them; no scale where it is None.
+        compiled, values: as `check_model` takes them.
+
+    Raises:
+        TypeError, ValueError: one sentence each.
+    """
+    check_model(model, compiled=compiled, values=values)
+    check_loss_fn(loss_fn)
+    if loss_scale is not None:
+        check_loss_scale(loss_scale)
+    check_gradients_on()
+
+
+def check_model(model: Any, *, compiled: bool = False, values: bool = False) -> nn.Module:
+    """Return `model`, a module whose step can be run.
+
+    Args:
+        model: what was given.
+        compiled: whether a compiled one will do, since nobody looks at its ops.
+        values: whether its numbers are looked at, which a model on the meta device has none of.
+
+    Raises:
+        TypeError: it is no module.
+        ValueError: it or a part of it is compiled, scripted, lazy, of inference tensors, or on the meta device.
+    """
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise TypeError(f"model={model.__name__} is a class: expected a module of it; call it, {model.__name__}(...).")
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model={type(model).__name__}: expected a torch.nn.Module, whose submodules name the ops; several that "
+            "learn together go into a torch.nn.ModuleList."
+        )
+    for module in model.modules():
+        fault = _fault_of(module, compiled)
+        if fault:
+            path = next(path for path, each in model.named_modules() if each is module)
+            raise ValueError(f"{path or type(module).__name__} {fault}")
+    if values:
+        check_values(f"model={type(model).__name__}", [*model.parameters(), *model.buffers()])
+    return model
+
+
+def check_values(name: str, tensors: Sequence[Tensor]) -> None:
+    """Raise a ValueError if one of `tensors` is on the meta device: there are shapes there, and no numbers."""
+    if any(tensor.is_meta for tensor in tensors):
+        raise ValueError(
+            f"{name} has tensors on the meta device, which have a shape and no numbers: expected real ones; move it, "
+            "model.to_empty(device='cpu'), and load or initialise its weights."
+        )
+
+
+def check_loss_fn(loss_fn: Any) -> None:
+    """Raise a TypeError unless `loss_fn` can be called without arguments."""
+    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
+        raise TypeError(f"loss_fn={loss_fn.__name__} is a class: {_FITS_NO_STEP}")
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn={type(loss_fn).__name__}: {_FITS_NO_STEP}")
+    refused = accepts(loss_fn, 0)
+    if refused is not None:
+        raise TypeError(f"loss_fn is called without arguments, and {refused}: {_FITS_NO_STEP}")
+
+
+def check_loss_scale(loss_scale: Any) -> None:
+    """Raise unless `loss_scale` is a finite number > 0; those of numpy will do."""
+    if isinstance(loss_scale, Tensor) and loss_scale.numel() == 1:
+        raise TypeError(f"loss_scale={loss_scale!r}: expected a number; take it out of the tensor with .item().")
+    if isinstance(loss_scale, bool) or not isinstance(loss_scale, Real):
+        raise TypeError(f"loss_scale={loss_scale!r}: expected a number; take the scaler's current scale.")
+    try:
+        scale = float(loss_scale)
+    except OverflowError:  # a whole number beyond 1.8e308
+        scale = loss_scale = math.inf
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"loss_scale={loss_scale}: expected a finite number > 0; 1.0 leaves the loss as it is.")
+
+
+def check_gradients_on() -> None:
+    """Raise a ValueError inside of `torch.no_grad` and `torch.inference_mode`."""
+    if torch.is_grad_enabled():
+        return
+    inference = torch.is_inference_mode_enabled()
+    raise ValueError(
+        f"torch.{'inference_mode' if inference else 'no_grad'}() is in force around the call: expected gradients to be "
+        f"on, since backward is part of the step; call it outside{'' if inference else ' or in torch.enable_grad()'}."
+    )
+
+
+def check_loss(loss: Any, model: nn.Module, name: str = "loss_fn") -> None:
+    """Raise unless `loss` is one floating-point number that backward can start from.
+
+    Args:
+        loss: what the function returned.
+        model: whose parameters it is to hang on.
+        name: what the function is called.
+    """
+    with torch._C.DisableTorchFunction():  # no call of the model's code
+        if not isinstance(loss, Tensor):
+            raise TypeError(
+                f"{name} returned {type(loss).__name__}: expected the loss as a tensor with one element; "
+                f"{_instead_of(loss)}."
+            )
+        if loss.numel() != 1 or not loss.is_floating_point():
+            raise ValueError(
+                f"{name} returned {loss.dtype} of shape {tuple(loss.shape)}: expected one floating-point number; "
+                f"{'take its .abs() or .real, and ' if loss.is_complex() else ''}reduce it, e.g. with .mean()."
+            )
+        if loss.is_meta and not any(parameter.is_meta for parameter in model.parameters()):
+            raise ValueError(
+                f"{name} returned a tensor on the meta device, which has no number: expected one where the model is; "
+                "look for device='meta' on its way."
+            )
+        if not loss.requires_grad:
+            raise ValueError(f"{name} returned a tensor without a gradient: {_why_no_gradient(model)}")
+
+
+def accepts(function: Callable[..., Any], given: int) -> str | None:
+    """Return None if `function` takes `given` values by place, or what it takes, in words.
+
+    >>> accepts(lambda out, target: 0, 1)
+    "lambda(out, target) is missing a required argument: 'target'"
+    >>> accepts(max, 2) is None
+    True
+    """
+    called = function.forward if isinstance(function, nn.Module) else function
+    try:
+        signature = inspect.signature(called)
+    except (TypeError, ValueError):  # written in C, and says nothing
+        return None
+    try:
+        signature.bind(*[None] * given)
+    except TypeError as refusal:
+        named = function if hasattr(function, "__qualname__") else type(function)
+        name = named.__qualname__.split(".")[-1].replace("<lambda>", "lambda")
+        why = str(refusal)
+        return f"{name}{_taken(signature)} {f'is {why}' if why.startswith('missing') else 'takes fewer'}"
+    return None
+
+
+def _taken(signature: inspect.Signature) -> str:
+    """The arguments of a signature by name alone."""
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    return f"({', '.join(stars.get(each.kind, '') + each.name for each in signature.parameters.values())})"
+
+
+def _fault_of(module: nn.Module, compiled: bool) -> str | None:
+    """Why a module cannot be looked at, None where it can; it is asked of every module at every look."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    is_compiled = module._compiled_call_impl is not None or (dynamo and isinstance(module, dynamo.OptimizedModule))
+    if is_compiled and not compiled:
+        return (
+            "is compiled: its ops are fused and never reach the dispatcher one by one; trace the module that was given "
+            "to torch.compile."
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        return "is scripted and takes no hooks; trace the module that was given to torch.jit."
+    for owned in (module._parameters, module._buffers):
+        for tensor in owned.values():
+            if tensor is None:
+                continue
+            if nn.parameter.is_lazy(tensor):
+                return "has uninitialised parameters: expected a model that has seen a batch; run it once."
+            if tensor.is_inference():
+                return (
+                    "was made in torch.inference_mode(), and its tensors take no gradient: expected a model made "
+                    "outside of it; make it again there and load its state_dict."
+                )
+    return None
+
+
+def _instead_of(value: Any) -> str:
+    """What to return in the place of `value`, in words."""
+    if value is None:
+        return "the function lacks a return"
+    if isinstance(value, Mapping):
+        return "return the one value that is the loss, such as out['loss']"
+    if isinstance(value, tuple | list):
+        return "return the one of them that is the loss"
+    if isinstance(value, Real):
+        return "a number of Python has no gradient, so leave out .item()"
+    if isinstance(value, nn.Module):
+        return f"a {type(value).__name__} was made where one should be called, {type(value).__name__}()(output, target)"
+    return "return what the criterion gives"
+
+
+def _why_no_gradient(model: nn.Module) -> str:
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        return (
+            "expected a loss that hangs on the model's parameters; look for detach(), .item() or torch.no_grad() on "
+            "its way."
+        )
+    frozen = "parameters, all frozen" if next(model.parameters(), None) is not None else "no parameters"
+    return (
+        f"{type(model).__name__} has {frozen}: expected one that requires a gradient, parameter.requires_grad_(True), "
+        "or an input that does."
+    )

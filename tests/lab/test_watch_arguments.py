@@ -1,0 +1,79 @@
+"""A watch refuses what it cannot follow before the loop begins, and an odd gradient does not end the loop."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from amplab.formats import exponent_histogram
+from amplab.lab import WatchCallback, watch
+
+
+def loop():
+    model = nn.Linear(4, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"every": 0}, ValueError, "every=0: expected a whole number of steps > 0, such as 50."),
+        ({"every": 1.5}, ValueError, "every=1.5: expected a whole number of steps > 0"),
+        ({"log": 3}, TypeError, "log=3: expected a folder or a .jsonl file, or None for no log."),
+        ({"tensorboard": 3}, TypeError, "tensorboard=3: expected a folder, or None for no scalars."),
+    ],
+)
+def test_options_of_both(options, error, words):
+    with pytest.raises(error, match=re.escape(words)):
+        watch(*loop(), **options)
+    with pytest.raises(error, match=re.escape(words)):
+        WatchCallback(**options)
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "error", "words"),
+    [
+        (None, None, TypeError, "model=NoneType: expected a torch.nn.Module."),
+        (nn.ReLU(), None, TypeError, "optimizer=NoneType: expected a torch.optim.Optimizer"),
+        (nn.ReLU(), [], TypeError, "optimizer=an empty list: expected a torch.optim.Optimizer"),
+        (nn.ReLU(), [3, "sgd"], TypeError, "optimizer=int, str: expected a torch.optim.Optimizer"),
+        (nn.Linear(1, 1, device="meta"), None, ValueError, "model=Linear has tensors on the meta device"),
+    ],
+)
+def test_what_is_watched(model, optimizer, error, words):
+    with pytest.raises(error, match=re.escape(words)):
+        watch(model, optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_scripted_model_takes_no_hooks():
+    _, optimizer = loop()
+    with pytest.raises(ValueError, match=r"the model is scripted and takes no hooks: expected the module"):
+        watch(torch.jit.script(nn.Linear(1, 1)), optimizer)
+
+
+def test_a_trainer_that_has_no_optimizer_yet():
+    with pytest.raises(TypeError, match=r"optimizer=None: expected a torch\.optim\.Optimizer"):
+        WatchCallback().on_train_begin(None, None, None, model=nn.ReLU(), optimizer=None)
+
+
+def test_methods():
+    with watch(*loop()) as w:
+        with pytest.raises(TypeError, match=r"batches\(int\): expected what a for loop goes through"):
+            next(w.batches(3))
+        with pytest.raises(TypeError, match=r"subscribe\(3\): expected a function of a StepRecord"):
+            w.subscribe(3)
+        end = w.subscribe(print)
+        end()
+        end()  # the second time there is nothing to end
+
+
+def test_complex_gradients_are_measured_by_their_parts():
+    model = nn.Linear(4, 2, dtype=torch.complex64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer, every=1) as w:
+        w.loss(model(torch.ones(3, 4, dtype=torch.complex64)).abs().sum()).backward()
+        parts = [torch.view_as_real(weight.grad).clone() for weight in model.parameters()]
+        optimizer.step()
+    assert w.history.gradient_samples[0].histogram == exponent_histogram(parts)

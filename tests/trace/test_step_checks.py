@@ -1,0 +1,326 @@
+"""What cannot be looked at is answered with one sentence: what was given, what is expected, what to do next.
+
+The same odd model, loss or scale goes to every public entry that runs a step, so that none of them fails deep inside.
+"""
+
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import amplab
+from amplab.diagnose import doctor, first_nonfinite, followed_step, twin
+from amplab.diagnose.reruns import probe
+from amplab.trace import GradientRange, trace_step
+from amplab.trace.step_checks import accepts
+
+X = torch.ones(5, 4)
+
+
+def net():
+    return nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+
+
+class Frozen(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(4, 2))
+        self.requires_grad_(False)
+
+
+class WithoutGradient(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(4, 2))
+
+    @torch.no_grad()
+    def forward(self, x):
+        return super().forward(x)
+
+
+def made_for_inference():
+    with torch.inference_mode():
+        return net()
+
+
+def followed(model, loss_fn):
+    with followed_step(model) as step:
+        step.loss(loss_fn()).backward()
+
+
+LOOKS = [trace_step, first_nonfinite, probe, doctor, followed]
+BATCHED = [amplab.xray, amplab.gradient_range, lambda model, batch: twin(model, batch, "O0", "O1", steps=1)]
+NO_MODEL = {
+    "None": (None, "NoneType"),
+    "a string": ("net", "str"),
+    "an optimizer": (torch.optim.SGD([torch.ones(1)], lr=0.1), "SGD"),
+    "a function": (len, "builtin_function_or_method"),
+}
+ODD_MODELS = {
+    "scripted part": (lambda: nn.Sequential(torch.jit.script(nn.Linear(4, 4))), "0 is scripted and takes no hooks"),
+    "scripted": (lambda: torch.jit.script(nn.Linear(4, 4)), "is scripted and takes no hooks"),
+    "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), "0 has uninitialised parameters: expected a model that has seen"),
+    "of inference": (made_for_inference, "0 was made in torch.inference_mode(), and its tensors take no gradient"),
+}
+WITHOUT_GRADIENT = {
+    "frozen": (Frozen, "Frozen has parameters, all frozen: expected one that requires a gradient"),
+    "no parameters": (nn.ReLU, "ReLU has no parameters: expected one that requires a gradient"),
+    "no_grad inside": (WithoutGradient, "expected a loss that hangs on the model's parameters"),
+}
+
+
+scripting = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+
+
+def ids(table):
+    return {"argvalues": list(table.values()), "ids": list(table)}
+
+
+@pytest.mark.parametrize("look", [trace_step, first_nonfinite, probe, followed])
+@pytest.mark.parametrize(("given", "kind"), **ids(NO_MODEL))
+def test_no_module(look, given, kind):
+    with pytest.raises(TypeError, match=rf"^model={kind}: expected a torch\.nn\.Module"):
+        look(given, net)
+
+
+@pytest.mark.parametrize("look", [*LOOKS[:3], followed, amplab.xray, amplab.gradient_range])
+def test_a_class_in_the_place_of_a_module(look):
+    with pytest.raises(TypeError, match=r"^model=Linear is a class: .* call it, Linear\(\.\.\.\)"):
+        look(nn.Linear, X)
+
+
+@scripting
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize(("make", "words"), **ids(ODD_MODELS))
+def test_models_that_cannot_be_looked_at(look, make, words):
+    model = make()
+    with pytest.raises(ValueError, match=re.escape(words)):
+        look(model, lambda: model(X).sum())
+
+
+@scripting
+@pytest.mark.parametrize("look", BATCHED)
+@pytest.mark.parametrize(("make", "words"), **ids(ODD_MODELS))
+def test_the_same_with_a_batch(look, make, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        look(make(), X)
+
+
+@pytest.mark.parametrize("look", [trace_step, first_nonfinite, probe, doctor])
+@pytest.mark.parametrize(("make", "words"), **ids(WITHOUT_GRADIENT))
+def test_a_loss_without_a_gradient(look, make, words):
+    model = make()
+    with pytest.raises(ValueError, match=f"returned a tensor without a gradient: .*{re.escape(words)}"):
+        look(model, lambda: model(X).sum())
+
+
+@pytest.mark.parametrize("look", BATCHED[:2])
+@pytest.mark.parametrize(("make", "words"), **ids(WITHOUT_GRADIENT))
+def test_an_output_without_a_gradient(look, make, words):
+    with pytest.raises(ValueError, match=f"^the model returned a tensor without a gradient: .*{re.escape(words)}"):
+        look(make(), X)
+
+
+@pytest.mark.parametrize("look", [first_nonfinite, probe, doctor, followed])
+def test_a_model_without_numbers(look):
+    model = net().to("meta")
+    with pytest.raises(ValueError, match=r"^model=Sequential has tensors on the meta device, which have"):
+        look(model, lambda: model(X.to("meta")).sum())
+
+
+@pytest.mark.parametrize("look", [*BATCHED[1:], lambda model, batch: amplab.xray(model, batch, stats=True)])
+def test_a_model_without_numbers_and_a_batch(look):
+    with pytest.raises(ValueError, match="on the meta device, which have a shape and no numbers"):
+        look(net().to("meta"), X.to("meta"))
+
+
+def test_shapes_alone_are_enough_without_statistics():
+    """Ops, dtypes, casts and the bytes kept are those of a real model."""
+    torch.manual_seed(0)
+    real, shapes = amplab.xray(net(), X, opt_level="O1"), amplab.xray(net().to("meta"), X.to("meta"), opt_level="O1")
+    assert [(row["op"], row["inputs"], row["outputs"]) for row in real.rows()] == [
+        (row["op"], row["inputs"], row["outputs"]) for row in shapes.rows()
+    ]
+    assert real.kept.total == shapes.kept.total > 0
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("look", [trace_step, first_nonfinite, probe, doctor])
+def test_gradients_are_off_around_the_call(look, mode):
+    model = net()
+    with mode(), pytest.raises(ValueError, match=rf"^torch\.{mode.__name__}\(\) is in force around the call: expected"):
+        look(model, lambda: model(X).sum())
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("look", BATCHED)
+def test_gradients_are_off_around_a_call_with_a_batch(look, mode):
+    model = net()
+    with mode(), pytest.raises(ValueError, match=rf"^torch\.{mode.__name__}\(\) is in force around the call: expected"):
+        look(model, X)
+
+
+RETURNED = {
+    "None": (lambda out: None, TypeError, "returned NoneType: .*the function lacks a return"),
+    "a tuple": (lambda out: (out.sum(), 1), TypeError, "returned tuple: .*return the one of them that is the loss"),
+    "a dict": (lambda out: {"loss": out.sum()}, TypeError, r"returned dict: .*such as out\['loss'\]"),
+    "a number": (lambda out: out.sum().item(), TypeError, r"returned float: .*so leave out \.item\(\)"),
+    "a module": (lambda out: nn.MSELoss(), TypeError, r"returned MSELoss: .*MSELoss\(\)\(output, target\)"),
+    "a vector": (lambda out: out, ValueError, r"returned torch.float32 of shape \(5, 2\): .*reduce it"),
+    "nothing": (lambda out: out[:0], ValueError, r"returned torch.float32 of shape \(0, 2\)"),
+    "whole numbers": (lambda out: out.argmax(), ValueError, "returned torch.int64 of shape"),
+    "complex": (lambda out: out.sum() * 1j, ValueError, r"returned torch.complex64 of .*take its \.abs\(\) or \.real"),
+    "no number": (lambda out: out.sum().to("meta"), ValueError, "returned a tensor on the meta device, which has no"),
+    "detached": (
+        lambda out: out.detach().sum(),
+        ValueError,
+        r"returned a tensor without a gradient: .*look for detach\(\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("look", [trace_step, first_nonfinite, probe, doctor])
+@pytest.mark.parametrize(("loss", "error", "words"), **ids(RETURNED))
+def test_what_a_loss_function_returned(look, loss, error, words):
+    model = net()
+    with pytest.raises(error, match=f"^loss_fn {words}"):
+        look(model, lambda: loss(model(X)))
+
+
+@pytest.mark.parametrize("look", [amplab.xray, amplab.gradient_range, twin])
+@pytest.mark.parametrize(("loss", "error", "words"), **ids(RETURNED))
+def test_what_a_criterion_returned(look, loss, error, words):
+    with pytest.raises(error, match=f"^loss {words}"):
+        look(net(), X, loss=loss)
+
+
+@pytest.mark.parametrize("look", [trace_step, first_nonfinite, probe])
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (None, "loss_fn=NoneType: expected a function without arguments"),
+        (X, "loss_fn=Tensor: expected a function without arguments"),
+        (nn.MSELoss, "loss_fn=MSELoss is a class: expected"),
+        (lambda out: out, "loss_fn is called without arguments, and lambda(out) is missing a required argument: 'out'"),
+        (nn.MSELoss(), "and MSELoss(input, target) is missing a required argument: 'input'"),
+    ],
+)
+def test_no_function_of_no_arguments(look, given, words):
+    with pytest.raises(TypeError, match=re.escape(words)):
+        look(net(), given)
+
+
+@pytest.mark.parametrize("look", BATCHED[:2])
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (nn.CrossEntropyLoss, "loss=CrossEntropyLoss is a class: expected a function or an instance; call it, Cross"),
+        ("mse", "loss=str: expected a function of the model's output"),
+        (X, "loss=Tensor: expected a function of the model's output"),
+        (lambda: 0, "loss is given the model's output, and lambda() takes fewer; wrap it"),
+        (
+            lambda a, b, c: a,
+            "output, 1 more of the batch, and lambda(a, b, c) is missing a required argument: 'c'",
+        ),
+        (lambda out, *, target: out, "lambda(out, target) is missing a required argument: 'target'"),
+    ],
+)
+def test_no_criterion(look, loss, words):
+    with pytest.raises(TypeError, match=re.escape(words)):
+        look(net(), X, loss=loss)
+
+
+LOADER = DataLoader(TensorDataset(X), batch_size=5)
+
+
+@pytest.mark.parametrize("look", BATCHED)
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        (LOADER, "batch=DataLoader: expected one batch, and this holds many; take one, next(iter(loader))"),
+        (LOADER.dataset, "batch=TensorDataset: expected one batch, and this holds many; take one, next(iter(DataL"),
+        (iter([X]), "batch=list_iterator: expected one batch, and this holds many; take one, next(batch)"),
+        ((), "batch=tuple without values: expected what Sequential.forward(input) takes, and it is missing a required"),
+        ({}, "batch=dict without values: expected what Sequential.forward(input) takes"),
+        ({"pixels": X}, "batch=dict with the keys 'pixels': expected what Sequential.forward(input) takes, and it is"),
+    ],
+)
+def test_no_batch(look, batch, words):
+    with pytest.raises(TypeError, match=re.escape(words)):
+        look(net(), batch)
+
+
+def test_a_function_is_no_batch():
+    with pytest.raises(TypeError, match="this is a function; pass what it returns"):
+        amplab.xray(net(), lambda: X)
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        (X.double(), "amplab called Sequential(float64[5, 4] on cpu); its parameters are float32 on cpu."),
+        (X.to("meta"), "amplab called Sequential(float32[5, 4] on meta); its parameters are float32 on cpu."),
+        (X.numpy(), "amplab called Sequential(ndarray); its parameters are float32 on cpu."),
+        ({"input": X.long()}, "amplab called Sequential(input=int64[5, 4] on cpu); its parameters are float32 on cpu."),
+    ],
+)
+def test_what_the_model_raises_says_how_it_was_called(batch, words):
+    with pytest.raises((RuntimeError, TypeError)) as raised:
+        amplab.xray(net(), batch)
+    assert raised.value.__notes__ == [words]
+
+
+@pytest.mark.parametrize("scale", [0, -1.0, math.nan, math.inf, 10**400])
+def test_a_scale_that_is_none(scale):
+    model = net()
+    for look in (trace_step, first_nonfinite, probe, doctor):
+        with pytest.raises(ValueError, match=r"expected a finite number > 0; 1.0 leaves the loss as it is"):
+            look(model, lambda: model(X).sum(), loss_scale=scale)
+    for look in (amplab.xray, amplab.gradient_range):
+        with pytest.raises(ValueError, match=r"expected a finite number > 0; 1.0 leaves the loss as it is"):
+            look(model, X, loss_scale=scale)
+
+
+@pytest.mark.parametrize("scale", ["dynamic", True, torch.amp.GradScaler("cpu"), [1.0]])
+def test_a_scale_that_is_no_number(scale):
+    model = net()
+    for look in (trace_step, first_nonfinite, probe, doctor):
+        with pytest.raises(TypeError, match=r"^loss_scale=.*: expected a number; take the scaler's current scale"):
+            look(model, lambda: model(X).sum(), loss_scale=scale)
+    with pytest.raises(TypeError, match="expected a number"):
+        GradientRange((), scale)
+
+
+def test_scales_of_numpy_and_of_tensors():
+    assert amplab.xray(net(), X, loss_scale=np.float32(8.0)).loss_scale == 8.0
+    with pytest.raises(TypeError, match=r"take it out of the tensor with \.item\(\)"):
+        amplab.xray(net(), X, loss_scale=torch.tensor(8.0))
+
+
+def test_a_compiled_model_will_do_where_no_op_is_looked_at():
+    """The compiler's backend runs eagerly, so that the gradients are the same ones bit for bit."""
+    model = net()
+    compiled = torch.compile(model, backend="eager")
+    eager, fused = amplab.gradient_range(model, X), amplab.gradient_range(compiled, X)
+    assert [histogram for _, histogram in eager.layers] == [histogram for _, histogram in fused.layers]
+    assert probe(compiled, lambda: compiled(X).sum()).loss == probe(model, lambda: model(X).sum()).loss
+
+
+@pytest.mark.parametrize("kind", [nn.Linear(4, 2, dtype=torch.complex64), nn.Embedding(5, 4, sparse=True)])
+def test_complex_and_sparse_gradients_are_measured_by_their_numbers(kind):
+    batch = X.to(torch.complex64) if isinstance(kind, nn.Linear) else torch.tensor([1, 2, 2])
+    found = amplab.gradient_range(kind, batch, loss=lambda out: out.abs().sum())
+    kind(batch).abs().sum().backward()
+    grad = kind.weight.grad.coalesce().values() if kind.weight.grad.is_sparse else torch.view_as_real(kind.weight.grad)
+    assert found.rows()[0]["total"] == grad.numel()
+    assert found.rows()[0]["highest"] == math.floor(math.log2(grad.abs().max()))
+
+
+def test_accepts():
+    assert accepts(lambda a, b=1, *rest: 0, 1) is None
+    assert accepts(nn.MSELoss(), 2) is None
+    assert accepts(dict.fromkeys, 1) is None
+    assert accepts(torch.optim.SGD, 0) is not None
+    assert accepts(lambda: 0, 1) == "lambda() takes fewer"
