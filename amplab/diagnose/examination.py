@@ -24,7 +24,7 @@ from amplab.diagnose.finding import Finding, Findings
 from amplab.diagnose.first_nonfinite import Setting, explain, setting_of
 from amplab.diagnose.gradient_rules import gradient_findings
 from amplab.diagnose.machine import MachineReport, machine_report
-from amplab.diagnose.nonfinite_findings import finding_of
+from amplab.diagnose.nonfinite_findings import finding_of, level_in_use
 from amplab.diagnose.observations import Observation
 from amplab.diagnose.parameter_rules import parameter_findings
 from amplab.diagnose.raised import Raised, finding_of_error
@@ -121,7 +121,7 @@ def _look_at_step(
         return None, [finding_of_error(error, model)]
     blamed = blame(step)
     first = [] if blamed is None else [finding_of(explain(model, loss_fn, setting, step, blamed, batch=batch))]
-    return step, [*first, *value_findings(step), *speed_findings(step.trace)]
+    return step, [*first, *value_findings(step, level_in_use(setting, step)), *speed_findings(step.trace)]
 
 
 def _look_at_loop(

@@ -120,10 +120,10 @@ def test_schedulers_of_torch_are_seen_and_put_back(kind):
         assert (made.last_epoch, optimizer.param_groups[0]["lr"]) == (0, rate)
 
 
-@pytest.mark.parametrize("amp", [None, "disabled", "static"])
+@pytest.mark.parametrize("amp", [None, "disabled", "static", "not asked"])
 def test_where_nothing_is_ever_skipped_nothing_is_counted(amp):
     model, optimizer, _, scheduler, _ = loop(8, 0, "torch")
-    scaler = torch.amp.GradScaler("cpu", enabled=False) if amp == "disabled" else None
+    scaler = None if amp is None else torch.amp.GradScaler("cpu", enabled=amp == "not asked")
     session = Session()
     if amp == "static":
         session.initialize(model, optimizer, opt_level="O1", loss_scale=128.0, verbosity=0)
