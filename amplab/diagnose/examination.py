@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from amplab.amp import LossScaleCollapse, Session, default_session
 from amplab.diagnose.arguments import check_arguments
+from amplab.diagnose.arithmetic_rules import arithmetic_findings
 from amplab.diagnose.blame import blame
 from amplab.diagnose.finding import Finding, Findings
 from amplab.diagnose.first_nonfinite import Setting, explain, setting_of
@@ -121,7 +122,9 @@ def _look_at_step(
         return None, [finding_of_error(error, model)]
     blamed = blame(step)
     first = [] if blamed is None else [finding_of(explain(model, loss_fn, setting, step, blamed, batch=batch))]
-    return step, [*first, *value_findings(step, level_in_use(setting, step)), *speed_findings(step.trace)]
+    level = level_in_use(setting, step)
+    of_values = (*value_findings(step, level), *arithmetic_findings(step, level))
+    return step, [*first, *of_values, *speed_findings(step.trace)]
 
 
 def _look_at_loop(

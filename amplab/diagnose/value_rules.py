@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from amplab.diagnose.dataflow import line_of, readers_by_op, short_name, writers
+from amplab.diagnose.dataflow import computes_in_half, forward_ops, line_of, readers_by_op, short_name, writers
 from amplab.diagnose.finding import Finding
 from amplab.diagnose.nonfinite_findings import (
     DIVISIONS,
@@ -65,7 +65,7 @@ def value_findings(step: ObservedStep, level: str | None = "O1") -> list[Finding
 def constants_that_vanish(step: ObservedStep, level: str | None) -> Iterator[Finding]:
     """An eps that is 0 in half. Harm: its op wrote zeros, and an op that divides or takes a logarithm reads them."""
     readers = readers_by_op(step)
-    for record in _forward(step):
+    for record in forward_ops(step):
         constant = vanished_in_half(step, record.index)
         if constant is None:
             continue
@@ -88,7 +88,7 @@ def constants_that_vanish(step: ObservedStep, level: str | None) -> Iterator[Fin
 
 def constants_that_overflow(step: ObservedStep, _level: str | None) -> Iterator[Finding]:
     """A mask of -1e9 that is -inf in half. No harm by itself: -inf is what a mask means, until a row is all masked."""
-    for record in _forward(step):
+    for record in forward_ops(step):
         written = [value.statistics for value in step.outputs(record.index) if value.statistics.is_half]
         large = [number for number in step.ops[record.index].numbers if HALF_MAX < abs(number) < float("inf")]
         if written and large and written[0].infs:
@@ -107,7 +107,7 @@ def constants_that_overflow(step: ObservedStep, _level: str | None) -> Iterator[
 
 def casts_that_overflow(step: ObservedStep, level: str | None) -> Iterator[Finding]:
     """Finite values that became inf in a cast to half, forward."""
-    for record in _forward(step):
+    for record in forward_ops(step):
         if not record.is_cast or not step.outputs(record.index):
             continue
         read, written = step.inputs(record.index)[-1].statistics, step.outputs(record.index)[0].statistics
@@ -128,7 +128,7 @@ def casts_that_overflow(step: ObservedStep, level: str | None) -> Iterator[Findi
 
 def squares_that_vanish(step: ObservedStep, level: str | None) -> Iterator[Finding]:
     """Squares in half, of which more than `LOST` are 0 though what was squared is not; |x| < 2.4e-4 does that."""
-    for record in _forward(step):
+    for record in forward_ops(step):
         if short_name(record) not in _SQUARES or not _squares(step, record.index):
             continue
         read, written = step.inputs(record.index)[0].statistics, step.outputs(record.index)[0].statistics
@@ -151,8 +151,8 @@ def squares_that_vanish(step: ObservedStep, level: str | None) -> Iterator[Findi
 
 def softmaxes_in_half(step: ObservedStep, level: str | None) -> Iterator[Finding]:
     """A softmax that reads and writes half and wrote zeros. What reads them decides about harm, so this is a note."""
-    for record in _forward(step):
-        if short_name(record) not in SOFTMAXES or not _in_half(step, record.index):
+    for record in forward_ops(step):
+        if short_name(record) not in SOFTMAXES or not computes_in_half(step, record.index):
             continue
         read, written = step.inputs(record.index)[0].statistics, step.outputs(record.index)[0].statistics
         lost = (written.zeros or 0) - (read.infs or 0)  # what a mask of -inf made 0 is none
@@ -175,7 +175,7 @@ def reductions_that_overflow(step: ObservedStep, level: str | None) -> Iterator[
 
     A sum in float32 that is cast to half is the same.
     """
-    for record in _forward(step):
+    for record in forward_ops(step):
         if not step.inputs(record.index):
             continue
         read, written = step.inputs(record.index)[0].statistics, step.outputs(record.index)[0].statistics
@@ -204,8 +204,8 @@ def _summed(step: ObservedStep, record: OpRecord) -> OpRecord | None:
 
 def reductions_near_overflow(step: ObservedStep, level: str | None) -> Iterator[Finding]:
     """A sum, mean or norm in half whose result lies within a factor `NEAR` of 65504."""
-    for record in _forward(step):
-        if not (short_name(record) in REDUCTIONS and _in_half(step, record.index)):
+    for record in forward_ops(step):
+        if not (short_name(record) in REDUCTIONS and computes_in_half(step, record.index)):
             continue
         read, written = step.inputs(record.index)[0].statistics, step.outputs(record.index)[0].statistics
         if written.is_finite and written.absmax * NEAR > HALF_MAX and written.numel < read.numel:
@@ -224,7 +224,7 @@ def reductions_near_overflow(step: ObservedStep, level: str | None) -> Iterator[
 
 def bce_after_sigmoid(step: ObservedStep, _level: str | None) -> Iterator[Finding]:
     """Binary cross entropy of a sigmoid. Harm: probabilities are 0 or 1 exactly, where its gradient is 0 or clamped."""
-    for record in _forward(step):
+    for record in forward_ops(step):
         if short_name(record) not in _BCE:
             continue
         sigmoid = sigmoid_of_bce(step, record.index)
@@ -286,21 +286,10 @@ VALUE_RULES: tuple[Callable[[ObservedStep, str | None], Iterator[Finding]], ...]
 )
 
 
-def _forward(step: ObservedStep) -> Iterator[OpRecord]:
-    for record in step.trace.records:
-        if record.phase == "forward" and not record.is_view and step.ops[record.index].outputs:
-            yield record
-
-
 def _expanded(read: Statistics, numel: int) -> Statistics:
     """The figures of what a cast read as often as it read each element: a gradient may be one number, expanded."""
     times = numel // max(read.numel, 1)
     return replace(read, numel=read.numel * times, zeros=(read.zeros or 0) * times, infs=(read.infs or 0) * times)
-
-
-def _in_half(step: ObservedStep, op: int) -> bool:
-    values = (*step.inputs(op), *step.outputs(op))
-    return bool(step.inputs(op)) and all(value.statistics.is_half for value in values)
 
 
 def _squares(step: ObservedStep, op: int) -> bool:
