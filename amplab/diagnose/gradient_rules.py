@@ -117,7 +117,7 @@ def _unscales(rehearsal: Rehearsal, write: GradientWrite) -> bool:
     scale = rehearsal.scale
     if not _near(write.factor, 1 / scale) or _is_exactly(write.factor, 1 / scale):
         return _near(write.factor, 1 / scale)
-    seen = (each for each in rehearsal.stepped if each.name in write.names and each.backwards == 1)
+    seen = (each for each in rehearsal.stepped if each.name in write.names)
     return not any(_near(each.ratio / (scale if each.scaled_inside else 1.0), scale**-2) for each in seen)
 
 

@@ -130,6 +130,28 @@ def test_a_limit_near_the_true_norm_inside_of_scale_loss(level, size, seed, insi
         session.reset()
 
 
+@pytest.mark.parametrize("scaler_type", SCALERS)
+@pytest.mark.parametrize(("size", "seed"), SIZES_AND_SEEDS)
+@pytest.mark.parametrize("before", [True, False])
+def test_a_limit_near_the_true_norm_of_what_was_accumulated(scaler_type, size, seed, before):
+    model, optimizer, loss_fn, norm = of_size(size, seed)
+    scaler = scaler_type("cpu")
+
+    def step(share):
+        optimizer.zero_grad()
+        for _ in range(4):
+            scaler.scale(loss_fn() / 4).backward()
+        if not before:
+            scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), share * norm)
+        scaler.step(optimizer)
+        scaler.update()
+
+    for share in (0.2, *NEAR_THE_NORM):
+        found = gradient_findings(rehearse_loop(model, lambda s=share: step(s), [optimizer], amp=scaler))
+        assert [each.name for each in found] == (["clips-scaled-gradients"] if before else []), share
+
+
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("scale", [1000.0, 1024.0])
 @pytest.mark.parametrize("clip", [None, 0.05])
