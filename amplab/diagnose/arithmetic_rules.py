@@ -1,10 +1,13 @@
-"""Rules about finite results that half gets wrong: pure functions from an `ObservedStep`, measured in detail.
+"""Rules about results that half gets wrong and a loss need not show: pure functions from an `ObservedStep`, measured in
+detail.
 
+    overflow-in-half      an op wrote inf of finite numbers, and what is divided by it is 0
     variance-in-half      E[x^2] - E[x]^2 of halves that are nearly equal: what is left of them is rounding
     exponential-in-half   exp or a power came near 65504, or to 0
     logarithm-in-half     a logarithm read subnormal halves, which have few bits
 
-Where such a result is not finite any more, `nonfinite_findings` says so.
+Where it reaches the loss or a gradient, `nonfinite_findings` says so. Reductions, casts and large constants are in
+`value_rules`.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 from amplab.diagnose.dataflow import computes_in_half, forward_ops, line_of, short_name, upstream
 from amplab.diagnose.finding import Finding
-from amplab.diagnose.nonfinite_findings import REDUCTIONS
+from amplab.diagnose.nonfinite_findings import LOGARITHMS, REDUCTIONS
 from amplab.diagnose.remedies import kept_in_float32, variance_in_float32
 from amplab.diagnose.statistics import HALF_MAX
 from amplab.diagnose.values import ObservedStep
@@ -31,11 +34,42 @@ SUBNORMAL = 2.0**-14
 
 _EXPONENTIALS = frozenset(("exp", "exp2", "expm1", "sinh", "cosh", "pow"))
 _LOGARITHMS = frozenset(("log", "log2", "log10"))
+_MEANT = (
+    REDUCTIONS | LOGARITHMS | frozenset(("div", "true_divide", "reciprocal", "rsqrt", "masked_fill", "where", "fill"))
+)
+"""Ops whose inf another rule is about, or is what they were asked for: 1 / 0, a mask."""
 
 
 def arithmetic_findings(step: ObservedStep, level: str | None = "O1") -> list[Finding]:
     """Apply every rule of this file; arguments as of `value_findings`."""
     return [finding for rule in ARITHMETIC_RULES for finding in rule(step, level)]
+
+
+def overflows_that_do_not_show(step: ObservedStep, level: str | None) -> Iterator[Finding]:
+    """An op that wrote inf in half of finite numbers. Harm: a square, whose root or mean something is divided by.
+
+    Elsewhere inf may be as good as what it stands for: a sigmoid or a mask makes 0 or 1 of either.
+    """
+    for record in forward_ops(step):
+        written = step.outputs(record.index)[0].statistics
+        if not (written.is_half and written.infs) or record.is_cast or short_name(record) in _MEANT:
+            continue
+        read = [value.statistics for value in step.inputs(record.index)]
+        constants = step.ops[record.index].numbers
+        if read and all(each.is_finite for each in read) and all(abs(number) <= HALF_MAX for number in constants):
+            yield Finding(
+                "overflow-in-half",
+                "warning" if _squares(step, record.index) else "note",
+                f"{record.op} wrote {written.infs:,} inf in half from inputs up to {max(e.absmax for e in read):.4g}.",
+                f"The result is larger than {HALF_MAX:g}; what is divided by it is 0, and the loss may not show it.",
+                kept_in_float32(record, "or F.rms_norm, F.normalize: they compute in float32 inside", level=level)
+                if _squares(step, record.index)
+                else kept_in_float32(record, level=level),
+                op=record.op,
+                module=record.module,
+                line=line_of(record),
+                evidence={"input_absmax": max(e.absmax for e in read), "infs": written.infs, "elements": written.numel},
+            )
 
 
 def variances_that_cancel(step: ObservedStep, level: str | None) -> Iterator[Finding]:
@@ -122,6 +156,7 @@ def logarithms_in_half(step: ObservedStep, level: str | None) -> Iterator[Findin
 
 
 ARITHMETIC_RULES: tuple[Callable[[ObservedStep, str | None], Iterator[Finding]], ...] = (
+    overflows_that_do_not_show,
     variances_that_cancel,
     exponentials_in_half,
     logarithms_in_half,

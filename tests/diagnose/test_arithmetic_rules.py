@@ -62,6 +62,33 @@ def test_other_differences_are_let_be(size, seed):
     assert arithmetic_findings(observe_step(wide, lambda: by_moments(wide(x) + 100).sum(), detailed=True)) == []
 
 
+@pytest.mark.parametrize(("size", "seed"), SIZES_AND_SEEDS)
+@pytest.mark.parametrize("square", [lambda x: x * x, torch.square, lambda x: x**2])
+@pytest.mark.parametrize(("times", "expected"), [(200.0, True), (20.0, False)])
+def test_squares_that_overflow_and_a_loss_that_is_finite(size, seed, square, times, expected):
+    x = numbers(size, seed) * times
+    seen = found(lambda x: x * torch.rsqrt(square(x).mean(-1, keepdim=True) + 1e-5), x)
+    assert [(each.name, each.severity) for each in seen] == ([("overflow-in-half", "warning")] if expected else [])
+    if expected:
+        assert seen[0].evidence["infs"] == int((x.half().double() ** 2 >= 65520).sum())
+
+
+@pytest.mark.parametrize(
+    ("function", "severity"),
+    [
+        (lambda x: torch.sigmoid(x * 6e4 * 6e4), "note"),
+        (lambda x: (x.abs() + 13).exp().reciprocal(), "note"),
+        (lambda x: torch.softmax(x + (x > 2).half() * -1e9, -1), None),
+        (lambda x: torch.softmax(x.masked_fill(x > 2, -torch.inf), -1), None),
+        (lambda x: torch.tanh(1 / (x - x)), None),
+        (lambda x: (x.float() ** 20).half() * 0.0 + x, None),
+    ],
+)
+def test_other_overflows_that_do_not_show_are_notes_or_meant(function, severity):
+    seen = [each for each in found(function, numbers(16, 0) * 2) if each.name == "overflow-in-half"]
+    assert [each.severity for each in seen] == ([] if severity is None else [severity])
+
+
 class Moments(nn.Module):
     def forward(self, x):
         return by_moments(x)
