@@ -48,8 +48,11 @@ def arithmetic_findings(step: ObservedStep, level: str | None = "O1") -> list[Fi
 def overflows_that_do_not_show(step: ObservedStep, level: str | None) -> Iterator[Finding]:
     """An op that wrote inf in half of finite numbers. Harm: a square, whose root or mean something is divided by.
 
-    Elsewhere inf may be as good as what it stands for: a sigmoid or a mask makes 0 or 1 of either.
+    Elsewhere inf may be as good as what it stands for: a sigmoid or a mask makes 0 or 1 of either. Where the loss does
+    show it, the first op is named already.
     """
+    if not step.values[step.loss].statistics.is_finite:
+        return
     for record in forward_ops(step):
         written = step.outputs(record.index)[0].statistics
         if not (written.is_half and written.infs) or record.is_cast or short_name(record) in _MEANT:
