@@ -8,7 +8,17 @@ from collections.abc import Callable, Iterator
 from amplab.diagnose.values import ObservedStep
 from amplab.trace import OpRecord
 
-__all__ = ["line_of", "readers_by_op", "short_name", "upstream", "vanishing_constant", "widened_from_half", "writers"]
+__all__ = [
+    "computes_in_half",
+    "forward_ops",
+    "line_of",
+    "readers_by_op",
+    "short_name",
+    "upstream",
+    "vanishing_constant",
+    "widened_from_half",
+    "writers",
+]
 
 
 def short_name(record: OpRecord) -> str:
@@ -18,6 +28,19 @@ def short_name(record: OpRecord) -> str:
     'log'
     """
     return record.aten.split(".")[1].strip("_")
+
+
+def forward_ops(step: ObservedStep) -> Iterator[OpRecord]:
+    """The ops of the forward that write values of their own."""
+    for record in step.trace.records:
+        if record.phase == "forward" and not record.is_view and step.ops[record.index].outputs:
+            yield record
+
+
+def computes_in_half(step: ObservedStep, op: int) -> bool:
+    """Whether all that an op reads and writes is half, and it reads something."""
+    values = (*step.inputs(op), *step.outputs(op))
+    return bool(step.inputs(op)) and all(value.statistics.is_half for value in values)
 
 
 def writers(step: ObservedStep, place: int) -> Iterator[int]:

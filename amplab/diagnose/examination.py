@@ -19,18 +19,22 @@ from torch.optim import Optimizer
 
 from amplab.amp import LossScaleCollapse, Session, default_session
 from amplab.diagnose.arguments import check_arguments, check_no_arguments
+from amplab.diagnose.arithmetic_rules import arithmetic_findings
 from amplab.diagnose.blame import blame
 from amplab.diagnose.finding import Finding, Findings
 from amplab.diagnose.first_nonfinite import Setting, explain, setting_of
 from amplab.diagnose.gradient_rules import gradient_findings
 from amplab.diagnose.machine import MachineReport, machine_report
-from amplab.diagnose.nonfinite_findings import finding_of
+from amplab.diagnose.nonfinite_findings import finding_of, level_in_use
 from amplab.diagnose.observations import Observation
 from amplab.diagnose.parameter_rules import parameter_findings
 from amplab.diagnose.raised import Raised, finding_of_error
-from amplab.diagnose.rehearsal import rehearse
+from amplab.diagnose.rehearsals import rehearse_loop
 from amplab.diagnose.run_rules import run_findings
+from amplab.diagnose.schedule_rules import schedule_findings
+from amplab.diagnose.schedules import schedulers_of
 from amplab.diagnose.speed_rules import speed_findings
+from amplab.diagnose.update_rules import updates_bound_to_be_lost, updates_lost
 from amplab.diagnose.value_rules import value_findings
 from amplab.diagnose.values import ObservedStep, observe_step
 from amplab.trace.compiled_functions import compiled_functions_eagerly
@@ -70,7 +74,7 @@ def doctor(
         loss_scale: the scale to look at the step at; None for the present one.
         batch: the tensors of the batch, to have them named.
         run: the steps so far: for what only a run shows.
-        stateful: what else `train_step` changes and has a state_dict: schedulers.
+        stateful: what else `train_step` changes and has a state_dict; schedulers that its code names are known.
 
     Raises:
         TypeError: no model, but other arguments; an argument of another type.
@@ -100,7 +104,9 @@ def doctor(
         step, of_step = _look_at_step(model, loss_fn, setting, batch)
         found = [*found, *of_step]
     found += parameter_findings(model, chosen, step)
-    if train_step is not None:
+    if train_step is None:
+        found += updates_bound_to_be_lost(model, chosen, step)
+    else:
         found += _look_at_loop(model, train_step, chosen, amp, stateful)
     return Findings.ranked(causes_first(found))
 
@@ -119,7 +125,9 @@ def _look_at_step(
         return None, [finding_of_error(error, model)]
     blamed = blame(step)
     first = [] if blamed is None else [finding_of(explain(model, loss_fn, setting, step, blamed, batch=batch))]
-    return step, [*first, *value_findings(step), *speed_findings(step.trace)]
+    level = level_in_use(setting, step)
+    of_values = (*value_findings(step, level), *arithmetic_findings(step, level))
+    return step, [*first, *of_values, *speed_findings(step.trace)]
 
 
 def _look_at_loop(
@@ -128,9 +136,11 @@ def _look_at_loop(
     raised = Raised(train_step)
     if amp is None and default_session().initialized:
         amp = default_session()
+    reached = [each for each in schedulers_of(train_step) if not any(each is other for other in stateful)]
     try:
         with compiled_functions_eagerly():
-            return gradient_findings(rehearse(model, raised, optimizers, amp=amp, stateful=stateful))
+            seen = rehearse_loop(model, raised, optimizers, amp=amp, stateful=[*stateful, *reached])
+        return [*gradient_findings(seen), *updates_lost(seen.lost), *schedule_findings(seen, amp)]
     except LossScaleCollapse:
         return []  # which the run and the step show
     except Exception as error:

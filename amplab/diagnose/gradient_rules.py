@@ -8,7 +8,7 @@ and a wrong loop shows as another power of the loss scale:
 
     stepped-with-scaled-gradients   1: a step inside the block of scale_loss, or an optimizer that was not passed to it
     unscaled-twice                  1 / loss_scale^2
-    clips-scaled-gradients          a clipping that found them at 1
+    clips-scaled-gradients          a clipping that found them at 1, and does something else at another scale
     clips-model-gradients           a clipping that the masters never saw
 """
 
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from amplab.diagnose.finding import Finding
 from amplab.diagnose.rehearsal import GradientWrite, Rehearsal, SteppedGradient
 
-__all__ = ["GRADIENT_RULES", "gradient_findings"]
+__all__ = ["GRADIENT_RULES", "gradient_findings", "may_clip_scaled_gradients"]
 
 TOLERANCE = 0.1
 """In log2: 7 %, what rounding to half and a weight decay added by hand stay below."""
@@ -35,10 +35,10 @@ def gradient_findings(rehearsal: Rehearsal) -> list[Finding]:
 
 
 def clips_scaled_gradients(rehearsal: Rehearsal) -> Iterator[Finding]:
-    """Gradients were made smaller, by no power of two, while they still were what backward had delivered."""
-    scale = _scale(rehearsal)
-    for write in _clips(rehearsal):
-        if scale >= TOLD_APART and not _near(write.factor, 1 / scale) and _near(write.before, 1.0):
+    """Gradients were made smaller, not to unscale them, while they still were what backward had delivered."""
+    scale = rehearsal.scale
+    for write in _while_scaled(rehearsal):
+        if not _unscales(rehearsal, write) and not _follows_the_scale(rehearsal, write):
             yield Finding(
                 "clips-scaled-gradients",
                 "error",
@@ -54,6 +54,11 @@ def clips_scaled_gradients(rehearsal: Rehearsal) -> Iterator[Finding]:
                 evidence={"norm": write.norm, "factor": write.factor, "loss_scale": scale},
             )
             return
+
+
+def may_clip_scaled_gradients(rehearsal: Rehearsal) -> bool:
+    """Whether a write needs a rehearsal at another scale to be told from one that is right."""
+    return any(not _unscales(rehearsal, write) for write in _while_scaled(rehearsal))
 
 
 def stepped_with_scaled_gradients(rehearsal: Rehearsal) -> Iterator[Finding]:
@@ -84,7 +89,7 @@ def unscaled_twice(rehearsal: Rehearsal) -> Iterator[Finding]:
 def clips_model_gradients(rehearsal: Rehearsal) -> Iterator[Finding]:
     """Gradients of a step were clipped, and none of those of the masters was, in that write or in another."""
     masters = {each.name for each in rehearsal.stepped if each.of_master}
-    clips = [write for write in _clips(rehearsal) if _near(write.before, 1 / _scale(rehearsal))]
+    clips = [write for write in _clips(rehearsal) if _near(write.before, 1 / rehearsal.scale)]
     names = list(dict.fromkeys(name for write in clips for name in write.names))
     if masters and names and masters.isdisjoint(names):
         yield Finding(
@@ -97,6 +102,45 @@ def clips_model_gradients(rehearsal: Rehearsal) -> Iterator[Finding]:
             tensor=f"gradient of {names[0]}",
             evidence={"clipped": len(names), "masters": len(masters), "factor": clips[0].factor},
         )
+
+
+def _while_scaled(rehearsal: Rehearsal) -> list[GradientWrite]:
+    """The writes that made gradients smaller which still were what backward had delivered."""
+    return [write for write in _clips(rehearsal) if rehearsal.scale >= TOLD_APART and _near(write.before, 1.0)]
+
+
+def _unscales(rehearsal: Rehearsal, write: GradientWrite) -> bool:
+    """Whether a write divides by the scale: by about 1 / loss_scale, and nobody does so once more.
+
+    A clipping of scaled gradients to nearly their true norm is by about that factor too, and then they are unscaled.
+    """
+    scale = rehearsal.scale
+    if not _near(write.factor, 1 / scale) or _is_exactly(write.factor, 1 / scale):
+        return _near(write.factor, 1 / scale)
+    seen = (each for each in rehearsal.stepped if each.name in write.names)
+    return not any(_near(each.ratio / (scale if each.scaled_inside else 1.0), scale**-2) for each in seen)
+
+
+def _follows_the_scale(rehearsal: Rehearsal, write: GradientWrite) -> bool:
+    """Whether the gradients of a write come to the same at another scale: then its limit moves with the scale.
+
+    A limit acts by its ratio to the norm, which another batch may have changed.
+    """
+    other = rehearsal.elsewhere
+    if other is None:
+        return False
+    here, there = _left(rehearsal, write.names), _left(other, write.names)
+    alike = next((each for each in other.writes if (each.op, each.names) == (write.op, write.names)), None)
+    norms = 1.0 if alike is None else (alike.norm / other.scale) / (write.norm / rehearsal.scale)
+    tolerance = TOLERANCE + 2 * abs(math.log2(norms))
+    both = here.keys() & there.keys()
+    return bool(both) and all(abs(math.log2(there[name] / here[name])) < tolerance for name in both)
+
+
+def _left(rehearsal: Rehearsal, names: tuple[str, ...]) -> dict[str, float]:
+    """What is left of each gradient at the step, unscaled: 1 where nothing was clipped."""
+    known = (each for each in rehearsal.stepped if each.name in names and not math.isnan(each.ratio))
+    return {each.name: each.ratio * (1.0 if each.scaled_inside else rehearsal.scale) for each in known}
 
 
 def _clips(rehearsal: Rehearsal) -> list[GradientWrite]:
@@ -136,7 +180,7 @@ def _wrong_power(
                 "optimizer": number,
                 "gradients": len(wrong),
                 "ratio": wrong[0].ratio,
-                "loss_scale": _scale(rehearsal),
+                "loss_scale": rehearsal.scale,
             },
         )
 
@@ -148,12 +192,13 @@ def _is_off_by(gradient: SteppedGradient, scale: float, power: int) -> bool:
     return _near(gradient.ratio / gradient.clipped * scale, scale**power)
 
 
+def _is_exactly(value: float, expected: float) -> bool:
+    """Up to the rounding of norms: a division by a power of two changes no bit, a clipping hardly ever hits one."""
+    return abs(math.log2(value / expected)) < 1e-4
+
+
 def _near(value: float, expected: float) -> bool:
     return value > 0 and abs(math.log2(value / expected)) < TOLERANCE
-
-
-def _scale(rehearsal: Rehearsal) -> float:
-    return max(rehearsal.scales)
 
 
 def _module(names: list[str] | tuple[str, ...]) -> str:

@@ -19,13 +19,23 @@ from typing import NamedTuple
 
 from amplab.diagnose.dataflow import line_of, short_name, upstream, vanishing_constant
 from amplab.diagnose.finding import Finding, Number, Severity
-from amplab.diagnose.first_nonfinite import FirstNonfinite
-from amplab.diagnose.remedies import in_float32, variance_in_float32
+from amplab.diagnose.first_nonfinite import FirstNonfinite, Setting
+from amplab.diagnose.out_of_float32 import why_out_of_float32
+from amplab.diagnose.remedies import dynamic_scale, in_float32, variance_in_float32
 from amplab.diagnose.statistics import HALF_MAX, HALF_VANISHES
 from amplab.diagnose.values import ObservedStep
 from amplab.trace import OpRecord
 
-__all__ = ["DIVISIONS", "LOGARITHMS", "REDUCTIONS", "SOFTMAXES", "finding_of", "sigmoid_of_bce", "vanished_in_half"]
+__all__ = [
+    "DIVISIONS",
+    "LOGARITHMS",
+    "REDUCTIONS",
+    "SOFTMAXES",
+    "finding_of",
+    "level_in_use",
+    "sigmoid_of_bce",
+    "vanished_in_half",
+]
 
 LOGARITHMS = frozenset(("log", "log2", "log10", "log1p", "xlogy", "logit"))
 DIVISIONS = frozenset(("div", "reciprocal", "rsqrt", "pow", "true_divide", "remainder", "fmod"))
@@ -62,6 +72,14 @@ def finding_of(found: FirstNonfinite) -> Finding:
         line=place.line,
         evidence=_evidence(found),
     )
+
+
+def level_in_use(setting: Setting, step: ObservedStep) -> str | None:
+    """In whose words a remedy is, as `remedies` takes it: an opt_level, "half" for half weights without, or None."""
+    if setting.face == "apex":
+        return setting.level.replace("O0", "O1") or "O1"
+    halves = any(value.kind == "parameter" and value.statistics.is_half for value in step.values)
+    return "half" if halves else None
 
 
 def vanished_in_half(step: ObservedStep, op: int) -> float | None:
@@ -147,8 +165,8 @@ def _came_in(found: FirstNonfinite) -> _Words:
     if found.cause == "parameter":
         cause = "An earlier step wrote it into the weights"
         cause += ", by its update: the gradients were checked." if found.setting.dynamic else _UNCHECKED
-        remedy = 'model, optimizer = amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic")'
-        return _Words("nonfinite-parameter", symptom, cause, f"{remedy}  # and load the last good checkpoint")
+        remedy = f"{dynamic_scale(_level(found))}\n# and load the last good checkpoint"
+        return _Words("nonfinite-parameter", symptom, cause, remedy)
     if found.cause == "buffer":
         cause = "A forward wrote it there: BatchNorm takes a batch into its statistics before a step can be skipped."
         remedy = f"model.get_submodule({found.tensor.rpartition('.')[0]!r}).reset_running_stats()  # and check batches"
@@ -164,7 +182,7 @@ def _scale(found: FirstNonfinite) -> _Words:
     cause = "The scaled gradients leave the range of half; at a lower scale they do not."
     if found.setting.dynamic:
         return _Words("scale-too-large", symptom, f"{cause} A dynamic scale backs off by itself.", "# nothing to do")
-    remedy = f'amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic")  # or loss_scale={fits:g}'
+    remedy = f"{dynamic_scale(_level(found))}\n# or loss_scale={fits:g}"
     return _Words("scale-too-large", symptom, f"{cause} A static scale lets them into the weights.", remedy)
 
 
@@ -262,7 +280,7 @@ def _overflow(found: FirstNonfinite) -> _Words:
     record, name = found.record, short_name(found.record)
     if found.cause == "model":
         symptom = f"{record.op} wrote {_counted(found)} from finite inputs up to {_reads(found):.4g}, in float32 too."
-        return _Words("nonfinite-in-float32", symptom, *_not_the_formats_fault(found))
+        return _Words("nonfinite-in-float32", symptom, *why_out_of_float32(found))
     then = "and bfloat16" if found.in_bfloat16 else "but not in bfloat16"
     symptom = f"{record.op} wrote {_counted(found)} in {_dtype(found)} from inputs up to {_reads(found):.4g}."
     cause = f"The result is larger than {HALF_MAX:g}; the same step is finite in float32 {then}."
@@ -281,24 +299,12 @@ def _overflow(found: FirstNonfinite) -> _Words:
     return _Words(kind, symptom, cause, _in_float32(found, record))
 
 
-def _not_the_formats_fault(found: FirstNonfinite) -> tuple[str, str]:
-    """Cause and remedy for a value that float32 does not hold either."""
-    if found.output.nans and not found.output.infs:
-        cause = (
-            f"{found.record.op} is not defined for what it read, such as a mean over no elements; no range was left."
-        )
-        return cause, "value = x.mean() if x.numel() else x.sum()  # where a selection may be empty"
-    cause = "Neither the scale nor the format does it: the values themselves have grown out of range."
-    return cause, "for group in optimizer.param_groups: group['lr'] /= 10  # from the last good checkpoint, and clip"
-
-
 def _in_float32(found: FirstNonfinite, record: OpRecord, note: str = "") -> str:
     return in_float32(record, note, level=_level(found), reader=_reader(found, record))
 
 
 def _level(found: FirstNonfinite) -> str | None:
-    face, level = found.setting.face, found.setting.level
-    return None if face == "torch" else level.replace("O0", "O1") or "O1"
+    return level_in_use(found.setting, found.step)
 
 
 def _reader(found: FirstNonfinite, record: OpRecord) -> OpRecord | None:

@@ -2,15 +2,17 @@
 
     backward     delivers a gradient: its norm is noted
     a write      anything that changes gradients in place: unscaling, clipping; the factor is noted
-    step         the optimizer sees a gradient: its norm is noted
+    step         the optimizer sees a gradient: its norm is noted; what its 16-bit weights lose is counted
+    a schedule   whether it moves before the step, and where there is none
 
 What a gradient was multiplied by between backward and step follows from the norms alone, whichever functions did it.
-The rules about it are in `gradient_rules`.
+The rules about it are in `gradient_rules`, `update_rules` and `schedule_rules`; which rehearsals a loop needs, in
+`rehearsals`.
 """
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,11 +22,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amplab.amp import Session
+from amplab.diagnose.loop_state import kept, scales_of, set_scale
+from amplab.diagnose.lost_updates import LostUpdates, ShadowStep
 from amplab.diagnose.parameter_rules import model_parameters
+from amplab.diagnose.schedules import ScheduleMove, ScheduleWatch, schedulers_of
 from amplab.trace.untouched import untouched
 
 __all__ = ["GradientWrite", "Rehearsal", "SteppedGradient", "rehearse"]
@@ -80,11 +85,26 @@ class Rehearsal:
         scales: the loss scales in force.
         writes: in order.
         stepped: in order, one for each parameter and step.
+        overflowed: backward delivered inf or NaN, or was made to.
+        lost: what 16-bit weights have lost of each optimizer's step.
+        schedules: the schedulers that moved.
+        elsewhere: the same at another loss scale, where it was looked at.
+        skipped: the same with an overflow, where it was looked at.
     """
 
     scales: tuple[float, ...]
     writes: tuple[GradientWrite, ...]
     stepped: tuple[SteppedGradient, ...]
+    overflowed: bool = False
+    lost: tuple[LostUpdates, ...] = ()
+    schedules: tuple[ScheduleMove, ...] = ()
+    elsewhere: Rehearsal | None = None
+    skipped: Rehearsal | None = None
+
+    @property
+    def scale(self) -> float:
+        """The largest loss scale."""
+        return max(self.scales)
 
 
 def rehearse(
@@ -94,11 +114,13 @@ def rehearse(
     *,
     amp: Session | torch.amp.GradScaler | None = None,
     stateful: Sequence[Any] = (),
+    loss_scale: float | None = None,
+    overflows: bool = False,
 ) -> Rehearsal:
     """Run `train_step` once and say what it did with the gradients; then everything is put back.
 
-    Put back are parameters, masters, buffers, gradients, optimizer states, loss scales, random states, and what
-    `stateful` names. A batch that `train_step` draws from an iterator is drawn.
+    Put back are parameters, masters, buffers, gradients, optimizer states, loss scales, random states, schedulers that
+    the step's code names, and what `stateful` names. A batch that `train_step` draws from an iterator is drawn.
 
     Args:
         model: the model, or a ModuleList of several.
@@ -106,70 +128,27 @@ def rehearse(
         optimizers: those that it steps.
         amp: the session or GradScaler in it.
         stateful: anything else that it changes and that has state_dict and load_state_dict: schedulers, averages.
+        loss_scale: run it at this scale; None for the present one.
+        overflows: let every gradient be inf, whatever the scale.
 
     Sync: many; this is for a look at a loop, once.
     """
-    watch = _Watch(model, optimizers)
+    schedulers = schedulers_of(train_step, stateful)
+    named = {id(each) for each in stateful}
+    watch = _Watch(model, optimizers, ScheduleWatch(schedulers, optimizers), overflows=overflows)
     with ExitStack() as undo:
-        undo.enter_context(_kept(optimizers, [*stateful, *([] if amp is None else [amp])]))
+        others = [each for each in schedulers if id(each) not in named]
+        before = undo.enter_context(kept(optimizers, amp, [*stateful, *others]))
         undo.enter_context(untouched(model))
         undo.enter_context(watch.watching())
+        if loss_scale is not None:
+            set_scale(amp, loss_scale)
+        scales = watch.scales = scales_of(amp)
         train_step()
-    return Rehearsal(_scales(amp), tuple(watch.writes), tuple(watch.stepped))
-
-
-def _scales(amp: Session | torch.amp.GradScaler | None) -> tuple[float, ...]:
-    if amp is None:
-        return (1.0,)
-    scales = [scaler.scale for scaler in amp.scalers] if isinstance(amp, Session) else [amp.get_scale()]
-    return tuple(dict.fromkeys(scales)) or (1.0,)
-
-
-@contextmanager
-def _kept(optimizers: Sequence[Optimizer], stateful: Sequence[Any]) -> Iterator[None]:
-    saved = [_OptimizerState.of(optimizer) for optimizer in optimizers]
-    states = [(each, copy.deepcopy(each.state_dict())) for each in stateful]
-    try:
-        yield
-    finally:
-        for optimizer in saved:
-            optimizer.restore()
-        for each, state in states:
-            if state:  # that of a disabled scaler is empty
-                each.load_state_dict(state)
-
-
-class _OptimizerState(NamedTuple):
-    optimizer: Optimizer
-    values: list[tuple[Tensor, Tensor, Tensor | None]]
-    state: dict[Tensor, Any]
-    groups: list[dict[str, Any]]
-
-    @classmethod
-    def of(cls, optimizer: Optimizer) -> _OptimizerState:
-        params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        values = [(each, each.detach().clone(), each.grad) for each in params]
-        state = {parameter: _copied(state) for parameter, state in optimizer.state.items()}
-        groups = [
-            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
-        ]
-        return cls(optimizer, values, state, groups)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        for parameter, value, grad in self.values:
-            parameter.copy_(value)
-            parameter.grad = grad
-        self.optimizer.state.clear()
-        self.optimizer.state.update(self.state)
-        for group, fields in zip(self.optimizer.param_groups, self.groups, strict=False):
-            group.update(fields)
-
-
-def _copied(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {name: _copied(value) for name, value in state.items()}
-    return state.detach().clone() if isinstance(state, Tensor) else copy.copy(state)
+        moves = watch.schedules.moves([each.is_unmoved() for each in before])
+    return Rehearsal(
+        scales, tuple(watch.writes), tuple(watch.stepped), watch.overflowed, tuple(watch.lost), schedules=moves
+    )
 
 
 @dataclass
@@ -184,12 +163,20 @@ class _Way:
 class _Watch:
     """Follows the gradients of a model's parameters, by the name of the parameter."""
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], schedules: ScheduleWatch, *, overflows: bool
+    ) -> None:
         self._named = dict(model.named_parameters())
         self._names = {id(parameter): name for name, parameter in self._named.items()}
         self._optimizers = list(optimizers)
         self._ways: dict[str, _Way] = {name: _Way() for name in self._named}
         self._begun: set[int] = set()  # gradients of masters that were written since the last step
+        self._overflows = overflows
+        self._shadows: dict[int, ShadowStep] = {}
+        self.scales: tuple[float, ...] = (1.0,)
+        self.schedules = schedules
+        self.overflowed = overflows
+        self.lost: list[LostUpdates] = []
         self.writes: list[GradientWrite] = []
         self.stepped: list[SteppedGradient] = []
 
@@ -202,6 +189,7 @@ class _Watch:
                     undo.callback(hook.remove)
             # A global hook comes before those of the optimizer, which may hide gradients from a skipped step.
             undo.callback(register_optimizer_step_pre_hook(self._stepping).remove)
+            undo.callback(register_optimizer_step_post_hook(self._has_stepped).remove)
             undo.enter_context(_Writes(self))
             yield
 
@@ -231,10 +219,16 @@ class _Watch:
         names = tuple(name for name, _ in touched)
         delivered = math.hypot(*(self._ways[name].delivered for name in names if name in self._ways))
         factor = now / was
-        if not _is_power_of_two(factor):  # else it is an unscaling, which the ratio at the step shows
+        if not self._unscales(factor, [grad.dtype for _, grad in touched]):  # which the ratio at the step shows
             for name in names:
                 self._ways[name].clipped *= factor
         self.writes.append(GradientWrite(op, names, was / delivered if delivered else math.nan, factor, was))
+
+    def _unscales(self, factor: float, dtypes: list[torch.dtype]) -> bool:
+        """Whether a factor is a power of two, as scales are, or one over the scale; a division by 1000 rounds."""
+        rounding = 2e-4 if torch.float32 in dtypes else 2 * max(torch.finfo(dtype).eps for dtype in dtypes)
+        divides = factor > 0 and any(abs(math.log2(factor * scale)) < rounding for scale in self.scales)
+        return divides or _is_power_of_two(factor)
 
     def _stepped_params(self) -> Iterator[tuple[str, Tensor]]:
         for optimizer in self._optimizers:
@@ -244,13 +238,19 @@ class _Watch:
                     yield self._names[id(own)], parameter
 
     def _delivered(self, name: str, parameter: Tensor) -> None:
+        if self._overflows and parameter.grad.layout is torch.strided:
+            parameter.grad.fill_(math.inf)
         way = self._ways[name]
         way.delivered, way.backwards, way.clipped = _norm(parameter.grad), way.backwards + 1, 1.0
+        self.overflowed |= not math.isfinite(way.delivered)
 
     def _stepping(self, optimizer: Optimizer, _args: tuple, kwargs: dict[str, Any]) -> None:
-        number = next((n for n, each in enumerate(self._optimizers) if each is optimizer), None)
+        number = self._number(optimizer)
         if number is None:
             return
+        self.schedules.at_step(number)
+        if not self.overflowed:
+            self._begin_shadow(optimizer, number)
         inside = "grad_scaler" in kwargs or getattr(optimizer, "grad_scale", None) is not None
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for parameter, own in zip(stepped, model_parameters(optimizer), strict=True):
@@ -263,6 +263,21 @@ class _Watch:
                 )
                 self._ways[name] = _Way()
                 self._begun.discard(id(parameter.grad))
+
+    def _begin_shadow(self, optimizer: Optimizer, number: int) -> None:
+        """Make ready to compare the step of 16-bit weights; an optimizer that cannot be copied is left alone."""
+        if ShadowStep.applies_to(optimizer):
+            with contextlib.suppress(Exception):
+                self._shadows[number] = ShadowStep(optimizer)
+
+    def _has_stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        shadow = self._shadows.pop(number, None) if (number := self._number(optimizer)) is not None else None
+        if shadow is not None:
+            with contextlib.suppress(Exception):
+                self.lost += filter(None, [shadow.compared(number)])
+
+    def _number(self, optimizer: Optimizer) -> int | None:
+        return next((n for n, each in enumerate(self._optimizers) if each is optimizer), None)
 
 
 class _Writes(TorchDispatchMode):
@@ -303,7 +318,7 @@ def _written_by(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[Tens
 @torch.no_grad()
 def _norm(grad: Tensor) -> float:
     values = grad.coalesce().values() if grad.is_sparse else grad
-    return torch.linalg.vector_norm(values.float()).item()
+    return torch.linalg.vector_norm(values, dtype=torch.float64).item()
 
 
 def _ratio(seen: float, delivered: float) -> float:

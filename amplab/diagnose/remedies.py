@@ -1,4 +1,11 @@
-"""Code to paste: one place or one module computed in float32."""
+"""Code to paste: one place or one module computed in float32, in the words of what is in use.
+
+level           weights   what casts            a place is mended by
+"O0" to "O1"    float32   amp, at each call     a rule of its policy, or a block without autocast
+"O2", "O3"      half      nothing               .float() by hand, or a module rule
+"half"          half      nothing               .float() by hand
+None            float32   torch.autocast        a block without autocast
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,7 @@ from itertools import takewhile
 from amplab.policies import PrecisionPolicy
 from amplab.trace import OpRecord
 
-__all__ = ["in_float32", "variance_in_float32"]
+__all__ = ["dynamic_scale", "in_float32", "kept_in_float32", "variance_in_float32"]
 
 
 def in_float32(record: OpRecord, note: str = "", *, level: str | None = "O1", reader: OpRecord | None = None) -> str:
@@ -19,7 +26,7 @@ def in_float32(record: OpRecord, note: str = "", *, level: str | None = "O1", re
     Args:
         record: the op.
         note: another way, added as a comment.
-        level: the opt_level to go on with; None where apex's face is not in use.
+        level: the opt_level to go on with; see the head of this file.
         reader: the op that reads what this one wrote; None where that does not matter.
 
     >>> print(in_float32(OpRecord(0, "matmul", "aten.mm.default", "forward", "attn", (), (), "")))
@@ -30,6 +37,9 @@ def in_float32(record: OpRecord, note: str = "", *, level: str | None = "O1", re
         y = matmul(x.float())
     """
     pattern = _pattern(record, reader)
+    if level == "half":
+        lines = [_by_hand(record), "# or model.bfloat16(): it has the range of float32"]
+        return "\n".join([*lines, f"# {note}"] if note else lines)
     ruled = not record.is_cast and level is not None and (pattern or _is_known(record.op))
     if level in _HALF_WEIGHTS:
         lines = _with_rule(record, pattern, level if pattern else "O1") if ruled else []
@@ -38,6 +48,36 @@ def in_float32(record: OpRecord, note: str = "", *, level: str | None = "O1", re
         lines = [*_with_rule(record, pattern, level), "# or around that line alone:"] if ruled else []
         lines += _around(record)
     return "\n".join([*lines, f"# {note}"] if note else lines)
+
+
+def kept_in_float32(record: OpRecord, note: str = "", *, level: str | None = "O1") -> str:
+    """Return the lines that compute an op in float32 and let what follows have the result: half would round it again.
+
+    Args:
+        record, note, level: as in `in_float32`.
+
+    >>> print(kept_in_float32(OpRecord(0, "sum", "aten.sum.default", "forward", "", (), (), ""), level="O2"))
+    y = sum(x.float())  # go on in float32; y.to(x.dtype) where half weights read it
+    """
+    if level not in (*_HALF_WEIGHTS, "half"):
+        return in_float32(record, note, level=level)
+    lines = [_by_hand(record)]
+    if level != "half" and (pattern := _pattern(record, None)):
+        lines += ["# or all of that module:", *_with_rule(record, pattern, level)]
+    return "\n".join([*lines, f"# {note}"] if note else lines)
+
+
+def dynamic_scale(level: str | None) -> str:
+    """Return the line that gets a loss scale which moves.
+
+    >>> dynamic_scale("O2")
+    'model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic")'
+    """
+    if level is None:
+        return "scaler = torch.amp.GradScaler(x.device.type)  # scaler.scale(loss).backward(), scaler.step(optimizer)"
+    if level == "half":
+        return 'model, optimizer = amp.initialize(model.float(), optimizer, opt_level="O2")  # a dynamic scale, masters'
+    return f'model, optimizer = amp.initialize(model, optimizer, opt_level="{level}", loss_scale="dynamic")'
 
 
 def variance_in_float32(record: OpRecord, *, level: str | None = "O1", reader: OpRecord | None = None) -> str:
@@ -50,10 +90,14 @@ def variance_in_float32(record: OpRecord, *, level: str | None = "O1", reader: O
     >>> print(variance_in_float32(OpRecord(0, "rsqrt", "aten.rsqrt.default", "forward", "", (), (), "")))
     variance = x.float().var(-1, keepdim=True, unbiased=False)  # in place of the difference
     """
-    back = ".to(x.dtype)" if level in _HALF_WEIGHTS else ""
+    back = ".to(x.dtype)" if level in (*_HALF_WEIGHTS, "half") else ""
     line = f"variance = x.float().var(-1, keepdim=True, unbiased=False){back}  # in place of the difference"
     pattern = _pattern(record, reader)
-    return "\n".join([*_with_rule(record, pattern, level), "# or", line]) if pattern and level else line
+    return (
+        "\n".join([*_with_rule(record, pattern, level), "# or", line])
+        if pattern and level not in (None, "half")
+        else line
+    )
 
 
 _HALF_WEIGHTS = ("O2", "O3")
@@ -65,6 +109,12 @@ def _with_rule(record: OpRecord, pattern: str, level: str | None) -> list[str]:
         f"policy = amplab.policies.PrecisionPolicy({rule})",
         f'model, optimizer = amp.initialize(model, optimizer, opt_level="{level}", policy=policy)',
     ]
+
+
+def _by_hand(record: OpRecord) -> str:
+    rest = ", dim=-1" if "softmax" in record.op else ""
+    value = "x.float()" if record.is_cast else f"{record.op}(x.float(){rest})"
+    return f"y = {value}  # go on in float32; y.to(x.dtype) where half weights read it"
 
 
 def _around(record: OpRecord) -> list[str]:

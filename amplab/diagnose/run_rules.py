@@ -45,7 +45,7 @@ UNDERFLOW = 0.1
 """Share of gradient elements lost above which a low scale does harm."""
 
 START = 5
-"""Skips in a row at the start that are worth a word: a scale 2^5 too high."""
+"""Skips in a row at the start that are worth a word, a scale 2^5 too high; and as many values of a schedule lost."""
 
 
 def run_findings(run: Observation) -> list[Finding]:
@@ -238,17 +238,24 @@ def still_skipping(run: Observation) -> Iterator[Finding]:
 
 
 def scheduler_before_step(run: Observation) -> Iterator[Finding]:
-    """The learning rate changed after a first step that was skipped: a scheduler that counts steps not taken."""
+    """The learning rate changed after a first step that was skipped: a scheduler that counts steps not taken.
+
+    Most loops are written so, and one value of a schedule is next to nothing; `START` of them are a warm-up.
+    """
     rates = [step.learning_rate for step in run]
     if len(run) < 2 or run[0].step != 0 or not run[0].skipped or None in rates[:2] or rates[0] == rates[1]:
         return
+    skips = run.skips_at_the_start
+    moved = rates[min(skips, len(rates) - 1)]
+    now = rates[1] if moved is None else moved
     yield Finding(
         "scheduler-before-step",
-        "warning",
-        f"The first step was skipped, and the learning rate went from {rates[0]:g} to {rates[1]:g} all the same.",
+        "warning" if skips >= START else "note",
+        f"The first {'step was' if skips == 1 else f'{skips} steps were'} skipped, and the learning rate went from "
+        f"{rates[0]:g} to {now:g} all the same.",
         "The scheduler counts steps that were not taken; torch warns of it, and a warm-up is shorter than meant.",
         "if amp.last_step(optimizer).stepped:\n    scheduler.step()  # GradScaler: if scaler.last_step.stepped",
-        evidence={"rate_before": rates[0], "rate_after": rates[1]},
+        evidence={"rate_before": rates[0], "rate_after": now, "skips": skips},
     )
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from amplab.diagnose.dataflow import line_of, readers_by_op, short_name, writers
+from amplab.diagnose.dataflow import computes_in_half, forward_ops, line_of, readers_by_op, short_name, writers
 from amplab.diagnose.finding import Finding
 from amplab.diagnose.nonfinite_findings import (
     DIVISIONS,
@@ -29,7 +29,7 @@ from amplab.diagnose.nonfinite_findings import (
     sigmoid_of_bce,
     vanished_in_half,
 )
-from amplab.diagnose.remedies import in_float32
+from amplab.diagnose.remedies import dynamic_scale, kept_in_float32
 from amplab.diagnose.statistics import HALF_MAX, HALF_VANISHES, Statistics
 from amplab.diagnose.values import ObservedStep
 from amplab.trace import OpRecord
@@ -52,15 +52,20 @@ UNDERFLOW_WEIGHT = 0.01
 """What is lost together, at most 2^-25 each, against the largest element: below 1 % no update feels it."""
 
 
-def value_findings(step: ObservedStep) -> list[Finding]:
-    """Apply every rule of this file. `step` must have been observed with ``detailed=True``."""
-    return [finding for rule in VALUE_RULES for finding in rule(step)]
+def value_findings(step: ObservedStep, level: str | None = "O1") -> list[Finding]:
+    """Apply every rule of this file.
+
+    Args:
+        step: observed with ``detailed=True``.
+        level: in whose words the remedies are, as `remedies` takes it.
+    """
+    return [finding for rule in VALUE_RULES for finding in rule(step, level)]
 
 
-def constants_that_vanish(step: ObservedStep) -> Iterator[Finding]:
+def constants_that_vanish(step: ObservedStep, level: str | None) -> Iterator[Finding]:
     """An eps that is 0 in half. Harm: its op wrote zeros, and an op that divides or takes a logarithm reads them."""
     readers = readers_by_op(step)
-    for record in _forward(step):
+    for record in forward_ops(step):
         constant = vanished_in_half(step, record.index)
         if constant is None:
             continue
@@ -73,7 +78,7 @@ def constants_that_vanish(step: ObservedStep) -> Iterator[Finding]:
             "warning" if harmed else "note",
             f"{record.op} was given {constant:g}, which is 0 in half{then}.",
             "Half rounds what is at or below 2^-25 = 2.98e-08 to 0.",
-            in_float32(record, f"or an eps of at least 1e-4, not {constant:g}"),
+            kept_in_float32(record, f"or an eps of at least 1e-4, not {constant:g}", level=level),
             op=record.op,
             module=record.module,
             line=line_of(record),
@@ -81,9 +86,9 @@ def constants_that_vanish(step: ObservedStep) -> Iterator[Finding]:
         )
 
 
-def constants_that_overflow(step: ObservedStep) -> Iterator[Finding]:
+def constants_that_overflow(step: ObservedStep, _level: str | None) -> Iterator[Finding]:
     """A mask of -1e9 that is -inf in half. No harm by itself: -inf is what a mask means, until a row is all masked."""
-    for record in _forward(step):
+    for record in forward_ops(step):
         written = [value.statistics for value in step.outputs(record.index) if value.statistics.is_half]
         large = [number for number in step.ops[record.index].numbers if HALF_MAX < abs(number) < float("inf")]
         if written and large and written[0].infs:
@@ -100,9 +105,9 @@ def constants_that_overflow(step: ObservedStep) -> Iterator[Finding]:
             )
 
 
-def casts_that_overflow(step: ObservedStep) -> Iterator[Finding]:
+def casts_that_overflow(step: ObservedStep, level: str | None) -> Iterator[Finding]:
     """Finite values that became inf in a cast to half, forward."""
-    for record in _forward(step):
+    for record in forward_ops(step):
         if not record.is_cast or not step.outputs(record.index):
             continue
         read, written = step.inputs(record.index)[-1].statistics, step.outputs(record.index)[0].statistics
@@ -113,7 +118,7 @@ def casts_that_overflow(step: ObservedStep) -> Iterator[Finding]:
                 "note",
                 f"A cast to half made inf of {written.infs - (read.infs or 0):,} finite values.",
                 f"The largest of them is {read.absmax:.4g}, half ends at {HALF_MAX:g}.",
-                in_float32(record),
+                kept_in_float32(record, level=level),
                 op=record.op,
                 module=record.module,
                 line=line_of(record),
@@ -121,9 +126,9 @@ def casts_that_overflow(step: ObservedStep) -> Iterator[Finding]:
             )
 
 
-def squares_that_vanish(step: ObservedStep) -> Iterator[Finding]:
+def squares_that_vanish(step: ObservedStep, level: str | None) -> Iterator[Finding]:
     """Squares in half, of which more than `LOST` are 0 though what was squared is not; |x| < 2.4e-4 does that."""
-    for record in _forward(step):
+    for record in forward_ops(step):
         if short_name(record) not in _SQUARES or not _squares(step, record.index):
             continue
         read, written = step.inputs(record.index)[0].statistics, step.outputs(record.index)[0].statistics
@@ -134,7 +139,9 @@ def squares_that_vanish(step: ObservedStep) -> Iterator[Finding]:
                 "warning",
                 f"{lost:,} of {nonzero:,} non-zero numbers have a square that is 0 in half.",
                 "Squares of numbers below 2.4e-4 are smaller than half's smallest number; above 256 they overflow.",
-                in_float32(record, "or F.layer_norm, torch.linalg.vector_norm: they compute in float32 inside"),
+                kept_in_float32(
+                    record, "or F.layer_norm, torch.linalg.vector_norm: they compute in float32 inside", level=level
+                ),
                 op=record.op,
                 module=record.module,
                 line=line_of(record),
@@ -142,10 +149,10 @@ def squares_that_vanish(step: ObservedStep) -> Iterator[Finding]:
             )
 
 
-def softmaxes_in_half(step: ObservedStep) -> Iterator[Finding]:
+def softmaxes_in_half(step: ObservedStep, level: str | None) -> Iterator[Finding]:
     """A softmax that reads and writes half and wrote zeros. What reads them decides about harm, so this is a note."""
-    for record in _forward(step):
-        if short_name(record) not in SOFTMAXES or not _in_half(step, record.index):
+    for record in forward_ops(step):
+        if short_name(record) not in SOFTMAXES or not computes_in_half(step, record.index):
             continue
         read, written = step.inputs(record.index)[0].statistics, step.outputs(record.index)[0].statistics
         lost = (written.zeros or 0) - (read.infs or 0)  # what a mask of -inf made 0 is none
@@ -155,7 +162,7 @@ def softmaxes_in_half(step: ObservedStep) -> Iterator[Finding]:
                 "note",
                 f"softmax in half wrote {lost:,} zeros among {written.numel:,} probabilities.",
                 "Probabilities at or below 2^-25 are 0 in half; a logarithm of them would be -inf.",
-                in_float32(record),
+                kept_in_float32(record, level=level),
                 op=record.op,
                 module=record.module,
                 line=line_of(record),
@@ -163,12 +170,12 @@ def softmaxes_in_half(step: ObservedStep) -> Iterator[Finding]:
             )
 
 
-def reductions_that_overflow(step: ObservedStep) -> Iterator[Finding]:
+def reductions_that_overflow(step: ObservedStep, level: str | None) -> Iterator[Finding]:
     """A sum, mean or norm that wrote inf in half of finite values: x / inf is 0, so that the loss may stay finite.
 
     A sum in float32 that is cast to half is the same.
     """
-    for record in _forward(step):
+    for record in forward_ops(step):
         if not step.inputs(record.index):
             continue
         read, written = step.inputs(record.index)[0].statistics, step.outputs(record.index)[0].statistics
@@ -179,7 +186,7 @@ def reductions_that_overflow(step: ObservedStep) -> Iterator[Finding]:
                 "warning",
                 f"{summed.op} wrote {written.infs:,} inf in half from inputs up to {read.absmax:.4g}.",
                 f"The result is larger than {HALF_MAX:g}; what is divided by it is 0, and the loss may not show it.",
-                in_float32(summed),
+                kept_in_float32(summed, level=level),
                 op=summed.op,
                 module=summed.module,
                 line=line_of(summed),
@@ -195,10 +202,10 @@ def _summed(step: ObservedStep, record: OpRecord) -> OpRecord | None:
     return record if short_name(record) in REDUCTIONS else None
 
 
-def reductions_near_overflow(step: ObservedStep) -> Iterator[Finding]:
+def reductions_near_overflow(step: ObservedStep, level: str | None) -> Iterator[Finding]:
     """A sum, mean or norm in half whose result lies within a factor `NEAR` of 65504."""
-    for record in _forward(step):
-        if not (short_name(record) in REDUCTIONS and _in_half(step, record.index)):
+    for record in forward_ops(step):
+        if not (short_name(record) in REDUCTIONS and computes_in_half(step, record.index)):
             continue
         read, written = step.inputs(record.index)[0].statistics, step.outputs(record.index)[0].statistics
         if written.is_finite and written.absmax * NEAR > HALF_MAX and written.numel < read.numel:
@@ -207,7 +214,7 @@ def reductions_near_overflow(step: ObservedStep) -> Iterator[Finding]:
                 "note",
                 f"{record.op} over {read.numel // written.numel:,} elements came to {written.absmax:.4g} in half.",
                 f"Half ends at {HALF_MAX:g}; a longer row or larger values would make inf of it.",
-                in_float32(record),
+                kept_in_float32(record, level=level),
                 op=record.op,
                 module=record.module,
                 line=line_of(record),
@@ -215,9 +222,9 @@ def reductions_near_overflow(step: ObservedStep) -> Iterator[Finding]:
             )
 
 
-def bce_after_sigmoid(step: ObservedStep) -> Iterator[Finding]:
+def bce_after_sigmoid(step: ObservedStep, _level: str | None) -> Iterator[Finding]:
     """Binary cross entropy of a sigmoid. Harm: probabilities are 0 or 1 exactly, where its gradient is 0 or clamped."""
-    for record in _forward(step):
+    for record in forward_ops(step):
         if short_name(record) not in _BCE:
             continue
         sigmoid = sigmoid_of_bce(step, record.index)
@@ -241,7 +248,7 @@ def bce_after_sigmoid(step: ObservedStep) -> Iterator[Finding]:
         )
 
 
-def gradients_that_underflow(step: ObservedStep) -> Iterator[Finding]:
+def gradients_that_underflow(step: ObservedStep, level: str | None) -> Iterator[Finding]:
     """Gradients that casts to half made 0, by module. Harm: a tenth of them, and together not next to nothing."""
     casts: dict[str, list[tuple[Statistics, Statistics]]] = {}
     for record in step.trace.records:
@@ -259,14 +266,14 @@ def gradients_that_underflow(step: ObservedStep) -> Iterator[Finding]:
                 "warning" if share > UNDERFLOW_WARNING and weight > UNDERFLOW_WEIGHT else "note",
                 f"{share:.0%} of the non-zero gradient elements are 0 in half at a loss scale of {step.loss_scale:g}.",
                 "They are smaller than 2^-25 even when scaled.",
-                'amp.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic")  # or a larger static scale',
+                dynamic_scale(level),
                 op="cast",
                 module=module,
                 evidence={"share": share, "lost": lost, "weight_at_most": weight, "loss_scale": step.loss_scale},
             )
 
 
-VALUE_RULES: tuple[Callable[[ObservedStep], Iterator[Finding]], ...] = (
+VALUE_RULES: tuple[Callable[[ObservedStep, str | None], Iterator[Finding]], ...] = (
     bce_after_sigmoid,
     constants_that_vanish,
     squares_that_vanish,
@@ -279,21 +286,10 @@ VALUE_RULES: tuple[Callable[[ObservedStep], Iterator[Finding]], ...] = (
 )
 
 
-def _forward(step: ObservedStep) -> Iterator[OpRecord]:
-    for record in step.trace.records:
-        if record.phase == "forward" and not record.is_view and step.ops[record.index].outputs:
-            yield record
-
-
 def _expanded(read: Statistics, numel: int) -> Statistics:
     """The figures of what a cast read as often as it read each element: a gradient may be one number, expanded."""
     times = numel // max(read.numel, 1)
     return replace(read, numel=read.numel * times, zeros=(read.zeros or 0) * times, infs=(read.infs or 0) * times)
-
-
-def _in_half(step: ObservedStep, op: int) -> bool:
-    values = (*step.inputs(op), *step.outputs(op))
-    return bool(step.inputs(op)) and all(value.statistics.is_half for value in values)
 
 
 def _squares(step: ObservedStep, op: int) -> bool:

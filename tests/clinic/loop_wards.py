@@ -190,6 +190,16 @@ def replaced_parameters(size: int, seed: int, broken: bool) -> Patient:
     return Patient(model, [optimizer], None, patient.batch, regression(model), step)
 
 
+def lost_updates(size: int, seed: int, broken: bool) -> Patient:
+    """Half weights, and steps that are smaller than half their last bit."""
+    model = nn.Sequential(nn.Linear(size, size), nn.Tanh(), nn.Linear(size, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    level = {"level": "O3", "loss_scale": "dynamic"} if broken else {"level": "O2"}
+    return apex(
+        model, lambda x: (model(x).float() - 1).square().mean(), gaussian(size, seed), optimizer=optimizer, **level
+    )
+
+
 LOOP_WARDS = {
     "learning rate": Ward(high_rate, "diverging", ""),
     "inf in data": Ward(inf_in_data, "nonfinite-batch", ""),
@@ -201,4 +211,5 @@ LOOP_WARDS = {
     "step in block": Ward(step_in_block, "stepped-with-scaled-gradients", ""),
     "unscaled twice": Ward(unscaled_twice, "unscaled-twice", ""),
     "replaced parameters": Ward(replaced_parameters, "optimizer-of-other-parameters", ""),
+    "lost updates": Ward(lost_updates, "updates-lost-in-weights", ""),
 }

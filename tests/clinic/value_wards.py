@@ -188,6 +188,20 @@ def late_where(size: int, seed: int, broken: bool) -> Patient:
     return apex(model, regression(model), padded(gaussian(size, seed)))
 
 
+# A norm by hand of large activations: their squares are inf, and what is divided by it is 0
+
+
+class HandRms(nn.Module):
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-4)
+
+
+def large_squares(size: int, seed: int, broken: bool) -> Patient:
+    model = nn.Sequential(nn.Linear(size, size), HandRms(), nn.Linear(size, 1))
+    nn.init.constant_(model[0].bias, 300.0 if broken else 3.0)
+    return apex(model, regression(model), gaussian(size, seed), level="O2")
+
+
 VALUE_WARDS = {
     "attention logits": Ward(attention_logits, "logits-overflow-half", "attention"),
     "eps": Ward(vanishing_eps, "constant-vanishes-in-half", "norm"),
@@ -195,5 +209,6 @@ VALUE_WARDS = {
     "bce": Ward(bce_of_sigmoid, "bce-after-sigmoid", "out.1"),
     "sum of a plane": Ward(sum_of_plane, "reduction-overflows-half", "pool"),
     "mask": Ward(large_mask, "constant-overflows-half", "masking"),
+    "large squares": Ward(large_squares, "overflow-in-half", "1"),
     "late where": Ward(late_where, "gradient-undefined", "root"),
 }

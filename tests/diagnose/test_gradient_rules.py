@@ -10,6 +10,7 @@ from amplab.amp import Session
 from amplab.diagnose.gradient_rules import gradient_findings
 from amplab.diagnose.raised import finding_of_error
 from amplab.diagnose.rehearsal import rehearse
+from amplab.diagnose.rehearsals import rehearse_loop
 
 SCALERS = [torch.amp.GradScaler, amplab.GradScaler]
 
@@ -25,7 +26,7 @@ def loss_of(model, x):
 
 
 def names(model, step, optimizer, amp):
-    return [each.name for each in gradient_findings(rehearse(model, step, [optimizer], amp=amp))]
+    return [each.name for each in gradient_findings(rehearse_loop(model, step, [optimizer], amp=amp))]
 
 
 @pytest.mark.parametrize("scaler_type", SCALERS)
@@ -276,6 +277,6 @@ def test_two_optimizers_that_take_turns(forgotten):
         of_generator.step() if forgotten else scaler.step(of_generator)
         scaler.update()
 
-    found = gradient_findings(rehearse(model, step, optimizers, amp=scaler))
+    found = gradient_findings(rehearse_loop(model, step, optimizers, amp=scaler))
     expected = [("stepped-with-scaled-gradients", "generator")] if forgotten else []
     assert [(each.name, each.module) for each in found] == expected

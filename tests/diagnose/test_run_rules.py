@@ -148,6 +148,14 @@ def test_a_scheduler_that_counts_a_skipped_first_step(rates, mark, found):
     assert ("scheduler-before-step" in names(run)) == found
 
 
+@pytest.mark.parametrize(("skips", "severity"), [(1, "note"), (4, "note"), (5, "warning"), (8, "warning")])
+def test_a_schedule_that_loses_one_value_is_a_note_and_its_warm_up_a_warning(skips, severity):
+    rates = [0.1 * (n + 1) for n in range(skips + 2)]
+    run = run_of([1.0] * len(rates), "x" * skips + "..", learning_rate=rates)
+    (found,) = (each for each in run_findings(run) if each.name == "scheduler-before-step")
+    assert (found.severity, found.evidence["rate_after"]) == (severity, rates[skips])
+
+
 def test_gradients_of_different_scales_in_one_step():
     assert names(run_of([1.0], backward_scales=[(8.0, 4.0)])) == ["accumulation-across-scales"]
     assert names(run_of([1.0], backward_scales=[(8.0, 8.0)])) == []

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import amplab
 from amplab.diagnose.value_rules import value_findings
 from amplab.diagnose.values import observe_step
 
@@ -158,3 +159,89 @@ def test_a_step_in_float32_has_nothing():
     model = nn.Sequential(nn.Linear(16, 4), nn.LayerNorm(4, eps=1e-8), nn.Softmax(-1))
     step = observe_step(model, lambda: (model(RAMP[None]) + 1e-9).log().sum(), detailed=True)
     assert value_findings(step) == []
+
+
+LEVELS = ["O2", "O3", "half"]
+
+
+class Head(nn.Module):
+    """A softmax in a module of its own, of logits that are far apart."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.body = nn.Linear(size, size)
+        self.choice = nn.Softmax(-1)
+
+    def forward(self, x):
+        return self.choice(self.body(x) * 40)
+
+
+def headed(level, size, seed):
+    """The note about the softmax, its model, and what doctor was asked with."""
+    torch.manual_seed(seed)
+    model = Head(size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if level == "half":
+        model.half()
+    else:
+        amplab.amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    x = torch.randn(16, size).half()
+    found = amplab.doctor(model, lambda: model(x).float().square().sum(), optimizers=optimizer)
+    return found.named("softmax-in-half"), model, optimizer
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("size", "seed"), [(8, 0), (8, 1), (32, 2)])
+def test_a_note_is_in_the_words_of_what_is_in_use(level, size, seed):
+    """With half weights nothing casts at calls: what helps is .float() by hand, or a module rule of this level."""
+    try:
+        (note,), *_ = headed(level, size, seed)
+    finally:
+        amplab.amp.reset()
+    by_hand, _, rest = note.remedy.partition("\n")
+    names = {"softmax": torch.softmax, "x": torch.tensor([0.0, 30.0]).half()}
+    exec(by_hand, names)
+    assert (names["y"].dtype, bool((names["y"] > 0).all())) == (torch.float32, True)
+    assert "op_rules" not in note.remedy
+    assert "autocast" not in note.remedy
+    assert (f'opt_level="{level}"' in rest) == (level != "half")
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_the_module_rule_of_a_note_runs_and_silences_it(level):
+    try:
+        (note,), model, optimizer = headed(level, 8, 0)
+        names = {"amplab": amplab, "amp": amplab.amp, "model": model, "optimizer": optimizer}
+        exec(note.remedy.partition("module:\n")[2], names)
+        x = torch.randn(16, 8).half()
+        assert amplab.amp.default_session().opt_level == level
+        assert not amplab.doctor(model, lambda: model(x).float().square().sum()).named("softmax-in-half")
+    finally:
+        amplab.amp.reset()
+
+
+@pytest.mark.parametrize("region", [torch.autocast, amplab.autocast])
+def test_under_autocast_a_note_leaves_it(region):
+    model = nn.Linear(16, 16)
+    with torch.no_grad():
+        model.weight.mul_(1e-4), model.bias.mul_(1e-4)
+
+    def loss_fn():
+        with region("cpu", dtype=torch.float16):
+            out = model(RAMP[None])
+            return (out * out).float().sum()
+
+    (found_,) = amplab.doctor(model, loss_fn).named("square-vanishes-in-half")
+    assert found_.remedy.startswith("with torch.autocast(x.device.type, enabled=False):\n    y = ")
+    assert "amp." not in found_.remedy
+
+
+@pytest.mark.parametrize(
+    ("level", "words"),
+    [("O2", 'opt_level="O2", loss_scale="dynamic"'), ("O1", 'opt_level="O1"'), (None, "GradScaler"), ("half", "O2")],
+)
+def test_lost_gradients_get_the_scale_of_what_is_in_use(level, words):
+    model = Body(lambda x: (x.float() * torch.logspace(-9, -7, 16)).sum())
+    step = observe_step(model, lambda: model(RAMP.half()), detailed=True)
+    (lost,) = (each for each in value_findings(step, level) if each.name == "gradients-underflow")
+    assert words in lost.remedy

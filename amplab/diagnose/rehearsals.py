@@ -1,0 +1,77 @@
+"""As many rehearsals of a loop as it takes: one, and others where that one cannot tell.
+
+    overflowed           again at lower scales, until backward is finite
+    clipped while scaled again at another scale: a limit that moves with the scale does the same, a fixed one does not
+    schedulers moved     again with an overflow: do they move where the optimizer is held back
+
+Each is undone, and what they print is not shown again. One that fails is as if it had not been asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from amplab.amp import Session
+from amplab.diagnose.gradient_rules import may_clip_scaled_gradients
+from amplab.diagnose.rehearsal import Rehearsal, rehearse
+
+__all__ = ["rehearse_loop"]
+
+STEP_OF_SCALE, TRIES = 16.0, 4
+"""To another scale, and how often to a lower one: down by 2^16 in all."""
+
+
+def rehearse_loop(
+    model: nn.Module,
+    train_step: Callable[[], Any],
+    optimizers: Sequence[Optimizer],
+    *,
+    amp: Session | torch.amp.GradScaler | None = None,
+    stateful: Sequence[Any] = (),
+) -> Rehearsal:
+    """Rehearse `train_step`, arguments as in `rehearse`, and again where that is needed; `Rehearsal.elsewhere`.
+
+    Raises:
+        What `train_step` raises in the first rehearsal.
+
+    Sync: many.
+    """
+    again = partial(_again, model, train_step, optimizers, amp=amp, stateful=stateful)
+    first = found = rehearse(model, train_step, optimizers, amp=amp, stateful=stateful)
+    scale = first.scale
+    for _ in range(TRIES):
+        if not found.overflowed or scale <= 1:
+            break
+        scale = max(scale / STEP_OF_SCALE, 1.0)
+        found = again(loss_scale=scale) or found
+    if found.overflowed:
+        found = first
+    if may_clip_scaled_gradients(found):
+        other = found.scale / STEP_OF_SCALE if found.scale >= STEP_OF_SCALE else found.scale * STEP_OF_SCALE
+        found = replace(found, elsewhere=again(loss_scale=other))
+    if found.schedules and _is_dynamic(amp) and first.scale > 1:
+        found = replace(found, skipped=first if first.overflowed else again(overflows=True))
+    return found
+
+
+def _again(*given: Any, **options: Any) -> Rehearsal | None:
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            return rehearse(*given, **options)
+        except Exception:  # noqa: BLE001  of the first rehearsal the caller has heard
+            return None
+
+
+def _is_dynamic(amp: Session | torch.amp.GradScaler | None) -> bool:
+    if isinstance(amp, Session):
+        return any(scaler.dynamic for scaler in amp.scalers)
+    return amp is not None and amp.is_enabled()

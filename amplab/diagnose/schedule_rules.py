@@ -1,0 +1,67 @@
+"""Rules about when a learning-rate schedule moves: pure functions from a `Rehearsal` to findings, notes all of them.
+
+    scheduler-before-step    it moves before its optimizer's step, whose first rate is never used
+    scheduler-counts-skips   it moves in a step that the loss scaler skips
+
+A schedule is rarely worse for one value lost. Where skips have cost it a warm-up, `run_rules` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from amplab.diagnose.finding import Finding
+from amplab.diagnose.rehearsal import Rehearsal
+
+__all__ = ["SCHEDULE_RULES", "schedule_findings"]
+
+
+def schedule_findings(rehearsal: Rehearsal, amp: object = None) -> list[Finding]:
+    """Apply every rule of this file; `amp` is the session or scaler, in whose words a remedy is."""
+    return [*moves_before_the_step(rehearsal), *counts_skipped_steps(rehearsal, amp)]
+
+
+def moves_before_the_step(rehearsal: Rehearsal) -> Iterator[Finding]:
+    """A scheduler that had moved when its optimizer was stepped."""
+    for move in rehearsal.schedules:
+        if move.before_step:
+            yield Finding(
+                "scheduler-before-step",
+                "note",
+                f"{move.scheduler} moves before optimizer {move.optimizer} steps.",
+                "Its first learning rate is never used, and all others come one step early; torch warns of it.",
+                "optimizer.step()  # scaler.step(optimizer)\nscheduler.step()",
+                tensor=f"optimizer {move.optimizer}",
+                evidence={"optimizer": move.optimizer},
+            )
+
+
+def counts_skipped_steps(rehearsal: Rehearsal, amp: object = None) -> Iterator[Finding]:
+    """A scheduler that moved in a step with an overflow, in which its optimizer's parameters did not."""
+    for move in rehearsal.skipped.schedules if rehearsal.skipped else ():
+        if move.without_step:
+            yield Finding(
+                "scheduler-counts-skips",
+                "note",
+                f"{move.scheduler} moves on in a step that is skipped for an overflow.",
+                "Most loops do so, and a skip now and then does no harm. Where the first steps are skipped, a warm-up "
+                "is shorter than meant, and torch warns.",
+                _GUARDS["session" if amp is None or not isinstance(amp, torch.amp.GradScaler) else _kind(amp)],
+                tensor=f"optimizer {move.optimizer}",
+                evidence={"optimizer": move.optimizer},
+            )
+
+
+SCHEDULE_RULES: tuple[Callable[[Rehearsal], Iterator[Finding]], ...] = (moves_before_the_step, counts_skipped_steps)
+
+_GUARDS = {
+    "session": "if amp.last_step(optimizer).stepped:\n    scheduler.step()",
+    "amplab": "if scaler.last_step.stepped:\n    scheduler.step()",
+    "torch": "scale = scaler.get_scale()\nscaler.update()\nif scaler.get_scale() >= scale:\n    scheduler.step()",
+}
+
+
+def _kind(scaler: torch.amp.GradScaler) -> str:
+    return "torch" if type(scaler).__module__.startswith("torch.") else "amplab"

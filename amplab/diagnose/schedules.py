@@ -1,0 +1,111 @@
+"""The learning-rate schedulers of a training step: which it reaches, and when they move in a rehearsed one."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+__all__ = ["ScheduleMove", "ScheduleWatch", "schedulers_of"]
+
+_DEPTH = 4
+"""Functions that call functions, and objects that hold objects, up to here from the step itself."""
+
+
+class ScheduleMove(NamedTuple):
+    """What a scheduler did in a step.
+
+    Args:
+        scheduler: its class.
+        optimizer: number of its optimizer.
+        before_step: it had moved when its optimizer was stepped first.
+        without_step: it has moved, and no parameter of its optimizer has.
+    """
+
+    scheduler: str
+    optimizer: int
+    before_step: bool
+    without_step: bool
+
+
+def schedulers_of(train_step: Callable[[], Any], stateful: Sequence[Any] = ()) -> list[LRScheduler]:
+    """The schedulers in `stateful` and those that the code of `train_step` names: its variables, and what they hold.
+
+    Schedulers that follow a measured value are left out: they do not count steps.
+
+    >>> import torch
+    >>> scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)], lr=1.0), 1)
+    >>> schedulers_of(lambda: scheduler.step()) == [scheduler]
+    True
+    """
+    found = {id(each): each for each in stateful if isinstance(each, LRScheduler)}
+    seen: set[int] = set()
+    waiting = [(train_step, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        if isinstance(value, LRScheduler):
+            found.setdefault(id(value), value)
+        elif depth < _DEPTH and id(value) not in seen:
+            seen.add(id(value))
+            waiting += [(each, depth + 1) for each in _named_in(value)]
+    return [each for each in found.values() if not isinstance(each, ReduceLROnPlateau)]
+
+
+def _named_in(value: Any) -> Iterator[Any]:
+    """What a function names, a method belongs to, a container or a plain object holds."""
+    if isinstance(value, partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, types.MethodType):
+        yield from (value.__func__, value.__self__)
+    elif isinstance(value, types.FunctionType):
+        yield from (value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__)
+        yield from _in_cells(value)
+    elif isinstance(value, list | tuple | set):
+        yield from value
+    elif isinstance(value, dict):
+        yield from value.values()
+    elif _is_users(value):
+        yield from vars(value).values()
+
+
+def _in_cells(function: types.FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # a variable that has no value yet
+            continue
+
+
+def _is_users(value: Any) -> bool:
+    """Whether it is a plain object of a class that is not torch's: a trainer, a named bundle."""
+    plain = not isinstance(value, type | types.ModuleType) and isinstance(getattr(value, "__dict__", None), dict)
+    return plain and type(value).__module__.partition(".")[0] not in ("torch", "amplab", "builtins")
+
+
+class ScheduleWatch:
+    """Follows the counts of schedulers through one step."""
+
+    def __init__(self, schedulers: Sequence[LRScheduler], optimizers: Sequence[Optimizer]) -> None:
+        numbers = {id(optimizer): number for number, optimizer in enumerate(optimizers)}
+        self._followed = [(each, numbers[id(each.optimizer)]) for each in schedulers if id(each.optimizer) in numbers]
+        self._start = [each.last_epoch for each, _ in self._followed]
+        self._at_step: dict[int, list[int]] = {}
+
+    def at_step(self, optimizer: int) -> None:
+        """Take note that an optimizer is about to step; the first time counts."""
+        self._at_step.setdefault(optimizer, [each.last_epoch for each, _ in self._followed])
+
+    def moves(self, unmoved: Sequence[bool]) -> tuple[ScheduleMove, ...]:
+        """What the schedulers did, given which optimizers' parameters are what they were; those that moved."""
+        return tuple(
+            ScheduleMove(type(each).__name__, number, self._was_before(place, number), unmoved[number])
+            for place, (each, number) in enumerate(self._followed)
+            if each.last_epoch != self._start[place]
+        )
+
+    def _was_before(self, place: int, number: int) -> bool:
+        return number in self._at_step and self._at_step[number][place] != self._start[place]
