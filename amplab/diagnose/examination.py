@@ -21,6 +21,7 @@ from amplab.amp import LossScaleCollapse, Session, default_session
 from amplab.diagnose.arguments import check_arguments, check_no_arguments
 from amplab.diagnose.arithmetic_rules import arithmetic_findings
 from amplab.diagnose.blame import blame
+from amplab.diagnose.faces import face_of
 from amplab.diagnose.finding import Finding, Findings
 from amplab.diagnose.first_nonfinite import Setting, explain, setting_of
 from amplab.diagnose.gradient_rules import gradient_findings
@@ -98,7 +99,7 @@ def doctor(
     chosen = list(chosen) if isinstance(chosen, Iterable) else chosen
     check_arguments(model, loss_fn, train_step, chosen, loss_scale=loss_scale, run=run, stateful=stateful)
     setting = setting_of(amp, loss_scale)
-    found = [] if run is None else run_findings(run)
+    found = [] if run is None else run_findings(_with_face(run, amp))
     step = None
     if loss_fn is not None:
         step, of_step = _look_at_step(model, loss_fn, setting, batch)
@@ -109,6 +110,14 @@ def doctor(
     else:
         found += _look_at_loop(model, train_step, chosen, amp, stateful)
     return Findings.ranked(causes_first(found))
+
+
+def _with_face(run: Observation, amp: Session | torch.amp.GradScaler | None) -> Observation:
+    """A run that does not say who scaled its losses, with what the doctor was given for that."""
+    amp = default_session() if amp is None and default_session().initialized else amp
+    if run.scaling or amp is None:
+        return run
+    return replace(run, scaling=face_of(amp), level=(amp.opt_level or "") if isinstance(amp, Session) else "")
 
 
 def _look_at_step(
@@ -140,7 +149,11 @@ def _look_at_loop(
     try:
         with compiled_functions_eagerly():
             seen = rehearse_loop(model, raised, optimizers, amp=amp, stateful=[*stateful, *reached])
-        return [*gradient_findings(seen), *updates_lost(seen.lost), *schedule_findings(seen, amp)]
+        return [
+            *gradient_findings(seen, face_of(amp)),
+            *updates_lost(seen.lost),
+            *schedule_findings(seen, face_of(amp)),
+        ]
     except LossScaleCollapse:
         return []  # which the run and the step show
     except Exception as error:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from amplab.amp import Session, default_session
 from amplab.diagnose.blame import Blame, blame
+from amplab.diagnose.faces import face_of
 from amplab.diagnose.first_nonfinite_page import html, sentence, text
 from amplab.diagnose.reruns import Outcome, probe
 from amplab.diagnose.statistics import Statistics, extremes, read, statistics
@@ -43,14 +44,14 @@ class Setting:
     Args:
         loss_scale: what the loss is multiplied by.
         casting: makes the context in which forward and backward run.
-        face: "apex", "torch" or "" where neither scales; the words that a remedy uses.
+        face: "apex", "amplab", "torch" or "none", who scales; the words that a remedy uses, see `faces`.
         dynamic: whether the scale moves and overflows are skipped.
         level: the opt_level, or empty.
     """
 
     loss_scale: float = 1.0
     casting: Callable[[], AbstractContextManager] = nullcontext
-    face: str = ""
+    face: str = "none"
     dynamic: bool = False
     level: str = ""
 
@@ -159,7 +160,7 @@ def setting_of(amp: Session | torch.amp.GradScaler | None, loss_scale: float | N
         dynamic = any(scaler.dynamic for scaler in amp.scalers)
         return Setting(loss_scale or amp.loss_scale(), amp.casting, "apex", dynamic, amp.opt_level or "")
     if isinstance(amp, torch.amp.GradScaler):
-        return Setting(loss_scale or amp.get_scale(), nullcontext, "torch", amp.is_enabled())
+        return Setting(loss_scale or amp.get_scale(), nullcontext, face_of(amp), amp.is_enabled())
     if amp is not None:
         raise TypeError(
             f"amp={type(amp).__name__}: expected a Session of amplab.amp or a GradScaler; None for neither."

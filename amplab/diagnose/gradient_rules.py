@@ -17,8 +17,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
+from amplab.diagnose.faces import clip_unscaled, unscaled_once, unscaled_step
 from amplab.diagnose.finding import Finding
 from amplab.diagnose.rehearsal import GradientWrite, Rehearsal, SteppedGradient
+from amplab.trace.plain_words import power
 
 __all__ = ["GRADIENT_RULES", "gradient_findings", "may_clip_scaled_gradients"]
 
@@ -29,12 +31,12 @@ TOLD_APART = 4.0
 """A loss scale below this cannot be told from an ordinary factor."""
 
 
-def gradient_findings(rehearsal: Rehearsal) -> list[Finding]:
-    """Apply every rule of this file."""
-    return [finding for rule in GRADIENT_RULES for finding in rule(rehearsal)]
+def gradient_findings(rehearsal: Rehearsal, face: str = "") -> list[Finding]:
+    """Apply every rule of this file; in the words of a face, see `faces`."""
+    return [finding for rule in GRADIENT_RULES for finding in rule(rehearsal, face)]
 
 
-def clips_scaled_gradients(rehearsal: Rehearsal) -> Iterator[Finding]:
+def clips_scaled_gradients(rehearsal: Rehearsal, face: str = "") -> Iterator[Finding]:
     """Gradients were made smaller, not to unscale them, while they still were what backward had delivered."""
     scale = rehearsal.scale
     for write in _while_scaled(rehearsal):
@@ -43,11 +45,10 @@ def clips_scaled_gradients(rehearsal: Rehearsal) -> Iterator[Finding]:
                 "clips-scaled-gradients",
                 "error",
                 f"Gradients of norm {write.norm:.4g} were clipped by a factor of {write.factor:.3g} while still "
-                f"multiplied by the loss scale, {scale:g}.",
+                f"multiplied by the loss scale, {power(scale)}.",
                 f"Their true norm is {write.norm / scale:.4g}; what the step sees is smaller than the limit by the "
                 "scale, and changes whenever the scale moves.",
-                "scaler.unscale_(optimizer)  # before clipping; with scale_loss: clip after its block,\n"
-                "torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)",
+                clip_unscaled(face),
                 op=write.op,
                 module=_module(write.names),
                 tensor=f"gradient of {write.names[0]}",
@@ -61,32 +62,29 @@ def may_clip_scaled_gradients(rehearsal: Rehearsal) -> bool:
     return any(not _unscales(rehearsal, write) for write in _while_scaled(rehearsal))
 
 
-def stepped_with_scaled_gradients(rehearsal: Rehearsal) -> Iterator[Finding]:
+def stepped_with_scaled_gradients(rehearsal: Rehearsal, face: str = "") -> Iterator[Finding]:
     """An optimizer saw gradients that nobody had divided by the scale."""
     yield from _wrong_power(
         rehearsal,
         1,
         "stepped-with-scaled-gradients",
         "was stepped with gradients still multiplied by the loss scale",
-        "The step lies inside the block of scale_loss, or this optimizer was not passed to it (to scaler.step).",
-        "with amp.scale_loss(loss, [optimizer_a, optimizer_b]) as scaled_loss:  # all that this backward reaches\n"
-        "    scaled_loss.backward()\noptimizer_a.step(); optimizer_b.step()  # after the block",
+        *unscaled_step(face),
     )
 
 
-def unscaled_twice(rehearsal: Rehearsal) -> Iterator[Finding]:
+def unscaled_twice(rehearsal: Rehearsal, face: str = "") -> Iterator[Finding]:
     """Gradients were divided by the scale two times."""
     yield from _wrong_power(
         rehearsal,
         -1,
         "unscaled-twice",
         "was stepped with gradients divided by the loss scale twice",
-        "They were unscaled by hand, and once more by scale_loss or scaler.step.",
-        "# leave the division out; scaler.unscale_(optimizer) does it where gradients are to be looked at",
+        *unscaled_once(face),
     )
 
 
-def clips_model_gradients(rehearsal: Rehearsal) -> Iterator[Finding]:
+def clips_model_gradients(rehearsal: Rehearsal, _face: str = "") -> Iterator[Finding]:
     """Gradients of a step were clipped, and none of those of the masters was, in that write or in another."""
     masters = {each.name for each in rehearsal.stepped if each.of_master}
     clips = [write for write in _clips(rehearsal) if _near(write.before, 1 / rehearsal.scale)]
@@ -152,7 +150,7 @@ def _clips(rehearsal: Rehearsal) -> list[GradientWrite]:
     ]
 
 
-GRADIENT_RULES: tuple[Callable[[Rehearsal], Iterator[Finding]], ...] = (
+GRADIENT_RULES: tuple[Callable[[Rehearsal, str], Iterator[Finding]], ...] = (
     clips_scaled_gradients,
     stepped_with_scaled_gradients,
     unscaled_twice,

@@ -18,13 +18,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from amplab.diagnose.dataflow import line_of, short_name, upstream, vanishing_constant
+from amplab.diagnose.faces import smaller_rate
 from amplab.diagnose.finding import Finding, Number, Severity
 from amplab.diagnose.first_nonfinite import FirstNonfinite, Setting
 from amplab.diagnose.out_of_float32 import why_out_of_float32
 from amplab.diagnose.remedies import dynamic_scale, in_float32, variance_in_float32
 from amplab.diagnose.statistics import HALF_MAX, HALF_VANISHES
 from amplab.diagnose.values import ObservedStep
+from amplab.policies import CastPolicy
 from amplab.trace import OpRecord
+from amplab.trace.plain_words import power
 
 __all__ = [
     "DIVISIONS",
@@ -75,11 +78,15 @@ def finding_of(found: FirstNonfinite) -> Finding:
 
 
 def level_in_use(setting: Setting, step: ObservedStep) -> str | None:
-    """In whose words a remedy is, as `remedies` takes it: an opt_level, "half" for half weights without, or None."""
+    """In whose words a remedy is, as `remedies` takes it: an opt_level, or by what casts without one."""
     if setting.face == "apex":
         return setting.level.replace("O0", "O1") or "O1"
-    halves = any(value.kind == "parameter" and value.statistics.is_half for value in step.values)
-    return "half" if halves else None
+    if any(value.kind == "parameter" and value.statistics.is_half for value in step.values):
+        return "half"
+    return "amplab" if any(_AMPLABS_CASTS in record.reason for record in step.trace) else None
+
+
+_AMPLABS_CASTS = f"{CastPolicy.LOWER_PRECISION_FP.value} list"  # what torch.autocast casts has no list here
 
 
 def vanished_in_half(step: ObservedStep, op: int) -> float | None:
@@ -163,10 +170,7 @@ def _came_in(found: FirstNonfinite) -> _Words:
     name = found.tensor or "a tensor that no op of this step wrote"
     symptom = f"{name} held inf or NaN before the step began; {found.result} is not finite."
     if found.cause == "parameter":
-        cause = "An earlier step wrote it into the weights"
-        cause += ", by its update: the gradients were checked." if found.setting.dynamic else _UNCHECKED
-        remedy = f"{dynamic_scale(_level(found))}\n# and load the last good checkpoint"
-        return _Words("nonfinite-parameter", symptom, cause, remedy)
+        return _Words("nonfinite-parameter", symptom, *_how_weights_were_lost(found))
     if found.cause == "buffer":
         cause = "A forward wrote it there: BatchNorm takes a batch into its statistics before a step can be skipped."
         remedy = f"model.get_submodule({found.tensor.rpartition('.')[0]!r}).reset_running_stats()  # and check batches"
@@ -176,9 +180,28 @@ def _came_in(found: FirstNonfinite) -> _Words:
     return _Words(f"nonfinite-{found.cause}", symptom, cause, remedy)
 
 
+def _how_weights_were_lost(found: FirstNonfinite) -> tuple[str, str]:
+    """Cause and remedy of inf in the weights: a scale that skips mends that of half, and of nothing else."""
+    wrote = "An earlier step wrote it into the weights"
+    if found.setting.dynamic:
+        cause = f"{wrote}: the scaler looks at gradients, so it was the update itself, or a step past the scaler."
+        return cause, f"{smaller_rate(found.setting.face, None)}\n# step through the scaler, never beside it"
+    if any(value.statistics.is_half for value in found.step.values):
+        return f"{wrote}{_UNCHECKED}", f"{dynamic_scale(_level(found))}\n# and load the last good checkpoint"
+    cause = f"{wrote}. No half is in this step, so no scale mends it: it is the data, the rate, or the slope of an op."
+    return cause, _STOP_AT_THE_FIRST
+
+
+_STOP_AT_THE_FIRST = (
+    "# from the last good checkpoint; between backward and step, to stop at the first bad batch:\n"
+    "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)\n"
+    "# and with that batch: print(amplab.diagnose.first_nonfinite(model, loss_fn))"
+)
+
+
 def _scale(found: FirstNonfinite) -> _Words:
     scale, fits = found.setting.loss_scale, found.fitting_scale
-    symptom = f"{found.result} overflows at a loss scale of {scale:g} and is finite at {fits:g}."
+    symptom = f"{found.result} overflows at a loss scale of {power(scale)} and is finite at {power(fits)}."
     cause = "The scaled gradients leave the range of half; at a lower scale they do not."
     if found.setting.dynamic:
         return _Words("scale-too-large", symptom, f"{cause} A dynamic scale backs off by itself.", "# nothing to do")

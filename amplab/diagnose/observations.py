@@ -20,7 +20,7 @@ class StepObservation:
 
     Args:
         step: its number, from 0.
-        loss: before it was scaled; NaN and inf are kept.
+        loss: before it was scaled; NaN and inf are kept; None where nobody told it.
         loss_scale: the scale of this step's (last) backward; 1.0 without scaling.
         skipped: the optimizer left the parameters alone because a gradient was not finite.
         next_loss_scale: the scale that the next step will use; None where unknown.
@@ -33,7 +33,7 @@ class StepObservation:
     """
 
     step: int
-    loss: float
+    loss: float | None
     loss_scale: float
     skipped: bool = False
     next_loss_scale: float | None = None
@@ -45,8 +45,8 @@ class StepObservation:
 
     @property
     def loss_is_finite(self) -> bool:
-        """Whether the loss was a number."""
-        return math.isfinite(self.loss)
+        """Whether nothing is known against it: a loss that was told was a number."""
+        return self.loss is None or math.isfinite(self.loss)
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ class Observation(Sequence[StepObservation]):
         steps: the steps that were seen; they need not begin at 0.
         growth_interval: clean steps until a dynamic scale grows; None where unknown or static.
         dynamic: whether the scale moves.
+        scaling: who scales the loss, as `faces` has it: "apex", "amplab", "torch" or "none"; empty where unknown.
+        level: the opt_level of apex's face, else empty.
 
     >>> run = Observation().then(StepObservation(0, 2.3, 65536.0, skipped=True, next_loss_scale=32768.0))
     >>> len(run), run.skips, run.skips_at_the_end
@@ -66,6 +68,8 @@ class Observation(Sequence[StepObservation]):
     steps: tuple[StepObservation, ...] = ()
     growth_interval: int | None = None
     dynamic: bool = True
+    scaling: str = ""
+    level: str = ""
 
     def then(self, step: StepObservation) -> Observation:
         """Return the run with one more step."""
@@ -94,7 +98,7 @@ class Observation(Sequence[StepObservation]):
     @property
     def losses(self) -> tuple[float, ...]:
         """The finite losses in order, those of skipped steps too."""
-        return tuple(step.loss for step in self.steps if step.loss_is_finite)
+        return tuple(step.loss for step in self.steps if step.loss is not None and step.loss_is_finite)
 
     def __len__(self) -> int:
         return len(self.steps)

@@ -8,6 +8,7 @@ stale-masters                 the model's half weights are not what their master
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -98,7 +99,7 @@ def adam_on_half(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[
                     "error",
                     f"{type(optimizer).__name__} steps {len(halves)} half parameters; its eps of {eps:g} is 0 in half.",
                     "Second moments of gradients below 2.4e-4 are 0 in half as well: the update is 0 / 0, or m / eps.",
-                    'amp.initialize(model, optimizer, opt_level="O2")  # float32 masters; or eps=1e-4',
+                    _MASTERS,
                     "likely",
                     module=name.rpartition(".")[0],
                     tensor=name,
@@ -106,11 +107,21 @@ def adam_on_half(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[
                 )
 
 
+_MASTERS = (
+    "model = model.float()  # in place of model.half()\n"
+    'model, optimizer = amp.initialize(model, optimizer, opt_level="O2")  # half weights, float32 masters\n'
+    "# or keep half weights, with eps=1e-4"
+)
+
+
 def stale_masters(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Finding]:
-    """Half weights that differ from what their masters round to, so that the next step throws them away."""
+    """Half weights that differ from what their masters round to, so that the next step throws them away.
+
+    NaN rounds to NaN: a pair of them agrees.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for optimizer in optimizers:
-        differing = [pair for pair in _pairs(optimizer) if not torch.equal(pair[0].detach(), pair[1].detach().half())]
+        differing = [pair for pair in _pairs(optimizer) if _differs(*pair)]
         if differing:
             half, master = differing[0]
             name = names.get(id(half), "")
@@ -124,9 +135,18 @@ def stale_masters(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator
                 tensor=name,
                 evidence={
                     "parameters": len(differing),
-                    "largest_difference": (half.detach().float() - master.detach()).abs().max().item(),
+                    "largest_difference": (half.detach().float() - master.detach())
+                    .abs()
+                    .nan_to_num(math.inf)
+                    .max()
+                    .item(),
                 },
             )
+
+
+def _differs(half: Tensor, master: Tensor) -> bool:
+    own, rounded = half.detach(), master.detach().to(half.dtype)
+    return not bool(((own == rounded) | (own.isnan() & rounded.isnan())).all())
 
 
 def _pairs(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:

@@ -1,10 +1,11 @@
 """Code to paste: one place or one module computed in float32, in the words of what is in use.
 
 level           weights   what casts            a place is mended by
-"O0" to "O1"    float32   amp, at each call     a rule of its policy, or a block without autocast
+"O0" to "O1"    float32   amp, at each call     a rule of its policy, or a block of amp.disable_casts
 "O2", "O3"      half      nothing               .float() by hand, or a module rule
 "half"          half      nothing               .float() by hand
-None            float32   torch.autocast        a block without autocast
+"amplab"        float32   amplab.autocast       a block without amplab.autocast: torch's does not end it
+None            float32   torch.autocast        a block without torch.autocast: amplab's does not end it
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ def in_float32(record: OpRecord, note: str = "", *, level: str | None = "O1", re
     policy = amplab.policies.PrecisionPolicy(module_rules={'attn': 'float32'})
     model, optimizer = amp.initialize(model, optimizer, opt_level="O1", policy=policy)
     # or around that line alone:
-    with torch.autocast(x.device.type, enabled=False):
+    with amp.disable_casts():
         y = matmul(x.float())
     """
     pattern = _pattern(record, reader)
     if level == "half":
         lines = [_by_hand(record), "# or model.bfloat16(): it has the range of float32"]
         return "\n".join([*lines, f"# {note}"] if note else lines)
-    ruled = not record.is_cast and level is not None and (pattern or _is_known(record.op))
+    ruled = not record.is_cast and level not in _REGIONS and (pattern or _is_known(record.op))
     if level in _HALF_WEIGHTS:
         lines = _with_rule(record, pattern, level if pattern else "O1") if ruled else []
         lines.append(_in_bfloat16(level, another=ruled))
     else:
         lines = [*_with_rule(record, pattern, level), "# or around that line alone:"] if ruled else []
-        lines += _around(record)
+        lines += _around(record, level)
     return "\n".join([*lines, f"# {note}"] if note else lines)
 
 
@@ -73,8 +74,9 @@ def dynamic_scale(level: str | None) -> str:
     >>> dynamic_scale("O2")
     'model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic")'
     """
-    if level is None:
-        return "scaler = torch.amp.GradScaler(x.device.type)  # scaler.scale(loss).backward(), scaler.step(optimizer)"
+    if level in _REGIONS:
+        module = "torch.amp" if level is None else "amplab"
+        return f"scaler = {module}.GradScaler(x.device.type)  # scaler.scale(loss).backward(), scaler.step(optimizer)"
     if level == "half":
         return 'model, optimizer = amp.initialize(model.float(), optimizer, opt_level="O2")  # a dynamic scale, masters'
     return f'model, optimizer = amp.initialize(model, optimizer, opt_level="{level}", loss_scale="dynamic")'
@@ -95,12 +97,17 @@ def variance_in_float32(record: OpRecord, *, level: str | None = "O1", reader: O
     pattern = _pattern(record, reader)
     return (
         "\n".join([*_with_rule(record, pattern, level), "# or", line])
-        if pattern and level not in (None, "half")
+        if pattern and level not in (*_REGIONS, "half")
         else line
     )
 
 
 _HALF_WEIGHTS = ("O2", "O3")
+_REGIONS = {
+    None: "torch.autocast(x.device.type, enabled=False)",
+    "amplab": "amplab.autocast(x.device.type, enabled=False)",
+}
+_NO_CASTS = "amp.disable_casts()"
 
 
 def _with_rule(record: OpRecord, pattern: str, level: str | None) -> list[str]:
@@ -117,9 +124,9 @@ def _by_hand(record: OpRecord) -> str:
     return f"y = {value}  # go on in float32; y.to(x.dtype) where half weights read it"
 
 
-def _around(record: OpRecord) -> list[str]:
+def _around(record: OpRecord, level: str | None) -> list[str]:
     line = "x.float()  # and go on in float32" if record.is_cast else f"{record.op}(x.float())"
-    return ["with torch.autocast(x.device.type, enabled=False):", f"    y = {line}"]
+    return [f"with {_REGIONS.get(level, _NO_CASTS)}:", f"    y = {line}"]
 
 
 def _in_bfloat16(level: str, *, another: bool) -> str:

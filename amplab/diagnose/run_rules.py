@@ -18,8 +18,11 @@ import statistics
 from collections.abc import Callable, Iterator
 
 from amplab.amp.collapse import SKIPS_BEFORE_COLLAPSE
+from amplab.diagnose.faces import at_first_scale, look_at_step, scheduler_after_step, smaller_rate, with_window
 from amplab.diagnose.finding import Finding
 from amplab.diagnose.observations import Observation, StepObservation
+from amplab.diagnose.remedies import dynamic_scale
+from amplab.trace.plain_words import power
 
 __all__ = ["RUN_RULES", "diverging", "lost_at_once", "run_findings"]
 
@@ -67,7 +70,7 @@ def diverging(run: Observation) -> Iterator[Finding]:
     enough = len(losses) >= FEW
     if not (now > EXPLODED * losses[0] or (enough and (now > GROWN * early or now > max(early, SPOILT * best)))):
         return
-    taken = [step for step in run if not step.skipped]
+    taken = [step for step in run.steps[: _last_finite(run) + 1] if not step.skipped]
     norms = [step.gradient_norm for step in taken if step.gradient_norm is not None]
     evidence = {"first_loss": losses[0], "best_loss": best, "loss_now": now, "steps_taken": len(taken)}
     if len(norms) > 1:
@@ -76,12 +79,21 @@ def diverging(run: Observation) -> Iterator[Finding]:
     yield Finding(
         "diverging",
         "error",
-        f"The loss went from {losses[0]:.4g} to {now:.4g} in {len(taken)} steps that were taken, finite all the way.",
+        f"The loss went from {losses[0]:.4g} to {now:.4g} in {len(taken)} steps that were taken, {_until(run)}.",
         "The steps are too large. What overflows afterwards, in float32 sooner or later too, is a consequence.",
-        _smaller_rate(rate),
+        smaller_rate(run.scaling, rate),
         "likely",
         evidence=evidence | ({} if rate is None else {"learning_rate": rate}),
     )
+
+
+def _last_finite(run: Observation) -> int:
+    return max(place for place, step in enumerate(run) if step.loss is not None and step.loss_is_finite)
+
+
+def _until(run: Observation) -> str:
+    lost = [step.step for step in run if not step.loss_is_finite]
+    return f"and is not finite in {len(lost)}, first in step {lost[0]}" if lost else "finite all the way"
 
 
 def lost_at_once(run: Observation) -> Iterator[Finding]:
@@ -92,7 +104,8 @@ def lost_at_once(run: Observation) -> Iterator[Finding]:
     finite = next((place for place, step in enumerate(run) if not step.loss_is_finite), len(run))
     before, after = run.steps[:finite], run.steps[finite:]
     taken = [step for step in before if not step.skipped]
-    lost = len(after) >= LOST_FOR and all(step.skipped and not step.loss_is_finite for step in after)
+    told = bool(before) and before[0].loss is not None and before[-1].loss is not None
+    lost = told and len(after) >= LOST_FOR and all(step.skipped and not step.loss_is_finite for step in after)
     if not (lost and run[0].step == 0 and 0 < len(taken) <= AT_ONCE) or any(True for _ in diverging(run)):
         return
     rate = taken[-1].learning_rate
@@ -103,7 +116,7 @@ def lost_at_once(run: Observation) -> Iterator[Finding]:
         f"The loss was {before[-1].loss:.4g} and is not finite in any of the {len(after)} steps since, after "
         f"{len(taken)} that {'was' if len(taken) == 1 else 'were'} taken.",
         "The first steps were too large: they brought the weights out of range. What overflows now is a consequence.",
-        _smaller_rate(rate),
+        smaller_rate(run.scaling, rate),
         "likely",
         evidence=evidence | ({} if rate is None else {"learning_rate": rate}),
     )
@@ -121,33 +134,54 @@ def scale_collapse(run: Observation) -> Iterator[Finding]:
     yield Finding(
         "scale-collapse",
         "error",
-        f"The last {skips} steps were all skipped; the loss scale is down to {last.loss_scale:g}.",
+        f"The last {skips} steps were all skipped; the loss scale is down to {power(last.loss_scale)}.",
         "Gradients are not finite at a scale that makes nothing larger."
         if finite
         else "The loss is not finite before it is scaled, so no scale can help.",
-        "print(amplab.diagnose.first_nonfinite(model, loss_fn, amp=session))  # names the op",
+        f"{look_at_step(run.scaling)}  # names the op",
         "certain",
         tensor=f"gradient of {last.first_nonfinite}" if last.first_nonfinite else "",
-        evidence={"skips": skips, "loss_scale": last.loss_scale, "loss": last.loss},
+        evidence={"skips": skips, "loss_scale": last.loss_scale} | ({} if last.loss is None else {"loss": last.loss}),
     )
 
 
 def nonfinite_loss(run: Observation) -> Iterator[Finding]:
-    """A loss that is inf or NaN: an error in a step that was taken, a warning in steps that were skipped."""
+    """A loss that is inf or NaN: an error in steps that were taken, a warning in steps that were skipped.
+
+    A scaler that looks at gradients lets a step go where those are finite; then the loss may be finite again.
+    """
     bad = [step for step in run if not step.loss_is_finite]
     taken = [step for step in bad if not step.skipped]
     if not bad:
         return
     first = (taken or bad)[0]
-    done = "was taken: nothing keeps inf and NaN out of the weights." if taken else "was skipped; no scale is to blame."
+    checked = run.dynamic and run.scaling != "none"
+    passed = "was taken: its gradients were finite, or went past the scaler." if checked else _TAKEN
+    done = passed if taken else "was skipped; no scale is to blame."
     yield Finding(
         "nonfinite-loss",
-        "error" if taken else "warning",
+        "error" if taken and not (checked and run[-1].loss_is_finite) else "warning",
         f"The loss is not finite in {len(bad)} of {len(run)} steps; step {first.step} {done}",
-        "Scaling comes after the loss, so that a loss which is not finite has another cause.",
-        "print(amplab.diagnose.first_nonfinite(model, loss_fn))  # with the batch of that step: names the op",
+        *_why_nonfinite(run, first),
         evidence={"steps": len(bad), "taken": len(taken), "first_step": first.step, "loss_scale": first.loss_scale},
     )
+
+
+_TAKEN = "was taken: nothing keeps inf and NaN out of the weights."
+
+
+def _why_nonfinite(run: Observation, first: StepObservation) -> tuple[str, str]:
+    """Cause and remedy: a static scale lets what overflows into the weights, and then the next loss shows it."""
+    before = run.steps[: run.steps.index(first)]
+    if not run.dynamic and first.loss_scale > 1 and before and not first.skipped:
+        cause = f"Under a static scale, here {power(first.loss_scale)}, a step whose gradients overflow is taken: "
+        return cause + "then the weights hold NaN, and every loss after.", dynamic_scale(_words(run))
+    look = f"{look_at_step(run.scaling)}  # with the batch of that step: names the op"
+    return "Scaling comes after the loss, so that a loss which is not finite has another cause.", look
+
+
+def _words(run: Observation) -> str | None:
+    return run.level or "O1" if run.scaling in ("apex", "") else run.scaling if run.scaling == "amplab" else None
 
 
 def window_too_short(run: Observation) -> Iterator[Finding]:
@@ -165,7 +199,7 @@ def window_too_short(run: Observation) -> Iterator[Finding]:
         "warning",
         f"{len(skips)} of {len(later)} steps were skipped because the scale had just grown.",
         f"The scale grows after every {window} clean steps, and overflows again: one step in {window + 1} is lost.",
-        f"amp.initialize(model, optimizer, scale_window={max(1000, 20 * window)})  # GradScaler: growth_interval",
+        with_window(run.scaling, max(1000, 20 * window), run.level),
         "certain" if run.growth_interval else "likely",
         tensor=f"gradient of {skips[-1].first_nonfinite}" if skips[-1].first_nonfinite else "",
         evidence={"skips": len(skips), "steps": len(later), "window": window, "share": len(skips) / len(later)},
@@ -196,9 +230,9 @@ def window_too_long(run: Observation) -> Iterator[Finding]:
         yield Finding(
             "window-too-long",
             "warning",
-            f"{lost:.0%} of the gradient elements are 0 in half at a scale of {run[-1].loss_scale:g}.",
-            f"The scale was {highest:g} and grows back by one doubling in {run.growth_interval} clean steps.",
-            f"amp.initialize(model, optimizer, scale_window={max(50, run.growth_interval // 10)})",
+            f"{lost:.0%} of the gradient elements are 0 in half at a scale of {power(run[-1].loss_scale)}.",
+            f"The scale was {power(highest)} and grows back by one doubling in {run.growth_interval} clean steps.",
+            with_window(run.scaling, max(50, run.growth_interval // 10), run.level),
             "likely",
             evidence={"underflow": lost, "loss_scale": run[-1].loss_scale, "window": run.growth_interval},
         )
@@ -212,9 +246,9 @@ def slow_start(run: Observation) -> Iterator[Finding]:
         yield Finding(
             "slow-start",
             "note",
-            f"The first {skips} steps were skipped while the scale came down to {fits:g}.",
+            f"The first {skips} steps were skipped while the scale came down to {power(fits)}.",
             "The scale began higher than these gradients bear; that is what a dynamic scale does.",
-            f"amp.initialize(model, optimizer, dynamic_init_scale={fits:g})",
+            at_first_scale(run.scaling, fits, run.level),
             evidence={"skips": skips, "first_scale": run[0].loss_scale, "fitting_scale": fits},
         )
 
@@ -228,9 +262,10 @@ def still_skipping(run: Observation) -> Iterator[Finding]:
     yield Finding(
         "still-skipping",
         "note",
-        f"The last {skips} steps were skipped, with a finite loss; the scale came down to {run[-1].loss_scale:g}.",
+        f"The last {skips} steps were skipped{'' if run[-1].loss is None else ', with a finite loss'}; the scale came "
+        f"down to {power(run[-1].loss_scale)}.",
         "The scale may have begun too high and be on its way to one that fits; if it goes on, an op overflows.",
-        "print(amplab.diagnose.first_nonfinite(model, loss_fn))  # with the batch of that step: names the op",
+        f"{look_at_step(run.scaling)}  # with the batch of that step: names the op",
         "possible",
         tensor=f"gradient of {first}" if first else "",
         evidence={"skips": skips, "first_scale": run[-skips].loss_scale, "loss_scale": run[-1].loss_scale},
@@ -254,7 +289,7 @@ def scheduler_before_step(run: Observation) -> Iterator[Finding]:
         f"The first {'step was' if skips == 1 else f'{skips} steps were'} skipped, and the learning rate went from "
         f"{rates[0]:g} to {now:g} all the same.",
         "The scheduler counts steps that were not taken; torch warns of it, and a warm-up is shorter than meant.",
-        "if amp.last_step(optimizer).stepped:\n    scheduler.step()  # GradScaler: if scaler.last_step.stepped",
+        scheduler_after_step(run.scaling),
         evidence={"rate_before": rates[0], "rate_after": now, "skips": skips},
     )
 
@@ -267,7 +302,7 @@ def accumulation_across_scales(run: Observation) -> Iterator[Finding]:
         yield Finding(
             "accumulation-across-scales",
             "warning",
-            f"Step {mixed[0].step} accumulates gradients that were scaled by {', '.join(f'{s:g}' for s in scales)}.",
+            f"Step {mixed[0].step} accumulates gradients that were scaled by {', '.join(map(power, scales))}.",
             "The scale moved between two backwards of one step, so that some count more than others.",
             "scaler.update()  # once for each optimizer step, after it, not for each backward",
             evidence={"steps": len(mixed), "smallest_scale": scales[0], "largest_scale": scales[-1]},
@@ -286,11 +321,3 @@ RUN_RULES: tuple[Callable[[Observation], Iterator[Finding]], ...] = (
     slow_start,
     still_skipping,
 )
-
-
-def _smaller_rate(rate: float | None) -> str:
-    lines = "for group in optimizer.param_groups:\n    group['lr'] = "
-    lines += "group['lr'] / 10" if rate is None else f"{rate / 10:.2g}"
-    return (
-        f"{lines}  # from the last good checkpoint\ntorch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)"
-    )

@@ -10,20 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import torch
-
+from amplab.diagnose.faces import scheduler_after_step, step_before_scheduler
 from amplab.diagnose.finding import Finding
 from amplab.diagnose.rehearsal import Rehearsal
 
 __all__ = ["SCHEDULE_RULES", "schedule_findings"]
 
 
-def schedule_findings(rehearsal: Rehearsal, amp: object = None) -> list[Finding]:
-    """Apply every rule of this file; `amp` is the session or scaler, in whose words a remedy is."""
-    return [*moves_before_the_step(rehearsal), *counts_skipped_steps(rehearsal, amp)]
+def schedule_findings(rehearsal: Rehearsal, face: str = "") -> list[Finding]:
+    """Apply every rule of this file; in the words of a face, see `faces`."""
+    return [finding for rule in SCHEDULE_RULES for finding in rule(rehearsal, face)]
 
 
-def moves_before_the_step(rehearsal: Rehearsal) -> Iterator[Finding]:
+def moves_before_the_step(rehearsal: Rehearsal, face: str = "") -> Iterator[Finding]:
     """A scheduler that had moved when its optimizer was stepped."""
     for move in rehearsal.schedules:
         if move.before_step:
@@ -32,13 +31,13 @@ def moves_before_the_step(rehearsal: Rehearsal) -> Iterator[Finding]:
                 "note",
                 f"{move.scheduler} moves before optimizer {move.optimizer} steps.",
                 "Its first learning rate is never used, and all others come one step early; torch warns of it.",
-                "optimizer.step()  # scaler.step(optimizer)\nscheduler.step()",
+                step_before_scheduler(face),
                 tensor=f"optimizer {move.optimizer}",
                 evidence={"optimizer": move.optimizer},
             )
 
 
-def counts_skipped_steps(rehearsal: Rehearsal, amp: object = None) -> Iterator[Finding]:
+def counts_skipped_steps(rehearsal: Rehearsal, face: str = "") -> Iterator[Finding]:
     """A scheduler that moved in a step with an overflow, in which its optimizer's parameters did not."""
     for move in rehearsal.skipped.schedules if rehearsal.skipped else ():
         if move.without_step:
@@ -48,20 +47,13 @@ def counts_skipped_steps(rehearsal: Rehearsal, amp: object = None) -> Iterator[F
                 f"{move.scheduler} moves on in a step that is skipped for an overflow.",
                 "Most loops do so, and a skip now and then does no harm. Where the first steps are skipped, a warm-up "
                 "is shorter than meant, and torch warns.",
-                _GUARDS["session" if amp is None or not isinstance(amp, torch.amp.GradScaler) else _kind(amp)],
+                scheduler_after_step(face),
                 tensor=f"optimizer {move.optimizer}",
                 evidence={"optimizer": move.optimizer},
             )
 
 
-SCHEDULE_RULES: tuple[Callable[[Rehearsal], Iterator[Finding]], ...] = (moves_before_the_step, counts_skipped_steps)
-
-_GUARDS = {
-    "session": "if amp.last_step(optimizer).stepped:\n    scheduler.step()",
-    "amplab": "if scaler.last_step.stepped:\n    scheduler.step()",
-    "torch": "scale = scaler.get_scale()\nscaler.update()\nif scaler.get_scale() >= scale:\n    scheduler.step()",
-}
-
-
-def _kind(scaler: torch.amp.GradScaler) -> str:
-    return "torch" if type(scaler).__module__.startswith("torch.") else "amplab"
+SCHEDULE_RULES: tuple[Callable[[Rehearsal, str], Iterator[Finding]], ...] = (
+    moves_before_the_step,
+    counts_skipped_steps,
+)

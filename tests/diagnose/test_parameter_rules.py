@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from amplab import amp
 from amplab.amp import Session
 from amplab.diagnose.parameter_rules import model_parameters, parameter_findings
 from amplab.diagnose.values import observe_step
@@ -77,6 +78,39 @@ def test_adam_on_half(eps, harm):
     if harm:
         assert found(model, [torch.optim.AdamW(model.parameters())])[0].name == "adam-on-half"
         assert found(model.float(), [torch.optim.Adam(model.parameters())]) == []
+
+
+def test_the_masters_for_adam_on_half_can_be_had_as_they_are_pasted():
+    model = network().half()
+    optimizer = torch.optim.Adam(model.parameters())
+    (finding,) = found(model, [optimizer])
+    names = {"amp": amp, "model": model, "optimizer": optimizer}
+    try:
+        exec(finding.remedy, names)
+        assert found(names["model"], [names["optimizer"]]) == []
+        assert amp.default_session().opt_level == "O2"
+        assert all(each.dtype == torch.float32 for each in amp.master_params(names["optimizer"]))
+    finally:
+        amp.reset()
+
+
+def test_masters_that_are_lost_with_their_weights_are_not_stale():
+    """What a static scale lets through is NaN in both, and nothing was loaded."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = Session()
+    session.initialize(model, optimizer, opt_level="O2", verbosity=0, loss_scale=1024.0)
+    try:
+        with torch.no_grad():
+            for half, master in zip(model.parameters(), session.master_params(optimizer), strict=True):
+                half.fill_(torch.nan), master.fill_(torch.nan)
+        assert found(model, [optimizer]) == []
+        with torch.no_grad():
+            model[1].bias.zero_()
+        (finding,) = found(model, [optimizer])
+        assert (finding.name, finding.tensor, finding.evidence["parameters"]) == ("stale-masters", "1.bias", 1)
+    finally:
+        session.reset()
 
 
 def test_masters_that_the_model_has_left_behind():

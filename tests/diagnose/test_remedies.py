@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import amplab
+from amplab.amp import Session
 from amplab.diagnose.remedies import in_float32
 from amplab.trace import OpRecord
 
@@ -27,6 +28,30 @@ def test_it_can_be_run_as_it_stands(level, module):
         assert model["attention"].weight.dtype == torch.float32
     finally:
         amplab.amp.reset()
+
+
+REGIONS = {
+    "O1": lambda session: session.casting(),
+    "amplab": lambda _: amplab.autocast("cpu", torch.float16),
+    None: lambda _: torch.autocast("cpu", torch.float16),
+}
+
+
+@pytest.mark.parametrize("level", REGIONS)
+def test_a_block_ends_the_casts_that_are_in_use(level):
+    """What torch.autocast does is not ended by amplab's, nor the other way round."""
+    session, x = Session(), torch.full((2, 4000), 60.0)
+    session.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    block = in_float32(record(module=""), level=level).partition("# or around that line alone:\n")
+    names = {"amplab": amplab, "amp": amplab.amp, "torch": torch, "x": x, "matmul": lambda a: torch.matmul(a, a.t())}
+    try:
+        with REGIONS[level](session):
+            assert torch.matmul(x, x.t()).isinf().all()
+            exec(block[2] or block[0], names)
+        assert names["y"].dtype == torch.float32
+        assert names["y"].isfinite().all()
+    finally:
+        session.reset()
 
 
 def test_torchs_face_has_no_policy_to_set():

@@ -1,6 +1,7 @@
 """Rules about runs, each on a run that has it and on the nearest one that has not."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -104,6 +105,45 @@ def test_a_loss_that_is_not_finite():
     taken, skipped = run_of([1.0, math.nan]), run_of([1.0, math.nan], ".x", [8.0, 8.0, 4.0])
     assert [(each.name, each.severity) for each in run_findings(taken)] == [("nonfinite-loss", "error")]
     assert [(each.name, each.severity) for each in run_findings(skipped)] == [("nonfinite-loss", "warning")]
+
+
+def test_a_loss_that_nobody_told_is_not_one_that_is_not_finite():
+    assert names(run_of([None] * 6)) == []
+    assert names(run_of([None, 0.5, 0.5, 0.4, 0.4])) == []
+    assert names(run_of([None, math.nan])) == ["nonfinite-loss"]
+    assert names(run_of([None] * 20, "x" * 20, [2.0 ** (40 - n) for n in range(21)])) == ["scale-collapse"]
+    (found,) = run_findings(run_of([None] * 6, ".xxxxx"))
+    assert (found.name, "finite" in found.symptom) == ("still-skipping", False)
+
+
+@pytest.mark.parametrize("after", [0.6, math.nan])
+def test_a_step_taken_by_a_scaler_has_finite_gradients_whatever_its_loss(after):
+    run = replace(run_of([0.7, 0.6, math.nan, after]), scaling="amplab")
+    (found,) = run_findings(run)
+    assert (found.name, found.severity) == ("nonfinite-loss", "error" if math.isnan(after) else "warning")
+    assert "nothing keeps" not in found.symptom
+
+
+def test_a_static_scale_lets_what_overflows_into_the_weights():
+    static = replace(run_of([2.3, math.nan, math.nan], scales=[2.0**23] * 4), dynamic=False, scaling="apex", level="O2")
+    (found,) = run_findings(static)
+    assert "2^23" in found.cause
+    assert 'opt_level="O2", loss_scale="dynamic"' in found.remedy
+    for other in (
+        replace(static, steps=static.steps[1:]),  # not finite from the first step on: it came before the scale
+        replace(run_of([2.3, math.nan], scales=[1.0] * 3), dynamic=False, scaling="none"),
+    ):
+        (found,) = run_findings(other)
+        assert "Scaling comes after the loss" in found.cause
+
+
+def test_a_loss_that_diverges_out_of_its_format_is_not_called_finite():
+    run = run_of([0.5, 40.0, 3e9, math.inf, math.nan, math.nan], learning_rate=[30.0] * 6)
+    found = next(each for each in run_findings(replace(run, scaling="none", dynamic=False)) if each.name == "diverging")
+    assert "in 3 steps that were taken, and is not finite in 3, first in step 3" in found.symptom
+    assert "amp." not in found.remedy
+    assert "model.parameters()" in found.remedy
+    assert "finite all the way" in run_findings(run_of([0.5, 40.0, 3e9, 1e11]))[0].symptom
 
 
 def sawtooth(window, times):

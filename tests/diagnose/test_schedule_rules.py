@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, Re
 import amplab
 from amplab.amp import Session
 from amplab.diagnose import doctor
+from amplab.diagnose.faces import face_of
 from amplab.diagnose.rehearsals import rehearse_loop
 from amplab.diagnose.schedule_rules import schedule_findings
 from amplab.diagnose.schedules import schedulers_of
@@ -45,7 +46,7 @@ def loop(size, seed, kind, *, scale=1024.0, order="after", asks=False):
 
 
 def found(model, optimizer, scaler, step, stateful=()):
-    seen = schedule_findings(rehearse_loop(model, step, [optimizer], amp=scaler, stateful=stateful), scaler)
+    seen = schedule_findings(rehearse_loop(model, step, [optimizer], amp=scaler, stateful=stateful), face_of(scaler))
     assert all(each.severity == "note" for each in seen)
     return [each.name for each in seen]
 
