@@ -41,6 +41,8 @@ _current_node = torch._C._current_autograd_node
 _next_sequence_number = torch.autograd._get_sequence_nr
 _without_torch_function = torch._C.DisableTorchFunction
 _CAST = torch.ops.aten._to_copy.default
+_CACHES_NOTHING = "", ()
+_LISTS = list, tuple
 _INTO_GRAD = "torch::autograd::AccumulateGrad"
 
 
@@ -135,6 +137,7 @@ class Recorder:
         self._first_number = 0
         self._accumulates = False
         self._explanation = Explanation()
+        self._last_place: Place | None = None
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -155,9 +158,8 @@ class Recorder:
 
     def _record(self, overload: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         place = self._place()
-        inputs = self._seen(
-            (*args, *kwargs.values()) if kwargs else args
-        )  # before the call, which may change them in place
+        given = (*args, *kwargs.values()) if kwargs else args
+        inputs = self._seen(given)  # before the call, which may change them in place
         observed = self._observer.before(overload, args, kwargs) if self._observer else None
         result = NotImplemented
         if self._accumulates and self._under_engine(place):
@@ -165,41 +167,46 @@ class Recorder:
         accumulated = result is not NotImplemented
         if not accumulated:
             result = overload(*args, **kwargs)
-        event = Event(
-            overload, place, inputs, self._seen((result,)), accumulated, *self._caching(overload, place, args, result)
-        )
+        autograds = place.backward and not place.recomputed
+        caching = _CACHES_NOTHING if autograds else self._caching(overload, place, args, result)
+        event = Event(overload, place, inputs, self._seen((result,)), accumulated, *caching)
         self.events.append(event)
         if self._observer:
             self._observer.after(observed, event, result)
         return result
 
     def _place(self) -> Place:
-        calls, node = self.calls, _current_node()
-        modules = self._modules
-        where = modules.path, modules.stage, table_at_work(calls.autocast)
-        called = calls.name, *where, self._explanation.decision, module_rule_at_work()
+        calls, modules, node = self.calls, self._modules, _current_node()
+        table = table_at_work(calls.autocast)
+        called = calls.name, modules.path, modules.stage, table, self._explanation.decision, module_rule_at_work()
         if node is None and not calls.in_autograd:
             self._take_number()
-            return Place(*called, line=calls.line)
+            return self._known(*called, False, False, "", "", None, "", calls.line)
         if torch.is_grad_enabled():
             self._take_number()  # for a gradient of the gradient, or for a block computed again
-        if node is None or modules.depth > calls.autograd_depth:
-            recomputed = modules.depth > calls.autograd_depth
-            return Place(*called, backward=True, recomputed=recomputed, line=calls.line)
+        recomputed = modules.depth > calls.autograd_depth
+        if node is None or recomputed:
+            return self._known(*called, True, recomputed, "", "", None, "", calls.line)
+        return self._known(*called, True, False, *self._node_at_work(node), calls.line)
+
+    def _known(self, *fields: Any) -> Place:
+        """The place of these fields: the last one where nothing has changed since, as for most ops of one call."""
+        if self._last_place != fields:
+            self._last_place = Place._make(fields)
+        return self._last_place
+
+    def _node_at_work(self, node: torch.autograd.graph.Node) -> tuple[str, str, int | None, str]:
+        """What a place says of an autograd node: its name, its function, its origin and its parameter."""
         name = node.name()
         if name == _INTO_GRAD:
-            return Place(*called, True, False, name, parameter=self._parameters.get(id(node.variable), ""))
+            return name, "", None, self._parameters.get(id(node.variable), "")
         custom = isinstance(node, torch.autograd.function.BackwardCFunction)
-        function = name.removesuffix("Backward") if custom else ""
-        origin = self._taker_of(node._sequence_nr())
-        return Place(*called, True, False, name, function, origin, line=calls.line)
+        return name, name.removesuffix("Backward") if custom else "", self._taker_of(node._sequence_nr()), ""
 
     def _caching(
         self, overload: torch._ops.OpOverload, place: Place, args: tuple, result: Any
     ) -> tuple[str, tuple[int, ...]]:
         """The parameter that an engine casts in this op, and the casts that its call got from the weight cache."""
-        if place.backward and not place.recomputed:
-            return "", ()
         if overload is not _CAST or not _casts_for_an_op(place):
             return "", self._weight_casts.served(args, self.calls.count)
         weight = self._parameters.get(id(args[0]), "")
@@ -233,7 +240,7 @@ class Recorder:
         for value in values:
             if isinstance(value, Tensor):
                 found.append(known.get((value.dtype, value.shape)) or self._info(value))
-            elif isinstance(value, list | tuple):
+            elif isinstance(value, _LISTS):
                 found += [self._info(item) for item in value if isinstance(item, Tensor)]
         return tuple(found)
 
