@@ -21,10 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from amplab.diagnose.blame import Blame, blame
-from amplab.diagnose.statistics import statistics
 from amplab.diagnose.values import ObservedStep, StepWatcher, named_tensors
-from amplab.trace import Trace
-from amplab.trace.reasons import records_of
 from amplab.trace.recorder import Recorder
 
 __all__ = ["FollowedStep", "followed_step"]
@@ -36,7 +33,7 @@ class FollowedStep:
     """One forward and backward, followed while it runs; made by `followed_step`, used in a ``with`` block."""
 
     def __init__(self, model: nn.Module, batch: Any) -> None:
-        self._watcher = StepWatcher(named_tensors(model, batch), statistics)
+        self._watcher = StepWatcher(named_tensors(model, batch))
         self._recorder = Recorder(model, self._watcher)
         self._block = ExitStack()
 
@@ -59,7 +56,7 @@ class FollowedStep:
     @cached_property
     def observed(self) -> ObservedStep:
         """Every op with its values. Sync: one."""
-        return self._watcher.observed(Trace(records_of(self._recorder.events)), 1.0)
+        return self._watcher.observed(self._recorder.events, 1.0)
 
     @cached_property
     def first(self) -> Blame | None:
@@ -73,10 +70,12 @@ class FollowedStep:
             return f"all finite: {len(self.observed.ops)} ops"
         if found.op is None:
             return f"{found.result} is not finite: {found.value.name or 'a tensor'} came in as {found.value.statistics}"
-        record = self.observed.trace.records[found.op]
-        read = "; ".join(str(value.statistics) for value in self.observed.inputs(found.op))
+        record, begun = self.observed.trace.records[found.op], self.observed.begun.get(found.op)
+        inputs = [value.statistics for value in self.observed.inputs(found.op)] if begun is None else begun.inputs
+        written = found.value.statistics if begun is None else begun.outputs[0]
+        read = "; ".join(map(str, inputs))
         where = f"{record.op} in {record.module or 'no module'} ({record.phase}, {record.line})"
-        return f"{found.result} is not finite: it began at {where}, read {read} and wrote {found.value.statistics}"
+        return f"{found.result} is not finite: it began at {where}, read {read} and wrote {written}"
 
 
 def followed_step(model: nn.Module, batch: Any = None) -> FollowedStep:

@@ -6,12 +6,13 @@ at the one place that all ops pass.
 
     probe(model, loss_fn, loss_scale=1.0)                          is it gone at scale 1
     probe(model, loss_fn, number_format=torch.float32)             is it gone in float32
+    room(model, loss_fn)                                           at which scale is it gone
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +22,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from amplab.diagnose.statistics import Measurements
+from amplab.diagnose.values import measured_in, writes_values
 from amplab.trace.engines import clear_cast_caches
 from amplab.trace.untouched import untouched
 
-__all__ = ["Outcome", "in_format", "probe"]
+__all__ = ["Outcome", "in_format", "probe", "room"]
+
+_current_node = torch._C._current_autograd_node
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -68,17 +73,81 @@ def probe(
 
     Sync: one.
     """
+    with _run(model, loss_fn, casting, loss_scale, _chosen(model, number_format)) as loss:
+        return _outcome(model, loss, loss_scale)
+
+
+def room(
+    model: nn.Module, loss_fn: Callable[[], Tensor], *, casting: AbstractContextManager | None = None
+) -> float | None:
+    """Run one forward and backward at scale 1 and say by how much its loss could still be multiplied.
+
+    Backward is linear in the scale: the largest factor is the one at which the first of its values leaves its format.
+
+    Args:
+        model, loss_fn, casting: as for `probe`.
+
+    Returns:
+        The factor, inf where backward makes nothing but zeros; None where a gradient is not finite as it is.
+
+    Sync: one for each dtype.
+    """
+    seen = _Backward()
+    with _run(model, loss_fn, casting, 1.0, seen):
+        ours = len(seen.measured)
+        with torch._C.DisableTorchFunction():  # not to be cast
+            seen.measure(each.grad for each in model.parameters() if each.grad is not None)
+    seen.measured.settle()
+    found = [seen.measured[place] for place in range(len(seen.measured))]
+    if not all(each.is_finite for each in found[ours:]):
+        return None
+    sized = (each for each in found if each.absmax > 0 and each.is_finite)
+    return min((torch.finfo(each.dtype).max / each.absmax for each in sized), default=math.inf)
+
+
+@contextmanager
+def _run(
+    model: nn.Module,
+    loss_fn: Callable[[], Tensor],
+    casting: AbstractContextManager | None,
+    loss_scale: float,
+    around: AbstractContextManager,
+) -> Iterator[Tensor]:
+    """Run forward and backward, give the loss while the gradients are there, and leave the model as it was."""
     torch.clear_autocast_cache()
-    with untouched(model) as gradients, _chosen(model, number_format), casting or nullcontext():
+    with untouched(model) as gradients, around, casting or nullcontext():
         clear_cast_caches()
         try:
             loss = loss_fn()
             gradients.park_leaves_of(loss)
             torch.autograd.backward(loss.float() * loss_scale)
-            return _outcome(model, loss, loss_scale)
+            yield loss
         finally:
             clear_cast_caches()
             torch.clear_autocast_cache()
+
+
+class _Backward(TorchDispatchMode):
+    """Measure what backward writes, and nothing else: not what a checkpointed block computes again in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.measured = Measurements()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper it stands for would import the compiler, seconds at the first op
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if _current_node() is not None and not torch.is_grad_enabled() and writes_values(func):
+            with torch._C.DisableTorchFunction():
+                self.measure((result,))
+        return result
+
+    def measure(self, values: Iterable[Any]) -> None:
+        for tensor in measured_in(values):
+            self.measured.add(tensor)
 
 
 def _chosen(model: nn.Module, number_format: torch.dtype | None) -> AbstractContextManager[None]:
