@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from amplab.amp import Session, default_session
 from amplab.diagnose.blame import Blame, blame
-from amplab.diagnose.reruns import Outcome, probe, room
+from amplab.diagnose.reruns import Outcome, Room, probe, room
 from amplab.diagnose.statistics import Statistics, counted
 from amplab.diagnose.values import ObservedStep, measured_in, observe_step, tensors_in
 from amplab.trace import OpRecord, trace_step
@@ -184,7 +184,8 @@ def explain(
         inputs: tuple[Statistics, ...] = (output,)
     else:
         inputs, output = rerun.around(record.index) if begun is None else (begun.inputs, begun.outputs[0])
-        fitting = rerun.fitting_scale() if record.phase == "backward" else None
+        guess = _overflow_of_cast(record, inputs) if record.phase == "backward" else None
+        fitting = rerun.fitting_scale(guess) if record.phase == "backward" else None
         cause = "scale"
         if fitting is None:
             in_float32 = rerun.outcome(torch.float32)
@@ -214,20 +215,43 @@ class _Rerun:
             trace_step(self._model, self._loss_fn, casting=casting, loss_scale=scale, observer=look)
         return tuple(counted(look.inputs)), counted(look.outputs)[0]
 
-    def fitting_scale(self) -> float | None:
-        """The largest power of two below the present scale at which the step is finite; None where 1 is too large."""
-        if self._setting.loss_scale <= 1:
+    def fitting_scale(self, too_large_by: float | None) -> float | None:
+        """The largest power of two below the present scale at which the step is finite; None where 1 is too large.
+
+        Args:
+            too_large_by: what the scale has to be divided by for one value of backward at least; saves a run where
+                that value is the one that decides. None where no such value is known.
+        """
+        most = self._setting.loss_scale
+        if most <= 1:
             return None
-        factor = room(self._model, self._loss_fn, casting=self._setting.casting())
-        if factor is None:
+        scale = 1.0 if too_large_by is None else _power_below(min(most / too_large_by, most / 2))
+        found = self._room(scale)
+        if scale > 1 and not found.outcome.is_finite:
+            scale, found = 1.0, self._room(1.0)
+        if found.factor is None:
             return None
-        scale = min(factor, self._setting.loss_scale / 2)
-        scale = 2.0 ** math.floor(math.log2(scale)) if scale >= 1 else 1.0
+        fits, tried = _power_below(min(scale * found.factor, most / 2)), scale
         for _ in range(_TRIES):
-            if scale <= 1 or self.outcome(loss_scale=scale).is_finite:
+            if fits <= tried or self.outcome(loss_scale=fits).is_finite:
                 break
-            scale /= 2
-        return max(scale, 1.0)
+            fits /= 2
+        return max(fits, tried)
+
+    def _room(self, loss_scale: float) -> Room:
+        return room(self._model, self._loss_fn, casting=self._setting.casting(), loss_scale=loss_scale)
+
+
+def _power_below(scale: float) -> float:
+    """The largest power of two that is not above a scale; 1 at least."""
+    return 2.0 ** math.floor(math.log2(scale)) if scale >= 1 else 1.0
+
+
+def _overflow_of_cast(record: OpRecord, inputs: tuple[Statistics, ...]) -> float | None:
+    """By how much what a cast read is too large for what it wrote; None for other ops, whose results are not known."""
+    if not record.is_cast or not inputs or not inputs[-1].is_finite:
+        return None
+    return inputs[-1].absmax / torch.finfo(record.outputs[0].dtype).max
 
 
 _TRIES = 3

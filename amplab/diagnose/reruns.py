@@ -27,7 +27,7 @@ from amplab.diagnose.values import measured_in, writes_values
 from amplab.trace.engines import clear_cast_caches
 from amplab.trace.untouched import untouched
 
-__all__ = ["Outcome", "in_format", "probe", "room"]
+__all__ = ["Outcome", "Room", "in_format", "probe", "room"]
 
 _current_node = torch._C._current_autograd_node
 
@@ -73,36 +73,51 @@ def probe(
 
     Sync: one.
     """
-    with _run(model, loss_fn, casting, loss_scale, _chosen(model, number_format)) as loss:
+    with _run(model, loss_fn, casting, loss_scale, whole=_chosen(model, number_format)) as loss:
         return _outcome(model, loss, loss_scale)
 
 
-def room(
-    model: nn.Module, loss_fn: Callable[[], Tensor], *, casting: AbstractContextManager | None = None
-) -> float | None:
-    """Run one forward and backward at scale 1 and say by how much its loss could still be multiplied.
-
-    Backward is linear in the scale: the largest factor is the one at which the first of its values leaves its format.
+@dataclass(frozen=True)
+class Room:
+    """What one run leaves between its backward and the end of the range.
 
     Args:
-        model, loss_fn, casting: as for `probe`.
+        outcome: what the run came to.
+        factor: by how much its loss could still be multiplied: backward is linear in the scale, so the first of its
+            values to leave its format says so. inf where backward makes nothing but zeros; None where an element of a
+            gradient is not finite as it is.
+    """
 
-    Returns:
-        The factor, inf where backward makes nothing but zeros; None where a gradient is not finite as it is.
+    outcome: Outcome
+    factor: float | None
 
-    Sync: one for each dtype.
+
+def room(
+    model: nn.Module,
+    loss_fn: Callable[[], Tensor],
+    *,
+    casting: AbstractContextManager | None = None,
+    loss_scale: float = 1.0,
+) -> Room:
+    """Run one forward and backward and measure what backward writes.
+
+    Args:
+        model, loss_fn, casting, loss_scale: as for `probe`.
+
+    Sync: two; one more for each other dtype.
     """
     seen = _Backward()
-    with _run(model, loss_fn, casting, 1.0, seen):
+    with _run(model, loss_fn, casting, loss_scale, backward=seen) as loss:
         ours = len(seen.measured)
         with torch._C.DisableTorchFunction():  # not to be cast
             seen.measure(each.grad for each in model.parameters() if each.grad is not None)
+        outcome = _outcome(model, loss, loss_scale)
     seen.measured.settle()
     found = [seen.measured[place] for place in range(len(seen.measured))]
     if not all(each.is_finite for each in found[ours:]):
-        return None
+        return Room(outcome, None)
     sized = (each for each in found if each.absmax > 0 and each.is_finite)
-    return min((torch.finfo(each.dtype).max / each.absmax for each in sized), default=math.inf)
+    return Room(outcome, min((torch.finfo(each.dtype).max / each.absmax for each in sized), default=math.inf))
 
 
 @contextmanager
@@ -111,16 +126,22 @@ def _run(
     loss_fn: Callable[[], Tensor],
     casting: AbstractContextManager | None,
     loss_scale: float,
-    around: AbstractContextManager,
+    *,
+    whole: AbstractContextManager | None = None,
+    backward: AbstractContextManager | None = None,
 ) -> Iterator[Tensor]:
-    """Run forward and backward, give the loss while the gradients are there, and leave the model as it was."""
+    """Run forward and backward, give the loss while the gradients are there, and leave the model as it was.
+
+    The contexts are for the whole run, and for backward alone.
+    """
     torch.clear_autocast_cache()
-    with untouched(model) as gradients, around, casting or nullcontext():
+    with untouched(model) as gradients, whole or nullcontext(), casting or nullcontext():
         clear_cast_caches()
         try:
             loss = loss_fn()
             gradients.park_leaves_of(loss)
-            torch.autograd.backward(loss.float() * loss_scale)
+            with backward or nullcontext():
+                torch.autograd.backward(loss.float() * loss_scale)
             yield loss
         finally:
             clear_cast_caches()

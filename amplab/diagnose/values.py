@@ -266,7 +266,7 @@ class StepWatcher:
         self._measured.settle()
         gradients = tuple(dict(self._gradients).items())  # the last one counts: what was accumulated
         return ObservedStep(
-            Trace(records_when_read(events)), tuple(self._ops), MadeLater(len(self._made), self._value),
+            Trace(records_when_read(events)), tuple(self._ops), MadeLater(len(self._made), lambda _, place: self._value(place)),
             self._loss or 0, gradients, loss_scale, self._begun,
         )  # fmt: skip
 

@@ -9,18 +9,19 @@ Item = TypeVar("Item")
 
 
 class MadeLater(Sequence[Item]):
-    """To the reader the tuple of ``make(0) … make(length - 1)``, each made at most once; pickled as that tuple.
+    """To the reader the tuple of ``make(items, 0) … make(items, length - 1)``, each made at most once; pickled as that.
 
     Args:
         length: how many items.
-        make: gives the item of a place, the same whenever it is asked.
+        make: gives the item of a place, the same whenever it is asked; it may read other items. It is given them, so
+            that it need not hold them: nothing here waits for the garbage collection.
 
-    >>> squares = MadeLater(4, lambda place: place**2)
-    >>> squares[-1], squares == (0, 1, 4, 9), squares
-    (9, True, (0, 1, 4, 9))
+    >>> sums = MadeLater(5, lambda items, place: place + (items[place - 1] if place else 0))
+    >>> sums[-1], sums == (0, 1, 3, 6, 10), sums
+    (10, True, (0, 1, 3, 6, 10))
     """
 
-    def __init__(self, length: int, make: Callable[[int], Item]) -> None:
+    def __init__(self, length: int, make: "Callable[[MadeLater[Item], int], Item]") -> None:
         self._make = make
         self._made: list[Item | None] = [None] * length
 
@@ -35,7 +36,7 @@ class MadeLater(Sequence[Item]):
             return tuple(self[each] for each in range(*place.indices(len(self))))
         item = self._made[place]
         if item is None:
-            item = self._made[place] = self._make(place if place >= 0 else len(self) + place)
+            item = self._made[place] = self._make(self, place if place >= 0 else len(self) + place)
         return item
 
     def __len__(self) -> int:

@@ -36,8 +36,7 @@ def records_of(events: Iterable[Event]) -> tuple[OpRecord, ...]:
 def records_when_read(events: Iterable[Event]) -> Sequence[OpRecord]:
     """Return the same records, each put into words when it is first read: for who reads a few of them."""
     seen = tuple(events)
-    records = MadeLater(len(seen), lambda index: record_of(seen, index, records))
-    return records
+    return MadeLater(len(seen), lambda records, index: record_of(seen, index, records))
 
 
 def record_of(events: Sequence[Event], index: int, records: Sequence[OpRecord]) -> OpRecord:

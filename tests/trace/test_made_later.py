@@ -10,7 +10,7 @@ from amplab.trace.made_later import MadeLater
 def made(length=5):
     asked = []
 
-    def make(place):
+    def make(_, place):
         asked.append(place)
         return place * 10
 
