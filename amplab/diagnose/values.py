@@ -265,10 +265,9 @@ class StepWatcher:
         """Read every measure, and put it beside the records of the events. Sync: one where tensors lie on a device."""
         self._measured.settle()
         gradients = tuple(dict(self._gradients).items())  # the last one counts: what was accumulated
-        return ObservedStep(
-            Trace(records_when_read(events)), tuple(self._ops), MadeLater(len(self._made), lambda _, place: self._value(place)),
-            self._loss or 0, gradients, loss_scale, self._begun,
-        )  # fmt: skip
+        values = MadeLater(len(self._made), lambda _, place: self._value(place))
+        trace = Trace(records_when_read(events))
+        return ObservedStep(trace, tuple(self._ops), values, self._loss or 0, gradients, loss_scale, self._begun)
 
     def _value(self, place: int) -> Value:
         op, named, parts = self._made[place]

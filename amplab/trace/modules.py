@@ -33,8 +33,18 @@ class ModuleStack:
         self.path = ""
         self.stage: Stage = ""
         self.depth = 0
-        self._paths = {module: path or type(module).__name__ for path, module in model.named_modules()}
+        self._names = {module: path for path, module in model.named_modules()}
+        self._paths = {**self._names, model: self._names[model] or type(model).__name__}
         self._running: list[tuple[nn.Module, str, Stage]] = []  # each with the path and the stage to be back at
+
+    def parameter_names(self) -> dict[int, str]:
+        """Return the names of `model.named_parameters()` by id, from the walk over the modules that has been made."""
+        names: dict[int, str] = {}
+        for module, path in self._names.items():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    names.setdefault(id(parameter), f"{path}.{name}" if path else name)
+        return names
 
     @contextmanager
     def following(self) -> Iterator[None]:

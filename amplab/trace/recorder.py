@@ -42,6 +42,8 @@ _next_sequence_number = torch.autograd._get_sequence_nr
 _without_torch_function = torch._C.DisableTorchFunction
 _CAST = torch.ops.aten._to_copy.default
 _CACHES_NOTHING = "", ()
+_NO_NODE = "", "", None, ""
+_IN_FORWARD = False, False, *_NO_NODE
 _LISTS = list, tuple
 _INTO_GRAD = "torch::autograd::AccumulateGrad"
 
@@ -130,7 +132,7 @@ class Recorder:
         self._weight_casts = WeightCasts()
         self._modules = ModuleStack(model)
         self.calls = Calls(self._modules)
-        self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._parameters = self._modules.parameter_names()
         self._infos: dict[tuple[torch.dtype, torch.Size], TensorInfo] = {}
         self._numbers: list[int] = []  # sequence numbers taken by forward events, rising
         self._takers: list[int] = []  # and the events that took them
@@ -138,6 +140,8 @@ class Recorder:
         self._accumulates = False
         self._explanation = Explanation()
         self._last_place: Place | None = None
+        self._last_node: tuple[str, int] | None = None
+        self._last_told: tuple[str, str, int | None, str] = _NO_NODE
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -169,7 +173,8 @@ class Recorder:
             result = overload(*args, **kwargs)
         autograds = place.backward and not place.recomputed
         caching = _CACHES_NOTHING if autograds else self._caching(overload, place, args, result)
-        event = Event(overload, place, inputs, self._seen((result,)), accumulated, *caching)
+        outputs = (self._info(result),) if isinstance(result, Tensor) else self._seen((result,))
+        event = Event(overload, place, inputs, outputs, accumulated, *caching)
         self.events.append(event)
         if self._observer:
             self._observer.after(observed, event, result)
@@ -181,17 +186,14 @@ class Recorder:
         called = calls.name, modules.path, modules.stage, table, self._explanation.decision, module_rule_at_work()
         if node is None and not calls.in_autograd:
             self._take_number()
-            return self._known(*called, False, False, "", "", None, "", calls.line)
-        if torch.is_grad_enabled():
-            self._take_number()  # for a gradient of the gradient, or for a block computed again
-        recomputed = modules.depth > calls.autograd_depth
-        if node is None or recomputed:
-            return self._known(*called, True, recomputed, "", "", None, "", calls.line)
-        return self._known(*called, True, False, *self._node_at_work(node), calls.line)
-
-    def _known(self, *fields: Any) -> Place:
-        """The place of these fields: the last one where nothing has changed since, as for most ops of one call."""
-        if self._last_place != fields:
+            fields = (*called, *_IN_FORWARD, calls.line)
+        else:
+            if torch.is_grad_enabled():
+                self._take_number()  # for a gradient of the gradient, or for a block computed again
+            recomputed = modules.depth > calls.autograd_depth
+            at_work = _NO_NODE if node is None or recomputed else self._node_at_work(node)
+            fields = (*called, True, recomputed, *at_work, calls.line)
+        if self._last_place != fields:  # most ops of one call, and of one node, have the same place
             self._last_place = Place._make(fields)
         return self._last_place
 
@@ -200,8 +202,12 @@ class Recorder:
         name = node.name()
         if name == _INTO_GRAD:
             return name, "", None, self._parameters.get(id(node.variable), "")
-        custom = isinstance(node, torch.autograd.function.BackwardCFunction)
-        return name, name.removesuffix("Backward") if custom else "", self._taker_of(node._sequence_nr()), ""
+        known = name, node._sequence_nr()
+        if self._last_node != known:
+            custom = isinstance(node, torch.autograd.function.BackwardCFunction)
+            function = name.removesuffix("Backward") if custom else ""
+            self._last_node, self._last_told = known, (name, function, self._taker_of(known[1]), "")
+        return self._last_told
 
     def _caching(
         self, overload: torch._ops.OpOverload, place: Place, args: tuple, result: Any
