@@ -7,8 +7,11 @@
         if step.first is not None:
             print(step)
 
-It costs two to four times the step. `first_nonfinite` costs nothing until something is wrong; it also finds out by
-other runs whether the scale, the format or the model is to blame, which one run alone cannot tell.
+It makes a step about twice as long, and that of a tiny net, which computes hardly anything, nine times: on one thread
+of a CPU 1.8 × for a small transformer, 2.1 × for an MLP 512 wide, 9 × for one of 64-32-10. Every tensor is measured by
+its smallest and largest element; what the op at fault read and wrote is counted too where it lies on the CPU.
+`first_nonfinite` costs nothing until something is wrong; it also finds out by other runs whether the scale, the format
+or the model is to blame, which one run alone cannot tell.
 """
 
 from __future__ import annotations

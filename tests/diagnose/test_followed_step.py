@@ -101,3 +101,10 @@ def test_what_the_block_raises_goes_on_and_nothing_stays():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     with pytest.raises(TypeError, match="expected a torch"):
         followed_step(3)
+
+
+def test_what_the_op_at_fault_wrote_is_counted():
+    model = nn.Linear(2, 2)
+    with followed_step(model) as step:
+        step.loss((torch.tensor([3.0, 1e6, -1e6]).half().float() + model(torch.ones(1, 2)).sum()).sum())
+    assert "read float32, 3 elements, |x| up to 1e+06 and wrote float16, 3 elements, |x| up to 3, 2 infs" in str(step)
