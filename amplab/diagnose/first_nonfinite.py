@@ -208,7 +208,7 @@ class _Rerun:
         return probe(self._model, self._loss_fn, casting=casting, loss_scale=loss_scale, number_format=number_format)
 
     def around(self, op: int) -> tuple[tuple[Statistics, ...], Statistics]:
-        """Count what an op read and wrote, in a run that ends there: for tensors that lie on no CPU."""
+        """Count what an op read and wrote, in a run that ends there: where the step itself has not, see `Begun`."""
         look = _Look(op)
         with contextlib.suppress(_Seen):
             casting, scale = self._setting.casting(), self._setting.loss_scale
