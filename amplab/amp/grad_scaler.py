@@ -293,7 +293,7 @@ class GradScaler(LossScales):
         rows = list(self._per_optimizer_states.values())
         if new_scale is None and not any(row["found_inf_per_device"] for row in rows):
             raise AssertionError("No inf checks were recorded prior to update. Call step() or unscale_() before it.")
-        before = self._kept_scales() if self._told else None
+        before = self._told.scales_before(self._scale, [each._scale for each in self._further]) if self._told else None
         found = self._found_of_losses(self._found_inf(rows))
         if new_scale is None:
             self._move_scales_(found, _verdict_of_all(rows))

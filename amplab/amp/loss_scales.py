@@ -22,7 +22,6 @@ from amplab.amp.gradients import SetAside, add_unscaled, bookkeeping, put_back, 
 from amplab.amp.initialize_arguments import as_list, checked_num_losses
 from amplab.amp.known_optimizers import KnownOptimizers
 from amplab.amp.optimizer_gradients import UnscaledGradients
-from amplab.amp.scale_subscribers import kept
 from amplab.scalers import ScaleRule
 
 __all__ = ["LossScale", "LossScales"]
@@ -206,10 +205,6 @@ class LossScales(LossScale):
             if each._scale is None:
                 each._lazy_init_scale_growth_tracker(self._scale.device)
             each._set_scale_(new_scale)
-
-    def _kept_scales(self) -> list[float | Tensor]:
-        """The scale of each loss as it is now, as far as they were used. Sync: none."""
-        return [kept(each._scale) for each in (self, *self._further) if each._scale is not None]
 
     def get_scale(self, loss_id: int = 0) -> float:
         """Return the scale of a loss, or 1.0 where scaling is disabled. Sync: one, once it was used.

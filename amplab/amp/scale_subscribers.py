@@ -15,7 +15,7 @@ from torch import Tensor
 
 from amplab.amp.records import ScaleRecord, StepOutcome
 
-__all__ = ["ScaleSubscribers", "kept"]
+__all__ = ["ScaleSubscribers"]
 
 _MOST = 256  # scales that are noted: a loop that never calls step would add up more and more of them
 
@@ -26,7 +26,8 @@ class ScaleSubscribers:
     def __init__(self) -> None:
         self._callbacks: list[Callable[[ScaleRecord], object]] = []
         self._loss: Tensor | None = None
-        self._scales: deque[float | Tensor] = deque(maxlen=_MOST)
+        self._scale: float | Tensor | None = None  # of the last loss since the last update
+        self._scales: deque[float | Tensor] = deque(maxlen=_MOST)  # of each loss since the last step
 
     def __bool__(self) -> bool:
         return bool(self._callbacks)
@@ -39,15 +40,25 @@ class ScaleSubscribers:
             if callback in self._callbacks:
                 self._callbacks.remove(callback)
             if not self._callbacks:
-                self._loss = None
+                self._loss = self._scale = None
                 self._scales.clear()
 
         return unsubscribe
 
     def note(self, loss: Tensor, scale: Tensor) -> None:
         """Take note of a loss that is scaled. Sync: none."""
-        self._loss = loss.detach()
-        self._scales.append(kept(scale))
+        self._loss, self._scale = loss.detach(), _kept(scale)
+        self._scales.append(self._scale)
+
+    def scales_before(self, scale: Tensor, further: Iterable[Tensor | None]) -> list[float | Tensor]:
+        """What the scale of each loss was in this iteration, before an update moves it. Sync: none.
+
+        Args:
+            scale: ``()``, of the losses that were noted.
+            further: of the others, None where none was used yet.
+        """
+        own = _kept(scale) if self._scale is None else self._scale
+        return [own, *(_kept(each) for each in further if each is not None)]
 
     def tell(
         self,
@@ -61,8 +72,8 @@ class ScaleSubscribers:
 
         Args:
             loss_ids: the losses that had gradients.
-            scales: for each of them its scale before the update, as `kept` has it, then its scale and its found_inf,
-                both ``()``.
+            scales: for each of them its scale before the update, its scale after it, and its found_inf: numbers, or
+                tensors of shape ``()``.
             last: what the last step did.
             stepped: whether there was one since the last update; it has used up the backwards that were noted.
 
@@ -70,6 +81,7 @@ class ScaleSubscribers:
         """
         values = _read([*scales, *(self._scales if stepped else ())])
         scaled_by = tuple(values[3 * len(loss_ids) :])
+        self._scale = None
         if stepped:
             self._scales.clear()
         for place, loss_id in enumerate(loss_ids):
@@ -81,7 +93,7 @@ class ScaleSubscribers:
                 callback(record)
 
 
-def kept(scale: Tensor) -> float | Tensor:
+def _kept(scale: Tensor) -> float | Tensor:
     """A scale as it is now, whatever becomes of the tensor. Sync: none."""
     return scale.item() if scale.is_cpu else scale.clone()
 
