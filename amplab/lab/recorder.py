@@ -57,7 +57,7 @@ class Recorder:
         """Keep one step as its values."""
         self.history.append_row(row)
         if self._wanted is not None:
-            self._write(lambda log: log.append_row(row))
+            self._write(RunLog.append_row, row)
 
     def keep(self, sample: GradientSample) -> None:
         """Keep a histogram of the gradients."""
@@ -87,11 +87,11 @@ class Recorder:
             self._write(RunLog.close)
         self._wanted = self._log = None
 
-    def _write(self, write: Callable[[RunLog], object]) -> None:
+    def _write(self, write: Callable[..., object], *values: object) -> None:
         try:
             if self._log is None:
                 self._log = self._open(self._wanted)
-            write(self._log)
+            write(self._log, *values)
         except OSError as error:
             self._give_up(error)
 
