@@ -335,8 +335,8 @@ def test_subscribers_get_a_frozen_record_at_every_update():
     unsubscribe()
     scaler.update(3.0)
     assert records == [
-        ScaleRecord(0, 64.0, 64.0, found_inf=False, skipped=False),
-        ScaleRecord(0, 64.0, 32.0, found_inf=True, skipped=True, first_nonfinite="1.bias"),
+        ScaleRecord(0, 64.0, 64.0, found_inf=False, skipped=False, backward_scales=(64.0,)),
+        ScaleRecord(0, 64.0, 32.0, True, True, first_nonfinite="1.bias", backward_scales=(64.0,)),
     ]
     with pytest.raises(dataclasses.FrozenInstanceError):
         records[0].loss_scale = 1.0
