@@ -27,6 +27,7 @@ from amplab.amp.loss_scales import LossScales
 from amplab.amp.opt_levels import checked_flag
 from amplab.amp.optimizer_gradients import unscale_gradients_
 from amplab.amp.records import ScaleRecord, StepOutcome
+from amplab.amp.scale_subscribers import ScaleSubscribers
 from amplab.amp.step_report import NO_STEP_YET, STEPPED, StepReport
 from amplab.optimizers import FusedOptimizer
 from amplab.scalers import ScaleRule
@@ -103,8 +104,7 @@ class GradScaler(LossScales):
         super()._begin()
         self._last: StepReport | StepOutcome = NO_STEP_YET
         self._skipped_in_a_row = 0
-        self._subscribers: list[Callable[[ScaleRecord], object]] = []
-        self._loss_of_step: Tensor | None = None
+        self._told = ScaleSubscribers()
 
     # -- the four calls of an iteration ------------------------------------------------------------
 
@@ -127,8 +127,10 @@ class GradScaler(LossScales):
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
-            self._loss_of_step = outputs.detach() if self._subscribers else None
-            return self._scaled(outputs)
+            scaled = self._scaled(outputs)
+            if self._told:
+                self._told.note(outputs, self._scale)
+            return scaled
         if not isinstance(outputs, abc.Iterable):
             raise ValueError(
                 f"outputs must be a Tensor or an iterable of Tensors, and this is a {type(outputs).__name__}: pass the "
@@ -291,7 +293,7 @@ class GradScaler(LossScales):
         rows = list(self._per_optimizer_states.values())
         if new_scale is None and not any(row["found_inf_per_device"] for row in rows):
             raise AssertionError("No inf checks were recorded prior to update. Call step() or unscale_() before it.")
-        before = self._copies_of_scales() if self._subscribers else None
+        before = self._told.scales_before(self._scale, [each._scale for each in self._further]) if self._told else None
         found = self._found_of_losses(self._found_inf(rows))
         if new_scale is None:
             self._move_scales_(found, _verdict_of_all(rows))
@@ -302,7 +304,9 @@ class GradScaler(LossScales):
         self._done.clear()
         self._known.find_shared()
         if before is not None:
-            self._tell(before, found)
+            stepped = any(row["stage"] is OptState.STEPPED for row in rows)
+            scales = [value for each in found for value in (before[each], self._loss(each)._scale, found[each])]
+            self._told.tell(list(found), scales, self.last_step, stepped=stepped)
 
     # -- optimizers that take the scale themselves -------------------------------------------------
 
@@ -347,29 +351,13 @@ class GradScaler(LossScales):
         """Call ``callback`` with a `ScaleRecord` at the end of every `update`, which then waits for the device.
 
         Once for each loss that had a `scale_loss`; ``skipped`` and ``first_nonfinite`` are those of the last `step`.
+        ``backward_scales`` are those of every `scale` since the update that followed the step before: gradients that a
+        step adds up under several scales count for more or less than they should.
 
         Returns:
             A function that ends the subscription.
         """
-        self._subscribers.append(callback)
-
-        def unsubscribe() -> None:
-            if callback in self._subscribers:
-                self._subscribers.remove(callback)
-
-        return unsubscribe
-
-    def _tell(self, before: list[Tensor], found: dict[int, Tensor]) -> None:
-        last = self.last_step
-        for loss_id, found_inf in found.items():
-            scales = [before[loss_id], self._loss(loss_id)._scale, found_inf]
-            on_host = found_inf.device.type == "cpu"  # where a read waits for nothing and stacking takes longer
-            scale, next_scale, found_here = map(Tensor.item, scales) if on_host else torch.stack(scales).tolist()
-            skipped = found_here > 0 and not last.stepped
-            first = last.first_nonfinite if skipped else None
-            record = ScaleRecord(loss_id, scale, next_scale, found_here > 0, skipped, first, self._loss_of_step)
-            for callback in list(self._subscribers):
-                callback(record)
+        return self._told.add(callback)
 
     # -- copies ------------------------------------------------------------------------------------
 
@@ -382,7 +370,7 @@ class GradScaler(LossScales):
         Sync: two.
         """
         state = super().__getstate__()
-        for name in ("_known", "_done", "_last", "_skipped_in_a_row", "_subscribers", "_loss_of_step"):
+        for name in ("_known", "_done", "_last", "_skipped_in_a_row", "_told"):
             del state[name]
         return state
 

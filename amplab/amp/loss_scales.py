@@ -206,10 +206,6 @@ class LossScales(LossScale):
                 each._lazy_init_scale_growth_tracker(self._scale.device)
             each._set_scale_(new_scale)
 
-    def _copies_of_scales(self) -> list[Tensor]:
-        """``()`` float32 for each loss, as far as scales are on the device."""
-        return [each._scale.clone() for each in (self, *self._further) if each._scale is not None]
-
     def get_scale(self, loss_id: int = 0) -> float:
         """Return the scale of a loss, or 1.0 where scaling is disabled. Sync: one, once it was used.
 

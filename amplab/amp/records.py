@@ -23,6 +23,8 @@ class ScaleRecord:
         first_nonfinite: with ``found_inf``, the non-finite gradient that backward reached first, by its
             parameter's name; the one nearest the loss.
         loss: what was scaled, before it was; None where it was no single tensor. Reading it waits for the device.
+        backward_scales: of a `GradScaler`, after an optimizer's ``step``: the scale of each call of ``scale`` since the
+            update that ended the step before, the last 256 at most; several where gradients are accumulated.
     """
 
     loss_id: int
@@ -32,6 +34,7 @@ class ScaleRecord:
     skipped: bool
     first_nonfinite: str | None = None
     loss: Tensor | None = field(default=None, compare=False, repr=False)
+    backward_scales: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

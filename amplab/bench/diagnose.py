@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from amplab.amp import GradScaler
+from amplab.amp import GradScaler, Session
 from amplab.bench.interleaved import Case, Contestant, Pair
 from amplab.bench.rows import Goal
 from amplab.bench.workloads import Workload, mlp_512, small_transformer, tiny_mlp
@@ -20,6 +20,9 @@ from amplab.diagnose import first_nonfinite
 from amplab.lab import watch
 
 __all__ = ["diagnose_cases"]
+
+_Scaler = torch.amp.GradScaler | Session | None
+_MakeScaler = Callable[[Workload], _Scaler]
 
 _WATCHED, _EXPLAINED = Goal("at most", 1.03), Goal("at most", 10.0)
 _NEVER = 2**31  # steps from one sample to the next
@@ -38,7 +41,12 @@ def diagnose_cases(width: int = 128, layers: int = 4) -> list[Case]:
     def transformer() -> Workload:
         return small_transformer(width, layers)
 
-    scalers = (("no scaler", lambda: None), ("torch's scaler", _torch_scaler), ("amplab's scaler", _amplab_scaler))
+    scalers: tuple[tuple[str, _MakeScaler], ...] = (
+        ("no scaler", lambda _: None),
+        ("torch's scaler", lambda _: torch.amp.GradScaler("cpu", init_scale=_SCALE)),
+        ("amplab's scaler", lambda _: GradScaler("cpu", init_scale=_SCALE)),
+        ("a session", _session),
+    )
     models = (("tiny MLP", tiny_mlp), ("MLP 512", mlp_512), ("small transformer", transformer))
     watched = [
         Case(f"watch MLP 512, {name}", "the loop alone", _WATCHED, partial(_against_the_loop, mlp_512, scaler))
@@ -50,17 +58,17 @@ def diagnose_cases(width: int = 128, layers: int = 4) -> list[Case]:
     ]
 
 
-def _torch_scaler() -> torch.amp.GradScaler:
-    return torch.amp.GradScaler("cpu", init_scale=_SCALE)
+def _session(work: Workload) -> Session:
+    """A session that scales and casts nothing."""
+    session = Session()
+    options = {"loss_scale": "dynamic", "dynamic_init_scale": _SCALE, "verbosity": 0}
+    session.initialize(work.model, work.optimizer, opt_level="O0", **options)
+    return session
 
 
-def _amplab_scaler() -> GradScaler:
-    return GradScaler("cpu", init_scale=_SCALE)
-
-
-def _against_the_loop(make: Callable[[], Workload], make_scaler: Callable[[], torch.amp.GradScaler | None]) -> Pair:
+def _against_the_loop(make: Callable[[], Workload], make_scaler: _MakeScaler) -> Pair:
     seen, unseen = make(), make()
-    scaler = make_scaler()
+    scaler = make_scaler(seen)
     watching = watch(seen.model, seen.optimizer, scaler, step=lambda _batch: seen.loss(), every=_NEVER)
     watching.__enter__()  # for as long as the pair lives
     batches = watching.batches(itertools.repeat(seen.inputs))
@@ -69,14 +77,18 @@ def _against_the_loop(make: Callable[[], Workload], make_scaler: Callable[[], to
         next(batches)
         _train(seen, scaler, watching.loss)
 
-    return Pair(Contestant(watched), Contestant(partial(_train, unseen, make_scaler(), lambda loss: loss)))
+    return Pair(Contestant(watched), Contestant(partial(_train, unseen, make_scaler(unseen), lambda loss: loss)))
 
 
-def _train(work: Workload, scaler: torch.amp.GradScaler | None, noted: Callable[[Tensor], Tensor]) -> None:
+def _train(work: Workload, scaler: _Scaler, noted: Callable[[Tensor], Tensor]) -> None:
     """One training step, its loss shown to `noted`."""
     loss = noted(work.loss())
     if scaler is None:
         loss.backward()
+        work.optimizer.step()
+    elif isinstance(scaler, Session):
+        with scaler.scale_loss(loss, work.optimizer) as scaled_loss:
+            scaled_loss.backward()
         work.optimizer.step()
     else:
         scaler.scale(loss).backward()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,12 +24,10 @@ from amplab.amp import Session, default_session
 from amplab.diagnose.blame import Blame, blame
 from amplab.diagnose.faces import face_of
 from amplab.diagnose.first_nonfinite_page import html, sentence, text
-from amplab.diagnose.reruns import Outcome, probe
-from amplab.diagnose.statistics import Statistics, extremes, read, statistics
-from amplab.diagnose.values import ObservedStep, measured_in, observe_step, tensors_in, writes_values
+from amplab.diagnose.reruns import Outcome, Room, probe, room
+from amplab.diagnose.statistics import Statistics, counted
+from amplab.diagnose.values import ObservedStep, measured_in, observe_step, tensors_in
 from amplab.trace import OpRecord, trace_step
-from amplab.trace.recorder import Event
-from amplab.trace.step import record_step
 from amplab.trace.step_checks import check_step
 
 __all__ = ["FirstNonfinite", "Setting", "explain", "first_nonfinite", "setting_of"]
@@ -179,16 +177,18 @@ def explain(
 ) -> FirstNonfinite:
     """Decide on the cause by running the step under other conditions; arguments as they come from `blame`."""
     rerun = _Rerun(model, loss_fn, setting)
+    begun = step.begun.get(blamed.op)
     record = None if blamed.op is None else step.trace.records[blamed.op]
     fitting = in_float32 = in_bfloat16 = None
     if record is None:
         cause = blamed.value.kind or "input"
         given = _tensor_named(model, batch, blamed.value.name)
-        output = blamed.value.statistics if given is None else _measured([given])[0]
+        output = blamed.value.statistics if given is None else counted([given])[0]
         inputs: tuple[Statistics, ...] = (output,)
     else:
-        inputs, output = rerun.around(record.index)
-        fitting = rerun.fitting_scale() if record.phase == "backward" else None
+        inputs, output = rerun.around(record.index) if begun is None else (begun.inputs, begun.outputs[0])
+        guess = _overflow_of_cast(record, inputs) if record.phase == "backward" else None
+        fitting = rerun.fitting_scale(guess) if record.phase == "backward" else None
         cause = "scale"
         if fitting is None:
             in_float32 = rerun.outcome(torch.float32)
@@ -211,76 +211,53 @@ class _Rerun:
         return probe(self._model, self._loss_fn, casting=casting, loss_scale=loss_scale, number_format=number_format)
 
     def around(self, op: int) -> tuple[tuple[Statistics, ...], Statistics]:
-        """Count what an op read and wrote, in a run that ends there."""
+        """Count what an op read and wrote, in a run that ends there: where the step itself has not, see `Begun`."""
         look = _Look(op)
         with contextlib.suppress(_Seen):
             casting, scale = self._setting.casting(), self._setting.loss_scale
             trace_step(self._model, self._loss_fn, casting=casting, loss_scale=scale, observer=look)
-        return tuple(_measured(look.inputs)), _measured(look.outputs)[0]
+        return tuple(counted(look.inputs)), counted(look.outputs)[0]
 
-    def fitting_scale(self) -> float | None:
+    def fitting_scale(self, too_large_by: float | None) -> float | None:
         """The largest power of two below the present scale at which the step is finite; None where 1 is too large.
 
-        Backward is linear in the scale: from the largest value that it makes at scale 1 follows what fits.
+        Args:
+            too_large_by: what the scale has to be divided by for one value of backward at least; saves a run where
+                that value is the one that decides. None where no such value is known.
         """
-        if self._setting.loss_scale <= 1:
+        most = self._setting.loss_scale
+        if most <= 1:
             return None
-        room = _Room(self._model)
-        casting = self._setting.casting()
-        record_step(self._model, self._loss_fn, casting=casting, observer=room, before_restoring=room.measure_gradients)
-        factor = room.factor()
-        if factor is None:
+        scale = 1.0 if too_large_by is None else _power_below(min(most / too_large_by, most / 2))
+        found = self._room(scale)
+        if scale > 1 and not found.outcome.is_finite:
+            scale, found = 1.0, self._room(1.0)
+        if found.factor is None:
             return None
-        scale = min(factor, self._setting.loss_scale / 2)
-        scale = 2.0 ** math.floor(math.log2(scale)) if scale >= 1 else 1.0
+        fits, tried = _power_below(min(scale * found.factor, most / 2)), scale
         for _ in range(_TRIES):
-            if scale <= 1 or self.outcome(loss_scale=scale).is_finite:
+            if fits <= tried or self.outcome(loss_scale=fits).is_finite:
                 break
-            scale /= 2
-        return max(scale, 1.0)
+            fits /= 2
+        return max(fits, tried)
+
+    def _room(self, loss_scale: float) -> Room:
+        return room(self._model, self._loss_fn, casting=self._setting.casting(), loss_scale=loss_scale)
+
+
+def _power_below(scale: float) -> float:
+    """The largest power of two that is not above a scale; 1 at least."""
+    return 2.0 ** math.floor(math.log2(scale)) if scale >= 1 else 1.0
+
+
+def _overflow_of_cast(record: OpRecord, inputs: tuple[Statistics, ...]) -> float | None:
+    """By how much what a cast read is too large for what it wrote; None for other ops, whose results are not known."""
+    if not record.is_cast or not inputs or not inputs[-1].is_finite:
+        return None
+    return inputs[-1].absmax / torch.finfo(record.outputs[0].dtype).max
 
 
 _TRIES = 3
-
-
-class _Room:
-    """By how much a loss could still be multiplied; an observer, see `amplab.trace.recorder.Observer`.
-
-    It looks at what backward writes and at nothing else, which takes half as long as `observe_step`.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._measured: list[tuple[Tensor, ...]] = []
-        self._kinds: list[tuple[torch.dtype, int]] = []
-        self._gradients = 0
-
-    def before(self, *_: object) -> None:
-        """Nothing: what an op reads was written by another."""
-
-    def after(self, _seen: Any, event: Event, result: Any) -> None:
-        if event.place.backward and not event.place.recomputed and writes_values(event.overload):
-            self._measure((result,))
-
-    def measure_gradients(self) -> None:
-        """Measure what the parameters have got, while it is there."""
-        ours = len(self._measured)
-        with torch._C.DisableTorchFunction():  # not to be cast
-            self._measure(each.grad for each in self._model.parameters() if each.grad is not None)
-        self._gradients = len(self._measured) - ours
-
-    def factor(self) -> float | None:
-        """The factor at which a value of backward leaves its format; None where a gradient is not finite as it is."""
-        found = read(self._measured, self._kinds)
-        if not all(each.is_finite for each in found[len(found) - self._gradients :]):
-            return None
-        sized = (each for each in found if each.absmax > 0 and each.is_finite)
-        return min((torch.finfo(each.dtype).max / each.absmax for each in sized), default=math.inf)
-
-    def _measure(self, values: Iterable[Any]) -> None:
-        for tensor in measured_in(values):
-            self._measured.append(extremes(tensor))
-            self._kinds.append((tensor.dtype, tensor.numel()))
 
 
 class _Seen(Exception):
@@ -304,10 +281,6 @@ class _Look:
             self.outputs = [each.clone() for each in measured_in((result,))]
             raise _Seen
         self._left -= 1
-
-
-def _measured(tensors: list[Tensor]) -> list[Statistics]:
-    return read([statistics(each) for each in tensors], [(each.dtype, each.numel()) for each in tensors])
 
 
 @torch.no_grad()

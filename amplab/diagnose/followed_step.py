@@ -7,8 +7,11 @@
         if step.first is not None:
             print(step)
 
-It costs two to four times the step. `first_nonfinite` costs nothing until something is wrong; it also finds out by
-other runs whether the scale, the format or the model is to blame, which one run alone cannot tell.
+It makes a step about twice as long, and that of a tiny net, which computes hardly anything, nine times: on one thread
+of a CPU 1.8 × for a small transformer, 2.1 × for an MLP 512 wide, 9 × for one of 64-32-10. Every tensor is measured by
+its smallest and largest element; what the op at fault read and wrote is counted too where it lies on the CPU.
+`first_nonfinite` costs nothing until something is wrong; it also finds out by other runs whether the scale, the format
+or the model is to blame, which one run alone cannot tell.
 """
 
 from __future__ import annotations
@@ -21,11 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from amplab.diagnose.blame import Blame, blame
-from amplab.diagnose.statistics import statistics
 from amplab.diagnose.values import ObservedStep, StepWatcher, named_tensors
-from amplab.trace import Trace
 from amplab.trace.compiled_functions import compiled_functions_eagerly
-from amplab.trace.reasons import records_of
 from amplab.trace.recorder import Recorder
 from amplab.trace.step_checks import check_model
 
@@ -38,7 +38,7 @@ class FollowedStep:
     """One forward and backward, followed while it runs; made by `followed_step`, used in a ``with`` block."""
 
     def __init__(self, model: nn.Module, batch: Any) -> None:
-        self._watcher = StepWatcher(named_tensors(model, batch), statistics)
+        self._watcher = StepWatcher(named_tensors(model, batch))
         self._recorder = Recorder(model, self._watcher)
         self._block = ExitStack()
         self._ended = False
@@ -75,7 +75,7 @@ class FollowedStep:
         if not (self._ended and self._recorder.events):
             state = "no op ran in its `with` block" if self._ended else "its `with` block has not ended"
             raise RuntimeError(f"followed_step: {state}; expected a forward in it, and questions after it.")
-        return self._watcher.observed(Trace(records_of(self._recorder.events)), 1.0)
+        return self._watcher.observed(self._recorder.events, 1.0)
 
     @cached_property
     def first(self) -> Blame | None:
@@ -89,10 +89,12 @@ class FollowedStep:
             return f"all finite: {len(self.observed.ops)} ops"
         if found.op is None:
             return f"{found.result} is not finite: {found.value.name or 'a tensor'} came in as {found.value.statistics}"
-        record = self.observed.trace.records[found.op]
-        read = "; ".join(str(value.statistics) for value in self.observed.inputs(found.op))
+        record, begun = self.observed.trace.records[found.op], self.observed.begun.get(found.op)
+        inputs = [value.statistics for value in self.observed.inputs(found.op)] if begun is None else begun.inputs
+        written = found.value.statistics if begun is None else begun.outputs[0]
+        read = "; ".join(map(str, inputs))
         where = f"{record.op} in {record.module or 'no module'} ({record.phase}, {record.line})"
-        return f"{found.result} is not finite: it began at {where}, read {read} and wrote {found.value.statistics}"
+        return f"{found.result} is not finite: it began at {where}, read {read} and wrote {written}"
 
 
 def followed_step(model: nn.Module, batch: Any = None) -> FollowedStep:

@@ -29,7 +29,9 @@ class StepObservation:
         underflow: share, in [0, 1], of the non-zero gradient elements that half turns into zero at `loss_scale`; None
             where it was not measured.
         learning_rate: of the first parameter group in this step; None where unknown.
-        backward_scales: the scale of each backward that this step accumulates, in order; empty where unknown.
+        backward_scales: the scale of each backward that this step accumulates, in order, as its gradients still have it
+            when they are added up; empty where unknown, and may be where all are the same. The apex face takes each
+            scale out before it adds, so it has none to tell; torch's GradScaler tells nobody.
     """
 
     step: int

@@ -6,12 +6,13 @@ at the one place that all ops pass.
 
     probe(model, loss_fn, loss_scale=1.0)                          is it gone at scale 1
     probe(model, loss_fn, number_format=torch.float32)             is it gone in float32
+    room(model, loss_fn)                                           at which scale is it gone
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +22,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from amplab.diagnose.statistics import Measurements
+from amplab.diagnose.values import measured_in, writes_values
 from amplab.trace.engines import clear_cast_caches
 from amplab.trace.step_checks import check_loss, check_step
 from amplab.trace.untouched import untouched
 
-__all__ = ["Outcome", "in_format", "probe"]
+__all__ = ["Outcome", "Room", "in_format", "probe", "room"]
+
+_current_node = torch._C._current_autograd_node
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -73,18 +78,103 @@ def probe(
     Sync: one.
     """
     check_step(model, loss_fn, loss_scale, compiled=True, values=True)
+    with _run(model, loss_fn, casting, loss_scale, whole=_chosen(model, number_format)) as loss:
+        return _outcome(model, loss, loss_scale)
+
+
+@dataclass(frozen=True)
+class Room:
+    """What one run leaves between its backward and the end of the range.
+
+    Args:
+        outcome: what the run came to.
+        factor: by how much its loss could still be multiplied: backward is linear in the scale, so the first of its
+            values to leave its format says so. inf where backward makes nothing but zeros; None where an element of a
+            gradient is not finite as it is.
+    """
+
+    outcome: Outcome
+    factor: float | None
+
+
+def room(
+    model: nn.Module,
+    loss_fn: Callable[[], Tensor],
+    *,
+    casting: AbstractContextManager | None = None,
+    loss_scale: float = 1.0,
+) -> Room:
+    """Run one forward and backward and measure what backward writes.
+
+    Args:
+        model, loss_fn, casting, loss_scale: as for `probe`.
+
+    Sync: two; one more for each other dtype.
+    """
+    seen = _Backward()
+    with _run(model, loss_fn, casting, loss_scale, backward=seen) as loss:
+        ours = len(seen.measured)
+        with torch._C.DisableTorchFunction():  # not to be cast
+            seen.measure(each.grad for each in model.parameters() if each.grad is not None)
+        outcome = _outcome(model, loss, loss_scale)
+    seen.measured.settle()
+    found = [seen.measured[place] for place in range(len(seen.measured))]
+    if not all(each.is_finite for each in found[ours:]):
+        return Room(outcome, None)
+    sized = (each for each in found if each.absmax > 0 and each.is_finite)
+    return Room(outcome, min((torch.finfo(each.dtype).max / each.absmax for each in sized), default=math.inf))
+
+
+@contextmanager
+def _run(
+    model: nn.Module,
+    loss_fn: Callable[[], Tensor],
+    casting: AbstractContextManager | None,
+    loss_scale: float,
+    *,
+    whole: AbstractContextManager | None = None,
+    backward: AbstractContextManager | None = None,
+) -> Iterator[Tensor]:
+    """Run forward and backward, give the loss while the gradients are there, and leave the model as it was.
+
+    The contexts are for the whole run, and for backward alone.
+    """
     torch.clear_autocast_cache()
-    with untouched(model) as gradients, _chosen(model, number_format), casting or nullcontext():
+    with untouched(model) as gradients, whole or nullcontext(), casting or nullcontext():
         clear_cast_caches()
         try:
             loss = loss_fn()
             check_loss(loss, model)
             gradients.park_leaves_of(loss)
-            torch.autograd.backward(loss.float() * loss_scale)
-            return _outcome(model, loss, loss_scale)
+            with backward or nullcontext():
+                torch.autograd.backward(loss.float() * loss_scale)
+            yield loss
         finally:
             clear_cast_caches()
             torch.clear_autocast_cache()
+
+
+class _Backward(TorchDispatchMode):
+    """Measure what backward writes, and nothing else: not what a checkpointed block computes again in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.measured = Measurements()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper it stands for would import the compiler, seconds at the first op
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if _current_node() is not None and not torch.is_grad_enabled() and writes_values(func):
+            with torch._C.DisableTorchFunction():
+                self.measure((result,))
+        return result
+
+    def measure(self, values: Iterable[Any]) -> None:
+        for tensor in measured_in(values):
+            self.measured.add(tensor)
 
 
 def _chosen(model: nn.Module, number_format: torch.dtype | None) -> AbstractContextManager[None]:

@@ -1,30 +1,37 @@
 """The values of one step: what every op read and wrote, how large it was, and which op had written it.
 
 `observe_step` traces a step with an observer that measures each tensor once and follows it from the op that writes it
-to the ops that read it: by its memory, so that views and writes in place are seen through. No tensor is kept.
+to the ops that read it: by its memory, so that views and writes in place are seen through. No tensor is kept, and
+records and values are made of what was noted when they are first read: of a long step few are.
 
     trace.records[i]       the op, its module, its phase, its dtypes
     ops[i].inputs          places in `values`: what it read
     values[k].op           the op that wrote it, None for what was there before the step
+    begun[i]               what it read and wrote, counted, where it made inf or NaN of finite numbers
 
 What the values mean is in `blame` (where inf and NaN come from) and in the files named ``…_rules``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from amplab.diagnose.statistics import MEASURED, Statistics, extremes, read, statistics
-from amplab.trace import Trace, trace_step
+from amplab.diagnose.statistics import MEASURED, Measurements, Statistics, counted
+from amplab.trace import Trace
+from amplab.trace.made_later import MadeLater
+from amplab.trace.reasons import records_when_read
 from amplab.trace.recorder import Event
+from amplab.trace.step import record_step
 
 __all__ = [
+    "Begun",
     "ObservedStep",
     "OpValues",
     "StepWatcher",
@@ -40,6 +47,7 @@ _FILLS = frozenset(("masked_fill", "masked_fill_", "fill", "fill_", "full", "ful
 _ALLOCATES = frozenset(("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"))
 _VIEWS = frozenset(("_unsafe_view", "detach", "lift_fresh", "_reshape_alias"))  # beside those that say so
 _ACCUMULATES = "torch::autograd::AccumulateGrad"
+_LISTS = list, tuple
 _unseen_by_engines = torch._C.DisableTorchFunction
 
 
@@ -77,6 +85,18 @@ class OpValues(NamedTuple):
     numbers: tuple[float, ...]
 
 
+class Begun(NamedTuple):
+    """What an op read and wrote that made inf or NaN of finite numbers.
+
+    Args:
+        inputs: of the floating-point tensors read, in argument order, counted.
+        outputs: of those written.
+    """
+
+    inputs: tuple[Statistics, ...]
+    outputs: tuple[Statistics, ...]
+
+
 @dataclass(frozen=True)
 class ObservedStep:
     """One forward and backward with the values of every op.
@@ -88,14 +108,17 @@ class ObservedStep:
         loss: place of the loss in `values`.
         gradients: (parameter name, place in `values`), in the order in which backward reached them.
         loss_scale: what the loss was multiplied by.
+        begun: by number of the op, those whose finite inputs gave an output that is not, and whose tensors lie on the
+            CPU: there it is known while the tensors are still there.
     """
 
     trace: Trace
     ops: tuple[OpValues, ...]
-    values: tuple[Value, ...]
+    values: Sequence[Value]
     loss: int
     gradients: tuple[tuple[str, int], ...]
     loss_scale: float
+    begun: Mapping[int, Begun] = field(default_factory=dict)
 
     def inputs(self, op: int) -> list[Value]:
         """The values that an op read."""
@@ -130,7 +153,7 @@ def observe_step(
 
     Sync: one, at the end.
     """
-    watcher = StepWatcher(named_tensors(model, batch), statistics if detailed else extremes)
+    watcher = StepWatcher(named_tensors(model, batch), detailed=detailed)
 
     def noted() -> Tensor:
         loss = loss_fn()
@@ -139,8 +162,8 @@ def observe_step(
                 watcher.note_loss(loss)
         return loss
 
-    trace = trace_step(model, noted, casting=casting or nullcontext(), loss_scale=loss_scale, observer=watcher)
-    return watcher.observed(trace, loss_scale)
+    events = record_step(model, noted, casting=casting or nullcontext(), loss_scale=loss_scale, observer=watcher)
+    return watcher.observed(events, loss_scale)
 
 
 def tensors_in(batch: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
@@ -186,42 +209,51 @@ class _Memory:
 
 
 class StepWatcher:
-    """The observer of `observe_step`; see `amplab.trace.recorder.Observer`."""
+    """The observer of `observe_step`; see `amplab.trace.recorder.Observer`.
 
-    def __init__(self, named: dict[int, _Named], measure: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
-        self._named, self._measure = named, measure
-        self._measured: list[tuple[Tensor, ...]] = []
-        self._made: list[tuple[int | None, _Named, tuple[int, ...], torch.dtype, int]] = []
+    Args:
+        named: what lies in which memory, see `named_tensors`.
+        detailed: count zeros, subnormals, inf and NaN of every tensor too.
+    """
+
+    def __init__(self, named: dict[int, _Named], *, detailed: bool = False) -> None:
+        self._named, self._detailed = named, detailed
+        self._measured = Measurements()
+        self._made: list[tuple[int | None, _Named, tuple[int, ...]]] = []
         self._memories: dict[int, _Memory] = {}
         self._ops: list[OpValues] = []
+        self._begun: dict[int, Begun] = {}
         self._gradients: list[tuple[str, int]] = []
         self._loss: int | None = None
 
     def before(self, overload: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Measure what an op will read and has not been measured."""
-        allocates = overload.overloadpacket.__name__ in _ALLOCATES
-        given = (*args, *kwargs.values())
-        inputs = () if allocates else tuple(self._read(each) for each in measured_in(given))
-        return inputs, _numbers(overload, given)
+        given = (*args, *kwargs.values()) if kwargs else args
+        if _kind(overload) == "allocates":
+            return (), (), given
+        tensors = measured_in(given)
+        # What an op in place reads is gone when it turns out that it is to be counted; on a device it is never counted.
+        read = [_counted(each) if each.is_cpu else each for each in tensors] if _overwrites(overload) else tensors
+        return tuple(map(self._read, tensors)), read, given
 
     def after(self, seen: Any, event: Event, result: Any) -> None:
         """Measure what it wrote."""
-        inputs, numbers = seen
-        name = event.overload.overloadpacket.__name__
-        tensors = measured_in((result,))
-        if name in _ALLOCATES:
+        inputs, read, given = seen
+        kind, tensors, outputs = _kind(event.overload), measured_in((result,)), ()
+        if kind == "allocates":
             for tensor in tensors:
                 self._memories[_memory(tensor)] = _Memory()
-            outputs: tuple[int, ...] = ()
-        elif event.overload.is_view or name in _VIEWS:
+        elif kind == "view":
             viewed = [self._view(tensor, inputs) for tensor in tensors]
             outputs = tuple(place for place in viewed if place is not None)
         else:
             outputs = tuple(self._write(tensor, len(self._ops)) for tensor in tensors)
+            if self._begins(inputs, outputs):
+                self._begun[len(self._ops)] = Begun(tuple(map(_counted, read)), tuple(map(_counted, tensors)))
         place = event.place
         if place.node == _ACCUMULATES and place.parameter and (outputs or inputs):
             self._gradients.append((place.parameter, (outputs or inputs)[-1]))
-        self._ops.append(OpValues(inputs, outputs, numbers))
+        self._ops.append(OpValues(inputs, outputs, _numbers(event.overload, given)))
 
     def note_loss(self, loss: Tensor) -> None:
         """Remember which value the loss is."""
@@ -229,28 +261,36 @@ class StepWatcher:
         if known is not None and known.all:
             self._loss = known.regions.get(_region(loss), known.all[-1])
 
-    def observed(self, trace: Trace, loss_scale: float) -> ObservedStep:
-        """Read every measure, and put it beside the trace's records. Sync: one."""
-        measured = read(self._measured, [(dtype, numel) for *_, dtype, numel in self._made])
-        values = tuple(
-            Value(statistics, op, named.name, named.kind, parts)
-            for statistics, (op, named, parts, _, _) in zip(measured, self._made, strict=True)
-        )
+    def observed(self, events: Sequence[Event], loss_scale: float) -> ObservedStep:
+        """Read every measure, and put it beside the records of the events. Sync: one where tensors lie on a device."""
+        self._measured.settle()
         gradients = tuple(dict(self._gradients).items())  # the last one counts: what was accumulated
-        return ObservedStep(trace, tuple(self._ops), values, self._loss or 0, gradients, loss_scale)
+        values = MadeLater(len(self._made), lambda _, place: self._value(place))
+        trace = Trace(records_when_read(events))
+        return ObservedStep(trace, tuple(self._ops), values, self._loss or 0, gradients, loss_scale, self._begun)
+
+    def _value(self, place: int) -> Value:
+        op, named, parts = self._made[place]
+        return Value(self._measured[place], op, named.name, named.kind, parts)
+
+    def _begins(self, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> bool:
+        """Whether finite inputs gave an output that is not; False where that is not known yet."""
+        is_finite = self._measured.is_finite
+        return any(is_finite(place) is False for place in outputs) and all(map(is_finite, inputs))
 
     def _read(self, tensor: Tensor) -> int:
-        known = self._memories.setdefault(_memory(tensor), _Memory())
-        region = _region(tensor)
-        if region not in known.regions:
-            named = self._named.get(_memory(tensor), _UNNAMED) if not known.all else _UNNAMED
-            known.regions[region] = self._add(tensor, None, named, known.all)
-        return known.regions[region]
+        memory, region = _memory(tensor), _region(tensor)
+        known = self._memories.setdefault(memory, _Memory())
+        place = known.regions.get(region)
+        if place is None:
+            named = self._named.get(memory, _UNNAMED) if not known.all else _UNNAMED
+            place = known.regions[region] = self._add(tensor, None, named, known.all)
+        return place
 
     def _view(self, tensor: Tensor, inputs: tuple[int, ...]) -> int | None:
         """A view of all of what was read is the same value; one of a piece is measured when it is read."""
         known = self._memories.get(_memory(tensor))
-        whole = len(inputs) == 1 and tensor.numel() >= self._made[inputs[0]][-1]
+        whole = len(inputs) == 1 and tensor.numel() >= self._measured.kind(inputs[0])[1]
         if known is None or not whole:
             return None
         return known.regions.setdefault(_region(tensor), inputs[0])
@@ -265,9 +305,8 @@ class StepWatcher:
         return place
 
     def _add(self, tensor: Tensor, op: int | None, named: _Named, parts: tuple[int, ...]) -> int:
-        self._measured.append(self._measure(tensor))
-        self._made.append((op, named, parts, tensor.dtype, tensor.numel()))
-        return len(self._made) - 1
+        self._made.append((op, named, parts))
+        return self._measured.add(tensor, detailed=self._detailed)
 
 
 _UNNAMED = _Named("", "")
@@ -275,35 +314,51 @@ _UNNAMED = _Named("", "")
 
 def measured_in(values: Iterable[Any]) -> list[Tensor]:
     """Return the tensors among the arguments of an op that are measured, in order."""
-    return [each for each in _flat(values) if _is_measured(each)]
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            each = value._values() if value.layout is torch.sparse_coo else value  # the elements that it holds
+            if each.dtype in MEASURED and each.layout is torch.strided and each.numel() > 0:
+                found.append(each)
+        elif isinstance(value, _LISTS):
+            found += measured_in(value)
+    return found
 
 
 def writes_values(overload: torch._ops.OpOverload) -> bool:
     """Whether an op writes values of its own: it is no view, and does not only allocate memory."""
+    return _kind(overload) == "writes"
+
+
+@cache
+def _kind(overload: torch._ops.OpOverload) -> Literal["allocates", "view", "writes"]:
     name = overload.overloadpacket.__name__
-    return not (overload.is_view or name in _VIEWS or name in _ALLOCATES)
-
-
-def _is_measured(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype in MEASURED and value.layout is torch.strided and value.numel() > 0
+    if name in _ALLOCATES:
+        return "allocates"
+    return "view" if overload.is_view or name in _VIEWS else "writes"
 
 
 def _region(tensor: Tensor) -> tuple[int, int, torch.dtype]:
     return tensor.storage_offset(), tensor.numel(), tensor.dtype
 
 
-def _flat(values: Iterable[Any]) -> Iterator[Any]:
-    """The items of `values` and of the lists among them; a sparse tensor by the elements that it holds."""
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from _flat(value)
-        else:
-            sparse = isinstance(value, Tensor) and value.layout is torch.sparse_coo
-            yield value._values() if sparse else value
+@cache
+def _overwrites(overload: torch._ops.OpOverload) -> bool:
+    return overload._schema.is_mutable
+
+
+def _counted(tensor: Tensor | Statistics) -> Statistics:
+    """The figures of a tensor, counted; what has been counted before it was overwritten stays."""
+    return tensor if isinstance(tensor, Statistics) else counted([tensor])[0]
 
 
 def _numbers(overload: torch._ops.OpOverload, given: tuple) -> tuple[float, ...]:
     """Floats are values; so are whole numbers where the op is elementwise or fills. Elsewhere they are sizes."""
+    kinds = _kinds_of_numbers(overload)
+    return tuple(float(each) for each in given if type(each) in kinds)
+
+
+@cache
+def _kinds_of_numbers(overload: torch._ops.OpOverload) -> tuple[type, ...]:
     counts = torch.Tag.pointwise in overload.tags or overload.overloadpacket.__name__ in _FILLS
-    kinds = (float, int) if counts else (float,)
-    return tuple(float(each) for each in given if isinstance(each, kinds) and not isinstance(each, bool))
+    return (float, int) if counts else (float,)

@@ -24,9 +24,11 @@ __all__ = [
     "GradientRecord",
     "GradientSample",
     "GradientsReady",
+    "MixedScales",
     "SkipExplained",
     "StateChanged",
     "StepRecord",
+    "StepRow",
     "TraceReady",
 ]
 
@@ -65,6 +67,10 @@ class StepRecord:
     grad_exponent: float | None = None
 
 
+StepRow = tuple[int, float, float, float, bool, str | None, str, float | None, float, str | None, float | None]
+"""The values of a `StepRecord` in its order: what is made between two steps, where every microsecond counts."""
+
+
 @dataclass(frozen=True)
 class GradientSample:
     """Exponents of all unscaled gradients together, as they were at one step."""
@@ -72,6 +78,14 @@ class GradientSample:
     step: int
     loss_scale: float
     histogram: ExponentHistogram
+
+
+@dataclass(frozen=True)
+class MixedScales:
+    """The scale of each backward that one step accumulated, in order, where they were not all the same."""
+
+    step: int
+    scales: tuple[float, ...]
 
 
 @dataclass(frozen=True)

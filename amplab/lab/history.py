@@ -16,7 +16,7 @@ import numpy as np
 
 from amplab.diagnose import ScaleRecord, WhatIf, WhatIfs, what_if, what_ifs
 from amplab.formats import FLOAT16, FLOAT32
-from amplab.lab.events import GradientSample, StepRecord
+from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
 from amplab.lab.thinning import BlockExtremes, thin
 from amplab.scalers import ScaleRule
 
@@ -38,10 +38,13 @@ COLUMNS: dict[str, type] = {
 """Column of each field of `StepRecord`, in its order, and its type; those of int32 are codes of words."""
 
 _WORDS = tuple(name for name, kind in COLUMNS.items() if kind is np.int32)
-_READERS: dict[str, Callable[[StepRecord], object]] = {name: attrgetter(name) for name in COLUMNS}
 _UNMEASURED = ("accuracy", "grad_exponent")  # NaN where they are None
+_ACCURACY = list(COLUMNS).index("accuracy")
 _FIRST_CAPACITY = 1024
 _PENDING = 256
+
+row_of: Callable[[StepRecord], StepRow] = attrgetter(*COLUMNS)
+"""The values of a step, in the order of `COLUMNS`."""
 
 
 class History:
@@ -61,24 +64,29 @@ class History:
         self._lock = threading.Lock()
         self._length = 0
         self._columns = {name: np.empty(_FIRST_CAPACITY, dtype=kind) for name, kind in COLUMNS.items()}
-        self._pending: list[StepRecord] = []  # appended, not yet in the columns
+        self._pending: list[StepRow] = []  # appended, not yet in the columns
         self._codes: dict[str | None, int] = {None: 0}
         self._words: list[str | None] = [None]
         self._skipped: list[int] = []
         self._levels: list[tuple[int, str]] = []
         self._extremes: dict[str, BlockExtremes] = {}
         self._samples: list[GradientSample] = []
-        self._last: StepRecord | None = None
+        self._mixed: list[MixedScales] = []
+        self._last: StepRow | None = None
         self._last_accuracy: float | None = None
 
     def append(self, record: StepRecord) -> None:
-        """Add the next step; between two training steps every microsecond counts, so the columns are filled later."""
-        with self._lock:
-            self._pending.append(record)
-            self._last = record
-            if record.accuracy is not None:
-                self._last_accuracy = record.accuracy
-            if len(self._pending) == _PENDING:
+        """Add the next step."""
+        self.append_row(row_of(record))
+
+    def append_row(self, row: StepRow) -> None:
+        """Add the next step as its values; the columns are filled later."""
+        self._pending.append(row)  # in one piece, so that a reader needs the lock and this does not
+        self._last = row
+        if row[_ACCURACY] is not None:
+            self._last_accuracy = row[_ACCURACY]
+        if len(self._pending) >= _PENDING:
+            with self._lock:
                 self._fill()
 
     def keep(self, sample: GradientSample) -> None:
@@ -91,6 +99,17 @@ class History:
         """The histograms of the gradients, in the order of their steps."""
         with self._lock:
             return tuple(self._samples)
+
+    def keep_scales(self, mixed: MixedScales) -> None:
+        """Add the scales of one step's backwards, which were not all the same."""
+        with self._lock:
+            self._mixed.append(mixed)
+
+    @property
+    def mixed_scales(self) -> tuple[MixedScales, ...]:
+        """The steps that accumulated backwards at different scales, in their order."""
+        with self._lock:
+            return tuple(self._mixed)
 
     def replay(self, rule: ScaleRule | str | None = None) -> WhatIf | WhatIfs:
         """Return this run as it would have gone under another loss-scaling rule.
@@ -121,7 +140,7 @@ class History:
     @property
     def last(self) -> StepRecord | None:
         """The newest step, None before the first."""
-        return self._last
+        return None if self._last is None else StepRecord(*self._last)
 
     @property
     def last_accuracy(self) -> float | None:
@@ -204,25 +223,23 @@ class History:
             yield
 
     def _fill(self) -> None:
-        """Move the pending steps into the columns."""
-        fresh, self._pending = self._pending, []
+        """Move the pending steps into the columns; more may come meanwhile, and stay."""
+        fresh = self._pending[:]
         if not fresh:
             return
         start, end = self._length, self._length + len(fresh)
         capacity = len(self._columns["step"])
         if end > capacity:
             self._columns = {name: np.resize(column, max(2 * capacity, end)) for name, column in self._columns.items()}
-        for name, read in _READERS.items():
-            values = [read(record) for record in fresh]
-            if name in _WORDS:
-                values = [self._code(word) for word in values]
-            self._columns[name][start:end] = values
-        for row, record in enumerate(fresh, start):
-            if record.skipped:
-                self._skipped.append(row)
-            if not self._levels or self._levels[-1][1] != record.opt_level:
-                self._levels.append((record.step, record.opt_level))
+        values = dict(zip(COLUMNS, zip(*fresh, strict=True), strict=True))
+        for name, column in values.items():
+            self._columns[name][start:end] = [self._code(word) for word in column] if name in _WORDS else column
+        self._skipped += [row for row, skipped in enumerate(values["skipped"], start) if skipped]
+        for step, level in zip(values["step"], values["opt_level"], strict=True):
+            if not self._levels or self._levels[-1][1] != level:
+                self._levels.append((step, level))
         self._length = end
+        del self._pending[: len(fresh)]
 
     def _rows_to_show(self, names: list[str], limit: int) -> np.ndarray:
         if self._length <= limit:

@@ -26,14 +26,16 @@ def observed_run(
     """Return the last steps of a run.
 
     Args:
-        history: the run; the share of gradients lost in half comes from its samples.
+        history: the run; the share of gradients lost in half comes from its samples, and of the scales of a step's
+            backwards it keeps those that differ.
         growth_interval: clean steps until the scale grows, None where unknown.
         dynamic: whether the scale moves.
         norms, rates: gradient norm and learning rate by step, where they are known.
     """
     records = history.records(max(0, len(history) - LOOK_BACK))
     lost = {taken.step: taken.histogram.lost_share(taken.loss_scale, FLOAT16) for taken in history.gradient_samples}
-    steps = (_observed(record, norms or {}, rates or {}, lost) for record in records)
+    mixed = {each.step: each.scales for each in history.mixed_scales}
+    steps = (_observed(record, norms or {}, rates or {}, lost, mixed) for record in records)
     return Observation(tuple(steps), growth_interval, dynamic)
 
 
@@ -42,6 +44,7 @@ def _observed(
     norms: Mapping[int, float],
     rates: Mapping[int, float],
     lost: Mapping[int, float | None],
+    mixed: Mapping[int, tuple[float, ...]],
 ) -> StepObservation:
     return StepObservation(
         record.step,
@@ -53,4 +56,5 @@ def _observed(
         gradient_norm=norms.get(record.step),
         underflow=lost.get(record.step),
         learning_rate=rates.get(record.step),
+        backward_scales=mixed.get(record.step, ()),
     )

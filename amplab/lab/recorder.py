@@ -11,8 +11,8 @@ from os import PathLike
 from pathlib import Path
 
 from amplab.lab.config import ExperimentConfig
-from amplab.lab.events import GradientSample, StepRecord
-from amplab.lab.history import History
+from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
+from amplab.lab.history import History, row_of
 from amplab.lab.run_log import RunLog, free_path, new_path
 from amplab.lab.watched_run import WatchedRun
 
@@ -51,15 +51,25 @@ class Recorder:
 
     def append(self, record: StepRecord) -> None:
         """Keep one step."""
-        self.history.append(record)
+        self.append_row(row_of(record))
+
+    def append_row(self, row: StepRow) -> None:
+        """Keep one step as its values."""
+        self.history.append_row(row)
         if self._wanted is not None:
-            self._write(lambda log: log.append(record))
+            self._write(RunLog.append_row, row)
 
     def keep(self, sample: GradientSample) -> None:
         """Keep a histogram of the gradients."""
         self.history.keep(sample)
         if self._wanted is not None:
             self._write(lambda log: log.keep(sample))
+
+    def keep_scales(self, mixed: MixedScales) -> None:
+        """Keep the scales of one step's backwards, which were not all the same."""
+        self.history.keep_scales(mixed)
+        if self._wanted is not None:
+            self._write(lambda log: log.keep_scales(mixed))
 
     def note(self, event: str, *, step: int, **details: object) -> None:
         """Keep an event; only the log has a place for it."""
@@ -77,11 +87,11 @@ class Recorder:
             self._write(RunLog.close)
         self._wanted = self._log = None
 
-    def _write(self, write: Callable[[RunLog], object]) -> None:
+    def _write(self, write: Callable[..., object], *values: object) -> None:
         try:
             if self._log is None:
                 self._log = self._open(self._wanted)
-            write(self._log)
+            write(self._log, *values)
         except OSError as error:
             self._give_up(error)
 

@@ -5,9 +5,9 @@
     {"event": "config", "step": 120, "config": "amplab/1 task=digits model=mlp opt_level=O2"}
 
 The first line is the header, an array is a step (in the order of "columns"), an object is an event: a changed config,
-an injection, or a histogram of the gradients. Every line is valid JSON: NaN and inf are the words "nan", "inf" and
-"-inf". Lines reach the operating system at least four times a second, so what a killed process loses is less than that,
-and a line cut in the middle.
+an injection, a histogram of the gradients, or the scales of a step that accumulated backwards at several. Every line is
+valid JSON: NaN and inf are the words "nan", "inf" and "-inf". Lines reach the operating system at least four times a
+second, so what a killed process loses is less than that, and a line cut in the middle.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from amplab import __version__
 from amplab.diagnose import Findings, WhatIf, WhatIfs, run_findings
 from amplab.formats import ExponentHistogram
 from amplab.lab.config import ExperimentConfig
-from amplab.lab.events import GradientSample, StepRecord
+from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
 from amplab.lab.explained import read_back, with_explained
-from amplab.lab.history import COLUMNS, History
+from amplab.lab.history import COLUMNS, History, row_of
 from amplab.lab.observed_run import observed_run
 from amplab.lab.watched_run import WatchedRun
 from amplab.scalers import ScaleRule
@@ -84,7 +84,7 @@ class RunLog:
 
     def __init__(self, path: Path, config: ExperimentConfig | WatchedRun) -> None:
         self.path = path
-        self._pending: list[StepRecord] = []
+        self._pending: list[StepRow] = []
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("x", encoding="utf-8", newline="\n")
         self._closed_with_me = weakref.finalize(self, self._file.close)
@@ -94,7 +94,11 @@ class RunLog:
 
     def append(self, record: StepRecord) -> None:
         """Take one step; it is written with the next ones, within `FLUSH_SECONDS`."""
-        self._pending.append(record)
+        self.append_row(row_of(record))
+
+    def append_row(self, row: StepRow) -> None:
+        """Take one step as its values."""
+        self._pending.append(row)
         if time.monotonic() - self._flushed > FLUSH_SECONDS:
             self.flush()
 
@@ -108,11 +112,15 @@ class RunLog:
         """Write a histogram of the gradients as an event."""
         self.note("gradients", step=sample.step, loss_scale=_number(sample.loss_scale), **_bins(sample.histogram))
 
+    def keep_scales(self, mixed: MixedScales) -> None:
+        """Write the scales of one step's backwards as an event."""
+        self.note("scales", step=mixed.step, scales=[_number(scale) for scale in mixed.scales])
+
     def flush(self) -> None:
         """Hand every step to the operating system."""
         self._flushed = time.monotonic()
         fresh, self._pending = self._pending, []
-        self._file.writelines(_encode(_row(record)) + "\n" for record in fresh)
+        self._file.writelines(_encode(_entries(row)) + "\n" for row in fresh)
         self._file.flush()
 
     def close(self) -> None:
@@ -207,6 +215,8 @@ def load_run(path: str | os.PathLike[str]) -> Run:
                 history.append(entry)
             elif isinstance(entry, GradientSample):
                 history.keep(entry)
+            elif isinstance(entry, MixedScales):
+                history.keep_scales(entry)
             else:
                 events.append(entry)
     configs = [event["config"] for event in events if event["event"] == "config"]
@@ -264,11 +274,15 @@ def _read_config(path: Path, text: object) -> ExperimentConfig | WatchedRun:
 _KINDS = {"step": int, "skipped": bool, "opt_level": str}
 
 
-def _read_line(line: bytes, columns: list[str]) -> StepRecord | GradientSample | dict[str, object] | None:
-    """Return the step, the histogram or the event of a line, None when it is none of them."""
+_Entry = StepRecord | GradientSample | MixedScales | dict[str, object]
+
+
+def _read_line(line: bytes, columns: list[str]) -> _Entry | None:
+    """Return the step, the histogram, the scales or the event of a line, None when it is none of them."""
     entry = _json(line)
     if isinstance(entry, dict) and isinstance(entry.get("event"), str):
-        return _read_sample(entry) if entry["event"] == "gradients" else entry
+        read = {"gradients": _read_sample, "scales": _read_scales}.get(entry["event"])
+        return entry if read is None else read(entry)
     if not isinstance(entry, list) or len(entry) != len(columns):
         return None
     values = dict(zip(columns, entry, strict=True))
@@ -300,6 +314,14 @@ def _read_sample(entry: dict[str, object]) -> GradientSample | None:
         return None
 
 
+def _read_scales(entry: dict[str, object]) -> MixedScales | None:
+    """Return what `RunLog.keep_scales` wrote, None when it is damaged."""
+    try:
+        return MixedScales(int(entry["step"]), tuple(float(scale) for scale in entry["scales"]))
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
 def _json(line: bytes) -> object:
     """Return what a line says, None when it is not JSON."""
     try:
@@ -308,21 +330,9 @@ def _json(line: bytes) -> object:
         return None
 
 
-def _row(record: StepRecord) -> list[object]:
-    """Return a step as the values of its line, in the order of `COLUMNS`."""
-    return [
-        record.step,
-        _number(record.loss),
-        _number(record.loss_scale),
-        _number(record.next_loss_scale),
-        record.skipped,
-        record.first_nonfinite,
-        record.opt_level,
-        record.accuracy,
-        record.seconds,
-        record.injected,
-        None if record.grad_exponent is None else _number(record.grad_exponent),
-    ]
+def _entries(row: StepRow) -> list[object]:
+    """Return a step as the values of its line, which JSON can hold."""
+    return [_number(value) if isinstance(value, float) else value for value in row]
 
 
 def _number(value: float) -> float | str:

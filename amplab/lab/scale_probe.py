@@ -10,13 +10,14 @@ none             the optimizer's ``step`` has returned        never
 ===============  ===========================================  ==============================================
 
 torch's scaler has no hook, and an optimizer that it skips is not called: what happened shows in its scale alone, which
-is read once per step.
+is read once per step. So of the scales of several backwards of one step only amplab's tells. A session unscales the
+gradients of each backward before it adds them up: whatever the scales were, they do not mix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,18 +30,18 @@ from amplab.scalers import DynamicScale
 __all__ = ["Outcome", "ScaleProbe", "probe_of"]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What the scaler says of one step."""
+class Outcome(NamedTuple):
+    """What the scaler says of one step; a tuple, since one is made between any two steps."""
 
     loss_scale: float = 1.0
     next_loss_scale: float = 1.0
     skipped: bool = False
     first_nonfinite: str | None = None
     loss: Tensor | None = None
+    backward_scales: tuple[float, ...] = ()
 
 
-Tell = Callable[[Outcome], None]
+Tell = Callable[[Outcome | ScaleRecord], None]  # a record has all that an outcome has
 
 
 class ScaleProbe:
@@ -131,8 +132,7 @@ class _AmplabProbe(ScaleProbe):
         def hear(record: ScaleRecord) -> None:
             nonlocal stepped
             if stepped or record.skipped:  # an update that sets the scale is no step
-                first = record.first_nonfinite
-                tell(Outcome(record.loss_scale, record.next_loss_scale, record.skipped, first, record.loss))
+                tell(record)
             stepped = False
 
         ends = self._scaler.subscribe(hear), optimizer.register_step_post_hook(step).remove

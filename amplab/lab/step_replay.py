@@ -13,6 +13,7 @@ from amplab.diagnose import Finding, finding_of, first_nonfinite
 
 __all__ = ["StepReplay"]
 
+_HAS_CUDA = torch.backends.cuda.is_built()
 _AT = (1, 5)  # the first skip may be the scale finding its place; five in a row are not
 _MOST = 6  # replays in one watch: each costs six to eight steps' time, of a net of microseconds forty
 
@@ -82,5 +83,5 @@ class StepReplay:
 
 
 def _random_states() -> list[Tensor]:
-    on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return [torch.get_rng_state(), *on_devices]
+    on_host = torch.get_rng_state()
+    return [on_host, *torch.cuda.get_rng_state_all()] if _HAS_CUDA and torch.cuda.is_initialized() else [on_host]

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from amplab.amp import ScaleRecord
 from amplab.diagnose import Finding, Findings, Observation, run_findings
-from amplab.lab.events import GradientSample, StepRecord
+from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
 from amplab.lab.explained import logged, with_explained
 from amplab.lab.gradient_sample import GradientMeasure
 from amplab.lab.history import History
@@ -38,6 +39,7 @@ from amplab.lab.step_check import StepCheck
 from amplab.lab.step_replay import StepReplay
 from amplab.lab.tensorboard_scalars import TensorBoardScalars
 from amplab.lab.watch_arguments import check_options, check_watched
+from amplab.lab.watch_hooks import WatchHooks
 from amplab.lab.watched_run import WatchedRun
 from amplab.trace.plain_html import page
 from amplab.trace.plain_words import count
@@ -82,11 +84,16 @@ class Watch:
         self._failures: list[str] = []
         self._subscribers: list[Callable[[StepRecord], object]] = []
         self._ends: list[Callable[[], None]] = []
-        self._loss: Tensor | None = None
+        self._hooks = WatchHooks(
+            forward=lambda: model.register_forward_pre_hook(self._see_forward),
+            output=lambda: model.register_forward_hook(self._see_output),
+            gradients=lambda: optimizers[0].register_step_pre_hook(self._see_gradients),
+        )
+        self._loss: float | Tensor | None = None
+        self._output_tells = False
         self._steps = 0
         self._skips_in_a_row = 0
-        self._batches_tell = False
-        self._began = 0.0
+        self._began = 0  # ns
 
     # -- in the loop -------------------------------------------------------------------------------
 
@@ -94,14 +101,11 @@ class Watch:
         """Begin to follow."""
         if self._ends:
             raise RuntimeError("this watch follows already: expected one `with` block for each amplab.watch(...).")
-        self._began = time.perf_counter()
-        if self._probe.waits_for_forward:
-            self._ends.append(self._model.register_forward_pre_hook(self._see_forward).remove)
-        self._ends += [
-            self._model.register_forward_hook(self._see_output).remove,
-            self._optimizers[0].register_step_pre_hook(self._see_gradients).remove,
-            self._probe.follow(self._optimizers[0], self._take),
-        ]
+        self._began = time.perf_counter_ns()
+        self._hooks.need("forward", self._probe.waits_for_forward)
+        self._hooks.need("output")
+        self._hooks.need("gradients")
+        self._ends += [self._hooks.end, self._probe.follow(self._optimizers[0], self._take)]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -124,14 +128,14 @@ class Watch:
             raise TypeError(
                 f"batches({type(loader).__name__}): expected what a for loop goes through, such as a loader."
             )
-        self._batches_tell = True
+        self._hooks.need("forward", needed=False)
         try:
             for batch in loader:
                 self._probe.at_forward()  # the step before this is over
                 self._replay.remember(batch)
                 yield batch
         finally:
-            self._batches_tell = False
+            self._hooks.need("forward", self._probe.waits_for_forward and bool(self._ends))
 
     def loss(self, value: Tensor) -> Tensor:
         """Take note of the loss of this step, before it is scaled, and return it as it is. Sync: none.
@@ -141,7 +145,8 @@ class Watch:
         """
         if not isinstance(value, Tensor):
             raise TypeError(f"loss({value!r}): expected the tensor that backward starts from, before .item().")
-        self._loss = value.detach()
+        # On the host it is read while it is at hand; on a device later, so that nothing waits in the middle of a step.
+        self._loss = value.item() if value.is_cpu and value.numel() == 1 else value.detach()
         return value
 
     # -- what is known -----------------------------------------------------------------------------
@@ -198,9 +203,7 @@ class Watch:
     # -- what the hooks see ------------------------------------------------------------------------
 
     def _see_forward(self, module: nn.Module, _args: object) -> None:
-        if self._batches_tell or self._replay.at_work:
-            return
-        if module.training and torch.is_grad_enabled():
+        if module.training and torch.is_grad_enabled() and not self._replay.at_work:
             self._probe.at_forward()
 
     def _see_output(self, module: nn.Module, _args: object, output: object) -> None:
@@ -209,48 +212,63 @@ class Watch:
             return
         loss = output.get("loss") if isinstance(output, Mapping) else None
         if isinstance(loss, Tensor) and loss.numel() == 1:
-            self._loss = loss.detach()
+            self._loss, self._output_tells = loss.detach(), True
 
     def _see_gradients(self, *_: object) -> None:
         """Just before the optimizer's step, when the gradients are there."""
-        if self._steps % self._every == 0:
-            self._measure.take()
+        self._measure.take()
 
-    def _take(self, outcome: Outcome) -> None:
-        record = self._record(outcome)
-        self._steps += 1
-        self._recorder.append(record)
-        self._rates.append((record.step, float(self._optimizers[0].param_groups[0]["lr"])))
+    def _take(self, outcome: Outcome | ScaleRecord) -> None:
+        row = self._row(outcome)
+        self._recorder.append_row(row)
+        self._rates.append((self._steps, float(self._optimizers[0].param_groups[0]["lr"])))
         if self._measure.histogram is not None:
-            self._keep_measure(record)
-            self._measure.forget()
-        if record.skipped or self._skips_in_a_row or self._check is not None:
-            self._look_into(record)
-        self._loss = None
-        for callback in list(self._subscribers) if self._subscribers else ():
+            self._keep_measure(outcome.loss_scale)
+        if len(outcome.backward_scales) > 1 and len(set(outcome.backward_scales)) > 1:
+            self._recorder.keep_scales(MixedScales(self._steps, outcome.backward_scales))
+        is_told, self._loss = self._loss is not None or outcome.loss is not None, None
+        self._steps += 1
+        self._choose_hooks(is_told)
+        if outcome.skipped or self._skips_in_a_row or self._check is not None:
+            self._look_into(StepRecord(*row))
+        if self._subscribers or self._scalars is not None:
+            self._tell(StepRecord(*row))
+
+    def _row(self, outcome: Outcome | ScaleRecord) -> StepRow:
+        """The values of a `StepRecord`, which itself would take longer to make than all the rest of it."""
+        loss = outcome.loss if self._loss is None else self._loss
+        return (
+            self._steps,
+            _value(loss),
+            outcome.loss_scale,
+            outcome.next_loss_scale,
+            outcome.skipped,
+            outcome.first_nonfinite,
+            self.config.opt_level,
+            None,  # no accuracy
+            (time.perf_counter_ns() - self._began) // 1000 / 1e6,
+            None,  # nothing injected
+            math.inf if outcome.skipped else self._measure.largest_exponent,
+        )
+
+    def _choose_hooks(self, loss_is_told: bool) -> None:
+        """Keep the hooks that the next step needs; outputs tell nothing more where loop or scaler tell the loss."""
+        since = self._steps % self._every
+        if since <= 1:
+            self._hooks.need("gradients", since == 0)
+        if self._steps == 1 and loss_is_told and not self._output_tells:
+            self._hooks.need("output", needed=False)
+
+    def _keep_measure(self, loss_scale: float) -> None:
+        self._recorder.keep(GradientSample(self._steps, loss_scale, self._measure.histogram))
+        self._norms[self._steps] = self._measure.norm
+        self._measure.forget()
+
+    def _tell(self, record: StepRecord) -> None:
+        for callback in list(self._subscribers):
             callback(record)
         if self._scalars is not None and (record.skipped or record.step % self._every == 0):
             self._scalars.write(record, self._norms.get(record.step))
-
-    def _record(self, outcome: Outcome) -> StepRecord:
-        loss = outcome.loss if self._loss is None else self._loss
-        return StepRecord(
-            step=self._steps,
-            loss=math.nan if loss is None or loss.numel() != 1 else loss.item(),
-            loss_scale=outcome.loss_scale,
-            next_loss_scale=outcome.next_loss_scale,
-            skipped=outcome.skipped,
-            first_nonfinite=outcome.first_nonfinite,
-            opt_level=self.config.opt_level,
-            accuracy=None,
-            seconds=round(time.perf_counter() - self._began, 6),
-            injected=None,
-            grad_exponent=math.inf if outcome.skipped else self._measure.largest_exponent,
-        )
-
-    def _keep_measure(self, record: StepRecord) -> None:
-        self._recorder.keep(GradientSample(record.step, record.loss_scale, self._measure.histogram))
-        self._norms[record.step] = self._measure.norm
 
     def _look_into(self, record: StepRecord) -> None:
         """Explain a skipped step by running it again, or have the next one looked at."""
@@ -276,6 +294,13 @@ class Watch:
 
     def _fail(self, text: str) -> None:
         self._failures.append(text)
+
+
+def _value(loss: float | Tensor | None) -> float:
+    """What is recorded of a loss; NaN for none, and for one of several elements. Sync: one where it is on a device."""
+    if isinstance(loss, Tensor):
+        return loss.item() if loss.numel() == 1 else math.nan
+    return math.nan if loss is None else loss
 
 
 def watch(

@@ -55,8 +55,8 @@ class KeptTensors:
 
     def __init__(self, model: nn.Module) -> None:
         with _without_torch_function():
-            owned = (_memory_of(tensor) for tensor in (*model.parameters(), *model.buffers()))
-            self._owned = {address for address, _ in owned}
+            tensors = (each for module in model.modules() for each in _own_tensors(module))
+            self._owned = {_memory_of(tensor)[0] for tensor in tensors}
         self._live: dict[int, weakref.ref[_Kept]] = {}
         self._changes: list[tuple[str, bool, int]] = []
 
@@ -98,6 +98,8 @@ class KeptTensors:
 class _Kept:
     """One piece of memory, for as long as an op keeps it."""
 
+    __slots__ = ("__weakref__", "_change", "_changes")
+
     def __init__(self, changes: list[tuple[str, bool, int]], change: tuple[str, bool, int]) -> None:
         self._changes, self._change = changes, change
         changes.append(change)
@@ -109,6 +111,13 @@ class _Kept:
 
 def _tensor_of(kept: tuple[_Kept | None, Tensor]) -> Tensor:
     return kept[1]
+
+
+def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """A module's own parameters and buffers; `model.parameters()` walks the modules once for each of the two."""
+    for each in (*module._parameters.values(), *module._buffers.values()):
+        if each is not None:
+            yield each
 
 
 def _memory_of(tensor: Tensor) -> tuple[int, int]:

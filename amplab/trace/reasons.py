@@ -1,19 +1,20 @@
 """Put what was seen of an op into words: its name, whether it is a cast or a view, and the reason for its dtypes.
 
-Everything here is a pure function of an event and of the records before it.
+Everything here is a pure function of a step's events.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from amplab.policies import CastPolicy
 from amplab.trace.engines import ASKS_FOR_DTYPE, TORCH_AUTOCAST
+from amplab.trace.made_later import MadeLater
 from amplab.trace.recorder import Event, Place
 from amplab.trace.records import OpRecord, TensorInfo
 
-__all__ = ["change_of_dtype", "is_view", "record_of", "records_of"]
+__all__ = ["change_of_dtype", "is_view", "record_of", "records_of", "records_when_read"]
 
 SCALE_LOSS = "scale_loss"
 _ALLOCATES = frozenset(
@@ -26,22 +27,29 @@ _GRADIENTS_OF_CASTS = ("ToCopyBackward", "CopyBackwards")
 
 def records_of(events: Iterable[Event]) -> tuple[OpRecord, ...]:
     """Return the records of a step's events, in order."""
-    records: list[OpRecord] = []
-    for index, event in enumerate(events):
-        records.append(record_of(event, index, records))
+    seen, records = tuple(events), []
+    for index in range(len(seen)):
+        records.append(record_of(seen, index, records))
     return tuple(records)
 
 
-def record_of(event: Event, index: int, before: Sequence[OpRecord]) -> OpRecord:
-    """Return the record of `event`.
+def records_when_read(events: Iterable[Event]) -> Sequence[OpRecord]:
+    """Return the same records, each put into words when it is first read: for who reads a few of them."""
+    seen = tuple(events)
+    return MadeLater(len(seen), lambda records, index: record_of(seen, index, records))
+
+
+def record_of(events: Sequence[Event], index: int, records: Sequence[OpRecord]) -> OpRecord:
+    """Return the record of one event.
 
     Args:
-        event: what was seen.
-        index: the record's place in the trace.
-        before: the records of the events that came earlier, among them the event's forward op.
+        events: what was seen in a step.
+        index: the event's place, which is the record's place in the trace.
+        records: gives the record of the event's forward op.
     """
+    event = events[index]
     place = event.place
-    origin = before[place.origin] if place.origin is not None else None
+    origin = _origin(place, records)
     change = change_of_dtype(event)
     inner = change is not None and _is_inside_an_op(place, origin)
     cast = None if inner else change
@@ -53,7 +61,7 @@ def record_of(event: Event, index: int, before: Sequence[OpRecord]) -> OpRecord:
         module=_module(place, origin),
         inputs=event.inputs,
         outputs=event.outputs,
-        reason=_reason(event, cast is not None, origin, before),
+        reason=_reason(event, cast is not None, origin, lambda: _follows_a_cast(events, index, records)),
         is_cast=cast is not None,
         cast_bytes=sum(info.nbytes for info in cast or ()),
         note=_note(event, inner),
@@ -62,6 +70,18 @@ def record_of(event: Event, index: int, before: Sequence[OpRecord]) -> OpRecord:
         parameter=place.parameter or event.casts,
         served=event.served,
     )
+
+
+def _origin(place: Place, records: Sequence[OpRecord]) -> OpRecord | None:
+    return None if place.origin is None else records[place.origin]
+
+
+def _follows_a_cast(events: Sequence[Event], index: int, records: Sequence[OpRecord]) -> bool:
+    """Whether the event before is a cast; its record need not be there."""
+    if index == 0:
+        return False
+    event = events[index - 1]
+    return change_of_dtype(event) is not None and not _is_inside_an_op(event.place, _origin(event.place, records))
 
 
 def change_of_dtype(event: Event) -> tuple[TensorInfo, TensorInfo] | None:
@@ -110,7 +130,7 @@ def _module(place: Place, origin: OpRecord | None) -> str:
     return origin.module if origin is not None else place.module
 
 
-def _reason(event: Event, is_cast: bool, origin: OpRecord | None, before: Sequence[OpRecord]) -> str:
+def _reason(event: Event, is_cast: bool, origin: OpRecord | None, follows_a_cast: Callable[[], bool]) -> str:
     if _is_simulated_rounding(event):
         return "simulated format: the gradient is rounded too" if event.place.backward else _cast_reason(event)
     if _is_autograds(event.place):
@@ -121,17 +141,17 @@ def _reason(event: Event, is_cast: bool, origin: OpRecord | None, before: Sequen
         return _cast_reason(event)
     if is_view(event.overload):
         return "a view: nothing is computed"
-    return _policys_reason(event, before)
+    return _policys_reason(event, follows_a_cast)
 
 
-def _policys_reason(event: Event, before: Sequence[OpRecord]) -> str:
+def _policys_reason(event: Event, follows_a_cast: Callable[[], bool]) -> str:
     """Why an op that was called has its dtypes."""
     place, decision = event.place, event.place.decision
     dtypes = list(dict.fromkeys(info.dtype_name for info in event.inputs if info.dtype.is_floating_point))
     if decision is not None and decision.rule is not None and decision.rule.by_user:
         return decision.reason
     if decision is not None and decision.rule is not None:
-        agreed = decision.rule.cast in _PROMOTING and len(dtypes) == 1 and not (before and before[-1].is_cast)
+        agreed = decision.rule.cast in _PROMOTING and len(dtypes) == 1 and not follows_a_cast()
         why = f"{decision.op}: its arguments are {dtypes[0]} as they come" if agreed else decision.reason
         return _with_module_rule(place, f"{decision.rule.cast.value} list, {why}")
     if not dtypes:

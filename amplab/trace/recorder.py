@@ -41,6 +41,10 @@ _current_node = torch._C._current_autograd_node
 _next_sequence_number = torch.autograd._get_sequence_nr
 _without_torch_function = torch._C.DisableTorchFunction
 _CAST = torch.ops.aten._to_copy.default
+_CACHES_NOTHING = "", ()
+_NO_NODE = "", "", None, ""
+_IN_FORWARD = False, False, *_NO_NODE
+_LISTS = list, tuple
 _INTO_GRAD = "torch::autograd::AccumulateGrad"
 
 
@@ -128,13 +132,16 @@ class Recorder:
         self._weight_casts = WeightCasts()
         self._modules = ModuleStack(model)
         self.calls = Calls(self._modules)
-        self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._parameters = self._modules.parameter_names()
         self._infos: dict[tuple[torch.dtype, torch.Size], TensorInfo] = {}
         self._numbers: list[int] = []  # sequence numbers taken by forward events, rising
         self._takers: list[int] = []  # and the events that took them
         self._first_number = 0
         self._accumulates = False
         self._explanation = Explanation()
+        self._last_place: Place | None = None
+        self._last_node: tuple[str, int] | None = None
+        self._last_told: tuple[str, str, int | None, str] = _NO_NODE
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -155,9 +162,8 @@ class Recorder:
 
     def _record(self, overload: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         place = self._place()
-        inputs = self._seen(
-            (*args, *kwargs.values()) if kwargs else args
-        )  # before the call, which may change them in place
+        given = (*args, *kwargs.values()) if kwargs else args
+        inputs = self._seen(given)  # before the call, which may change them in place
         observed = self._observer.before(overload, args, kwargs) if self._observer else None
         result = NotImplemented
         if self._accumulates and self._under_engine(place):
@@ -165,41 +171,48 @@ class Recorder:
         accumulated = result is not NotImplemented
         if not accumulated:
             result = overload(*args, **kwargs)
-        event = Event(
-            overload, place, inputs, self._seen((result,)), accumulated, *self._caching(overload, place, args, result)
-        )
+        autograds = place.backward and not place.recomputed
+        caching = _CACHES_NOTHING if autograds else self._caching(overload, place, args, result)
+        outputs = (self._info(result),) if isinstance(result, Tensor) else self._seen((result,))
+        event = Event(overload, place, inputs, outputs, accumulated, *caching)
         self.events.append(event)
         if self._observer:
             self._observer.after(observed, event, result)
         return result
 
     def _place(self) -> Place:
-        calls, node = self.calls, _current_node()
-        modules = self._modules
-        where = modules.path, modules.stage, table_at_work(calls.autocast)
-        called = calls.name, *where, self._explanation.decision, module_rule_at_work()
+        calls, modules, node = self.calls, self._modules, _current_node()
+        table = table_at_work(calls.autocast)
+        called = calls.name, modules.path, modules.stage, table, self._explanation.decision, module_rule_at_work()
         if node is None and not calls.in_autograd:
             self._take_number()
-            return Place(*called, line=calls.line)
-        if torch.is_grad_enabled():
-            self._take_number()  # for a gradient of the gradient, or for a block computed again
-        if node is None or modules.depth > calls.autograd_depth:
+            fields = (*called, *_IN_FORWARD, calls.line)
+        else:
+            if torch.is_grad_enabled():
+                self._take_number()  # for a gradient of the gradient, or for a block computed again
             recomputed = modules.depth > calls.autograd_depth
-            return Place(*called, backward=True, recomputed=recomputed, line=calls.line)
+            at_work = _NO_NODE if node is None or recomputed else self._node_at_work(node)
+            fields = (*called, True, recomputed, *at_work, calls.line)
+        if self._last_place != fields:  # most ops of one call, and of one node, have the same place
+            self._last_place = Place._make(fields)
+        return self._last_place
+
+    def _node_at_work(self, node: torch.autograd.graph.Node) -> tuple[str, str, int | None, str]:
+        """What a place says of an autograd node: its name, its function, its origin and its parameter."""
         name = node.name()
         if name == _INTO_GRAD:
-            return Place(*called, True, False, name, parameter=self._parameters.get(id(node.variable), ""))
-        custom = isinstance(node, torch.autograd.function.BackwardCFunction)
-        function = name.removesuffix("Backward") if custom else ""
-        origin = self._taker_of(node._sequence_nr())
-        return Place(*called, True, False, name, function, origin, line=calls.line)
+            return name, "", None, self._parameters.get(id(node.variable), "")
+        known = name, node._sequence_nr()
+        if self._last_node != known:
+            custom = isinstance(node, torch.autograd.function.BackwardCFunction)
+            function = name.removesuffix("Backward") if custom else ""
+            self._last_node, self._last_told = known, (name, function, self._taker_of(known[1]), "")
+        return self._last_told
 
     def _caching(
         self, overload: torch._ops.OpOverload, place: Place, args: tuple, result: Any
     ) -> tuple[str, tuple[int, ...]]:
         """The parameter that an engine casts in this op, and the casts that its call got from the weight cache."""
-        if place.backward and not place.recomputed:
-            return "", ()
         if overload is not _CAST or not _casts_for_an_op(place):
             return "", self._weight_casts.served(args, self.calls.count)
         weight = self._parameters.get(id(args[0]), "")
@@ -233,7 +246,7 @@ class Recorder:
         for value in values:
             if isinstance(value, Tensor):
                 found.append(known.get((value.dtype, value.shape)) or self._info(value))
-            elif isinstance(value, list | tuple):
+            elif isinstance(value, _LISTS):
                 found += [self._info(item) for item in value if isinstance(item, Tensor)]
         return tuple(found)
 

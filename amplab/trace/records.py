@@ -6,7 +6,7 @@ printing in `table.py`.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -103,9 +103,12 @@ class Trace:
     """The ops of one step, forward and backward, in the order of execution.
 
     The optimizer's ops are not in it: a trace ends with backward.
+
+    Args:
+        records: a tuple, or what reads like one.
     """
 
-    records: tuple[OpRecord, ...]
+    records: Sequence[OpRecord]
 
     def __len__(self) -> int:
         return len(self.records)

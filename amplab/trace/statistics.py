@@ -51,9 +51,9 @@ class Statistics:
     def __init__(self) -> None:
         self.by_reference = False
         self._events = 0
-        self._waiting: list[_Measured] = []
+        self._waiting: list[tuple[_Owner, Tensor]] = []
         self._bytes = 0
-        self._measured: list[tuple[list[_Measured], StatsTable]] = []
+        self._measured: list[tuple[list[_Owner], StatsTable]] = []
         self._gradients: list[tuple[list[str], StatsTable]] = []
 
     def before(self, overload: torch._ops.OpOverload, args: tuple, _kwargs: dict[str, Any]) -> Tensor | None:
@@ -70,10 +70,10 @@ class Statistics:
         if is_view(event.overload):
             return
         if seen is not None and change_of_dtype(event) is not None:
-            self._wait(_Measured(index, True, seen))
+            self._wait(_Owner(index, True), seen)
         for tensor in result if isinstance(result, list | tuple) else (result,):
             if _measurable(tensor):
-                self._wait(_Measured(index, False, tensor))
+                self._wait(_Owner(index, False), tensor)
         if event.place.backward or self._bytes > _WAITS:  # autograd writes into what nobody else holds
             self._measure()
 
@@ -89,7 +89,7 @@ class Statistics:
         """Bring everything to the CPU. Sync: two a device, one of them for the gradients."""
         self._measure()
         self.by_reference = kernels.report().status != "built"
-        by_device: dict[torch.device, list[tuple[list[_Measured], StatsTable]]] = {}
+        by_device: dict[torch.device, list[tuple[list[_Owner], StatsTable]]] = {}
         for owners, table in self._measured:
             by_device.setdefault(table.table.device, []).append((owners, table))
         self._measured = [_joined(parts) for parts in by_device.values()]
@@ -117,26 +117,25 @@ class Statistics:
             for name, stats in zip(names, table.read(), strict=True)
         )
 
-    def _wait(self, measured: "_Measured") -> None:
+    def _wait(self, owner: "_Owner", tensor: Tensor) -> None:
         # An alias: whether torch copies a tensor or takes it over hangs on how often the tensor itself is held.
-        self._waiting.append(measured._replace(tensor=measured.tensor.detach()))
-        self._bytes += measured.tensor.numel() * measured.tensor.element_size()
+        self._waiting.append((owner, tensor.detach()))
+        self._bytes += tensor.nbytes
 
     def _measure(self) -> None:
         """Measure all that waits, in one pass a device."""
-        for device in dict.fromkeys(each.tensor.device for each in self._waiting):
-            owners = [each for each in self._waiting if each.tensor.device == device]
-            table = tensor_stats([each.tensor for each in owners])
-            self._measured.append(([each._replace(tensor=None) for each in owners], table))
-        self._waiting, self._bytes = [], 0
+        waiting, self._waiting, self._bytes = self._waiting, [], 0
+        for device in {tensor.device: None for _, tensor in waiting}:
+            here = [each for each in waiting if each[1].device == device]
+            table = tensor_stats([tensor for _, tensor in here])
+            self._measured.append(([owner for owner, _ in here], table))
 
 
-class _Measured(NamedTuple):
-    """A tensor to measure: of which op, and whether a cast read it; without the tensor once that is done."""
+class _Owner(NamedTuple):
+    """What a measured tensor belongs to: an op's index, and whether a cast read it."""
 
     index: int
     is_source: bool
-    tensor: Tensor | None
 
 
 @cache
@@ -144,7 +143,7 @@ def _writes(overload: torch._ops.OpOverload) -> bool:
     return overload._schema.is_mutable
 
 
-def _joined(parts: list[tuple[list[_Measured], StatsTable]]) -> tuple[list[_Measured], StatsTable]:
+def _joined(parts: list[tuple[list[_Owner], StatsTable]]) -> tuple[list[_Owner], StatsTable]:
     """The tables of one device as one on the CPU."""
     together = StatsTable(torch.cat([table.table for _, table in parts]), parts[0][1].low)
     return [owner for owners, _ in parts for owner in owners], together.cpu()

@@ -118,6 +118,35 @@ def test_the_scale_is_told_and_the_largest_that_fits(face, exponent):
     assert finding_of(found).severity == ("error" if face == "O3" else "note")  # whose scale is static
 
 
+def at_the_cast(out):
+    return out.half().float()
+
+
+def behind_the_cast(out):
+    return (out.half() * 64).float()  # whose gradient, 64 times that of the cast, leaves half first
+
+
+def in_a_product(out):
+    return (out * 1e-20) * 1e20  # no cast at all: the gradient leaves float32
+
+
+@pytest.mark.parametrize("through", [at_the_cast, behind_the_cast, in_a_product])
+@pytest.mark.parametrize("exponent", [14, 20, 40, 90])
+def test_the_scale_that_fits_is_found_from_wherever_the_overflow_began(through, exponent):
+    torch.manual_seed(0)
+    model, (x, y) = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4)), batch()
+
+    def loss_fn():
+        return F.cross_entropy(through(model(x)), y)
+
+    found = first_nonfinite(model, loss_fn, loss_scale=2.0**exponent)
+    fits = [2.0**k for k in range(exponent + 1) if probe(model, loss_fn, loss_scale=2.0**k).is_finite]
+    if found is None:
+        assert fits[-1] == 2.0**exponent
+    else:
+        assert (found.cause, found.fitting_scale) == ("scale", fits[-1])
+
+
 def test_a_static_scale_that_overflows_is_an_error():
     model, (x, y) = scores(), batch()
     session = Session()

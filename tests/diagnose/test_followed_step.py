@@ -121,3 +121,10 @@ def test_questions_out_of_place_are_answered_with_a_sentence():
         pass
     with pytest.raises(RuntimeError, match="no op ran in its `with` block"):
         str(empty)
+
+
+def test_what_the_op_at_fault_wrote_is_counted():
+    model = nn.Linear(2, 2)
+    with followed_step(model) as step:
+        step.loss((torch.tensor([3.0, 1e6, -1e6]).half().float() + model(torch.ones(1, 2)).sum()).sum())
+    assert "read float32, 3 elements, |x| up to 1e+06 and wrote float16, 3 elements, |x| up to 3, 2 infs" in str(step)

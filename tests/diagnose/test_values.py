@@ -7,12 +7,21 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from amplab import kernels
 from amplab.diagnose.dataflow import readers_by_op, upstream
-from amplab.diagnose.statistics import extremes, read, statistics
+from amplab.diagnose.statistics import (
+    Measurements,
+    counted,
+    counts_by_kernel,
+    counts_by_torch,
+    extremes,
+    read,
+    statistics,
+)
 from amplab.diagnose.values import observe_step, tensors_in
 
 
-def measured(measure, tensor):
+def read_one(measure, tensor):
     return read([measure(tensor)], [(tensor.dtype, tensor.numel())])[0]
 
 
@@ -23,23 +32,46 @@ def test_statistics_count_what_numpy_counts(dtype):
     tensor[0, :5], tensor[1, :2], tensor[2, 3] = 0, math.inf, -math.inf
     whole = tensor.double().numpy().ravel()
     finite = abs(whole[[math.isfinite(x) for x in whole]])
-    seen = measured(statistics, tensor)
+    seen = read_one(statistics, tensor)
     assert (seen.zeros, seen.infs, seen.nans) == (5, 3, 0)
     assert (seen.lowest, seen.highest) == (-math.inf, math.inf)
     assert (seen.absmax, seen.smallest) == (finite.max(), finite[finite > 0].min())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(7, 33), (1,), (3, 1, 70)])
+def test_the_kernel_counts_what_torch_counts(dtype, shape):
+    if kernels.ensure().status != "built":
+        pytest.skip("no kernels here")
+    torch.manual_seed(0)
+    tensor = (torch.randn(shape) * torch.tensor(10.0).pow(torch.randn(shape) * 6)).to(dtype)
+    for bad in (None, math.inf, -math.inf, math.nan):
+        tensor.view(-1)[0] = 0.0 if bad is None else bad
+        for view in (tensor, tensor.transpose(0, -1), tensor[..., ::2], tensor[:1].expand(4, *shape[1:])):
+            assert [each.item() for each in counts_by_kernel(view)] == [each.item() for each in counts_by_torch(view)]
+
+
+def test_measurements_are_those_of_the_functions():
+    tensors = [torch.tensor([1.0, -3.0, 0.0]), torch.tensor([math.nan, 2.0]).half(), torch.tensor([1 - 2j])]
+    measured = Measurements()
+    places = [measured.add(each, detailed=detailed) for each in tensors for detailed in (False, True)]
+    expected = [seen for each in tensors for seen in (read_one(extremes, each), read_one(statistics, each))]
+    assert list(map(str, map(measured.__getitem__, places))) == list(map(str, expected))
+    assert [measured.is_finite(place) for place in places] == [each.is_finite for each in expected]
+    assert measured.kind(places[3]) == (torch.float16, 2)
+
+
 def test_nan_shows_in_both_measures():
     tensor = torch.tensor([1.0, math.nan, -3.0])
     for measure in (extremes, statistics):
-        seen = measured(measure, tensor)
+        seen = read_one(measure, tensor)
         assert seen.has_nan
         assert not seen.is_finite
-    assert measured(statistics, tensor).absmax == 3.0
+    assert read_one(statistics, tensor).absmax == 3.0
 
 
 def test_a_tensor_without_a_nonzero_number_has_no_smallest():
-    assert measured(statistics, torch.zeros(3)).smallest == math.inf
+    assert read_one(statistics, torch.zeros(3)).smallest == math.inf
 
 
 def named(step, op):
@@ -128,3 +160,36 @@ def test_every_model_is_left_as_it_was():
     assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
     assert torch.equal(state, torch.get_rng_state())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def overflows(x):
+    return x.half() * 100
+
+
+def overflows_in_place(x):
+    half = x.half()
+    return half.mul_(100)
+
+
+def grows_out_of(x):
+    return x.half().sum(0) * 1000  # two tensors read
+
+
+@pytest.mark.parametrize("run", [overflows, overflows_in_place, grows_out_of])
+def test_where_inf_begins_both_sides_are_counted(run):
+    """The oracle is torch's own count of the tensors, also where the op has overwritten what it read."""
+    model, x = nn.Linear(2, 2), torch.tensor([[0.0, 1000.0], [3.0, 4000.0]])
+    step = observe_step(model, lambda: run(x).float().sum() + model(x).sum() * 0)
+    (number,) = [op for op in step.begun if step.trace.records[op].op.startswith("mul")]
+    read, wrote = step.begun[number]
+    given = x.half() if run is not grows_out_of else x.half().sum(0)
+    assert read[0] == counted([given])[0]
+    assert wrote == (counted([run(x)])[0],)
+    assert (wrote[0].infs, read[0].infs) == (run(x).isinf().sum().item(), 0)
+    assert wrote[0].infs > 0
+
+
+def test_what_reads_inf_begins_nothing():
+    model, x = nn.Linear(2, 2), torch.tensor([[1.0, math.inf]])
+    step = observe_step(model, lambda: model(x).mul(0).add(x * 2).sum() + 1)
+    assert not step.begun

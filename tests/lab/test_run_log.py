@@ -15,6 +15,8 @@ import torch
 
 from amplab.formats import exponent_histogram
 from amplab.lab import ExperimentConfig, GradientSample, RunLog, StepRecord, load_run, runs_directory
+from amplab.lab.events import MixedScales
+from amplab.lab.observed_run import observed_run
 from amplab.lab.run_log import free_path, new_path
 
 CONFIG = ExperimentConfig(seed=3)
@@ -67,6 +69,39 @@ def test_a_log_of_the_first_format_loads(path, tmp_path):
     history = load_run(tmp_path / "old.jsonl").history
     assert [record.loss_scale for record in history.records()] == [record.loss_scale for record in RECORDS]
     assert {record.grad_exponent for record in history.records()} == {None}
+
+
+def test_a_log_from_before_scales_were_told_loads(tmp_path):
+    lines = [
+        '{"amplab_run":2,"amplab":"0.1.0","started":"2026-01-02T03:04:05+00:00","config":"watched/1 model=Net '
+        'optimizer=SGD scaling=amplab opt_level=–","columns":["step","loss","loss_scale","next_loss_scale","skipped",'
+        '"first_nonfinite","opt_level","accuracy","seconds","injected","grad_exponent"]}',
+        '[0,2.31,65536.0,32768.0,true,"0.weight","–",null,0.0021,null,"inf"]',
+        '[1,"nan",32768.0,32768.0,false,null,"–",null,0.0042,null,-5.0]',
+    ]
+    (tmp_path / "old.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    run = load_run(tmp_path / "old.jsonl")
+    assert [record.next_loss_scale for record in run.history.records()] == [32768.0, 32768.0]
+    assert run.history.mixed_scales == ()
+    assert [step.backward_scales for step in observed_run(run.history)] == [(), ()]
+
+
+def test_the_scales_of_a_step_come_back_in_a_line_of_their_own(tmp_path):
+    log = RunLog(tmp_path / "run.jsonl", CONFIG)
+    mixed = MixedScales(0, (65536.0, 2.0**-149, math.inf))
+    log.keep_scales(mixed)
+    log.append(RECORDS[0])
+    log.close()
+    lines = log.path.read_text(encoding="utf-8").splitlines()
+    assert json.loads(lines[1], parse_constant=refuse_constant)["event"] == "scales"
+    run = load_run(log.path)
+    assert run.history.mixed_scales == (mixed,)
+    assert run.events == ()
+    assert [finding.name for finding in run.findings()] == ["accumulation-across-scales"]
+    damaged = lines[1].replace("65536.0", '"x"')
+    log.path.write_text("\n".join([lines[0], damaged, *lines[2:]]) + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="line 2 is damaged"):
+        load_run(log.path)
 
 
 @pytest.mark.parametrize("damage", [{"counts": "x"}, {"low": None}, {"zeros": []}])

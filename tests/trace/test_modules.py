@@ -98,3 +98,13 @@ def test_no_hook_stays(fails):
         assert not module._forward_hooks
         assert not module._forward_pre_hooks
         assert not module._forward_hooks_always_called
+
+
+def test_parameters_have_the_names_that_torch_gives_them():
+    shared = nn.Linear(2, 2)
+    model = nn.Sequential(shared, nn.Sequential(nn.Linear(2, 2, bias=False), shared), nn.LSTM(2, 2))
+    model[1][0].weight = shared.weight  # tied: one parameter, and the name it has first
+    model.own = nn.Parameter(torch.ones(1))
+    expected = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert ModuleStack(model).parameter_names() == expected
+    assert ModuleStack(shared).parameter_names() == {id(shared.weight): "weight", id(shared.bias): "bias"}

@@ -8,6 +8,8 @@ from torch.nn import functional as F
 from amplab.amp import Session
 from amplab.policies import APEX, CastingEngine, PrecisionPolicy, cpu_half, disable_casts
 from amplab.trace import trace_step
+from amplab.trace.reasons import records_of, records_when_read
+from amplab.trace.step import record_step
 
 
 class Free(nn.Module):
@@ -218,3 +220,22 @@ def test_a_simulated_op_is_shown_as_simulated():
     trace = trace_step(model, lambda: model().sum(), casting=CastingEngine(policy).active())
     backward = {record.reason for record in trace if record.phase == "backward" and record.op == "round_to_format"}
     assert backward == {"simulated format: the gradient is rounded too"}
+
+
+@pytest.mark.parametrize("engine", [None, "apex/float16", "apex/bfloat16"])
+def test_records_are_the_same_in_whatever_order_they_are_read(scenario, every_model, engine):
+    model, loss = scenario(every_model)
+    context = {} if engine is None else {"casting": CastingEngine(PrecisionPolicy.parse(engine)).active()}
+    events = record_step(model, loss, **context)
+    whole = records_of(events)
+    backwards = records_when_read(events)
+    assert tuple(backwards[index] for index in reversed(range(len(events))))[::-1] == whole
+    assert [record.line for record in backwards] == [record.line for record in whole]
+    assert records_when_read(events) == whole
+
+
+def test_a_long_run_of_promotions_is_read_from_its_end():
+    """One record asks for what came before it: a thousand of them must not ask one after the other."""
+    model = Free(lambda x: sum([x] * 1500, x))
+    events = record_step(model, lambda: model().sum(), casting=CastingEngine().active())
+    assert "as they come" in records_when_read(events)[1499].reason

@@ -1,0 +1,90 @@
+"""What a scaler tells a watch: a step that adds up backwards under several scales is found, and nothing else is."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import amplab
+from amplab import amp
+from amplab.lab import load_run, watch
+
+torch.manual_seed(5)
+BATCHES = [(torch.randn(16, 16), torch.randint(4, (16,))) for _ in range(8)]
+
+
+def make():
+    torch.manual_seed(0)
+    model = nn.Linear(16, 4)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def accumulated(scaler, between, log=None):
+    """Watch three steps of two backwards each, and `between` them."""
+    model, optimizer = make()
+    with watch(model, optimizer, scaler, log=log) as w:
+        for first, second in zip(BATCHES[:6:2], BATCHES[1:6:2], strict=True):
+            optimizer.zero_grad()
+            scaler.scale(F.cross_entropy(model(first[0]), first[1]) / 2).backward()
+            between(scaler)
+            scaler.scale(F.cross_entropy(model(second[0]), second[1]) / 2).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return w
+
+
+def test_gradients_accumulated_across_scales_are_found(tmp_path):
+    scaler = amplab.GradScaler("cpu", init_scale=64.0)
+    w = accumulated(scaler, lambda scaler: scaler.update(scaler.get_scale() * 4), log=tmp_path)
+    (finding,) = (each for each in w.findings() if each.name == "accumulation-across-scales")
+    assert finding.evidence == {"steps": 3, "smallest_scale": 64.0, "largest_scale": 256.0}
+    assert [step.backward_scales for step in w.observation] == [(64.0, 256.0), (256.0, 1024.0), (1024.0, 4096.0)]
+    assert len(w.history) == 3
+    again = load_run(w.log_path)
+    assert again.history.mixed_scales == w.history.mixed_scales
+    assert "accumulation-across-scales" in [each.name for each in again.findings()]
+
+
+@pytest.mark.parametrize("growth_interval", [1, 2000])
+def test_gradients_accumulated_under_one_scale_are_not(growth_interval):
+    scaler = amplab.GradScaler("cpu", init_scale=64.0, growth_interval=growth_interval)
+    w = accumulated(scaler, lambda _: None)
+    assert scaler.get_scale() == (512.0 if growth_interval == 1 else 64.0)
+    assert w.history.mixed_scales == ()
+    assert "accumulation-across-scales" not in [each.name for each in w.findings()]
+
+
+def test_two_optimizers_that_update_the_scale_in_turn_accumulate_nothing():
+    first, second = make(), make()
+    scaler = amplab.GradScaler("cpu", init_scale=64.0, growth_interval=1)
+    with watch(*first, scaler) as w:
+        for x, y in BATCHES[:6]:
+            for model, optimizer in (first, second):
+                optimizer.zero_grad()
+                scaler.scale(F.cross_entropy(model(x), y)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+    assert len(w.history) == 6
+    assert w.history.mixed_scales == ()
+
+
+def test_a_session_takes_each_scale_out_before_it_accumulates():
+    """So whatever the scales were, the gradients are those of one scale, and there is nothing to find."""
+    gradients, found = [], []
+    for window in (1, 2000):
+        model, optimizer = make()
+        amp.initialize(model, optimizer, opt_level="O0", loss_scale="dynamic", scale_window=window, verbosity=0)
+        try:
+            with watch(model, optimizer, amp) as w:
+                for x, y in BATCHES[:2]:
+                    with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
+                        scaled.backward()
+                optimizer.step()
+            scale = amp.default_session().loss_scale()
+        finally:
+            amp.reset()
+        assert scale == (2.0**18 if window == 1 else 2.0**16)
+        gradients.append(model.weight.grad.clone())
+        found += [each.name for each in w.findings()]
+    assert torch.equal(*gradients)
+    assert "accumulation-across-scales" not in found
