@@ -3,6 +3,7 @@
 diverging                 the loss had been growing before anything overflowed, or was lost within the first steps that
                           were taken: a learning rate that is too high
 scale-collapse            every recent step was skipped, and a smaller scale does not help
+loss-not-told             nobody said what the loss was
 nonfinite-loss            the loss itself is inf or NaN, and steps are not skipped for it
 window-too-short          steps are lost to a scale that grows too often
 window-too-long           the scale is low, gradients are lost, and it cannot grow back in time
@@ -167,6 +168,19 @@ def nonfinite_loss(run: Observation) -> Iterator[Finding]:
     )
 
 
+def loss_not_told(run: Observation) -> Iterator[Finding]:
+    """Nobody said what the loss was, so that the rules about losses have nothing to go by."""
+    if len(run) >= START and all(step.loss is None for step in run):
+        yield Finding(
+            "loss-not-told",
+            "note",
+            f"None of the {len(run)} steps came with a loss.",
+            "torch's GradScaler and loops without one do not tell it; whether it grows or is inf stays unknown.",
+            "loss = w.loss(loss)  # w is the watch; before backward, in every step",
+            evidence={"steps": len(run)},
+        )
+
+
 _TAKEN = "was taken: nothing keeps inf and NaN out of the weights."
 
 
@@ -314,6 +328,7 @@ RUN_RULES: tuple[Callable[[Observation], Iterator[Finding]], ...] = (
     lost_at_once,
     scale_collapse,
     nonfinite_loss,
+    loss_not_told,
     accumulation_across_scales,
     window_too_short,
     window_too_long,

@@ -41,7 +41,8 @@ class StepRecord:
 
     Attributes:
         step: Number of the step, from 0.
-        loss: Training loss before scaling and before any injected shrinking; NaN and inf are kept.
+        loss: Training loss before scaling and before any injected shrinking; NaN and inf are kept. NaN, too, where a
+            watch was not told it; `History.untold_losses` knows which.
         loss_scale: Scale that multiplied the loss of this step.
         next_loss_scale: Scale that the next step will use.
         skipped: Whether the optimizer left the weights alone because a gradient was not finite.
@@ -67,8 +68,11 @@ class StepRecord:
     grad_exponent: float | None = None
 
 
-StepRow = tuple[int, float, float, float, bool, str | None, str, float | None, float, str | None, float | None]
-"""The values of a `StepRecord` in its order: what is made between two steps, where every microsecond counts."""
+StepRow = tuple[int, float | None, float, float, bool, str | None, str, float | None, float, str | None, float | None]
+"""The values of a `StepRecord` in its order, the loss None where nobody told it.
+
+This is what is made between two steps, where every microsecond counts.
+"""
 
 
 @dataclass(frozen=True)

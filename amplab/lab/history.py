@@ -20,7 +20,7 @@ from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
 from amplab.lab.thinning import BlockExtremes, thin
 from amplab.scalers import ScaleRule
 
-__all__ = ["COLUMNS", "History"]
+__all__ = ["COLUMNS", "History", "recorded", "row_of"]
 
 COLUMNS: dict[str, type] = {
     "step": np.int64,
@@ -47,6 +47,12 @@ row_of: Callable[[StepRecord], StepRow] = attrgetter(*COLUMNS)
 """The values of a step, in the order of `COLUMNS`."""
 
 
+def recorded(row: StepRow) -> StepRecord:
+    """Return the record of a step from its values; a loss that nobody told is NaN in it."""
+    step, loss, *rest = row
+    return StepRecord(step, math.nan if loss is None else loss, *rest)
+
+
 class History:
     """Every step of one run, in order.
 
@@ -68,6 +74,7 @@ class History:
         self._codes: dict[str | None, int] = {None: 0}
         self._words: list[str | None] = [None]
         self._skipped: list[int] = []
+        self._untold: set[int] = set()  # rows whose loss nobody told; NaN in the column, as one that is NaN
         self._levels: list[tuple[int, str]] = []
         self._extremes: dict[str, BlockExtremes] = {}
         self._samples: list[GradientSample] = []
@@ -80,7 +87,7 @@ class History:
         self.append_row(row_of(record))
 
     def append_row(self, row: StepRow) -> None:
-        """Add the next step as its values; the columns are filled later."""
+        """Add the next step as its values, its loss None where nobody told it; the columns are filled later."""
         self._pending.append(row)  # in one piece, so that a reader needs the lock and this does not
         self._last = row
         if row[_ACCURACY] is not None:
@@ -140,7 +147,7 @@ class History:
     @property
     def last(self) -> StepRecord | None:
         """The newest step, None before the first."""
-        return None if self._last is None else StepRecord(*self._last)
+        return None if self._last is None else recorded(self._last)
 
     @property
     def last_accuracy(self) -> float | None:
@@ -176,6 +183,17 @@ class History:
         """Return the skipped steps, from the `start`-th skip on."""
         with self._filled():
             return [self._record(row) for row in self._skipped[start:]]
+
+    def untold_losses(self) -> frozenset[int]:
+        """Return the steps whose loss nobody told: it reads NaN, and is not known to be."""
+        with self._filled():
+            return frozenset(self._columns["step"][sorted(self._untold)].tolist())
+
+    def forget_losses(self) -> None:
+        """Take every loss so far for one that nobody told."""
+        with self._filled():
+            self._columns["loss"][: self._length] = math.nan
+            self._untold.update(range(self._length))
 
     def level_changes(self) -> list[tuple[int, str]]:
         """Return (step, opt_level) of the first step and of each whose level is not that of the step before."""
@@ -235,6 +253,7 @@ class History:
         for name, column in values.items():
             self._columns[name][start:end] = [self._code(word) for word in column] if name in _WORDS else column
         self._skipped += [row for row, skipped in enumerate(values["skipped"], start) if skipped]
+        self._untold.update(row for row, loss in enumerate(values["loss"], start) if loss is None)
         for step, level in zip(values["step"], values["opt_level"], strict=True):
             if not self._levels or self._levels[-1][1] != level:
                 self._levels.append((step, level))

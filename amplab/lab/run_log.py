@@ -1,13 +1,14 @@
 """A run on disk as it happens: JSON lines, append-only, readable after a kill.
 
-    {"amplab_run": 2, "amplab": "0.1.0", "started": "…", "config": "amplab/1 task=digits …", "columns": ["step", …]}
+    {"amplab_run": 3, "amplab": "0.1.0", "started": "…", "config": "amplab/1 task=digits …", "columns": ["step", …]}
     [0,2.31,65536.0,65536.0,false,null,"O1",null,0.0021,null,-5.0]
     {"event": "config", "step": 120, "config": "amplab/1 task=digits model=mlp opt_level=O2"}
 
 The first line is the header, an array is a step (in the order of "columns"), an object is an event: a changed config,
 an injection, a histogram of the gradients, or the scales of a step that accumulated backwards at several. Every line is
-valid JSON: NaN and inf are the words "nan", "inf" and "-inf". Lines reach the operating system at least four times a
-second, so what a killed process loses is less than that, and a line cut in the middle.
+valid JSON: NaN and inf are the words "nan", "inf" and "-inf", and a loss that a watch was not told is null (up to
+format 2 it was "nan", too). Lines reach the operating system at least four times a second, so what a killed process
+loses is less than that, and a line cut in the middle.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from amplab.scalers import ScaleRule
 
 __all__ = ["FLUSH_SECONDS", "FORMAT", "Run", "RunLog", "free_path", "load_run", "new_path", "runs_directory"]
 
-FORMAT = 2
+FORMAT = 3
 """Version of the file format, the value of "amplab_run" in the header."""
 
-_COLUMNS_OF = {1: [name for name in COLUMNS if name != "grad_exponent"], FORMAT: list(COLUMNS)}
+_COLUMNS_OF = {1: [name for name in COLUMNS if name != "grad_exponent"], 2: list(COLUMNS), FORMAT: list(COLUMNS)}
 
 FLUSH_SECONDS = 0.2
 
@@ -162,7 +163,7 @@ class Run:
     def findings(self) -> Findings:
         """Return what the rules find in it, and what was found out about its skipped steps, the worst first."""
         explained = [read_back(event["finding"]) for event in self.events if event["event"] == "finding"]
-        return with_explained(run_findings(observed_run(self.history)), explained)
+        return with_explained(run_findings(observed_run(self.history, self.last_config)), explained)
 
     def replay(self, rule: ScaleRule | str | None = None) -> WhatIf | WhatIfs:
         """Return this run as it would have gone under another loss-scaling rule; see `History.replay`."""
@@ -206,19 +207,21 @@ def load_run(path: str | os.PathLike[str]) -> Run:
                     f"{path}: line {number} is damaged, and it is not the last one; "
                     f"the {len(history)} steps before it are intact: delete from there on to load them."
                 )
-            elif isinstance(entry, StepRecord):
-                if entry.step != len(history):
+            elif isinstance(entry, tuple):
+                if entry[0] != len(history):
                     raise ValueError(
-                        f"{path}: line {number} holds step {entry.step} where step {len(history)} was expected: lines "
+                        f"{path}: line {number} holds step {entry[0]} where step {len(history)} was expected: lines "
                         f"were lost or doubled; delete from there on to load the steps before it."
                     )
-                history.append(entry)
+                history.append_row(entry)
             elif isinstance(entry, GradientSample):
                 history.keep(entry)
             elif isinstance(entry, MixedScales):
                 history.keep_scales(entry)
             else:
                 events.append(entry)
+    if header["amplab_run"] < FORMAT and isinstance(config, WatchedRun) and np.isnan(history.column("loss")).all():
+        history.forget_losses()
     configs = [event["config"] for event in events if event["event"] == "config"]
     return Run(
         path=path,
@@ -274,7 +277,7 @@ def _read_config(path: Path, text: object) -> ExperimentConfig | WatchedRun:
 _KINDS = {"step": int, "skipped": bool, "opt_level": str}
 
 
-_Entry = StepRecord | GradientSample | MixedScales | dict[str, object]
+_Entry = StepRow | GradientSample | MixedScales | dict[str, object]
 
 
 def _read_line(line: bytes, columns: list[str]) -> _Entry | None:
@@ -289,10 +292,12 @@ def _read_line(line: bytes, columns: list[str]) -> _Entry | None:
     exponent = values.get("grad_exponent")
     if exponent is not None and (exponent := _float(exponent)) is None:
         return None
-    numbers = {name: _float(values[name]) for name in ("loss", "loss_scale", "next_loss_scale", "seconds")}
+    told = ("loss",) if values["loss"] is not None else ()
+    numbers = {name: _float(values[name]) for name in (*told, "loss_scale", "next_loss_scale", "seconds")}
     if None in numbers.values() or not all(isinstance(values[name], kind) for name, kind in _KINDS.items()):
         return None
-    return StepRecord(**{**values, **numbers, "grad_exponent": exponent})
+    read = {**values, **numbers, "grad_exponent": exponent}
+    return tuple(read[name] for name in COLUMNS)
 
 
 def _bins(histogram: ExponentHistogram) -> dict[str, object]:

@@ -31,7 +31,7 @@ from amplab.diagnose import Finding, Findings, Observation, run_findings
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
 from amplab.lab.explained import logged, with_explained
 from amplab.lab.gradient_sample import GradientMeasure
-from amplab.lab.history import History
+from amplab.lab.history import History, recorded
 from amplab.lab.observed_run import LOOK_BACK, observed_run
 from amplab.lab.recorder import Recorder
 from amplab.lab.scale_probe import Outcome, probe_of
@@ -171,6 +171,7 @@ class Watch:
         """The last steps, as the rules about runs read them."""
         return observed_run(
             self.history,
+            self.config,
             growth_interval=self._probe.growth_interval,
             dynamic=self._probe.dynamic,
             norms=dict(self._norms),
@@ -230,9 +231,9 @@ class Watch:
         self._steps += 1
         self._choose_hooks(is_told)
         if outcome.skipped or self._skips_in_a_row or self._check is not None:
-            self._look_into(StepRecord(*row))
+            self._look_into(recorded(row))
         if self._subscribers or self._scalars is not None:
-            self._tell(StepRecord(*row))
+            self._tell(recorded(row))
 
     def _row(self, outcome: Outcome | ScaleRecord) -> StepRow:
         """The values of a `StepRecord`, which itself would take longer to make than all the rest of it."""
@@ -296,11 +297,11 @@ class Watch:
         self._failures.append(text)
 
 
-def _value(loss: float | Tensor | None) -> float:
-    """What is recorded of a loss; NaN for none, and for one of several elements. Sync: one where it is on a device."""
+def _value(loss: float | Tensor | None) -> float | None:
+    """What is recorded of a loss; None for none, and for one of several elements. Sync: one where it is on a device."""
     if isinstance(loss, Tensor):
-        return loss.item() if loss.numel() == 1 else math.nan
-    return math.nan if loss is None else loss
+        return loss.item() if loss.numel() == 1 else None
+    return loss
 
 
 def watch(

@@ -108,11 +108,14 @@ def test_a_loss_that_is_not_finite():
 
 
 def test_a_loss_that_nobody_told_is_not_one_that_is_not_finite():
-    assert names(run_of([None] * 6)) == []
+    assert names(run_of([None] * 6)) == ["loss-not-told"]
     assert names(run_of([None, 0.5, 0.5, 0.4, 0.4])) == []
     assert names(run_of([None, math.nan])) == ["nonfinite-loss"]
-    assert names(run_of([None] * 20, "x" * 20, [2.0 ** (40 - n) for n in range(21)])) == ["scale-collapse"]
-    (found,) = run_findings(run_of([None] * 6, ".xxxxx"))
+    assert names(run_of([None] * 20, "x" * 20, [2.0 ** (40 - n) for n in range(21)])) == [
+        "scale-collapse",
+        "loss-not-told",
+    ]
+    found = run_findings(run_of([None] * 6, ".xxxxx"))[-1]
     assert (found.name, "finite" in found.symptom) == ("still-skipping", False)
 
 

@@ -16,8 +16,10 @@ import torch
 from amplab.formats import exponent_histogram
 from amplab.lab import ExperimentConfig, GradientSample, RunLog, StepRecord, load_run, runs_directory
 from amplab.lab.events import MixedScales
+from amplab.lab.history import row_of
 from amplab.lab.observed_run import observed_run
 from amplab.lab.run_log import free_path, new_path
+from amplab.lab.watched_run import WatchedRun
 
 CONFIG = ExperimentConfig(seed=3)
 RECORDS = [
@@ -86,6 +88,48 @@ def test_a_log_from_before_scales_were_told_loads(tmp_path):
     assert [step.backward_scales for step in observed_run(run.history)] == [(), ()]
 
 
+HEADER = (
+    '{"amplab_run":%d,"amplab":"0.1.0","started":"2026-01-02T03:04:05+00:00","config":"%s","columns":["step","loss",'
+    '"loss_scale","next_loss_scale","skipped","first_nonfinite","opt_level","accuracy","seconds","injected",'
+    '"grad_exponent"]}'
+)
+WATCHED = "watched/1 model=Net optimizer=SGD scaling=none opt_level=–"
+
+
+def loaded(tmp_path, losses, version, config=WATCHED):
+    step = '[%d,%s,1.0,1.0,false,null,"–",null,0.0021,null,null]'
+    lines = [HEADER % (version, config), *(step % each for each in enumerate(losses))]
+    (tmp_path / "run.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return load_run(tmp_path / "run.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("version", "losses", "untold"),
+    [
+        (3, ["null", "0.5", '"nan"'], {0}),
+        (3, ['"nan"'] * 3, set()),
+        (2, ['"nan"'] * 3, {0, 1, 2}),  # which had no other word for it
+        (2, ['"nan"', "0.5", '"nan"'], set()),
+    ],
+)
+def test_a_loss_that_was_not_told_comes_back_as_none(tmp_path, version, losses, untold):
+    run = loaded(tmp_path, losses, version)
+    assert run.history.untold_losses() == untold
+    steps = observed_run(run.history, run.config)
+    assert [step.loss is None for step in steps] == [number in untold for number in range(3)]
+    assert [math.isnan(record.loss) for record in run.history.records()] == [each != "0.5" for each in losses]
+    assert ("nonfinite-loss" in [each.name for each in run.findings()]) == (untold != {0, 1, 2})
+    assert (steps.scaling, steps.dynamic, steps.level) == ("none", False, "")
+
+
+def test_a_loss_that_was_not_told_is_null_in_the_log(tmp_path):
+    log = RunLog(tmp_path / "told.jsonl", WatchedRun.parse(WATCHED))
+    log.append_row((0, None, *row_of(RECORDS[0])[2:]))
+    log.close()
+    assert json.loads((tmp_path / "told.jsonl").read_text(encoding="utf-8").splitlines()[1])[1] is None
+    assert load_run(tmp_path / "told.jsonl").history.untold_losses() == {0}
+
+
 def test_the_scales_of_a_step_come_back_in_a_line_of_their_own(tmp_path):
     log = RunLog(tmp_path / "run.jsonl", CONFIG)
     mixed = MixedScales(0, (65536.0, 2.0**-149, math.inf))
@@ -117,7 +161,7 @@ def test_a_damaged_histogram_is_named(path, damage):
 def test_every_line_is_strict_json(path):
     lines = path.read_text(encoding="utf-8").splitlines()
     entries = [json.loads(line, parse_constant=refuse_constant) for line in lines]
-    assert entries[0]["amplab_run"] == 2
+    assert entries[0]["amplab_run"] == 3
     assert len(entries[0]["columns"]) == len(entries[1])
     assert len(lines) == 8
 
