@@ -28,14 +28,14 @@ from amplab.diagnose.gradient_rules import gradient_findings
 from amplab.diagnose.machine import MachineReport, machine_report
 from amplab.diagnose.nonfinite_findings import finding_of, level_in_use
 from amplab.diagnose.observations import Observation
-from amplab.diagnose.parameter_rules import parameter_findings
+from amplab.diagnose.parameter_rules import nonfinite_buffers, parameter_findings
 from amplab.diagnose.raised import Raised, finding_of_error
 from amplab.diagnose.rehearsals import rehearse_loop
 from amplab.diagnose.run_rules import run_findings
 from amplab.diagnose.schedule_rules import schedule_findings
 from amplab.diagnose.schedules import schedulers_of
 from amplab.diagnose.speed_rules import speed_findings
-from amplab.diagnose.update_rules import updates_bound_to_be_lost, updates_lost
+from amplab.diagnose.update_rules import optimizers_left_out, updates_bound_to_be_lost, updates_lost
 from amplab.diagnose.value_rules import value_findings
 from amplab.diagnose.values import ObservedStep, observe_step
 from amplab.trace.compiled_functions import compiled_functions_eagerly
@@ -104,7 +104,7 @@ def doctor(
     if loss_fn is not None:
         step, of_step = _look_at_step(model, loss_fn, setting, batch)
         found = [*found, *of_step]
-    found += parameter_findings(model, chosen, step)
+    found += (*parameter_findings(model, chosen, step), *nonfinite_buffers(model))
     if train_step is None:
         found += updates_bound_to_be_lost(model, chosen, step)
     else:
@@ -136,7 +136,7 @@ def _look_at_step(
     first = [] if blamed is None else [finding_of(explain(model, loss_fn, setting, step, blamed, batch=batch))]
     level = level_in_use(setting, step)
     of_values = (*value_findings(step, level), *arithmetic_findings(step, level))
-    return step, [*first, *of_values, *speed_findings(step.trace)]
+    return step, [*first, *of_values, *speed_findings(step.trace, level)]
 
 
 def _look_at_loop(
@@ -151,6 +151,7 @@ def _look_at_loop(
             seen = rehearse_loop(model, raised, optimizers, amp=amp, stateful=[*stateful, *reached])
         return [
             *gradient_findings(seen, face_of(amp)),
+            *optimizers_left_out(seen, face_of(amp)),
             *updates_lost(seen.lost),
             *schedule_findings(seen, face_of(amp)),
         ]

@@ -24,6 +24,7 @@ __all__ = [
     "scheduler_after_step",
     "smaller_rate",
     "step_before_scheduler",
+    "step_of",
     "unscaled_once",
     "unscaled_step",
     "with_window",
@@ -84,6 +85,16 @@ def scheduler_after_step(face: str) -> str:
 def step_before_scheduler(face: str) -> str:
     """Return the lines that step an optimizer, and then move its schedule."""
     return f"{_STEPS.get(face, 'optimizer.step()')}\nscheduler.step()"
+
+
+def step_of(optimizer: str, face: str) -> str:
+    """Return the lines that step an optimizer, named as in the code, for a loss of its own."""
+    if face in _STEPS:
+        return f"scaler.step({optimizer})  # after the backward of its own loss, before scaler.update()"
+    if face == "apex":
+        block = f"with amp.scale_loss(loss, {optimizer}) as scaled_loss:  # its own loss\n    scaled_loss.backward()"
+        return f"{block}\n{optimizer}.step()"
+    return f"{optimizer}.step()  # after the backward of its own loss"
 
 
 def unscaled_step(face: str) -> tuple[str, str]:

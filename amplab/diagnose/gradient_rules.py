@@ -10,19 +10,20 @@ and a wrong loop shows as another power of the loss scale:
     unscaled-twice                  1 / loss_scale^2
     clips-scaled-gradients          a clipping that found them at 1, and does something else at another scale
     clips-model-gradients           a clipping that the masters never saw
+    accumulation-across-scales      gradients of backwards at several scales were added up
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from amplab.diagnose.faces import clip_unscaled, unscaled_once, unscaled_step
 from amplab.diagnose.finding import Finding
 from amplab.diagnose.rehearsal import GradientWrite, Rehearsal, SteppedGradient
 from amplab.trace.plain_words import power
 
-__all__ = ["GRADIENT_RULES", "gradient_findings", "may_clip_scaled_gradients"]
+__all__ = ["GRADIENT_RULES", "gradient_findings", "may_clip_scaled_gradients", "shared_module"]
 
 TOLERANCE = 0.1
 """In log2: 7 %, what rounding to half and a weight decay added by hand stay below."""
@@ -50,7 +51,7 @@ def clips_scaled_gradients(rehearsal: Rehearsal, face: str = "") -> Iterator[Fin
                 "scale, and changes whenever the scale moves.",
                 clip_unscaled(face),
                 op=write.op,
-                module=_module(write.names),
+                module=shared_module(write.names),
                 tensor=f"gradient of {write.names[0]}",
                 evidence={"norm": write.norm, "factor": write.factor, "loss_scale": scale},
             )
@@ -99,6 +100,21 @@ def clips_model_gradients(rehearsal: Rehearsal, _face: str = "") -> Iterator[Fin
             op=clips[0].op,
             tensor=f"gradient of {names[0]}",
             evidence={"clipped": len(names), "masters": len(masters), "factor": clips[0].factor},
+        )
+
+
+def accumulates_across_scales(rehearsal: Rehearsal, _face: str = "") -> Iterator[Finding]:
+    """A step whose gradients are of several backwards, between which the scale was moved."""
+    for each in rehearsal.mixed:
+        yield Finding(
+            "accumulation-across-scales",
+            "warning",
+            f"Optimizer {each.optimizer} was stepped with gradients scaled by {', '.join(map(power, each.scales))}, "
+            "added up.",
+            "The scale moved between two backwards of one step, so that some count more than others.",
+            "scaler.update()  # once for each optimizer step, after it, not for each backward",
+            tensor=f"optimizer {each.optimizer}",
+            evidence={"smallest_scale": min(each.scales), "largest_scale": max(each.scales)},
         )
 
 
@@ -155,6 +171,7 @@ GRADIENT_RULES: tuple[Callable[[Rehearsal, str], Iterator[Finding]], ...] = (
     stepped_with_scaled_gradients,
     unscaled_twice,
     clips_model_gradients,
+    accumulates_across_scales,
 )
 
 
@@ -172,7 +189,7 @@ def _wrong_power(
             f"Optimizer {number} {symptom}, {len(wrong)} of them.",
             cause,
             remedy,
-            module=_module([each.name for each in wrong]),
+            module=shared_module([each.name for each in wrong]),
             tensor=f"gradient of {wrong[0].name}",
             evidence={
                 "optimizer": number,
@@ -199,7 +216,7 @@ def _near(value: float, expected: float) -> bool:
     return value > 0 and abs(math.log2(value / expected)) < TOLERANCE
 
 
-def _module(names: list[str] | tuple[str, ...]) -> str:
+def shared_module(names: Sequence[str]) -> str:
     """What the modules of several parameters have in common; the module of one."""
     paths = [name.split(".")[:-1] for name in names]
     shared = []

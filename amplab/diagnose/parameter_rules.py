@@ -2,6 +2,7 @@
 
 parameter-in-no-optimizer     it got a gradient, and no optimizer has it
 optimizer-of-other-parameters the optimizer holds none of the model's: it was built before they were replaced
+nonfinite-buffer              statistics that a bad batch has spoilt for good, whatever became of its step
 adam-on-half                  an eps and second moments that half cannot hold
 stale-masters                 the model's half weights are not what their masters round to
 """
@@ -13,13 +14,17 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from amplab.diagnose.finding import Finding
 from amplab.diagnose.statistics import HALF_VANISHES
 from amplab.diagnose.values import ObservedStep
 
-__all__ = ["model_parameters", "parameter_findings"]
+__all__ = ["model_parameters", "nonfinite_buffers", "parameter_findings"]
+
+_NAMED = 3
+"""Parameters that a sentence names; of more it says how many there are."""
 
 
 def parameter_findings(model: nn.Module, optimizers: Sequence[Optimizer], step: ObservedStep | None) -> list[Finding]:
@@ -45,25 +50,105 @@ def parameters_in_no_optimizer(
     model: nn.Module, optimizers: Sequence[Optimizer], step: ObservedStep | None
 ) -> Iterator[Finding]:
     """Parameters whose gradient was not zero in this step and that no optimizer steps; one finding for each module."""
-    held = {id(parameter) for optimizer in optimizers for parameter in model_parameters(optimizer)}
+    held_by = [{id(parameter) for parameter in model_parameters(optimizer)} for optimizer in optimizers]
+    held = set().union(*held_by)
     if not held & {id(parameter) for parameter in model.parameters()}:
         return  # the rule about optimizers says it
     gradients = {name: step.values[place].statistics for name, place in step.gradients} if step else {}
     left: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters():
         if id(parameter) not in held and name in gradients and gradients[name].absmax > 0:
-            left.setdefault(name.rpartition(".")[0], []).append(name)
+            left.setdefault(_left_out(model, name, held), []).append(name)
     for module, names in left.items():
         yield Finding(
             "parameter-in-no-optimizer",
             "warning",
-            f"{' and '.join(names)} got a gradient, and no optimizer steps {'them' if len(names) > 1 else 'it'}.",
+            f"{_listed(names)} got a gradient, and no optimizer steps {'them' if len(names) > 1 else 'it'}.",
             "The optimizer was given other parameters, or was built before these were made.",
-            f"optimizer.add_param_group({{'params': model.get_submodule({module!r}).parameters()}})",
+            _taken_in(model, module, names, optimizers, held_by),
             module=module,
             tensor=names[0],
             evidence={"parameters": len(names), "gradient_absmax": max(gradients[name].absmax for name in names)},
         )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED
+    return " and ".join(names if more <= 0 else [*names[:_NAMED], f"{more} more"])
+
+
+def _left_out(model: nn.Module, name: str, held: set[int]) -> str:
+    """The largest module around a parameter of which no optimizer has anything; its own module at least."""
+    module = name.rpartition(".")[0]
+    while "." in module:
+        above = module.rpartition(".")[0]
+        if any(id(each) in held for each in model.get_submodule(above).parameters()):
+            break
+        module = above
+    return module
+
+
+def _taken_in(
+    model: nn.Module, module: str, names: Sequence[str], optimizers: Sequence[Optimizer], held_by: Sequence[set[int]]
+) -> str:
+    """The line that gives parameters to the one optimizer of what is around them, or to one built anew."""
+    own = f"model.get_submodule({module!r}).parameters()" if module else ""
+    own = own or f"[{', '.join(f'model.get_parameter({name!r})' for name in names)}]"
+    around = module
+    while len(optimizers) > 1:
+        near = {id(each) for each in model.get_submodule(around).parameters()}
+        neighbours = [number for number, held in enumerate(held_by) if held & near]
+        if len(neighbours) == 1:
+            return f"optimizers[{neighbours[0]}].add_param_group({{'params': {own}}})"
+        if neighbours or not around:
+            return _built_anew(own, optimizers, held_by)
+        around = around.rpartition(".")[0]
+    return f"optimizer.add_param_group({{'params': {own}}})"
+
+
+def _built_anew(own: str, optimizers: Sequence[Optimizer], held_by: Sequence[set[int]]) -> str:
+    numbers = range(len(held_by))
+    twice = [one for one in numbers if any(held_by[one] <= held_by[other] for other in numbers if other != one)]
+    like = optimizers[twice[0] if twice else 0]
+    made = f"torch.optim.{type(like).__name__}({own}, lr={float(like.param_groups[0]['lr']):g})"
+    if not twice:
+        return f"optimizers.append({made})"
+    return f"optimizers[{twice[0]}] = {made}  # what it holds now, another holds as well"
+
+
+def nonfinite_buffers(model: nn.Module) -> Iterator[Finding]:
+    """NaN in a buffer, or inf in running statistics; inf elsewhere may be meant, as in a mask. Sync: one for each."""
+    for path, module in model.named_modules():
+        is_norm = isinstance(module, _NormBase)
+        spoilt = {name: buffer for name, buffer in module.named_buffers(recurse=False) if _is_spoilt(buffer, is_norm)}
+        if spoilt:
+            yield _nonfinite_buffer(path, spoilt, is_norm=is_norm)
+
+
+def _is_spoilt(buffer: Tensor, statistics: bool) -> bool:
+    return buffer.is_floating_point() and bool((~buffer.isfinite() if statistics else buffer.isnan()).any())
+
+
+def _nonfinite_buffer(path: str, spoilt: dict[str, Tensor], *, is_norm: bool) -> Finding:
+    names = [f"{path}.{name}".lstrip(".") for name in spoilt]
+    where = f"model.get_submodule({path!r})" if path else "model"
+    again = "reset_running_stats()" if is_norm else f"{next(iter(spoilt))}.zero_()"
+    cause = "A forward wrote it there, and a skipped step does not take that back."
+    cause += " In training a norm does not read its statistics; in eval every output is NaN." if is_norm else ""
+    return Finding(
+        "nonfinite-buffer",
+        "error",
+        f"{' and '.join(names)} {'hold' if len(names) > 1 else 'holds'} inf or NaN.",
+        cause,
+        f"{where}.{again}  # or load the last good checkpoint\n"
+        "# and before the model sees a batch: assert torch.isfinite(x).all()",
+        module=path,
+        tensor=names[0],
+        evidence={
+            "nonfinite": sum(int((~each.isfinite()).sum()) for each in spoilt.values()),
+            "elements": sum(each.numel() for each in spoilt.values()),
+        },
+    )
 
 
 def optimizers_of_other_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Finding]:

@@ -32,7 +32,7 @@ from amplab.diagnose.parameter_rules import model_parameters
 from amplab.diagnose.schedules import ScheduleMove, ScheduleWatch, schedulers_of
 from amplab.trace.untouched import untouched
 
-__all__ = ["GradientWrite", "Rehearsal", "SteppedGradient", "rehearse"]
+__all__ = ["GradientWrite", "MixedStep", "Rehearsal", "SteppedGradient", "UnsteppedOptimizer", "rehearse"]
 
 _current_node = torch._C._current_autograd_node
 
@@ -77,6 +77,32 @@ class SteppedGradient(NamedTuple):
     of_master: bool
 
 
+class MixedStep(NamedTuple):
+    """A step of an optimizer whose gradients were scaled differently.
+
+    Args:
+        optimizer: its number.
+        scales: of the backwards that were added up, each once, in order.
+    """
+
+    optimizer: int
+    scales: tuple[float, ...]
+
+
+class UnsteppedOptimizer(NamedTuple):
+    """An optimizer that a step left out.
+
+    Args:
+        optimizer: its number.
+        names: of its parameters that backward gave a gradient.
+        others: how many other optimizers were stepped.
+    """
+
+    optimizer: int
+    names: tuple[str, ...]
+    others: int
+
+
 @dataclass(frozen=True)
 class Rehearsal:
     """What one training step did with its gradients.
@@ -88,6 +114,8 @@ class Rehearsal:
         overflowed: backward delivered inf or NaN, or was made to.
         lost: what 16-bit weights have lost of each optimizer's step.
         schedules: the schedulers that moved.
+        unstepped: the optimizers that were not stepped, though their parameters got gradients and still have them.
+        mixed: the steps that added up gradients of several scales.
         elsewhere: the same at another loss scale, where it was looked at.
         skipped: the same with an overflow, where it was looked at.
     """
@@ -98,6 +126,8 @@ class Rehearsal:
     overflowed: bool = False
     lost: tuple[LostUpdates, ...] = ()
     schedules: tuple[ScheduleMove, ...] = ()
+    unstepped: tuple[UnsteppedOptimizer, ...] = ()
+    mixed: tuple[MixedStep, ...] = ()
     elsewhere: Rehearsal | None = None
     skipped: Rehearsal | None = None
 
@@ -135,7 +165,7 @@ def rehearse(
     """
     schedulers = schedulers_of(train_step, stateful)
     named = {id(each) for each in stateful}
-    watch = _Watch(model, optimizers, ScheduleWatch(schedulers, optimizers), overflows=overflows)
+    watch = _Watch(model, optimizers, ScheduleWatch(schedulers, optimizers), amp, overflows=overflows)
     with ExitStack() as undo:
         others = [each for each in schedulers if id(each) not in named]
         before = undo.enter_context(kept(optimizers, amp, [*stateful, *others]))
@@ -146,8 +176,16 @@ def rehearse(
         scales = watch.scales = scales_of(amp)
         train_step()
         moves = watch.schedules.moves([each.is_unmoved() for each in before])
+        unstepped = tuple(watch.unstepped())
     return Rehearsal(
-        scales, tuple(watch.writes), tuple(watch.stepped), watch.overflowed, tuple(watch.lost), schedules=moves
+        scales,
+        tuple(watch.writes),
+        tuple(watch.stepped),
+        watch.overflowed,
+        tuple(watch.lost),
+        moves,
+        unstepped,
+        tuple(watch.mixed),
     )
 
 
@@ -155,6 +193,8 @@ def rehearse(
 class _Way:
     """What is known of one gradient since its last step."""
 
+    gradient: Tensor | None = None
+    scales: tuple[float, ...] = ()  # of the backwards that this gradient adds up
     delivered: float = math.nan
     backwards: int = 0
     clipped: float = 1.0
@@ -164,7 +204,7 @@ class _Watch:
     """Follows the gradients of a model's parameters, by the name of the parameter."""
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], schedules: ScheduleWatch, *, overflows: bool
+        self, model: nn.Module, optimizers: Sequence[Optimizer], schedules: ScheduleWatch, amp: Any, *, overflows: bool
     ) -> None:
         self._named = dict(model.named_parameters())
         self._names = {id(parameter): name for name, parameter in self._named.items()}
@@ -179,6 +219,9 @@ class _Watch:
         self.lost: list[LostUpdates] = []
         self.writes: list[GradientWrite] = []
         self.stepped: list[SteppedGradient] = []
+        self.mixed: list[MixedStep] = []
+        self._called: set[int] = set()  # optimizers
+        self._scaler = amp if isinstance(amp, torch.amp.GradScaler) else None  # a session adds up what is unscaled
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -202,6 +245,15 @@ class _Watch:
                 found[grad.data_ptr()] = (name, grad)
         return found
 
+    def unstepped(self) -> Iterator[UnsteppedOptimizer]:
+        """The optimizers left out, with those of their parameters that no other one has stepped either."""
+        waiting = {id(self._named[name]): name for name, way in self._ways.items() if way.delivered > 0}
+        for number, optimizer in enumerate(self._optimizers):
+            names = [waiting[id(own)] for own in model_parameters(optimizer) if id(own) in waiting]
+            kept = any(each.grad is not None for group in optimizer.param_groups for each in group["params"])
+            if number not in self._called and names and kept:
+                yield UnsteppedOptimizer(number, tuple(names), len(self._called))
+
     def has_values(self, name: str, grad: Tensor) -> bool:
         """Whether a gradient holds numbers: that of a master does not before the first write to it."""
         parameter = self._named[name]
@@ -214,6 +266,8 @@ class _Watch:
         """Take note of a write to gradients, whose norms were `before`."""
         after = [_norm(grad) for _, grad in touched]
         was, now = math.hypot(*before), math.hypot(*after)
+        for name, _ in touched if now == 0 else ():
+            self._ways[name].scales = ()
         if not was or not math.isfinite(was) or not math.isfinite(now) or now == was:
             return
         names = tuple(name for name, _ in touched)
@@ -241,6 +295,9 @@ class _Watch:
         if self._overflows and parameter.grad.layout is torch.strided:
             parameter.grad.fill_(math.inf)
         way = self._ways[name]
+        if self._scaler is not None:
+            before = way.scales if way.gradient is parameter.grad else ()
+            way.gradient, way.scales = parameter.grad, (*before, self._scaler.get_scale())
         way.delivered, way.backwards, way.clipped = _norm(parameter.grad), way.backwards + 1, 1.0
         self.overflowed |= not math.isfinite(way.delivered)
 
@@ -248,9 +305,11 @@ class _Watch:
         number = self._number(optimizer)
         if number is None:
             return
+        self._called.add(number)
         self.schedules.at_step(number)
         if not self.overflowed:
             self._begin_shadow(optimizer, number)
+        self._compare_scales(optimizer, number)
         inside = "grad_scaler" in kwargs or getattr(optimizer, "grad_scale", None) is not None
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for parameter, own in zip(stepped, model_parameters(optimizer), strict=True):
@@ -263,6 +322,12 @@ class _Watch:
                 )
                 self._ways[name] = _Way()
                 self._begun.discard(id(parameter.grad))
+
+    def _compare_scales(self, optimizer: Optimizer, number: int) -> None:
+        own = [self._names[id(each)] for each in model_parameters(optimizer) if id(each) in self._names]
+        several = [self._ways[name].scales for name in own if len(set(self._ways[name].scales)) > 1]
+        if several:
+            self.mixed.append(MixedStep(number, tuple(dict.fromkeys(several[0]))))
 
     def _begin_shadow(self, optimizer: Optimizer, number: int) -> None:
         """Make ready to compare the step of 16-bit weights; an optimizer that cannot be copied is left alone."""

@@ -15,7 +15,7 @@ from itertools import takewhile
 from amplab.policies import PrecisionPolicy
 from amplab.trace import OpRecord
 
-__all__ = ["dynamic_scale", "in_float32", "kept_in_float32", "variance_in_float32"]
+__all__ = ["dynamic_scale", "fewer_casts", "in_float32", "kept_in_float32", "variance_in_float32"]
 
 
 def in_float32(record: OpRecord, note: str = "", *, level: str | None = "O1", reader: OpRecord | None = None) -> str:
@@ -80,6 +80,20 @@ def dynamic_scale(level: str | None) -> str:
     if level == "half":
         return 'model, optimizer = amp.initialize(model.float(), optimizer, opt_level="O2")  # a dynamic scale, masters'
     return f'model, optimizer = amp.initialize(model, optimizer, opt_level="{level}", loss_scale="dynamic")'
+
+
+def fewer_casts(level: str | None) -> str:
+    """Return the code that casts less often.
+
+    >>> fewer_casts("O1")
+    'model, optimizer = amp.initialize(model, optimizer, opt_level="O2")'
+    """
+    if level in _REGIONS:
+        module = "torch" if level is None else "amplab"
+        return f"with {module}.autocast(x.device.type, torch.float16):  # one region around all of the forward"
+    if level in (*_HALF_WEIGHTS, "half"):
+        return "# keep x in half between the ops: leave out .float() and .to(...) where nothing needs them"
+    return 'model, optimizer = amp.initialize(model, optimizer, opt_level="O2")'
 
 
 def variance_in_float32(record: OpRecord, *, level: str | None = "O1", reader: OpRecord | None = None) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import torch
 
 from amplab.diagnose.finding import Finding
+from amplab.diagnose.remedies import fewer_casts
 from amplab.trace import OpRecord, Trace
 
 __all__ = ["speed_findings"]
@@ -39,11 +40,16 @@ _CONVOLUTION = "convolution"
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def speed_findings(trace: Trace) -> list[Finding]:
-    """Apply every rule of this file; a step that multiplies nothing in half has no speed-up to miss."""
+def speed_findings(trace: Trace, level: str | None = "O1") -> list[Finding]:
+    """Apply every rule of this file; a step that multiplies nothing in half has no speed-up to miss.
+
+    Args:
+        trace: the step.
+        level: in whose words the remedies are, as `remedies` takes it.
+    """
     if not any(_is_half_product(record) for record in trace):
         return []
-    return [*odd_shapes(trace), *tiny_ops(trace), *cast_traffic(trace)]
+    return [*odd_shapes(trace), *tiny_ops(trace), *cast_traffic(trace, level)]
 
 
 def odd_shapes(trace: Trace) -> Iterator[Finding]:
@@ -83,7 +89,7 @@ def tiny_ops(trace: Trace) -> Iterator[Finding]:
         )
 
 
-def cast_traffic(trace: Trace) -> Iterator[Finding]:
+def cast_traffic(trace: Trace, level: str | None = "O1") -> Iterator[Finding]:
     """Casts that move more than `CASTS` times the bytes of all other ops."""
     moved = sum(info.nbytes for record in trace if _computes(record) for info in (*record.inputs, *record.outputs))
     if moved and trace.cast_bytes > CASTS * moved:
@@ -96,7 +102,7 @@ def cast_traffic(trace: Trace) -> Iterator[Finding]:
             "note",
             f"Casts move {trace.cast_bytes:,} bytes, {trace.cast_bytes / moved:.0%} of what the ops themselves move.",
             "Each change of dtype is a pass over memory; with half weights (O2) there are fewer.",
-            'amp.initialize(model, optimizer, opt_level="O2")',
+            fewer_casts(level),
             "likely",
             module=worst,
             evidence={"cast_bytes": trace.cast_bytes, "op_bytes": moved, "casts": len(trace.casts)},

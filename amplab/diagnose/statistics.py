@@ -82,7 +82,7 @@ class Statistics:
 
     def __str__(self) -> str:
         counted = (f"{count:,} {name}" for name in _COUNTED if (count := getattr(self, name)))
-        spread = "" if self.is_finite and not self.absmax else f"|x| up to {self.absmax:.4g}"
+        spread = f"|x| up to {self.absmax:.4g}" if self.absmax else ""
         parts = (f"{str(self.dtype).removeprefix('torch.')}, {self.numel:,} elements", spread, *counted)
         return ", ".join(filter(None, parts))
 

@@ -1,6 +1,7 @@
-"""Rules about 16-bit weights that do not move: pure functions from what a step lost, or is bound to lose, to findings.
+"""Rules about weights that do not move: pure functions from what a step did, lost or is bound to lose, to findings.
 
-    updates-lost-in-weights   most weights with an update stay where they are, since it is below half their last bit
+    optimizer-never-stepped   its parameters get gradients, other optimizers step, and it does not
+    updates-lost-in-weights   most 16-bit weights with an update stay where they are: it is below half their last bit
 
 Where a step was rehearsed, its losses were counted; else they follow from the rate and the largest gradient: SGD moves
 no weight by more than lr |g| / (1 - momentum), Adam hardly one by more than lr.
@@ -14,11 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from amplab.diagnose.faces import step_of
 from amplab.diagnose.finding import Finding, Number
+from amplab.diagnose.gradient_rules import shared_module
 from amplab.diagnose.lost_updates import LostUpdates
+from amplab.diagnose.rehearsal import Rehearsal
 from amplab.diagnose.values import ObservedStep
 
-__all__ = ["updates_bound_to_be_lost", "updates_lost"]
+__all__ = ["never_stepped", "optimizers_left_out", "updates_bound_to_be_lost", "updates_lost"]
 
 MOST = 0.5
 """Share of the weights, and of the norm of their updates, from which on a step is lost rather than rounded.
@@ -28,6 +32,31 @@ Training in half that works loses up to a third of its small updates, and 3 % of
 
 _HALF_GAP = {torch.float16: (2.0**-12, 2.0**-25), torch.bfloat16: (2.0**-9, 2.0**-134)}
 """Half the gap to the next number, at the least: times |w|, and absolute among the subnormal ones."""
+
+
+def optimizers_left_out(rehearsal: Rehearsal, face: str = "") -> Iterator[Finding]:
+    """Optimizers that a whole step does not step, beside others that it does; told where nothing overflowed.
+
+    Where no optimizer is stepped the step may be one of several that accumulate.
+    """
+    for each in rehearsal.unstepped if not rehearsal.overflowed else ():
+        if each.others:
+            yield never_stepped(each.optimizer, each.names, face, {"parameters": len(each.names)})
+
+
+def never_stepped(optimizer: int, names: Sequence[str], face: str, evidence: dict[str, Number]) -> Finding:
+    """The finding that an optimizer is left out; `names` are those of its parameters that get gradients."""
+    return Finding(
+        "optimizer-never-stepped",
+        "error",
+        f"Optimizer {optimizer} was never stepped; {len(names)} of its parameters got a gradient and keep it.",
+        "Another optimizer is stepped in its place, or its step was left out: its parameters stay as they began.",
+        step_of(f"optimizers[{optimizer}]", face),
+        "likely",
+        module=shared_module(names),
+        tensor=f"optimizer {optimizer}",
+        evidence={"optimizer": optimizer} | evidence,
+    )
 
 
 def updates_lost(lost: Sequence[LostUpdates]) -> Iterator[Finding]:

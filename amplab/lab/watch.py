@@ -28,10 +28,12 @@ from torch.optim import Optimizer
 
 from amplab.amp import ScaleRecord
 from amplab.diagnose import Finding, Findings, Observation, run_findings
+from amplab.diagnose.parameter_rules import nonfinite_buffers
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
 from amplab.lab.explained import logged, with_explained
 from amplab.lab.gradient_sample import GradientMeasure
 from amplab.lab.history import History, recorded
+from amplab.lab.idle_optimizers import IdleOptimizers
 from amplab.lab.observed_run import LOOK_BACK, observed_run
 from amplab.lab.recorder import Recorder
 from amplab.lab.scale_probe import Outcome, probe_of
@@ -79,6 +81,7 @@ class Watch:
         self._scalars = scalars
         self._rates: deque[tuple[int, float]] = deque(maxlen=LOOK_BACK)
         self._norms: dict[int, float] = {}
+        self._idle = IdleOptimizers(optimizers)
         self._explained: list[Finding] = []
         self._check: StepCheck | None = None
         self._failures: list[str] = []
@@ -105,7 +108,7 @@ class Watch:
         self._hooks.need("forward", self._probe.waits_for_forward)
         self._hooks.need("output")
         self._hooks.need("gradients")
-        self._ends += [self._hooks.end, self._probe.follow(self._optimizers[0], self._take)]
+        self._ends += [self._hooks.end, self._idle.follow(), self._probe.follow(self._optimizers[0], self._take)]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -180,7 +183,8 @@ class Watch:
 
     def findings(self) -> Findings:
         """Return what the rules find in the skipped steps that were explained and in the run, the worst first."""
-        return with_explained(run_findings(self.observation), self._explained)
+        found = (*run_findings(self.observation), *self._idle.findings(self._model, self._probe.kind, self._steps))
+        return with_explained(found, (*self._explained, *nonfinite_buffers(self._model)))
 
     def subscribe(self, callback: Callable[[StepRecord], object]) -> Callable[[], None]:
         """Call `callback` with every `StepRecord`, in the loop's thread; return a function that ends this."""

@@ -117,6 +117,54 @@ def gan(size: int, seed: int, broken: bool) -> Patient:
     return apex(model, fool, gaussian(size, seed), optimizer=optimizers, step=gan_step(broken))
 
 
+def gan_unstepped(size: int, seed: int, broken: bool) -> Patient:
+    """The generator's loss is followed by another step of the judge."""
+
+    def step(patient: Patient, batch: tuple) -> Tensor:
+        of_generator, of_judge = patient.optimizers
+        (x,) = batch
+        fake = patient.model["generator"](x).detach()
+        judged = torch.cat([patient.model["judge"](x), patient.model["judge"](fake)]).flatten()
+        of_judge.zero_grad()
+        F.binary_cross_entropy_with_logits(judged, (torch.arange(len(judged)) < len(x)).float()).backward()
+        of_judge.step()
+        of_generator.zero_grad()
+        loss = patient.loss(x)
+        loss.backward()
+        (of_judge if broken else of_generator).step()
+        return loss.detach()
+
+    model = nn.ModuleDict({"generator": nn.Linear(size, size), "judge": nn.Linear(size, 1)})
+    optimizers = [torch.optim.Adam(part.parameters(), lr=1e-3) for part in model.values()]
+
+    def fool(x):
+        out = model["judge"](model["generator"](x)).flatten()
+        return F.binary_cross_entropy_with_logits(out, torch.ones(len(out)))
+
+    return Patient(model, optimizers, None, gaussian(size, seed), fool, step)
+
+
+# Statistics that one look at a bad sample has spoilt
+
+
+def spoilt_statistics(size: int, seed: int, broken: bool) -> Patient:
+    model = nn.Sequential(nn.Linear(size, size), nn.BatchNorm1d(size), nn.ReLU(), nn.Linear(size, 1))
+    patient = apex(model, regression(model), gaussian(size, seed))
+    usual = patient.step
+
+    def step(patient: Patient, batch: tuple) -> Tensor:
+        """The usual one, and a prediction for what may be a bad sample, made without eval()."""
+        loss = usual(patient, batch)
+        sample = batch[0].clone()
+        sample[seed, 0] = float("nan") if broken else 0.0
+        with torch.no_grad(), patient.amp.casting():
+            model(sample)
+        return loss
+
+    patient.step = step
+    return patient
+
+
 # A scale of 2^24 with a short window
 
 
@@ -206,6 +254,8 @@ LOOP_WARDS = {
     "left out": Ward(left_out, "parameter-in-no-optimizer", "head"),
     "clipped scaled": Ward(clipped_scaled, "clips-scaled-gradients", ""),
     "gan": Ward(gan, "stepped-with-scaled-gradients", "generator"),
+    "gan without a step": Ward(gan_unstepped, "optimizer-never-stepped", "generator"),
+    "spoilt statistics": Ward(spoilt_statistics, "nonfinite-buffer", "1"),
     "short window": Ward(short_window, "window-too-short", ""),
     "adam on half": Ward(adam_on_half, "adam-on-half", "0"),
     "step in block": Ward(step_in_block, "stepped-with-scaled-gradients", ""),

@@ -280,3 +280,29 @@ def test_two_optimizers_that_take_turns(forgotten):
     found = gradient_findings(rehearse_loop(model, step, optimizers, amp=scaler))
     expected = [("stepped-with-scaled-gradients", "generator")] if forgotten else []
     assert [(each.name, each.module) for each in found] == expected
+
+
+@pytest.mark.parametrize("make", [torch.amp.GradScaler, amplab.GradScaler])
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_scale_that_moves_between_backwards_of_one_step(make, keeps, moves):
+    """`keeps`: the gradients before the move stay and are added to; without them nothing is mixed."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), make("cpu", init_scale=256.0)
+
+    def step():
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 4)).square().mean()).backward()
+        if moves:
+            scaler.update(1024.0)
+        if not keeps:
+            optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 4)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update(256.0)
+
+    found = gradient_findings(rehearse_loop(model, step, [optimizer], amp=scaler), "torch")
+    assert [each.name for each in found] == ["accumulation-across-scales"] * (moves and keeps)
+    if found:
+        assert (found[0].evidence["smallest_scale"], found[0].evidence["largest_scale"]) == (256.0, 1024.0)

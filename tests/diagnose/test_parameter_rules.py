@@ -6,7 +6,7 @@ from torch import nn
 
 from amplab import amp
 from amplab.amp import Session
-from amplab.diagnose.parameter_rules import model_parameters, parameter_findings
+from amplab.diagnose.parameter_rules import model_parameters, nonfinite_buffers, parameter_findings
 from amplab.diagnose.values import observe_step
 
 
@@ -126,3 +126,60 @@ def test_masters_that_the_model_has_left_behind():
         assert finding.evidence["largest_difference"] == pytest.approx(1, abs=1e-3)
     finally:
         session.reset()
+
+
+def test_statistics_that_a_batch_has_spoilt():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    model.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))  # inf that is meant
+    assert not list(nonfinite_buffers(model))
+    bad = torch.randn(8, 4)
+    bad[0, 0] = torch.inf
+    model(bad)
+    (finding,) = nonfinite_buffers(model)
+    assert (finding.severity, finding.module, finding.tensor) == ("error", "1", "1.running_mean")
+    assert not model.eval()(torch.randn(2, 4)).isfinite().any()
+    exec(finding.remedy, {"model": model})
+    assert not list(nonfinite_buffers(model))
+    assert model(torch.randn(2, 4)).isfinite().all()
+    model.register_buffer("level", torch.tensor(torch.nan))
+    (finding,) = nonfinite_buffers(model)
+    exec(finding.remedy, {"model": model})
+    assert finding.tensor == "level"
+    assert not list(nonfinite_buffers(model))
+
+
+def two_parts():
+    model = nn.ModuleDict({"a": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "b": nn.Linear(4, 1)})
+    return model, lambda: model["b"](model["a"](torch.ones(2, 4))).square().mean()
+
+
+def remedy_for(model, loss_fn, optimizers):
+    (finding,) = parameter_findings(model, optimizers, observe_step(model, loss_fn))
+    names = {"model": model, "torch": torch, "optimizers": optimizers, "optimizer": optimizers[0]}
+    exec(finding.remedy, names)
+    assert parameter_findings(model, optimizers, observe_step(model, loss_fn)) == []
+    return finding
+
+
+def test_parameters_go_to_the_optimizer_of_what_is_around_them():
+    model, loss_fn = two_parts()
+    of_a, of_b = torch.optim.SGD(model["a"][0].parameters(), lr=0.1), torch.optim.SGD(model["b"].parameters(), lr=0.2)
+    finding = remedy_for(model, loss_fn, [of_b, of_a])
+    assert (finding.module, finding.remedy.partition(".add")[0]) == ("a.1", "optimizers[1]")
+    assert len(of_a.param_groups) == 2
+
+
+def test_an_optimizer_that_holds_what_another_holds_is_built_anew():
+    model, loss_fn = two_parts()
+    optimizers = [torch.optim.Adam(model["b"].parameters(), lr=rate) for rate in (0.5, 0.1)]
+    finding = remedy_for(model, loss_fn, optimizers)
+    assert (finding.module, finding.evidence["parameters"]) == ("a", 4)
+    assert optimizers[0].param_groups[0]["lr"] == 0.5
+    assert "1 more" in finding.symptom
+
+
+def test_a_part_that_belongs_to_nobody_gets_an_optimizer():
+    model, loss_fn = two_parts()
+    optimizers = [torch.optim.SGD([each], lr=0.1) for each in model["b"].parameters()]
+    remedy_for(model, loss_fn, optimizers)
+    assert len(optimizers) == 3

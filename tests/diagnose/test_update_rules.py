@@ -9,7 +9,7 @@ import amplab
 from amplab.amp import Session
 from amplab.diagnose import doctor
 from amplab.diagnose.rehearsal import rehearse
-from amplab.diagnose.update_rules import updates_bound_to_be_lost, updates_lost
+from amplab.diagnose.update_rules import optimizers_left_out, updates_bound_to_be_lost, updates_lost
 from amplab.diagnose.values import observe_step
 
 SIZES_AND_SEEDS = [(16, 0), (16, 1), (40, 2), (40, 3)]
@@ -147,3 +147,54 @@ def test_an_optimizer_that_wants_a_closure_is_let_be():
         return loss
 
     assert list(updates_lost(rehearse(model, lambda: optimizer.step(closure), [optimizer]).lost)) == []
+
+
+def gan_step(model, optimizers, stepped, *, zeroed=True):
+    def step():
+        for optimizer in optimizers if zeroed else ():
+            optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().mean().backward()
+        for number in stepped:
+            optimizers[number].step()
+
+    return step
+
+
+@pytest.mark.parametrize(("stepped", "left_out"), [((0, 1), []), ((1,), [0]), ((0,), [1]), ((), [])])
+def test_an_optimizer_that_a_step_leaves_out(stepped, left_out):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    found = list(optimizers_left_out(rehearse(model, gan_step(model, optimizers, stepped), optimizers), "none"))
+    assert [each.evidence["optimizer"] for each in found] == left_out
+    for each in found:
+        assert (each.name, each.module, each.certainty) == ("optimizer-never-stepped", str(left_out[0]), "likely")
+        before = [weight.detach().clone() for weight in model[left_out[0]].parameters()]
+        gan_step(model, optimizers, stepped)()
+        exec(each.remedy, {"optimizers": optimizers})
+        assert not torch.equal(before[0], model[left_out[0]].weight)
+
+
+def test_an_optimizer_whose_parameters_got_nothing_may_wait():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+
+    def step():  # a critic's, several of which come before the generator's
+        optimizers[1].zero_grad()
+        model[1](model[0](torch.ones(2, 4)).detach()).square().mean().backward()
+        optimizers[1].step()
+
+    assert not list(optimizers_left_out(rehearse(model, step, optimizers)))
+
+
+def test_a_skipped_optimizer_is_not_left_out():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    scaler = torch.amp.GradScaler("cpu")
+
+    def step():
+        scaler.scale(model(torch.full((2, 4), torch.inf)).square().mean()).backward()
+        scaler.step(optimizers[0])
+        optimizers[1].step()
+        scaler.update()
+
+    assert not list(optimizers_left_out(rehearse(model, step, optimizers, amp=scaler)))

@@ -370,30 +370,3 @@ def test_scalars_for_tensorboard(tmp_path):
     assert [round(each.value, 5) for each in events.Scalars("amplab/loss")] == [
         round(each.loss, 5) for each in w.history.records()
     ]
-
-
-def test_a_loss_that_nobody_tells_is_no_loss_of_nan():
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
-    def step(tell):
-        optimizer.zero_grad()
-        loss = tell(model(torch.ones(4, 2)).square().mean())
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    with watch(model, optimizer) as untold:
-        for _ in range(6):
-            step(lambda loss: loss)
-    assert [each.name for each in untold.findings()] == ["loss-not-told"]
-    with watch(model, optimizer) as late:  # each is told when its step is over, and goes with the next
-        for _ in range(6):
-            late.loss(step(lambda loss: loss))
-    assert not late.findings()
-    with watch(model, optimizer) as told:
-        step(told.loss)
-        step(lambda loss: told.loss(loss * math.nan))
-    (found,) = told.findings()
-    assert (found.name, found.evidence["first_step"], told.observation.scaling) == ("nonfinite-loss", 1, "none")
-    assert "amp." not in found.remedy.replace("amplab.", "")
