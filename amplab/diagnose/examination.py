@@ -9,6 +9,7 @@ Here the rules are applied and what they find is put in order; each rule is in a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -166,6 +167,8 @@ def _look_at_loop(
 def causes_first(found: Iterable[Finding]) -> list[Finding]:
     """Leave out symptoms whose cause was found, and doubt causes that a run which diverges explains as well.
 
+    That it diverges is doubted in turn where a step was run again in float32 and its loss had not grown.
+
     >>> left = causes_first([Finding("diverging", "error", "a", "b", "c", "likely"),
     ...                      Finding("overflow-in-half", "error", "d", "e", "f", "certain")])
     >>> [each.name for each in Findings.ranked(left)]
@@ -183,4 +186,13 @@ def causes_first(found: Iterable[Finding]) -> list[Finding]:
         return [each for each in kept if each.name != "diverging"]
     if "diverging" not in names:
         return kept
+    if _is_refuted(kept):
+        return [replace(each, certainty="possible") if each.name == "diverging" else each for each in kept]
     return [replace(each, certainty="possible") if each.name in _CONSEQUENCES_OF_DIVERGING else each for each in kept]
+
+
+def _is_refuted(found: Sequence[Finding]) -> bool:
+    """Whether a step that overflowed in its format has no larger a loss in float32 than the run began with."""
+    began = min(each.evidence.get("first_loss", -math.inf) for each in found if each.name == "diverging")
+    again = (each.evidence.get("loss_in_float32") for each in found if each.name in _CONSEQUENCES_OF_DIVERGING)
+    return any(isinstance(loss, int | float) and loss <= began for loss in again)

@@ -21,6 +21,7 @@ __all__ = [
     "clip_unscaled",
     "face_of",
     "look_at_step",
+    "look_while_it_happens",
     "scheduler_after_step",
     "smaller_rate",
     "step_before_scheduler",
@@ -132,6 +133,12 @@ def smaller_rate(face: str, rate: float | None) -> str:
     lines = "for group in optimizer.param_groups:\n    group['lr'] = "
     lines += "group['lr'] / 10" if rate is None else f"{rate / 10:.2g}"
     return f"{lines}  # from the last good checkpoint\n{_CLIPPED.get(face, _CLIPPED['apex'])}"
+
+
+def look_while_it_happens(face: str) -> str:
+    """Return the line of a watch that looks at a bad step before it is taken; later its weights are gone."""
+    given = {"apex": ", amp", "none": "", "": ""}.get(face, ", scaler")
+    return f"amplab.watch(model, optimizer{given}, step=lambda batch: loss_of(model, batch))  # and w.batches(loader)"
 
 
 def look_at_step(face: str) -> str:

@@ -205,7 +205,7 @@ def _scale(found: FirstNonfinite) -> _Words:
     cause = "The scaled gradients leave the range of half; at a lower scale they do not."
     if found.setting.dynamic:
         return _Words("scale-too-large", symptom, f"{cause} A dynamic scale backs off by itself.", "# nothing to do")
-    remedy = f"{dynamic_scale(_level(found))}\n# or loss_scale={fits:g}"
+    remedy = f"{dynamic_scale(_level(found))}\n# or loss_scale={fits:.12g}"
     return _Words("scale-too-large", symptom, f"{cause} A static scale lets them into the weights.", remedy)
 
 

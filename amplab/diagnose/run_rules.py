@@ -19,7 +19,14 @@ import statistics
 from collections.abc import Callable, Iterator
 
 from amplab.amp.collapse import SKIPS_BEFORE_COLLAPSE
-from amplab.diagnose.faces import at_first_scale, look_at_step, scheduler_after_step, smaller_rate, with_window
+from amplab.diagnose.faces import (
+    at_first_scale,
+    look_at_step,
+    look_while_it_happens,
+    scheduler_after_step,
+    smaller_rate,
+    with_window,
+)
 from amplab.diagnose.finding import Finding
 from amplab.diagnose.observations import Observation, StepObservation
 from amplab.diagnose.remedies import dynamic_scale
@@ -190,7 +197,9 @@ def _why_nonfinite(run: Observation, first: StepObservation) -> tuple[str, str]:
     if not run.dynamic and first.loss_scale > 1 and before and not first.skipped:
         cause = f"Under a static scale, here {power(first.loss_scale)}, a step whose gradients overflow is taken: "
         return cause + "then the weights hold NaN, and every loss after.", dynamic_scale(_words(run))
+    gone = not first.skipped and run.scaling and not run.dynamic  # the step has changed what it was made with
     look = f"{look_at_step(run.scaling)}  # with the batch of that step: names the op"
+    look = look_while_it_happens(run.scaling) if gone else look
     return "Scaling comes after the loss, so that a loss which is not finite has another cause.", look
 
 

@@ -33,6 +33,7 @@ from amplab.diagnose.remedies import dynamic_scale, kept_in_float32
 from amplab.diagnose.statistics import HALF_MAX, HALF_VANISHES, Statistics
 from amplab.diagnose.values import ObservedStep
 from amplab.trace import OpRecord
+from amplab.trace.plain_words import power
 
 __all__ = ["VALUE_RULES", "value_findings"]
 
@@ -264,7 +265,7 @@ def gradients_that_underflow(step: ObservedStep, level: str | None) -> Iterator[
             yield Finding(
                 "gradients-underflow",
                 "warning" if share > UNDERFLOW_WARNING and weight > UNDERFLOW_WEIGHT else "note",
-                f"{share:.0%} of the non-zero gradient elements are 0 in half at a loss scale of {step.loss_scale:g}.",
+                f"{share:.0%} of the non-zero gradient elements are 0 in half at a loss scale of {power(step.loss_scale)}.",
                 "They are smaller than 2^-25 even when scaled.",
                 dynamic_scale(level),
                 op="cast",

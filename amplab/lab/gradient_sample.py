@@ -49,6 +49,11 @@ class GradientMeasure:
         self.norm = torch.stack([grad.float().norm() for grad in grads]).norm().item() / scale
 
     @property
+    def is_finite(self) -> bool | None:
+        """Whether every gradient is, None where nothing is measured."""
+        return None if self.histogram is None else not (self.histogram.infs or self.histogram.nans)
+
+    @property
     def largest_exponent(self) -> float | None:
         """floor(log2) of the largest gradient, -inf where all are zero, None where nothing is measured."""
         return None if self.histogram is None else self.histogram.largest_exponent

@@ -72,6 +72,14 @@ class ScaleProbe:
         """The scale in effect. Sync: one where it lies on a device."""
         return 1.0
 
+    def loss(self) -> Tensor | None:
+        """The loss of this step, where it is told before the optimizer steps. Sync: none."""
+        return None
+
+    def found_inf(self) -> bool:
+        """Whether this step's gradients are known not to be finite. Sync: none."""
+        return False
+
     def at_forward(self) -> None:
         """Take note that the next iteration begins."""
 
@@ -101,6 +109,12 @@ class _ApexProbe(ScaleProbe):
 
     def scale(self) -> float:
         return self._session.loss_scale()
+
+    def loss(self) -> Tensor | None:
+        return self._records[-1].loss if self._records else None
+
+    def found_inf(self) -> bool:
+        return any(record.found_inf for record in self._records)
 
     def _hear(self, record: ScaleRecord) -> None:
         self._records.append(record)

@@ -95,7 +95,7 @@ class Watch:
         self._loss: float | Tensor | None = None
         self._output_tells = False
         self._steps = 0
-        self._skips_in_a_row = 0
+        self._skips_in_a_row = self._bad_in_a_row = 0
         self._began = 0  # ns
 
     # -- in the loop -------------------------------------------------------------------------------
@@ -221,7 +221,23 @@ class Watch:
 
     def _see_gradients(self, *_: object) -> None:
         """Just before the optimizer's step, when the gradients are there."""
-        self._measure.take()
+        if self._steps % self._every == 0:
+            self._measure.take()
+        if self._looks_ahead and (self._measure.is_finite is False or not self._is_finite_so_far()):
+            self._bad_in_a_row += 1
+            self._replay_once(self._bad_in_a_row, self._probe.scale(), self._steps)
+        else:
+            self._bad_in_a_row = 0
+
+    @property
+    def _looks_ahead(self) -> bool:
+        """Whether a bad step is to be run again before it is taken: afterwards its weights are gone."""
+        return self._replay.is_possible and not self._probe.dynamic
+
+    def _is_finite_so_far(self) -> bool:
+        """Whether the loss of this step is, and what its scaler has seen of its gradients. Sync: as `_value`."""
+        self._loss = _value(self._probe.loss() if self._loss is None else self._loss)
+        return (self._loss is None or math.isfinite(self._loss)) and not self._probe.found_inf()
 
     def _take(self, outcome: Outcome | ScaleRecord) -> None:
         row = self._row(outcome)
@@ -260,7 +276,7 @@ class Watch:
         """Keep the hooks that the next step needs; outputs tell nothing more where loop or scaler tell the loss."""
         since = self._steps % self._every
         if since <= 1:
-            self._hooks.need("gradients", since == 0)
+            self._hooks.need("gradients", since == 0 or self._looks_ahead)
         if self._steps == 1 and loss_is_told and not self._output_tells:
             self._hooks.need("output", needed=False)
 
@@ -279,23 +295,27 @@ class Watch:
         """Explain a skipped step by running it again, or have the next one looked at."""
         if self._check is not None:
             for found in self._check.findings(record, _LOOK_AT):
-                self._explain(record, found)
+                self._explain(record.step, found)
             self._check = None
         self._skips_in_a_row = self._skips_in_a_row + 1 if record.skipped else 0
-        if self._replay.is_worth_it(self._skips_in_a_row):
-            try:
-                found = self._replay.explain(record.loss_scale)
-            except Exception as error:  # noqa: BLE001  the loop goes on whatever becomes of the look at it
-                self._fail(f"step {record.step} could not be run again: {type(error).__name__}: {error}")
-            else:
-                if found is not None:
-                    self._explain(record, found)
-        elif self._skips_in_a_row == _LOOK_AT and not self._replay.is_possible:
+        self._replay_once(self._skips_in_a_row, record.loss_scale, record.step)
+        if self._skips_in_a_row == _LOOK_AT and not self._replay.is_possible:
             self._check = StepCheck(self._model)
 
-    def _explain(self, record: StepRecord, found: Finding) -> None:
+    def _replay_once(self, in_a_row: int, loss_scale: float, step: int) -> None:
+        if not self._replay.is_worth_it(in_a_row):
+            return
+        try:
+            found = self._replay.explain(loss_scale)
+        except Exception as error:  # noqa: BLE001  the loop goes on whatever becomes of the look at it
+            self._fail(f"step {step} could not be run again: {type(error).__name__}: {error}")
+        else:
+            if found is not None:
+                self._explain(step, found)
+
+    def _explain(self, step: int, found: Finding) -> None:
         self._explained.append(found)
-        self._recorder.note("finding", step=record.step, finding=logged(found))
+        self._recorder.note("finding", step=step, finding=logged(found))
 
     def _fail(self, text: str) -> None:
         self._failures.append(text)
@@ -326,7 +346,7 @@ def watch(
         scaler_or_amp: a GradScaler of amplab or torch, a `Session`, the module ``amp``, or None for this thread's
             ``amp.initialize`` if there was one, else for a loop without a scale.
         step: runs the forward on a batch and returns the loss, not scaled; with ``w.batches(loader)`` skipped steps
-            are then run again and explained.
+            are then run again and explained, and where nothing skips, those with a loss of inf or NaN.
         log: folder or .jsonl file of the run log, which `amplab.lab.load_run` reads; None for no log.
         every: steps from one measure of the gradients to the next; between them nothing of them is read.
         tensorboard: folder of scalars for TensorBoard, where it is installed.

@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import amplab
-from amplab.diagnose import Findings, MachineReport, Observation, StepObservation, doctor
+from amplab.diagnose import Finding, Findings, MachineReport, Observation, StepObservation, doctor
+from amplab.diagnose.examination import causes_first
 
 
 def test_without_a_model_it_looks_at_the_machine():
@@ -169,3 +170,14 @@ def test_clipping_inside_of_scale_loss_is_found_with_the_threads_session(level, 
         assert bool(found.named("clips-scaled-gradients")) == inside, str(found)
     finally:
         amplab.amp.reset()
+
+
+@pytest.mark.parametrize(
+    ("in_float32", "first"), [(820.0, "logits-overflow-half"), (7e20, "diverging"), ("nan", "diverging")]
+)
+def test_a_loss_that_float32_has_not_lost_has_not_diverged(in_float32, first):
+    """Losses of 2e4 and 3e3, and then none that is finite: the rate, or the format."""
+    lost = Finding("diverging", "error", "a", "b", "c", "likely", evidence={"first_loss": 2e4})
+    overflows = Finding("logits-overflow-half", "error", "d", "e", "f", evidence={"loss_in_float32": in_float32})
+    ranked = Findings.ranked(causes_first([lost, overflows]))
+    assert (ranked[0].name, ranked[1].certainty) == (first, "possible")

@@ -1,0 +1,75 @@
+"""Where nothing skips, a step is run again before it is taken: its batch and its weights are as they were."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from amplab import amp
+from amplab.diagnose import run_findings
+from amplab.lab import watch
+
+
+def batches(bad):
+    """Batches of eight rows, that of step `bad` with NaN in it."""
+    torch.manual_seed(1)
+    for number in range(8):
+        x = torch.randn(8, 4)
+        x[3, 2] = math.nan if number == bad else 0.0
+        yield x
+
+
+def trained(bad, *, level=None, step=True, seed=0, scale=1.0, loss_of=None):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if level:
+        amp.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
+    loss_of = loss_of or (lambda x: model(x).float().square().mean())
+    try:
+        with watch(model, optimizer, amp if level else None, step=loss_of if step else None) as w:
+            for x in w.batches(batches(bad)):
+                optimizer.zero_grad()
+                loss = loss_of(x) if level else w.loss(loss_of(x))
+                if level:
+                    with amp.scale_loss(loss, optimizer) as scaled:
+                        scaled.backward()
+                else:
+                    loss.backward()
+                optimizer.step()
+        return w, [each.detach().clone() for each in model.state_dict().values()]
+    finally:
+        amp.reset()
+
+
+@pytest.mark.parametrize(("level", "scale"), [(None, 1.0), ("O1", 128.0), ("O2", 128.0)])
+@pytest.mark.parametrize("bad", [0, 3, 7])
+def test_a_step_with_a_bad_batch_is_named_where_nothing_skips(level, scale, bad):
+    w, _ = trained(bad, level=level, scale=scale)
+    found = w.findings()
+    assert (found[0].name, found[0].severity) == ("nonfinite-batch", "error")
+    assert w.failures == ()
+    healthy, _ = trained(-1, level=level, scale=scale)
+    assert not healthy.findings().harmful
+
+
+@pytest.mark.parametrize("level", [None, "O1"])
+def test_the_look_changes_nothing(level):
+    """The run with it ends bit by bit as the run without."""
+    (_, looked_at), (_, left_alone) = (trained(3, level=level, step=step, scale=128.0) for step in (True, False))
+    assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(looked_at, left_alone, strict=True))
+
+
+@pytest.mark.parametrize(("scale", "name"), [(2.0**40, "scale-too-large"), (128.0, None)])
+def test_a_static_scale_that_overflows_is_named_before_it_is_in_the_weights(scale, name):
+    w, _ = trained(-1, level="O2", scale=scale)
+    found = w.findings().harmful
+    assert [each.name for each in found[:1]] == ([name] if name else [])
+
+
+def test_without_a_step_the_advice_is_to_look_while_it_happens():
+    w, _ = trained(3, step=False)
+    (found,) = run_findings(w.observation)
+    assert "step 3 was taken" in found.symptom
+    assert found.remedy.startswith("amplab.watch(model, optimizer, step=lambda batch:")
