@@ -21,7 +21,7 @@ from amplab.diagnose.finding import Finding
 from amplab.diagnose.statistics import HALF_VANISHES
 from amplab.diagnose.values import ObservedStep
 
-__all__ = ["model_parameters", "nonfinite_buffers", "parameter_findings"]
+__all__ = ["adam_on_half", "model_parameters", "nonfinite_buffers", "parameter_findings"]
 
 _NAMED = 3
 """Parameters that a sentence names; of more it says how many there are."""
@@ -117,11 +117,14 @@ def _built_anew(own: str, optimizers: Sequence[Optimizer], held_by: Sequence[set
 
 
 def nonfinite_buffers(model: nn.Module) -> Iterator[Finding]:
-    """NaN in a buffer, or inf in running statistics; inf elsewhere may be meant, as in a mask. Sync: one for each."""
+    """NaN in a buffer, or inf in running statistics; inf elsewhere may be meant, as in a mask. Sync: one for each.
+
+    Where weights are not finite either, what they compute is not, and the rules about them say why.
+    """
     for path, module in model.named_modules():
         is_norm = isinstance(module, _NormBase)
         spoilt = {name: buffer for name, buffer in module.named_buffers(recurse=False) if _is_spoilt(buffer, is_norm)}
-        if spoilt:
+        if spoilt and all(bool(each.detach().isfinite().all()) for each in model.parameters()):
             yield _nonfinite_buffer(path, spoilt, is_norm=is_norm)
 
 

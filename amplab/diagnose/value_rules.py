@@ -265,7 +265,8 @@ def gradients_that_underflow(step: ObservedStep, level: str | None) -> Iterator[
             yield Finding(
                 "gradients-underflow",
                 "warning" if share > UNDERFLOW_WARNING and weight > UNDERFLOW_WEIGHT else "note",
-                f"{share:.0%} of the non-zero gradient elements are 0 in half at a loss scale of {power(step.loss_scale)}.",
+                f"{share:.0%} of the non-zero gradient elements are 0 in half at a loss scale of "
+                f"{power(step.loss_scale)}.",
                 "They are smaller than 2^-25 even when scaled.",
                 dynamic_scale(level),
                 op="cast",

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from amplab.amp import ScaleRecord
 from amplab.diagnose import Finding, Findings, Observation, run_findings
-from amplab.diagnose.parameter_rules import nonfinite_buffers
+from amplab.diagnose.parameter_rules import adam_on_half, nonfinite_buffers
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
 from amplab.lab.explained import logged, with_explained
 from amplab.lab.gradient_sample import GradientMeasure
@@ -184,7 +184,8 @@ class Watch:
     def findings(self) -> Findings:
         """Return what the rules find in the skipped steps that were explained and in the run, the worst first."""
         found = (*run_findings(self.observation), *self._idle.findings(self._model, self._probe.kind, self._steps))
-        return with_explained(found, (*self._explained, *nonfinite_buffers(self._model)))
+        of_weights = (*nonfinite_buffers(self._model), *adam_on_half(self._model, self._optimizers))
+        return with_explained(found, (*self._explained, *of_weights))
 
     def subscribe(self, callback: Callable[[StepRecord], object]) -> Callable[[], None]:
         """Call `callback` with every `StepRecord`, in the loop's thread; return a function that ends this."""
@@ -225,7 +226,8 @@ class Watch:
             self._measure.take()
         if self._looks_ahead and (self._measure.is_finite is False or not self._is_finite_so_far()):
             self._bad_in_a_row += 1
-            self._replay_once(self._bad_in_a_row, self._probe.scale(), self._steps)
+            if self._bad_in_a_row == 1:  # after it the weights hold NaN
+                self._replay_once(1, self._probe.scale(), self._steps)
         else:
             self._bad_in_a_row = 0
 

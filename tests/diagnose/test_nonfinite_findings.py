@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from amplab.diagnose import doctor
+import amplab
+from amplab.diagnose import doctor, finding_of, first_nonfinite
 
 SIZES_AND_SEEDS = [(8, 0), (8, 1), (8, 2), (40, 0), (40, 1), (40, 2)]
 
@@ -103,3 +104,37 @@ def test_what_came_in_is_named(name, tensor, spoilt, size, seed):
     first = examined(size, seed, torch.tanh, **spoilt)[0]
     assert (first.name, first.severity, first.tensor) == (name, "error", tensor)
     assert not examined(size, seed, torch.tanh).harmful
+
+
+def lost_weights(*, half=False, **given):
+    """A finding about a weight that is NaN, in a step with half in it or without."""
+    model = nn.Linear(4, 4)
+    with torch.no_grad():
+        model.weight[0, 0] = torch.nan
+
+    def loss_fn():
+        with torch.autocast("cpu", torch.float16, enabled=half):
+            return model(torch.ones(2, 4)).float().sum()
+
+    finding = finding_of(first_nonfinite(model, loss_fn, **given))
+    assert (finding.name, finding.tensor) == ("nonfinite-parameter", "weight")
+    return finding
+
+
+def test_lost_weights_are_mended_by_a_scale_where_half_is_in_the_step_alone():
+    assert "GradScaler" in lost_weights(half=True).remedy
+    single = lost_weights()
+    assert "No half" in single.cause
+    assert not any(word in single.remedy for word in ("GradScaler", "amp."))
+    model = nn.Linear(2, 1)
+    model(torch.full((1, 2), torch.inf)).sum().backward()
+    with pytest.raises(RuntimeError, match="non-finite"):
+        exec(single.remedy.partition("# and with")[0], {"torch": torch, "model": model})
+
+
+@pytest.mark.parametrize("make", [torch.amp.GradScaler, amplab.GradScaler])
+def test_under_a_scaler_that_skips_it_was_not_the_gradients(make):
+    finding = lost_weights(half=True, amp=make("cpu"))
+    assert "looks at gradients" in finding.cause
+    assert "GradScaler" not in finding.remedy
+    assert "scaler.unscale_" in finding.remedy

@@ -137,6 +137,11 @@ def test_statistics_that_a_batch_has_spoilt():
     model(bad)
     (finding,) = nonfinite_buffers(model)
     assert (finding.severity, finding.module, finding.tensor) == ("error", "1", "1.running_mean")
+    with torch.no_grad():
+        kept = model[2].bias.clone()
+        model[2].bias.fill_(torch.nan)
+        assert not list(nonfinite_buffers(model))  # which are then a consequence
+        model[2].bias.copy_(kept)
     assert not model.eval()(torch.randn(2, 4)).isfinite().any()
     exec(finding.remedy, {"model": model})
     assert not list(nonfinite_buffers(model))

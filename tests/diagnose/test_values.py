@@ -193,3 +193,10 @@ def test_what_reads_inf_begins_nothing():
     model, x = nn.Linear(2, 2), torch.tensor([[1.0, math.inf]])
     step = observe_step(model, lambda: model(x).mul(0).add(x * 2).sum() + 1)
     assert not step.begun
+
+
+@pytest.mark.parametrize(("values", "spread"), [([math.nan] * 3, False), ([math.nan, -2.0, 1.0], True), ([0.0], False)])
+def test_a_size_is_told_where_a_number_has_one(values, spread):
+    x = torch.tensor(values)
+    assert ("|x| up to 2" in str(read([statistics(x)], [(x.dtype, x.numel())])[0])) == spread
+    assert ("up to" in str(read([statistics(x)], [(x.dtype, x.numel())])[0])) == spread
