@@ -28,7 +28,7 @@ from amplab.diagnose.reruns import Outcome, Room, probe, room
 from amplab.diagnose.statistics import Statistics, counted
 from amplab.diagnose.values import ObservedStep, measured_in, observe_step, tensors_in
 from amplab.trace import OpRecord, trace_step
-from amplab.trace.step_checks import check_step
+from amplab.trace.step_checks import check_loss_scale
 
 __all__ = ["FirstNonfinite", "Setting", "explain", "first_nonfinite", "setting_of"]
 
@@ -139,7 +139,8 @@ def first_nonfinite(
     >>> found.cause, found.record.op, found.result
     ('format', 'linear', 'loss')
     """
-    check_step(model, loss_fn, loss_scale, values=True)
+    if loss_scale is not None:
+        check_loss_scale(loss_scale)
     setting = setting_of(amp, loss_scale)
     step = observe_step(model, loss_fn, casting=setting.casting(), loss_scale=setting.loss_scale, batch=batch)
     blamed = blame(step)

@@ -29,6 +29,7 @@ from amplab.trace.made_later import MadeLater
 from amplab.trace.reasons import records_when_read
 from amplab.trace.recorder import Event
 from amplab.trace.step import record_step
+from amplab.trace.step_checks import check_step
 
 __all__ = [
     "Begun",
@@ -153,6 +154,7 @@ def observe_step(
 
     Sync: one, at the end.
     """
+    check_step(model, loss_fn, loss_scale, values=True)
     watcher = StepWatcher(named_tensors(model, batch), detailed=detailed)
 
     def noted() -> Tensor:

@@ -57,6 +57,7 @@ def trace_step(
     >>> [(record.op, record.module) for record in trace if record.phase == "forward" and not record.is_view]
     [('ones', ''), ('linear', '0'), ('relu', '1'), ('sum', '')]
     """
+    check_step(model, loss_fn, loss_scale)
     return Trace(records_of(record_step(model, loss_fn, casting=casting, loss_scale=loss_scale, observer=observer)))
 
 
@@ -75,11 +76,10 @@ def record_step(
     Args:
         kept: counts what is saved for backward.
         before_restoring: called after backward, while the gradients are there.
-        model, loss_fn, casting, loss_scale, observer: as `trace_step`, which has also what is raised.
+        model, loss_fn, casting, loss_scale, observer: as `trace_step`; checked already, see `step_checks`.
 
     Sync: none.
     """
-    check_step(model, loss_fn, loss_scale)
     recorder = Recorder(model, observer, kept)
     with untouched(model) as gradients, casting, compiled_functions_eagerly():
         clear_cast_caches()

@@ -164,6 +164,8 @@ def accepts(function: Callable[..., Any], given: int) -> str | None:
     True
     """
     called = function.forward if isinstance(function, nn.Module) else function
+    if _plainly_accepts(called, given):
+        return None
     try:
         signature = inspect.signature(called)
     except (TypeError, ValueError):  # written in C, and says nothing
@@ -176,6 +178,17 @@ def accepts(function: Callable[..., Any], given: int) -> str | None:
         why = str(refusal)
         return f"{name}{_taken(signature)} {f'is {why}' if why.startswith('missing') else 'takes fewer'}"
     return None
+
+
+def _plainly_accepts(function: Callable[..., Any], given: int) -> bool:
+    """Whether a function written in Python takes `given` values, for sure: a signature takes 20 µs to make."""
+    bound = getattr(function, "__self__", None) is not None
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_kwonlyargcount > len(function.__kwdefaults__ or ()):
+        return False
+    most = code.co_argcount - bound
+    return most - len(function.__defaults__ or ()) <= given <= most
 
 
 def _taken(signature: inspect.Signature) -> str:

@@ -6,16 +6,15 @@ the block. Not kept, because no one could know of it: plain Python attributes th
 and generators of one's own.
 """
 
-import random
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from amplab.trace.optimizer_states import unchanged_optimizers
+from amplab.trace.random_states import random_states_kept
 from amplab.trace.tensor_copies import TensorCopy
 
 __all__ = ["ParkedGradients", "untouched"]
@@ -84,7 +83,7 @@ def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
                 gradients.park(each for each in state.parameters.values() if each is not None and each.is_leaf)
                 undo.callback(state.restore)
             devices = {copy.tensor.device for state in states for copy in state.copies}
-        undo.enter_context(_random_states(devices))
+        undo.enter_context(random_states_kept(devices))
         undo.enter_context(unchanged_optimizers())
         yield gradients
 
@@ -117,23 +116,3 @@ def _rebind(owned: dict[str, Tensor | None], before: dict[str, Tensor | None]) -
     for name in owned.keys() - before.keys():
         del owned[name]
     owned.update(before)
-
-
-@contextmanager
-def _random_states(devices: Iterable[torch.device]) -> Iterator[None]:
-    python, numpys, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    others = sorted((device for device in devices if device.type not in ("cpu", "meta")), key=str)
-    states = [(device, torch.get_device_module(device).get_rng_state(*_which(device))) for device in others]
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpys)
-        torch.set_rng_state(torchs)
-        for device, state in states:
-            torch.get_device_module(device).set_rng_state(state, *_which(device))
-
-
-def _which(device: torch.device) -> tuple[torch.device, ...]:
-    """What tells a device module whose random state is meant; MPS has one device and takes no argument."""
-    return () if device.type == "mps" else (device,)
