@@ -171,6 +171,7 @@ def nonfinite_loss(run: Observation) -> Iterator[Finding]:
         "error" if taken and not (checked and run[-1].loss_is_finite) else "warning",
         f"The loss is not finite in {len(bad)} of {len(run)} steps; step {first.step} {done}",
         *_why_nonfinite(run, first),
+        tensor=f"gradient of {first.first_nonfinite}" if first.first_nonfinite else "",
         evidence={"steps": len(bad), "taken": len(taken), "first_step": first.step, "loss_scale": first.loss_scale},
     )
 
@@ -277,18 +278,18 @@ def slow_start(run: Observation) -> Iterator[Finding]:
 
 
 def still_skipping(run: Observation) -> Iterator[Finding]:
-    """The last `START` steps or more were skipped with a finite loss, and the scale is not yet at its end."""
+    """The last step or more were skipped with a finite loss, and the scale is not yet at its end."""
     skips = run.skips_at_the_end
-    if skips < START or not run[-1].loss_is_finite or any(True for _ in scale_collapse(run)):
+    if not skips or not run[-1].loss_is_finite or any(True for _ in scale_collapse(run)):
         return
     first = run[-1].first_nonfinite
     yield Finding(
         "still-skipping",
         "note",
-        f"The last {skips} steps were skipped{'' if run[-1].loss is None else ', with a finite loss'}; the scale came "
+        f"The last {'step was' if skips == 1 else f'{skips} steps were'} skipped{'' if run[-1].loss is None else ', with a finite loss'}; the scale came "
         f"down to {power(run[-1].loss_scale)}.",
-        "The scale may have begun too high and be on its way to one that fits; if it goes on, an op overflows.",
-        f"{look_at_step(run.scaling)}  # with the batch of that step: names the op",
+        "A dynamic scale that is too high skips until it fits. If that does not end, an op overflows whatever the scale.",
+        look_while_it_happens(run.scaling),
         "possible",
         tensor=f"gradient of {first}" if first else "",
         evidence={"skips": skips, "first_scale": run[-skips].loss_scale, "loss_scale": run[-1].loss_scale},

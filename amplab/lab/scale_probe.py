@@ -123,9 +123,10 @@ class _ApexProbe(ScaleProbe):
         said, records = self._session.last_step(optimizer), self._records
         self._records = []
         if not records:  # a loss that was not scaled
-            return Outcome(self.scale(), self.scale(), not said.stepped, said.first_nonfinite)
-        first = next((each.first_nonfinite for each in records if each.found_inf), None) if not said.stepped else None
-        return Outcome(records[-1].loss_scale, self.scale(), not said.stepped, first, records[-1].loss)
+            return Outcome(self.scale(), self.scale(), said.first_nonfinite is not None, said.first_nonfinite)
+        bad = [each for each in records if each.found_inf and not said.stepped]  # without gradients none steps, either
+        first = bad[0].first_nonfinite if bad else None
+        return Outcome(records[-1].loss_scale, self.scale(), bool(bad), first, records[-1].loss)
 
 
 class _AmplabProbe(ScaleProbe):

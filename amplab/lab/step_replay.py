@@ -1,21 +1,34 @@
-"""A skipped step run again: its batch, random state and buffers are kept until the next, and then `first_nonfinite`."""
+"""A skipped step run again: what it began with is kept until it is over, and then `first_nonfinite`.
+
+A step that accumulates has several batches, each with the random state it began with; buffers are those of the first.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from amplab.diagnose import Finding, finding_of, first_nonfinite
+from amplab.diagnose import Finding, FirstNonfinite, finding_of, first_nonfinite
 
 __all__ = ["StepReplay"]
 
 _HAS_CUDA = torch.backends.cuda.is_built()
 _AT = (1, 5)  # the first skip may be the scale finding its place; five in a row are not
 _MOST = 6  # replays in one watch: each costs six to eight steps' time, of a net of microseconds forty
+
+_BATCHES = 64  # of one step; of a loop that never steps not all that it has ever seen
+
+
+class _Begun(NamedTuple):
+    """What one forward began with."""
+
+    batch: Any
+    random: list[Tensor]
 
 
 class StepReplay:
@@ -25,49 +38,62 @@ class StepReplay:
         model: the model.
         step: runs the forward on a batch and returns the loss; None where steps cannot be run again.
         amp: whose casts and scale hold, as `first_nonfinite` takes it.
+
+    Attributes:
+        is_possible: whether a step can be run again: there is a function for it, and batches were told.
+        at_work: whether one is being run just now.
     """
 
     def __init__(self, model: nn.Module, step: Callable[[Any], Tensor] | None, amp: Any) -> None:
         self._model, self._step, self._amp = model, step, amp
         self._buffers = list(model.buffers()) if step else []
         self._kept = [buffer.detach().clone() for buffer in self._buffers]
-        self._batch: Any = None
-        self._random: list[Tensor] = []
+        self._begun: deque[_Begun] = deque(maxlen=_BATCHES)
         self._made = 0
+        self.is_possible = False
         self.at_work = False
 
     def remember(self, batch: Any) -> None:
         """Keep a reference to the batch, and copies of the random state and of the buffers. Sync: none."""
         if self._step is None:
             return
-        self._batch, self._random = batch, _random_states()
-        if self._buffers:
+        if self._buffers and not self._begun:
             with torch.no_grad():
                 torch._foreach_copy_(self._kept, self._buffers)
+        self._begun.append(_Begun(batch, _random_states()))
+        self.is_possible = True
 
-    @property
-    def is_possible(self) -> bool:
-        """Whether a step can be run again."""
-        return self._batch is not None
+    def forget(self) -> None:
+        """Let go of the batches: their step is over."""
+        self._begun.clear()
 
     def is_worth_it(self, skips_in_a_row: int) -> bool:
         """Whether this skip is to be explained: it can be, and not every one of a long row is."""
         return self.is_possible and skips_in_a_row in _AT and self._made < _MOST
 
     def explain(self, loss_scale: float) -> Finding | None:
-        """Run the remembered step again under its scale; None where it is finite then. Sync: those of several steps."""
+        """Run the remembered step again under its scale, batch by batch; None where each is finite then.
+
+        Sync: those of several steps, for each batch up to the one that is not finite.
+        """
         self._made += 1
-        batch, step = self._batch, self._step
-        with self._as_it_began():
-            found = first_nonfinite(self._model, lambda: step(batch), amp=self._amp, loss_scale=loss_scale, batch=batch)
-        return None if found is None else finding_of(found)
+        for begun in tuple(self._begun):
+            with self._as_it_began(begun.random):
+                found = self._first_nonfinite(begun.batch, loss_scale)
+            if found is not None:
+                return finding_of(found)
+        return None
+
+    def _first_nonfinite(self, batch: Any, loss_scale: float) -> FirstNonfinite | None:
+        step = self._step
+        return first_nonfinite(self._model, lambda: step(batch), amp=self._amp, loss_scale=loss_scale, batch=batch)
 
     @contextmanager
-    def _as_it_began(self) -> Iterator[None]:
+    def _as_it_began(self, random: list[Tensor]) -> Iterator[None]:
         now = _random_states(), [buffer.detach().clone() for buffer in self._buffers]
         self.at_work = True
         try:
-            self._set(self._random, self._kept)
+            self._set(random, self._kept)
             yield
         finally:
             self._set(*now)

@@ -123,7 +123,7 @@ class Watch:
             self._scalars.close()
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield the batches of a loader, and keep each one until the next, to run a skipped step again.
+        """Yield the batches of a loader, and keep those of a step until it is over, to run it again if it is skipped.
 
         Sync: none.
         """
@@ -254,6 +254,7 @@ class Watch:
         self._choose_hooks(is_told)
         if outcome.skipped or self._skips_in_a_row or self._check is not None:
             self._look_into(recorded(row))
+        self._replay.forget()
         if self._subscribers or self._scalars is not None:
             self._tell(recorded(row))
 

@@ -84,7 +84,9 @@ def test_a_row_of_skips_that_goes_on_is_told_until_it_is_a_collapse():
     scales = [2.0 ** (40 - n) for n in range(21)]
     (found,) = (each for each in run_findings(run_of([1.0] * 6, ".xxxxx", scales)) if each.name == "still-skipping")
     assert (found.severity, found.evidence["skips"], found.evidence["first_scale"]) == ("note", 5, 2.0**39)
-    for losses, mark in ([1.0] * 5, ".xxxx"), ([1.0] * 6, "xxxxx."), ([math.nan] * 5, "xxxxx"), ([1.0] * 20, "x" * 20):
+    (one,) = (each for each in run_findings(run_of([1.0] * 2, ".x", scales)) if each.name == "still-skipping")
+    assert one.symptom.startswith("The last step was skipped, with a finite loss")
+    for losses, mark in ([1.0] * 6, "xxxxx."), ([math.nan] * 5, "xxxxx"), ([1.0] * 20, "x" * 20):
         assert "still-skipping" not in names(run_of(losses, mark, scales))
 
 

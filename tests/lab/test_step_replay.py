@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import amplab
 from amplab import amp
 from amplab.diagnose import run_findings
 from amplab.lab import watch
@@ -73,3 +74,53 @@ def test_without_a_step_the_advice_is_to_look_while_it_happens():
     (found,) = run_findings(w.observation)
     assert "step 3 was taken" in found.symptom
     assert found.remedy.startswith("amplab.watch(model, optimizer, step=lambda batch:")
+
+
+@pytest.mark.parametrize("scaling", ["apex", "torch", "amplab"])
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_any_batch_of_a_step_that_accumulates_is_found(scaling, bad):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    options = {"init_scale": 128.0}
+    scaler = {"torch": torch.amp.GradScaler, "amplab": amplab.GradScaler}.get(scaling)
+    scaler = scaler and scaler("cpu", **options)
+    if scaler is None:
+        amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", verbosity=0)
+
+    def loss_of(x):
+        return model(x).float().square().mean() / 3
+
+    given = [x.nan_to_num(nan=math.inf) for x in batches(3 + bad)][:6]
+    with watch(model, optimizer, scaler, step=loss_of) as w:
+        for number, x in enumerate(w.batches(given)):
+            last = number % 3 == 2
+            if scaler is None:
+                with amp.scale_loss(loss_of(x), optimizer, delay_unscale=not last) as scaled:
+                    scaled.backward()
+            else:
+                scaler.scale(w.loss(loss_of(x))).backward()
+            if last:
+                optimizer.step() if scaler is None else scaler.step(optimizer)
+                if scaler is not None:
+                    scaler.update()
+                optimizer.zero_grad()
+    amp.reset()
+    assert [record.skipped for record in w.history.records()] == [False, True]
+    assert (w.findings()[0].name, w.failures) == ("nonfinite-batch", ())
+
+
+def test_a_step_without_gradients_is_no_skipped_one():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    with watch(model, optimizer) as w:
+        for x in batches(None):
+            with amp.scale_loss(1e-3 * model(x).float().square().mean(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.zero_grad()  # too early
+            optimizer.step()
+    amp.reset()
+    assert w.history.skip_count == 0
+    assert "scale-collapse" not in {each.name for each in w.findings()}
