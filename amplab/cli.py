@@ -151,15 +151,17 @@ class TargetError(ValueError):
 
 
 def findings_in_log(path: str) -> "Findings":
-    """Return what the rules about runs find in a run log. Raises TargetError: it is none, or cannot be read."""
+    """Print which run it is, return what the rules find in it. Raises TargetError: no run log, or it cannot be read."""
     from amplab.lab import load_run
 
     try:
-        return load_run(path).findings()
+        run = load_run(path)
     except OSError as error:
         raise TargetError(f"{path}: {error.strerror or error}; name a run log, as in ~/.amplab/runs.") from None
     except ValueError as error:
         raise TargetError(str(error)) from None
+    print(run)
+    return run.findings()
 
 
 def findings_in_step(target: str) -> "Findings":

@@ -283,12 +283,13 @@ def still_skipping(run: Observation) -> Iterator[Finding]:
     if not skips or not run[-1].loss_is_finite or any(True for _ in scale_collapse(run)):
         return
     first = run[-1].first_nonfinite
+    last = "step was" if skips == 1 else f"{skips} steps were"
+    told = "" if run[-1].loss is None else ", with a finite loss"
     yield Finding(
         "still-skipping",
         "note",
-        f"The last {'step was' if skips == 1 else f'{skips} steps were'} skipped{'' if run[-1].loss is None else ', with a finite loss'}; the scale came "
-        f"down to {power(run[-1].loss_scale)}.",
-        "A dynamic scale that is too high skips until it fits. If that does not end, an op overflows whatever the scale.",
+        f"The last {last} skipped{told}; the scale came down to {power(run[-1].loss_scale)}.",
+        "A scale that is too high skips until it fits. If that does not end, an op overflows whatever the scale.",
         look_while_it_happens(run.scaling),
         "possible",
         tensor=f"gradient of {first}" if first else "",

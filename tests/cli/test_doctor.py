@@ -45,7 +45,14 @@ def test_a_run_log(tmp_path, capsys):
     trainer.stop()
     trainer.wait()
     assert main(["doctor", str(trainer.log_path)]) == 1
-    assert "window-too-short" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "window-too-short" in said
+    assert ": 60 steps, " in said.splitlines()[0]
+    assert "cut off" not in said
+    cut = tmp_path / "cut.jsonl"
+    cut.write_bytes(trainer.log_path.read_bytes()[:-40])
+    main(["doctor", str(cut)])
+    assert "the last line was cut off and is left out" in capsys.readouterr().out.splitlines()[0]
 
 
 @pytest.mark.parametrize("target", ["nothing.jsonl", "nothing.py:f", "f", "nothing.py"])
