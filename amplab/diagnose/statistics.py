@@ -81,7 +81,9 @@ class Statistics:
         return self.dtype == torch.float16
 
     def __str__(self) -> str:
-        counted = (f"{count:,} {name}" for name in _COUNTED if (count := getattr(self, name)))
+        counted = (
+            f"{count:,} {name if count > 1 else name[:-1]}" for name in _COUNTED if (count := getattr(self, name))
+        )
         spread = "" if self.is_finite and not self.absmax else f"|x| up to {self.absmax:.4g}"
         parts = (f"{str(self.dtype).removeprefix('torch.')}, {self.numel:,} elements", spread, *counted)
         return ", ".join(filter(None, parts))
