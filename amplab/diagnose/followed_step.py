@@ -12,10 +12,6 @@ of a CPU 1.8 × for a small transformer, 2.1 × for an MLP 512 wide, 9 × for on
 its smallest and largest element; what the op at fault read and wrote is counted too where it lies on the CPU.
 `first_nonfinite` costs nothing until something is wrong; it also finds out by other runs whether the scale, the format
 or the model is to blame, which one run alone cannot tell.
-
-The step computes what it computes unfollowed, bit by bit, but for an RNN in 16 bits on the CPU: there an `nn.GRU` or
-`nn.LSTM` is one call, computed in float32 as a whole and rounded once at its end; followed, every op of it is seen, and
-rounds by itself. The outputs then differ by about one rounding: 4.9e-4 at values up to 1 for float16 at O1.
 """
 
 from __future__ import annotations
@@ -116,6 +112,10 @@ def _gradients_before(model: nn.Module) -> dict[int, NamedMemory]:
 
 def followed_step(model: nn.Module, batch: Any = None) -> FollowedStep:
     """Return what follows the forward and the backward in its ``with`` block, op by op.
+
+    The step computes what it computes unfollowed, bit by bit, but for an RNN that amplab runs in half on a CPU without
+    fp16 arithmetic. There an `nn.GRU` or `nn.LSTM` is one call, in float32 as a whole and rounded once at its end;
+    followed, its ops are seen one by one, and each rounds. Outputs up to 1 then differ by about 4.9e-4, one rounding.
 
     Args:
         model: the model, or a ModuleList of several; not compiled.

@@ -59,23 +59,29 @@ def seed_all(seed: int) -> None:
         np.random.seed(seed % 2**32)  # it takes no more
 
 
-def puts_back(value: Any) -> Callable[[], object] | None:
-    """Return what sets a generator of one's own to the state that it has now; None for what is no generator.
+def puts_back(values: Iterable[Any]) -> tuple[Callable[[], object], ...]:
+    """Return what sets the generators among `values` to the states that they have now, a function for each.
 
-    Sync: none.
+    Sync: none; one for a generator of a device.
 
     >>> own = torch.Generator().manual_seed(1)
-    >>> undo = puts_back(own); first = torch.rand((), generator=own); _ = undo()
-    >>> bool(torch.rand((), generator=own) == first), puts_back(3.0)
-    (True, None)
+    >>> (undo,) = puts_back((own, 3.0))
+    >>> first = torch.rand((), generator=own); _ = undo()
+    >>> bool(torch.rand((), generator=own) == first)
+    True
     """
-    if isinstance(value, torch.Generator):
-        return partial(value.set_state, value.get_state())
-    if isinstance(value, random.Random):
-        return partial(value.setstate, value.getstate())
-    if isinstance(value, np.random.Generator):
-        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-    return None
+    return tuple(_undo(value) for value in values if isinstance(value, _GENERATORS))
+
+
+_GENERATORS = torch.Generator, random.Random, np.random.Generator
+
+
+def _undo(generator: Any) -> Callable[[], object]:
+    if isinstance(generator, torch.Generator):
+        return partial(generator.set_state, generator.get_state())
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, generator.getstate())
+    return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
 
 
 def _numpys_words() -> bytes | None:

@@ -107,14 +107,15 @@ class _ModuleState(NamedTuple):
         tensors = [tensor for tensor in (*parameters.values(), *buffers.values()) if tensor is not None]
         copies = tuple(TensorCopy.of(tensor) for tensor in tensors)
         attributes = None if type(module).__module__.startswith("torch.") else dict(vars(module))
-        generators = tuple(filter(None, map(puts_back, (attributes or {}).values())))
+        generators = puts_back((attributes or {}).values())
         return cls(module, module.training, parameters, buffers, copies, attributes, generators)
 
     def restore(self) -> None:
         self.module.training = self.training
         if self.attributes is not None:
-            made = self.module._modules.keys()  # a part that forward makes stays, and takes its name
-            _rebind(vars(self.module), {name: each for name, each in self.attributes.items() if name not in made})
+            for name in self.attributes.keys() & self.module._modules.keys():
+                del self.attributes[name]  # a part that forward makes stays, and takes its name
+            _rebind(vars(self.module), self.attributes)
         for put_back in self.generators:
             put_back()
         _rebind(self.module._parameters, self.parameters)
