@@ -193,3 +193,8 @@ def test_what_reads_inf_begins_nothing():
     model, x = nn.Linear(2, 2), torch.tensor([[1.0, math.inf]])
     step = observe_step(model, lambda: model(x).mul(0).add(x * 2).sum() + 1)
     assert not step.begun
+
+
+def test_one_of_a_kind_is_in_the_singular():
+    (one,) = counted([torch.tensor([0.0, math.inf, math.nan, 1.0])])
+    assert str(one) == "float32, 4 elements, |x| up to 1, 1 zero, 1 inf, 1 nan"
