@@ -279,7 +279,7 @@ def test_a_state_in_plain_attributes_is_each_sides_own():
 
 
 DRAWS = {
-    "numpy": lambda: np.random.randn(),  # a copy of the method would copy its generator
+    "numpy": lambda: np.random.randn(),  # noqa: PLW0108  a copied method copies its generator
     "python": random.random,
     "torch": lambda: torch.randn(()).item(),
 }
