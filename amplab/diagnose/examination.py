@@ -65,7 +65,8 @@ def doctor(
 ) -> MachineReport | Findings:
     """Say what is wrong with a model in training, the most harmful first; without arguments look at the machine.
 
-    The model, the optimizers and the scaler are afterwards what they were.
+    The model, the optimizers and the scaler are afterwards what they were: of the model what `amplab.xray` puts back,
+    so not what its attributes hold and forward changes in place, nor what lies outside of it and is not `stateful`.
 
     Args:
         model: the model, or a ModuleList of several that learn together; not compiled.

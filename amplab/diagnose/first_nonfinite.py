@@ -6,6 +6,7 @@ in `blame`, how a step is run in another format in `reruns`, what is said about 
     began in forward    finite in float32: the format           else: the model (or the learning rate before it)
     began in backward   finite at scale 1: the scale            else: as above
     came in             a tensor of the batch, a buffer, a parameter
+    not seen again      finite in a second run in the same format and scale: state that is not put back
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from amplab.trace.step_checks import check_loss_scale
 
 __all__ = ["FirstNonfinite", "Setting", "explain", "first_nonfinite", "setting_of"]
 
-Cause = Literal["scale", "format", "model", "batch", "buffer", "parameter", "input"]
+Cause = Literal["scale", "format", "model", "state", "batch", "buffer", "parameter", "input"]
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,9 @@ class FirstNonfinite:
 
     Args:
         result: what was not finite in the end: "loss", or "gradient of NAME".
-        cause: "scale" (gone at `fitting_scale`), "format" (gone in float32), "model" (not even finite in float32), or
-            what came in non-finite: "batch", "buffer", "parameter", or "input" for a tensor of no known name.
+        cause: "scale" (gone at `fitting_scale`), "format" (gone in float32), "model" (not even finite in float32),
+            "state" (finite in a second run as it is, so that no other run tells anything), or what came in
+            non-finite: "batch", "buffer", "parameter", or "input" for a tensor of no known name.
         record: the op that wrote the first non-finite value; None where it came in.
         tensor: name of what came in, empty else.
         inputs: statistics of what that op read; of what came in.
@@ -115,7 +117,9 @@ def first_nonfinite(
 ) -> FirstNonfinite | None:
     """Run a step again and say where its first harmful inf or NaN began; None where loss and gradients are finite.
 
-    Parameters, buffers, gradients and random states are afterwards what they were.
+    Parameters, buffers, gradients, random states, what the modules' plain attributes are bound to, and the states of
+    generators among these are afterwards what they were. Not so what an attribute holds and forward changes in place,
+    and what lies outside of the modules: where that decides, the cause is "state".
 
     Args:
         model: the model, or a ModuleList of several that learn together; not compiled.
@@ -188,13 +192,16 @@ def explain(
         inputs: tuple[Statistics, ...] = (output,)
     else:
         inputs, output = rerun.around(record.index) if begun is None else (begun.inputs, begun.outputs[0])
+        output = output or blamed.value.statistics
         guess = _overflow_of_cast(record, inputs) if record.phase == "backward" else None
         fitting = rerun.fitting_scale(guess) if record.phase == "backward" else None
         cause = "scale"
         if fitting is None:
             in_float32 = rerun.outcome(torch.float32)
             cause = "format" if in_float32.is_finite else "model"
-            in_bfloat16 = rerun.outcome(torch.bfloat16).is_finite if cause == "format" else None
+        if cause != "model" and rerun.outcome(loss_scale=setting.loss_scale).is_finite:
+            cause, fitting, in_float32 = "state", None, None
+        in_bfloat16 = rerun.outcome(torch.bfloat16).is_finite if cause == "format" else None
     return FirstNonfinite(
         blamed.result, cause, record, blamed.value.name, inputs, output, blamed.records(step),
         fitting, in_bfloat16, in_float32, blamed.kind, step, setting,
@@ -211,13 +218,16 @@ class _Rerun:
         casting = self._setting.casting()
         return probe(self._model, self._loss_fn, casting=casting, loss_scale=loss_scale, number_format=number_format)
 
-    def around(self, op: int) -> tuple[tuple[Statistics, ...], Statistics]:
-        """Count what an op read and wrote, in a run that ends there: where the step itself has not, see `Begun`."""
+    def around(self, op: int) -> tuple[tuple[Statistics, ...], Statistics | None]:
+        """Count what an op read and wrote, in a run that ends there: where the step itself has not, see `Begun`.
+
+        None where this run does not come to that op.
+        """
         look = _Look(op)
         with contextlib.suppress(_Seen):
             casting, scale = self._setting.casting(), self._setting.loss_scale
             trace_step(self._model, self._loss_fn, casting=casting, loss_scale=scale, observer=look)
-        return tuple(counted(look.inputs)), counted(look.outputs)[0]
+        return tuple(counted(look.inputs)), next(iter(counted(look.outputs)), None)
 
     def fitting_scale(self, too_large_by: float | None) -> float | None:
         """The largest power of two below the present scale at which the step is finite; None where 1 is too large.

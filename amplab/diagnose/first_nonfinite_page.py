@@ -18,6 +18,7 @@ _CAUSES = {
     "scale": "it is finite at a smaller loss scale",
     "format": "it is finite in float32",
     "model": "it is not finite in float32 either",
+    "state": "not reproduced in a second run as it is: the step depends on state that is not put back",
     "batch": "it came in with the batch",
     "buffer": "it came in with a buffer",
     "parameter": "it came in with a parameter",

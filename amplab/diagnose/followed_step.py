@@ -24,13 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from amplab.diagnose.blame import Blame, blame
-from amplab.diagnose.values import ObservedStep, StepWatcher, named_tensors
+from amplab.diagnose.values import NamedMemory, ObservedStep, StepWatcher, memory_of, named_tensors
 from amplab.trace.compiled_functions import compiled_functions_eagerly
 from amplab.trace.recorder import Recorder
 from amplab.trace.step_checks import check_model
 
 __all__ = ["FollowedStep", "followed_step"]
 
+_GRADIENT = "gradient"
 _unseen_by_engines = torch._C.DisableTorchFunction
 
 
@@ -38,7 +39,7 @@ class FollowedStep:
     """One forward and backward, followed while it runs; made by `followed_step`, used in a ``with`` block."""
 
     def __init__(self, model: nn.Module, batch: Any) -> None:
-        self._watcher = StepWatcher(named_tensors(model, batch))
+        self._watcher = StepWatcher(_gradients_before(model) | named_tensors(model, batch))
         self._recorder = Recorder(model, self._watcher)
         self._block = ExitStack()
         self._ended = False
@@ -87,6 +88,12 @@ class FollowedStep:
         found = self.first
         if found is None:
             return f"all finite: {len(self.observed.ops)} ops"
+        if found.op is None and found.value.kind == _GRADIENT:
+            held = "NaN" if found.value.statistics.has_nan else "inf"
+            return (
+                f"{found.result} is not finite: {found.value.name} held {held} before the step, and backward adds to "
+                "it; zero it first, optimizer.zero_grad()"
+            )
         if found.op is None:
             return f"{found.result} is not finite: {found.value.name or 'a tensor'} came in as {found.value.statistics}"
         record, begun = self.observed.trace.records[found.op], self.observed.begun.get(found.op)
@@ -97,8 +104,18 @@ class FollowedStep:
         return f"{found.result} is not finite: it began at {where}, read {read} and wrote {written}"
 
 
+def _gradients_before(model: nn.Module) -> dict[int, NamedMemory]:
+    """What lies in the `.grad` of the parameters by its memory; backward adds to it."""
+    held = ((f"{name}.grad", each.grad) for name, each in model.named_parameters() if each.grad is not None)
+    return {memory_of(grad): NamedMemory(name, _GRADIENT) for name, grad in held if memory_of(grad)}
+
+
 def followed_step(model: nn.Module, batch: Any = None) -> FollowedStep:
     """Return what follows the forward and the backward in its ``with`` block, op by op.
+
+    The step computes what it computes unfollowed, bit by bit, but for an RNN that amplab runs in half on a CPU without
+    fp16 arithmetic. There an `nn.GRU` or `nn.LSTM` is one call, in float32 as a whole and rounded once at its end;
+    followed, its ops are seen one by one, and each rounds. Outputs up to 1 then differ by about 4.9e-4, one rounding.
 
     Args:
         model: the model, or a ModuleList of several; not compiled.

@@ -7,7 +7,6 @@ were skipped, and its loss is as low as float32's within the tolerance.
 """
 
 import math
-import random
 import statistics
 import sys
 import time
@@ -35,6 +34,7 @@ from amplab.diagnose.trial import (
 )
 from amplab.trace.plain_html import Markup, html_table, markup, page
 from amplab.trace.plain_words import fitted, power, size, wrapped
+from amplab.trace.random_states import seed_all
 from amplab.trace.step_checks import check_gradients_on
 
 __all__ = ["RUNGS", "LadderReport", "LadderRung", "ladder"]
@@ -381,8 +381,7 @@ def _batches(data: Any) -> Iterator[Any]:
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     kept = capture_rng()
-    torch.manual_seed(seed)
-    random.seed(seed)
+    seed_all(seed)
     try:
         yield
     finally:

@@ -11,6 +11,7 @@ variance-in-half            the difference of two nearly equal halves came out n
 nonfinite-batch, nonfinite-parameter, nonfinite-buffer, nonfinite-input   it came in
 masked-row                  every element that a softmax chose from was masked
 nonfinite-in-float32        it has nothing to do with mixed precision
+nonfinite-once              a second run is finite, so that other formats and scales tell nothing
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def finding_of(found: FirstNonfinite) -> Finding:
         words.symptom,
         words.cause,
         words.remedy,
-        "likely" if found.cause in ("model", "input") else "certain",
+        "likely" if found.cause in ("model", "state", "input") else "certain",
         op=place.op,
         module=place.module,
         tensor=found.tensor or _tensor_cast(found),
@@ -158,6 +159,8 @@ def _words(found: FirstNonfinite) -> _Words:
         return _came_in(found)
     if found.cause == "scale":
         return _scale(found)
+    if found.cause == "state":
+        return _once(found)
     if found.kind == "masked":
         return _masked(found)
     if sigmoid_of_bce(found.step, found.record.index) is not None:
@@ -296,6 +299,16 @@ def _vanished(found: FirstNonfinite, op: int, constant: float) -> _Words:
         symptom,
         cause,
         _in_float32(found, at, f"or an eps of at least 1e-4, not {constant:g}"),
+    )
+
+
+def _once(found: FirstNonfinite) -> _Words:
+    return _Words(
+        "nonfinite-once",
+        f"{found.record.op} wrote {_counted(found)} from inputs up to {_reads(found):.4g}; a second run is finite.",
+        "The step depends on state that is not put back: a list or a tensor that forward changes in place, a count or "
+        "a generator outside of the modules.",
+        "self.register_buffer('count', torch.zeros(()))  # state in buffers is put back, and saved",
     )
 
 

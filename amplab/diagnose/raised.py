@@ -39,6 +39,12 @@ _KNOWN = (
         "with amp.scale_loss(loss, optimizer) as scaled_loss:\n    scaled_loss.backward()\noptimizer.step()",
     ),
     (
+        re.compile(r"torch\.utils\.checkpoint: .*(have different metadata|different number of tensors)"),
+        "recomputed-without-casts",
+        "torch.utils.checkpoint runs the block again in backward, where amplab's casts are over: in other dtypes.",
+        "hidden = amplab.checkpoint(block, hidden, use_reentrant=False)  # for torch.utils.checkpoint.checkpoint",
+    ),
+    (
         re.compile(r"unscale_\(\) has already been called"),
         "unscaled-twice",
         "unscale_ was called twice for one optimizer between two updates.",

@@ -81,8 +81,11 @@ class Statistics:
         return self.dtype == torch.float16
 
     def __str__(self) -> str:
-        counted = (f"{count:,} {name}" for name in _COUNTED if (count := getattr(self, name)))
-        spread = f"|x| up to {self.absmax:.4g}" if self.absmax else ""
+        counted = (
+            f"{count:,} {name if count > 1 else name[:-1]}" for name in _COUNTED if (count := getattr(self, name))
+        )
+        size = "holds NaN" if math.isnan(self.absmax) else f"|x| up to {self.absmax:.4g}"
+        spread = size if self.absmax else ""
         parts = (f"{str(self.dtype).removeprefix('torch.')}, {self.numel:,} elements", spread, *counted)
         return ", ".join(filter(None, parts))
 

@@ -26,6 +26,7 @@ from amplab.diagnose.trial import (
 from amplab.diagnose.twin_errors import twin_error
 from amplab.diagnose.twin_report import TwinReport, TwinRow, TwinStep
 from amplab.trace.batch_step import floating_tensors, step_function
+from amplab.trace.random_states import seed_all
 from amplab.trace.step_checks import check_gradients_on
 from amplab.trace.untouched import untouched
 
@@ -61,7 +62,7 @@ def twin(
         steps: how many, > 0.
         loss: a function of the output (and the batch); None for the output's own.
         optimizer: makes one of the parameters it is given; by default ``SGD(lr=0.01, momentum=0.9)``.
-        seed: of the random numbers in each forward, such as dropout's.
+        seed: of the random numbers in each forward, such as dropout's: those of torch, numpy and Python.
         tolerance: the relative error from which on the two have parted.
 
     Raises:
@@ -148,7 +149,7 @@ class _Side:
         """Train one step, again under a smaller scale where this one made a finite loss's gradients overflow."""
         while True:
             buffers = [(buffer, buffer.clone()) for buffer in self.trial.model.buffers()]
-            torch.manual_seed(seed)
+            seed_all(seed)
             outcome = self._step(_copied(batch, "batch"), loss)
             if not (outcome.skipped and math.isfinite(outcome.loss) and outcome.loss_scale > 1):
                 return outcome

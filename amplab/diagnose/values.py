@@ -33,11 +33,13 @@ from amplab.trace.step_checks import check_step
 
 __all__ = [
     "Begun",
+    "NamedMemory",
     "ObservedStep",
     "OpValues",
     "StepWatcher",
     "Value",
     "measured_in",
+    "memory_of",
     "named_tensors",
     "observe_step",
     "tensors_in",
@@ -180,21 +182,24 @@ def tensors_in(batch: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
             yield from tensors_in(value, f"{path}[{place}]")
 
 
-class _Named(NamedTuple):
+class NamedMemory(NamedTuple):
+    """What lies in a piece of memory: its name, and the kind as `Value` has it."""
+
     name: str
     kind: str
 
 
-def named_tensors(model: nn.Module, batch: Any) -> dict[int, _Named]:
+def named_tensors(model: nn.Module, batch: Any) -> dict[int, NamedMemory]:
     """Memory -> what lies in it."""
-    found = {_memory(tensor): _Named(name, "batch") for name, tensor in tensors_in(batch)}
-    found |= {_memory(tensor): _Named(name, "buffer") for name, tensor in model.named_buffers()}
-    found |= {_memory(tensor): _Named(name, "parameter") for name, tensor in model.named_parameters()}
+    found = {memory_of(tensor): NamedMemory(name, "batch") for name, tensor in tensors_in(batch)}
+    found |= {memory_of(tensor): NamedMemory(name, "buffer") for name, tensor in model.named_buffers()}
+    found |= {memory_of(tensor): NamedMemory(name, "parameter") for name, tensor in model.named_parameters()}
     found.pop(0, None)  # tensors without elements
     return found
 
 
-def _memory(tensor: Tensor) -> int:
+def memory_of(tensor: Tensor) -> int:
+    """Return where the memory of a tensor begins; 0 for one that has none of its own."""
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 
@@ -218,10 +223,10 @@ class StepWatcher:
         detailed: count zeros, subnormals, inf and NaN of every tensor too.
     """
 
-    def __init__(self, named: dict[int, _Named], *, detailed: bool = False) -> None:
+    def __init__(self, named: dict[int, NamedMemory], *, detailed: bool = False) -> None:
         self._named, self._detailed = named, detailed
         self._measured = Measurements()
-        self._made: list[tuple[int | None, _Named, tuple[int, ...]]] = []
+        self._made: list[tuple[int | None, NamedMemory, tuple[int, ...]]] = []
         self._memories: dict[int, _Memory] = {}
         self._ops: list[OpValues] = []
         self._begun: dict[int, Begun] = {}
@@ -244,7 +249,7 @@ class StepWatcher:
         kind, tensors, outputs = _kind(event.overload), measured_in((result,)), ()
         if kind == "allocates":
             for tensor in tensors:
-                self._memories[_memory(tensor)] = _Memory()
+                self._memories[memory_of(tensor)] = _Memory()
         elif kind == "view":
             viewed = [self._view(tensor, inputs) for tensor in tensors]
             outputs = tuple(place for place in viewed if place is not None)
@@ -259,7 +264,7 @@ class StepWatcher:
 
     def note_loss(self, loss: Tensor) -> None:
         """Remember which value the loss is."""
-        known = self._memories.get(_memory(loss))
+        known = self._memories.get(memory_of(loss))
         if known is not None and known.all:
             self._loss = known.regions.get(_region(loss), known.all[-1])
 
@@ -281,7 +286,7 @@ class StepWatcher:
         return any(is_finite(place) is False for place in outputs) and all(map(is_finite, inputs))
 
     def _read(self, tensor: Tensor) -> int:
-        memory, region = _memory(tensor), _region(tensor)
+        memory, region = memory_of(tensor), _region(tensor)
         known = self._memories.setdefault(memory, _Memory())
         place = known.regions.get(region)
         if place is None:
@@ -291,7 +296,7 @@ class StepWatcher:
 
     def _view(self, tensor: Tensor, inputs: tuple[int, ...]) -> int | None:
         """A view of all of what was read is the same value; one of a piece is measured when it is read."""
-        known = self._memories.get(_memory(tensor))
+        known = self._memories.get(memory_of(tensor))
         whole = len(inputs) == 1 and tensor.numel() >= self._measured.kind(inputs[0])[1]
         if known is None or not whole:
             return None
@@ -299,19 +304,19 @@ class StepWatcher:
 
     def _write(self, tensor: Tensor, op: int) -> int:
         place = self._add(tensor, op, _UNNAMED, ())
-        memory, region = _memory(tensor), _region(tensor)
+        memory, region = memory_of(tensor), _region(tensor)
         covers = tensor.numel() * tensor.itemsize >= tensor.untyped_storage().nbytes()
         known = self._memories.get(memory)
         before = () if covers or known is None else known.all
         self._memories[memory] = _Memory({region: place}, before)
         return place
 
-    def _add(self, tensor: Tensor, op: int | None, named: _Named, parts: tuple[int, ...]) -> int:
+    def _add(self, tensor: Tensor, op: int | None, named: NamedMemory, parts: tuple[int, ...]) -> int:
         self._made.append((op, named, parts))
         return self._measured.add(tensor, detailed=self._detailed)
 
 
-_UNNAMED = _Named("", "")
+_UNNAMED = NamedMemory("", "")
 
 
 def measured_in(values: Iterable[Any]) -> list[Tensor]:

@@ -110,7 +110,9 @@ class GradientRange:
         if self.largest_fit is None:
             return f"No gradient is non-zero and finite, of {self.total.total:,} elements."
         left = self.range_left
-        room = f"{left:g} powers of two are left" if left >= 0 else f"it is {-left:g} powers of two too large"
+        powers = f"{abs(left):g} {'power' if abs(left) == 1 else 'powers'} of two"
+        verb = "is" if left == 1 else "are"
+        room = f"{powers} {verb} left" if left >= 0 else f"it is {powers} too large"
         return (
             f"{self.format.name} loses {percent(self.lost_unscaled)} at scale 1 and {percent(self.lost)} at scale "
             f"{power(self.loss_scale)}; the largest scale that fits is {power(self.largest_fit)}: {room}."
@@ -150,8 +152,9 @@ def gradient_range(
 ) -> GradientRange:
     """Run one step without casts and return what half would lose of its gradients.
 
-    The model is afterwards what it was. Its weights are taken as they are: float32 ones show all that half would lose.
-    A session of `amp` and autocast regions that are in force around the call do not cast here.
+    The model is afterwards what it was, as `amplab.xray` leaves it. Its weights are taken as they are: float32 ones
+    show all that half would lose. A session of `amp` and autocast regions that are in force around the call do not cast
+    here.
 
     Args:
         model, batch, loss: as `amplab.xray` takes them.

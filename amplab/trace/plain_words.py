@@ -14,6 +14,7 @@ WIDTH = 100
 # Columns that a wrapped cell keeps, and one that is cut short: that one gives first, the last pair where it must be.
 _FLOORS = ((WIDTH, 24), (13, 24), (9, 14))
 _BREAKS = re.compile(r"(?<=[./_])(?=[^\d\s])|(?<=[^\d\s][./_])(?=\d)|(?<=\s)")  # a path after a part, a number never
+_WORDS = re.compile(r"(?<=_)(?=[^\W_])|(?<=\s)")
 _FOLDERS = re.compile(r"(?<=[/\s])")
 _UNIT = re.compile(r"(?<=\d) (?=[kMGT]?B\b)")
 
@@ -112,7 +113,7 @@ def fitted(
         _narrow(widths, floors)
     for line in lines:
         pairs = enumerate(zip(line, widths, strict=True))
-        cells = [textwrap.wrap(cell, width) if place in cut else _broken(cell, width) for place, (cell, width) in pairs]
+        cells = [_broken(cell, width, _WORDS if place in cut else None) for place, (cell, width) in pairs]
         height = max(len(cell) for place, cell in enumerate(cells) if place not in cut)
         for place in cut:
             cells[place] = _cut(cells[place], height, widths[place])
@@ -147,16 +148,17 @@ def _cut(lines: list[str], height: int, width: int) -> list[str]:
     """The first lines of a cell, the last of them ending in dots where there are more."""
     if len(lines) <= height:
         return lines
-    more = f"{lines[height - 1]} {lines[height]}"[: width - 1]
+    last, following = lines[height - 1 : height + 1]
+    more = f"{last}{'' if last.endswith('_') else ' '}{following}"[: width - 1]
     return [*lines[: height - 1], more.rstrip(" ,:;") + "…"]
 
 
-def _broken(cell: str, width: int) -> list[str]:
-    """The lines that a cell takes, broken at spaces and within paths."""
+def _broken(cell: str, width: int, breaks: re.Pattern | None = None) -> list[str]:
+    """The lines that a cell takes, broken at spaces and within paths where no other places are given."""
     if len(cell) <= width:
         return [cell]
     lines = [""]
-    for piece in (_FOLDERS if "/" in cell else _BREAKS).split(cell):
+    for piece in (breaks or (_FOLDERS if "/" in cell else _BREAKS)).split(cell):
         if lines[-1] and len(lines[-1]) + len(piece.rstrip()) > width:
             lines.append("")
         lines[-1] += piece

@@ -1,14 +1,16 @@
-"""Put the random states back: those of Python, numpy's global generator, torch, and torch's devices."""
+"""Put the random states back: those of Python, numpy's global generator, torch, torch's devices, and given ones."""
 
 import ctypes
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["random_states_kept"]
+__all__ = ["puts_back", "random_states_kept", "seed_all"]
 
 _MT19937_BYTES = 624 * 4 + 4  # numpy's struct of it: the words, and the place among them
 
@@ -40,6 +42,46 @@ def random_states_kept(devices: Iterable[torch.device]) -> Iterator[None]:
             np.random.set_state(numpys)
         for device, state in states:
             torch.get_device_module(device).set_rng_state(state, *_which(device))
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python, torch with its devices, and numpy's global generator where it is of the kind that takes a seed.
+
+    Sync: none.
+
+    >>> seed_all(3); a = random.random(), np.random.rand(), torch.rand(()).item()
+    >>> seed_all(3); a == (random.random(), np.random.rand(), torch.rand(()).item())
+    True
+    """
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if _numpys_words() is not None:
+        np.random.seed(seed % 2**32)  # it takes no more
+
+
+def puts_back(values: Iterable[Any]) -> tuple[Callable[[], object], ...]:
+    """Return what sets the generators among `values` to the states that they have now, a function for each.
+
+    Sync: none; one for a generator of a device.
+
+    >>> own = torch.Generator().manual_seed(1)
+    >>> (undo,) = puts_back((own, 3.0))
+    >>> first = torch.rand((), generator=own); _ = undo()
+    >>> bool(torch.rand((), generator=own) == first)
+    True
+    """
+    return tuple(_undo(value) for value in values if isinstance(value, _GENERATORS))
+
+
+_GENERATORS = torch.Generator, random.Random, np.random.Generator
+
+
+def _undo(generator: Any) -> Callable[[], object]:
+    if isinstance(generator, torch.Generator):
+        return partial(generator.set_state, generator.get_state())
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, generator.getstate())
+    return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
 
 
 def _numpys_words() -> bytes | None:

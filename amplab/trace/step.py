@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
 from amplab.trace.compiled_functions import compiled_functions_eagerly
 from amplab.trace.engines import clear_cast_caches
@@ -108,4 +109,15 @@ def _run(
             with recorder.calls.named(SCALE_LOSS):
                 loss = loss.float() * loss_scale
         with recorder.calls:
-            torch.autograd.backward(loss)
+            _backward(loss)
+
+
+def _backward(loss: Tensor) -> None:
+    try:
+        torch.autograd.backward(loss)
+    except CheckpointError as error:  # torch's knows of torch.autocast alone
+        error.add_note(
+            "torch.utils.checkpoint runs the block again in backward, where amplab's casts are over: use "
+            "amplab.checkpoint in its place, which enters them again."
+        )
+        raise

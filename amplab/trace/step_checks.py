@@ -200,12 +200,14 @@ def _taken(signature: inspect.Signature) -> str:
 def _fault_of(module: nn.Module, compiled: bool) -> str | None:
     """Why a module cannot be looked at, None where it can; it is asked of every module at every look."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    is_compiled = module._compiled_call_impl is not None or (dynamo and isinstance(module, dynamo.OptimizedModule))
-    if is_compiled and not compiled:
-        return (
-            "is compiled: its ops are fused and never reach the dispatcher one by one; trace the module that was given "
-            "to torch.compile."
+    is_wrapped = bool(dynamo and isinstance(module, dynamo.OptimizedModule))
+    if not compiled and (is_wrapped or module._compiled_call_impl is not None):
+        instead = (
+            "trace the module that was given to torch.compile."
+            if is_wrapped
+            else "it was compiled in place; make the model again without .compile()."
         )
+        return f"is compiled: its ops are fused and never reach the dispatcher one by one; {instead}"
     if isinstance(module, torch.jit.ScriptModule):
         return "is scripted and takes no hooks; trace the module that was given to torch.jit."
     for owned in (module._parameters, module._buffers):

@@ -2,19 +2,21 @@
 
 Kept: parameters, buffers (values, also those that forward adds or rebinds), `.grad` of every leaf, `requires_grad`,
 training flags, the random states of torch, its devices, Python and numpy, and whatever the optimizers have that step in
-the block. Not kept, because no one could know of it: plain Python attributes that a model's forward sets, a loss scale,
-and generators of one's own.
+the block. Of plain Python attributes of the modules: to what they are bound, and the states of generators among them.
+Not kept: what a plain attribute holds and forward changes in place (a list that grows, the elements of a tensor that is
+no buffer), what lies outside of the modules, and a loss scale. torch's own modules keep no state in plain attributes,
+and those that wrap a model (DDP, FSDP) set up there what is not to be set up twice: their attributes are left alone.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from amplab.trace.optimizer_states import unchanged_optimizers
-from amplab.trace.random_states import random_states_kept
+from amplab.trace.random_states import puts_back, random_states_kept
 from amplab.trace.tensor_copies import TensorCopy
 
 __all__ = ["ParkedGradients", "untouched"]
@@ -89,22 +91,33 @@ def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
 
 
 class _ModuleState(NamedTuple):
-    """What one module owns itself: its parameters, buffers and training flag."""
+    """What one module owns itself: its parameters, buffers, training flag, and what its attributes are bound to."""
 
     module: nn.Module
     training: bool
     parameters: dict[str, Tensor | None]
     buffers: dict[str, Tensor | None]
     copies: tuple[TensorCopy, ...]
+    attributes: dict[str, Any] | None
+    generators: tuple[Callable[[], object], ...]
 
     @classmethod
     def of(cls, module: nn.Module) -> "_ModuleState":
         parameters, buffers = dict(module._parameters), dict(module._buffers)
         tensors = [tensor for tensor in (*parameters.values(), *buffers.values()) if tensor is not None]
-        return cls(module, module.training, parameters, buffers, tuple(TensorCopy.of(tensor) for tensor in tensors))
+        copies = tuple(TensorCopy.of(tensor) for tensor in tensors)
+        attributes = None if type(module).__module__.startswith("torch.") else dict(vars(module))
+        generators = puts_back((attributes or {}).values())
+        return cls(module, module.training, parameters, buffers, copies, attributes, generators)
 
     def restore(self) -> None:
         self.module.training = self.training
+        if self.attributes is not None:
+            for name in self.attributes.keys() & self.module._modules.keys():
+                del self.attributes[name]  # a part that forward makes stays, and takes its name
+            _rebind(vars(self.module), self.attributes)
+        for put_back in self.generators:
+            put_back()
         _rebind(self.module._parameters, self.parameters)
         _rebind(self.module._buffers, self.buffers)
         with _unseen_by_engines():
@@ -112,7 +125,7 @@ class _ModuleState(NamedTuple):
                 copy.restore()
 
 
-def _rebind(owned: dict[str, Tensor | None], before: dict[str, Tensor | None]) -> None:
+def _rebind(owned: dict[str, Any], before: dict[str, Any]) -> None:
     for name in owned.keys() - before.keys():
         del owned[name]
     owned.update(before)

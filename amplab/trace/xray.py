@@ -31,10 +31,14 @@ def xray(
 ) -> XRay:
     """Run one forward and backward of `model` and return every op of it with what there is to know.
 
-    The model is afterwards what it was: parameters, buffers, gradients, training flags, random states and hooks; so is
-    an optimizer that `loss` steps. The step runs in the precision that is asked for, or in what is in force: a model
-    that `amp.initialize` has prepared, a region around the call (then backward runs in it as well);
-    `XRay.precision` says which. `autocast=` opens a region inside of those; `opt_level` and `policy` are refused there.
+    The model is afterwards what it was: parameters, buffers, gradients, training flags, random states and hooks; what
+    its modules' plain attributes are bound to, and the states of generators among these; so is an optimizer that `loss`
+    steps. Not put back: what an attribute holds and forward changes in place (a list, the elements of a tensor that is
+    no buffer), and what lies outside of the modules.
+
+    The step runs in the precision that is asked for, or in what is in force: a model that `amp.initialize` has
+    prepared, a region around the call (then backward runs in it as well); `XRay.precision` says which. `autocast=`
+    opens a region inside of those; `opt_level` and `policy` are refused there.
 
     Args:
         model: any module that is not compiled or scripted; several in a list or dict where `loss` runs them all.
@@ -59,6 +63,7 @@ def xray(
             on the meta device; a loss that is no single number or hangs on no parameter; gradients that are off around
             the call. What the model raises passes through, with everything put back and a note on how it was called.
         TypeError: an argument of another type.
+        RuntimeError: an `opt_level` that is none of "O0" to "O3", as `amp.initialize` raises it.
 
     Sync: none; with `stats` one, for all ops together, and one for the gradients.
 

@@ -1,5 +1,6 @@
 """An op of an X-ray as a dict of plain values, for `XRay.rows`."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,5 +41,8 @@ def row_of(record: OpRecord, trace: Trace, statistics: Mapping[int, OpStatistics
     return row
 
 
-def _plain(stats: TensorStats) -> dict[str, float | int]:
-    return {name: getattr(stats, name) for name in _MEASURED}
+def _plain(stats: TensorStats) -> dict[str, float | int | None]:
+    row = {name: getattr(stats, name) for name in _MEASURED}
+    if math.isinf(row["smallest_nonzero"]):  # there is none, and JSON has no inf
+        row["smallest_nonzero"] = None
+    return row

@@ -140,7 +140,7 @@ def _measured(group: Sequence[OpRecord], statistics: Mapping[int, OpStatistics])
     counts = {word: sum(getattr(stats, name) for stats in found) for name, word in _COUNTED.items()}
     largest = max((stats.absmax for stats in found), default=0.0)
     smallest = min((stats.smallest_nonzero for stats in found), default=0.0)
-    span = f"{smallest:.2g} to {largest:.3g}" if largest else ""
+    span = f"{smallest:.3g} to {largest:.3g}" if largest else ""
     return span, ", ".join(f"{times:,} {word}" for word, times in counts.items() if times)
 
 

@@ -74,6 +74,7 @@ _CAUSES = {
     "scale": "scale too large",
     "format": "leaves float16 at any scale",
     "model": "not finite in float32 either",
+    "state": "finite in a second run",
 }
 
 

@@ -128,3 +128,35 @@ def test_what_the_op_at_fault_wrote_is_counted():
     with followed_step(model) as step:
         step.loss((torch.tensor([3.0, 1e6, -1e6]).half().float() + model(torch.ones(1, 2)).sum()).sum())
     assert "read float32, 3 elements, |x| up to 1e+06 and wrote float16, 3 elements, |x| up to 3, 2 infs" in str(step)
+
+
+def test_a_gradient_that_was_not_zeroed_is_named():
+    model = nn.Linear(4, 4)
+    model.weight.grad = torch.full((4, 4), torch.nan)
+    with followed_step(model) as step:
+        step.loss(model(torch.ones(2, 4)).sum()).backward()
+    assert str(step).startswith("gradient of weight is not finite: weight.grad held NaN before the step")
+    assert "zero_grad" in str(step)
+
+
+def test_a_gradient_that_is_zeroed_in_the_block_is_no_fault():
+    model = nn.Linear(4, 4)
+    model.weight.grad = torch.full((4, 4), torch.nan)
+    with followed_step(model) as step:
+        model.zero_grad(set_to_none=False)
+        step.loss(model(torch.ones(2, 4)).sum()).backward()
+    assert step.first is None
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+def test_a_followed_rnn_in_half_is_within_a_rounding(kind):
+    torch.manual_seed(0)
+    model, x = kind(6, 10, 2), torch.randn(7, 4, 6)
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+    try:
+        alone = model(x)[0]
+        with followed_step(model):
+            followed = model(x)[0]
+    finally:
+        amp.reset()
+    assert (alone.float() - followed.float()).abs().max() <= 2.0**-10

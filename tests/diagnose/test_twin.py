@@ -2,9 +2,11 @@
 
 import copy
 import math
+import random
 import re
 import threading
 
+import numpy as np
 import pytest
 import torch
 from html_outline import outline
@@ -274,3 +276,28 @@ def test_a_state_in_plain_attributes_is_each_sides_own():
     report = twin(model, torch.ones(2, 4), "O0", "O0", steps=3)
     assert model.calls == 0
     assert all(row.error.relative == 0 for row in report.rows())
+
+
+DRAWS = {
+    "numpy": lambda: np.random.randn(),  # noqa: PLW0108  a copied method copies its generator
+    "python": random.random,
+    "torch": lambda: torch.randn(()).item(),
+}
+
+
+class Drawing(nn.Module):
+    def __init__(self, draw):
+        super().__init__()
+        self.layer, self.draw = nn.Linear(5, 5), draw
+
+    def forward(self, x):
+        return self.layer(x * float(self.draw()))
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_both_sides_draw_the_same_numbers(draw):
+    model = Drawing(draw)
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    report = twin(model, (torch.ones(4, 5), torch.ones(4, 5)), "O0", "O0", loss=F.mse_loss, steps=2)
+    assert {row.error.relative for row in report.rows()} == {0.0}
+    assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())

@@ -200,3 +200,8 @@ def test_a_size_is_told_where_a_number_has_one(values, spread):
     x = torch.tensor(values)
     assert ("|x| up to 2" in str(read([statistics(x)], [(x.dtype, x.numel())])[0])) == spread
     assert ("up to" in str(read([statistics(x)], [(x.dtype, x.numel())])[0])) == spread
+
+
+def test_one_of_a_kind_is_in_the_singular():
+    (one,) = counted([torch.tensor([0.0, math.inf, math.nan, 1.0])])
+    assert str(one) == "float32, 4 elements, |x| up to 1, 1 zero, 1 inf, 1 nan"

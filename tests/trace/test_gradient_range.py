@@ -112,3 +112,17 @@ def test_text_and_html():
     page = outline(found._repr_html_())
     assert page.counts["tr"] == len(found.rows()) + 1
     assert page.words.startswith(found.sentence)
+
+
+@pytest.mark.parametrize(
+    ("scale", "words"),
+    [
+        (2.0**15, "1 power of two is left"),
+        (2.0**16, "0 powers of two are left"),
+        (2.0**17, "it is 1 power of two too large"),
+        (2.0**18, "it is 2 powers of two too large"),
+    ],
+)
+def test_one_power_is_one(scale, words):
+    found = gradient_range(nn.Linear(1, 1, bias=False), torch.full((1, 1), 0.5), loss_scale=scale)
+    assert found.sentence.endswith(f"{words}.")

@@ -48,3 +48,11 @@ def test_a_sentence_keeps_its_units():
     text = wrapped("x" * 94 + " 512 kB and so on")
     assert text.splitlines()[1].strip() == "512 kB and so on"
     assert all(len(line) <= WIDTH for line in labelled("seen", "word " * 90).splitlines())
+
+
+def test_a_word_that_fits_is_not_broken():
+    reason = "lower_precision_fp list, linear: products of two halves"
+    lines = [["op", "line", "why"], ["x" * 68, "two lines " * 2, reason]]
+    (*_, row) = fitted(lines, right={0}, cut={2})
+    ends = [line[85:].strip() for line in row]
+    assert ends == ["lower_", "precision_fp l…"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from amplab.trace.random_states import random_states_kept
+from amplab.trace.random_states import random_states_kept, seed_all
 
 
 def draw_all():
@@ -62,3 +62,12 @@ def test_after_an_exception_too():
         np.random.rand()
         raise KeyError
     assert np.random.get_state()[2] == state
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**63 - 1])
+def test_a_seed_is_for_all_generators(seed):
+    with random_states_kept(()):
+        seed_all(seed)
+        first = draw_all()
+        seed_all(seed)
+        assert draw_all() == first

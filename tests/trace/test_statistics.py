@@ -1,5 +1,6 @@
 """The statistics of an X-ray against numpy in float64, op by op and gradient by gradient."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,7 +33,7 @@ def by_numpy(values: np.ndarray) -> dict[str, float]:
     counted = sizes[np.isfinite(sizes) & (sizes > 0)]
     return {
         "absmax": counted.max(initial=0.0),
-        "smallest_nonzero": counted.min(initial=np.inf),
+        "smallest_nonzero": counted.min() if counted.size else None,
         "zeros": int((sizes == 0).sum()),
         "half_subnormals": int((counted < 2.0**-14).sum()),
         "half_flushed": int((counted <= 2.0**-25).sum()),
@@ -120,3 +121,10 @@ def test_without_statistics_there_are_none():
     assert "statistics" not in found.rows()[0]
     with pytest.raises(ValueError, match="underflow\\(\\) of an X-ray without statistics"):
         found.underflow()
+
+
+def test_rows_are_strict_json_also_for_zeros():
+    found = xray(nn.Linear(2, 2), torch.zeros(1, 2), loss=lambda out: (out * 0).sum(), stats=True)
+    rows = found.rows(every=True)
+    json.dumps(rows, allow_nan=False)
+    assert any(each["smallest_nonzero"] is None for row in rows for each in row["statistics"])

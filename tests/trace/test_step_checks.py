@@ -324,3 +324,10 @@ def test_accepts():
     assert accepts(dict.fromkeys, 1) is None
     assert accepts(torch.optim.SGD, 0) is not None
     assert accepts(lambda: 0, 1) == "lambda() takes fewer"
+
+
+def test_a_part_that_was_compiled_in_place_is_made_again():
+    model = net()
+    model[0].compile(backend="eager")
+    with pytest.raises(ValueError, match=r"^0 is compiled: .*; it was compiled in place; make the model again without"):
+        amplab.xray(model, torch.ones(2, 4))

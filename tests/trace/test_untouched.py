@@ -1,5 +1,6 @@
 """Every trace that a block could leave on a model, one by one."""
 
+import functools
 import random
 
 import numpy as np
@@ -20,6 +21,9 @@ class Counting(nn.Module):
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("hidden", torch.ones(3), persistent=False)
         self.register_buffer("later", None)
+        self.calls, self.last = 3, torch.zeros(2)
+        self.torchs, self.numpys = torch.Generator().manual_seed(1), np.random.default_rng(1)
+        self.pythons = random.Random(1)
 
 
 def rebind(model):
@@ -42,6 +46,13 @@ CHANGES = {
     "torch's random state": lambda model: torch.rand(3),
     "python's random state": lambda model: random.random(),
     "numpy's random state": lambda model: np.random.rand(),
+    "a number in an attribute": lambda model: setattr(model, "calls", model.calls + 1),
+    "a tensor in an attribute": lambda model: setattr(model, "last", torch.ones(2)),
+    "a new attribute": lambda model: setattr(model, "fresh", 1),
+    "an attribute less": lambda model: delattr(model, "last"),
+    "a generator of torch": lambda model: torch.rand(1, generator=model.torchs),
+    "a generator of numpy": lambda model: model.numpys.random(),
+    "a generator of Python": lambda model: model.pythons.random(),
 }
 
 
@@ -52,6 +63,8 @@ def state(model):
         (weight.tolist(), weight.dtype, weight.requires_grad, model.training, buffers),
         (id(weight), id(weight.grad), weight.data_ptr(), id(model.hidden), model.steps.data_ptr()),
         (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()),
+        (model.calls, id(vars(model).get("last")), sorted(vars(model)), model.torchs.get_state().tolist()),
+        (model.numpys.bit_generator.state, model.pythons.getstate()),
     )
 
 
@@ -140,3 +153,42 @@ def test_hooks_on_accumulated_gradients_rest_and_come_back():
     handle.remove()
     model(torch.ones(1, 2)).sum().backward()
     assert calls == ["second"]
+
+
+class Caching(nn.Module):
+    """What forward builds when it first needs it, in an attribute, a property and as a part of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.table, self.part = None, None
+
+    @functools.cached_property
+    def powers(self):
+        return 2.0 ** torch.arange(2)
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.arange(2.0)
+        if self.part is None:
+            self.part = nn.Linear(2, 2)
+        return self.part(x * self.weight + self.table + self.powers)
+
+
+def test_what_is_built_lazily_is_built_again_and_a_part_that_was_made_stays():
+    model = Caching()
+    with untouched(model):
+        first = model(torch.ones(2))
+    assert model.table is None
+    assert "powers" not in vars(model)
+    part = model.part
+    assert isinstance(part, nn.Linear)
+    assert torch.equal(model(torch.ones(2)), first)
+    assert model.part is part
+
+
+def test_a_wrapper_of_torch_keeps_its_own_attributes():
+    model = nn.DataParallel(nn.Linear(2, 2))
+    with untouched(model):
+        model.was_set_up = True
+    assert model.was_set_up

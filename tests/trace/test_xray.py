@@ -360,3 +360,26 @@ def test_the_lines_of_code(scenario):
 
 def test_it_comes_lazily_with_the_package():
     assert amplab.xray is xray
+
+
+class Stateful(nn.Module):
+    """A count, a spare tensor and a generator of its own, none of them in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.count, self.last = nn.Linear(4, 4), 0, None
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x):
+        self.count += 1
+        self.last = self.layer(x) * torch.rand((), generator=self.generator)
+        return self.last
+
+
+@pytest.mark.parametrize("look", [xray, amplab.gradient_range])
+def test_plain_attributes_and_generators_are_what_they_were(look):
+    model = Stateful()
+    before = model.generator.get_state()
+    look(model, torch.ones(2, 4))
+    assert (model.count, model.last) == (0, None)
+    assert torch.equal(model.generator.get_state(), before)

@@ -74,3 +74,13 @@ def test_reasons_that_are_cut_short_stand_below_once(found):
     linear = next(record.reason for record in found.trace if record.op == "linear" and len(record.reason) > 90)
     assert whole.count(linear) == 1
     assert linear not in " ".join(parts(str(found))[1])
+
+
+def test_the_ends_of_a_range_have_the_same_digits():
+    layer = nn.Linear(1, 1)
+    with torch.no_grad():
+        layer.weight.fill_(1.766)
+        layer.bias.zero_()
+    found = xray(layer, torch.ones(1, 1), stats=True)
+    assert "1.77 to 1.77" in str(found)
+    assert "1.77 to 1.77" in found._repr_html_()
