@@ -22,6 +22,7 @@ __all__ = [
     "face_of",
     "look_at_step",
     "look_while_it_happens",
+    "scaled_loss",
     "scheduler_after_step",
     "smaller_rate",
     "step_before_scheduler",
@@ -108,6 +109,13 @@ def unscaled_step(face: str) -> tuple[str, str]:
         "with amp.scale_loss(loss, [optimizer_a, optimizer_b]) as scaled_loss:  # all that this backward reaches\n"
         "    scaled_loss.backward()\noptimizer_a.step(); optimizer_b.step()  # after the block",
     )
+
+
+def scaled_loss(face: str) -> str:
+    """Return the lines of a backward of the scaled loss, and its step."""
+    if face in _STEPS:
+        return f"scaler.scale(loss).backward()  # in place of loss.backward()\n{_STEPS[face]}"
+    return "with amp.scale_loss(loss, optimizer) as scaled_loss:\n    scaled_loss.backward()\noptimizer.step()"
 
 
 def unscaled_once(face: str) -> tuple[str, str]:

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,78 +29,13 @@ from amplab.amp import Session
 from amplab.diagnose.loop_state import kept, scales_of, set_scale
 from amplab.diagnose.lost_updates import LostUpdates, ShadowStep
 from amplab.diagnose.parameter_rules import model_parameters
+from amplab.diagnose.rehearsed import GradientWrite, MixedStep, SteppedGradient, UnsteppedOptimizer
 from amplab.diagnose.schedules import ScheduleMove, ScheduleWatch, schedulers_of
 from amplab.trace.untouched import untouched
 
-__all__ = ["GradientWrite", "MixedStep", "Rehearsal", "SteppedGradient", "UnsteppedOptimizer", "rehearse"]
+__all__ = ["Rehearsal", "rehearse"]
 
 _current_node = torch._C._current_autograd_node
-
-
-class GradientWrite(NamedTuple):
-    """An op, outside of autograd, that changed gradients in place.
-
-    Args:
-        op: the aten op.
-        names: of the parameters whose gradients it changed.
-        before: their norm before, divided by the norm that backward had delivered.
-        factor: norm after divided by norm before.
-        norm: norm before.
-    """
-
-    op: str
-    names: tuple[str, ...]
-    before: float
-    factor: float
-    norm: float
-
-
-class SteppedGradient(NamedTuple):
-    """A gradient as an optimizer saw it.
-
-    Args:
-        name: of the parameter; of the half one where a master is stepped.
-        optimizer: number of the optimizer.
-        ratio: its norm divided by the norm that backward had delivered; NaN where one of them is 0 or not finite.
-        backwards: how many times backward has delivered one since the last step.
-        clipped: what writes other than by a power of two have multiplied it by.
-        scaled_inside: the optimizer unscales by itself.
-        of_master: it is that of a float32 master of a half parameter.
-    """
-
-    name: str
-    optimizer: int
-    ratio: float
-    backwards: int
-    clipped: float
-    scaled_inside: bool
-    of_master: bool
-
-
-class MixedStep(NamedTuple):
-    """A step of an optimizer whose gradients were scaled differently.
-
-    Args:
-        optimizer: its number.
-        scales: of the backwards that were added up, each once, in order.
-    """
-
-    optimizer: int
-    scales: tuple[float, ...]
-
-
-class UnsteppedOptimizer(NamedTuple):
-    """An optimizer that a step left out.
-
-    Args:
-        optimizer: its number.
-        names: of its parameters that backward gave a gradient.
-        others: how many other optimizers were stepped.
-    """
-
-    optimizer: int
-    names: tuple[str, ...]
-    others: int
 
 
 @dataclass(frozen=True)
@@ -116,6 +51,7 @@ class Rehearsal:
         schedules: the schedulers that moved.
         unstepped: the optimizers that were not stepped, though their parameters got gradients and still have them.
         mixed: the steps that added up gradients of several scales.
+        in_half: an op wrote float16.
         elsewhere: the same at another loss scale, where it was looked at.
         skipped: the same with an overflow, where it was looked at.
     """
@@ -128,6 +64,7 @@ class Rehearsal:
     schedules: tuple[ScheduleMove, ...] = ()
     unstepped: tuple[UnsteppedOptimizer, ...] = ()
     mixed: tuple[MixedStep, ...] = ()
+    in_half: bool = False
     elsewhere: Rehearsal | None = None
     skipped: Rehearsal | None = None
 
@@ -186,6 +123,7 @@ def rehearse(
         moves,
         unstepped,
         tuple(watch.mixed),
+        watch.in_half,
     )
 
 
@@ -216,6 +154,7 @@ class _Watch:
         self.scales: tuple[float, ...] = (1.0,)
         self.schedules = schedules
         self.overflowed = overflows
+        self.in_half = False
         self.lost: list[LostUpdates] = []
         self.writes: list[GradientWrite] = []
         self.stepped: list[SteppedGradient] = []
@@ -316,10 +255,9 @@ class _Watch:
             name = self._names.get(id(own))
             if name is not None and parameter.grad is not None:
                 way = self._ways[name]
-                ratio = _ratio(_norm(parameter.grad), way.delivered)
-                self.stepped.append(
-                    SteppedGradient(name, number, ratio, way.backwards, way.clipped, inside, own is not parameter)
-                )
+                ratio, master = _ratio(_norm(parameter.grad), way.delivered), own is not parameter
+                known = name, number, ratio, way.backwards, way.clipped, inside, master, way.delivered
+                self.stepped.append(SteppedGradient(*known))
                 self._ways[name] = _Way()
                 self._begun.discard(id(parameter.grad))
 
@@ -359,7 +297,9 @@ class _Writes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if not func._schema.is_mutable or _current_node() is not None:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            self._watch.in_half |= isinstance(result, Tensor) and result.dtype == torch.float16
+            return result
         grads = self._watch.grads()
         written = [grads[each.data_ptr()] for each in _written_by(func, args, kwargs) if each.data_ptr() in grads]
         touched = [(name, grad) for name, grad in written if self._watch.has_values(name, grad)]
