@@ -128,6 +128,29 @@ def clips_model_gradients(rehearsal: Rehearsal, _face: str = "") -> Iterator[Fin
             tensor=f"gradient of {names[0]}",
             evidence={"clipped": len(names), "masters": len(masters), "factor": clips[0].factor},
         )
+    elif masters and rehearsal.clips_by_name and not _touches(rehearsal, masters):
+        yield Finding(
+            "clips-model-gradients",
+            "warning",
+            f"{rehearsal.clips_by_name} is given the model's parameters, and the gradients of {len(masters)} float32 "
+            "masters are stepped with as they are.",
+            "After backward the gradients have moved on to the masters; those of the half weights are None.",
+            f"torch.nn.utils.{rehearsal.clips_by_name}(amp.master_params(optimizer), max_norm)",
+            "likely",
+            op=rehearsal.clips_by_name,
+            evidence={"masters": len(masters)},
+        )
+
+
+def _touches(rehearsal: Rehearsal, masters: set[str]) -> bool:
+    """Whether a clipping has gone through the gradients of masters, whatever it left of them."""
+    return not masters.isdisjoint(
+        rehearsal.looked_through.union(*(write.names for write in _clips_of_masters(rehearsal)))
+    )
+
+
+def _clips_of_masters(rehearsal: Rehearsal) -> list[GradientWrite]:
+    return [write for write in _clips(rehearsal) if not _near(write.factor, 1 / rehearsal.scale)]
 
 
 def accumulates_across_scales(rehearsal: Rehearsal, _face: str = "") -> Iterator[Finding]:

@@ -60,12 +60,12 @@ class Raised:
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self.error: Exception | None = None
-        self._function = function
+        self.__wrapped__ = function  # by which `inspect.unwrap` finds it
 
     def __call__(self) -> Any:
         """Call it."""
         try:
-            return self._function()
+            return self.__wrapped__()
         except Exception as error:
             self.error = error
             raise

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from amplab.amp import Session
 from amplab.diagnose.loop_state import kept, scales_of, set_scale
 from amplab.diagnose.lost_updates import LostUpdates, ShadowStep
+from amplab.diagnose.named_code import clips_of_model_parameters
 from amplab.diagnose.parameter_rules import model_parameters
 from amplab.diagnose.rehearsed import GradientWrite, MixedStep, SteppedGradient, UnsteppedOptimizer
 from amplab.diagnose.schedules import ScheduleMove, ScheduleWatch, schedulers_of
@@ -52,6 +53,8 @@ class Rehearsal:
         unstepped: the optimizers that were not stepped, though their parameters got gradients and still have them.
         mixed: the steps that added up gradients of several scales.
         in_half: an op wrote float16.
+        looked_through: parameters whose gradients a clipping went through and left as they were.
+        clips_by_name: the clipping that the step's code gives the model's parameters; empty for none.
         elsewhere: the same at another loss scale, where it was looked at.
         skipped: the same with an overflow, where it was looked at.
     """
@@ -65,6 +68,8 @@ class Rehearsal:
     unstepped: tuple[UnsteppedOptimizer, ...] = ()
     mixed: tuple[MixedStep, ...] = ()
     in_half: bool = False
+    looked_through: frozenset[str] = frozenset()
+    clips_by_name: str = ""
     elsewhere: Rehearsal | None = None
     skipped: Rehearsal | None = None
 
@@ -124,6 +129,8 @@ def rehearse(
         unstepped,
         tuple(watch.mixed),
         watch.in_half,
+        frozenset(watch.looked_through),
+        clips_of_model_parameters(train_step),
     )
 
 
@@ -155,6 +162,7 @@ class _Watch:
         self.schedules = schedules
         self.overflowed = overflows
         self.in_half = False
+        self.looked_through: set[str] = set()
         self.lost: list[LostUpdates] = []
         self.writes: list[GradientWrite] = []
         self.stepped: list[SteppedGradient] = []
@@ -207,6 +215,8 @@ class _Watch:
         was, now = math.hypot(*before), math.hypot(*after)
         for name, _ in touched if now == 0 else ():
             self._ways[name].scales = ()
+        if now == was and any(word in op for word in ("mul", "clamp")):
+            self.looked_through.update(name for name, _ in touched)
         if not was or not math.isfinite(was) or not math.isfinite(now) or now == was:
             return
         names = tuple(name for name, _ in touched)
