@@ -12,7 +12,7 @@ import torch
 
 from amplab.diagnose.schedules import reached_from
 
-__all__ = ["clips_of_model_parameters", "names_of_functions"]
+__all__ = ["clips_of_model_parameters", "leads_to", "names_of_functions"]
 
 _CLIPS = frozenset(("clip_grad_norm_", "clip_grad_value_"))
 
@@ -34,6 +34,18 @@ def clips_of_model_parameters(train_step: Callable[[], Any]) -> str:
     if any("master_params" in names for names in functions):
         return ""
     return next((clip for names in functions if "parameters" in names for clip in sorted(names & _CLIPS)), "")
+
+
+def leads_to(train_step: Callable[[], Any], wanted: object) -> bool:
+    """Whether the code of `train_step` names an object: a variable, an attribute, or a container that holds it.
+
+    >>> wanted = object()
+    >>> leads_to(lambda: wanted, wanted), leads_to(lambda: None, wanted)
+    (True, False)
+    """
+    step = inspect.unwrap(train_step)
+    names = frozenset().union(*names_of_functions(step))
+    return any(each is wanted for each in reached_from(step, names))
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

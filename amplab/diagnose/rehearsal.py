@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from amplab.amp import Session
 from amplab.diagnose.loop_state import kept, scales_of, set_scale
 from amplab.diagnose.lost_updates import LostUpdates, ShadowStep
-from amplab.diagnose.named_code import clips_of_model_parameters
+from amplab.diagnose.named_code import clips_of_model_parameters, leads_to
 from amplab.diagnose.parameter_rules import model_parameters
 from amplab.diagnose.rehearsed import GradientWrite, MixedStep, SteppedGradient, UnsteppedOptimizer
 from amplab.diagnose.schedules import ScheduleMove, ScheduleWatch, schedulers_of
@@ -118,7 +118,7 @@ def rehearse(
         scales = watch.scales = scales_of(amp)
         train_step()
         moves = watch.schedules.moves([each.is_unmoved() for each in before])
-        unstepped = tuple(watch.unstepped())
+        left_out = [(each, leads_to(train_step, optimizers[each.optimizer])) for each in watch.unstepped()]
     return Rehearsal(
         scales,
         tuple(watch.writes),
@@ -126,7 +126,7 @@ def rehearse(
         watch.overflowed,
         tuple(watch.lost),
         moves,
-        unstepped,
+        tuple(each._replace(named=named) for each, named in left_out),
         tuple(watch.mixed),
         watch.in_half,
         frozenset(watch.looked_through),

@@ -68,8 +68,10 @@ class UnsteppedOptimizer(NamedTuple):
         optimizer: its number.
         names: of its parameters that backward gave a gradient.
         others: how many other optimizers were stepped.
+        named: the code of the step names it, if only to set its gradients to zero.
     """
 
     optimizer: int
     names: tuple[str, ...]
     others: int
+    named: bool = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -47,8 +47,13 @@ def schedulers_of(train_step: Callable[[], Any], stateful: Sequence[Any] = ()) -
     return [each for each in found.values() if not isinstance(each, ReduceLROnPlateau)]
 
 
-def reached_from(train_step: Callable[[], Any]) -> Iterator[Any]:
-    """What a function leads to by the names in its code, itself first: functions, and what they and objects hold."""
+def reached_from(train_step: Callable[[], Any], names: Container[str] | None = None) -> Iterator[Any]:
+    """What a function leads to by the names in its code, itself first: functions, and what they and objects hold.
+
+    Args:
+        train_step: the function.
+        names: the attributes of objects to follow; None for all.
+    """
     seen: set[int] = set()
     waiting = [(train_step, 0)]
     while waiting:
@@ -57,10 +62,10 @@ def reached_from(train_step: Callable[[], Any]) -> Iterator[Any]:
             yield value
         if depth < _DEPTH and id(value) not in seen and not isinstance(value, LRScheduler):
             seen.add(id(value))
-            waiting += [(each, depth + 1) for each in _named_in(value)]
+            waiting += [(each, depth + 1) for each in _named_in(value, names)]
 
 
-def _named_in(value: Any) -> Iterator[Any]:
+def _named_in(value: Any, names: Container[str] | None) -> Iterator[Any]:
     """What a function names, a method belongs to, a container or a plain object holds."""
     if isinstance(value, partial):
         yield from (value.func, *value.args, *value.keywords.values())
@@ -75,7 +80,7 @@ def _named_in(value: Any) -> Iterator[Any]:
     elif isinstance(value, dict):
         yield from value.values()
     elif _is_users(value):
-        yield from vars(value).values()
+        yield from (each for name, each in vars(value).items() if names is None or name in names)
 
 
 def _own_methods(method: types.MethodType) -> Iterator[types.MethodType]:
