@@ -31,6 +31,9 @@ MOST = 0.5
 Training in half that works loses up to a third of its small updates, and 3 % of their norm; one that stands still, all.
 """
 
+WARM_UP = 100
+"""Steps that a critic may take before the generator's first: what Wasserstein GANs begin with."""
+
 _HALF_GAP = {torch.float16: (2.0**-12, 2.0**-25), torch.bfloat16: (2.0**-9, 2.0**-134)}
 """Half the gap to the next number, at the least: times |w|, and absolute among the subnormal ones."""
 
@@ -54,14 +57,18 @@ _ANOTHERS_STEP = (
 
 
 def never_stepped(optimizer: int, names: Sequence[str], face: str, evidence: dict[str, Number]) -> Finding:
-    """The finding that an optimizer is left out; `names` are those of its parameters that get gradients."""
+    """The finding that an optimizer is left out; `names` are those of its parameters that get gradients.
+
+    Of a run with no more than `WARM_UP` steps of others, which `evidence` tells, it is a note.
+    """
+    early = 0 < evidence.get("steps_of_others", 0) <= WARM_UP
     return Finding(
         "optimizer-never-stepped",
-        "error",
+        "note" if early else "error",
         f"Optimizer {optimizer} was never stepped; {len(names)} of its parameters got a gradient and keep it.",
         "Another optimizer is stepped in its place, or its step was left out: its parameters stay as they began.",
         step_of(f"optimizers[{optimizer}]", face),
-        "likely",
+        "possible" if early else "likely",
         module=shared_module(names),
         tensor=f"optimizer {optimizer}",
         evidence={"optimizer": optimizer} | evidence,

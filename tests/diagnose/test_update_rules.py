@@ -9,7 +9,7 @@ import amplab
 from amplab.amp import Session
 from amplab.diagnose import doctor
 from amplab.diagnose.rehearsal import rehearse
-from amplab.diagnose.update_rules import optimizers_left_out, updates_bound_to_be_lost, updates_lost
+from amplab.diagnose.update_rules import never_stepped, optimizers_left_out, updates_bound_to_be_lost, updates_lost
 from amplab.diagnose.values import observe_step
 
 SIZES_AND_SEEDS = [(16, 0), (16, 1), (40, 2), (40, 3)]
@@ -227,3 +227,9 @@ def test_a_skipped_optimizer_is_not_left_out():
         scaler.update()
 
     assert not list(optimizers_left_out(rehearse(model, step, optimizers, amp=scaler)))
+
+
+@pytest.mark.parametrize(("steps", "severity"), [(8, "note"), (100, "note"), (101, "error")])
+def test_a_critic_may_begin_with_steps_of_its_own(steps, severity):
+    found = never_stepped(0, ["generator.weight"], "none", {"parameters": 1, "steps_of_others": steps})
+    assert (found.severity, found.certainty) == (severity, "likely" if severity == "error" else "possible")
