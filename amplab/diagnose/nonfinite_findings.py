@@ -10,7 +10,7 @@ overflow-in-half            any other op did
 variance-in-half            the difference of two nearly equal halves came out negative
 nonfinite-batch, nonfinite-parameter, nonfinite-buffer, nonfinite-input   it came in
 masked-row                  every element that a softmax chose from was masked
-inf-made-nan                another op met an inf that was written or given, and made NaN of it
+inf-given                   another op met an inf that was written or given, and made NaN of it or passed it on
 nonfinite-in-float32        it has nothing to do with mixed precision
 """
 
@@ -198,12 +198,13 @@ def _masked(found: FirstNonfinite) -> _Words:
 
 
 def _met_inf(found: FirstNonfinite) -> _Words:
-    """An inf that no arithmetic made, and an op that has no number for it: inf * 0, inf - inf."""
-    record, line = found.record, line_of(found.record)
-    symptom = f"{record.op} met an inf that is written in the code or was given to it, and wrote {_counted(found)}."
-    cause = f"0 * inf and inf - inf are NaN in every format{f': {line}' if line else ''}. No scale mends it."
+    """An inf that no arithmetic made, and an op that has no number for it."""
+    symptom = (
+        f"{found.record.op} met an inf that is written in the code or was given to it, and wrote {_counted(found)}."
+    )
+    cause = "In every format inf stays inf, and is NaN where it meets 0 or another inf. No scale mends it."
     remedy = "assert torch.isfinite(x).all(), 'inf given'  # x: each factor and weight of that line, before it"
-    return _Words("inf-made-nan", symptom, cause, remedy)
+    return _Words("inf-given", symptom, cause, remedy)
 
 
 def _bce(found: FirstNonfinite) -> _Words:
