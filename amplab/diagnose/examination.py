@@ -162,7 +162,7 @@ def _look_at_loop(
     except Exception as error:
         if raised.error is not error and not isinstance(error, RuntimeError | NotImplementedError):
             raise
-        return [finding_of_error(error, model)]
+        return [finding_of_error(error, model, "train_step")]
 
 
 def causes_first(found: Iterable[Finding]) -> list[Finding]:

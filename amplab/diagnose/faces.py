@@ -22,6 +22,7 @@ __all__ = [
     "face_of",
     "look_at_step",
     "look_while_it_happens",
+    "scaled_loss",
     "scheduler_after_step",
     "smaller_rate",
     "step_before_scheduler",
@@ -110,6 +111,13 @@ def unscaled_step(face: str) -> tuple[str, str]:
     )
 
 
+def scaled_loss(face: str) -> str:
+    """Return the lines of a backward of the scaled loss, and its step."""
+    if face in _STEPS:
+        return f"scaler.scale(loss).backward()  # in place of loss.backward()\n{_STEPS[face]}"
+    return "with amp.scale_loss(loss, optimizer) as scaled_loss:\n    scaled_loss.backward()\noptimizer.step()"
+
+
 def unscaled_once(face: str) -> tuple[str, str]:
     """Return why gradients were divided by the scale twice, and what to write in place of the division."""
     by = "scaler.step" if face in _STEPS else "scale_loss" if face else "scale_loss or scaler.step"
@@ -123,16 +131,18 @@ def clip_unscaled(face: str) -> str:
     """Return the lines that clip gradients of their true size."""
     if face in _STEPS:
         return "scaler.unscale_(optimizer)\ntorch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)"
+    if face == "none":
+        return "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)"
     before = "" if face else "scaler.unscale_(optimizer)  # of a GradScaler; with scale_loss: clip after its block,\n"
     after = "  # after the block of scale_loss" if face else ""
-    return f"{before}torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm){after}"
+    return f"{before}torch.nn.utils.clip_grad_norm_({_CLIPPABLE[bool(face)]}, max_norm){after}"
 
 
 def smaller_rate(face: str, rate: float | None) -> str:
     """Return the lines that divide a learning rate by ten, and clip, as that is done under a face."""
     lines = "for group in optimizer.param_groups:\n    group['lr'] = "
     lines += "group['lr'] / 10" if rate is None else f"{rate / 10:.2g}"
-    return f"{lines}  # from the last good checkpoint\n{_CLIPPED.get(face, _CLIPPED['apex'])}"
+    return f"{lines}  # from the last good checkpoint\n{_CLIPPED[face]}"
 
 
 def look_while_it_happens(face: str) -> str:
@@ -150,7 +160,10 @@ def look_at_step(face: str) -> str:
 _MODULES = {"amplab": "amplab", "torch": "torch.amp"}
 _STEPS = dict.fromkeys(_MODULES, "scaler.step(optimizer)\nscaler.update()")
 
+_CLIPPABLE = {True: "amp.master_params(optimizer)", False: "model.parameters()"}  # of apex, of a face not known
+
 _CLIPPED = {
+    "": "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # unscaled; after amp.initialize: amp.master_params",
     "apex": "torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)",
     "none": "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
     "amplab": "scaler.unscale_(optimizer)\ntorch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",

@@ -7,6 +7,7 @@ Between backward and step a gradient is divided by the loss scale once, and may 
 and a wrong loop shows as another power of the loss scale:
 
     stepped-with-scaled-gradients   1: a step inside the block of scale_loss, or an optimizer that was not passed to it
+    loss-not-scaled                 1 as well, and backward delivers the same at another scale
     unscaled-twice                  1 / loss_scale^2
     clips-scaled-gradients          a clipping that found them at 1, and does something else at another scale
     clips-model-gradients           a clipping that the masters never saw
@@ -18,12 +19,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from amplab.diagnose.faces import clip_unscaled, unscaled_once, unscaled_step
+from amplab.diagnose.faces import clip_unscaled, scaled_loss, unscaled_once, unscaled_step
 from amplab.diagnose.finding import Finding
-from amplab.diagnose.rehearsal import GradientWrite, Rehearsal, SteppedGradient
+from amplab.diagnose.rehearsal import Rehearsal
+from amplab.diagnose.rehearsed import GradientWrite, SteppedGradient
 from amplab.trace.plain_words import power
 
-__all__ = ["GRADIENT_RULES", "gradient_findings", "may_clip_scaled_gradients", "shared_module"]
+__all__ = ["GRADIENT_RULES", "gradient_findings", "may_be_scaled", "may_clip_scaled_gradients", "shared_module"]
 
 TOLERANCE = 0.1
 """In log2: 7 %, what rounding to half and a weight decay added by hand stay below."""
@@ -74,6 +76,31 @@ def stepped_with_scaled_gradients(rehearsal: Rehearsal, face: str = "") -> Itera
     )
 
 
+def may_be_scaled(rehearsal: Rehearsal) -> bool:
+    """Whether gradients came to a step as backward delivered them, so that another scale must tell what they are."""
+    return bool(_off_by(rehearsal, 1))
+
+
+def loss_not_scaled(rehearsal: Rehearsal, face: str = "") -> Iterator[Finding]:
+    """A scale is in force, and no backward of an optimizer's gradients has seen it: half loses what is below 2^-24."""
+    for number, off in _by_optimizer(_off_by(rehearsal, 1)).items():
+        never = [each for each in off if _is_never_scaled(rehearsal, each.name)]
+        if never:
+            lost = "What is below 2^-24 of a gradient in half is lost, and the scale is there to hold it."
+            yield Finding(
+                "loss-not-scaled",
+                "warning" if rehearsal.in_half else "note",
+                f"{len(never)} gradients of optimizer {number} are the same at any scale: nothing scales their loss.",
+                lost if rehearsal.in_half else "No op of this step writes half, so nothing is lost by that.",
+                scaled_loss(face)
+                if rehearsal.in_half
+                else f"# without half no scale is needed; with it:\n{scaled_loss(face)}",
+                module=shared_module([each.name for each in never]),
+                tensor=f"gradient of {never[0].name}",
+                evidence={"optimizer": number, "gradients": len(never), "loss_scale": rehearsal.scale},
+            )
+
+
 def unscaled_twice(rehearsal: Rehearsal, face: str = "") -> Iterator[Finding]:
     """Gradients were divided by the scale two times."""
     yield from _wrong_power(
@@ -101,6 +128,29 @@ def clips_model_gradients(rehearsal: Rehearsal, _face: str = "") -> Iterator[Fin
             tensor=f"gradient of {names[0]}",
             evidence={"clipped": len(names), "masters": len(masters), "factor": clips[0].factor},
         )
+    elif masters and rehearsal.clips_by_name and not _touches(rehearsal, masters):
+        yield Finding(
+            "clips-model-gradients",
+            "warning",
+            f"{rehearsal.clips_by_name} is given the model's parameters, and the gradients of {len(masters)} float32 "
+            "masters are stepped with as they are.",
+            "After backward the gradients have moved on to the masters; those of the half weights are None.",
+            f"torch.nn.utils.{rehearsal.clips_by_name}(amp.master_params(optimizer), max_norm)",
+            "likely",
+            op=rehearsal.clips_by_name,
+            evidence={"masters": len(masters)},
+        )
+
+
+def _touches(rehearsal: Rehearsal, masters: set[str]) -> bool:
+    """Whether a clipping has gone through the gradients of masters, whatever it left of them."""
+    return not masters.isdisjoint(
+        rehearsal.looked_through.union(*(write.names for write in _clips_of_masters(rehearsal)))
+    )
+
+
+def _clips_of_masters(rehearsal: Rehearsal) -> list[GradientWrite]:
+    return [write for write in _clips(rehearsal) if not _near(write.factor, 1 / rehearsal.scale)]
 
 
 def accumulates_across_scales(rehearsal: Rehearsal, _face: str = "") -> Iterator[Finding]:
@@ -120,7 +170,8 @@ def accumulates_across_scales(rehearsal: Rehearsal, _face: str = "") -> Iterator
 
 def _while_scaled(rehearsal: Rehearsal) -> list[GradientWrite]:
     """The writes that made gradients smaller which still were what backward had delivered."""
-    return [write for write in _clips(rehearsal) if rehearsal.scale >= TOLD_APART and _near(write.before, 1.0)]
+    found = [write for write in _clips(rehearsal) if rehearsal.scale >= TOLD_APART and _near(write.before, 1.0)]
+    return [write for write in found if not all(_is_never_scaled(rehearsal, name) for name in write.names)]
 
 
 def _unscales(rehearsal: Rehearsal, write: GradientWrite) -> bool:
@@ -169,6 +220,7 @@ def _clips(rehearsal: Rehearsal) -> list[GradientWrite]:
 GRADIENT_RULES: tuple[Callable[[Rehearsal, str], Iterator[Finding]], ...] = (
     clips_scaled_gradients,
     stepped_with_scaled_gradients,
+    loss_not_scaled,
     unscaled_twice,
     clips_model_gradients,
     accumulates_across_scales,
@@ -178,11 +230,8 @@ GRADIENT_RULES: tuple[Callable[[Rehearsal, str], Iterator[Finding]], ...] = (
 def _wrong_power(
     rehearsal: Rehearsal, power: int, name: str, symptom: str, cause: str, remedy: str
 ) -> Iterator[Finding]:
-    by_optimizer: dict[int, list[SteppedGradient]] = {}
-    for each in rehearsal.stepped:
-        if any(_is_off_by(each, scale, power) for scale in rehearsal.scales):
-            by_optimizer.setdefault(each.optimizer, []).append(each)
-    for number, wrong in by_optimizer.items():
+    scaled = [each for each in _off_by(rehearsal, power) if not _is_never_scaled(rehearsal, each.name)]
+    for number, wrong in _by_optimizer(scaled).items():
         yield Finding(
             name,
             "error",
@@ -198,6 +247,28 @@ def _wrong_power(
                 "loss_scale": rehearsal.scale,
             },
         )
+
+
+def _off_by(rehearsal: Rehearsal, power: int) -> list[SteppedGradient]:
+    return [each for each in rehearsal.stepped if any(_is_off_by(each, scale, power) for scale in rehearsal.scales)]
+
+
+def _by_optimizer(gradients: Sequence[SteppedGradient]) -> dict[int, list[SteppedGradient]]:
+    numbers = dict.fromkeys(each.optimizer for each in gradients)
+    return {number: [each for each in gradients if each.optimizer == number] for number in numbers}
+
+
+def _is_never_scaled(rehearsal: Rehearsal, name: str) -> bool:
+    """Whether backward delivers a gradient that is nearer to the same at another scale than to following it."""
+    other = rehearsal.elsewhere
+    here, there = (_delivered(each, name) for each in (rehearsal, other)) if other is not None else (0.0, 0.0)
+    if not (0 < here < math.inf and 0 < there < math.inf):
+        return False
+    return abs(math.log2(there / here)) < abs(math.log2(other.scale / rehearsal.scale)) / 2
+
+
+def _delivered(rehearsal: Rehearsal, name: str) -> float:
+    return next((each.delivered for each in rehearsal.stepped if each.name == name), 0.0)
 
 
 def _is_off_by(gradient: SteppedGradient, scale: float, power: int) -> bool:

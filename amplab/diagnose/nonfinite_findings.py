@@ -10,6 +10,7 @@ overflow-in-half            any other op did
 variance-in-half            the difference of two nearly equal halves came out negative
 nonfinite-batch, nonfinite-parameter, nonfinite-buffer, nonfinite-input   it came in
 masked-row                  every element that a softmax chose from was masked
+inf-given                   another op met an inf that was written or given, and made NaN of it or passed it on
 nonfinite-in-float32        it has nothing to do with mixed precision
 nonfinite-once              a second run is finite, so that other formats and scales tell nothing
 """
@@ -19,9 +20,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from amplab.diagnose.dataflow import line_of, short_name, upstream, vanishing_constant
-from amplab.diagnose.faces import smaller_rate
 from amplab.diagnose.finding import Finding, Number, Severity
 from amplab.diagnose.first_nonfinite import FirstNonfinite, Setting
+from amplab.diagnose.lost_weights import how_weights_were_lost
 from amplab.diagnose.out_of_float32 import why_out_of_float32
 from amplab.diagnose.remedies import dynamic_scale, in_float32, variance_in_float32
 from amplab.diagnose.statistics import HALF_MAX, HALF_VANISHES
@@ -48,9 +49,6 @@ SOFTMAXES = frozenset(("softmax", "log_softmax"))
 _ROOTS = frozenset(("sqrt", "rsqrt", "pow"))
 _PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm", "matmul", "dot", "mv", "addbmm", "einsum"))
 _SCALES_AND_MASKS = frozenset(("to_copy", "clone", "mul", "div", "add", "sub", "masked_fill", "where"))
-
-
-_UNCHECKED = ": without a dynamic scale nothing holds back a step whose gradients are not finite."
 
 
 class _Words(NamedTuple):
@@ -173,7 +171,7 @@ def _came_in(found: FirstNonfinite) -> _Words:
     name = found.tensor or "a tensor that no op of this step wrote"
     symptom = f"{name} held inf or NaN before the step began; {found.result} is not finite."
     if found.cause == "parameter":
-        return _Words("nonfinite-parameter", symptom, *_how_weights_were_lost(found))
+        return _Words("nonfinite-parameter", symptom, *how_weights_were_lost(found, _level(found)))
     if found.cause == "buffer":
         cause = "A forward wrote it there: BatchNorm takes a batch into its statistics before a step can be skipped."
         remedy = f"model.get_submodule({found.tensor.rpartition('.')[0]!r}).reset_running_stats()  # and check batches"
@@ -181,25 +179,6 @@ def _came_in(found: FirstNonfinite) -> _Words:
     cause = f"The fault is in {what}: no scale and no format can mend it."
     remedy = "assert torch.isfinite(x).all(), 'bad sample'  # in the loader; then drop or repair the sample"
     return _Words(f"nonfinite-{found.cause}", symptom, cause, remedy)
-
-
-def _how_weights_were_lost(found: FirstNonfinite) -> tuple[str, str]:
-    """Cause and remedy of inf in the weights: a scale that skips mends that of half, and of nothing else."""
-    wrote = "An earlier step wrote it into the weights"
-    if found.setting.dynamic:
-        cause = f"{wrote}: the scaler looks at gradients, so it was the update itself, or a step past the scaler."
-        return cause, f"{smaller_rate(found.setting.face, None)}\n# step through the scaler, never beside it"
-    if any(value.statistics.is_half for value in found.step.values):
-        return f"{wrote}{_UNCHECKED}", f"{dynamic_scale(_level(found))}\n# and load the last good checkpoint"
-    cause = f"{wrote}. No half is in this step, so no scale mends it: it is the data, the rate, or the slope of an op."
-    return cause, _STOP_AT_THE_FIRST
-
-
-_STOP_AT_THE_FIRST = (
-    "# from the last good checkpoint; between backward and step, to stop at the first bad batch:\n"
-    "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)\n"
-    "# and with that batch: print(amplab.diagnose.first_nonfinite(model, loss_fn))"
-)
 
 
 def _scale(found: FirstNonfinite) -> _Words:
@@ -214,9 +193,21 @@ def _scale(found: FirstNonfinite) -> _Words:
 
 def _masked(found: FirstNonfinite) -> _Words:
     op = found.record.op
+    if not any(word in name for word in ("softmax", "attention") for name in (op, short_name(found.record))):
+        return _met_inf(found)
     symptom = f"{op} read a row in which every element is masked with -inf, and made NaN of it."
     remedy = "scores = scores.masked_fill(mask & ~mask.all(-1, keepdim=True), -torch.inf)"
     return _Words("masked-row", symptom, "A softmax over nothing is 0 / 0, in every format.", remedy)
+
+
+def _met_inf(found: FirstNonfinite) -> _Words:
+    """An inf that no arithmetic made, and an op that has no number for it."""
+    symptom = (
+        f"{found.record.op} met an inf that is written in the code or was given to it, and wrote {_counted(found)}."
+    )
+    cause = "In every format inf stays inf, and is NaN where it meets 0 or another inf. No scale mends it."
+    remedy = "assert torch.isfinite(x).all(), 'inf given'  # x: each factor and weight of that line, before it"
+    return _Words("inf-given", symptom, cause, remedy)
 
 
 def _bce(found: FirstNonfinite) -> _Words:

@@ -92,8 +92,9 @@ def _taken_in(
     model: nn.Module, module: str, names: Sequence[str], optimizers: Sequence[Optimizer], held_by: Sequence[set[int]]
 ) -> str:
     """The line that gives parameters to the one optimizer of what is around them, or to one built anew."""
-    own = f"model.get_submodule({module!r}).parameters()" if module else ""
-    own = own or f"[{', '.join(f'model.get_parameter({name!r})' for name in names)}]"
+    own = f"model.get_submodule({module!r}).parameters()"
+    if not module or any(id(each) in held for each in model.get_submodule(module).parameters() for held in held_by):
+        own = f"[{', '.join(f'model.get_parameter({name!r})' for name in names)}]"
     around = module
     while len(optimizers) > 1:
         near = {id(each) for each in model.get_submodule(around).parameters()}

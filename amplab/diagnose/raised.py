@@ -66,19 +66,24 @@ class Raised:
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self.error: Exception | None = None
-        self._function = function
+        self.__wrapped__ = function  # by which `inspect.unwrap` finds it
 
     def __call__(self) -> Any:
         """Call it."""
         try:
-            return self._function()
+            return self.__wrapped__()
         except Exception as error:
             self.error = error
             raise
 
 
-def finding_of_error(error: Exception, model: nn.Module | None = None) -> Finding:
+def finding_of_error(error: Exception, model: nn.Module | None = None, called: str = "loss_fn") -> Finding:
     """Return the finding for an error that a step raised, with the user's line, its op and its module of `model`.
+
+    Args:
+        error: what was raised.
+        model: the model that was at work.
+        called: the name of the function that raised it, as the doctor was given it.
 
     >>> finding_of_error(RuntimeError("value cannot be converted to type at::Half without overflow")).name
     'constant-overflows-half'
@@ -94,7 +99,7 @@ def finding_of_error(error: Exception, model: nn.Module | None = None) -> Findin
         "error",
         f"The step raised {type(error).__name__}: {message[:300]}",
         "It cannot be looked at before it runs.",
-        "loss_fn()  # shows the traceback",
+        f"{called}()  # shows the traceback",
         **place,
     )
 

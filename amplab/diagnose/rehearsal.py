@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,79 +28,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from amplab.amp import Session
 from amplab.diagnose.loop_state import kept, scales_of, set_scale
 from amplab.diagnose.lost_updates import LostUpdates, ShadowStep
+from amplab.diagnose.named_code import clips_of_model_parameters, leads_to
 from amplab.diagnose.parameter_rules import model_parameters
+from amplab.diagnose.rehearsed import GradientWrite, MixedStep, SteppedGradient, UnsteppedOptimizer
 from amplab.diagnose.schedules import ScheduleMove, ScheduleWatch, schedulers_of
 from amplab.trace.untouched import untouched
 
-__all__ = ["GradientWrite", "MixedStep", "Rehearsal", "SteppedGradient", "UnsteppedOptimizer", "rehearse"]
+__all__ = ["Rehearsal", "rehearse"]
 
 _current_node = torch._C._current_autograd_node
-
-
-class GradientWrite(NamedTuple):
-    """An op, outside of autograd, that changed gradients in place.
-
-    Args:
-        op: the aten op.
-        names: of the parameters whose gradients it changed.
-        before: their norm before, divided by the norm that backward had delivered.
-        factor: norm after divided by norm before.
-        norm: norm before.
-    """
-
-    op: str
-    names: tuple[str, ...]
-    before: float
-    factor: float
-    norm: float
-
-
-class SteppedGradient(NamedTuple):
-    """A gradient as an optimizer saw it.
-
-    Args:
-        name: of the parameter; of the half one where a master is stepped.
-        optimizer: number of the optimizer.
-        ratio: its norm divided by the norm that backward had delivered; NaN where one of them is 0 or not finite.
-        backwards: how many times backward has delivered one since the last step.
-        clipped: what writes other than by a power of two have multiplied it by.
-        scaled_inside: the optimizer unscales by itself.
-        of_master: it is that of a float32 master of a half parameter.
-    """
-
-    name: str
-    optimizer: int
-    ratio: float
-    backwards: int
-    clipped: float
-    scaled_inside: bool
-    of_master: bool
-
-
-class MixedStep(NamedTuple):
-    """A step of an optimizer whose gradients were scaled differently.
-
-    Args:
-        optimizer: its number.
-        scales: of the backwards that were added up, each once, in order.
-    """
-
-    optimizer: int
-    scales: tuple[float, ...]
-
-
-class UnsteppedOptimizer(NamedTuple):
-    """An optimizer that a step left out.
-
-    Args:
-        optimizer: its number.
-        names: of its parameters that backward gave a gradient.
-        others: how many other optimizers were stepped.
-    """
-
-    optimizer: int
-    names: tuple[str, ...]
-    others: int
 
 
 @dataclass(frozen=True)
@@ -116,6 +52,9 @@ class Rehearsal:
         schedules: the schedulers that moved.
         unstepped: the optimizers that were not stepped, though their parameters got gradients and still have them.
         mixed: the steps that added up gradients of several scales.
+        in_half: an op wrote float16.
+        looked_through: parameters whose gradients a clipping went through and left as they were.
+        clips_by_name: the clipping that the step's code gives the model's parameters; empty for none.
         elsewhere: the same at another loss scale, where it was looked at.
         skipped: the same with an overflow, where it was looked at.
     """
@@ -128,6 +67,9 @@ class Rehearsal:
     schedules: tuple[ScheduleMove, ...] = ()
     unstepped: tuple[UnsteppedOptimizer, ...] = ()
     mixed: tuple[MixedStep, ...] = ()
+    in_half: bool = False
+    looked_through: frozenset[str] = frozenset()
+    clips_by_name: str = ""
     elsewhere: Rehearsal | None = None
     skipped: Rehearsal | None = None
 
@@ -176,7 +118,7 @@ def rehearse(
         scales = watch.scales = scales_of(amp)
         train_step()
         moves = watch.schedules.moves([each.is_unmoved() for each in before])
-        unstepped = tuple(watch.unstepped())
+        left_out = [(each, leads_to(train_step, optimizers[each.optimizer])) for each in watch.unstepped()]
     return Rehearsal(
         scales,
         tuple(watch.writes),
@@ -184,8 +126,11 @@ def rehearse(
         watch.overflowed,
         tuple(watch.lost),
         moves,
-        unstepped,
+        tuple(each._replace(named=named) for each, named in left_out),
         tuple(watch.mixed),
+        watch.in_half,
+        frozenset(watch.looked_through),
+        clips_of_model_parameters(train_step),
     )
 
 
@@ -216,6 +161,8 @@ class _Watch:
         self.scales: tuple[float, ...] = (1.0,)
         self.schedules = schedules
         self.overflowed = overflows
+        self.in_half = False
+        self.looked_through: set[str] = set()
         self.lost: list[LostUpdates] = []
         self.writes: list[GradientWrite] = []
         self.stepped: list[SteppedGradient] = []
@@ -268,6 +215,8 @@ class _Watch:
         was, now = math.hypot(*before), math.hypot(*after)
         for name, _ in touched if now == 0 else ():
             self._ways[name].scales = ()
+        if now == was and any(word in op for word in ("mul", "clamp")):
+            self.looked_through.update(name for name, _ in touched)
         if not was or not math.isfinite(was) or not math.isfinite(now) or now == was:
             return
         names = tuple(name for name, _ in touched)
@@ -316,10 +265,9 @@ class _Watch:
             name = self._names.get(id(own))
             if name is not None and parameter.grad is not None:
                 way = self._ways[name]
-                ratio = _ratio(_norm(parameter.grad), way.delivered)
-                self.stepped.append(
-                    SteppedGradient(name, number, ratio, way.backwards, way.clipped, inside, own is not parameter)
-                )
+                ratio, master = _ratio(_norm(parameter.grad), way.delivered), own is not parameter
+                known = name, number, ratio, way.backwards, way.clipped, inside, master, way.delivered
+                self.stepped.append(SteppedGradient(*known))
                 self._ways[name] = _Way()
                 self._begun.discard(id(parameter.grad))
 
@@ -359,7 +307,9 @@ class _Writes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if not func._schema.is_mutable or _current_node() is not None:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            self._watch.in_half |= isinstance(result, Tensor) and result.dtype == torch.float16
+            return result
         grads = self._watch.grads()
         written = [grads[each.data_ptr()] for each in _written_by(func, args, kwargs) if each.data_ptr() in grads]
         touched = [(name, grad) for name, grad in written if self._watch.has_values(name, grad)]

@@ -2,6 +2,7 @@
 
     overflowed           again at lower scales, until backward is finite
     clipped while scaled again at another scale: a limit that moves with the scale does the same, a fixed one does not
+    stepped while scaled again at another scale: gradients that are the same at both were never scaled
     schedulers moved     again with an overflow: do they move where the optimizer is held back
 
 Each is undone, and what they print is not shown again. One that fails is as if it had not been asked for.
@@ -21,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from amplab.amp import Session
-from amplab.diagnose.gradient_rules import may_clip_scaled_gradients
+from amplab.diagnose.gradient_rules import may_be_scaled, may_clip_scaled_gradients
 from amplab.diagnose.rehearsal import Rehearsal, rehearse
 
 __all__ = ["rehearse_loop"]
@@ -55,7 +56,7 @@ def rehearse_loop(
         found = again(loss_scale=scale) or found
     if found.overflowed:
         found = first
-    if may_clip_scaled_gradients(found):
+    if may_clip_scaled_gradients(found) or may_be_scaled(found):
         other = found.scale / STEP_OF_SCALE if found.scale >= STEP_OF_SCALE else found.scale * STEP_OF_SCALE
         found = replace(found, elsewhere=again(loss_scale=other))
     if found.schedules and _is_dynamic(amp) and first.scale > 1:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from itertools import takewhile
 
+from amplab.diagnose.calls import float32_call
 from amplab.policies import PrecisionPolicy
 from amplab.trace import OpRecord
 
@@ -35,7 +36,7 @@ def in_float32(record: OpRecord, note: str = "", *, level: str | None = "O1", re
     model, optimizer = amp.initialize(model, optimizer, opt_level="O1", policy=policy)
     # or around that line alone:
     with amp.disable_casts():
-        y = matmul(x.float())
+        y = torch.matmul(x.float(), other.float())
     """
     pattern = _pattern(record, reader)
     if level == "half":
@@ -58,7 +59,7 @@ def kept_in_float32(record: OpRecord, note: str = "", *, level: str | None = "O1
         record, note, level: as in `in_float32`.
 
     >>> print(kept_in_float32(OpRecord(0, "sum", "aten.sum.default", "forward", "", (), (), ""), level="O2"))
-    y = sum(x.float())  # go on in float32; y.to(x.dtype) where half weights read it
+    y = torch.sum(x.float())  # go on in float32; y.to(x.dtype) where half weights read it
     """
     if level not in (*_HALF_WEIGHTS, "half"):
         return in_float32(record, note, level=level)
@@ -133,14 +134,20 @@ def _with_rule(record: OpRecord, pattern: str, level: str | None) -> list[str]:
 
 
 def _by_hand(record: OpRecord) -> str:
-    rest = ", dim=-1" if "softmax" in record.op else ""
-    value = "x.float()" if record.is_cast else f"{record.op}(x.float(){rest})"
-    return f"y = {value}  # go on in float32; y.to(x.dtype) where half weights read it"
+    value, first = _value(record)
+    return f"y = {value}  # {first}go on in float32; y.to(x.dtype) where half weights read it"
 
 
 def _around(record: OpRecord, level: str | None) -> list[str]:
-    line = "x.float()  # and go on in float32" if record.is_cast else f"{record.op}(x.float())"
+    value, first = _value(record)
+    line = value if value != "x.float()" else f"{value}  # and {first}go on in float32"
     return [f"with {_REGIONS.get(level, _NO_CASTS)}:", f"    y = {line}"]
+
+
+def _value(record: OpRecord) -> tuple[str, str]:
+    """The op's call in float32, or what it reads in float32 and the words for what is left to do."""
+    call = "" if record.is_cast else float32_call(record)
+    return call or "x.float()", "" if call or record.is_cast else f"call {record.op} with it, "
 
 
 def _in_bfloat16(level: str, *, another: bool) -> str:

@@ -80,7 +80,7 @@ def diverging(run: Observation) -> Iterator[Finding]:
         return
     taken = [step for step in run.steps[: _last_finite(run) + 1] if not step.skipped]
     norms = [step.gradient_norm for step in taken if step.gradient_norm is not None]
-    evidence = {"first_loss": losses[0], "best_loss": best, "loss_now": now, "steps_taken": len(taken)}
+    evidence = {"first_loss": losses[0], "best_loss": min(losses), "loss_now": now, "steps_taken": len(taken)}
     if len(norms) > 1:
         evidence["gradient_norm_growth"] = norms[-1] / norms[0] if norms[0] else float("inf")
     rate = taken[-1].learning_rate

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-__all__ = ["ScheduleMove", "ScheduleWatch", "schedulers_of"]
+__all__ = ["ScheduleMove", "ScheduleWatch", "reached_from", "schedulers_of"]
 
 _DEPTH = 4
 """Functions that call functions, and objects that hold objects, up to here from the step itself."""
@@ -43,24 +43,35 @@ def schedulers_of(train_step: Callable[[], Any], stateful: Sequence[Any] = ()) -
     True
     """
     found = {id(each): each for each in stateful if isinstance(each, LRScheduler)}
+    found |= {id(each): each for each in reached_from(train_step) if isinstance(each, LRScheduler)}
+    return [each for each in found.values() if not isinstance(each, ReduceLROnPlateau)]
+
+
+def reached_from(train_step: Callable[[], Any], names: Container[str] | None = None) -> Iterator[Any]:
+    """What a function leads to by the names in its code, itself first: functions, and what they and objects hold.
+
+    Args:
+        train_step: the function.
+        names: the attributes of objects to follow; None for all.
+    """
     seen: set[int] = set()
     waiting = [(train_step, 0)]
     while waiting:
         value, depth = waiting.pop()
-        if isinstance(value, LRScheduler):
-            found.setdefault(id(value), value)
-        elif depth < _DEPTH and id(value) not in seen:
+        if id(value) not in seen:
+            yield value
+        if depth < _DEPTH and id(value) not in seen and not isinstance(value, LRScheduler):
             seen.add(id(value))
-            waiting += [(each, depth + 1) for each in _named_in(value)]
-    return [each for each in found.values() if not isinstance(each, ReduceLROnPlateau)]
+            waiting += [(each, depth + 1) for each in _named_in(value, names)]
 
 
-def _named_in(value: Any) -> Iterator[Any]:
+def _named_in(value: Any, names: Container[str] | None) -> Iterator[Any]:
     """What a function names, a method belongs to, a container or a plain object holds."""
     if isinstance(value, partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, types.MethodType):
         yield from (value.__func__, value.__self__)
+        yield from _own_methods(value)
     elif isinstance(value, types.FunctionType):
         yield from (value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__)
         yield from _in_cells(value)
@@ -69,7 +80,18 @@ def _named_in(value: Any) -> Iterator[Any]:
     elif isinstance(value, dict):
         yield from value.values()
     elif _is_users(value):
-        yield from vars(value).values()
+        yield from (each for name, each in vars(value).items() if names is None or name in names)
+
+
+def _own_methods(method: types.MethodType) -> Iterator[types.MethodType]:
+    """The methods of the same object that a method of somebody's class names."""
+    if _is_users(owner := method.__self__):
+        for name in getattr(method.__func__, "__code__", _NO_CODE).co_names:
+            if isinstance(getattr(type(owner), name, None), types.FunctionType):
+                yield types.MethodType(getattr(type(owner), name), owner)
+
+
+_NO_CODE = compile("", "", "exec")
 
 
 def _in_cells(function: types.FunctionType) -> Iterator[Any]:

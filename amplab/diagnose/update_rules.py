@@ -10,6 +10,7 @@ no weight by more than lr |g| / (1 - momentum), Adam hardly one by more than lr.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,9 @@ MOST = 0.5
 Training in half that works loses up to a third of its small updates, and 3 % of their norm; one that stands still, all.
 """
 
+WARM_UP = 100
+"""Steps that a critic may take before the generator's first: what Wasserstein GANs begin with."""
+
 _HALF_GAP = {torch.float16: (2.0**-12, 2.0**-25), torch.bfloat16: (2.0**-9, 2.0**-134)}
 """Half the gap to the next number, at the least: times |w|, and absolute among the subnormal ones."""
 
@@ -37,22 +41,34 @@ _HALF_GAP = {torch.float16: (2.0**-12, 2.0**-25), torch.bfloat16: (2.0**-9, 2.0*
 def optimizers_left_out(rehearsal: Rehearsal, face: str = "") -> Iterator[Finding]:
     """Optimizers that a whole step does not step, beside others that it does; told where nothing overflowed.
 
-    Where no optimizer is stepped the step may be one of several that accumulate.
+    Where no optimizer is stepped the step may be one of several that accumulate; one whose code does not name the
+    optimizer may be a critic's alone, and then that is a note.
     """
     for each in rehearsal.unstepped if not rehearsal.overflowed else ():
         if each.others:
-            yield never_stepped(each.optimizer, each.names, face, {"parameters": len(each.names)})
+            found = never_stepped(each.optimizer, each.names, face, {"parameters": len(each.names)})
+            yield found if each.named else replace(found, severity="note", certainty="possible", cause=_ANOTHERS_STEP)
+
+
+_ANOTHERS_STEP = (
+    "The code of this step does not name it: it may have a step of its own. Its gradients add up unless set to zero; "
+    ".detach() what this loss reads of its module."
+)
 
 
 def never_stepped(optimizer: int, names: Sequence[str], face: str, evidence: dict[str, Number]) -> Finding:
-    """The finding that an optimizer is left out; `names` are those of its parameters that get gradients."""
+    """The finding that an optimizer is left out; `names` are those of its parameters that get gradients.
+
+    Of a run with no more than `WARM_UP` steps of others, which `evidence` tells, it is a note.
+    """
+    early = 0 < evidence.get("steps_of_others", 0) <= WARM_UP
     return Finding(
         "optimizer-never-stepped",
-        "error",
+        "note" if early else "error",
         f"Optimizer {optimizer} was never stepped; {len(names)} of its parameters got a gradient and keep it.",
         "Another optimizer is stepped in its place, or its step was left out: its parameters stay as they began.",
         step_of(f"optimizers[{optimizer}]", face),
-        "likely",
+        "possible" if early else "likely",
         module=shared_module(names),
         tensor=f"optimizer {optimizer}",
         evidence={"optimizer": optimizer} | evidence,

@@ -67,6 +67,13 @@ def test_what_else_a_step_raises_is_told_as_it_is():
     found = doctor(model, lambda: model(torch.ones(3, 5)).sum())
     assert (found[0].name, len(found)) == ("step-raised", 1)
     assert "mat1 and mat2" in found[0].symptom
+    assert found[0].remedy.startswith("loss_fn()")
+
+
+def test_a_train_step_that_raises_is_named():
+    model, *_ = healthy()
+    found = doctor(model, train_step=lambda: model(torch.ones(3, 5)).sum())
+    assert (found[0].name, found[0].remedy.partition("  #")[0]) == ("step-raised", "train_step()")
 
 
 def test_causes_stand_before_the_symptoms_they_explain():

@@ -93,6 +93,50 @@ def test_the_optimizers_own_step(scaler_type):
     assert names(model, step, optimizer, scaler) == ["stepped-with-scaled-gradients"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, None])
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("scaler_type", SCALERS)
+def test_a_scaler_that_no_loss_goes_through(scaler_type, clips, dtype):
+    """Healthy without half, where a scale holds nothing; its gradients are what they should be in any case."""
+    model, optimizer, x = network()
+    scaler = scaler_type("cpu")
+
+    def step():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            loss = loss_of(model, x).float()
+        loss.backward()
+        if clips:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+    (found,) = gradient_findings(rehearse_loop(model, step, [optimizer], amp=scaler), "torch")
+    assert (found.name, found.severity) == ("loss-not-scaled", "warning" if dtype == torch.float16 else "note")
+    loss, names = loss_of(model, x), {"scaler": scaler, "optimizer": optimizer}
+    exec(found.remedy, names | {"loss": loss})
+    assert scaler.state_dict()["_growth_tracker"] == 1
+
+
+@pytest.mark.parametrize("half_scaled", [False, True])
+def test_of_two_optimizers_one_has_a_loss_that_nothing_scales(half_scaled):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 1)})
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.01) for part in model.values()]
+    scaler, x = torch.amp.GradScaler("cpu"), torch.randn(16, 8)
+
+    def step():
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        model["a"](x).square().mean().backward()
+        optimizers[0].step()
+        scaler.scale(model["b"](x).square().mean()).backward()
+        optimizers[1].step() if half_scaled else (scaler.step(optimizers[1]), scaler.update())
+
+    found = [(each.name, each.module) for each in gradient_findings(rehearse_loop(model, step, optimizers, amp=scaler))]
+    expected = [("stepped-with-scaled-gradients", "b")] if half_scaled else []
+    assert found == [*expected, ("loss-not-scaled", "a")]
+
+
 def test_a_fused_optimizer_unscales_by_itself():
     model, _, x = network()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -134,6 +178,24 @@ def test_the_loop_of_apex_has_nothing(level, clips):
         return step
 
     assert under_session(level, step_of) == []
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_plain_backward_under_apex(clips):
+    def step_of(session, model, optimizer, x):
+        def step():
+            optimizer.zero_grad()
+            with session.casting():
+                loss = loss_of(model, x)
+            loss.backward()
+            if clips:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+
+        return step
+
+    assert under_session("O1", step_of) == ["loss-not-scaled"]
+    assert under_session("O1", step_of, loss_scale=1.0) == []
 
 
 def test_a_step_inside_the_block():

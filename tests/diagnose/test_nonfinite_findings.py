@@ -42,6 +42,7 @@ FORWARD = {  # word: (function, broken and healthy), op
     "outside-domain": (lambda x: (x - 10).sqrt(), lambda x: (x + 10).sqrt(), "sqrt"),
     "gradient-undefined": (lambda x: (x * 0).sqrt(), lambda x: (x * 0 + 1).sqrt(), "sqrt"),
     "masked-row": (masked(-torch.inf), masked(-1e4), "softmax"),
+    "inf-given": (lambda x: (x * 0).relu() * torch.inf, lambda x: (x * 0).relu() * 2.0, "mul"),
     "overflow-in-half": (lambda x: x.half() * 3e4 * 3e4, lambda x: x.half() * 30.0, "mul"),
     "reduction-overflows-half": (lambda x: (x.half() * 0 + 6e4).sum(-1), lambda x: (x.half() * 0 + 6.0).sum(-1), "sum"),
     "logits-overflow-half": (

@@ -188,3 +188,18 @@ def test_a_part_that_belongs_to_nobody_gets_an_optimizer():
     optimizers = [torch.optim.SGD([each], lr=0.1) for each in model["b"].parameters()]
     remedy_for(model, loss_fn, optimizers)
     assert len(optimizers) == 3
+
+
+def test_of_a_module_that_is_partly_held_the_rest_is_taken_in():
+    model, loss_fn = two_parts()
+    held = [each for name, each in model.named_parameters() if name != "a.0.bias"]
+    finding = remedy_for(model, loss_fn, [torch.optim.SGD(held, lr=0.1)])
+    assert "get_parameter('a.0.bias')" in finding.remedy
+
+
+def test_a_parameter_of_the_model_itself_is_taken_in():
+    model = nn.Linear(4, 2)
+    for name in ("bias", "weight"):
+        held = [each for own, each in model.named_parameters() if own != name]
+        finding = remedy_for(model, lambda: model(torch.ones(2, 4)).square().mean(), [torch.optim.SGD(held, lr=0.1)])
+        assert finding.remedy.count(f"get_parameter('{name}')") == 1

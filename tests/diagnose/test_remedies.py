@@ -8,7 +8,7 @@ from torch import nn
 
 import amplab
 from amplab.amp import Session
-from amplab.diagnose.remedies import in_float32
+from amplab.diagnose.remedies import in_float32, kept_in_float32
 from amplab.trace import OpRecord
 
 
@@ -43,7 +43,7 @@ def test_a_block_ends_the_casts_that_are_in_use(level):
     session, x = Session(), torch.full((2, 4000), 60.0)
     session.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
     block = in_float32(record(module=""), level=level).partition("# or around that line alone:\n")
-    names = {"amplab": amplab, "amp": amplab.amp, "torch": torch, "x": x, "matmul": lambda a: torch.matmul(a, a.t())}
+    names = {"amplab": amplab, "amp": amplab.amp, "torch": torch, "x": x, "other": x.t()}
     try:
         with REGIONS[level](session):
             assert torch.matmul(x, x.t()).isinf().all()
@@ -56,7 +56,7 @@ def test_a_block_ends_the_casts_that_are_in_use(level):
 
 def test_torchs_face_has_no_policy_to_set():
     assert in_float32(record(), level=None).startswith(
-        "with torch.autocast(x.device.type, enabled=False):\n    y = matmul"
+        "with torch.autocast(x.device.type, enabled=False):\n    y = torch.matmul(x.float(), other.float())"
     )
 
 
@@ -69,6 +69,41 @@ def test_a_cast_is_left_out():
 
 def test_an_op_that_no_rule_can_name_is_mended_where_it_is():
     assert "policy" not in in_float32(record("getitem_of_mine", ""))
+
+
+TAKES = {  # op: (what the dispatcher calls it, the other operand of x of 4 x 4, the result)
+    "sum": ("aten.sum.default", None, lambda x, _: x.sum()),
+    "mean": ("aten.mean.dim", None, lambda x, _: x.mean(-1)),
+    "add": ("aten.add.Tensor", torch.ones(4, 4), torch.add),
+    "mul": ("aten.mul.Tensor", 3.0, torch.mul),
+    "pow": ("aten.pow.Tensor_Scalar", 2, torch.pow),
+    "exp": ("aten.exp.default", None, lambda x, _: x.exp()),
+    "matmul": ("aten.mm.default", torch.ones(4, 4).half(), lambda x, other: x @ other.float()),
+    "linear": ("aten.addmm.default", torch.ones(4, 4).half(), lambda x, other: x @ other.float()),
+    "softmax": ("aten._softmax.default", None, lambda x, _: x.softmax(-1)),
+    "log_softmax": ("aten._log_softmax.default", None, lambda x, _: x.log_softmax(-1)),
+    "layer_norm": ("aten.native_layer_norm.default", None, lambda x, _: nn.functional.layer_norm(x, (4,))),
+    "cross_entropy": ("aten.nll_loss_forward.default", torch.arange(4), nn.functional.cross_entropy),
+    "clamp": ("aten.clamp.default", None, lambda x, _: x),
+    "baddbmm": ("aten.baddbmm.default", None, lambda x, _: x),
+    "call_of_mine": ("mine.call.default", None, lambda x, _: x),
+}
+
+
+@pytest.mark.parametrize("op", TAKES)
+@pytest.mark.parametrize("level", ["O1", "O2", "half", "amplab", None])
+def test_a_line_runs_with_nothing_but_x_and_other(op, level):
+    """All of it compiles, and the line for the place alone gives what torch does in float32."""
+    aten, other, expected = TAKES[op]
+    called = OpRecord(0, op, aten, "forward", "", (), (), "")
+    x = torch.linspace(-1, 1, 16).view(4, 4).half()
+    for code in in_float32(called, level=level), kept_in_float32(called, level=level):
+        compile(code, "remedy", "exec")
+        lines = [line for line in code.splitlines() if line.startswith(("with", "    y =", "y ="))]
+        names = {"amplab": amplab, "amp": amplab.amp, "torch": torch, "x": x, "other": other}
+        if lines:
+            exec("\n".join(lines), names)
+            torch.testing.assert_close(names["y"], expected(x.float(), other))
 
 
 class Exp(nn.Module):

@@ -9,7 +9,7 @@ import amplab
 from amplab.amp import Session
 from amplab.diagnose import doctor
 from amplab.diagnose.rehearsal import rehearse
-from amplab.diagnose.update_rules import optimizers_left_out, updates_bound_to_be_lost, updates_lost
+from amplab.diagnose.update_rules import never_stepped, optimizers_left_out, updates_bound_to_be_lost, updates_lost
 from amplab.diagnose.values import observe_step
 
 SIZES_AND_SEEDS = [(16, 0), (16, 1), (40, 2), (40, 3)]
@@ -186,6 +186,35 @@ def test_an_optimizer_whose_parameters_got_nothing_may_wait():
     assert not list(optimizers_left_out(rehearse(model, step, optimizers)))
 
 
+class Adversaries:
+    """A critic whose step does not detach what it reads, and a generator with a step of its own."""
+
+    def __init__(self):
+        self.model = nn.ModuleDict({"generator": nn.Linear(4, 4), "critic": nn.Linear(4, 1)})
+        self.of_critic, self.of_generator = (
+            torch.optim.SGD(self.model[part].parameters(), lr=0.1) for part in ("critic", "generator")
+        )
+
+    def loss(self):
+        return self.model["critic"](self.model["generator"](torch.ones(2, 4))).square().mean()
+
+    def critic_step(self):
+        self.of_critic.zero_grad()
+        self.loss().backward()
+        self.of_critic.step()
+
+    def whole_step(self):
+        self.of_generator.zero_grad()
+        self.critic_step()
+
+
+@pytest.mark.parametrize(("step", "severity"), [("critic_step", "note"), ("whole_step", "error")])
+def test_a_step_that_does_not_name_an_optimizer_may_be_anothers(step, severity):
+    both = Adversaries()
+    found = doctor(both.model, train_step=getattr(both, step), optimizers=[both.of_critic, both.of_generator])
+    assert [(each.name, each.severity) for each in found] == [("optimizer-never-stepped", severity)]
+
+
 def test_a_skipped_optimizer_is_not_left_out():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
@@ -198,3 +227,9 @@ def test_a_skipped_optimizer_is_not_left_out():
         scaler.update()
 
     assert not list(optimizers_left_out(rehearse(model, step, optimizers, amp=scaler)))
+
+
+@pytest.mark.parametrize(("steps", "severity"), [(8, "note"), (100, "note"), (101, "error")])
+def test_a_critic_may_begin_with_steps_of_its_own(steps, severity):
+    found = never_stepped(0, ["generator.weight"], "none", {"parameters": 1, "steps_of_others": steps})
+    assert (found.severity, found.certainty) == (severity, "likely" if severity == "error" else "possible")
