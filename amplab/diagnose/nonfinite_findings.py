@@ -274,7 +274,9 @@ def _log(found: FirstNonfinite) -> _Words:
     lost_in = _where_zeros_began(found)
     if above is None:
         symptom = f"{found.record.op} read {_zeros(found)} zeros and wrote {_counted(found)}."
-        cause = f"What it read is 0 in {lost_in}{_smaller_in(found)}."
+        cause = (
+            f"What it read is 0 in {lost_in}, {'but not in float32' if found.cause == 'format' else 'in float32 too'}."
+        )
         return _Words("log-of-zero", symptom, cause, "y = x.float().clamp_min(1e-7).log()")
     symptom = f"{found.record.op} read {_zeros(found)} zeros that softmax had written, and wrote {_counted(found)}."
     cause = f"The smallest probabilities round to 0 in {lost_in}; log_softmax never forms them."
@@ -387,10 +389,6 @@ def _where_zeros_began(found: FirstNonfinite) -> str:
     near = upstream(found.step, found.record.index, 5) if found.cause == "format" else ()
     halves = any(value.statistics.is_half for op in near for value in found.step.outputs(op))
     return "half" if halves else _dtype(found)
-
-
-def _smaller_in(found: FirstNonfinite) -> str:
-    return ", but not in float32" if found.cause == "format" else ", in float32 too"
 
 
 def _counted(found: FirstNonfinite) -> str:
