@@ -32,15 +32,9 @@ from amplab.trace import OpRecord
 from amplab.trace.plain_words import power
 
 __all__ = [
-    "DIVISIONS",
-    "LOGARITHMS",
-    "REDUCTIONS",
-    "SOFTMAXES",
-    "finding_of",
-    "level_in_use",
-    "sigmoid_of_bce",
-    "vanished_in_half",
-]
+    "DIVISIONS", "LOGARITHMS", "REDUCTIONS", "SOFTMAXES",
+    "finding_of", "level_in_use", "sigmoid_of_bce", "vanished_in_half",
+]  # fmt: skip
 
 LOGARITHMS = frozenset(("log", "log2", "log10", "log1p", "xlogy", "logit"))
 DIVISIONS = frozenset(("div", "reciprocal", "rsqrt", "pow", "true_divide", "remainder", "fmod"))
