@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from amplab.diagnose.dataflow import computes_in_half, forward_ops, line_of, short_name, upstream
+from amplab.diagnose.dataflow import computes_in_half, forward_ops, place_of, short_name, upstream
 from amplab.diagnose.finding import Finding
 from amplab.diagnose.nonfinite_findings import LOGARITHMS, REDUCTIONS
 from amplab.diagnose.remedies import kept_in_float32, variance_in_float32
@@ -68,9 +68,7 @@ def overflows_that_do_not_show(step: ObservedStep, level: str | None) -> Iterato
                 kept_in_float32(record, "or F.rms_norm, F.normalize: they compute in float32 inside", level=level)
                 if _squares(step, record.index)
                 else kept_in_float32(record, level=level),
-                op=record.op,
-                module=record.module,
-                line=line_of(record),
+                **place_of(record),
                 evidence={"input_absmax": max(e.absmax for e in read), "infs": written.infs, "elements": written.numel},
             )
 
@@ -94,9 +92,7 @@ def variances_that_cancel(step: ObservedStep, level: str | None) -> Iterator[Fin
                 f"{record.op} of halves up to {max(taken_of):.4g} left a variance of at most {left.absmax:.4g}.",
                 "Half keeps 11 bits: where E[x^2] and E[x]^2 are nearly equal, what is left of them is rounding.",
                 variance_in_float32(record, level=level),
-                op=record.op,
-                module=record.module,
-                line=line_of(record),
+                **place_of(record),
                 evidence={"input_absmax": max(taken_of), "left": left.absmax, "zeros": left.zeros or 0},
             )
 
@@ -131,9 +127,7 @@ def exponentials_in_half(step: ObservedStep, level: str | None) -> Iterator[Find
                 f"{record.op} in half {what} among {written.numel:,} elements.",
                 f"Half ends at {HALF_MAX:g}, which is exp(11.1), and at 6e-08, which is exp(-16.6).",
                 kept_in_float32(record, level=level),
-                op=record.op,
-                module=record.module,
-                line=line_of(record),
+                **place_of(record),
                 evidence={"highest": written.absmax, "zeros": max(lost, 0), "elements": written.numel},
             )
 
@@ -151,9 +145,7 @@ def logarithms_in_half(step: ObservedStep, level: str | None) -> Iterator[Findin
                 f"{record.op} read halves down to {read.smallest:.4g}.",
                 "Below 6.1e-05 half has fewer than 11 bits, and at or below 2.98e-08 it is 0, whose logarithm is -inf.",
                 kept_in_float32(record, "or log_softmax, logsigmoid, logsumexp: they never form it", level=level),
-                op=record.op,
-                module=record.module,
-                line=line_of(record),
+                **place_of(record),
                 evidence={"smallest": read.smallest, "elements": read.numel},
             )
 

@@ -12,6 +12,7 @@ __all__ = [
     "computes_in_half",
     "forward_ops",
     "line_of",
+    "place_of",
     "readers_by_op",
     "short_name",
     "upstream",
@@ -57,6 +58,11 @@ def writers(step: ObservedStep, place: int) -> Iterator[int]:
 def line_of(record: OpRecord) -> str:
     """The line of the user's code behind an op, `model.py:12`; empty where there is none."""
     return str(record.line) if record.line is not None else ""
+
+
+def place_of(record: OpRecord) -> dict[str, str]:
+    """Where an op stands, in the words of a `Finding`: its op, module and line."""
+    return {"op": record.op, "module": record.module, "line": line_of(record)}
 
 
 def upstream(step: ObservedStep, op: int, depth: int) -> Iterator[int]:

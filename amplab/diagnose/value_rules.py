@@ -19,7 +19,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from amplab.diagnose.dataflow import computes_in_half, forward_ops, line_of, readers_by_op, short_name, writers
+from amplab.diagnose.dataflow import (
+    computes_in_half,
+    forward_ops,
+    line_of,
+    place_of,
+    readers_by_op,
+    short_name,
+    writers,
+)
 from amplab.diagnose.finding import Finding
 from amplab.diagnose.nonfinite_findings import (
     DIVISIONS,
@@ -80,9 +88,7 @@ def constants_that_vanish(step: ObservedStep, level: str | None) -> Iterator[Fin
             f"{record.op} was given {constant:g}, which is 0 in half{then}.",
             "Half rounds what is at or below 2^-25 = 2.98e-08 to 0.",
             kept_in_float32(record, f"or an eps of at least 1e-4, not {constant:g}", level=level),
-            op=record.op,
-            module=record.module,
-            line=line_of(record),
+            **place_of(record),
             evidence={"constant": constant, "zeros": written.zeros or 0, "elements": written.numel},
         )
 
@@ -99,9 +105,7 @@ def constants_that_overflow(step: ObservedStep, _level: str | None) -> Iterator[
                 f"{record.op} was given {large[0]:g} and wrote {written[0].infs:,} inf.",
                 f"The largest number of half is {HALF_MAX:g}.",
                 "scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)",
-                op=record.op,
-                module=record.module,
-                line=line_of(record),
+                **place_of(record),
                 evidence={"constant": large[0], "infs": written[0].infs},
             )
 
@@ -120,9 +124,7 @@ def casts_that_overflow(step: ObservedStep, level: str | None) -> Iterator[Findi
                 f"A cast to half made inf of {written.infs - (read.infs or 0):,} finite values.",
                 f"The largest of them is {read.absmax:.4g}, half ends at {HALF_MAX:g}.",
                 kept_in_float32(record, level=level),
-                op=record.op,
-                module=record.module,
-                line=line_of(record),
+                **place_of(record),
                 evidence={"input_absmax": read.absmax, "infs": written.infs, "elements": written.numel},
             )
 
@@ -143,9 +145,7 @@ def squares_that_vanish(step: ObservedStep, level: str | None) -> Iterator[Findi
                 kept_in_float32(
                     record, "or F.layer_norm, torch.linalg.vector_norm: they compute in float32 inside", level=level
                 ),
-                op=record.op,
-                module=record.module,
-                line=line_of(record),
+                **place_of(record),
                 evidence={"lost": lost, "nonzero": nonzero, "input_absmax": read.absmax},
             )
 
@@ -164,9 +164,7 @@ def softmaxes_in_half(step: ObservedStep, level: str | None) -> Iterator[Finding
                 f"softmax in half wrote {lost:,} zeros among {written.numel:,} probabilities.",
                 "Probabilities at or below 2^-25 are 0 in half; a logarithm of them would be -inf.",
                 kept_in_float32(record, level=level),
-                op=record.op,
-                module=record.module,
-                line=line_of(record),
+                **place_of(record),
                 evidence={"zeros": lost, "elements": written.numel},
             )
 
@@ -188,9 +186,7 @@ def reductions_that_overflow(step: ObservedStep, level: str | None) -> Iterator[
                 f"{summed.op} wrote {written.infs:,} inf in half from inputs up to {read.absmax:.4g}.",
                 f"The result is larger than {HALF_MAX:g}; what is divided by it is 0, and the loss may not show it.",
                 kept_in_float32(summed, level=level),
-                op=summed.op,
-                module=summed.module,
-                line=line_of(summed),
+                **place_of(summed),
                 evidence={"input_absmax": read.absmax, "infs": written.infs, "elements": written.numel},
             )
 
@@ -216,9 +212,7 @@ def reductions_near_overflow(step: ObservedStep, level: str | None) -> Iterator[
                 f"{record.op} over {read.numel // written.numel:,} elements came to {written.absmax:.4g} in half.",
                 f"Half ends at {HALF_MAX:g}; a longer row or larger values would make inf of it.",
                 kept_in_float32(record, level=level),
-                op=record.op,
-                module=record.module,
-                line=line_of(record),
+                **place_of(record),
                 evidence={"result": written.absmax, "room": HALF_MAX / written.absmax},
             )
 

@@ -19,7 +19,7 @@ __all__ = ["StepReplay"]
 
 _HAS_CUDA = torch.backends.cuda.is_built()
 _AT = (1, 5)  # the first skip may be the scale finding its place; five in a row are not
-_MOST = 6  # replays in one watch: each costs six to eight steps' time, of a net of microseconds forty
+_MOST = 6  # replays in one watch: each costs three to six steps' time, of a net of microseconds twenty-five
 
 _BATCHES = 64  # of one step; of a loop that never steps not all that it has ever seen
 

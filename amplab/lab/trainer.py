@@ -222,7 +222,7 @@ class Trainer:
         self._ask("gradients", lambda: GradientsReady(self._experiment.gradients()))
 
     def request_explanation(self) -> None:
-        """Ask for a `SkipExplained` of the last skipped step (there must be one); it takes six steps' time, or more."""
+        """Ask for a `SkipExplained` of the last skipped step (there must be one); it takes several steps' time."""
         self._ask("explanation", lambda: SkipExplained(self.history.skips()[-1].step, self._experiment.explain_skip()))
 
     def run(self, steps: int) -> History:

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from amplab import kernels
 from amplab.diagnose.dataflow import readers_by_op, upstream
 from amplab.diagnose.statistics import (
     Measurements,
@@ -38,11 +37,10 @@ def test_statistics_count_what_numpy_counts(dtype):
     assert (seen.absmax, seen.smallest) == (finite.max(), finite[finite > 0].min())
 
 
+@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(7, 33), (1,), (3, 1, 70)])
 def test_the_kernel_counts_what_torch_counts(dtype, shape):
-    if kernels.ensure().status != "built":
-        pytest.skip("no kernels here")
     torch.manual_seed(0)
     tensor = (torch.randn(shape) * torch.tensor(10.0).pow(torch.randn(shape) * 6)).to(dtype)
     for bad in (None, math.inf, -math.inf, math.nan):
