@@ -26,7 +26,25 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from amplab import (
+    from amplab.amp import (
+        GradScaler,
+        autocast,
+        checkpoint,
+        custom_bwd,
+        custom_fwd,
+        get_autocast_dtype,
+        is_autocast_enabled,
+    )
+    from amplab.diagnose import doctor
+    from amplab.diagnose.ladder import ladder
+    from amplab.diagnose.twin import twin
+    from amplab.lab.watch import watch
+    from amplab.policies import cpu_half
+    from amplab.scripts import as_apex
+    from amplab.trace.gradient_range import gradient_range
+    from amplab.trace.xray import xray
+
+    from . import (
         amp,
         bench,
         diagnose,
@@ -42,20 +60,6 @@ if TYPE_CHECKING:
         scalers,
         trace,
     )
-    from amplab.amp import (
-        GradScaler,
-        autocast,
-        checkpoint,
-        custom_bwd,
-        custom_fwd,
-        get_autocast_dtype,
-        is_autocast_enabled,
-    )
-    from amplab.diagnose import doctor, ladder, twin
-    from amplab.lab import watch
-    from amplab.policies import cpu_half
-    from amplab.scripts import as_apex
-    from amplab.trace import gradient_range, xray
 
 __version__ = "0.1.0"
 
@@ -89,7 +93,8 @@ _HOMES = {
 def __getattr__(name: str) -> ModuleType | object:
     """Import a room, or what comes from one, at its first use (PEP 562)."""
     if name in _HOMES:
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        found: object = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        return found
     if name in __all__:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module 'amplab' has no attribute {name!r}: there are {', '.join(__all__)}.")
