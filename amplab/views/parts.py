@@ -13,7 +13,7 @@ import anywidget
 import numpy as np
 import traitlets
 
-from amplab.views.assets import joined, stylesheet
+from amplab.views.assets import module, stylesheet
 
 __all__ = ["Controls", "LiveView", "Notices", "Panels"]
 
@@ -35,15 +35,15 @@ class Part(anywidget.AnyWidget):
 class Controls(Part):
     """Every choice of an experiment; see `controls_payload`."""
 
-    _esm = joined("elements.js", "icons.js", "choices.js", "page.js", "controls.js")
+    _esm = module("controls.js")
     shown = traitlets.Dict().tag(sync=True)
 
 
 class LiveView(Part):
     """Figures and charts; frames go as messages, since a page that is not there needs none."""
 
-    _esm = joined("elements.js", "numbers.js", "page.js", "charts.js", "live.js")
-    _css = stylesheet()
+    _esm = module("live.js")
+    _css = stylesheet("dashboard.css")
 
     def show_frame(self, rows: np.ndarray, *, levels: list[tuple[int, str]], summary: dict) -> None:
         """Draw the whole run.
@@ -59,7 +59,7 @@ class LiveView(Part):
 class Panels(Part):
     """The tabs: op dtypes, gradients, overflows."""
 
-    _esm = joined("elements.js", "numbers.js", "choices.js", "page.js", "panels.js")
+    _esm = module("panels.js")
     tab = traitlets.Enum(["dtypes", "gradients", "overflows"], default_value="dtypes").tag(sync=True)
     dark = traitlets.Bool(False).tag(sync=True)
     dtypes = traitlets.Dict().tag(sync=True)
@@ -70,5 +70,5 @@ class Panels(Part):
 class Notices(Part):
     """Tracebacks, sentences and offers above everything else."""
 
-    _esm = joined("elements.js", "page.js", "notice.js")
+    _esm = module("notices.js")
     notices = traitlets.List().tag(sync=True)
