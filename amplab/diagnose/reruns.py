@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from amplab.diagnose.statistics import Measurements
-from amplab.diagnose.values import measured_in, writes_values
+from amplab.diagnose.observed_step.tensor_summary import Measurements
+from amplab.diagnose.observed_step.values import measured_in, writes_values
 from amplab.trace.engines import clear_cast_caches
 from amplab.trace.step_checks import check_loss, check_step
 from amplab.trace.untouched import untouched
