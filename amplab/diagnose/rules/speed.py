@@ -13,10 +13,9 @@ import math
 import statistics
 from collections.abc import Iterator
 
-import torch
-
 from amplab.diagnose.finding import Finding
 from amplab.diagnose.remedies.float32 import fewer_casts
+from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.trace import OpRecord, Trace
 
 __all__ = ["speed_findings"]
@@ -37,7 +36,6 @@ CASTS = 0.5
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 _CONVOLUTION = "convolution"
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 def speed_findings(trace: Trace, level: str | None = "O1") -> list[Finding]:
@@ -115,7 +113,7 @@ def _computes(record: OpRecord) -> bool:
 
 def _is_half_product(record: OpRecord) -> bool:
     kind = record.aten.split(".")[1]
-    return kind in (*_PRODUCTS, _CONVOLUTION) and all(info.dtype in _HALVES for info in record.outputs)
+    return kind in (*_PRODUCTS, _CONVOLUTION) and all(info.dtype in LOW_PRECISION_DTYPES for info in record.outputs)
 
 
 def _sides(record: OpRecord) -> tuple[int, ...]:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["LostUpdates", "ShadowStep"]
+from amplab.formats import LOW_PRECISION_DTYPES
 
-_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+__all__ = ["LostUpdates", "ShadowStep"]
 
 
 class LostUpdates(NamedTuple):
@@ -59,7 +59,7 @@ class ShadowStep:
     @staticmethod
     def applies_to(optimizer: Optimizer) -> bool:
         """Whether it steps 16-bit weights, with finite gradients. Sync: one for each of them."""
-        params = [each for each in _params(optimizer) if each.dtype in _SIXTEEN_BITS and each.grad is not None]
+        params = [each for each in _params(optimizer) if each.dtype in LOW_PRECISION_DTYPES and each.grad is not None]
         return bool(params) and all(each.grad.layout is torch.strided and _is_finite(each.grad) for each in params)
 
     @torch.no_grad()
@@ -70,7 +70,7 @@ class ShadowStep:
         updated = unmoved = 0
         squares, lost_squares, dtypes = 0.0, 0.0, []
         for own, before, shadow in zip(self._params, self._before, self._shadows, strict=True):
-            if own.dtype in _SIXTEEN_BITS:
+            if own.dtype in LOW_PRECISION_DTYPES:
                 update = shadow.double() - before.double()
                 lost = (update != 0) & (own == before)
                 updated, unmoved = updated + int((update != 0).sum()), unmoved + int(lost.sum())
@@ -95,7 +95,7 @@ def _widened(optimizer: Optimizer) -> tuple[Optimizer, list[Tensor]]:
 
 
 def _wide(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in _SIXTEEN_BITS else value
+    return value.float() if isinstance(value, Tensor) and value.dtype in LOW_PRECISION_DTYPES else value
 
 
 def _params(optimizer: Optimizer) -> list[Tensor]:
