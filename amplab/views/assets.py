@@ -19,7 +19,7 @@ __all__ = ["WEB", "module", "stylesheet"]
 WEB = Path(__file__).parent / "web"
 # Comments on lines of their own: `//` within a line may be part of a string.
 _COMMENT = re.compile(r"^[ \t]*(?://.*|/\*\*(?:(?!\*/)[\s\S])*\*/[ \t]*)\n", re.MULTILINE)
-_IMPORT = re.compile(r"^import \{[\w\s,]+\} from \"\./([\w.]+)\";\n", re.MULTILINE)
+_IMPORT = re.compile(r"^import \{\s*\w+(?:,\s*\w+)*,?\s*\} from \"\./([\w.]+)\";\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:function|class|const) )", re.MULTILINE)
 _ENTRY = "export default { render };"
 _DECLARED = re.compile(r"^(?:function|class|const|let|var) (\w+)", re.MULTILINE)

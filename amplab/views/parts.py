@@ -1,6 +1,6 @@
 """The parts of the dashboard, each an anywidget: its traits, its front end, and what it hears from the page.
 
-The traits are the truth and only the kernel writes them, except for `tab` and `dark`, which belong to the page. A
+The traits are the truth and only the kernel writes them, except for `tab`, which belongs to the page. A
 part's messages (`{"type": …}`) go to the one listener it was made with. What the traits hold is built in the
 `*_payload` modules; when they change is decided in `presenter.py`.
 """
@@ -61,7 +61,6 @@ class Panels(Part):
 
     _esm = module("panels.js")
     tab = traitlets.Enum(["dtypes", "gradients", "overflows"], default_value="dtypes").tag(sync=True)
-    dark = traitlets.Bool(False).tag(sync=True)
     dtypes = traitlets.Dict().tag(sync=True)
     gradients = traitlets.Dict().tag(sync=True)
     overflows = traitlets.Dict().tag(sync=True)

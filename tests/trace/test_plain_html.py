@@ -62,7 +62,7 @@ def test_a_name_breaks_between_its_parts_alone(path, breaks):
 def test_the_colours_of_dtypes_are_those_of_the_dashboard():
     sheets = [
         Path(plain_html.__file__).with_name("plain.css"),
-        Path(plain_html.__file__).parents[1] / "views/dashboard.css",
+        Path(plain_html.__file__).parents[1] / "views/web/dashboard.css",
     ]
     plain, dashboard = (sheet.read_text(encoding="utf-8") for sheet in sheets)
     for dtype in ("float32", "float16", "bfloat16", "float8", "other"):

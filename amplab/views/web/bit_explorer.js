@@ -71,7 +71,7 @@ function bitRow(act) {
   function build(bits) {
     buttons = bits.map(({ position, name }) =>
       h("button", { type: "button", role: "switch", "aria-label": name, onclick: () => act({ flip: position }) }));
-    buttons.forEach((button, index) => (button.tabIndex = index ? -1 : 0));
+    buttons.forEach((button, index) => { button.tabIndex = index ? -1 : 0; });
     row.replaceChildren(...["sign", "exponent", "fraction"].map((field) => {
       const cells = bits.map((bit, index) => ({ ...bit, index })).filter((bit) => bit.field === field);
       return h("div", { class: `field ${field}`, style: `--cells: ${cells.length}` },
@@ -218,7 +218,7 @@ function render({ model, el }) {
   // Lab's own shortcuts would take the arrows and the digits otherwise.
   const root = h("section", { class: "amplab-bits", "aria-label": "Bit explorer", "data-lm-suppress-shortcuts": "true" },
     top, bitPane, h("div", { class: "pair" }, valueNode, numberNode), ...below);
-  const update = () => parts.forEach((part) => part.update(payload()));
+  const update = () => { for (const part of parts) part.update(payload()); };
   update();
   model.on("change:payload", update);
   el.append(root);

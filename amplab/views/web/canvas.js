@@ -75,12 +75,16 @@ export class Surface {
     pen.fillText(text, x, y);
   }
 
-  /** Write 2 to the power of `exponent`, with its right edge at `x`; returns the width. */
-  powerOfTwo(exponent, x, y, { soft, font }) {
+  /** Write 2 to the power of `exponent`, its right edge or its middle at `x`. */
+  powerOfTwo(exponent, x, y, { soft, font }, align) {
     const small = `8.5px ${font}`;
-    this.text(String(exponent), x, y - 3, soft, "right", small);
-    const { width } = this.pen.measureText(String(exponent));
-    this.text("2", x - 1 - width, y + 1, soft, "right");
-    return width + 1 + this.pen.measureText("2").width;
+    const width = (text, size) => {
+      this.pen.font = size;
+      return this.pen.measureText(text).width;
+    };
+    const raised = width(String(exponent), small);
+    const right = align === "center" ? x + (raised + 1 + width("2", this.font)) / 2 : x;
+    this.text(String(exponent), right, y - 3, soft, "right", small);
+    this.text("2", right - 1 - raised, y + 1, soft, "right");
   }
 }

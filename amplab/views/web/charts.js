@@ -225,7 +225,7 @@ export class ScaleChart extends Chart {
     const { rows, palette } = live;
     const { low, high, marks } = scaleAxis(rows.map((row) => log2(row[2])).filter((value) => value !== null));
     const y = (value) => GUTTER.top + this.room * (1 - (value - low) / (high - low));
-    this.frame(live, marks, y, (tick, at) => this.powerOfTwo(tick, GUTTER.left - 4, at, palette));
+    this.frame(live, marks, y, (tick, at) => this.powerOfTwo(tick, GUTTER.left - 4, at, palette, "right"));
     this.faults(rows, palette);
     this.pen.lineJoin = "miter";
     this.paths([scaleCorners(rows).map(([step, value]) => [this.x(step), y(value)])], palette.accent, 1.8);

@@ -213,7 +213,7 @@ function render({ model, el }) {
     task.show(shown.options.task, shown.config.task);
     network.show(shown.options.model, shown.config.model);
     level.show(shown.levels, shown.config.opt_level);
-    shown.overrides.forEach((override, index) => overrides[index].show(override));
+    shown.overrides.forEach((override, index) => { overrides[index].show(override); });
     scale.show(shown.scale);
     optimizer.show(shown.options.optimizer, shown.config.optimizer);
     rate.show(shown.lr);

@@ -37,11 +37,10 @@ export function zoneOf(curves, bin) {
   return curves.zones.find(([from, to]) => from <= middle && middle < to)[2];
 }
 
-/** "2⁻²⁴ (subnormal): unscaled 1.2 %, scaled 0 %", or nothing without a bin. */
-export function readingText(curves, bin) {
-  if (bin === null) return "";
-  const at = `2${raised(curves.low + bin)} (${zoneOf(curves, bin)})`;
-  return `${at}: unscaled ${percent(curves.unscaled[bin])}, scaled ${percent(curves.scaled[bin])}`;
+/** What is read at a bin: the unscaled share, the scaled share, and the magnitude as "2⁻²⁴". */
+export function readingTexts(curves, bin) {
+  if (bin === null) return ["", "", ""];
+  return [percent(curves.unscaled[bin]), percent(curves.scaled[bin]), `2${raised(curves.low + bin)}`];
 }
 
 /** The powers of two that are labeled. */
@@ -62,15 +61,15 @@ export class GradientHistogram extends Surface {
     const top = Math.max(...unscaled, ...scaled, 1) * 1.05;
     this.x = (exponent) => MARGIN.left + ((exponent - low) / unscaled.length) * (this.width - MARGIN.left - MARGIN.right);
     this.y = (share) => bottom - (share / top) * (bottom - MARGIN.top);
-    this.zones(curves.zones, palette);
+    this.zones(curves.zones, palette, reading === null ? null : zoneOf(curves, reading));
     this.axes(low, low + unscaled.length, top, palette);
     this.curve(outline(low, unscaled), palette.grid, palette.ink, [2, 2]);
     this.curve(outline(low, scaled), palette.faint, palette.accent);
     if (reading !== null) this.column(low + reading, palette);
   }
 
-  /** Wash what float16 loses; name every range above the plot. */
-  zones(zones, palette) {
+  /** Wash what float16 loses; name every range above the plot, the one that is read in the color of the text. */
+  zones(zones, palette, read) {
     const { pen } = this;
     const bottom = this.height - MARGIN.bottom;
     for (const [from, to, name] of zones) {
@@ -78,7 +77,8 @@ export class GradientHistogram extends Surface {
       pen.globalAlpha = WASH[name] ?? LOST;
       pen.fillRect(this.x(from), MARGIN.top, this.x(to) - this.x(from), bottom - MARGIN.top);
       pen.globalAlpha = 1;
-      this.text(name, this.x((from + to) / 2), 9, palette.soft, "center", `10px ${palette.font}`);
+      const [color, weight] = name === read ? [palette.ink, 600] : [palette.soft, 400];
+      this.text(name, this.x((from + to) / 2), 9, color, "center", `${weight} 10px ${palette.font}`);
     }
   }
 
@@ -89,7 +89,7 @@ export class GradientHistogram extends Surface {
       this.text(`${tickText(tick)} %`, MARGIN.left - 4, at, palette.soft, "right");
     }
     const under = this.height - MARGIN.bottom + 9;
-    for (const exponent of exponentTicks(low, high)) this.powerOfTwo(exponent, this.x(exponent) + 9, under, palette);
+    for (const exponent of exponentTicks(low, high)) this.powerOfTwo(exponent, this.x(exponent), under, palette, "center");
     this.text("gradient magnitude", (this.x(low) + this.x(high)) / 2, this.height - 6, palette.soft, "center");
   }
 

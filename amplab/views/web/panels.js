@@ -2,7 +2,7 @@
 
 import { drawSoon, palette } from "./canvas.js";
 import { choices, h, moveByArrows, write } from "./elements.js";
-import { binAt, GradientHistogram, nextBin, readingText } from "./histogram.js";
+import { binAt, GradientHistogram, nextBin, readingTexts, zoneOf } from "./histogram.js";
 import { integer, power } from "./numbers.js";
 import { endWithKernel, onTheme, ownKeys } from "./page.js";
 
@@ -96,25 +96,23 @@ function overflowPanel() {
   return { box: h("div", { class: "amp-panel", "data-panel": "overflows" }, h("div", { class: "amp-bar" }, summary), made.box), show };
 }
 
-/** A curve's entry in the legend, with room for its value at the reading line. */
-function legendKey(name) {
-  return h("span", { class: "amp-key" }, h("i", { class: `amp-swatch amp-swatch-${name}` }), name);
-}
-
+/** The histogram below its legend, which shows the values at the column that is read. */
 function histogramBox() {
-  const now = h("output", { class: "amp-now", "aria-live": "off" });
-  const spoken = h("span", { class: "amp-sr", role: "status" });
+  const values = ["unscaled", "scaled", "magnitude"].map((name) => h("output", { class: "amp-now", "data-reading": name, "aria-live": "off" }));
+  const key = (name, value) => h("span", { class: "amp-key" }, h("i", { class: `amp-swatch amp-swatch-${name}` }), name, value);
+  const head = h("div", { class: "amp-chart-head" }, key("unscaled", values[0]), key("scaled", values[1]), values[2]);
   const canvas = h("canvas", { class: "amp-canvas amp-histogram", role: "img", tabindex: "0" });
-  const head = h("div", { class: "amp-chart-head" }, legendKey("unscaled"), legendKey("scaled"), now);
-  return { box: h("div", { class: "amp-chart" }, head, canvas, spoken), canvas, now, spoken };
+  const spoken = h("span", { class: "amp-sr", role: "status" });
+  const show = (texts) => values.forEach((value, index) => { write(value, texts[index]); });
+  return { box: h("div", { class: "amp-chart" }, head, canvas, spoken), canvas, show, spoken };
 }
 
 function gradientPanel() {
   const summary = h("span", { class: "amp-summary" });
   const waiting = h("p", { class: "amp-note amp-waiting" }, "Waiting for the gradients …");
-  const { box: figure, canvas, now, spoken } = histogramBox();
+  const { box: figure, canvas, show: showReading, spoken } = histogramBox();
   const layers = table("Gradients by layer: the share that float16 loses",
-    [["Layer"], ["Flushed: unscaled → scaled", "amp-num"], ["Overflow", "amp-num"], ["Zeros", "amp-num"]]);
+    [["Layer"], ["Flushed: unscaled → scaled", "amp-num amp-pair"], ["Overflow", "amp-num"], ["Zeros", "amp-num"]]);
   layers.box.classList.add("amp-narrow");
   const content = h("div", { class: "amp-gradients" }, figure, layers.box);
   const box = h("div", { class: "amp-panel", "data-panel": "gradients" }, h("div", { class: "amp-bar" }, summary), waiting, content);
@@ -123,7 +121,7 @@ function gradientPanel() {
   const { soon, cancel } = drawSoon(canvas, () => {
     if (state.curves === null) return;
     chart.draw(state.curves, palette(box), state.reading);
-    write(now, readingText(state.curves, state.reading));
+    showReading(readingTexts(state.curves, state.reading));
   });
   const read = (bin) => { state.reading = bin; soon(); };
   canvas.addEventListener("pointermove", (event) => state.curves && read(binAt(state.curves, event.offsetX, chart.width)));
@@ -135,7 +133,8 @@ function gradientPanel() {
     if (!move || state.curves === null) return;
     event.preventDefault();
     read(nextBin(state.curves, state.reading, move));
-    write(spoken, readingText(state.curves, state.reading));
+    const [unscaled, scaled, magnitude] = readingTexts(state.curves, state.reading);
+    write(spoken, `${magnitude} (${zoneOf(state.curves, state.reading)}): unscaled ${unscaled}, scaled ${scaled}`);
   });
   const row = (each) => h("tr", {}, h("td", {}, h("code", {}, each.name)),
     [each.flushed, each.overflowed, each.zeros].map((text) => h("td", { class: "amp-num" }, text)));
