@@ -27,7 +27,8 @@ from amplab.diagnose.faces import face_of
 from amplab.diagnose.first_nonfinite_page import html, sentence, text
 from amplab.diagnose.reruns import Outcome, Room, probe, room
 from amplab.diagnose.statistics import Statistics, counted
-from amplab.diagnose.values import ObservedStep, measured_in, observe_step, tensors_in
+from amplab.diagnose.values import ObservedStep, measured_in, observe_step
+from amplab.policies.nested_tensors import named_tensors_in
 from amplab.trace import OpRecord, trace_step
 from amplab.trace.step_checks import check_loss_scale
 
@@ -296,5 +297,5 @@ class _Look:
 
 @torch.no_grad()
 def _tensor_named(model: nn.Module, batch: Any, name: str) -> Tensor | None:
-    named = (*model.named_parameters(), *model.named_buffers(), *tensors_in(batch))
+    named = (*model.named_parameters(), *model.named_buffers(), *named_tensors_in(batch, "batch"))
     return next((tensor.detach() for known, tensor in named if known == name), None)
