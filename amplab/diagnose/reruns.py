@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amplab.diagnose.statistics import Measurements
-from amplab.diagnose.values import measured_in, writes_values
+from amplab.diagnose.observed_step.tensor_summary import Measurements
+from amplab.diagnose.observed_step.values import measured_in, writes_values
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies.nested_tensors import map_tensors
 from amplab.trace.engines import clear_cast_caches
