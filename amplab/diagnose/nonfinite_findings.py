@@ -27,9 +27,9 @@ from amplab.diagnose.out_of_float32 import why_out_of_float32
 from amplab.diagnose.remedies import dynamic_scale, in_float32, variance_in_float32
 from amplab.diagnose.statistics import HALF_MAX, HALF_VANISHES
 from amplab.diagnose.values import ObservedStep
+from amplab.display.numbers import power
 from amplab.policies import CastPolicy
 from amplab.trace import OpRecord
-from amplab.trace.plain_words import power
 
 __all__ = [
     "DIVISIONS", "LOGARITHMS", "REDUCTIONS", "SOFTMAXES",

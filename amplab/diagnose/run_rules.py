@@ -30,7 +30,7 @@ from amplab.diagnose.faces import (
 from amplab.diagnose.finding import Finding
 from amplab.diagnose.observations import Observation, StepObservation
 from amplab.diagnose.remedies import dynamic_scale
-from amplab.trace.plain_words import power
+from amplab.display.numbers import power
 
 __all__ = ["RUN_RULES", "diverging", "lost_at_once", "run_findings"]
 

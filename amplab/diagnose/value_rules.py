@@ -40,8 +40,8 @@ from amplab.diagnose.nonfinite_findings import (
 from amplab.diagnose.remedies import dynamic_scale, kept_in_float32
 from amplab.diagnose.statistics import HALF_MAX, HALF_VANISHES, Statistics
 from amplab.diagnose.values import ObservedStep
+from amplab.display.numbers import power
 from amplab.trace import OpRecord
-from amplab.trace.plain_words import power
 
 __all__ = ["VALUE_RULES", "value_findings"]
 
