@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from amplab.amp import ScaleRecord
 from amplab.diagnose import Finding, Findings, Observation, run_findings
-from amplab.diagnose.parameter_rules import adam_on_half, nonfinite_buffers
+from amplab.diagnose.rules.parameters import adam_on_half, nonfinite_buffers
 from amplab.display.html import page
 from amplab.display.numbers import count
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
