@@ -13,7 +13,15 @@ CODE = {".py", ".js", ".css", ".cpp", ".cu", ".cuh", ".h"}
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "handle", "stuff"}
 TOP = {
     *("amplab", "notebooks", "tests"),
-    *("README.md", "LICENSE", "pyproject.toml", "constraints.txt", "environment.yml"),
+    *(
+        "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "LICENSE",
+        "pyproject.toml",
+        "constraints.txt",
+        "environment.yml",
+    ),
     *(".gitignore", ".gitattributes", ".ci", ".git"),
 }
 # Where a reader may be sent. Where packages come from is for the reader's own tools to know.
