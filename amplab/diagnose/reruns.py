@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from amplab.diagnose.statistics import Measurements
-from amplab.diagnose.values import measured_in, writes_values
+from amplab.diagnose.observed_step.tensor_summary import Measurements
+from amplab.diagnose.observed_step.values import measured_in, writes_values
+from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.trace.engines import clear_cast_caches
 from amplab.trace.step_checks import check_loss, check_step
 from amplab.trace.untouched import untouched
@@ -31,8 +32,6 @@ from amplab.trace.untouched import untouched
 __all__ = ["Outcome", "Room", "in_format", "probe", "room"]
 
 _current_node = torch._C._current_autograd_node
-
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -202,7 +201,7 @@ def in_format(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     `amplab.trace.untouched.untouched`: that puts them back.
     """
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.dtype in _HALVES:
+        if tensor.dtype in LOW_PRECISION_DTYPES:
             tensor.data = tensor.data.to(dtype)
     with _InsteadOfHalf(dtype):
         yield
@@ -227,5 +226,7 @@ class _InsteadOfHalf(TorchDispatchMode):
 
     def _instead(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value.to(self._dtype) if value.dtype in _HALVES and value.dtype != self._dtype else value
-        return self._dtype if isinstance(value, torch.dtype) and value in _HALVES else value
+            return (
+                value.to(self._dtype) if value.dtype in LOW_PRECISION_DTYPES and value.dtype != self._dtype else value
+            )
+        return self._dtype if isinstance(value, torch.dtype) and value in LOW_PRECISION_DTYPES else value

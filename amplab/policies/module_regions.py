@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies.apex_table import APEX
-from amplab.policies.argument_casts import HALVES
 from amplab.policies.casting_mode import THREAD, is_pushed, remove
 from amplab.policies.decision import Decision
 from amplab.policies.engine import CastingEngine, casts_enabled, thread_engines
@@ -130,7 +130,7 @@ class ModuleRegion:
             visit.leave()
 
     def _entry_dtype(self, tensor: Tensor) -> torch.dtype:
-        return self._inside_dtype if tensor.dtype in HALVES else tensor.dtype
+        return self._inside_dtype if tensor.dtype in LOW_PRECISION_DTYPES else tensor.dtype
 
     def _exit_dtype(self, visit: _Visit, tensor: Tensor) -> torch.dtype:
         if visit.would_be is not None:
@@ -140,7 +140,7 @@ class ModuleRegion:
     def _tell_around(self, output: Any, cast: Any) -> None:
         """Let a float32 module around know that what came out of this one in 16 bits is no float32 by its ops."""
         following = _AT_WORK.visits[-1].would_be if _AT_WORK.visits else None
-        if following is not None and self._inside_dtype in HALVES:
+        if following is not None and self._inside_dtype in LOW_PRECISION_DTYPES:
             for before, after in zip(_tensors(output), _tensors(cast), strict=True):
                 if before.dtype is self._inside_dtype:
                     following.note(after, following.around.tensor_dtype)
@@ -189,7 +189,9 @@ class _Visit:
     ) -> None:
         """Switch on: the engine, and under it what follows the dtypes of `inputs`, given as (inside, around)."""
         _AT_WORK.visits.append(self)
-        if inputs is not None and (self.around.tensor_dtype in HALVES or any(a is not b for a, b in inputs)):
+        if inputs is not None and (
+            self.around.tensor_dtype in LOW_PRECISION_DTYPES or any(a is not b for a, b in inputs)
+        ):
             self.would_be = WouldBeDtypes(self.around)
             for inside, around in inputs:
                 self.would_be.note(inside, around.dtype)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from amplab.policies.argument_casts import HALVES
+from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies.cast_policy import CastPolicy
 from amplab.policies.composites import composites_of, opened
 from amplab.policies.precision_policy import PrecisionPolicy
@@ -53,7 +53,7 @@ class WouldBeDtypes(TorchFunctionMode):
 
     def note(self, tensor: Tensor, dtype: torch.dtype) -> None:
         """Say that `tensor`, float32 here, is `dtype` around."""
-        if tensor.dtype is torch.float32 and dtype in HALVES:
+        if tensor.dtype is torch.float32 and dtype in LOW_PRECISION_DTYPES:
             self._dtypes[tensor] = dtype
 
     def of(self, tensor: Tensor) -> torch.dtype:
