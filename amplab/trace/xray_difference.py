@@ -15,7 +15,7 @@ from amplab.display.numbers import count, size
 from amplab.display.text import fitted, wrapped
 from amplab.trace.kept_tensors import KeptBytes
 from amplab.trace.records import OpRecord
-from amplab.trace.xray_text import dtypes
+from amplab.trace.xray_page import dtypes
 
 if TYPE_CHECKING:
     from amplab.trace.xray_value import XRay
