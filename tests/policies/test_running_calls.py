@@ -1,3 +1,5 @@
+"""is_running: frames that are on the stack, that have returned, and that have raised."""
+
 import sys
 
 import pytest
