@@ -14,6 +14,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from amplab.display.palette import palette_css
+
 __all__ = ["WEB", "module", "stylesheet"]
 
 WEB = Path(__file__).parent / "web"
@@ -43,8 +45,8 @@ def module(entry: str) -> str:
 
 
 def stylesheet(name: str) -> str:
-    """Return the CSS file `name`."""
-    return (WEB / name).read_text(encoding="utf-8")
+    """Return the palette and the CSS file `name` as one style sheet."""
+    return palette_css() + (WEB / name).read_text(encoding="utf-8")
 
 
 def _with_imports(name: str, *, done: dict[str, str], path: tuple[str, ...]) -> dict[str, str]:

@@ -7,10 +7,10 @@ publishes its payload. What is shown is decided in `bit_explorer_payload`, how i
 import anywidget
 import traitlets
 
+from amplab.display.numbers import value_text
 from amplab.views.assets import module, stylesheet
 from amplab.views.bit_explorer_payload import BitState, explorer_payload
 from amplab.views.bit_explorer_still import explorer_html
-from amplab.views.number_text import value_text
 
 __all__ = ["BitExplorer"]
 

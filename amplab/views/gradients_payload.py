@@ -14,11 +14,11 @@ from operator import add
 
 import numpy as np
 
+from amplab.display.numbers import percent, power
 from amplab.formats import FLOAT16, ExponentHistogram
 from amplab.lab import GradientRecord
-from amplab.views.scale_text import scale_text
 
-__all__ = ["HIGH", "LOW", "curves", "float16_zones", "gradients_payload", "layer_rows", "percent_text", "summary"]
+__all__ = ["HIGH", "LOW", "curves", "float16_zones", "gradients_payload", "layer_rows", "summary"]
 
 LOW, HIGH = -44, 24
 """Exponents that are drawn; elements beyond them are counted in the first and the last bin."""
@@ -63,24 +63,13 @@ def summary(record: GradientRecord) -> str:
     """Return in one line how much of the gradients float16 loses without the scale and with it."""
     total = _all_layers(record)
     scaled = _scaled(total, record.loss_scale)
-    before, after = (percent_text(each.underflow_fraction(FLOAT16)) for each in (total, scaled))
-    overflowed = percent_text(scaled.overflow_fraction(FLOAT16))
+    before, after = (percent(each.underflow_fraction(FLOAT16)) for each in (total, scaled))
+    overflowed = percent(scaled.overflow_fraction(FLOAT16))
     broken = _nonfinite(total)
     return (
-        f"Step {record.step:,}, scale {scale_text(record.loss_scale, raised=True)}: flushed to zero {before} unscaled, "
-        f"{after} scaled; overflowed {overflowed}" + (f"; {percent_text(broken)} are NaN or inf" if broken else "")
+        f"Step {record.step:,}, scale {power(record.loss_scale, raised=True)}: flushed to zero {before} unscaled, "
+        f"{after} scaled; overflowed {overflowed}" + (f"; {percent(broken)} are NaN or inf" if broken else "")
     )
-
-
-def percent_text(share: float) -> str:
-    """Return a share in percent; a small share never looks like zero.
-
-    >>> percent_text(0.0), percent_text(0.0004), percent_text(0.25), percent_text(1.0)
-    ('0 %', '<0.1 %', '25.0 %', '100 %')
-    """
-    if share in (0, 1):
-        return f"{100 * share:.0f} %"
-    return "<0.1 %" if share < 0.001 else f"{100 * share:.1f} %"
 
 
 def _description(record: GradientRecord) -> str:
@@ -96,7 +85,7 @@ def _description(record: GradientRecord) -> str:
 
 
 def _peak(shares: list[float]) -> str:
-    return f"2^{LOW + shares.index(max(shares))} with {percent_text(max(shares) / 100)} of the elements"
+    return f"2^{LOW + shares.index(max(shares))} with {percent(max(shares) / 100)} of the elements"
 
 
 def _all_layers(record: GradientRecord) -> ExponentHistogram:
@@ -135,7 +124,7 @@ def _texts(row: dict) -> dict[str, str]:
     """A layer's row as the table writes it."""
     return {
         "name": row["name"],
-        "flushed": f"{percent_text(row['flushed_unscaled'])} → {percent_text(row['flushed'])}",
-        "overflowed": f"{percent_text(row['nonfinite'])} NaN" if row["nonfinite"] else percent_text(row["overflowed"]),
-        "zeros": percent_text(row["zeros"]),
+        "flushed": f"{percent(row['flushed_unscaled'])} → {percent(row['flushed'])}",
+        "overflowed": f"{percent(row['nonfinite'])} NaN" if row["nonfinite"] else percent(row["overflowed"]),
+        "zeros": percent(row["zeros"]),
     }

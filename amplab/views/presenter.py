@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from amplab import kernels
 from amplab.lab import (
+    FIELDS,
     ConfigChanged,
     Event,
     ExperimentConfig,
@@ -30,7 +31,7 @@ from amplab.views.actions import act
 from amplab.views.controls_payload import controls_payload
 from amplab.views.dtypes_payload import dtypes_payload
 from amplab.views.gradients_payload import gradients_payload
-from amplab.views.live_payload import frame_rows, level_marks, modes_line, summary
+from amplab.views.live_payload import frame_rows, modes_line, summary
 from amplab.views.notice_board import Notice, NoticeBoard, failure, offer
 from amplab.views.overflows_payload import explanation, is_broken, overflows_payload
 from amplab.views.parts import Controls, LiveView, Notices, Panels
@@ -44,8 +45,8 @@ SLOW = 0.5
 SLOWER = 1.0
 """Seconds between two drawings of the gradients: each takes a forward and a backward pass."""
 
-RETRACED = ("task", "model", "hidden", "opt_level", "keep_batchnorm_fp32", "master_weights")
-"""Fields that decide the dtypes of a step."""
+RETRACED = tuple(name for name, each in FIELDS.items() if each.changes_dtypes)
+"""Fields whose change needs a new trace."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Presenter:
         self._armed: set[str] = set()
         self._shrinking_asked: bool | None = None
         self._traced: tuple[str, Trace] | None = None
-        self._levels = level_marks(trainer.history) or [(0, trainer.config.opt_level)]
+        self._levels = trainer.history.level_changes() or [(0, trainer.config.opt_level)]
         self._scale = 0.0  # what the next step will use, as the trainer's thread last knew it
         self._overflows_due = self._gradients_due = 0.0
         self._overflows_shown: tuple[int, bool] | None = None

@@ -116,7 +116,7 @@ test("every loss that is not finite is marked, and named once in a run of equal 
 
 const LIVE = {
   levels: [[0, "O1"]], low: 0, high: 100, logarithmic: false, reading: null,
-  palette: { ink: "ink", soft: "soft", grid: "grid", accent: "accent", faint: "faint", skip: "skip", paper: "paper", font: "sans" },
+  palette: { ink: "ink", soft: "soft", grid: "grid", accent: "accent", faint: "faint", warning: "warning", paper: "paper", font: "sans" },
 };
 
 test("a run that starts at step 0 keeps the first segment of its loss", () => {
@@ -139,5 +139,5 @@ test("an empty run, and one without a single finite number, can be drawn", () =>
 test("a skipped step is a full triangle, an injected one a hollow one", () => {
   const canvas = recordingCanvas();
   new ScaleChart(canvas).draw({ ...LIVE, rows: [row(0), row(30, 1, 2 ** 16, SKIPPED), row(60, 1, 2 ** 15, SKIPPED | INJECTED)] });
-  assert.deepEqual(canvas.fills(), ["skip", "paper"]);
+  assert.deepEqual(canvas.fills(), ["warning", "paper"]);
 });

@@ -8,7 +8,7 @@ import { recordingCanvas } from "./recording_canvas.mjs";
 
 const ZONES = [[-4, -2, "→ 0"], [-2, 0, "subnormal"], [0, 3, "normal"], [3, 4, "→ inf"]];
 const CURVES = { low: -4, unscaled: [10, 40, 50, 0, 0, 0, 0, 0], scaled: [0, 0, 0, 10, 40, 50, 0, 0], zones: ZONES };
-const PALETTE = { ink: "ink", soft: "soft", grid: "grid", accent: "accent", faint: "faint", skip: "skip", paper: "paper", font: "sans" };
+const PALETTE = { ink: "ink", soft: "soft", grid: "grid", accent: "accent", faint: "faint", warning: "warning", paper: "paper", font: "sans" };
 
 test("a column spans from its power of two to the next", () => {
   assert.deepEqual(outline(-1, [3, 5]), [[-1, 0], [-1, 3], [0, 3], [0, 5], [1, 5], [1, 0]]);

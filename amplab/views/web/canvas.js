@@ -3,7 +3,7 @@
 /** The colors and the font that the style sheet gives to an element. Themes change, so read them at each drawing. */
 export function palette(root) {
   const style = getComputedStyle(root);
-  const names = ["ink", "soft", "grid", "accent", "faint", "skip", "paper"];
+  const names = ["ink", "soft", "grid", "accent", "faint", "warning", "paper"];
   const colors = names.map((name) => [name, style.getPropertyValue(`--amp-${name}`).trim()]);
   return { ...Object.fromEntries(colors), font: style.fontFamily };
 }

@@ -211,10 +211,10 @@ export class LossChart extends Chart {
   /** NaN and infinity have no height, so each is a tick on the upper edge; none is dropped. */
   edge(rows, palette) {
     for (const { at, word } of nonfiniteMarks(rows, this.x)) {
-      this.line(at, GUTTER.top - 2, at, GUTTER.top + 6, palette.skip);
+      this.line(at, GUTTER.top - 2, at, GUTTER.top + 6, palette.warning);
       if (!word) continue;
       const fits = at < this.width - 36;
-      this.text(word, fits ? at + 3 : at - 3, GUTTER.top + 11, palette.skip, fits ? "left" : "right", `700 10px ${palette.font}`);
+      this.text(word, fits ? at + 3 : at - 3, GUTTER.top + 11, palette.warning, fits ? "left" : "right", `700 10px ${palette.font}`);
     }
   }
 }
@@ -235,7 +235,7 @@ export class ScaleChart extends Chart {
 
   /** A bar along the bottom for each stretch of steps with a fault. */
   faults(rows, palette) {
-    this.pen.fillStyle = palette.skip;
+    this.pen.fillStyle = palette.warning;
     for (const [first, last] of faultStretches(rows)) {
       const from = this.x(first);
       this.pen.fillRect(from, this.height - GUTTER.bottom - 3, Math.max(2, this.x(last) - from), 3);
@@ -249,8 +249,8 @@ export class ScaleChart extends Chart {
       const foot = value === null ? this.height - GUTTER.bottom : y(value) - 2;
       return { at: this.x(step), foot, hollow: Boolean(bits & INJECTED) };
     });
-    for (const { at, foot } of marks) this.line(at, foot - 4, at, foot, palette.skip);
-    for (const { at, foot, hollow } of uncrowded(marks)) this.triangle(at, foot, palette.skip, hollow ? palette.paper : palette.skip);
+    for (const { at, foot } of marks) this.line(at, foot - 4, at, foot, palette.warning);
+    for (const { at, foot, hollow } of uncrowded(marks)) this.triangle(at, foot, palette.warning, hollow ? palette.paper : palette.warning);
   }
 
   /** A triangle that points down: filled for a skip that was not injected, hollow for an injected one. */

@@ -73,7 +73,7 @@ export class GradientHistogram extends Surface {
     const { pen } = this;
     const bottom = this.height - MARGIN.bottom;
     for (const [from, to, name] of zones) {
-      pen.fillStyle = palette.skip;
+      pen.fillStyle = palette.warning;
       pen.globalAlpha = WASH[name] ?? LOST;
       pen.fillRect(this.x(from), MARGIN.top, this.x(to) - this.x(from), bottom - MARGIN.top);
       pen.globalAlpha = 1;

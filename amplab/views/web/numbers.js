@@ -28,11 +28,13 @@ const SUPERSCRIPTS = { "-": "⁻", 0: "⁰", 1: "¹", 2: "²", 3: "³", 4: "⁴"
 /** -12 -> "⁻¹²" */
 export const raised = (exponent) => [...String(exponent)].map((digit) => SUPERSCRIPTS[digit]).join("");
 
-/** 65536 -> "2¹⁶"; a value that is not a power of two stays decimal. */
+/** 65536 -> "2¹⁶"; a value that is not a power of two stays decimal, and 1 is 1. */
 export function power(value) {
-  if (!(value > 0) || !Number.isFinite(value)) return decimal(value);
-  const exponent = Math.log2(value);
-  return Number.isInteger(exponent) ? `2${raised(exponent)}` : decimal(value, 5);
+  if (value > 0 && Number.isFinite(value) && value !== 1) {
+    const exponent = Math.log2(value);
+    return Number.isInteger(exponent) ? `2${raised(exponent)}` : String(+value.toPrecision(6));
+  }
+  return Number.isFinite(value) ? String(value) : decimal(value);
 }
 
 /** 12.34 -> "12.3 %", 0.04 -> "<0.1 %": a share that is already in percent. */
