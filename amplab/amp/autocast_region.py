@@ -7,12 +7,14 @@ The checks of its arguments are in `autocast_arguments`, what it does to functio
 """
 
 import dataclasses
+import sys
 import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from amplab.amp.autocast_arguments import (
     checked_device_type,
@@ -24,6 +26,7 @@ from amplab.amp.autocast_arguments import (
 from amplab.amp.decorated_calls import run_inside
 from amplab.policies import TORCH_CUDA, CastingEngine, PrecisionPolicy, casting_engine, casts_enabled
 from amplab.policies.region_engines import engine_for
+from amplab.policies.thread_scopes import Scope
 
 __all__ = ["autocast", "get_autocast_dtype", "is_autocast_enabled"]
 
@@ -122,7 +125,10 @@ class autocast:
     def __enter__(self) -> "autocast":
         """Cast from here on, in this thread."""
         engine = self._engine()
-        _THREAD.entries.append((self, engine, None if engine is None else engine.enter()))
+        scope = None if engine is None else engine.active()
+        _THREAD.entries.append((self, engine, scope))
+        if scope is not None:
+            scope.enter(None if is_dynamo_compiling() else sys._getframe(1))
         return self
 
     def __exit__(
@@ -134,11 +140,11 @@ class autocast:
         """Be again as before the last `__enter__` of this instance in this thread."""
         entries = _THREAD.entries
         for index in range(len(entries) - 1, -1, -1):
-            region, engine, mode = entries[index]
+            region, _, scope = entries[index]
             if region is self:
                 del entries[index]
-                if engine is not None:
-                    engine.leave(mode)
+                if scope is not None:
+                    scope.leave()
                 return False
         raise RuntimeError(f"{self!r} is left in a thread that is not in it; leave it in the thread that entered it.")
 
@@ -176,7 +182,7 @@ class _AutocastThread(threading.local):
     """The regions that this thread is in, innermost last, each with its engine and what ends it."""
 
     def __init__(self) -> None:
-        self.entries: list[tuple[autocast, CastingEngine | None, Any]] = []
+        self.entries: list[tuple[autocast, CastingEngine | None, Scope | None]] = []
 
 
 _THREAD = _AutocastThread()

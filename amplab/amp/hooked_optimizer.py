@@ -30,8 +30,7 @@ from amplab.amp.optimizer_names import AmpStash, give_hooks, lend_names, take_na
 from amplab.amp.optimizer_params import cast_state, follow_model, params_of, replace_params
 from amplab.amp.records import StepOutcome
 from amplab.formats import LOW_PRECISION_DTYPES
-from amplab.policies.casting_mode import resume_casts, suspend_casts
-from amplab.policies.running_calls import is_running
+from amplab.policies.thread_scopes import is_running, resume_casts, suspend_casts
 from amplab.scalers import FlatGrads, MasterWeights, Unscaler
 
 __all__ = ["HookedOptimizer"]

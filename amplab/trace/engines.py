@@ -10,8 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from amplab.policies import CastingEngine, casts_enabled
-from amplab.policies.casting_mode import THREAD
+from amplab.policies import casts_enabled, thread_engines
 
 __all__ = [
     "ASKS_FOR_DTYPE",
@@ -37,12 +36,11 @@ def table_at_work(autocast: bool) -> str | None:
     NO_TABLE where an engine is at work without one, or with casts disabled; where no engine is, TORCH_AUTOCAST or
     NO_ENGINE, as `autocast` says. Sync: none.
     """
-    if not THREAD.modes:
+    engines = thread_engines()
+    if not engines:
         return TORCH_AUTOCAST if autocast else NO_ENGINE
-    engine = THREAD.modes[-1].plans
-    if not isinstance(engine, CastingEngine) or engine.policy.table is None or not casts_enabled():
-        return NO_TABLE
-    return engine.policy.table.name
+    table = engines[-1].policy.table
+    return NO_TABLE if table is None or not casts_enabled() else table.name
 
 
 def clear_cast_caches() -> None:
@@ -50,9 +48,8 @@ def clear_cast_caches() -> None:
 
     A trace begins without them, so that it shows every cast of one step, and leaves none of its own. Sync: none.
     """
-    for mode in THREAD.modes:
-        if isinstance(mode.plans, CastingEngine):
-            mode.plans.clear_cache()
+    for engine in thread_engines():
+        engine.clear_cache()
 
 
 def compiled_functions_eagerly() -> AbstractContextManager[None]:
