@@ -74,7 +74,7 @@ def swapped():
 def constant():
     return nn.ReLU(), 3
 def nothing():
-    return None, list
+    return {"model": None}
 number = 3
 """
 
