@@ -11,11 +11,11 @@ masters. Where there are other ranks masters start from rounded weights, the onl
 Official hooks of `torch.optim.Optimizer` only. The scale itself is in `loss_scaler`.
 """
 
-import inspect
 import itertools
 import operator
+import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -30,8 +30,8 @@ from amplab.amp.optimizer_names import AmpStash, give_hooks, lend_names, take_na
 from amplab.amp.optimizer_params import cast_state, follow_model, params_of, replace_params
 from amplab.amp.records import StepOutcome
 from amplab.formats import LOW_PRECISION_DTYPES
-from amplab.policies import disable_casts
-from amplab.policies.open_scopes import OpenScopes
+from amplab.policies.casting_mode import resume_casts, suspend_casts
+from amplab.policies.running_calls import is_running
 from amplab.scalers import FlatGrads, MasterWeights, Unscaler
 
 __all__ = ["HookedOptimizer"]
@@ -53,7 +53,7 @@ class _Skip(NamedTuple):
 class _Step(NamedTuple):
     """A step that has begun: its frame, the gradients that it must not see, and whether there were any."""
 
-    frame: FrameType | None
+    frame: FrameType
     parked: list[SetAside]
     had_gradients: bool
 
@@ -91,7 +91,6 @@ class HookedOptimizer:
         self._scaled_by: float | None = None
         self._skip: _Skip | None = None
         self._step: _Step | None = None
-        self._scopes = OpenScopes()
         self._in_closure, self._in_backward = False, False
         self._take_over(optimizer, uncast)
         lend_names(optimizer, AmpStash(self.masters, self._model_groups, self._flags), self.masters.copy_to_model)
@@ -277,9 +276,11 @@ class HookedOptimizer:
         self._own = [param for param in self._params if id(param) not in masters]
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        frame = _caller()
-        if self._step is not None and self._step.frame in _callers_of(frame):
-            return None  # super().step() of a subclass, whose hooks torch runs once more
+        # torch runs no hook after a step that raises, so state that is valid during the step is tied to its frame.
+        # torch runs the hooks again for super().step() of a subclass: those calls are part of the step that runs.
+        frame = sys._getframe(1)
+        if self._step is not None and is_running(self._step.frame):
+            return None
         self._leave_step()
         if self._in_backward:
             raise RuntimeError(
@@ -298,7 +299,7 @@ class HookedOptimizer:
             parked = set_aside(self._current_params()) if self._skip else []
         self._step = _Step(frame, parked, had_gradients)
         if not self._casts_in_step:
-            self._scopes.enter(disable_casts())
+            suspend_casts(frame)
         return None
 
     def _watched(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -333,7 +334,7 @@ class HookedOptimizer:
             )
 
     def _after_step(self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-        if self._step is not None and self._step.frame is not _caller():
+        if self._step is not None and self._step.frame is not sys._getframe(1):
             return
         empty = self._step is not None and not self._step.had_gradients
         self._leave_step()
@@ -349,9 +350,9 @@ class HookedOptimizer:
 
     def _leave_step(self) -> None:
         """End the step, or what is left of one that raised."""
-        self._scopes.leave_all()
         step, self._step = self._step, None
         if step is not None:
+            resume_casts(step.frame)
             put_back(step.parked)
 
     def _skipped(self, skip: _Skip) -> StepOutcome:
@@ -369,15 +370,3 @@ def _has_other_ranks() -> bool:
     """Whether a group of several processes runs, whose ranks a wrapper may give the half weights of rank 0."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
-def _caller() -> FrameType | None:
-    """Return the frame that called the function that asks: for a hook, that of ``step``."""
-    here = inspect.currentframe()
-    return here.f_back.f_back if here is not None and here.f_back is not None else None
-
-
-def _callers_of(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None and frame.f_back is not None:
-        frame = frame.f_back
-        yield frame

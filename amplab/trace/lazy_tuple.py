@@ -1,14 +1,14 @@
-"""`MadeLater`: a tuple whose items are made when they are first read, for what is seldom read whole."""
+"""`LazyTuple`: a tuple whose items are made when they are first read, for what is seldom read whole."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
-__all__ = ["MadeLater"]
+__all__ = ["LazyTuple"]
 
 Item = TypeVar("Item")
 
 
-class MadeLater(Sequence[Item]):
+class LazyTuple(Sequence[Item]):
     """To the reader the tuple of ``make(items, 0) … make(items, length - 1)``, each made at most once; pickled as that.
 
     Args:
@@ -16,12 +16,12 @@ class MadeLater(Sequence[Item]):
         make: gives the item of a place, the same whenever it is asked; it may read other items. It is given them, so
             that it need not hold them: nothing here waits for the garbage collection.
 
-    >>> sums = MadeLater(5, lambda items, place: place + (items[place - 1] if place else 0))
+    >>> sums = LazyTuple(5, lambda items, place: place + (items[place - 1] if place else 0))
     >>> sums[-1], sums == (0, 1, 3, 6, 10), sums
     (10, True, (0, 1, 3, 6, 10))
     """
 
-    def __init__(self, length: int, make: "Callable[[MadeLater[Item], int], Item]") -> None:
+    def __init__(self, length: int, make: "Callable[[LazyTuple[Item], int], Item]") -> None:
         self._make = make
         self._made: list[Item | None] = [None] * length
 
@@ -46,7 +46,7 @@ class MadeLater(Sequence[Item]):
         return (self[place] for place in range(len(self)))
 
     def __eq__(self, other: object) -> bool:
-        return tuple(self) == tuple(other) if isinstance(other, MadeLater | tuple) else NotImplemented
+        return tuple(self) == tuple(other) if isinstance(other, LazyTuple | tuple) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(tuple(self))

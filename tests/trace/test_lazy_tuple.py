@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from amplab.trace.made_later import MadeLater
+from amplab.trace.lazy_tuple import LazyTuple
 
 
 def made(length=5):
@@ -14,7 +14,7 @@ def made(length=5):
         asked.append(place)
         return place * 10
 
-    return MadeLater(length, make), asked
+    return LazyTuple(length, make), asked
 
 
 def test_an_item_is_made_when_it_is_read_and_once():
