@@ -1,5 +1,11 @@
-// The live view: figures, training loss, log2 of the loss scale. A frame holds the whole run, thinned for the screen, as one
-// binary buffer; nothing is polled and no frame depends on the one before.
+// The live view: figures, training loss, log2 of the loss scale. A frame holds the whole run, thinned for the screen, as
+// one binary buffer. Nothing is polled, and no frame depends on an earlier one.
+
+import { drawSoon, palette } from "./canvas.js";
+import { GUTTER, INJECTED, LossChart, nearest, ScaleChart, SKIPPED, unpack } from "./charts.js";
+import { h, write } from "./elements.js";
+import { bytes, decimal, integer, power } from "./numbers.js";
+import { attend, endWithKernel, onTheme, ownKeys } from "./page.js";
 
 const FIGURES = [
   ["step", "Step", (s) => integer(s.step)],
@@ -10,23 +16,15 @@ const FIGURES = [
   ["memory", "Memory", (s) => (s.memory === null ? "–" : bytes(s.memory))],
 ];
 
-function palette(root) {
-  const style = getComputedStyle(root);
-  const pick = (name) => style.getPropertyValue(name).trim();
-  return {
-    ink: pick("--amp-ink"), soft: pick("--amp-soft"), grid: pick("--amp-grid"), accent: pick("--amp-accent"),
-    faint: pick("--amp-faint"), skip: pick("--amp-warning"), paper: pick("--amp-paper"), font: style.fontFamily,
-  };
-}
-
 function figures() {
-  const cells = FIGURES.map(([name, label]) => [name, h("dd", { "data-figure": name }, "–"), label]);
-  const list = h("dl", { class: "amp-figures" }, cells.map(([, value, label]) => h("div", {}, h("dt", {}, label), value)));
+  const values = FIGURES.map(([name]) => h("dd", { "data-figure": name }, "–"));
+  const cells = FIGURES.map(([, label], index) => h("div", {}, h("dt", {}, label), values[index]));
   const show = (summary) => FIGURES.forEach(([name, , format], index) => {
-    write(cells[index][1], format(summary));
-    cells[index][1].parentNode.hidden = Boolean(summary.unknown?.includes(name)); // a run that is only watched has no accuracy
+    write(values[index], format(summary));
+    cells[index].hidden = Boolean(summary.unknown?.includes(name)); // a watched run has no accuracy
+    if (name === "memory") cells[index].title = summary.memory_parts;
   });
-  return { list, show, memory: cells[5][1].parentNode };
+  return { list: h("dl", { class: "amp-figures" }, cells), show };
 }
 
 function chartBox(title, label, ...extras) {
@@ -43,30 +41,17 @@ function render({ model, el }) {
     h("span", { class: "amp-key" }, h("i", { class: "amp-tri" }), "skipped step"),
     h("span", { class: "amp-key" }, h("i", { class: "amp-tri amp-tri-hollow" }), "injected"));
   const modes = h("p", { class: "amp-modes" });
-  const news = h("div", { class: "amp-sr", role: "status", "aria-live": "polite" });
-  const root = h("section", { class: "amplab amp-live", "aria-label": "Live run" }, numbers.list, loss.box, scale.box, modes, news);
+  const root = h("section", { class: "amplab amp-live", "aria-label": "Live run" }, numbers.list, loss.box, scale.box, modes);
   el.append(root);
 
   const live = { rows: [], levels: [], low: 0, high: 100, logarithmic: false, reading: null, scale: 0, palette: null };
   const charts = [new LossChart(loss.canvas), new ScaleChart(scale.canvas)];
-  let asked = 0;
-  let patience = 0;
-  const draw = () => {
-    asked = 0;
-    // JupyterLab hides the page for a moment while it changes its theme, and no observer tells when it is back.
-    if (loss.canvas.clientWidth === 0) {
-      if (patience < 30) setTimeout(soon, 200);
-      patience += 1;
-      return;
-    }
-    patience = 0;
-    const last = live.rows.length ? live.rows[live.rows.length - 1][0] : 0;
-    live.high = Math.max(100, last);
-    live.palette = palette(root); // read late: the style sheet arrives after the first render, and themes change
-    charts.forEach((chart) => chart.draw(live));
+  const { soon, cancel } = drawSoon(loss.canvas, () => {
+    live.high = Math.max(100, live.rows.at(-1)?.[0] ?? 0);
+    live.palette = palette(root); // the style sheet arrives after the first render
+    for (const chart of charts) chart.draw(live);
     readout(live, loss.now, scale.now);
-  };
-  const soon = () => { asked ||= requestAnimationFrame(draw); };
+  });
 
   const receive = (message, buffers) => {
     if (message.kind !== "frame") return;
@@ -74,9 +59,7 @@ function render({ model, el }) {
     live.levels = message.levels;
     live.scale = message.summary.scale;
     numbers.show(message.summary);
-    numbers.memory.title = message.summary.memory_parts;
     write(modes, message.summary.modes);
-    if (message.summary.news !== "") write(news, message.summary.news);
     soon();
   };
   model.on("msg:custom", receive);
@@ -85,39 +68,19 @@ function render({ model, el }) {
     logButton.setAttribute("aria-pressed", live.logarithmic);
     soon();
   });
-  charts.forEach((chart) => listenForReading(chart, live, soon));
+  for (const chart of charts) listenForReading(chart, live, soon);
   const sized = new ResizeObserver(soon);
-  [loss.canvas, scale.canvas].forEach((canvas) => sized.observe(canvas));
+  for (const { canvas } of charts) sized.observe(canvas);
   const cleanups = [onTheme(soon), ownKeys(root), attend(model), endWithKernel(model, root)];
   return () => {
     model.off("msg:custom", receive);
     sized.disconnect();
-    cancelAnimationFrame(asked);
-    cleanups.forEach((cleanup) => cleanup());
+    cancel();
+    for (const cleanup of cleanups) cleanup();
   };
 }
 
-/** Float64 rows of four out of a DataView that may start at any byte. */
-function unpack(view) {
-  const numbers = new Float64Array(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
-  const rows = [];
-  for (let at = 0; at < numbers.length; at += 4) rows.push(numbers.subarray(at, at + 4));
-  return rows;
-}
-
-/** The row nearest to a step, by bisection. */
-function nearest(rows, step) {
-  let low = 0, high = rows.length - 1;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (rows[middle][0] < step) low = middle + 1;
-    else high = middle;
-  }
-  if (low > 0 && step - rows[low - 1][0] < rows[low][0] - step) low -= 1;
-  return rows[low];
-}
-
-/** Pointer or arrow keys put a reading line on both charts. */
+/** The pointer and the arrow keys move a reading line on both charts. */
 function listenForReading(chart, live, soon) {
   const { canvas } = chart;
   canvas.addEventListener("pointermove", (event) => {
@@ -134,7 +97,7 @@ function listenForReading(chart, live, soon) {
     if (event.key === "Escape") leave();
     if (!move || !live.rows.length) return;
     event.preventDefault();
-    const from = live.reading ?? live.rows[live.rows.length - 1][0];
+    const from = live.reading ?? live.rows.at(-1)[0];
     const jump = Math.max(1, Math.round((live.high - live.low) / 200));
     live.reading = nearest(live.rows, from + move * jump)[0];
     soon();
@@ -147,11 +110,11 @@ function readout(live, lossNow, scaleNow) {
     write(scaleNow, "");
     return;
   }
-  const row = live.reading === null ? live.rows[live.rows.length - 1] : nearest(live.rows, live.reading);
+  const row = live.reading === null ? live.rows.at(-1) : nearest(live.rows, live.reading);
   const at = live.reading === null ? "" : `step ${integer(row[0])}: `;
   const end = row[3] & SKIPPED ? (row[3] & INJECTED ? " (skipped, injected)" : " (skipped)") : "";
   write(lossNow, at + decimal(row[1], 3));
-  // Without a reading the next step's scale, as the figure above says it.
+  // Without a reading line it is the scale of the next step, which the figure above shows too.
   write(scaleNow, live.reading === null ? power(live.scale) : at + power(row[2]) + end);
 }
 

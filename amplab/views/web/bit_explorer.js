@@ -1,17 +1,9 @@
-// The bit explorer's page: draws `payload`, tells the kernel what was clicked or typed, and keeps no state of its own.
+// The bit explorer's page: draws `payload`, sends the kernel what was clicked or typed, and keeps no state of its own.
 
-function h(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else node.setAttribute(name, value);
-  }
-  node.append(...children);
-  return node;
-}
+import { arrowTarget, h } from "./elements.js";
 
-/** Write text only where it changed, raised digits such as ⁻¹² as a real superscript. */
-function write(node, text) {
+/** Write text only where it changed, with digits such as ⁻¹² as superscript elements. */
+function writeRich(node, text) {
   if (node.dataset.text === text) return;
   node.dataset.text = text;
   node.replaceChildren(...rich(text));
@@ -19,29 +11,31 @@ function write(node, text) {
 
 const RAISED = "⁻⁰¹²³⁴⁵⁶⁷⁸⁹";
 
-function rich(text) {
+/** "2⁻¹²" as [["2", false], ["−12", true], ["", false]]: pieces of text, and whether each is raised. */
+export function pieces(text) {
   return text.split(/([⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+)/).map((part, index) =>
-    index % 2 ? h("sup", {}, [...part].map((digit) => "−0123456789"[RAISED.indexOf(digit)]).join("")) : part);
+    index % 2 ? [[...part].map((digit) => "−0123456789"[RAISED.indexOf(digit)]).join(""), true] : [part, false]);
 }
 
-/** Move the focus among buttons of which one at a time is in the tab order. */
+const rich = (text) => pieces(text).map(([part, isRaised]) => (isRaised ? h("sup", {}, part) : part));
+
+/** Move the focus among buttons, of which only one is in the tab order. */
 function focusOn(buttons, index) {
   const target = buttons[Math.min(Math.max(index, 0), buttons.length - 1)];
   for (const button of buttons) button.tabIndex = button === target ? 0 : -1;
   target.focus();
 }
 
-// ---- one part of the page each: build once, then update(payload) ------------------------------------------------
+// -- one function for each part of the page: it builds the part once, and update(payload) fills it --
 
 function formatPicker(act, payload) {
   const buttons = payload.formats.map(({ name, label }) =>
     h("button", { type: "button", role: "radio", "data-name": name, onclick: () => act({ pick: name }) }, label));
   const group = h("div", { class: "formats", role: "radiogroup", "aria-label": "Number format" }, ...buttons);
   group.addEventListener("keydown", (event) => {
-    const step = { ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1 }[event.key];
-    if (!step) return;
+    const next = arrowTarget(event.key, buttons.indexOf(event.target), buttons.length);
+    if (next === null) return;
     event.preventDefault();
-    const next = (buttons.indexOf(event.target) + step + buttons.length) % buttons.length;
     focusOn(buttons, next);
     act({ pick: buttons[next].dataset.name });
   });
@@ -54,7 +48,7 @@ function formatPicker(act, payload) {
         button.setAttribute("aria-checked", chosen);
         button.tabIndex = chosen ? 0 : -1;
       }
-      write(layout, text);
+      writeRich(layout, text);
     },
   };
 }
@@ -77,7 +71,7 @@ function bitRow(act) {
   function build(bits) {
     buttons = bits.map(({ position, name }) =>
       h("button", { type: "button", role: "switch", "aria-label": name, onclick: () => act({ flip: position }) }));
-    buttons.forEach((button, index) => (button.tabIndex = index ? -1 : 0));
+    buttons.forEach((button, index) => { button.tabIndex = index ? -1 : 0; });
     row.replaceChildren(...["sign", "exponent", "fraction"].map((field) => {
       const cells = bits.map((bit, index) => ({ ...bit, index })).filter((bit) => bit.field === field);
       return h("div", { class: `field ${field}`, style: `--cells: ${cells.length}` },
@@ -95,9 +89,9 @@ function bitRow(act) {
       row.setAttribute("aria-label", `Bits of ${format}, ${hex}`);
       bits.forEach((bit, index) => {
         buttons[index].setAttribute("aria-checked", bit.on);
-        write(buttons[index], bit.on ? "1" : "0");
+        writeRich(buttons[index], bit.on ? "1" : "0");
       });
-      write(pattern, multiple ? `${hex} · ${multiple}` : hex);
+      writeRich(pattern, multiple ? `${hex} · ${multiple}` : hex);
     },
   };
 }
@@ -110,9 +104,9 @@ function valuePane() {
   return {
     node: h("div", { class: "pane" }, h("div", { class: "headline" }, value, kind), formula, note),
     update(payload) {
-      write(value, payload.value);
-      write(kind, payload.kind);
-      write(note, payload.note);
+      writeRich(value, payload.value);
+      writeRich(kind, payload.kind);
+      writeRich(note, payload.note);
       value.classList.toggle("long", payload.value.length > 20);
       value.classList.toggle("special", !payload.formula);
       formula.replaceChildren(...(payload.formula ? formulaParts(payload.formula) : []));
@@ -149,9 +143,9 @@ function numberPane(act) {
     destroy: () => clearTimeout(timer),
     update({ typed, rounding, landmarks, value, format }) {
       if (document.activeElement !== input) input.value = typed;
-      write(becomes, rounding && rounding.verdict !== "unread" ? value : "");
+      writeRich(becomes, rounding && rounding.verdict !== "unread" ? value : "");
       arrow.hidden = !becomes.textContent;
-      write(story, rounding ? rounding.text : "Type a number and see what the format makes of it, or try one of these.");
+      writeRich(story, rounding ? rounding.text : "Type a number and see what the format makes of it, or try one of these.");
       story.className = `story ${rounding ? rounding.verdict : ""}`;
       if (chips.dataset.format === format) return;
       chips.dataset.format = format;
@@ -171,7 +165,7 @@ function neighbourLine(act) {
     update({ neighbours, kind, typed }) {
       line.hidden = caption.hidden = !neighbours;
       nothing.hidden = Boolean(neighbours);
-      write(nothing, kind === "nan" ? "NaN has no neighbours." : "Infinity has no spacing: every number beyond the edge rounds to it.");
+      writeRich(nothing, kind === "nan" ? "NaN has no neighbours." : "Infinity has no spacing: every number beyond the edge rounds to it.");
       if (!neighbours) return;
       const { below, value, above, zone, gap_below, gap_above } = neighbours;
       const gap = (from, to, text) => h("span", { class: "gap", style: `${at(from)}; width: ${to - from}%` }, ...rich(text));
@@ -199,7 +193,7 @@ function ruler() {
   return {
     node: h("div", { class: "pane" }, h("div", { class: "title" }, title, legend), rows),
     update({ ruler: { title: number, ticks, marker, rows: formats }, format }) {
-      write(title, `${number} in the range of each format`);
+      writeRich(title, `${number} in the range of each format`);
       const mark = () => (marker === null ? [] : [h("span", { class: "marker", style: `left: ${marker}%` })]);
       const axis = h("div", { class: "track ticks", "aria-hidden": "true" },
         ...ticks.map(({ label, position }) => h("span", { style: `left: ${position}%` }, ...rich(label))));
@@ -224,7 +218,7 @@ function render({ model, el }) {
   // Lab's own shortcuts would take the arrows and the digits otherwise.
   const root = h("section", { class: "amplab-bits", "aria-label": "Bit explorer", "data-lm-suppress-shortcuts": "true" },
     top, bitPane, h("div", { class: "pair" }, valueNode, numberNode), ...below);
-  const update = () => parts.forEach((part) => part.update(payload()));
+  const update = () => { for (const part of parts) part.update(payload()); };
   update();
   model.on("change:payload", update);
   el.append(root);

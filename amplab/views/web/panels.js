@@ -1,4 +1,10 @@
-// The tabs beneath the charts: op dtypes and overflows as tables; the gradients' figure is a neighbour that CSS shows.
+// The tabs below the charts: op dtypes and overflows as tables, gradients as a histogram with a table beside it.
+
+import { drawSoon, palette } from "./canvas.js";
+import { choices, h, moveByArrows, write } from "./elements.js";
+import { binAt, GradientHistogram, nextBin, readingTexts, zoneOf } from "./histogram.js";
+import { integer, power } from "./numbers.js";
+import { endWithKernel, onTheme, ownKeys } from "./page.js";
 
 const TABS = [["dtypes", "Op dtypes"], ["gradients", "Gradients"], ["overflows", "Overflows"]];
 
@@ -10,19 +16,14 @@ function tabStrip(model) {
   });
   const open = (name) => { model.set("tab", name); model.save_changes(); };
   const strip = h("div", { class: "amp-tabs", role: "tablist", "aria-label": "Details" }, buttons);
-  strip.addEventListener("keydown", (event) => {
-    const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (!move) return;
-    event.preventDefault();
-    const next = buttons[(buttons.indexOf(event.target) + move + buttons.length) % buttons.length];
-    next.focus();
-    next.click();
-  });
-  const show = (chosen) => buttons.forEach((button) => {
-    const on = button.dataset.tab === chosen;
-    button.setAttribute("aria-selected", on);
-    button.tabIndex = on ? 0 : -1;
-  });
+  moveByArrows(strip, buttons);
+  const show = (chosen) => {
+    for (const button of buttons) {
+      const on = button.dataset.tab === chosen;
+      button.setAttribute("aria-selected", on);
+      button.tabIndex = on ? 0 : -1;
+    }
+  };
   return { strip, show, counts };
 }
 
@@ -33,12 +34,12 @@ function table(caption, heads) {
     h("table", {}, h("caption", { class: "amp-sr" }, caption), h("thead", {}, head), body)) };
 }
 
-/** A dtype as a coloured chip; the colour repeats the text, it never stands alone. */
+/** A dtype as a colored chip; the color only repeats the text. */
 function chip(dtype) {
   return h("span", { class: "amp-chip", "data-dtype": dtype }, dtype);
 }
 
-/** float32 ×2 + float16 -> float16: the dtypes of a record, repeated ones counted. */
+/** The dtypes of a row as chips, repeated ones counted: float32 ×2 float16 → float16. */
 function signature(row) {
   const side = (dtypes) => dtypes.flatMap(([dtype, times], index) => [
     index ? " " : null, chip(dtype), times > 1 ? h("small", {}, `×${times}`) : null]);
@@ -95,23 +96,62 @@ function overflowPanel() {
   return { box: h("div", { class: "amp-panel", "data-panel": "overflows" }, h("div", { class: "amp-bar" }, summary), made.box), show };
 }
 
-function gradientPanel() {
-  const summary = h("span", { class: "amp-summary" });
-  const waiting = h("p", { class: "amp-note amp-waiting" }, "The figure is being prepared; plotly takes a moment the first time …");
-  const show = (payload) => {
-    write(summary, payload.summary ?? "");
-    waiting.hidden = Boolean(payload.ready);
-  };
-  return { box: h("div", { class: "amp-panel", "data-panel": "gradients" }, h("div", { class: "amp-bar" }, summary), waiting), show };
+/** The histogram below its legend, which shows the values at the column that is read. */
+function histogramBox() {
+  const values = ["unscaled", "scaled", "magnitude"].map((name) => h("output", { class: "amp-now", "data-reading": name, "aria-live": "off" }));
+  const key = (name, value) => h("span", { class: "amp-key" }, h("i", { class: `amp-swatch amp-swatch-${name}` }), name, value);
+  const head = h("div", { class: "amp-chart-head" }, key("unscaled", values[0]), key("scaled", values[1]), values[2]);
+  const canvas = h("canvas", { class: "amp-canvas amp-histogram", role: "img", tabindex: "0" });
+  const spoken = h("span", { class: "amp-sr", role: "status" });
+  const show = (texts) => values.forEach((value, index) => { write(value, texts[index]); });
+  return { box: h("div", { class: "amp-chart" }, head, canvas, spoken), canvas, show, spoken };
 }
 
-/** Plotly draws 700 px wide until the window is resized: tell it so until the figure, which comes late, fits. */
-function fitFigure(el, tries = 40) {
-  const figure = el.closest(".amp-dashboard")?.querySelector(".amp-gradients .svg-container");
-  const box = figure?.closest(".js-plotly-plot");
-  if (box && Math.abs(figure.clientWidth - box.clientWidth) <= 2) return;
-  if (box && box.clientWidth > 0) window.dispatchEvent(new Event("resize"));
-  if (tries > 0) setTimeout(() => fitFigure(el, tries - 1), 150);
+function gradientPanel() {
+  const summary = h("span", { class: "amp-summary" });
+  const waiting = h("p", { class: "amp-note amp-waiting" }, "Waiting for the gradients …");
+  const { box: figure, canvas, show: showReading, spoken } = histogramBox();
+  const layers = table("Gradients by layer: the share that float16 loses",
+    [["Layer"], ["Flushed: unscaled → scaled", "amp-num amp-pair"], ["Overflow", "amp-num"], ["Zeros", "amp-num"]]);
+  layers.box.classList.add("amp-narrow");
+  const content = h("div", { class: "amp-gradients" }, figure, layers.box);
+  const box = h("div", { class: "amp-panel", "data-panel": "gradients" }, h("div", { class: "amp-bar" }, summary), waiting, content);
+  const chart = new GradientHistogram(canvas);
+  const state = { curves: null, reading: null };
+  const { soon, cancel } = drawSoon(canvas, () => {
+    if (state.curves === null) return;
+    chart.draw(state.curves, palette(box), state.reading);
+    showReading(readingTexts(state.curves, state.reading));
+  });
+  const read = (bin) => { state.reading = bin; soon(); };
+  canvas.addEventListener("pointermove", (event) => state.curves && read(binAt(state.curves, event.offsetX, chart.width)));
+  canvas.addEventListener("pointerleave", () => read(null));
+  canvas.addEventListener("blur", () => read(null));
+  canvas.addEventListener("keydown", (event) => {
+    const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (event.key === "Escape") read(null);
+    if (!move || state.curves === null) return;
+    event.preventDefault();
+    read(nextBin(state.curves, state.reading, move));
+    const [unscaled, scaled, magnitude] = readingTexts(state.curves, state.reading);
+    write(spoken, `${magnitude} (${zoneOf(state.curves, state.reading)}): unscaled ${unscaled}, scaled ${scaled}`);
+  });
+  const row = (each) => h("tr", {}, h("td", {}, h("code", {}, each.name)),
+    [each.flushed, each.overflowed, each.zeros].map((text) => h("td", { class: "amp-num" }, text)));
+  const show = (payload) => {
+    waiting.hidden = Boolean(payload.curves);
+    content.hidden = !payload.curves;
+    if (!payload.curves) return;
+    state.curves = payload.curves;
+    write(summary, payload.summary);
+    canvas.setAttribute("aria-label", payload.description);
+    layers.body.replaceChildren(...payload.layers.map(row));
+    soon();
+  };
+  const sized = new ResizeObserver(soon);
+  sized.observe(canvas);
+  const cleanups = [onTheme(soon), cancel, () => sized.disconnect()];
+  return { box, show, draw: soon, end: () => { for (const cleanup of cleanups) cleanup(); } };
 }
 
 function render({ model, el }) {
@@ -124,9 +164,7 @@ function render({ model, el }) {
     const chosen = model.get("tab");
     tabs.show(chosen);
     for (const [name, panel] of Object.entries(panels)) panel.box.hidden = name !== chosen;
-    // The figure lies beside this element in the dashboard.
-    el.closest(".amp-dashboard")?.setAttribute("data-tab", chosen);
-    if (chosen === "gradients") fitFigure(el);
+    if (chosen === "gradients") panels.gradients.draw();
   };
   const showers = Object.entries(panels).map(([name, panel]) => {
     const show = () => {
@@ -137,19 +175,10 @@ function render({ model, el }) {
     show();
     return () => model.off(`change:${name}`, show);
   });
-  const tellTheme = () => {
-    if (root.inert) return;
-    model.set("dark", isDark());
-    model.save_changes();
-  };
-  const fit = () => fitFigure(el);
   model.on("change:tab", showTab);
-  model.on("change:gradients", fit);
-  setTimeout(showTab, 0);
   showTab();
-  tellTheme();
-  const cleanups = [onTheme(tellTheme), ownKeys(root), endWithKernel(model, root), () => model.off("change:tab", showTab), () => model.off("change:gradients", fit), ...showers];
-  return () => cleanups.forEach((cleanup) => cleanup());
+  const cleanups = [ownKeys(root), endWithKernel(model, root), panels.gradients.end, () => model.off("change:tab", showTab), ...showers];
+  return () => { for (const cleanup of cleanups) cleanup(); };
 }
 
 export default { render };

@@ -1,10 +1,11 @@
-// What a view shares with the page: JupyterLab's keys and theme, and the kernel's knowledge that the view is open.
+// What a view shares with the page: JupyterLab's keys and theme, and messages to the kernel about whether it is open.
 
 /**
  * Keep JupyterLab's one-key shortcuts (D D deletes a cell) away from keys pressed in a view; Ctrl and Meta pass.
- * JupyterLab looks for the attribute on the focused element itself, and its shortcuts match that before any ancestor.
+ * JupyterLab looks for the attribute on the focused element itself, and tests its shortcuts before any ancestor hears
+ * the key, so a listener of the window sets the attribute first. Returns the cleanup.
  */
-function ownKeys(root) {
+export function ownKeys(root) {
   const listen = (event) => {
     if ((root.closest(".amp-dashboard") ?? root).contains(event.target)) {
       event.target.toggleAttribute("data-lm-suppress-shortcuts", !(event.ctrlKey || event.metaKey));
@@ -14,21 +15,17 @@ function ownKeys(root) {
   return () => window.removeEventListener("keydown", listen, true);
 }
 
-/** Call tell whenever JupyterLab changes between light and dark; returns the cleanup. */
-function onTheme(tell) {
+/** Call `tell` whenever JupyterLab changes between light and dark; returns the cleanup. */
+export function onTheme(tell) {
   const observer = new MutationObserver(() => tell());
   observer.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light"] });
   return () => observer.disconnect();
 }
 
-const isDark = () => document.body.dataset.jpThemeLight
-  ? document.body.dataset.jpThemeLight === "false"
-  : window.matchMedia("(prefers-color-scheme: dark)").matches;
-
-/** Switch a view off once its kernel has gone, when nothing that is pressed can be sent; returns the cleanup. */
-function endWithKernel(model, root, tell = () => {}) {
+/** Disable a view when its kernel has gone, because nothing that is pressed can be sent; returns the cleanup. */
+export function endWithKernel(model, root, tell = () => {}) {
   const end = () => {
-    // The widget's class says it, in the view that is shown; the event tells when to look.
+    // The event comes before the widget's class changes, and only the view that is on the page has the class.
     setTimeout(() => {
       if (!root.closest(".jupyter-widgets-disconnected")) return;
       root.inert = true;
@@ -39,15 +36,15 @@ function endWithKernel(model, root, tell = () => {}) {
   return () => model.off("comm_live_update", end);
 }
 
-/** Tell the kernel that a view is open, and that it is gone; returns the cleanup. */
-function attend(model) {
+/** Tell the kernel that a view is open, and later that it has closed; returns the cleanup. */
+export function attend(model) {
   const view = Math.random().toString(36).slice(2);
   const say = (type) => model.send({ type, view });
   const leave = () => {
     try {
       say("bye");
     } catch {
-      // The kernel has gone first; there is nobody to tell.
+      // The kernel has already gone, so nobody needs the message.
     }
   };
   window.addEventListener("pagehide", leave);

@@ -1,8 +1,10 @@
-// The controls: every choice of an experiment. The kernel's `shown` is the truth; a press sends one message and waits for it.
+// The controls: every choice of an experiment. They show the kernel's `shown`; a press sends one message and changes
+// nothing here until the kernel answers.
 
-const SEND = (model) => (type, content = {}) => model.send({ type, ...content });
+import { choices, h, icon, write } from "./elements.js";
+import { endWithKernel, ownKeys } from "./page.js";
 
-/** A labelled block; `note` is the line beneath that explains or refuses. */
+/** A labeled block; `note` is the line below that explains or refuses. */
 function block(label, body, note = null, extra = {}) {
   return h("div", { class: "amp-block", ...extra }, h("div", { class: "amp-label" }, label), body, note);
 }
@@ -21,8 +23,8 @@ function dropdown(label, change) {
 }
 
 /**
- * A number that is sent when it is finished (Enter or leaving the field), never while it is typed. What is being typed is
- * left alone; the kernel's next answer after it was sent is written, be it the new value or, when refused, the old one.
+ * A number that is sent when it is complete (Enter or leaving the field), never while it is typed. The field keeps what
+ * is being typed; once that was sent, the kernel's next answer replaces it: the new value, or the old one if refused.
  */
 function number(label, change, attributes = {}) {
   const input = h("input", { type: "number", "aria-label": label, ...attributes });
@@ -42,18 +44,21 @@ function number(label, change, attributes = {}) {
   return { input, show };
 }
 
-/** 2^n, or as text what no number can hold: JSON knows no Infinity, and a refusal names what was typed. */
-function power2(exponent) {
+/** 2^exponent, or text where float64 has no such number: JSON has no Infinity, and a refusal quotes what was typed. */
+export function powerOfTwo(exponent) {
   const value = 2 ** exponent;
   return value > 0 && Number.isFinite(value) ? value : `2**${exponent}`;
 }
 
+/** The exponent of two of a value, to two decimals; null for null. */
+export const exponentOf = (value) => (value === null ? null : Math.round(Math.log2(value) * 100) / 100);
+
 /** A number entered as an exponent of two: 16 stands for 65536. */
 function exponent(label, title, change) {
-  const field = number(`${label}, exponent of two`, (value) => change(value === null ? null : power2(value)), { step: "1", placeholder: "none" });
+  const field = number(`${label}, exponent of two`, (value) => change(value === null ? null : powerOfTwo(value)), { step: "1", placeholder: "none" });
   const power = h("span", { class: "amp-power" }, h("b", { "aria-hidden": "true" }, "2"), field.input);
   const box = h("label", { class: "amp-field", title }, h("span", {}, label), power);
-  return { box, show: (value) => field.show(value === null ? null : Math.round(Math.log2(value) * 100) / 100) };
+  return { box, show: (value) => field.show(exponentOf(value)) };
 }
 
 function counted(label, title, change) {
@@ -64,13 +69,13 @@ function counted(label, title, change) {
 function runButtons(send) {
   const start = h("button", { type: "button", class: "amp-button amp-primary", onclick: () => send(start.dataset.does) });
   const step = h("button", { type: "button", class: "amp-button", title: "Train one step", onclick: () => send("step") }, icon("step"), "Step");
-  const reset = h("button", { type: "button", class: "amp-button", title: "Begin anew: fresh weights, empty history", onclick: () => send("reset") }, icon("reset"), "Reset");
+  const reset = h("button", { type: "button", class: "amp-button", title: "Start over with new weights and an empty history", onclick: () => send("reset") }, icon("reset"), "Reset");
   const show = (state) => {
     const does = state === "running" ? "pause" : "start";
     if (start.dataset.does !== does) {
       start.dataset.does = does;
       start.replaceChildren(icon(does === "pause" ? "pause" : "play"), does === "pause" ? "Pause" : "Start");
-      start.title = does === "pause" ? "Pause at the next step boundary" : "Train until paused";
+      start.title = does === "pause" ? "Pause after the current step" : "Train until paused";
     }
     start.disabled = state === "failed";
     step.disabled = state === "running" || state === "failed";
@@ -112,11 +117,11 @@ function overrideRow(name, change) {
 function scaleBlock(change) {
   const modes = { level: null, dynamic: "dynamic", static: 128 };
   const mode = choices("Loss scale", Object.keys(modes), (value) => change("loss_scale", modes[value]), { level: "by level" });
-  const init = exponent("init", "The scale that a run begins with", (value) => change("init_scale", value));
-  const window_ = counted("window", "Clean steps before the scale doubles", (value) => change("growth_interval", value));
-  const floor = exponent("floor", "The scale never falls below this", (value) => change("min_loss_scale", value));
-  const ceiling = exponent("ceiling", "The scale never grows beyond this", (value) => change("max_loss_scale", value));
-  const fixed = exponent("scale", "The one scale of the whole run", (value) => change("loss_scale", value));
+  const init = exponent("init", "Initial loss scale", (value) => change("init_scale", value));
+  const window_ = counted("window", "Steps without an overflow before the scale doubles", (value) => change("growth_interval", value));
+  const floor = exponent("floor", "Smallest loss scale", (value) => change("min_loss_scale", value));
+  const ceiling = exponent("ceiling", "Largest loss scale", (value) => change("max_loss_scale", value));
+  const fixed = exponent("scale", "Loss scale of every step", (value) => change("loss_scale", value));
   const dynamic = h("div", { class: "amp-fields amp-four" }, init.box, window_.box, floor.box, ceiling.box);
   const fixedRow = h("div", { class: "amp-fields amp-four" }, fixed.box);
   const by = mode.buttons[0];
@@ -136,10 +141,17 @@ function scaleBlock(change) {
 }
 
 const FAULTS = [
-  ["overflow", "Overflow", "Make the next backward overflow: the step is skipped and a dynamic scale halves."],
-  ["underflow", "Underflow", "Multiply the loss by 2⁻¹⁶ until switched off: small gradients flush to zero in float16."],
-  ["nan", "NaN", "Put a NaN into the next batch: no loss scale can help."],
+  ["overflow", "Overflow", "Make the next backward pass overflow. The step is skipped, and a dynamic loss scale halves."],
+  ["underflow", "Underflow", "Multiply the loss by 2⁻¹⁶ until switched off. Small gradients flush to zero in float16."],
+  ["nan", "NaN", "Put a NaN into the next batch. No loss scale can fix it."],
 ];
+
+/** The sentence below the faults. */
+export function faultNote(armed, shrinking, running) {
+  const names = armed.map((kind) => FAULTS.find((fault) => fault[0] === kind)[1]).join(" and ");
+  if (names && !running) return `${names} will go into the next step.`;
+  return shrinking ? "The loss is multiplied by 2⁻¹⁶. Press Underflow again to stop." : "A fault goes into the next step.";
+}
 
 function injectBlock(send) {
   const buttons = FAULTS.map(([kind, text, title]) => h("button",
@@ -147,23 +159,21 @@ function injectBlock(send) {
   const note = h("p", { class: "amp-note", "aria-live": "polite" });
   const show = (armed, shrinking, running) => {
     buttons[1].setAttribute("aria-pressed", shrinking);
-    buttons.forEach((button) => button.classList.toggle("amp-armed", armed.includes(button.dataset.kind)));
-    const waiting = armed.map((kind) => FAULTS.find((fault) => fault[0] === kind)[1]).join(" and ");
-    write(note, waiting && !running ? `${waiting}: waits for the next step.`
-      : shrinking ? "The loss is shrunk by 2⁻¹⁶; press Underflow again to stop." : "A fault goes into the next step.");
+    for (const button of buttons) button.classList.toggle("amp-armed", armed.includes(button.dataset.kind));
+    write(note, faultNote(armed, shrinking, running));
   };
   return { box: block("Inject a fault", h("div", { class: "amp-run" }, buttons), note), show };
 }
 
 function configLine() {
   const text = h("code", { class: "amp-config", tabindex: "0" });
-  const copy = h("button", { type: "button", class: "amp-mini", title: "Copy this line; amplab.lab.open(…) takes it back", "aria-label": "Copy the configuration" }, icon("copy"));
+  const copy = h("button", { type: "button", class: "amp-mini", title: "Copy this line; amplab.lab.open(…) accepts it", "aria-label": "Copy the configuration" }, icon("copy"));
   const copied = () => {
     copy.classList.add("amp-done");
     setTimeout(() => copy.classList.remove("amp-done"), 900);
   };
   copy.addEventListener("click", () => {
-    // A page served over plain HTTP from another host has no clipboard: select the line instead.
+    // A page served over plain HTTP from another host has no clipboard, so select the line instead.
     if (navigator.clipboard) navigator.clipboard.writeText(text.textContent).then(copied);
     else getSelection().selectAllChildren(text);
   });
@@ -171,7 +181,7 @@ function configLine() {
 }
 
 function render({ model, el }) {
-  const send = SEND(model);
+  const send = (type, content = {}) => model.send({ type, ...content });
   const change = (field, value) => send("change", { field, value });
   const run = runButtons(send);
   const task = dropdown("Task", (value) => change("task", value));
@@ -203,7 +213,7 @@ function render({ model, el }) {
     task.show(shown.options.task, shown.config.task);
     network.show(shown.options.model, shown.config.model);
     level.show(shown.levels, shown.config.opt_level);
-    shown.overrides.forEach((override, index) => overrides[index].show(override));
+    shown.overrides.forEach((override, index) => { overrides[index].show(override); });
     scale.show(shown.scale);
     optimizer.show(shown.options.optimizer, shown.config.optimizer);
     rate.show(shown.lr);
@@ -217,7 +227,7 @@ function render({ model, el }) {
   const cleanups = [ownKeys(root), endWithKernel(model, root)];
   return () => {
     model.off("change:shown", show);
-    cleanups.forEach((cleanup) => cleanup());
+    for (const cleanup of cleanups) cleanup();
   };
 }
 

@@ -1,4 +1,7 @@
-// What the lab has to say above everything: a traceback, a sentence, or the choice between two experiments.
+// Messages above the dashboard: a traceback, a sentence, or the choice between two experiments.
+
+import { h } from "./elements.js";
+import { endWithKernel, ownKeys } from "./page.js";
 
 function render({ model, el }) {
   const root = h("section", { class: "amplab amp-notices", "aria-label": "Messages" });
@@ -13,16 +16,16 @@ function render({ model, el }) {
   };
   const show = () => {
     root.replaceChildren(...model.get("notices").map(card));
-    // The last lines of a traceback say what went wrong.
-    root.querySelectorAll("pre").forEach((detail) => { detail.scrollTop = detail.scrollHeight; });
+    // The last lines of a traceback hold the error.
+    for (const detail of root.querySelectorAll("pre")) detail.scrollTop = detail.scrollHeight;
   };
   model.on("change:notices", show);
   show();
-  const gone = h("p", { class: "amp-gone", role: "alert" }, "The kernel has restarted: run the cell again.");
+  const gone = h("p", { class: "amp-gone", role: "alert" }, "The kernel has restarted. Run the cell again.");
   const cleanups = [ownKeys(root), endWithKernel(model, root, () => root.prepend(gone))];
   return () => {
     model.off("change:notices", show);
-    cleanups.forEach((cleanup) => cleanup());
+    for (const cleanup of cleanups) cleanup();
   };
 }
 
