@@ -33,7 +33,7 @@ _KNOWN = (
         "loss = F.binary_cross_entropy_with_logits(logits, target)  # and no sigmoid before it",
     ),
     (
-        re.compile(r"inside of the block of scale_loss"),
+        re.compile(r"inside the block of scale_loss"),
         "stepped-with-scaled-gradients",
         "The gradients are unscaled at the end of the block of scale_loss; in it they are loss_scale times too large.",
         "with amp.scale_loss(loss, optimizer) as scaled_loss:\n    scaled_loss.backward()\noptimizer.step()",
