@@ -4,6 +4,7 @@ The rooms, in reading order; each imports only those before it, and each is load
 ``import amplab`` costs nothing::
 
     formats   what a number is: formats as data, bits, rounding, exponent histograms
+    display   how things are shown outside of widgets: numbers, tables, HTML, drawings, colors
     kernels   fused operations beside their references
     policies  which operation runs in which dtype, and why
     scalers   how the loss scale moves

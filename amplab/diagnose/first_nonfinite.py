@@ -25,9 +25,10 @@ from amplab.amp import Session, default_session
 from amplab.diagnose.first_nonfinite_page import html, sentence, text
 from amplab.diagnose.observed_step.blame import Blame, blame
 from amplab.diagnose.observed_step.tensor_summary import TensorSummary, counted
-from amplab.diagnose.observed_step.values import ObservedStep, measured_in, observe_step, tensors_in
+from amplab.diagnose.observed_step.values import ObservedStep, measured_in, observe_step
 from amplab.diagnose.remedies.api_styles import face_of
 from amplab.diagnose.reruns import Outcome, Room, probe, room
+from amplab.policies.nested_tensors import named_tensors_in
 from amplab.trace import OpRecord, trace_step
 from amplab.trace.step_checks import check_loss_scale
 
@@ -296,5 +297,5 @@ class _Look:
 
 @torch.no_grad()
 def _tensor_named(model: nn.Module, batch: Any, name: str) -> Tensor | None:
-    named = (*model.named_parameters(), *model.named_buffers(), *tensors_in(batch))
+    named = (*model.named_parameters(), *model.named_buffers(), *named_tensors_in(batch, "batch"))
     return next((tensor.detach() for known, tensor in named if known == name), None)

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from amplab.diagnose.observed_step.tensor_summary import Measurements
 from amplab.diagnose.observed_step.values import measured_in, writes_values
 from amplab.formats import LOW_PRECISION_DTYPES
+from amplab.policies.nested_tensors import map_tensors
 from amplab.trace.engines import clear_cast_caches
 from amplab.trace.step_checks import check_loss, check_step
 from amplab.trace.untouched import untouched
@@ -221,12 +221,11 @@ class _InsteadOfHalf(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func.is_view:  # the same memory goes on
             return func(*args, **(kwargs or {}))
-        args, kwargs = tree_map(self._instead, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        args, kwargs = map_tensors((args, kwargs or {}), self._cast)
+        return func(*map(self._asked, args), **{name: self._asked(value) for name, value in kwargs.items()})
 
-    def _instead(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return (
-                value.to(self._dtype) if value.dtype in LOW_PRECISION_DTYPES and value.dtype != self._dtype else value
-            )
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._dtype) if tensor.dtype in LOW_PRECISION_DTYPES - {self._dtype} else tensor
+
+    def _asked(self, value: Any) -> Any:
         return self._dtype if isinstance(value, torch.dtype) and value in LOW_PRECISION_DTYPES else value

@@ -7,8 +7,9 @@ from functools import cached_property
 
 from amplab.diagnose.trial import TrialStep
 from amplab.diagnose.twin_errors import TwinError
-from amplab.trace.plain_html import Markup, chip, html_table, markup, name, page
-from amplab.trace.plain_words import fitted, power, wrapped
+from amplab.display.html import Markup, chip, html_table, markup, name, page
+from amplab.display.numbers import power
+from amplab.display.text import fitted, wrapped
 
 __all__ = ["TwinReport", "TwinRow", "TwinStep"]
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
 
-from amplab.diagnose.scale_drawing import scale_drawing
+from amplab.display.drawings import scale_drawing
+from amplab.display.html import html_table, markup, page
+from amplab.display.numbers import count, percent
+from amplab.display.text import fitted, wrapped
 from amplab.formats import FLOAT16, ExponentHistogram, FloatFormat
 from amplab.scalers import PUBLISHED_RULES, Replay, ScaleRule, replay
-from amplab.trace.plain_html import html_table, markup, page
-from amplab.trace.plain_words import count, fitted, percent, wrapped
 
 __all__ = ["ScaleHistory", "WhatIf", "WhatIfs", "named_rule", "what_if", "what_ifs"]
 

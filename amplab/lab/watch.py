@@ -29,6 +29,8 @@ from torch.optim import Optimizer
 from amplab.amp import ScaleRecord
 from amplab.diagnose import Finding, Findings, Observation, run_findings
 from amplab.diagnose.rules.parameters import adam_on_half, nonfinite_buffers
+from amplab.display.html import page
+from amplab.display.numbers import count
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
 from amplab.lab.explained import logged, with_explained
 from amplab.lab.gradient_sample import GradientMeasure
@@ -43,8 +45,6 @@ from amplab.lab.tensorboard_scalars import TensorBoardScalars
 from amplab.lab.watch_arguments import check_options, check_watched
 from amplab.lab.watch_hooks import WatchHooks
 from amplab.lab.watched_run import WatchedRun
-from amplab.trace.plain_html import page
-from amplab.trace.plain_words import count
 
 __all__ = ["Watch", "watch"]
 

@@ -18,10 +18,10 @@ from amplab.formats import LOW_PRECISION_DTYPES, FloatFormat
 from amplab.policies.argument_casts import cast_to, floating_tensors, is_wide, lowered, raised, widest
 from amplab.policies.cast_cache import CastCache
 from amplab.policies.cast_policy import CastPolicy
+from amplab.policies.nested_tensors import cast_tree
 from amplab.policies.op_table import OpRule
 from amplab.policies.precisions import Precision, tensor_dtype
 from amplab.policies.simulated_rounding import rounded_operands, rounded_results
-from amplab.policies.tree_cast import cast_tree
 
 if TYPE_CHECKING:
     from amplab.policies.casting_mode import CastingMode

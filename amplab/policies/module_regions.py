@@ -32,9 +32,9 @@ from amplab.policies.decision import Decision
 from amplab.policies.engine import CastingEngine, casts_enabled, thread_engines
 from amplab.policies.explained_plan import decided
 from amplab.policies.module_rules import RuledModule, ruled_modules
+from amplab.policies.nested_tensors import cast_tree, floating_tensors_in
 from amplab.policies.precision_policy import PrecisionPolicy
 from amplab.policies.precisions import Precision, precision_name, tensor_dtype
-from amplab.policies.tree_cast import cast_tree
 from amplab.policies.would_be_dtypes import WouldBeDtypes
 
 __all__ = ["ModuleRegion", "module_rule_at_work", "register_module_rules"]
@@ -106,7 +106,9 @@ class ModuleRegion:
             target = self._entry_dtype if by_op else self._inside_dtype
             cast = cast_tree(args, target), cast_tree(kwargs, target)
         follows = by_op and self._inside_dtype is torch.float32
-        inputs = list(zip(_tensors(cast), _tensors((args, kwargs)), strict=True)) if follows else None
+        inputs = (
+            list(zip(floating_tensors_in(cast), floating_tensors_in((args, kwargs)), strict=True)) if follows else None
+        )
         visit.enter(self.engine.active(), inputs)
         return cast
 
@@ -141,7 +143,7 @@ class ModuleRegion:
         """Let a float32 module around know that what came out of this one in 16 bits is no float32 by its ops."""
         following = _AT_WORK.visits[-1].would_be if _AT_WORK.visits else None
         if following is not None and self._inside_dtype in LOW_PRECISION_DTYPES:
-            for before, after in zip(_tensors(output), _tensors(cast), strict=True):
+            for before, after in zip(floating_tensors_in(output), floating_tensors_in(cast), strict=True):
                 if before.dtype is self._inside_dtype:
                     following.note(after, following.around.tensor_dtype)
 
@@ -240,15 +242,3 @@ def module_rule_at_work() -> str:
 def _policy_at_work() -> PrecisionPolicy:
     engines = thread_engines()
     return engines[-1].policy if engines else _FLOAT32
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    """The floating tensors of a structure, in the order in which `cast_tree` meets them."""
-    found: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> torch.dtype:
-        found.append(tensor)
-        return tensor.dtype
-
-    cast_tree(tree, keep)
-    return found

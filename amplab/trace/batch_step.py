@@ -15,17 +15,17 @@ Without `loss` it is the output's own `loss` (a key or an attribute), else the s
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset
 
+from amplab.policies.nested_tensors import floating_tensors_in
 from amplab.trace.step_checks import accepts, check_loss, check_model
 
-__all__ = ["ModelGroup", "StepFunction", "as_model", "floating_tensors", "step_function"]
+__all__ = ["ModelGroup", "StepFunction", "as_model", "step_function"]
 
 
 class ModelGroup(nn.Module):
@@ -246,29 +246,13 @@ def _loss_in(output: Any) -> tuple[Tensor, str]:
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(own, Tensor):
         return own, "the output's own loss"
-    tensors = list(floating_tensors(output))
+    tensors = floating_tensors_in(output)
     if not tensors:
         raise ValueError(
             f"the model returned {_described(output)} without a floating-point tensor: expected one to start backward "
             "from; pass loss=, a function of the output."
         )
     return sum(tensor.float().sum() for tensor in tensors), "the sum of the output, as no loss is given"
-
-
-def floating_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors of what a module returns: in dicts, sequences and dataclasses, however deep."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from floating_tensors(each)
-    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        for each in value:
-            yield from floating_tensors(each)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from floating_tensors(getattr(value, field.name))
 
 
 def _name_of(func: Callable) -> str:

@@ -19,11 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from amplab.display.numbers import percent, power
+from amplab.display.text import fitted, wrapped
 from amplab.formats import FLOAT16, ExponentHistogram, FloatFormat
 from amplab.policies import disable_casts
 from amplab.trace.batch_step import as_model, step_function
 from amplab.trace.gradient_range_html import html
-from amplab.trace.plain_words import fitted, percent, power, wrapped
 from amplab.trace.statistics import Statistics
 from amplab.trace.step_checks import check_gradients_on, check_loss_scale
 from amplab.trace.untouched import untouched

@@ -8,9 +8,9 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from amplab.display.html import Markup, html_table, markup, name, page
+from amplab.display.numbers import percent, power
 from amplab.formats import ExponentHistogram, FloatFormat
-from amplab.trace.plain_html import Markup, html_table, markup, name, page
-from amplab.trace.plain_words import percent, power
 
 if TYPE_CHECKING:
     from amplab.trace.gradient_range import GradientRange

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from amplab.trace.plain_words import WIDTH, fitted, wrapped
+from amplab.display.text import WIDTH, fitted, wrapped
 
 if TYPE_CHECKING:
     from amplab.trace.records import OpRecord, TensorInfo

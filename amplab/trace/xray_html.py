@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from amplab.trace.plain_html import Markup, dtype_chips, figures, html_table, key, markup, name, page, ribbon
-from amplab.trace.plain_words import count, filled, places, size
+from amplab.display.html import Markup, dtype_chips, figures, html_table, key, markup, name, page, ribbon
+from amplab.display.numbers import count, size
+from amplab.display.text import filled, places
 from amplab.trace.records import OpRecord
 from amplab.trace.table import folded
 from amplab.trace.xray_text import NUMBERS, cells, dtypes, heads, totals

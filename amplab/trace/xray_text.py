@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from amplab.display.numbers import count, power, size
+from amplab.display.text import WIDTH, filled, fitted, places, wrapped
 from amplab.trace.kept_tensors import KeptBytes
-from amplab.trace.plain_words import WIDTH, count, filled, fitted, places, power, size, wrapped
 from amplab.trace.records import OpRecord, TensorInfo
 from amplab.trace.statistics import OpStatistics
 from amplab.trace.table import folded

@@ -11,6 +11,7 @@ from source_tree import PACKAGE, module_name, python_files, relative
 # The one order of the house.
 ROOMS = (
     "formats",
+    "display",
     "kernels",
     "policies",
     "scalers",

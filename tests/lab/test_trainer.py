@@ -316,7 +316,7 @@ def test_kernels_that_cannot_be_built_are_an_event_and_no_warning(tmp_path):
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith("paused False amplab kernels: failed. ")
-    assert "To have them: " in result.stdout
+    assert "To enable them: " in result.stdout
 
 
 def test_a_skipped_step_is_explained_when_asked(trainer):

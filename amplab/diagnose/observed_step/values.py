@@ -14,7 +14,7 @@ What the values mean is in `blame` (where inf and NaN come from) and in the file
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from amplab.diagnose.observed_step.tensor_summary import MEASURED, Measurements, TensorSummary, counted
+from amplab.policies.nested_tensors import named_tensors_in, tensors_in
 from amplab.trace import Trace
 from amplab.trace.made_later import MadeLater
 from amplab.trace.reasons import records_when_read
@@ -42,7 +43,6 @@ __all__ = [
     "memory_of",
     "named_tensors",
     "observe_step",
-    "tensors_in",
     "writes_values",
 ]
 
@@ -50,7 +50,6 @@ _FILLS = frozenset(("masked_fill", "masked_fill_", "fill", "fill_", "full", "ful
 _ALLOCATES = frozenset(("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"))
 _VIEWS = frozenset(("_unsafe_view", "detach", "lift_fresh", "_reshape_alias"))  # beside those that say so
 _ACCUMULATES = "torch::autograd::AccumulateGrad"
-_LISTS = list, tuple
 _unseen_by_engines = torch._C.DisableTorchFunction
 
 
@@ -170,18 +169,6 @@ def observe_step(
     return watcher.observed(events, loss_scale)
 
 
-def tensors_in(batch: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a nested batch with a name each: `batch`, `batch[0]`, `batch['x']`."""
-    if isinstance(batch, Tensor):
-        yield path, batch
-    elif isinstance(batch, Mapping):
-        for key, value in batch.items():
-            yield from tensors_in(value, f"{path}[{key!r}]")
-    elif isinstance(batch, list | tuple):
-        for place, value in enumerate(batch):
-            yield from tensors_in(value, f"{path}[{place}]")
-
-
 class NamedMemory(NamedTuple):
     """What lies in a piece of memory: its name, and the kind as `Value` has it."""
 
@@ -191,7 +178,7 @@ class NamedMemory(NamedTuple):
 
 def named_tensors(model: nn.Module, batch: Any) -> dict[int, NamedMemory]:
     """Memory -> what lies in it."""
-    found = {memory_of(tensor): NamedMemory(name, "batch") for name, tensor in tensors_in(batch)}
+    found = {memory_of(tensor): NamedMemory(name, "batch") for name, tensor in named_tensors_in(batch, "batch")}
     found |= {memory_of(tensor): NamedMemory(name, "buffer") for name, tensor in model.named_buffers()}
     found |= {memory_of(tensor): NamedMemory(name, "parameter") for name, tensor in model.named_parameters()}
     found.pop(0, None)  # tensors without elements
@@ -322,13 +309,10 @@ _UNNAMED = NamedMemory("", "")
 def measured_in(values: Iterable[Any]) -> list[Tensor]:
     """Return the tensors among the arguments of an op that are measured, in order."""
     found = []
-    for value in values:
-        if isinstance(value, Tensor):
-            each = value._values() if value.layout is torch.sparse_coo else value  # the elements that it holds
-            if each.dtype in MEASURED and each.layout is torch.strided and each.numel() > 0:
-                found.append(each)
-        elif isinstance(value, _LISTS):
-            found += measured_in(value)
+    for value in tensors_in(tuple(values)):
+        each = value._values() if value.layout is torch.sparse_coo else value  # the elements that it holds
+        if each.dtype in MEASURED and each.layout is torch.strided and each.numel() > 0:
+            found.append(each)
     return found
 
 

@@ -23,7 +23,7 @@ from amplab.diagnose.finding import Finding
 from amplab.diagnose.rehearsal import Rehearsal
 from amplab.diagnose.rehearsed import GradientWrite, SteppedGradient
 from amplab.diagnose.remedies.api_styles import clip_unscaled, scaled_loss, unscaled_once, unscaled_step
-from amplab.trace.plain_words import power
+from amplab.display.numbers import power
 
 __all__ = ["GRADIENT_RULES", "gradient_findings", "may_be_scaled", "may_clip_scaled_gradients", "shared_module"]
 

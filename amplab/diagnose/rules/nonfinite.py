@@ -27,9 +27,9 @@ from amplab.diagnose.observed_step.values import ObservedStep
 from amplab.diagnose.remedies.api_styles import smaller_rate
 from amplab.diagnose.remedies.float32 import dynamic_scale, in_float32, variance_in_float32
 from amplab.diagnose.rules.out_of_float32 import why_out_of_float32
+from amplab.display.numbers import power
 from amplab.policies import CastPolicy
 from amplab.trace import OpRecord
-from amplab.trace.plain_words import power
 
 __all__ = [
     "DIVISIONS", "LOGARITHMS", "REDUCTIONS", "SOFTMAXES",

@@ -30,7 +30,7 @@ from amplab.diagnose.remedies.api_styles import (
     with_window,
 )
 from amplab.diagnose.remedies.float32 import dynamic_scale
-from amplab.trace.plain_words import power
+from amplab.display.numbers import power
 
 __all__ = ["RUN_RULES", "diverging", "lost_at_once", "run_findings"]
 

@@ -40,8 +40,8 @@ from amplab.diagnose.rules.nonfinite import (
     sigmoid_of_bce,
     vanished_in_half,
 )
+from amplab.display.numbers import power
 from amplab.trace import OpRecord
-from amplab.trace.plain_words import power
 
 __all__ = ["VALUE_RULES", "value_findings"]
 

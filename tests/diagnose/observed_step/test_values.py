@@ -17,7 +17,8 @@ from amplab.diagnose.observed_step.tensor_summary import (
     measure,
     read,
 )
-from amplab.diagnose.observed_step.values import observe_step, tensors_in
+from amplab.diagnose.observed_step.values import observe_step
+from amplab.policies.nested_tensors import named_tensors_in
 
 
 def read_one(measure, tensor):
@@ -146,7 +147,10 @@ def test_ops_are_found_from_both_ends():
 
 def test_batches_are_named_by_their_path():
     x = torch.ones(1)
-    assert [name for name, _ in tensors_in({"a": [x, (x,)], "b": 3})] == ["batch['a'][0]", "batch['a'][1][0]"]
+    assert [name for name, _ in named_tensors_in({"a": [x, (x,)], "b": 3}, "batch")] == [
+        "batch['a'][0]",
+        "batch['a'][1][0]",
+    ]
 
 
 def test_every_model_is_left_as_it_was():

@@ -2,7 +2,8 @@
 
 import pytest
 
-from amplab.trace.plain_words import WIDTH, fitted, labelled, number, size, wrapped
+from amplab.display.numbers import number, size
+from amplab.display.text import WIDTH, fitted, labelled, wrapped
 
 
 def test_a_table_that_fits_is_left_alone():

@@ -1,6 +1,6 @@
 """What a cell shows without a widget: tables, parts that fold, chips of dtypes. No script, and the page's own colours.
 
-Text is escaped here; what is HTML already is `Markup`, and goes in as it is. The style sheet, `plain.css`, takes text
+Text is escaped here; what is HTML already is `Markup`, and goes in as it is. The style sheet, `page.css`, takes text
 and lines from the page, light or dark, and has colours of its own for dtypes and severities alone, the dashboard's.
 """
 
@@ -10,6 +10,8 @@ from functools import cache
 from html import escape
 from itertools import groupby
 from pathlib import Path
+
+from amplab.display.palette import palette_css
 
 __all__ = ["Markup", "chip", "dtype_chips", "figures", "folded_part", "html_table", "key", "markup", "name", "page",
            "ribbon"]  # fmt: skip
@@ -137,4 +139,4 @@ def _bodies(rows: Sequence[str], groups: Sequence[str], columns: int) -> str:
 
 @cache
 def _style() -> str:
-    return Path(__file__).with_name("plain.css").read_text(encoding="utf-8")
+    return palette_css() + Path(__file__).with_name("page.css").read_text(encoding="utf-8")

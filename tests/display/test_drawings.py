@@ -5,8 +5,7 @@ import re
 
 from html_outline import outline
 
-from amplab.diagnose.loss_drawing import loss_drawing
-from amplab.diagnose.scale_drawing import scale_drawing
+from amplab.display.drawings import loss_drawing, scale_drawing
 
 EVIL = '<b a="x">'
 
@@ -40,7 +39,7 @@ def test_names_are_escaped_and_scales_that_are_none_left_out():
 def test_a_rule_of_one_s_own_has_a_colour_however_many_there_are():
     strokes = re.findall(r"<polyline.*?style=\"stroke:(.*?)\"", scale_drawing({str(k): [2.0**k] for k in range(20)}))
     assert len(strokes) == 20
-    assert all(stroke.startswith("var(--curve-") for stroke in strokes)
+    assert all(stroke.startswith("var(--amp-curve-") for stroke in strokes)
 
 
 def test_losses_are_drawn_on_the_axis_of_all():

@@ -1,18 +1,16 @@
-"""Curves of a loss scale as a small SVG: steps to the right, powers of two upwards. Numbers in, text out."""
+"""Small drawings as SVG: loss scales over the steps of a run, and losses in a cell of a table."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
-from amplab.trace.plain_html import Markup
+from amplab.display.html import Markup
+from amplab.display.palette import CURVES, PALETTE
 
-__all__ = ["scale_drawing"]
+__all__ = ["loss_drawing", "scale_drawing"]
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 760, 220, 44, 24, 8
 _MOST_CORNERS = 400
-# Okabe and Ito's colours, told apart by nearly everyone; `plain.css` has those for a dark ground. What was recorded has
-# the text's. Dashes tell them apart without colour.
-_COLOURS = ("currentColor", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c8c")
 _DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "1 2", "12 4", "6 2 1 2")
 
 
@@ -45,9 +43,10 @@ def scale_drawing(curves: Mapping[str, Sequence[float]]) -> Markup:
 
 def _stroke(number: int) -> str:
     """How a curve is drawn; the first one, what was recorded, is broader."""
-    place = number % len(_COLOURS)
-    colour = f'stroke="{_COLOURS[place]}" style="stroke:var(--curve-{place}, {_COLOURS[place]})"'
-    return f'fill="none" {colour} stroke-width="{2.5 if number == 0 else 2}" stroke-dasharray="{_DASHES[place]}"'
+    place = number % len(CURVES)
+    light, _ = PALETTE[CURVES[place]]
+    color = f'stroke="{light}" style="stroke:var(--amp-{CURVES[place]}, {light})"'
+    return f'fill="none" {color} stroke-width="{2.5 if number == 0 else 2}" stroke-dasharray="{_DASHES[place]}"'
 
 
 def _corners(curve: Sequence[float], low: int, high: int, steps: int) -> Iterator[str]:
@@ -86,3 +85,52 @@ def _across(step: int, steps: int) -> float:
 
 def _height(scale: float, low: int, high: int) -> float:
     return round(_TOP + (_HEIGHT - _TOP - _BOTTOM) * (high - math.log2(scale)) / (high - low), 1)
+
+
+_SMALL_WIDTH, _SMALL_HEIGHT = 120, 26
+_MOST_POINTS = 120  # points; more are thinned evenly
+
+
+def loss_drawing(losses: Sequence[float], of_all: Sequence[Sequence[float]]) -> Markup:
+    """Draw losses step by step; a cross stands where they stop being finite.
+
+    Args:
+        losses: of the run that is drawn.
+        of_all: of every run of the table; the last one, the reference, lies faintly behind.
+    """
+    finite = [loss for run in of_all for loss in run if math.isfinite(loss)]
+    if not finite or not losses:
+        return Markup("–")
+    low, high, steps = min(finite), max(finite), max(map(len, of_all))
+    reference = _line(of_all[-1], low, high, steps, "stroke:currentColor; opacity:0.4; stroke-width:1.5")
+    own = _line(losses, low, high, steps, "stroke:currentColor; stroke-width:1.5")
+    shown = [loss for loss in losses if math.isfinite(loss)]
+    said = f"loss from {shown[0]:.4g} to {shown[-1]:.4g}" if shown else "no finite loss"
+    size = f'viewBox="0 0 {_SMALL_WIDTH} {_SMALL_HEIGHT}" width="{_SMALL_WIDTH}" height="{_SMALL_HEIGHT}"'
+    return Markup(
+        f'<svg class="small" {size} role="img" aria-label="{said}">'
+        f"<title>{said}</title>{reference}{own}{_end(losses, low, high, steps)}</svg>"
+    )
+
+
+def _line(losses: Sequence[float], low: float, high: float, steps: int, style: str) -> str:
+    every = len(losses) // _MOST_POINTS + 1
+    points = (_point(step, losses[step], low, high, steps) for step in range(0, len(losses), every))
+    return f'<polyline points="{" ".join(filter(None, points))}" style="fill:none; {style}"/>'
+
+
+def _end(losses: Sequence[float], low: float, high: float, steps: int) -> str:
+    """A cross after the last finite loss, where a loss that is not finite follows."""
+    broken = next((step for step, loss in enumerate(losses) if not math.isfinite(loss)), None)
+    if broken is None:
+        return ""
+    before = losses[broken - 1] if broken else high
+    x, y = _point(broken, before, low, high, steps).split(",")
+    return f'<path d="M{x} {y}m-3-3l6 6m0-6l-6 6" style="stroke:var(--amp-error); stroke-width:2"/>'
+
+
+def _point(step: int, loss: float, low: float, high: float, steps: int) -> str:
+    if not math.isfinite(loss):
+        return ""
+    across = 4 + (_SMALL_WIDTH - 8) * step / max(steps - 1, 1)
+    return f"{across:.1f},{3 + (_SMALL_HEIGHT - 6) * (high - loss) / ((high - low) or 1.0):.1f}"

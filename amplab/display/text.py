@@ -1,12 +1,10 @@
-"""Numbers in words, and lines of cells under each other, for what is printed."""
+"""Plain text of at most 100 columns: wrapped sentences, and cells aligned in columns."""
 
-import math
 import re
 import textwrap
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 
-__all__ = ["WIDTH", "aligned", "count", "filled", "fitted", "labelled", "number", "percent", "places", "power", "size",
-           "wrapped"]  # fmt: skip
+__all__ = ["WIDTH", "aligned", "filled", "fitted", "labelled", "places", "wrapped"]
 
 WIDTH = 100
 """Columns of a page of text: what a notebook of 1000 pixels shows without breaking lines."""
@@ -17,61 +15,6 @@ _BREAKS = re.compile(r"(?<=[./_])(?=[^\d\s])|(?<=[^\d\s][./_])(?=\d)|(?<=\s)")  
 _WORDS = re.compile(r"(?<=_)(?=[^\W_])|(?<=\s)")
 _FOLDERS = re.compile(r"(?<=[/\s])")
 _UNIT = re.compile(r"(?<=\d) (?=[kMGT]?B\b)")
-
-
-def percent(share: float) -> str:
-    """Return a share in percent, small ones told apart from none.
-
-    >>> percent(0.0), percent(0.0004), percent(0.25), percent(1.0)
-    ('0 %', '<0.1 %', '25.0 %', '100 %')
-    """
-    if share in (0, 1):
-        return f"{100 * share:.0f} %"
-    return "<0.1 %" if share < 0.001 else f"{100 * share:.1f} %"
-
-
-def power(value: float) -> str:
-    """Return a number as a power of two where it is one.
-
-    >>> power(65536.0), power(1000.0), power(1.0)
-    ('2^16', '1000', '1')
-    """
-    mantissa, exponent = math.frexp(value)
-    return f"2^{exponent - 1}" if mantissa == 0.5 and value != 1 else f"{value:g}"
-
-
-def count(number: int, noun: str) -> str:
-    """Return how many of a thing.
-
-    >>> count(1, "cast"), count(1200, "byte")
-    ('1 cast', '1,200 bytes')
-    """
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
-
-
-def size(nbytes: int) -> str:
-    """Return bytes in the unit that suits them; decimal units, as in the dashboard.
-
-    >>> size(0), size(640), size(102_840), size(2_500_000_000)
-    ('0 B', '640 B', '103 kB', '2.50 GB')
-    """
-    if nbytes < 1000:
-        return f"{nbytes} B"
-    place = min(int(math.log10(nbytes)) // 3, 4)
-    value = nbytes / 1000.0**place
-    return f"{value:.{max(0, 2 - int(math.log10(value)))}f} {('B', 'kB', 'MB', 'GB', 'TB')[place]}"
-
-
-def number(value: float | str) -> str:
-    """Return a number as a person writes it: groups of three digits, powers of two, four digits of what is left.
-
-    >>> number(9216), number(65536.0), number(2.0**-24), number(0.46973), number(1e-8), number("loss")
-    ('9,216', '2^16', '2^-24', '0.4697', '1e-08', 'loss')
-    """
-    if not isinstance(value, float):
-        return f"{value:,}" if isinstance(value, int) else value
-    is_power = 0.0 < value < math.inf and math.frexp(value)[0] == 0.5
-    return power(value) if is_power and not 2.0**-4 <= value <= 2.0**9 else f"{value:.4g}"
 
 
 def wrapped(text: str, indent: int = 2) -> str:
@@ -153,7 +96,7 @@ def _cut(lines: list[str], height: int, width: int) -> list[str]:
     return [*lines[: height - 1], more.rstrip(" ,:;") + "…"]
 
 
-def _broken(cell: str, width: int, breaks: re.Pattern | None = None) -> list[str]:
+def _broken(cell: str, width: int, breaks: re.Pattern[str] | None = None) -> list[str]:
     """The lines that a cell takes, broken at spaces and within paths where no other places are given."""
     if len(cell) <= width:
         return [cell]

@@ -1,4 +1,4 @@
-"""cast_tree keeps every container's type, casts floating tensors only, and copies nothing needlessly."""
+"""Nested tensors: every container is walked and keeps its type; only floating tensors are cast."""
 
 import collections
 import dataclasses
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from amplab.policies import cast_tree
+from amplab.policies.nested_tensors import cast_tree, floating_tensors_in, map_tensors, named_tensors_in, tensors_in
 
 
 class Pair(NamedTuple):
@@ -152,3 +152,40 @@ def test_cast_tree_asks_a_function_for_each_tensor():
     cast = cast_tree(tree, lambda tensor: torch.bfloat16 if tensor.dtype is torch.float32 else tensor.dtype)
     assert (cast["half"], cast["n"], cast["own"]) == (tree["half"], tree["n"], custom)
     assert cast["wide"][0].dtype is cast["packed"].data.dtype is torch.bfloat16
+
+
+def test_tensors_are_found_in_order_in_every_container():
+    first, second, third, fourth, fifth = tensors = [torch.full((1,), float(number)) for number in range(5)]
+    packed = pack_sequence([torch.ones(2)])
+    tree = {
+        "list": [first, 1, None],
+        "pair": Pair(second, 2),
+        "fields": Frozen(
+            third,
+            "name",
+        ),
+        "user": collections.UserDict(x=fourth),
+        "deque": collections.deque([fifth]),
+        "no tensors": ("text", b"bytes", range(3), numpy.ones(2), torch.float16, Batch, torch.nn.Linear(1, 1)),
+    }
+    found = tensors_in(tree)
+    assert all(one is other for one, other in zip(found, tensors, strict=True))
+    assert [name for name, _ in named_tensors_in(tree, "x")] == [
+        "x['list'][0]",
+        "x['pair'][0]",
+        "x['fields'].x",
+        "x['user']['x']",
+        "x['deque'][0]",
+    ]
+    assert floating_tensors_in([packed, torch.tensor(1)])[0] is packed.data
+
+
+def test_map_tensors_keeps_the_structure_and_asks_custom_for_batch_classes():
+    batch = Batch()
+    tree = [Pair(x(), 3), {"batch": batch}, torch.ones(2, 2).max(0)]
+    doubled = map_tensors(tree, lambda tensor: 2 * tensor)
+    assert type(doubled[0]) is Pair
+    assert doubled[0].x.tolist() == doubled[2].values.tolist() == [2.0, 2.0]
+    assert doubled[1] is tree[1]
+    assert map_tensors(tree, lambda tensor: tensor, custom=lambda value: value) is tree
+    assert map_tensors(tree, lambda tensor: tensor, custom=lambda value: None)[1] == {"batch": None}
