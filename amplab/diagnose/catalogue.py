@@ -67,7 +67,9 @@ class CatalogueEntry:
         superseded = [*self.supersedes, *(f"{each} (as an error)" for each in self.supersedes_as_error)]
         head = (f"{self.id} [{', '.join(self.severities)}]", f"  {self.title}")
         left_out = f"  supersedes: {', '.join(superseded)}" if superseded and self.severities[0] == "error" else ""
-        return "\n".join(filter(None, (*head, left_out, *(line for case in self.cases.items() for line in _shown(*case)))))
+        return "\n".join(
+            filter(None, (*head, left_out, *(line for case in self.cases.items() for line in _shown(*case))))
+        )
 
 
 class Catalogue(Mapping[str, CatalogueEntry]):
@@ -105,6 +107,7 @@ def _shown(name: str, case: Case) -> Iterator[str]:
 def finding(
     name: str,
     case: str = "",
+    /,
     *,
     api: Api | None = None,
     severity: Severity | None = None,
@@ -233,7 +236,9 @@ _SMALLER_RATE = by_scaling(
     torch=_RATE + _CLIP_UNSCALED.format(most=1.0),
     plain=_RATE + _CLIP_MODEL.format(most=1.0),
 )
-_SMALLER_RATE_IN_FLOAT32 = "for group in optimizer.param_groups: group['lr'] /= 10  # from the last good checkpoint, and clip"
+_SMALLER_RATE_IN_FLOAT32 = (
+    "for group in optimizer.param_groups: group['lr'] /= 10  # from the last good checkpoint, and clip"
+)
 _MASKED_FILL = "scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)"
 _BCE_WITH_LOGITS = (
     "loss = F.binary_cross_entropy_with_logits(logits.float(), target)  # and remove the sigmoid before it"
@@ -244,7 +249,10 @@ _SAFE_INPUT = "safe = torch.where(x > 0, x, 1.0)  # before {fn}; a where after i
 _RAISED = "The step raised: {message}"
 _CAME_IN = "{tensor_name} contained inf or NaN before the step began; {result} is not finite."
 _WROTE = "{fn} wrote {counted}"
-_ELEVEN_BITS = "float16 has 11 significant bits. Where E[x^2] and E[x]^2 are nearly equal, their difference is mostly rounding error."
+_ELEVEN_BITS = (
+    "float16 has 11 significant bits. Where E[x^2] and E[x]^2 are nearly equal, their difference is mostly rounding "
+    "error."
+)
 _TOO_LARGE_FORWARD = "The result is larger than 65504. What is divided by it becomes 0, and the loss may not show it."
 
 
@@ -266,6 +274,12 @@ def _with(before: str, code: PerApi, after: str = "") -> PerApi:
     return PerApi(code.by, texts, f"{before}{code.otherwise}{after}")
 
 
+_OWN_STEP = by_scaling(
+    "{name}.step()  # after the backward of its own loss",
+    apex="with amp.scale_loss(loss, {name}) as scaled_loss:  # its own loss\n    scaled_loss.backward()\n{name}.step()",
+    amplab="scaler.step({name})  # after the backward of its own loss, before scaler.update()",
+    torch="scaler.step({name})  # after the backward of its own loss, before scaler.update()",
+)
 _WINDOW = _setting("scale_window={new_window}", "growth_interval={new_window}")
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -277,7 +291,8 @@ _RUN = (
         ("error",),
         {
             "": Case(
-                "The loss went from {first_loss:.4g} to {loss_now:.4g} in {steps_taken} steps that were taken, {until}.",
+                "The loss went from {first_loss:.4g} to {loss_now:.4g} in {steps_taken} steps that were taken, "
+                "{until}.",
                 "The update steps are too large. Later overflows are a consequence; float32 would overflow as well.",
                 _SMALLER_RATE,
             ),
@@ -626,8 +641,7 @@ _PARAMETERS = (
                 "Optimizer {optimizer} ({kind}) updates {parameters} parameters, none of them of this model.",
                 "It was created for another object: a copy, or the model before .cuda(), .half() or a wrapper replaced "
                 "its parameters.",
-                "model = model.to(device)  # first\n"
-                "optimizer = torch.optim.{kind}(model.parameters(), ...)  # then",
+                "model = model.to(device)  # first\noptimizer = torch.optim.{kind}(model.parameters(), ...)  # then",
             )
         },
     ),
@@ -640,13 +654,13 @@ _PARAMETERS = (
                 "Optimizer {optimizer} was never stepped; {with_gradient} of its parameters have a gradient.",
                 "Another optimizer is stepped instead, or the call of its step is missing. Its parameters keep their "
                 "initial values.",
-                by_scaling(
-                    "{name}.step()  # after the backward of its own loss",
-                    apex="with amp.scale_loss(loss, {name}) as scaled_loss:  # its own loss\n"
-                    "    scaled_loss.backward()\n{name}.step()",
-                    amplab="scaler.step({name})  # after the backward of its own loss, before scaler.update()",
-                    torch="scaler.step({name})  # after the backward of its own loss, before scaler.update()",
-                ),
+                _OWN_STEP,
+            ),
+            "not-named": Case(
+                "Optimizer {optimizer} was never stepped; {with_gradient} of its parameters have a gradient.",
+                "The code of this step does not name the optimizer, so it may be stepped elsewhere. Its gradients add "
+                "up unless they are set to zero; .detach() what this loss reads from its module.",
+                _OWN_STEP,
             ),
         },
     ),
@@ -854,7 +868,7 @@ _NONFINITE = (
                     "exp-log1p": "y = F.softplus(x)  # log(1 + exp(x)) without computing exp(x)",
                     "exp-log": "y = torch.logsumexp(x, dim=-1)  # F.softplus(x) for log(1 + exp(x)): neither computes "
                     "exp(x)",
-                    "exp-ratio": "y = torch.softmax(x, dim=-1)  # or torch.exp(x - x.amax(-1, keepdim=True)): same ratio",
+                    "exp-ratio": "y = torch.softmax(x, dim=-1)  # or torch.exp(x - x.amax(-1, keepdim=True))",
                 }.items()
             },
         },
@@ -1118,8 +1132,8 @@ _VALUES = (
         {
             "": Case(
                 "binary_cross_entropy reads a sigmoid in {dtype}{saturated}.",
-                "float16 rounds probabilities to 1 from a logit of 8.3 on, float32 from 17 on. The loss is then clamped "
-                "and its gradient is 0.",
+                "float16 rounds probabilities to 1 from a logit of 8.3 on, float32 from 17 on. The loss is then "
+                "clamped and its gradient is 0.",
                 _BCE_WITH_LOGITS,
             ),
             "nonfinite": Case(
@@ -1186,8 +1200,10 @@ _SPEED = (
                     apex_half="# keep x in float16 between the ops: remove .float() and .to(...) where they are not "
                     "needed",
                     half="# keep x in float16 between the ops: remove .float() and .to(...) where they are not needed",
-                    amplab="with amplab.autocast(x.device.type, torch.float16):  # one region around the whole forward",
-                    torch="with torch.autocast(x.device.type, torch.float16):  # one region around the whole forward",
+                    amplab="with amplab.autocast(x.device.type, torch.float16):  # one region around the whole forward\n"
+                    "    loss = criterion(model(x), target)",
+                    torch="with torch.autocast(x.device.type, torch.float16):  # one region around the whole forward\n"
+                    "    loss = criterion(model(x), target)",
                 ),
             )
         },

@@ -9,7 +9,6 @@ Here the rules are applied and what they find is put in order; each rule is in a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 
 from amplab.amp import LossScaleCollapse, Session, default_session
 from amplab.diagnose.arguments import check_arguments, check_no_arguments
+from amplab.diagnose.catalogue import causes_first
 from amplab.diagnose.finding import Finding, Findings
 from amplab.diagnose.first_nonfinite import Setting, explain, setting_of
 from amplab.diagnose.machine import MachineReport, machine_report
@@ -27,10 +27,10 @@ from amplab.diagnose.observations import Observation
 from amplab.diagnose.observed_step.blame import blame
 from amplab.diagnose.observed_step.values import ObservedStep, observe_step
 from amplab.diagnose.rehearsals import rehearse_loop
-from amplab.diagnose.remedies.api_styles import face_of
+from amplab.diagnose.remedies.api_styles import Api, api_style_of
 from amplab.diagnose.rules.arithmetic import arithmetic_findings
 from amplab.diagnose.rules.gradients import gradient_findings
-from amplab.diagnose.rules.nonfinite import finding_of, level_in_use
+from amplab.diagnose.rules.nonfinite import api_in_use, finding_of
 from amplab.diagnose.rules.parameters import nonfinite_buffers, parameter_findings
 from amplab.diagnose.rules.raised import Raised, finding_of_error
 from amplab.diagnose.rules.run import run_findings
@@ -41,14 +41,7 @@ from amplab.diagnose.rules.values import value_findings
 from amplab.diagnose.train_step.schedules import schedulers_of
 from amplab.trace.compiled_functions import compiled_functions_eagerly
 
-__all__ = ["causes_first", "doctor"]
-
-_OF_THE_RUN = ("scale-collapse", "nonfinite-loss")
-_SYMPTOMS = (*_OF_THE_RUN, "nonfinite-parameter")
-_SAYS_MORE = ("scale-too-large", "nonfinite-gradient")  # of skipped steps than that they are skipped
-_WRONG_STEPS = ("adam-on-half", "stepped-with-scaled-gradients", "unscaled-twice")  # after which any rate diverges
-_CONSEQUENCES_OF_DIVERGING = (*_SYMPTOMS, "overflow-in-half", "logits-overflow-half", "reduction-overflows-half",
-                              "nonfinite-in-float32", "cast-overflows-half")  # fmt: skip
+__all__ = ["doctor"]
 
 
 def doctor(
@@ -89,7 +82,7 @@ def doctor(
     >>> model = nn.Linear(8, 8)
     >>> optimizer = torch.optim.SGD([model.weight], lr=0.1)
     >>> print(doctor(model, lambda: model(torch.ones(8, 8)).square().mean(), optimizers=optimizer)[0].symptom)
-    bias got a gradient, and no optimizer steps it.
+    bias received a gradient, but no optimizer updates it.
     """
     if model is None:
         check_no_arguments(
@@ -101,7 +94,7 @@ def doctor(
     chosen = list(chosen) if isinstance(chosen, Iterable) else chosen
     check_arguments(model, loss_fn, train_step, chosen, loss_scale=loss_scale, run=run, stateful=stateful)
     setting = setting_of(amp, loss_scale)
-    found = [] if run is None else run_findings(_with_face(run, amp))
+    found = [] if run is None else run_findings(_with_api(run, amp))
     step = None
     if loss_fn is not None:
         step, of_step = _look_at_step(model, loss_fn, setting, batch)
@@ -114,12 +107,12 @@ def doctor(
     return Findings.ranked(causes_first(found))
 
 
-def _with_face(run: Observation, amp: Session | torch.amp.GradScaler | None) -> Observation:
+def _with_api(run: Observation, amp: Session | torch.amp.GradScaler | None) -> Observation:
     """A run that does not say who scaled its losses, with what the doctor was given for that."""
     amp = default_session() if amp is None and default_session().initialized else amp
     if run.scaling or amp is None:
         return run
-    return replace(run, scaling=face_of(amp), level=(amp.opt_level or "") if isinstance(amp, Session) else "")
+    return replace(run, scaling=api_style_of(amp), level=(amp.opt_level or "") if isinstance(amp, Session) else "")
 
 
 def _look_at_step(
@@ -136,9 +129,9 @@ def _look_at_step(
         return None, [finding_of_error(error, model)]
     blamed = blame(step)
     first = [] if blamed is None else [finding_of(explain(model, loss_fn, setting, step, blamed, batch=batch))]
-    level = level_in_use(setting, step)
-    of_values = (*value_findings(step, level), *arithmetic_findings(step, level))
-    return step, [*first, *of_values, *speed_findings(step.trace, level)]
+    api = api_in_use(setting, step)
+    of_values = (*value_findings(step, api), *arithmetic_findings(step, api))
+    return step, [*first, *of_values, *speed_findings(step.trace, api)]
 
 
 def _look_at_loop(
@@ -148,14 +141,15 @@ def _look_at_loop(
     if amp is None and default_session().initialized:
         amp = default_session()
     reached = [each for each in schedulers_of(train_step) if not any(each is other for other in stateful)]
+    api = Api(api_style_of(amp))
     try:
         with compiled_functions_eagerly():
             seen = rehearse_loop(model, raised, optimizers, amp=amp, stateful=[*stateful, *reached])
         return [
-            *gradient_findings(seen, face_of(amp)),
-            *optimizers_left_out(seen, face_of(amp)),
+            *gradient_findings(seen, api),
+            *optimizers_left_out(seen, api),
             *updates_lost(seen.lost),
-            *schedule_findings(seen, face_of(amp)),
+            *schedule_findings(seen, api),
         ]
     except LossScaleCollapse:
         return []  # which the run and the step show
@@ -163,37 +157,3 @@ def _look_at_loop(
         if raised.error is not error and not isinstance(error, RuntimeError | NotImplementedError):
             raise
         return [finding_of_error(error, model, "train_step")]
-
-
-def causes_first(found: Iterable[Finding]) -> list[Finding]:
-    """Leave out symptoms whose cause was found, and doubt causes that a run which diverges explains as well.
-
-    That it diverges is doubted in turn where a step was run again in float32 and its loss had not grown.
-
-    >>> left = causes_first([Finding("diverging", "error", "a", "b", "c", "likely"),
-    ...                      Finding("overflow-in-half", "error", "d", "e", "f", "certain")])
-    >>> [each.name for each in Findings.ranked(left)]
-    ['diverging', 'overflow-in-half']
-    """
-    found = list(found)
-    if any(each.severity == "error" or each.name in _SAYS_MORE for each in found):
-        found = [each for each in found if each.name != "still-skipping"]
-    names = {each.name for each in found if each.severity == "error"}
-    left_out = _OF_THE_RUN if "nonfinite-parameter" in names else ()
-    if names.difference(_SYMPTOMS):
-        left_out = _SYMPTOMS
-    kept = [each for each in found if each.name not in left_out]
-    if names.intersection(_WRONG_STEPS):
-        return [each for each in kept if each.name != "diverging"]
-    if "diverging" not in names:
-        return kept
-    if _is_refuted(kept):
-        return [replace(each, certainty="possible") if each.name == "diverging" else each for each in kept]
-    return [replace(each, certainty="possible") if each.name in _CONSEQUENCES_OF_DIVERGING else each for each in kept]
-
-
-def _is_refuted(found: Sequence[Finding]) -> bool:
-    """Whether a step that overflowed in its format has no larger a loss in float32 than the run began with."""
-    began = min(each.evidence.get("first_loss", -math.inf) for each in found if each.name == "diverging")
-    again = (each.evidence.get("loss_in_float32") for each in found if each.name in _CONSEQUENCES_OF_DIVERGING)
-    return any(isinstance(loss, int | float) and loss <= began for loss in again)

@@ -26,7 +26,7 @@ from amplab.diagnose.first_nonfinite_page import html, sentence, text
 from amplab.diagnose.observed_step.blame import Blame, blame
 from amplab.diagnose.observed_step.tensor_summary import TensorSummary, counted
 from amplab.diagnose.observed_step.values import ObservedStep, measured_in, observe_step
-from amplab.diagnose.remedies.api_styles import face_of
+from amplab.diagnose.remedies.api_styles import ApiStyle, api_style_of
 from amplab.diagnose.reruns import Outcome, Room, probe, room
 from amplab.policies.nested_tensors import named_tensors_in
 from amplab.trace import OpRecord, trace_step
@@ -44,14 +44,14 @@ class Setting:
     Args:
         loss_scale: what the loss is multiplied by.
         casting: makes the context in which forward and backward run.
-        face: "apex", "amplab", "torch" or "none", who scales; the words that a remedy uses, see `remedies.api_styles`.
+        api_style: who scales the loss: APEX, AMPLAB, TORCH or PLAIN.
         dynamic: whether the scale moves and overflows are skipped.
         level: the opt_level, or empty.
     """
 
     loss_scale: float = 1.0
     casting: Callable[[], AbstractContextManager] = nullcontext
-    face: str = "none"
+    api_style: ApiStyle = ApiStyle.PLAIN
     dynamic: bool = False
     level: str = ""
 
@@ -162,9 +162,9 @@ def setting_of(amp: Session | torch.amp.GradScaler | None, loss_scale: float | N
         amp = default_session()
     if isinstance(amp, Session):
         dynamic = any(scaler.dynamic for scaler in amp.scalers)
-        return Setting(loss_scale or amp.loss_scale(), amp.casting, "apex", dynamic, amp.opt_level or "")
+        return Setting(loss_scale or amp.loss_scale(), amp.casting, ApiStyle.APEX, dynamic, amp.opt_level or "")
     if isinstance(amp, torch.amp.GradScaler):
-        return Setting(loss_scale or amp.get_scale(), nullcontext, face_of(amp), amp.is_enabled())
+        return Setting(loss_scale or amp.get_scale(), nullcontext, api_style_of(amp), amp.is_enabled())
     if amp is not None:
         raise TypeError(
             f"amp={type(amp).__name__}: expected a Session of amplab.amp or a GradScaler; None for neither."
