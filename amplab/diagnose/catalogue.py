@@ -1200,9 +1200,9 @@ _SPEED = (
                     apex_half="# keep x in float16 between the ops: remove .float() and .to(...) where they are not "
                     "needed",
                     half="# keep x in float16 between the ops: remove .float() and .to(...) where they are not needed",
-                    amplab="with amplab.autocast(x.device.type, torch.float16):  # one region around the whole forward\n"
+                    amplab="with amplab.autocast(x.device.type, torch.float16):  # around the whole forward\n"
                     "    loss = criterion(model(x), target)",
-                    torch="with torch.autocast(x.device.type, torch.float16):  # one region around the whole forward\n"
+                    torch="with torch.autocast(x.device.type, torch.float16):  # around the whole forward\n"
                     "    loss = criterion(model(x), target)",
                 ),
             )
