@@ -17,7 +17,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 
-from amplab.amp.collapse import SKIPS_BEFORE_COLLAPSE
+from amplab.amp.apex.collapse import SKIPS_BEFORE_COLLAPSE
 from amplab.diagnose.catalogue import finding
 from amplab.diagnose.finding import Finding, Number
 from amplab.diagnose.observations import Observation, StepObservation
