@@ -165,7 +165,7 @@ def findings_in_log(path: str) -> "Findings":
 
 
 def findings_in_step(target: str) -> "Findings":
-    """Return what the doctor finds in what a function of a file returns: its arguments by name, or (model, loss_fn).
+    """Return what the doctor finds in what a function of a file returns: its arguments by name, or (model, step).
 
     Raises:
         TargetError: the target is not FILE.py:FUNCTION, or the function returns something else. What the file or the
@@ -180,9 +180,9 @@ def findings_in_step(target: str) -> "Findings":
             "function of no arguments that returns its loss, or the arguments of amplab.doctor as a dict."
         )
     returned = function_in(path, name)()
-    given = dict(zip(("model", "loss_fn"), returned, strict=False)) if isinstance(returned, tuple) else returned
+    given = dict(zip(("model", "step"), returned, strict=False)) if isinstance(returned, tuple) else returned
     if not isinstance(given, dict) or (isinstance(returned, tuple) and len(returned) != 2) or "model" not in given:
-        raise TargetError(f"{name}() returned {said(returned)}: expected (model, loss_fn), or a dict with a model.")
+        raise TargetError(f"{name}() returned {said(returned)}: expected (model, step), or a dict with a model.")
     takes = inspect.signature(doctor).parameters
     unknown = [repr(key) for key in given if key not in takes]
     if unknown:
@@ -301,7 +301,7 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
         "Say what this machine has for mixed precision and what is missing; or what is wrong with a run, read from its "
         "log, or with a training step."
     )
-    what = "a run log; or FILE.py:FUNCTION, which returns (model, loss_fn) or a dict of amplab.doctor's arguments"
+    what = "a run log; or FILE.py:FUNCTION, which returns (model, step) or a dict of amplab.doctor's arguments"
     parser.add_argument("target", nargs="?", metavar="RUN.jsonl|FILE.py:FUNCTION", help=what)
     parser.set_defaults(run=examine)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from amplab.diagnose import Finding
 from amplab.lab.events import StepRecord
-from amplab.trace.batch_step import floating_tensors
+from amplab.trace.handed_step import floating_tensors
 
 __all__ = ["Seen", "StepCheck"]
 
@@ -113,4 +113,6 @@ def _in_backward(record: StepRecord, skips: int, parameter: str) -> Finding:
     )
 
 
-_TRACE_IT = "amplab.watch(model, optimizer, scaler, step=lambda batch: loss_of(model, batch))  # and w.batches(loader)"
+_TRACE_IT = (
+    "amplab.watch(model, optimizer, scaler=scaler, step=lambda batch: loss_of(model, batch))  # and w.batches(loader)"
+)
