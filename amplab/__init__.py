@@ -4,6 +4,7 @@ The rooms, in reading order; each imports only those before it, and each is load
 ``import amplab`` costs nothing::
 
     formats   what a number is: formats as data, bits, rounding, exponent histograms
+    display   how things are shown outside of widgets: numbers, tables, HTML, drawings, colors
     kernels   fused operations beside their references
     policies  which operation runs in which dtype, and why
     scalers   how the loss scale moves
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
         get_autocast_dtype,
         is_autocast_enabled,
     )
-    from amplab.diagnose import doctor, first_nonfinite
+    from amplab.diagnose import doctor
+    from amplab.diagnose.first_nonfinite import first_nonfinite
     from amplab.diagnose.ladder import ladder
     from amplab.diagnose.twin import twin
     from amplab.lab.watch import watch

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from amplab.formats import LOW_PRECISION_DTYPES
+
 __all__ = ["checked_device_type", "checked_dtype", "enabled_here", "named_by_a_string", "refuse_uncallable"]
 
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
 _MODULES_THAT_KNOW = ("cuda", "xpu", "mtia")
 
 
@@ -86,7 +87,7 @@ def enabled_here(device_type: str, dtype: torch.dtype, stacklevel: int) -> bool:
         return False
     if device_type == "cuda" and dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
         raise RuntimeError("Current CUDA Device does not support bfloat16. Please switch dtype to float16.")
-    if dtype in _LOW_PRECISION or (device_type == "cuda" and dtype is torch.float32):
+    if dtype in LOW_PRECISION_DTYPES or (device_type == "cuda" and dtype is torch.float32):
         return True
     _turned_off(
         f"In {device_type.upper()} autocast, but the target dtype is not supported: {dtype}. Disabling autocast.\n"

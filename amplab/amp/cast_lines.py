@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies import CastingEngine, CastPolicy, OpRule, PrecisionPolicy
-from amplab.policies.argument_casts import HALVES, floating_tensors, widest
+from amplab.policies.argument_casts import floating_tensors, widest
 from amplab.policies.half_on_cpu import HalfMode
 
 __all__ = ["TalkativeEngine"]
@@ -74,7 +75,7 @@ def _lower(tensors: list[Tensor], compute_dtype: torch.dtype) -> torch.dtype | N
 
 
 def _fp32(tensors: list[Tensor], _compute_dtype: torch.dtype) -> torch.dtype | None:
-    return torch.float32 if any(tensor.dtype in HALVES for tensor in tensors) else None
+    return torch.float32 if any(tensor.dtype in LOW_PRECISION_DTYPES for tensor in tensors) else None
 
 
 def _promote(tensors: list[Tensor], _compute_dtype: torch.dtype) -> torch.dtype | None:

@@ -106,7 +106,7 @@ def _without(device_type: str) -> CastingState:
 
 
 def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
-    """Cast as torch's decorator does: what is iterable and neither a list nor a tuple comes as an iterator."""
+    # Not cast_tree: torch's decorator also casts the keys of mappings, and turns other iterables into iterators.
     if isinstance(value, Tensor):
         eligible = value.is_floating_point() and value.device.type == device_type and value.dtype is not torch.float64
         return value.to(dtype) if eligible else value

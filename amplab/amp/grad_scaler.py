@@ -136,7 +136,7 @@ class GradScaler(LossScales):
                 f"outputs must be a Tensor or an iterable of Tensors, and this is a {type(outputs).__name__}: pass the "
                 "loss itself."
             )
-        scaled = map(self.scale, outputs)
+        scaled = map(self.scale, outputs)  # not map_tensors: torch's contract takes any iterable, lazily
         if isinstance(outputs, tuple) and hasattr(type(outputs), "_make"):  # namedtuple, by its public protocol
             return type(outputs)._make(scaled)
         return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled

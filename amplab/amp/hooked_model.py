@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from amplab.amp.forward_hooks import ForwardHooks
-from amplab.amp.model_weights import LOW_PRECISION, cast_model, set_values
+from amplab.amp.model_weights import cast_model, set_values
 from amplab.amp.saved_masters import SavedMasters
+from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies import PrecisionPolicy, accept_half_input, register_module_rules
 from amplab.scalers import MasterWeights
 
@@ -41,7 +42,7 @@ class HookedModel:
         casts_around_functions: bool,
         prefix: str,
     ) -> None:
-        self._half = weights_dtype in LOW_PRECISION
+        self._half = weights_dtype in LOW_PRECISION_DTYPES
         self._masters = tuple(masters)
         self._prefix = prefix
         self._forward = forward
@@ -71,6 +72,6 @@ class HookedModel:
             return set()
         restored = {pair.model: pair.master for masters in self._masters for pair in masters.pairs}
         for param in model.parameters():
-            if param.dtype in LOW_PRECISION and param in restored:  # its optimizer is gone, its masters are not
+            if param.dtype in LOW_PRECISION_DTYPES and param in restored:  # its optimizer is gone, its masters are not
                 set_values(param, restored[param].data)
         return set(cast_model(model, torch.float32))

@@ -25,10 +25,11 @@ from torch.optim import Optimizer
 
 from amplab.amp.gradients import SetAside, add_scaled, add_unscaled, bookkeeping, put_back, reached_first, set_aside
 from amplab.amp.loss_scaler import LossScaler
-from amplab.amp.model_weights import LOW_PRECISION, Uncast, set_values
+from amplab.amp.model_weights import Uncast, set_values
 from amplab.amp.optimizer_names import AmpStash, give_hooks, lend_names, take_names_back
 from amplab.amp.optimizer_params import cast_state, follow_model, params_of, replace_params
 from amplab.amp.records import StepOutcome
+from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies import disable_casts
 from amplab.policies.open_scopes import OpenScopes
 from amplab.scalers import FlatGrads, MasterWeights, Unscaler
@@ -265,7 +266,7 @@ class HookedOptimizer:
         """Meet parameters that were added to a group since, and masters whose model has moved."""
         optimizer, params = self._optimizer(), self._current_params()
         for pair in self.masters.pairs if optimizer is not None else ():
-            if pair.model.device != pair.master.device or pair.model.dtype not in LOW_PRECISION:
+            if pair.model.device != pair.master.device or pair.model.dtype not in LOW_PRECISION_DTYPES:
                 follow_model(optimizer, pair.model, pair.master)
         if optimizer is None or (len(params) == len(self._params) and all(map(operator.is_, params, self._params))):
             return

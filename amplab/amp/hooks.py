@@ -17,10 +17,11 @@ from amplab.amp.hooked_optimizer import HookedOptimizer
 from amplab.amp.initialize_arguments import warn_of_vanishing_eps
 from amplab.amp.level_policy import ruled_dtypes
 from amplab.amp.memory import memory_use
-from amplab.amp.model_weights import LOW_PRECISION, Uncast, cast_model
+from amplab.amp.model_weights import Uncast, cast_model
 from amplab.amp.opt_levels import OptProperties
 from amplab.amp.optimizer_params import cast_state, params_of
 from amplab.amp.records import MemoryUse
+from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies import CastingEngine, PrecisionPolicy
 from amplab.scalers import Unscaler
 
@@ -50,7 +51,7 @@ class Hooks:
         dtype = properties.cast_model_type or None
         uncast: dict[Tensor, Uncast] = {}
         for model, policy in zip(models, policies, strict=True) if dtype is not None else ():
-            own_dtypes = ruled_dtypes(model, policy) if dtype in LOW_PRECISION else {}
+            own_dtypes = ruled_dtypes(model, policy) if dtype in LOW_PRECISION_DTYPES else {}
             keep = bool(properties.keep_batchnorm_fp32)
             uncast |= cast_model(model, dtype, keep_batchnorm_fp32=keep, own_dtypes=own_dtypes)
         for optimizer in optimizers:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from amplab.amp.model_weights import LOW_PRECISION
 from amplab.amp.opt_levels import checked_flag
+from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.optimizers import FusedOptimizer
 
 __all__ = [
@@ -181,7 +181,7 @@ def refuse_scripted(model: nn.Module, dtype: torch.dtype | bool | None) -> None:
     Raises:
         RuntimeError: a scripted module, named.
     """
-    half = dtype in LOW_PRECISION
+    half = dtype in LOW_PRECISION_DTYPES
     for name, module in model.named_modules():
         inside = half and isinstance(module, torch.jit.RecursiveScriptModule)
         if isinstance(module, torch.jit.ScriptModule) and (module is model or inside):
@@ -211,7 +211,7 @@ def warn_of_vanishing_eps(optimizer: Optimizer) -> None:
     """Warn of an ``eps`` that is 0 in the dtype of the parameters that the optimizer steps (Adam's at O3)."""
     for group in () if isinstance(optimizer, FusedOptimizer) else optimizer.param_groups:  # theirs is a float32
         eps = group.get("eps")
-        dtypes = {param.dtype for param in group["params"]}.intersection(LOW_PRECISION)
+        dtypes = {param.dtype for param in group["params"]}.intersection(LOW_PRECISION_DTYPES)
         for dtype in dtypes if isinstance(eps, float) and eps > 0 else ():
             if torch.tensor(eps, dtype=dtype) == 0:
                 warnings.warn(

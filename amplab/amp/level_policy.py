@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from amplab.amp.model_weights import LOW_PRECISION, refuse_torn_params
+from amplab.amp.model_weights import refuse_torn_params
 from amplab.amp.opt_levels import OptProperties
 from amplab.amp.registered_functions import Registration, table_with
+from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies import OpTable, PrecisionPolicy
 from amplab.policies.module_rules import names_in, precisions_by_module
 from amplab.policies.precisions import tensor_dtype
@@ -32,7 +33,7 @@ def engine_policy(
     policy = PrecisionPolicy() if policy is None else policy
     if properties.patch_torch_functions:
         return with_registered(policy, registrations)
-    if properties.cast_model_type in LOW_PRECISION:
+    if properties.cast_model_type in LOW_PRECISION_DTYPES:
         return PrecisionPolicy(None, properties.cast_model_type, policy.op_rules)
     return PrecisionPolicy(None, torch.float32, policy.op_rules) if policy.op_rules else None
 
@@ -62,7 +63,7 @@ def checked_policies(policy: Any, models: Sequence[nn.Module], cast_model_type: 
         raise TypeError(
             f"policy={policy!r}: expected a PrecisionPolicy; a string becomes one by PrecisionPolicy.parse."
         )
-    half = cast_model_type in LOW_PRECISION
+    half = cast_model_type in LOW_PRECISION_DTYPES
     if half and policy.compute_dtype not in (cast_model_type, torch.float16):
         raise ValueError(
             f"policy {policy} computes in another dtype than the model is cast to, {cast_model_type}; at O2 and O3 "

@@ -1,7 +1,6 @@
 """Count the bytes that models and optimizers hold, by what they are for."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +9,7 @@ from torch.optim import Optimizer
 from amplab.amp.hooked_optimizer import HookedOptimizer
 from amplab.amp.optimizer_params import params_of
 from amplab.amp.records import MemoryUse
+from amplab.policies.nested_tensors import tensors_in
 
 __all__ = ["memory_use"]
 
@@ -31,7 +31,7 @@ def memory_use(models: Iterable[nn.Module], optimizers: Iterable[tuple[Optimizer
         parameters=_bytes(params),
         gradients=_bytes(grads),
         masters=_bytes(masters),
-        optimizer_state=_bytes(tensor for optimizer, _ in optimizers for tensor in _tensors_in(optimizer.state)),
+        optimizer_state=_bytes(tensor for optimizer, _ in optimizers for tensor in tensors_in(optimizer.state)),
         gradient_buffers=_bytes(buffers) - _bytes(_inside(grads, buffers)),
     )
 
@@ -52,14 +52,3 @@ def _inside(grads: Iterable[Tensor], buffers: Iterable[Tensor]) -> list[Tensor]:
     memory = {buffer.untyped_storage().data_ptr() for buffer in buffers}
     dense = [grad for grad in grads if grad.layout == torch.strided]
     return [grad for grad in dense if grad.untyped_storage().data_ptr() in memory]
-
-
-def _tensors_in(state: Any) -> Iterable[Tensor]:
-    if isinstance(state, Tensor):
-        yield state
-    elif isinstance(state, (list, tuple)):
-        for entry in state:
-            yield from _tensors_in(entry)
-    elif isinstance(state, dict):
-        for entry in state.values():
-            yield from _tensors_in(entry)

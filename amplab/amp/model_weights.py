@@ -11,9 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LOW_PRECISION", "Uncast", "cast_model", "refuse_torn_params", "set_values"]
+__all__ = ["Uncast", "cast_model", "refuse_torn_params", "set_values"]
 
-LOW_PRECISION = (torch.float16, torch.bfloat16)
 _NONE: Mapping[nn.Module, torch.dtype] = MappingProxyType({})
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from amplab.amp.model_weights import LOW_PRECISION
+from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.scalers import MasterWeights
 
 __all__ = ["SavedMasters"]
@@ -49,7 +49,7 @@ class SavedMasters:
         for masters in self._masters:
             masters.follow_edits(module.parameters(recurse=False))
         for name, tensor in _own_tensors(module):
-            if prefix + name in saved and tensor.dtype in LOW_PRECISION:
+            if prefix + name in saved and tensor.dtype in LOW_PRECISION_DTYPES:
                 values = self._master_of(tensor)
                 # A Parameter is asked for with keep_vars=True only.
                 wanted = values if isinstance(saved[prefix + name], Parameter) else values.detach()

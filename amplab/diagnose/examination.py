@@ -21,27 +21,27 @@ from torch.optim import Optimizer
 
 from amplab.amp import LossScaleCollapse, Session
 from amplab.diagnose.arguments import check_no_arguments, check_options
-from amplab.diagnose.arithmetic_rules import arithmetic_findings
-from amplab.diagnose.blame import blame
-from amplab.diagnose.faces import face_of
 from amplab.diagnose.finding import Finding, Findings
 from amplab.diagnose.first_nonfinite import Setting, explain, setting_of
-from amplab.diagnose.gradient_rules import gradient_findings
 from amplab.diagnose.machine import MachineReport, machine_report
-from amplab.diagnose.nonfinite_findings import finding_of, level_in_use
 from amplab.diagnose.observations import Observation
-from amplab.diagnose.parameter_rules import nonfinite_buffers, parameter_findings
-from amplab.diagnose.raised import Raised, finding_of_error
+from amplab.diagnose.observed_step.blame import blame
+from amplab.diagnose.observed_step.values import ObservedStep, observe_step
 from amplab.diagnose.rehearsals import rehearse_loop
-from amplab.diagnose.run_rules import run_findings
-from amplab.diagnose.schedule_rules import schedule_findings
-from amplab.diagnose.schedules import schedulers_of
-from amplab.diagnose.speed_rules import speed_findings
-from amplab.diagnose.update_rules import optimizers_left_out, updates_bound_to_be_lost, updates_lost
-from amplab.diagnose.value_rules import value_findings
-from amplab.diagnose.values import ObservedStep, observe_step
+from amplab.diagnose.remedies.api_styles import face_of
+from amplab.diagnose.rules.arithmetic import arithmetic_findings
+from amplab.diagnose.rules.gradients import gradient_findings
+from amplab.diagnose.rules.nonfinite import finding_of, level_in_use
+from amplab.diagnose.rules.parameters import nonfinite_buffers, parameter_findings
+from amplab.diagnose.rules.raised import Raised, finding_of_error
+from amplab.diagnose.rules.run import run_findings
+from amplab.diagnose.rules.schedule import schedule_findings
+from amplab.diagnose.rules.speed import speed_findings
+from amplab.diagnose.rules.updates import optimizers_left_out, updates_bound_to_be_lost, updates_lost
+from amplab.diagnose.rules.values import value_findings
+from amplab.diagnose.train_step.schedules import schedulers_of
 from amplab.policies import PrecisionPolicy
-from amplab.trace.compiled_functions import compiled_functions_eagerly
+from amplab.trace.engines import compiled_functions_eagerly
 from amplab.trace.handed_step import (
     HandedStep,
     Loss,
@@ -115,6 +115,7 @@ def doctor(
 
     Sync: many.
 
+    >>> import torch
     >>> model = nn.Linear(8, 8)
     >>> optimizer = torch.optim.SGD([model.weight], lr=0.1)
     >>> print(doctor(model, torch.ones(8, 8), loss=lambda out: out.square().mean(), optimizer=optimizer)[0].symptom)
@@ -135,7 +136,8 @@ def doctor(
         handed = handed_step("doctor", model, batch, loss=loss, step=step)
     elif (opt_level, policy, autocast) != (None, None, None):
         raise TypeError(
-            "opt_level, policy or autocast without a step to run in it: expected amplab.doctor(model, batch, loss=criterion)."
+            "opt_level, policy or autocast without a step to run in it: expected amplab.doctor(model, batch, "
+            "loss=criterion)."
         )
     if train_step is not None:
         train_step = bound_to_batch("doctor", "train_step", train_step, model, batch, such="lambda: train(batch)")

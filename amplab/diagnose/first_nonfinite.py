@@ -23,13 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from amplab.amp import Session
-from amplab.diagnose.blame import Blame, blame
-from amplab.diagnose.faces import face_of
 from amplab.diagnose.first_nonfinite_page import html, sentence, text
+from amplab.diagnose.observed_step.blame import Blame, blame
+from amplab.diagnose.observed_step.tensor_summary import TensorSummary, counted
+from amplab.diagnose.observed_step.values import ObservedStep, measured_in, observe_step
+from amplab.diagnose.remedies.api_styles import face_of
 from amplab.diagnose.reruns import Outcome, Room, probe, room
-from amplab.diagnose.statistics import Statistics, counted
-from amplab.diagnose.values import ObservedStep, measured_in, observe_step, tensors_in
 from amplab.policies import PrecisionPolicy
+from amplab.policies.nested_tensors import named_tensors_in
 from amplab.trace import OpRecord, trace_step
 from amplab.trace.handed_step import (
     HandedStep,
@@ -57,7 +58,7 @@ class Setting:
     Args:
         loss_scale: what the loss is multiplied by.
         casting: makes the context in which forward and backward run.
-        face: "apex", "amplab", "torch" or "none", who scales; the words that a remedy uses, see `faces`.
+        face: "apex", "amplab", "torch" or "none", who scales; the words that a remedy uses, see `remedies.api_styles`.
         dynamic: whether the scale moves and overflows are skipped.
         level: the opt_level, or empty.
         around_loss: makes the context of the forward and the loss alone, such as an autocast region.
@@ -106,8 +107,8 @@ class FirstNonfinite:
     cause: Cause
     record: OpRecord | None
     tensor: str
-    inputs: tuple[Statistics, ...]
-    output: Statistics
+    inputs: tuple[TensorSummary, ...]
+    output: TensorSummary
     chain: tuple[OpRecord, ...]
     fitting_scale: float | None
     in_bfloat16: bool | None
@@ -249,11 +250,11 @@ def explain(
     if record is None:
         cause = blamed.value.kind or "input"
         given = _tensor_named(model, batch, blamed.value.name)
-        output = blamed.value.statistics if given is None else counted([given])[0]
-        inputs: tuple[Statistics, ...] = (output,)
+        output = blamed.value.summary if given is None else counted([given])[0]
+        inputs: tuple[TensorSummary, ...] = (output,)
     else:
         inputs, output = rerun.around(record.index) if begun is None else (begun.inputs, begun.outputs[0])
-        output = output or blamed.value.statistics
+        output = output or blamed.value.summary
         guess = _overflow_of_cast(record, inputs) if record.phase == "backward" else None
         fitting = rerun.fitting_scale(guess) if record.phase == "backward" else None
         cause = "scale"
@@ -279,7 +280,7 @@ class _Rerun:
         casting = self._setting.casting()
         return probe(self._model, self._loss_fn, casting=casting, loss_scale=loss_scale, number_format=number_format)
 
-    def around(self, op: int) -> tuple[tuple[Statistics, ...], Statistics | None]:
+    def around(self, op: int) -> tuple[tuple[TensorSummary, ...], TensorSummary | None]:
         """Count what an op read and wrote, in a run that ends there: where the step itself has not, see `Begun`.
 
         None where this run does not come to that op.
@@ -322,7 +323,7 @@ def _power_below(scale: float) -> float:
     return 2.0 ** math.floor(math.log2(scale)) if scale >= 1 else 1.0
 
 
-def _overflow_of_cast(record: OpRecord, inputs: tuple[Statistics, ...]) -> float | None:
+def _overflow_of_cast(record: OpRecord, inputs: tuple[TensorSummary, ...]) -> float | None:
     """By how much what a cast read is too large for what it wrote; None for other ops, whose results are not known."""
     if not record.is_cast or not inputs or not inputs[-1].is_finite:
         return None
@@ -357,5 +358,5 @@ class _Look:
 
 @torch.no_grad()
 def _tensor_named(model: nn.Module, batch: Any, name: str) -> Tensor | None:
-    named = (*model.named_parameters(), *model.named_buffers(), *tensors_in(batch))
+    named = (*model.named_parameters(), *model.named_buffers(), *named_tensors_in(batch, "batch"))
     return next((tensor.detach() for known, tensor in named if known == name), None)

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from amplab.amp.rng_state import capture_rng, restore_rng
 from amplab.diagnose.arguments import check_called_with, check_seed, check_steps, check_tolerance
-from amplab.diagnose.loss_drawing import loss_drawing
 from amplab.diagnose.trial import (
     MakeOptimizer,
     Precision,
@@ -35,9 +34,11 @@ from amplab.diagnose.trial import (
     no_casts_of_the_caller,
     precision_named,
 )
+from amplab.display.drawings import loss_drawing
+from amplab.display.html import Markup, html_table, markup, page
+from amplab.display.numbers import power, size
+from amplab.display.text import fitted, wrapped
 from amplab.trace.handed_step import Loss, shows_calls
-from amplab.trace.plain_html import Markup, html_table, markup, page
-from amplab.trace.plain_words import fitted, power, size, wrapped
 from amplab.trace.random_states import seed_all
 from amplab.trace.step_checks import check_gradients_on
 

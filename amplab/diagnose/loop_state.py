@@ -98,6 +98,7 @@ class OptimizerState(NamedTuple):
 
 
 def _copied(state: Any) -> Any:
+    # Not map_tensors, which returns a dict without tensors as it is: the optimizer would write into the copy.
     if isinstance(state, dict):
         return {name: _copied(value) for name, value in state.items()}
     return state.detach().clone() if isinstance(state, Tensor) else copy.copy(state)

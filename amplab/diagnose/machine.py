@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from amplab import __version__, kernels
+from amplab.display.html import html_table, page
+from amplab.display.text import wrapped
 from amplab.kernels.recipe import obstacle
 from amplab.policies import cpu_half_mode
-from amplab.trace.plain_html import html_table, page
-from amplab.trace.plain_words import wrapped
 
 __all__ = ["MachineReport", "machine_report"]
 

@@ -6,7 +6,7 @@
     a schedule   whether it moves before the step, and where there is none
 
 What a gradient was multiplied by between backward and step follows from the norms alone, whichever functions did it.
-The rules about it are in `gradient_rules`, `update_rules` and `schedule_rules`; which rehearsals a loop needs, in
+The rules about it are in `rules.gradients`, `rules.updates` and `rules.schedule`; which rehearsals a loop needs, in
 `rehearsals`.
 """
 
@@ -26,11 +26,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amplab.diagnose.loop_state import kept, scales_of, set_scale
-from amplab.diagnose.lost_updates import LostUpdates, ShadowStep
-from amplab.diagnose.named_code import clips_of_model_parameters, leads_to
-from amplab.diagnose.parameter_rules import model_parameters
 from amplab.diagnose.rehearsed import GradientWrite, MixedStep, SteppedGradient, UnsteppedOptimizer
-from amplab.diagnose.schedules import ScheduleMove, ScheduleWatch, schedulers_of
+from amplab.diagnose.rules.parameters import model_parameters
+from amplab.diagnose.train_step.lost_updates import LostUpdates, ShadowStep
+from amplab.diagnose.train_step.named_code import clips_of_model_parameters, leads_to
+from amplab.diagnose.train_step.schedules import ScheduleMove, ScheduleWatch, schedulers_of
 from amplab.trace.handed_step import Scaler
 from amplab.trace.untouched import untouched
 

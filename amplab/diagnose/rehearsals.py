@@ -21,8 +21,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from amplab.amp import Session
-from amplab.diagnose.gradient_rules import may_be_scaled, may_clip_scaled_gradients
 from amplab.diagnose.rehearsal import Rehearsal, rehearse
+from amplab.diagnose.rules.gradients import may_be_scaled, may_clip_scaled_gradients
 from amplab.trace.handed_step import Scaler
 
 __all__ = ["rehearse_loop"]

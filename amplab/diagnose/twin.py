@@ -26,7 +26,8 @@ from amplab.diagnose.trial import (
 )
 from amplab.diagnose.twin_errors import twin_error
 from amplab.diagnose.twin_report import TwinReport, TwinRow, TwinStep
-from amplab.trace.handed_step import Loss, floating_tensors, handed_step, shows_calls
+from amplab.policies.nested_tensors import floating_tensors_in
+from amplab.trace.handed_step import Loss, handed_step, shows_calls
 from amplab.trace.random_states import seed_all
 from amplab.trace.step_checks import accepts, check_gradients_on
 from amplab.trace.untouched import untouched
@@ -194,7 +195,7 @@ class _Side:
 
     def _see(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001  the hook's own signature
-            for place, tensor in enumerate(floating_tensors(output)):
+            for place, tensor in enumerate(floating_tensors_in(output)):
                 self._keep(path if place == 0 else f"{path}[{place}]", tensor)
 
         return hook

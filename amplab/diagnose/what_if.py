@@ -3,9 +3,9 @@
     what_if(record, rule).scales         the scale at every step
     what_if(record, rule).lost_share     of the gradients, the share below half's range under those scales
 
-Pure functions of what a run has recorded, a `ScaleRecord`; the replay itself is `amplab.scalers.replay`. A larger scale
-is judged by the largest gradient *of a parameter*: a gradient inside the model that is larger than all of these
-overflows earlier, and no record of a run holds it.
+Pure functions of a `ScaleHistory`; the replay itself is `amplab.scalers.replay`. Whether a larger scale overflows is
+decided from the largest gradient *of a parameter*: a larger gradient inside the model overflows earlier, and no run log
+contains it.
 """
 
 import math
@@ -14,19 +14,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
 
-from amplab.diagnose.scale_drawing import scale_drawing
+from amplab.display.drawings import scale_drawing
+from amplab.display.html import html_table, markup, page
+from amplab.display.numbers import count, percent
+from amplab.display.text import fitted, wrapped
 from amplab.formats import FLOAT16, ExponentHistogram, FloatFormat
 from amplab.scalers import PUBLISHED_RULES, Replay, ScaleRule, replay
-from amplab.trace.plain_html import html_table, markup, page
-from amplab.trace.plain_words import count, fitted, percent, wrapped
 
-__all__ = ["ScaleRecord", "WhatIf", "WhatIfs", "named_rule", "what_if", "what_ifs"]
+__all__ = ["ScaleHistory", "WhatIf", "WhatIfs", "named_rule", "what_if", "what_ifs"]
 
 _RIGHT = range(1, 7)  # columns of numbers
 
 
 @dataclass(frozen=True)
-class ScaleRecord:
+class ScaleHistory:
     """What a run has recorded of its scale and its gradients.
 
     Raises:
@@ -77,7 +78,7 @@ class WhatIf:
 
     name: str
     replay: Replay
-    record: ScaleRecord
+    record: ScaleHistory
 
     @property
     def scales(self) -> tuple[float, ...]:
@@ -204,7 +205,7 @@ class WhatIfs:
         return page(said, scale_drawing(curves), table, notes)
 
 
-def what_if(record: ScaleRecord, rule: ScaleRule | str, name: str | None = None) -> WhatIf:
+def what_if(record: ScaleHistory, rule: ScaleRule | str, name: str | None = None) -> WhatIf:
     """Run a rule over what a run has recorded.
 
     Args:
@@ -218,14 +219,14 @@ def what_if(record: ScaleRecord, rule: ScaleRule | str, name: str | None = None)
 
     Sync: none.
 
-    >>> record = ScaleRecord(scales=[65536.0] * 3, skipped=[False] * 3, grad_exponents=[-3.0, -3.0, -3.0])
+    >>> record = ScaleHistory(scales=[65536.0] * 3, skipped=[False] * 3, grad_exponents=[-3.0, -3.0, -3.0])
     >>> what_if(record, "Megatron").skips
     (0, 1, 2)
     """
     named, rule = named_rule(rule)
-    if not isinstance(record, ScaleRecord):
+    if not isinstance(record, ScaleHistory):
         raise TypeError(
-            f"record={type(record).__name__}: expected a ScaleRecord; a recorded run makes its own, run.replay(rule)."
+            f"record={type(record).__name__}: expected a ScaleHistory; a recorded run makes its own, run.replay(rule)."
         )
     if name is not None and not isinstance(name, str):
         raise TypeError(f"name={name!r}: expected a word to call the rule, or None for its own.")
@@ -235,7 +236,7 @@ def what_if(record: ScaleRecord, rule: ScaleRule | str, name: str | None = None)
     return WhatIf(name or named, run, record)
 
 
-def what_ifs(record: ScaleRecord, rules: Mapping[str, ScaleRule] | None = None) -> WhatIfs:
+def what_ifs(record: ScaleHistory, rules: Mapping[str, ScaleRule] | None = None) -> WhatIfs:
     """Run several rules over what a run has recorded, by default all published ones.
 
     Args:

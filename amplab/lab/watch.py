@@ -29,7 +29,9 @@ from torch.optim import Optimizer
 
 from amplab.amp import ScaleRecord
 from amplab.diagnose import Finding, Findings, Observation, run_findings
-from amplab.diagnose.parameter_rules import adam_on_half, nonfinite_buffers
+from amplab.diagnose.rules.parameters import adam_on_half, nonfinite_buffers
+from amplab.display.html import page
+from amplab.display.numbers import count
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
 from amplab.lab.explained import logged, with_explained
 from amplab.lab.gradient_sample import GradientMeasure
@@ -45,8 +47,6 @@ from amplab.lab.watch_arguments import check_options, check_replayed, check_watc
 from amplab.lab.watch_hooks import WatchHooks
 from amplab.lab.watched_run import WatchedRun
 from amplab.trace.handed_step import Loss, Scaler, shows_calls
-from amplab.trace.plain_html import page
-from amplab.trace.plain_words import count
 
 __all__ = ["Watch", "watch"]
 

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.kernels import unscale_add, unscale_copy
 from amplab.scalers.parameters import tensors_of
 from amplab.scalers.unscaler import inverse_scale
 
 __all__ = ["MasterPair", "MasterWeights"]
-
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class MasterPair(NamedTuple):
@@ -174,7 +173,7 @@ class MasterWeights:
         return [self._pairs[id(param)] for param in params if id(param) in self._pairs]
 
     def _master(self, param: Tensor) -> Tensor:
-        if param.dtype not in _LOW_PRECISION:
+        if param.dtype not in LOW_PRECISION_DTYPES:
             return param
         if id(param) not in self._pairs:
             master = Parameter(param.detach().to(torch.float32, copy=True), requires_grad=param.requires_grad)

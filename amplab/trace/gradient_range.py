@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from amplab.display.numbers import percent, power
+from amplab.display.text import fitted, wrapped
 from amplab.formats import FLOAT16, ExponentHistogram, FloatFormat
 from amplab.policies import disable_casts
 from amplab.trace.gradient_range_html import html
 from amplab.trace.handed_step import Loss, Models, as_model, handed_step, shows_calls
-from amplab.trace.plain_words import fitted, percent, power, wrapped
 from amplab.trace.statistics import Statistics
 from amplab.trace.step_checks import check_gradients_on, check_loss_scale
 from amplab.trace.untouched import untouched
@@ -166,7 +167,7 @@ def gradient_range(
     Sync: one.
 
     >>> import torch
-    >>> found = gradient_range(nn.Linear(2, 1), torch.full((1, 2), 2.0**-30))
+    >>> found = gradient_range(torch.nn.Linear(2, 1), torch.full((1, 2), 2.0**-30))
     >>> found.rows()[0]["lost_unscaled"], found.rows()[0]["lost"], found.rows()[1]["lost_unscaled"]
     (1.0, 0.0, 0.0)
     """

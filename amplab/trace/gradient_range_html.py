@@ -8,9 +8,9 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from amplab.display.html import Markup, html_table, markup, name, page
+from amplab.display.numbers import percent, power
 from amplab.formats import ExponentHistogram, FloatFormat
-from amplab.trace.plain_html import Markup, html_table, markup, name, page
-from amplab.trace.plain_words import percent, power
 
 if TYPE_CHECKING:
     from amplab.trace.gradient_range import GradientRange
@@ -67,7 +67,7 @@ def _drawing(scaled: ExponentHistogram, fmt: FloatFormat) -> Markup:
         tall = max(2.0, _HEIGHT * math.log1p(times) / math.log1p(largest))
         kind = "error" if not lost <= exponent < top else "float16"
         bars[kind] = bars.get(kind, "") + f"M{place} {_HEIGHT}v{-tall:.1f}h{_BIN - 1}v{tall:.1f}z"
-    paths = "".join(f'<path d="{drawn}" style="fill:var(--{kind})"/>' for kind, drawn in bars.items())
+    paths = "".join(f'<path d="{drawn}" style="fill:var(--amp-{kind})"/>' for kind, drawn in bars.items())
     span = "nothing but zeros" if scaled.span is None else f"from 2^{scaled.span[0]} to 2^{scaled.span[1]}"
     width = _BIN * (high - low)
     return Markup(

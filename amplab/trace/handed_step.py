@@ -28,8 +28,8 @@ The tool runs backward: a step returns the loss before it is scaled. Several mod
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
@@ -40,6 +40,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from amplab.amp import Session, default_session
+from amplab.policies.nested_tensors import floating_tensors_in
 from amplab.trace.step_checks import accepts, check_loss, check_model
 
 __all__ = [
@@ -52,7 +53,6 @@ __all__ = [
     "bound_to_batch",
     "check_loss_function",
     "check_scaler",
-    "floating_tensors",
     "handed_step",
     "optimizers_of",
     "scaler_in_use",
@@ -437,29 +437,13 @@ def _loss_in(output: Any) -> tuple[Tensor, str]:
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(own, Tensor):
         return own, "the output's own loss"
-    tensors = list(floating_tensors(output))
+    tensors = floating_tensors_in(output)
     if not tensors:
         raise ValueError(
             f"the model returned {_described(output)} without a floating-point tensor: expected one to start backward "
             "from; pass loss=, a function of the output."
         )
     return sum(tensor.float().sum() for tensor in tensors), "the sum of the output, as no loss is given"
-
-
-def floating_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors of what a module returns: in dicts, sequences and dataclasses, however deep."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from floating_tensors(each)
-    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        for each in value:
-            yield from floating_tensors(each)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from floating_tensors(getattr(value, field.name))
 
 
 def _name_of(func: Callable[..., Any]) -> str:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from amplab.display.html import dtype_chips, html_table, name, page
+from amplab.display.numbers import count, size
+from amplab.display.text import fitted, wrapped
 from amplab.trace.kept_tensors import KeptBytes
-from amplab.trace.plain_html import dtype_chips, html_table, name, page
-from amplab.trace.plain_words import count, fitted, size, wrapped
 from amplab.trace.records import OpRecord
-from amplab.trace.xray_text import dtypes
+from amplab.trace.xray_page import dtypes
 
 if TYPE_CHECKING:
     from amplab.trace.xray_value import XRay

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from amplab.display.palette import palette_css
+
 __all__ = ["joined", "stylesheet"]
 
 FOLDER = Path(__file__).parent
@@ -26,5 +28,5 @@ def joined(*names: str) -> str:
 
 
 def stylesheet(name: str = "dashboard.css") -> str:
-    """Return the CSS that the widgets of a page share."""
-    return (FOLDER / name).read_text(encoding="utf-8")
+    """Return the palette and the CSS file `name` as one style sheet."""
+    return palette_css() + (FOLDER / name).read_text(encoding="utf-8")

@@ -9,9 +9,10 @@ from pathlib import Path
 import anywidget
 import traitlets
 
+from amplab.display.numbers import value_text
+from amplab.views.assets import stylesheet
 from amplab.views.bit_explorer_payload import BitState, explorer_payload
 from amplab.views.bit_explorer_still import explorer_html
-from amplab.views.number_text import value_text
 
 __all__ = ["BitExplorer"]
 
@@ -39,7 +40,7 @@ class BitExplorer(anywidget.AnyWidget):
     """
 
     _esm = (FOLDER / "bit_explorer.js").read_text(encoding="utf-8")
-    _css = (FOLDER / "bit_explorer.css").read_text(encoding="utf-8")
+    _css = stylesheet("bit_explorer.css")
 
     payload = traitlets.Dict(read_only=True).tag(sync=True)
 

@@ -10,6 +10,7 @@ import functools
 import threading
 from typing import TYPE_CHECKING
 
+from amplab.display.palette import PALETTE
 from amplab.views.gradients_payload import HIGH, LOW, Curves, float16_zones
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["HEIGHT", "load_plotly", "make_figure", "set_theme", "show_curves"]
 
 HEIGHT = 238
-ACCENT = {False: "#0b6bb8", True: "#56b4e9"}
+ACCENT = dict(zip((False, True), PALETTE["accent"], strict=True))
 INK = {False: "rgba(0,0,0,0.72)", True: "rgba(255,255,255,0.72)"}
 GRID = {False: "rgba(0,0,0,0.09)", True: "rgba(255,255,255,0.10)"}
 LOST = "#d55e00"  # Okabe-Ito vermillion, as the marks of skipped steps

@@ -16,9 +16,9 @@ from operator import add
 
 import numpy as np
 
+from amplab.display.numbers import power
 from amplab.formats import FLOAT16, ExponentHistogram
 from amplab.lab import GradientRecord
-from amplab.views.scale_text import scale_text
 
 __all__ = ["HIGH", "LOW", "Curves", "curves", "float16_zones", "layer_rows", "layers_html", "sentence"]
 
@@ -81,7 +81,7 @@ def sentence(record: GradientRecord) -> str:
     overflowed = percent_text(scaled.overflow_fraction(FLOAT16))
     broken = _nonfinite(total)
     return (
-        f"Step {record.step:,}, scale {scale_text(record.loss_scale, raised=True)}: flushed to zero {before} unscaled, "
+        f"Step {record.step:,}, scale {power(record.loss_scale, raised=True)}: flushed to zero {before} unscaled, "
         f"{after} scaled; overflowed {overflowed}" + (f"; {percent_text(broken)} are NaN or inf" if broken else "")
     )
 

@@ -15,7 +15,7 @@ function palette(root) {
   const pick = (name) => style.getPropertyValue(name).trim();
   return {
     ink: pick("--amp-ink"), soft: pick("--amp-soft"), grid: pick("--amp-grid"), accent: pick("--amp-accent"),
-    faint: pick("--amp-faint"), skip: pick("--amp-skip"), paper: pick("--amp-paper"), font: style.fontFamily,
+    faint: pick("--amp-faint"), skip: pick("--amp-warning"), paper: pick("--amp-paper"), font: style.fontFamily,
   };
 }
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from amplab import kernels
 from amplab.lab import (
+    FIELDS,
     ConfigChanged,
     Event,
     ExperimentConfig,
@@ -33,7 +34,7 @@ from amplab.views.dtypes_payload import dtypes_payload
 from amplab.views.gradient_figure import load_plotly
 from amplab.views.gradients import GradientBox
 from amplab.views.gradients_payload import sentence
-from amplab.views.live_payload import frame_rows, level_marks, modes_line, summary
+from amplab.views.live_payload import frame_rows, modes_line, summary
 from amplab.views.notice_board import Notice, NoticeBoard, failure, offer
 from amplab.views.overflows_payload import explanation, is_broken, overflows_payload
 from amplab.views.parts import Controls, LiveView, Notices, Panels
@@ -47,8 +48,8 @@ SLOW = 0.5
 SLOWER = 1.0
 """Seconds between two drawings of the gradients: one costs a backward here and a new figure in the page."""
 
-RETRACED = ("task", "model", "hidden", "opt_level", "keep_batchnorm_fp32", "master_weights")
-"""Fields that decide the dtypes of a step."""
+RETRACED = tuple(name for name, each in FIELDS.items() if each.changes_dtypes)
+"""Fields whose change needs a new trace."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Presenter:
         self._armed: set[str] = set()
         self._shrinking_asked: bool | None = None
         self._traced: tuple[str, Trace] | None = None
-        self._levels = level_marks(trainer.history) or [(0, trainer.config.opt_level)]
+        self._levels = trainer.history.level_changes() or [(0, trainer.config.opt_level)]
         self._scale = 0.0  # what the next step will use, as the trainer's thread last knew it
         self._overflows_due = self._gradients_due = 0.0
         self._overflows_shown: tuple[int, bool] | None = None

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import amplab
 from amplab.amp import Session
 from amplab.diagnose.first_nonfinite import first_nonfinite
-from amplab.diagnose.nonfinite_findings import finding_of
 from amplab.diagnose.reruns import probe
+from amplab.diagnose.rules.nonfinite import finding_of
 
 
 class Scores(nn.Module):

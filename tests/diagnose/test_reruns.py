@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from amplab.diagnose import first_nonfinite
-from amplab.diagnose.nonfinite_findings import finding_of
+from amplab.diagnose.rules.nonfinite import finding_of
 
 
 class Fifth(nn.Module):

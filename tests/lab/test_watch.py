@@ -289,9 +289,9 @@ def test_as_a_callback_of_transformers(tmp_path):
     [
         ((3, None), {}, TypeError, "expected a torch.nn.Module"),
         ((nn.Linear(1, 1), 3), {}, TypeError, "expected a torch.optim.Optimizer"),
-        ((*make(), "amp"), {}, TypeError, "expected a GradScaler, a Session"),
+        (make(), {"scaler": "amp"}, TypeError, "expected a GradScaler, a Session"),
         (make(), {"every": 0}, ValueError, "expected a whole number of steps"),
-        (make(), {"step": 3}, TypeError, "expected a function of a batch"),
+        (make(), {"step": 3}, TypeError, "step=int: expected a function"),
     ],
 )
 def test_refusals(arguments, options, error, sentence):

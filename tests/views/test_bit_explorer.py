@@ -12,11 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from amplab.display.numbers import binary_power, parse_number, short_text, value_text
+from amplab.display.palette import PALETTE
 from amplab.formats import FORMATS
 from amplab.views import BitExplorer, bit_explorer
 from amplab.views.bit_explorer_payload import BitState, explorer_payload
 from amplab.views.bit_explorer_still import explorer_html
-from amplab.views.number_text import binary_power, parse_number, short_text, value_text
 
 any_format = st.sampled_from(list(FORMATS))
 
@@ -384,8 +385,7 @@ def contrast(one, other):
     return (high + 0.05) / (low + 0.05)
 
 
-@pytest.mark.parametrize(("theme", "background"), [(0, "#ffffff"), (1, "#212121"), (2, "#212121")])
+@pytest.mark.parametrize(("theme", "background"), [(0, "#ffffff"), (1, "#212121")])
 def test_every_hue_can_be_read_on_the_themes_background(theme, background):
-    hues = re.findall(r"--(?:sign|exponent|fraction|warn): (#\w{6});", STYLE)[4 * theme : 4 * theme + 4]
-    assert len(hues) == 4
+    hues = [PALETTE[name][theme] for name in ("sign", "exponent", "fraction", "warning")]
     assert all(contrast(hue, background) >= 4.5 for hue in hues)
