@@ -99,7 +99,6 @@ class RunView(ipywidgets.VBox):
             "memory": None,
             "memory_parts": "",
             "modes": modes_line(kernels.report(), cpu_half_mode()),
-            "news": "",
             "unknown": _UNKNOWN if isinstance(self.run, Watch) else (*_UNKNOWN, "rate"),
         }
 
