@@ -125,14 +125,14 @@ def fetch(url: str, content: bytes | None = None, *, patience: float = 20.0) -> 
 
 
 @contextmanager
-def running_lab(tmp_path: Path, cwd: Path, *arguments: str) -> Iterator[str]:
-    """Start `amplab lab` without a browser, as a user without any configuration; yield the address it prints."""
+def running_lab(tmp_path: Path, cwd: Path, *command: str) -> Iterator[str]:
+    """Start the lab without a browser, as a user without any configuration; yield the address it prints."""
     folders = {
         name: str(tmp_path / name)
         for name in ("HOME", "IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
     }
-    # As the installed command: without the working folder on the path. The checkout is, where amplab is not installed.
-    command = [sys.executable, "-P", "-m", "amplab", "lab", "--no-browser", *arguments]
+    # Without the working folder on the path, as the installed command; with the checkout, if amplab is not installed.
+    command = [sys.executable, "-P", *command]
     environment = {**os.environ, **folders, "PYTHONPATH": str(ROOT)}
     server = subprocess.Popen(
         command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -158,7 +158,7 @@ def running_lab(tmp_path: Path, cwd: Path, *arguments: str) -> Iterator[str]:
 @pytest.mark.skipif(os.name != "posix", reason="the server is stopped by a signal")
 def test_real_server_keeps_its_token_and_asks_no_questions(tmp_path: Path) -> None:
     page = rf"({SERVER}:\d+)/doc/tree/notebooks/00_the_lab\.ipynb\?token=(\w+)"
-    with running_lab(tmp_path, ROOT) as address:
+    with running_lab(tmp_path, ROOT, "-m", "amplab", "lab", "--no-browser") as address:
         server, token = re.fullmatch(page, address).groups()
         assert "jupyter-config-data" in fetch(address)
         with pytest.raises(urllib.error.HTTPError, match="403"):
@@ -171,13 +171,15 @@ def test_real_server_keeps_its_token_and_asks_no_questions(tmp_path: Path) -> No
 
 @pytest.mark.skipif(os.name != "posix", reason="the server is stopped by a signal")
 def test_no_code_of_the_working_folder_runs_and_kernels_import_what_lies_beside_a_notebook(tmp_path: Path) -> None:
-    here, lessons = tmp_path / "here", tmp_path / "root" / "lessons"
+    here, notebook = tmp_path / "here", tmp_path / "root" / "lessons" / "a.ipynb"
     here.mkdir()
-    lessons.mkdir(parents=True)
+    notebook.parent.mkdir(parents=True)
     for name in ("jupyterlab", "jupyter_server", "torch", "tornado", "jupyter_config"):
         (here / f"{name}.py").write_text(f"open({str(here / 'executed')!r}, 'a').write({name!r})")
-    (lessons / "beside.py").write_text("VALUE = 42")
-    with running_lab(tmp_path, here, "--", f"--ServerApp.root_dir={tmp_path / 'root'}") as address:
+    notebook.write_text('{"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}')
+    notebook.with_name("beside.py").write_text("VALUE = 42")
+    start = f"from amplab.launch import *; from pathlib import Path; launch(plan_launch(Path({str(notebook)!r})))"
+    with running_lab(tmp_path, here, "-c", start) as address:
         server, token = re.fullmatch(rf"({SERVER}:\d+)/.*\?token=(\w+)", address).groups()
         assert "jupyter-config-data" in fetch(address)
         wanted = {"path": "lessons/a.ipynb", "name": "a", "type": "notebook", "kernel": {"name": "python3"}}
