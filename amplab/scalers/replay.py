@@ -123,7 +123,7 @@ def replay(
         raise ValueError("replay: expected either found_infs or gradient_exponents; leave the other out.")
     record: list[float | ExponentHistogram | None] = []
     for recorded_steps in (found_infs, gradient_exponents):
-        record += () if recorded_steps is None else recorded_steps
+        record.extend(() if recorded_steps is None else recorded_steps)
     if recorded_scales is not None and len(recorded_scales) != len(record):
         raise ValueError(
             f"recorded_scales: {len(recorded_scales)} for {len(record)} steps; expected one scale for each step."

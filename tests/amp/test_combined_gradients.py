@@ -244,7 +244,7 @@ def test_gradients_lie_in_one_buffer_for_each_kind_and_come_back_to_it(level, se
 
 BREAKS = {
     "a new group": "has a gradient for the first time",
-    "other parameters": "another parameter took its place",
+    "other parameters": "another parameter replaced it",
     "assigned gradients": "another tensor was assigned",
     "a graph": "made a new gradient with a graph",
     "unfrozen": "has a gradient for the first time",
