@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from amplab import __version__
 from amplab.launch import LaunchError, choose_notebook, find_notebooks, launch, plan_launch
@@ -30,26 +30,6 @@ __all__ = ["main", "build_parser", "parse_count"]
 BAD_INPUT = 2
 INTERRUPTED = 130
 POWER = re.compile(r"(?P<base>\d+)\*\*(?P<exponent>\d{1,2})")
-
-# Field of ExperimentConfig, an example of its value, what it is. The flag is the field's name with hyphens.
-TRAIN_OPTIONS = (
-    ("task", "digits", "what is learnt (default: digits)"),
-    ("model", "mlp|cnn", "what learns it (default: mlp)"),
-    ("hidden", "128", "width of the hidden layers (default: 128)"),
-    ("opt_level", "O0|O1|O2|O3", "which parts are half (default: O1)"),
-    ("loss_scale", "dynamic|128", "dynamic, or a static scale (default: as the opt_level prescribes)"),
-    ("init_scale", "2**16", "dynamic scale at the first step (default: 2**16)"),
-    ("growth_interval", "50", "clean steps until the dynamic scale doubles (default: 50)"),
-    ("min_loss_scale", "1", "floor of the dynamic scale (default: none)"),
-    ("max_loss_scale", "2**24", "ceiling of the dynamic scale (default: 2**24)"),
-    ("keep_batchnorm_fp32", "true|false", "override of the opt_level"),
-    ("master_weights", "true|false", "override of the opt_level"),
-    ("optimizer", "sgd|adam|adamw", "(default: sgd)"),
-    ("lr", "0.1", "learning rate (default: the optimizer's)"),
-    ("momentum", "0.9", "momentum of sgd (default: 0.9)"),
-    ("batch_size", "64", "images per step (default: 64)"),
-    ("seed", "0", "seed of weights, split and batches (default: 0)"),
-)
 
 BENCH_SUITES = ("scaler", "casting", "kernels", "xray", "diagnose")
 
@@ -86,13 +66,12 @@ def open_lab(options: argparse.Namespace) -> int:
 
 def train_in_terminal(options: argparse.Namespace) -> int:
     """Train without a browser."""
-    from amplab.lab import ExperimentConfig
+    from amplab.lab import FIELDS, ExperimentConfig
     from amplab.lab.console import train
-    from amplab.lab.fields import read
 
-    words = {field: getattr(options, field) for field, _, _ in TRAIN_OPTIONS}
+    words = {name: getattr(options, name) for name in FIELDS}
     try:
-        config = ExperimentConfig(**{field: read(field, word) for field, word in words.items() if word is not None})
+        config = ExperimentConfig(**{name: FIELDS[name].read(word) for name, word in words.items() if word is not None})
         return train(config, steps=options.steps, log_path=options.log).exit_status
     except (ValueError, ImportError, RuntimeError) as error:  # the last where kernels are required and cannot be built
         return refuse(options, error)
@@ -102,7 +81,7 @@ def bench(options: argparse.Namespace) -> int:
     """Measure a suite and print its table; a figure below its goal is no failure."""
     if options.suite == "gpu":
         return bench_gpu(options)
-    from amplab.amp.atomic_file import write_atomically
+    from amplab.amp.run_state.atomic_file import write_atomically
     from amplab.bench import as_json, as_text, run_suite
 
     if options.json is not None and not may_write(options.json):
@@ -241,7 +220,22 @@ def unknown_words(options: argparse.Namespace, words: Sequence[str]) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose refusal is one sentence."""
+    """An ArgumentParser whose refusal is one sentence.
+
+    Args:
+        add_options: Adds the options of a command, once its name was given; some of them need torch.
+    """
+
+    def __init__(self, *, add_options: Callable[["Parser"], None] | None = None, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._add_options = add_options
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Add the options first."""
+        add_options, self._add_options = self._add_options, None
+        if add_options is not None:
+            add_options(self)
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> None:
         """Exit with status 2 and `message`, without the usage."""
@@ -253,11 +247,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="amplab", description="A lab for automatic mixed precision.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"amplab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    add_lab(commands.add_parser("lab", help="open JupyterLab on the lab notebook", allow_abbrev=False))
-    add_train(commands.add_parser("train", help="train in the terminal", allow_abbrev=False))
-    add_bench(commands.add_parser("bench", help="measure amplab against torch", allow_abbrev=False))
-    add_doctor(commands.add_parser("doctor", help="look at this machine, a run log, or a step", allow_abbrev=False))
-    add_run(commands.add_parser("run", help="run a script that imports apex", allow_abbrev=False))
+    for name, add_options, text in (
+        ("lab", add_lab, "open JupyterLab on the lab notebook"),
+        ("train", add_train, "train in the terminal"),
+        ("bench", add_bench, "measure amplab against torch"),
+        ("doctor", add_doctor, "look at this machine, a run log, or a step"),
+        ("run", add_run, "run a script that imports apex"),
+    ):
+        commands.add_parser(name, help=text, allow_abbrev=False, add_options=add_options)
     return parser
 
 
@@ -273,12 +270,15 @@ def add_lab(parser: argparse.ArgumentParser) -> None:
 
 def add_train(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``amplab train``; their values are text until ExperimentConfig reads them."""
+    from amplab.lab import FIELDS
+
     parser.description = "Train one model and print its loss, its loss scale and every skipped step."
     parser.epilog = "Numbers may be written 65536, 2**16 or 1e4."
     parser.add_argument("--steps", type=parse_count, default=300, metavar="300", help="training steps (default: 300)")
     parser.add_argument("--log", type=Path, metavar="PATH", help="file of the run log, written as it goes")
-    for field, example, text in TRAIN_OPTIONS:
-        parser.add_argument(f"--{field.replace('_', '-')}", metavar=example, help=text)
+    for name, field in FIELDS.items():
+        text = f"{field.help} (default: {field.default_text})"
+        parser.add_argument(f"--{name.replace('_', '-')}", metavar=field.example_text, help=text)
     parser.set_defaults(run=train_in_terminal)
 
 

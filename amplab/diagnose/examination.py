@@ -39,7 +39,7 @@ from amplab.diagnose.rules.speed import speed_findings
 from amplab.diagnose.rules.updates import optimizers_left_out, updates_bound_to_be_lost, updates_lost
 from amplab.diagnose.rules.values import value_findings
 from amplab.diagnose.train_step.schedules import schedulers_of
-from amplab.trace.compiled_functions import compiled_functions_eagerly
+from amplab.trace.engines import compiled_functions_eagerly
 
 __all__ = ["causes_first", "doctor"]
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from amplab.diagnose.observed_step.blame import Blame, blame
 from amplab.diagnose.observed_step.values import NamedMemory, ObservedStep, StepWatcher, memory_of, named_tensors
-from amplab.trace.compiled_functions import compiled_functions_eagerly
+from amplab.trace.engines import compiled_functions_eagerly
 from amplab.trace.recorder import Recorder
 from amplab.trace.step_checks import check_model
 

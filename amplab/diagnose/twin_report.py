@@ -134,9 +134,9 @@ class TwinReport:
             f"<title>{said}, on a line from 10^{_LOW} to 10^{_HIGH}; the mark is {self.tolerance:g}</title>"
             f'<rect y="6" width="{_WIDTH}" height="2" opacity="0.13"/>'
             f'<rect x="{limit}" y="1" width="1.5" height="12" opacity="0.5"/>'
-            f'<g style="stroke:var(--{colour}); stroke-width:2"><line x1="{first}" x2="{last}" y1="7" y2="7"/>'
+            f'<g style="stroke:var(--amp-{colour}); stroke-width:2"><line x1="{first}" x2="{last}" y1="7" y2="7"/>'
             f'<circle cx="{first}" cy="7" r="3" style="fill:none"/>'
-            f'<circle cx="{last}" cy="7" r="3.5" style="fill:var(--{colour})"/></g></svg>'
+            f'<circle cx="{last}" cy="7" r="3.5" style="fill:var(--amp-{colour})"/></g></svg>'
         )
 
     def _outcome(self) -> str:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from amplab.trace.compiled_functions import compiled_functions_eagerly
-from amplab.trace.engines import clear_cast_caches
+from amplab.trace.engines import clear_cast_caches, compiled_functions_eagerly
 from amplab.trace.kept_tensors import KeptTensors
 from amplab.trace.reasons import SCALE_LOSS, records_of
 from amplab.trace.recorder import Event, Observer, Recorder

@@ -149,7 +149,7 @@ def test_the_check_of_the_order_lets_the_rest_pass(source: str, module: str) -> 
 @pytest.mark.parametrize(
     ("source", "module"),
     [
-        ("import ipywidgets", "amplab.trace.table"),
+        ("import ipywidgets", "amplab.trace.records"),
         ("def draw():\n    from plotly import graph_objects", "amplab.lab.console"),
         ("import sklearn.datasets", "amplab.lab.tasks"),
         ("def load():\n    import sklearn.datasets", "amplab.amp.session"),

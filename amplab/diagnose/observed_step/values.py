@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from amplab.diagnose.observed_step.tensor_summary import MEASURED, Measurements, TensorSummary, counted
 from amplab.policies.nested_tensors import named_tensors_in, tensors_in
 from amplab.trace import Trace
-from amplab.trace.made_later import MadeLater
+from amplab.trace.lazy_tuple import LazyTuple
 from amplab.trace.reasons import records_when_read
 from amplab.trace.recorder import Event
 from amplab.trace.step import record_step
@@ -259,7 +259,7 @@ class StepWatcher:
         """Read every measure, and put it beside the records of the events. Sync: one where tensors lie on a device."""
         self._measured.settle()
         gradients = tuple(dict(self._gradients).items())  # the last one counts: what was accumulated
-        values = MadeLater(len(self._made), lambda _, place: self._value(place))
+        values = LazyTuple(len(self._made), lambda _, place: self._value(place))
         trace = Trace(records_when_read(events))
         return ObservedStep(trace, tuple(self._ops), values, self._loss or 0, gradients, loss_scale, self._begun)
 
