@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amplab.amp.rng_state import capture_rng, restore_rng
+from amplab.amp.run_state.rng_state import capture_rng, restore_rng
 from amplab.diagnose.arguments import check_called_with, check_seed, check_steps, check_tolerance
 from amplab.diagnose.trial import (
     MakeOptimizer,

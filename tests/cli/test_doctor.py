@@ -73,6 +73,8 @@ def swapped():
     return list, nn.ReLU()
 def constant():
     return nn.ReLU(), 3
+def nothing():
+    return {"model": None}
 number = 3
 """
 
@@ -81,12 +83,13 @@ number = 3
     ("name", "words"),
     [
         ("many", "many() returned a tuple of 3: expected (model, loss_fn), or a dict with a model."),
-        ("unknown", "unknown() returned 'loss': expected what doctor takes, model, loss_fn, train_step"),
+        ("unknown", "unknown() returned 'loss': expected arguments of doctor: model, loss_fn, train_step"),
         ("without", "without() returned dict: expected (model, loss_fn), or a dict with a model."),
         ("swapped", "swapped(): model=type: expected a torch.nn.Module"),
         ("constant", "constant(): loss_fn=int: expected a function of no arguments"),
-        ("nobody", "it has no function nobody; expected one of many, unknown, without, swapped, constant."),
-        ("number", "it has no function number; expected one of many"),
+        ("nothing", "nothing() returned no model"),
+        ("nobody", "it defines no function nobody; its functions: many, unknown, without, swapped, constant, nothing."),
+        ("number", "it defines no function number; its functions: many"),
     ],
 )
 def test_what_a_function_returns_is_refused_in_one_sentence(name, words, tmp_path, capsys, monkeypatch):
@@ -104,4 +107,4 @@ def test_a_file_with_the_name_of_a_module_is_not_mistaken_for_it(tmp_path, capsy
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "json.py").write_text(ODD, encoding="utf-8")
     assert main(["doctor", f"{tmp_path / 'json.py'}:many"]) == 2
-    assert "Python knows another module as json; expected another name" in capsys.readouterr().err
+    assert "another module is already imported as json" in capsys.readouterr().err
