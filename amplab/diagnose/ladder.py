@@ -35,9 +35,9 @@ from amplab.diagnose.trial import (
     precision_named,
 )
 from amplab.display.drawings import loss_drawing
-from amplab.display.html import Markup, html_table, markup, page
+from amplab.display.html import Markup, markup
 from amplab.display.numbers import power, size
-from amplab.display.text import fitted, wrapped
+from amplab.display.table import Card, Cell, Column, Table
 from amplab.trace.handed_step import Loss, shows_calls
 from amplab.trace.random_states import seed_all
 from amplab.trace.step_checks import check_gradients_on
@@ -55,8 +55,13 @@ RUNGS: dict[str, Precision] = {
 
 _MOST_SKIPS = 0.1  # of the steps: more, and the learning rate schedule is another one
 _FEWEST = 5  # skips while a dynamic scale finds its place are normal
-_COLUMNS = ("rung", "loss", "against fp32", "score", "skipped", "loss scale", "steps/s", "memory", "verdict")
-_RIGHT = range(1, 8)  # columns of numbers
+_COLUMNS = (
+    Column("rung"),
+    Column("loss, step by step"),
+    *(Column(title, right=True) for title in ("loss", "against fp32", "score", "skipped", "loss scale", "steps/s")),
+    Column("memory", right=True),
+    Column("verdict"),
+)
 
 
 @dataclass(frozen=True)
@@ -112,8 +117,7 @@ class LadderReport:
 
     def text(self) -> str:
         """The recommendation, and a line per rung."""
-        table = fitted([_COLUMNS, *map(self._cells, self.rungs)], right=_RIGHT)
-        return "\n".join([*map(wrapped, self._sentences()), "", *(line for lines in table for line in lines)])
+        return str(self._card())
 
     def __str__(self) -> str:
         """The text."""
@@ -123,17 +127,14 @@ class LadderReport:
         return f"<LadderReport: {next(self._sentences())}>"
 
     def _repr_html_(self) -> str:
+        return self._card().html()
+
+    def _card(self) -> Card:
         first, *rest = self._sentences()
         losses = [[step.loss for step in rung.steps] for rung in self.rungs]
-        lines = [
-            (rung.name, loss_drawing(curve, losses), *self._cells(rung)[1:-1], _verdict(rung.failure))
-            for rung, curve in zip(self.rungs, losses, strict=True)
-        ]
-        heads = (_COLUMNS[0], "loss, step by step", *_COLUMNS[1:])
+        lines = [self._cells(rung, loss_drawing(curve, losses)) for rung, curve in zip(self.rungs, losses, strict=True)]
         chosen = {self.rungs.index(self.recommended)} if self.recommended.failure is None else set()
-        right = {place + 1 for place in _RIGHT}
-        table = html_table(heads, lines, right=right, caption="The rungs of the ladder", chosen=chosen)
-        return page(first, table, *(f'<p class="faint">{markup(each)}</p>' for each in rest))
+        return Card(first, (Table(_COLUMNS, lines, "The rungs of the ladder", chosen=chosen), *rest))
 
     def _sentences(self) -> Iterator[str]:
         chosen = self.recommended
@@ -153,10 +154,11 @@ class LadderReport:
         """The rungs whose score is NaN."""
         return [rung.name for rung in self.rungs if rung.score is not None and math.isnan(rung.score)]
 
-    def _cells(self, rung: LadderRung) -> tuple[str, ...]:
+    def _cells(self, rung: LadderRung, drawing: Markup) -> tuple[str, ...]:
         reference = self.rungs[-1].loss
         return (
             rung.name,
+            Cell("", drawing),
             f"{rung.loss:.5g}" if math.isfinite(rung.loss) else "not finite",
             "–" if rung is self.rungs[-1] else _against(rung.loss, reference),
             "–" if rung.score is None else f"{rung.score:.4g}",
@@ -164,7 +166,7 @@ class LadderReport:
             power(rung.steps[-1].loss_scale) if rung.steps else "–",
             f"{rung.steps_per_second:,.{0 if rung.steps_per_second >= 10 else 1}f}" if rung.steps else "–",
             size(rung.state_bytes) if rung.steps else "–",
-            rung.failure or "holds",
+            _verdict(rung.failure),
         )
 
 
@@ -176,10 +178,10 @@ def _against(loss: float, reference: float) -> str:
     return "0.0 %" if abs(share) < 0.05 else f"{share:+.1f} %"
 
 
-def _verdict(failure: str | None) -> Markup:
+def _verdict(failure: str | None) -> Cell:
     if failure is None:
-        return Markup('<span class="good">✓ holds</span>')
-    return Markup(f'<span class="bad">✗</span> {markup(failure)}')
+        return Cell("holds", Markup('<span class="good">✓ holds</span>'))
+    return Cell(failure, Markup(f'<span class="bad">✗</span> {markup(failure)}'))
 
 
 def _tell(line: str) -> None:
