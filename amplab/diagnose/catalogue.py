@@ -194,15 +194,16 @@ def _is_refuted(cause: Finding, consequences: Sequence[Finding]) -> bool:
 # -- remedies that several findings share ------------------------------------------------------------------------------
 
 _FIRST_NONFINITE = by_scaling(
-    "print(amplab.diagnose.first_nonfinite(model, loss_fn))",
-    amplab="print(amplab.diagnose.first_nonfinite(model, loss_fn, amp=scaler))",
-    torch="print(amplab.diagnose.first_nonfinite(model, loss_fn, amp=scaler))",
+    "print(amplab.first_nonfinite(model, step=loss_of))",
+    amplab="print(amplab.first_nonfinite(model, step=loss_of, scaler=scaler))",
+    torch="print(amplab.first_nonfinite(model, step=loss_of, scaler=scaler))",
 )
+_WATCHED = "step=lambda batch: loss_of(model, batch))  # and w.batches(loader)"
 _WATCH = by_scaling(
-    "amplab.watch(model, optimizer, step=lambda batch: loss_of(model, batch))  # and w.batches(loader)",
-    apex="amplab.watch(model, optimizer, amp, step=lambda batch: loss_of(model, batch))  # and w.batches(loader)",
-    amplab="amplab.watch(model, optimizer, scaler, step=lambda batch: loss_of(model, batch))  # and w.batches(loader)",
-    torch="amplab.watch(model, optimizer, scaler, step=lambda batch: loss_of(model, batch))  # and w.batches(loader)",
+    f"amplab.watch(model, optimizer, {_WATCHED}",
+    apex=f"amplab.watch(model, optimizer, scaler=amp, {_WATCHED}",
+    amplab=f"amplab.watch(model, optimizer, scaler=scaler, {_WATCHED}",
+    torch=f"amplab.watch(model, optimizer, scaler=scaler, {_WATCHED}",
 )
 """A watch examines a bad step before it is taken; afterwards the weights that caused it are gone."""
 
@@ -747,7 +748,7 @@ _PARAMETERS = (
                 "data, the learning rate, or the gradient of an op.",
                 "# from the last good checkpoint; between backward and step, to stop at the first bad batch:\n"
                 "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)\n"
-                "# and with that batch: print(amplab.diagnose.first_nonfinite(model, loss_fn))",
+                "# and with that batch: print(amplab.first_nonfinite(model, step=loss_of))",
             ),
         },
         supersedes_as_error=OF_THE_RUN,
@@ -1232,7 +1233,7 @@ _RAISING = (
             "": Case(
                 "The step raised {error}: {message}",
                 "A step that raises cannot be examined further.",
-                "{called}()  # shows the traceback",
+                "{called}  # shows the traceback",
             )
         },
     ),

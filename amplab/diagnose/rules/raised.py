@@ -56,13 +56,13 @@ class Raised:
             raise
 
 
-def finding_of_error(error: Exception, model: nn.Module | None = None, called: str = "loss_fn") -> Finding:
+def finding_of_error(error: Exception, model: nn.Module | None = None, called: str = "step()") -> Finding:
     """Return the finding for an error that a step raised, with the line of the user's code, the op and the module.
 
     Args:
         error: what was raised.
         model: the model of the step.
-        called: the name of the function that raised it, as the doctor was given it.
+        called: the call that raised it, as code.
 
     >>> finding_of_error(RuntimeError("value cannot be converted to type at::Half without overflow")).name
     'constant-overflows-half'
