@@ -12,14 +12,22 @@ from itertools import groupby
 
 import torch
 
-from amplab.display.text import WIDTH, fitted, wrapped
+from amplab.display.table import Column, Table
+from amplab.display.text import wrapped
 from amplab.trace.lines import CodeLine
 
 __all__ = ["OpRecord", "TensorInfo", "Trace", "folded"]
 
-_COLUMNS = ("index", "op", "module", "in", "out", "cast_bytes", "note", "reason")
-_TITLES = ("#", "op", "module", "in", "out", "cast bytes", "note", "reason")
-_TO_THE_RIGHT, _REASON = (0, 5), 7
+_COLUMNS = {
+    "index": Column("#", right=True),
+    "op": Column("op"),
+    "module": Column("module"),
+    "in": Column("in"),
+    "out": Column("out"),
+    "cast_bytes": Column("cast bytes", right=True),
+    "note": Column("note"),
+    "reason": Column("reason", cut=True),
+}
 _NUMBER = re.compile(r" #\d+")
 
 
@@ -180,12 +188,8 @@ def _rows(records: Iterable[OpRecord], *, every: bool = False) -> list[dict[str,
 def _text(records: Sequence[OpRecord], *, every: bool = False) -> str:
     """Return `records` as an aligned table, a rule above each phase, and a line of totals."""
     shown = _rows(records, every=every)
-    head, *cells = fitted([_TITLES, *map(_cells, shown)], right=_TO_THE_RIGHT, cut={_REASON})
-    lines = [*head]
-    for phase, numbered in groupby(range(len(shown)), key=lambda place: shown[place]["phase"]):
-        lines.append(f"-- {phase} ".ljust(WIDTH, "-"))
-        lines += [line for place in numbered for line in cells[place]]
-    return "\n".join([*lines, wrapped(_totals(records, every))])
+    table = Table(tuple(_COLUMNS.values()), [_cells(row) for row in shown], groups=[row["phase"] for row in shown])
+    return f"{table}\n{wrapped(_totals(records, every))}"
 
 
 def folded(records: Iterable[OpRecord]) -> Iterator[list[OpRecord]]:

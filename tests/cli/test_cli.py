@@ -102,9 +102,9 @@ def test_other_refusals_are_one_sentence_too(capsys: pytest.CaptureFixture[str],
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "no script: expected one, such as `amplab run --device cpu train.py`."),
+        ([], "as in `amplab run --device cpu train.py`."),
         (["--"], "no script"),
-        (["-m"], "such as `amplab run --device cpu -m package.module`."),
+        (["-m"], "as in `amplab run --device cpu -m package.module`."),
         (["-m", "apex.parallel.multiproc", "train.py"], "torchrun"),
         (["no_such_script.py"], "no such file"),
         (["."], "a directory"),

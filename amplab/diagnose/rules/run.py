@@ -18,7 +18,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 
-from amplab.amp.collapse import SKIPS_BEFORE_COLLAPSE
+from amplab.amp.apex.collapse import SKIPS_BEFORE_COLLAPSE
 from amplab.diagnose.finding import Finding
 from amplab.diagnose.observations import Observation, StepObservation
 from amplab.diagnose.remedies.api_styles import (
