@@ -1,6 +1,8 @@
 """What scripts import from ``apex.amp.amp``, or by ``from apex.amp import amp``: the functions, and `init`."""
 
-from amplab.amp.apex_face import (
+from amplab.amp.apex.amp_state import init
+from amplab.amp.apex.function_casts import float_function, half_function, promote_function
+from amplab.amp.apex.functions import (
     initialize,
     load_state_dict,
     master_params,
@@ -10,8 +12,6 @@ from amplab.amp.apex_face import (
     scale_loss,
     state_dict,
 )
-from amplab.amp.apex_state import init
-from amplab.amp.function_casts import float_function, half_function, promote_function
 from amplab.policies import disable_casts
 
 __all__ = [

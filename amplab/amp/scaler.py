@@ -10,8 +10,8 @@ from typing import NoReturn
 
 import torch
 
-from amplab.amp import loss_scaler
-from amplab.amp.opt_levels import scale_value
+from amplab.amp.apex.opt_levels import scale_value
+from amplab.amp.backward import loss_scaler
 
 __all__ = ["LossScaler"]
 

@@ -10,12 +10,12 @@ from amplab.diagnose.first_nonfinite import FirstNonfinite, first_nonfinite
 from amplab.diagnose.followed_step import FollowedStep, followed_step
 from amplab.diagnose.ladder import LadderReport, LadderRung, ladder
 from amplab.diagnose.machine import MachineReport
-from amplab.diagnose.nonfinite_findings import finding_of
 from amplab.diagnose.observations import Observation, StepObservation
-from amplab.diagnose.run_rules import run_findings
+from amplab.diagnose.rules.nonfinite import finding_of
+from amplab.diagnose.rules.run import run_findings
 from amplab.diagnose.twin import twin
 from amplab.diagnose.twin_report import TwinReport
-from amplab.diagnose.what_if import ScaleRecord, WhatIf, WhatIfs, what_if, what_ifs
+from amplab.diagnose.what_if import ScaleHistory, WhatIf, WhatIfs, what_if, what_ifs
 
 __all__ = [
     "doctor",
@@ -28,7 +28,7 @@ __all__ = [
     "LadderRung",
     "MachineReport",
     "Observation",
-    "ScaleRecord",
+    "ScaleHistory",
     "StepObservation",
     "TwinReport",
     "WhatIf",

@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args, overload
 
 from amplab.diagnose.finding_html import finding_html
-from amplab.trace.plain_html import page
-from amplab.trace.plain_words import count, labelled, number
+from amplab.display.html import page
+from amplab.display.numbers import count, number
+from amplab.display.text import labelled
 
 __all__ = ["CERTAINTIES", "SEVERITIES", "Certainty", "Finding", "Findings", "Number", "Severity"]
 

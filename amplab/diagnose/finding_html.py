@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from amplab.trace.plain_html import Markup, markup, name
-from amplab.trace.plain_words import number
+from amplab.display.html import Markup, markup, name
+from amplab.display.numbers import number
 
 if TYPE_CHECKING:
     from amplab.diagnose.finding import Finding

@@ -5,9 +5,10 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from amplab.display.html import Markup, dtype_chips, figures, markup, name, page
+from amplab.display.numbers import number
+from amplab.display.text import labelled
 from amplab.trace import OpRecord
-from amplab.trace.plain_html import Markup, dtype_chips, figures, markup, name, page
-from amplab.trace.plain_words import labelled, number
 
 if TYPE_CHECKING:
     from amplab.diagnose.first_nonfinite import FirstNonfinite

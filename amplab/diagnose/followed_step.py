@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amplab.diagnose.blame import Blame, blame
-from amplab.diagnose.values import NamedMemory, ObservedStep, StepWatcher, memory_of, named_tensors
-from amplab.trace.compiled_functions import compiled_functions_eagerly
+from amplab.diagnose.observed_step.blame import Blame, blame
+from amplab.diagnose.observed_step.values import NamedMemory, ObservedStep, StepWatcher, memory_of, named_tensors
+from amplab.trace.engines import compiled_functions_eagerly
 from amplab.trace.recorder import Recorder
 from amplab.trace.step_checks import check_model
 
@@ -89,16 +89,16 @@ class FollowedStep:
         if found is None:
             return f"all finite: {len(self.observed.ops)} ops"
         if found.op is None and found.value.kind == _GRADIENT:
-            held = "NaN" if found.value.statistics.has_nan else "inf"
+            held = "NaN" if found.value.summary.has_nan else "inf"
             return (
                 f"{found.result} is not finite: {found.value.name} held {held} before the step, and backward adds to "
                 "it; zero it first, optimizer.zero_grad()"
             )
         if found.op is None:
-            return f"{found.result} is not finite: {found.value.name or 'a tensor'} came in as {found.value.statistics}"
+            return f"{found.result} is not finite: {found.value.name or 'a tensor'} came in as {found.value.summary}"
         record, begun = self.observed.trace.records[found.op], self.observed.begun.get(found.op)
-        inputs = [value.statistics for value in self.observed.inputs(found.op)] if begun is None else begun.inputs
-        written = found.value.statistics if begun is None else begun.outputs[0]
+        inputs = [value.summary for value in self.observed.inputs(found.op)] if begun is None else begun.inputs
+        written = found.value.summary if begun is None else begun.outputs[0]
         read = "; ".join(map(str, inputs))
         where = f"{record.op} in {record.module or 'no module'} ({record.phase}, {record.line})"
         return f"{found.result} is not finite: it began at {where}, read {read} and wrote {written}"

@@ -1,6 +1,6 @@
 """What a run looked like from outside: one `StepObservation` for each step, and `Observation`, the run so far.
 
-This is what the rules about runs read (`run_rules`) and what anything that follows a training loop writes: the lab's
+This is what the rules about runs read (`rules.run`) and what anything that follows a training loop writes: the lab's
 trainer, a watch around somebody's own loop, a log read back. Every field but the first three may be unknown, and a rule
 that needs one which is unknown finds nothing.
 """
@@ -59,7 +59,7 @@ class Observation(Sequence[StepObservation]):
         steps: the steps that were seen; they need not begin at 0.
         growth_interval: clean steps until a dynamic scale grows; None where unknown or static.
         dynamic: whether the scale moves.
-        scaling: who scales the loss, as `faces` has it: "apex", "amplab", "torch" or "none"; empty where unknown.
+        scaling: who scales the loss, see `api_styles`: "apex", "amplab", "torch" or "none"; empty where unknown.
         level: the opt_level of apex's face, else empty.
 
     >>> run = Observation().then(StepObservation(0, 2.3, 65536.0, skipped=True, next_loss_scale=32768.0))

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
-from amplab.diagnose.statistics import Measurements
-from amplab.diagnose.values import measured_in, writes_values
+from amplab.diagnose.observed_step.tensor_summary import Measurements
+from amplab.diagnose.observed_step.values import measured_in, writes_values
+from amplab.formats import LOW_PRECISION_DTYPES
+from amplab.policies.nested_tensors import map_tensors
 from amplab.trace.engines import clear_cast_caches
 from amplab.trace.step_checks import check_loss, check_step
 from amplab.trace.untouched import untouched
@@ -31,8 +32,6 @@ from amplab.trace.untouched import untouched
 __all__ = ["Outcome", "Room", "in_format", "probe", "room"]
 
 _current_node = torch._C._current_autograd_node
-
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -202,7 +201,7 @@ def in_format(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     `amplab.trace.untouched.untouched`: that puts them back.
     """
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.dtype in _HALVES:
+        if tensor.dtype in LOW_PRECISION_DTYPES:
             tensor.data = tensor.data.to(dtype)
     with _InsteadOfHalf(dtype):
         yield
@@ -222,10 +221,11 @@ class _InsteadOfHalf(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func.is_view:  # the same memory goes on
             return func(*args, **(kwargs or {}))
-        args, kwargs = tree_map(self._instead, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        args, kwargs = map_tensors((args, kwargs or {}), self._cast)
+        return func(*map(self._asked, args), **{name: self._asked(value) for name, value in kwargs.items()})
 
-    def _instead(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.to(self._dtype) if value.dtype in _HALVES and value.dtype != self._dtype else value
-        return self._dtype if isinstance(value, torch.dtype) and value in _HALVES else value
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._dtype) if tensor.dtype in LOW_PRECISION_DTYPES - {self._dtype} else tensor
+
+    def _asked(self, value: Any) -> Any:
+        return self._dtype if isinstance(value, torch.dtype) and value in LOW_PRECISION_DTYPES else value

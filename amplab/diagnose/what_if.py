@@ -3,9 +3,9 @@
     what_if(record, rule).scales         the scale at every step
     what_if(record, rule).lost_share     of the gradients, the share below half's range under those scales
 
-Pure functions of what a run has recorded, a `ScaleRecord`; the replay itself is `amplab.scalers.replay`. A larger scale
-is judged by the largest gradient *of a parameter*: a gradient inside the model that is larger than all of these
-overflows earlier, and no record of a run holds it.
+Pure functions of a `ScaleHistory`; the replay itself is `amplab.scalers.replay`. Whether a larger scale overflows is
+decided from the largest gradient *of a parameter*: a larger gradient inside the model overflows earlier, and no run log
+contains it.
 """
 
 import math
@@ -14,19 +14,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
 
-from amplab.diagnose.scale_drawing import scale_drawing
+from amplab.display.drawings import scale_drawing
+from amplab.display.numbers import count, percent, power
+from amplab.display.table import Card, Column, Table
 from amplab.formats import FLOAT16, ExponentHistogram, FloatFormat
 from amplab.scalers import PUBLISHED_RULES, Replay, ScaleRule, replay
-from amplab.trace.plain_html import html_table, markup, page
-from amplab.trace.plain_words import count, fitted, percent, wrapped
 
-__all__ = ["ScaleRecord", "WhatIf", "WhatIfs", "named_rule", "what_if", "what_ifs"]
-
-_RIGHT = range(1, 7)  # columns of numbers
+__all__ = ["ScaleHistory", "WhatIf", "WhatIfs", "named_rule", "what_if", "what_ifs"]
 
 
 @dataclass(frozen=True)
-class ScaleRecord:
+class ScaleHistory:
     """What a run has recorded of its scale and its gradients.
 
     Raises:
@@ -77,7 +75,7 @@ class WhatIf:
 
     name: str
     replay: Replay
-    record: ScaleRecord
+    record: ScaleHistory
 
     @property
     def scales(self) -> tuple[float, ...]:
@@ -131,9 +129,9 @@ class WhatIf:
         """Return the figures as words, for a table."""
         return {
             "rule": self.name,
-            "lowest": _power(min(self.scales, default=math.nan)),
-            "highest": _power(max(self.scales, default=math.nan)),
-            "last": _power(self.scales[-1] if self.scales else math.nan),
+            "lowest": power(min(self.scales, default=math.nan)),
+            "highest": power(max(self.scales, default=math.nan)),
+            "last": power(self.scales[-1] if self.scales else math.nan),
             "skips": f"{len(self.skips):,}",
             "steps lost": _more(self.steps_lost),
             "gradients lost": "–" if self.lost_share is None else percent(self.lost_share),
@@ -175,10 +173,8 @@ class WhatIfs:
         return [run.row() for run in self.runs]
 
     def __str__(self) -> str:
-        """An aligned table, and under it every doubt and every rule that ended the run."""
-        rows = self.rows()
-        table = fitted([list(rows[0]), *(list(row.values()) for row in rows)], right=_RIGHT) if rows else ()
-        return "\n".join([*(line for lines in table for line in lines), *map(wrapped, self._notes())])
+        """A table, and under it every doubt and every rule that ended the run."""
+        return str(self._card())
 
     def __repr__(self) -> str:
         lost = ", ".join(f"{run.name} {_more(run.steps_lost)}" for run in self.runs)
@@ -192,19 +188,22 @@ class WhatIfs:
                 yield f"{run.name}, step {len(run.scales) - 1}: the rule ends the run: {run.replay.stopped}"
 
     def _repr_html_(self) -> str:
+        return self._card().html()
+
+    def _card(self) -> Card:
         if not self.runs:
-            return page("no rule")
+            return Card("no rule")
         rows = self.rows()
         curves = {"recorded": self.runs[0].record.scales, **{run.name: run.scales for run in self.runs}}
         skipped = sum(self.runs[0].record.skipped)
         steps = count(len(curves["recorded"]), "step")
         said = f"The loss scale of {steps}, of which {skipped:,} were skipped, under other rules"
-        table = html_table(list(rows[0]), [list(row.values()) for row in rows], right=_RIGHT, caption=said)
-        notes = "".join(f"<p>{markup(note)}</p>" for note in self._notes())
-        return page(said, scale_drawing(curves), table, notes)
+        columns = [Column(title, right=title not in ("rule", "certain")) for title in rows[0]]
+        table = Table(columns, [list(row.values()) for row in rows], caption=said)
+        return Card(said, (scale_drawing(curves), table, *self._notes()))
 
 
-def what_if(record: ScaleRecord, rule: ScaleRule | str, name: str | None = None) -> WhatIf:
+def what_if(record: ScaleHistory, rule: ScaleRule | str, name: str | None = None) -> WhatIf:
     """Run a rule over what a run has recorded.
 
     Args:
@@ -218,14 +217,14 @@ def what_if(record: ScaleRecord, rule: ScaleRule | str, name: str | None = None)
 
     Sync: none.
 
-    >>> record = ScaleRecord(scales=[65536.0] * 3, skipped=[False] * 3, grad_exponents=[-3.0, -3.0, -3.0])
+    >>> record = ScaleHistory(scales=[65536.0] * 3, skipped=[False] * 3, grad_exponents=[-3.0, -3.0, -3.0])
     >>> what_if(record, "Megatron").skips
     (0, 1, 2)
     """
     named, rule = named_rule(rule)
-    if not isinstance(record, ScaleRecord):
+    if not isinstance(record, ScaleHistory):
         raise TypeError(
-            f"record={type(record).__name__}: expected a ScaleRecord; a recorded run makes its own, run.replay(rule)."
+            f"record={type(record).__name__}: expected a ScaleHistory; a recorded run makes its own, run.replay(rule)."
         )
     if name is not None and not isinstance(name, str):
         raise TypeError(f"name={name!r}: expected a word to call the rule, or None for its own.")
@@ -235,7 +234,7 @@ def what_if(record: ScaleRecord, rule: ScaleRule | str, name: str | None = None)
     return WhatIf(name or named, run, record)
 
 
-def what_ifs(record: ScaleRecord, rules: Mapping[str, ScaleRule] | None = None) -> WhatIfs:
+def what_ifs(record: ScaleHistory, rules: Mapping[str, ScaleRule] | None = None) -> WhatIfs:
     """Run several rules over what a run has recorded, by default all published ones.
 
     Args:
@@ -274,11 +273,3 @@ def named_rule(rule: ScaleRule | str) -> tuple[str, ScaleRule]:
 def _more(steps: int) -> str:
     """Steps lost more than were recorded, with their sign."""
     return f"{steps:+,}".replace("-", "−") if steps else "0"
-
-
-def _power(scale: float) -> str:
-    """A scale as a power of two where it is one."""
-    if not 0.0 < scale < math.inf:
-        return str(scale)
-    exponent = math.log2(scale)
-    return f"2^{exponent:.0f}" if exponent == round(exponent) else f"{scale:.6g}"

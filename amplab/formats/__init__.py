@@ -14,6 +14,7 @@ from amplab.formats.known_formats import (
     FLOAT16,
     FLOAT32,
     FORMATS,
+    LOW_PRECISION_DTYPES,
     TF32,
     format_of,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "FLOAT8_E5M2",
     "FLOAT8_E4M3",
     "FORMATS",
+    "LOW_PRECISION_DTYPES",
     "format_of",
     "underflow_fraction",
     "overflow_fraction",

@@ -30,6 +30,7 @@ __all__ = [
     "FLOAT8_E5M2",
     "FLOAT8_E4M3",
     "FORMATS",
+    "LOW_PRECISION_DTYPES",
     "format_of",
 ]
 
@@ -43,6 +44,9 @@ FLOAT8_E4M3 = FloatFormat("float8_e4m3", 4, 3, has_infinity=False, torch_dtype=t
 FORMATS: Mapping[str, FloatFormat] = MappingProxyType(
     {known.name: known for known in (FLOAT32, TF32, BFLOAT16, FLOAT16, FLOAT8_E5M2, FLOAT8_E4M3)}
 )
+
+# The two 16-bit floating dtypes: what "low precision" means for weights, gradients and ops. A set, since ops look here.
+LOW_PRECISION_DTYPES = frozenset([torch.float16, torch.bfloat16])
 
 
 def format_of(dtype: torch.dtype) -> FloatFormat:

@@ -1,103 +1,198 @@
 """Where built kernels are kept: one folder per key, in which all libraries of a build appear together or not at all.
 
-``<root>/<key>/built/amplab_kernels_<part>.so``. The roots, in order: the user's cache folder and, where that cannot be
-written, a folder of the user's own under the system's temporary one. Nothing is written to look something up.
+``<root>/<key>/built/amplab_kernels_<part>.so``. There are two roots: ``amplab/kernels`` in the user's cache folder,
+and ``amplab-kernels-<uid>`` in the system's temporary folder where the first cannot be used.
+
+A library is code that runs as the user. So a library is loaded, and a folder is built in, only if no other user can
+change it or any folder above it (`distrust`). Looking a build up writes nothing.
 """
 
 import os
 import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 try:
     import fcntl
-except ImportError:  # Windows: builders may do the same work twice, and the last one's result stays
-    fcntl = None
+    import grp
+    import pwd
 
-__all__ = ["building", "discard", "find", "publish", "writable_folder"]
+    _POSIX = True
+except ImportError:  # Windows: two builders may do the same work; the result of the last one stays
+    _POSIX = False
 
-_BUILT = "built"
+__all__ = ["BUILT", "building", "discard", "distrust", "find", "no_folder", "publish", "refusals", "writable_folder"]
+
+BUILT = "built"
 _SUFFIX = ".pyd" if sys.platform == "win32" else ".so"
+# Who owns the files of the system's root as seen from inside a user namespace, as in a rootless container.
+_UNMAPPED = 65534
+
+
+class _Root(NamedTuple):
+    """A folder of builds, and how many of its last path components amplab makes."""
+
+    folder: Path
+    own: int
 
 
 def find(key: str) -> tuple[Path, ...]:
-    """The libraries that were built for ``key``; none where it was not built."""
+    """Return the libraries built for ``key`` that can be trusted, symbolic links resolved; empty if there are none."""
     for root in _roots():
-        if libraries := tuple(sorted((root / key / _BUILT).glob("*" + _SUFFIX))):
+        libraries = _libraries(root, key)
+        if libraries and not any(_distrusted(library, root.own + 3) for library in libraries):
             return libraries
     return ()
 
 
-def writable_folder(key: str) -> Path | None:
-    """The folder of ``key`` in the first root that can be written, made if need be; None where no root can."""
+def refusals(key: str) -> tuple[str, ...]:
+    """Say for each root why `find` does not return the libraries of ``key`` that are there, and what to do."""
+    reasons = []
     for root in _roots():
-        folder = root / key
+        found = (_distrusted(library, root.own + 3) for library in _libraries(root, key))
+        reasons += [reason for reason in found if reason is not None][:1]
+    return tuple(reasons)
+
+
+def writable_folder(key: str) -> Path | None:
+    """Return the folder of ``key`` in the first root that can be written and trusted, made if necessary, or None."""
+    for root in _roots():
+        folder = root.folder / key
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if _distrusted(_existing(folder), 0) is not None:
+                continue
+            _make_private(folder)
+            folder = folder.resolve()
         except OSError:
             continue
-        if os.access(folder, os.W_OK | os.X_OK):
+        # Checked again now that it is there: another user may have made it in the meantime.
+        if os.access(folder, os.W_OK | os.X_OK) and _distrusted(folder, root.own + 1) is None:
             return folder
     return None
+
+
+def no_folder(key: str) -> str:
+    """Say why `writable_folder` returned None, root by root. Call it only then."""
+    reasons = (_distrusted(_existing(root.folder / key), 0) or f"{root.folder} cannot be written" for root in _roots())
+    return f"there is no folder to keep the kernels in: {'; '.join(reasons)}"
 
 
 @contextmanager
 def building(folder: Path) -> Iterator[None]:
     """Let one builder at a time into ``folder``.
 
-    The operating system releases the lock when its holder dies, however it dies. The lock saves work and no more:
-    every builder compiles in a folder of its own, so where there is no flock all is still right.
+    The operating system releases the lock when its holder ends, in whatever way. The lock only saves work: every
+    builder compiles in a folder of its own, so a file system without locks is safe as well.
     """
     with open(folder / "building", "a") as file:
-        if fcntl is not None:
+        if _POSIX:
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def publish(finished: Path, folder: Path) -> None:
-    """Move a folder of finished libraries to its place in one step, so that nobody ever sees a part of them."""
+    """Move a folder of finished libraries to its place in one step, so that no process sees only some of them."""
     try:
-        finished.replace(folder / _BUILT)
-    except OSError:  # where there are no locks, another builder may have come first: its libraries are the same
-        if not (folder / _BUILT).is_dir():
+        finished.replace(folder / BUILT)
+    except OSError:  # without locks, another builder may have finished first: its libraries are the same
+        if not (folder / BUILT).is_dir():
             raise
 
 
 def discard(libraries: Sequence[Path]) -> None:
-    """Remove libraries that do not load, so that they are built again; what may not be removed stays."""
+    """Remove libraries that do not load, so that they are built again; those that cannot be removed stay."""
     for folder in {library.parent for library in libraries}:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _roots() -> list[Path]:
-    roots = [Path(tempfile.gettempdir()) / f"amplab-kernels-{_user()}"]
-    if not _is_own(roots[0]):
-        roots = []
-    for variable in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
-        if os.environ.get(variable):
-            return [Path(os.environ[variable]) / "amplab" / "kernels", *roots]
+def distrust(status: os.stat_result, uid: int, private_group: int | None, *, own: bool) -> str | None:
+    """Return how a user other than ``uid`` and root could change a file or folder; None if nobody could.
+
+    Args:
+        status: the result of ``os.stat``.
+        uid: the user who loads the library.
+        private_group: a group with no other member than that user; None if there is none.
+        own: True for what amplab makes; False for the folders above, which may be sticky, such as ``/tmp``, or belong
+            to the unmapped root of a container.
+
+    >>> distrust(os.stat_result((0o100644, 0, 0, 1, 1001, 1001, 0, 0, 0, 0)), 1000, None, own=True)
+    'belongs to user 1001'
+    """
+    if status.st_uid not in ((uid, 0) if own else (uid, 0, _UNMAPPED)):
+        return f"belongs to user {status.st_uid}"
+    by_others = bool(status.st_mode & stat.S_IWOTH)
+    by_group = bool(status.st_mode & stat.S_IWGRP) and status.st_gid != private_group
+    sticky = not own and stat.S_ISDIR(status.st_mode) and bool(status.st_mode & stat.S_ISVTX)
+    if (by_others or by_group) and not sticky:
+        return f"can be written by other users (mode {stat.S_IMODE(status.st_mode):04o})"
+    return None
+
+
+def _distrusted(path: Path, own: int) -> str | None:
+    """Say which of ``path`` and the folders above it another user could change, and what to do; None if none.
+
+    Args:
+        path: exists.
+        own: how many of the last components of ``path`` amplab makes.
+    """
+    if not _POSIX:
+        return None
+    uid, real = os.getuid(), path.resolve()
+    private_group = _private_group(uid)
+    for level, part in enumerate((real, *real.parents)):
+        try:
+            reason = distrust(part.stat(), uid, private_group, own=level < own)
+        except OSError as error:
+            reason = f"cannot be checked: {error.strerror}"
+        if reason is not None:
+            remedy = f"remove it or run chmod go-w {part}" if "mode" in reason else "remove it"
+            return f"{part} {reason}; {remedy}, or set XDG_CACHE_HOME to a folder that only you can write"
+    return None
+
+
+def _private_group(uid: int) -> int | None:
+    """Return the user's primary group if it has the user's name and no other member, as with a umask of 002."""
     try:
-        return [Path.home() / ".cache" / "amplab" / "kernels", *roots]
+        user = pwd.getpwuid(uid)
+        group = grp.getgrgid(user.pw_gid)
+    except KeyError:
+        return None
+    return group.gr_gid if group.gr_name == user.pw_name and {*group.gr_mem} <= {user.pw_name} else None
+
+
+def _libraries(root: _Root, key: str) -> tuple[Path, ...]:
+    return tuple(path.resolve() for path in sorted((root.folder / key / BUILT).glob("*" + _SUFFIX)))
+
+
+def _existing(folder: Path) -> Path:
+    """Return the nearest of ``folder`` and the folders above it that exists."""
+    return next(part for part in (folder, *folder.parents) if part.exists())
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder, and those above it that are missing, for this user alone, whatever the umask."""
+    for part in reversed((folder, *folder.parents)):
+        if not part.exists():
+            part.mkdir(mode=0o700, exist_ok=True)
+
+
+def _roots() -> list[_Root]:
+    fallback = _Root(Path(tempfile.gettempdir()).absolute() / f"amplab-kernels-{_user()}", own=1)
+    for variable in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
+        value = os.environ.get(variable, "")
+        if os.path.isabs(value):  # a relative one is invalid (XDG Base Directory Specification)
+            return [_Root(Path(value) / "amplab" / "kernels", own=2), fallback]
+    try:
+        return [_Root(Path.home() / ".cache" / "amplab" / "kernels", own=2), fallback]
     except RuntimeError:  # no home
-        return roots
+        return [fallback]
 
 
 def _user() -> str:
-    return str(os.getuid()) if os.name == "posix" else os.environ.get("USERNAME", "user")
-
-
-def _is_own(root: Path) -> bool:
-    """Whether a folder in a place that everybody can write is ours, so that no stranger's code is loaded from it."""
-    if os.name != "posix":
-        return True
-    try:
-        status = root.lstat()
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    return status.st_uid == os.getuid() and not status.st_mode & 0o022
+    return str(os.getuid()) if _POSIX else os.environ.get("USERNAME", "user")

@@ -1,8 +1,9 @@
-"""Compile the kernels, in a process of its own: ``python -m amplab.kernels.compilation <key>``.
+"""Compile the kernels in a process of its own, which ``build.py`` starts.
 
-A process, because `torch.utils.cpp_extension.load_inline` wants ninja on PATH, prints, remembers failures and waits
-for ever on the lock of a builder that was killed: none of that may reach the process that trains. It goes on when
-that one ends, so a short script still leaves the kernels to the next. What it prints is the log of the build.
+A separate process, because `torch.utils.cpp_extension.load_inline` wants ninja on PATH, prints, remembers failures and
+waits forever for the lock of a builder that was killed. None of this may reach the process that trains. The builder
+continues when that process ends, so that even a short script leaves the kernels to the next one. What it prints is the
+log of the build.
 
 `load_inline` joins its sources into one, for one compiler on one core. So it is called once for each part of the
 recipe, all at the same time: two libraries on two cores.
@@ -10,7 +11,6 @@ recipe, all at the same time: two libraries on two cores.
 
 import os
 import shutil
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,33 +19,40 @@ from pathlib import Path
 import torch
 from torch.utils.cpp_extension import load_inline
 
-from amplab.kernels.cache import building, find, publish, writable_folder
+from amplab.kernels.cache import BUILT, building, find, no_folder, publish, writable_folder
 from amplab.kernels.recipe import LIBRARY, Recipe, casts_recipe, current_recipe, search_path
 
-__all__ = ["compile_libraries", "main"]
+__all__ = ["compile_key", "compile_libraries"]
 
 _SCRATCH = "scratch-"
 
 
-def main(arguments: list[str]) -> int:
-    """Build for the key given and keep the result; 0 when the library is there."""
+def compile_key(key: str) -> None:
+    """Build the libraries of ``key`` and keep them; return at once if they are there.
+
+    Raises:
+        SystemExit: the sources or the machine have another key, or there is no folder to keep libraries in.
+    """
+    torch.set_num_threads(1)
+    os.umask(0o077)  # nobody else may change what will be loaded
     recipes = {recipe.key: recipe for recipe in (current_recipe(), casts_recipe())}
-    if len(arguments) != 1 or arguments[0] not in recipes:
-        raise SystemExit(f"asked for {arguments}, but this machine and these sources make {[*recipes]}: start again.")
-    recipe = recipes[arguments[0]]
-    folder = writable_folder(recipe.key)
+    if key not in recipes:
+        raise SystemExit(
+            f"error: the key is {key}, but these sources and this machine give {[*recipes]}: start the process again."
+        )
+    folder = writable_folder(key)
     if folder is None:
-        raise SystemExit("no folder to keep the kernels in: set XDG_CACHE_HOME to one that can be written.")
+        raise SystemExit(f"error: {no_folder(key)}")
     with building(folder):
-        if not find(recipe.key):
-            compile_libraries(recipe, folder)
-    return 0
+        if not find(key):
+            shutil.rmtree(folder / BUILT, ignore_errors=True)  # libraries that cannot be trusted, if any
+            compile_libraries(recipes[key], folder)
 
 
 def compile_libraries(recipe: Recipe, folder: Path) -> None:
-    """Compile into a fresh folder beside the libraries' place, then move them there.
+    """Compile into a fresh folder beside the libraries' place, then move the libraries there.
 
-    A fresh folder has no lock that a killed process left, and no other process writes in it.
+    A fresh folder holds no lock of a killed process, and no other process writes to it.
     """
     for stale in folder.glob(_SCRATCH + "*"):
         shutil.rmtree(stale, ignore_errors=True)
@@ -81,8 +88,3 @@ def _compile(recipe: Recipe, scratch: Path, part: int) -> Path:
         no_implicit_headers=True,
     )
     return next(place.glob(name + ".*[sp][oy]*"))
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    sys.exit(main(sys.argv[1:]))

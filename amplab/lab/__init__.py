@@ -7,7 +7,7 @@
 `open()` shows one in JupyterLab; the widgets are in `views`, which is imported then and not before.
 """
 
-from amplab.lab.config import DEFAULT_LR, LIVE_FIELDS, OVERRIDES, ExperimentConfig
+from amplab.lab.config import DEFAULT_LR, FIELDS, LIVE_FIELDS, OPTIMIZERS, OVERRIDES, ExperimentConfig, field_named
 from amplab.lab.events import (
     STATES,
     ConfigChanged,
@@ -22,12 +22,11 @@ from amplab.lab.events import (
     TraceReady,
 )
 from amplab.lab.experiment import FAULTS, Experiment
-from amplab.lab.fields import MODELS, OPTIMIZERS, TASKS
 from amplab.lab.history import COLUMNS, History
-from amplab.lab.models import CNN, MLP, build_model
+from amplab.lab.models import CNN, MLP, MODELS, build_model
 from amplab.lab.open import active, attach, open
 from amplab.lab.run_log import Run, RunLog, load_run, runs_directory
-from amplab.lab.tasks import Task, load_task
+from amplab.lab.tasks import TASKS, Task, load_task
 from amplab.lab.trainer import Trainer
 from amplab.lab.watch import Watch, watch
 from amplab.lab.watch_callback import WatchCallback
@@ -39,9 +38,11 @@ __all__ = [
     "OPTIMIZERS",
     "FAULTS",
     "DEFAULT_LR",
+    "FIELDS",
     "LIVE_FIELDS",
     "OVERRIDES",
     "ExperimentConfig",
+    "field_named",
     "Task",
     "load_task",
     "MLP",

@@ -1,75 +1,264 @@
-"""What one experiment is: a frozen value, and its readable one-line string.
+"""What one experiment is: a frozen value, each field declared once, and its readable one-line string.
 
     amplab/1 task=digits model=mlp opt_level=O1 init_scale=2**20 seed=3
 
+A declaration in `ExperimentConfig` says everything about a field: default, accepted values, label, help, and what a
+change of it requires. `FIELDS` holds the declarations; the trainer, the command line and the dashboard read them there.
 The string names task, model and opt_level always and every other field where it differs from its default;
-`ExperimentConfig.parse` reads it back. What each field may hold is in `fields.py`, what is trained in `experiment.py`.
+`ExperimentConfig.parse` reads it back. The values of `model` and `task` are in `models.py` and `tasks.py`.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass, fields, replace
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from enum import Enum
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
 
 from amplab.amp import OPT_LEVELS, explain_override
-from amplab.lab.fields import RULES, check, read, spell
+from amplab.display.numbers import parse_number
+from amplab.lab.models import MODELS
+from amplab.lab.tasks import TASKS
 
-__all__ = ["DEFAULT_LR", "LIVE_FIELDS", "OVERRIDES", "VERSION", "ExperimentConfig"]
+__all__ = [
+    "DEFAULT_LR",
+    "FIELDS",
+    "LIVE_FIELDS",
+    "OPTIMIZERS",
+    "OVERRIDES",
+    "VERSION",
+    "Change",
+    "ConfigField",
+    "ExperimentConfig",
+    "OptimizerChoice",
+    "Values",
+    "field_named",
+    "spell",
+]
 
 VERSION = 1
 
-DEFAULT_LR = {"sgd": 0.1, "adam": 0.005, "adamw": 0.005}
-"""What lr=None stands for: the rate at which the digits models learn well in 300 steps."""
-
-LIVE_FIELDS = (
-    "opt_level",
-    "optimizer",
-    "lr",
-    "momentum",
-    "batch_size",
-    "loss_scale",
-    "init_scale",
-    "growth_interval",
-    "min_loss_scale",
-    "max_loss_scale",
-    "keep_batchnorm_fp32",
-    "master_weights",
-)
-"""Fields that a running experiment can change at a step boundary; the others need new weights, hence a reset."""
-
-OVERRIDES = ("keep_batchnorm_fp32", "master_weights", "loss_scale")
-"""Fields whose None means: what the opt_level prescribes."""
-
-_ALWAYS_NAMED = ("task", "model", "opt_level")
+_LARGEST_SCALE = 2.0**127  # the largest power of two in float32, the type of a scaled loss
+_SMALLEST_SCALE = 2.0**-126  # the smallest whose inverse float32 can hold, which unscaling needs
+_LONGEST_ECHO = 40  # characters of a refused value
 _HEAD = re.compile(r"amplab/(?P<version>\S+)")
+_WHOLE = re.compile(r"[+-]?\d{1,30}")
+_WORDS = {"none": None, "true": True, "false": False}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """One optimizer that a config can name.
+
+    Attributes:
+        label: Its name in the dashboard.
+        build: Its class.
+        lr: Learning rate for lr=None, at which the digits models learn well in 300 steps.
+        takes_momentum: Whether it has a momentum.
+    """
+
+    label: str
+    build: Callable[..., torch.optim.Optimizer]
+    lr: float
+    takes_momentum: bool = False
+
+
+OPTIMIZERS = {
+    "sgd": OptimizerChoice("SGD", torch.optim.SGD, lr=0.1, takes_momentum=True),
+    "adam": OptimizerChoice("Adam", torch.optim.Adam, lr=0.005),
+    "adamw": OptimizerChoice("AdamW", torch.optim.AdamW, lr=0.005),
+}
+"""Each optimizer by the name that a config gives it."""
+
+DEFAULT_LR = {name: choice.lr for name, choice in OPTIMIZERS.items()}
+"""The learning rate that lr=None stands for, by optimizer."""
+
+
+# What a field may hold
+
+
+@dataclass(frozen=True)
+class Values:
+    """The values that a field accepts.
+
+    Attributes:
+        kind: Type of a value that is neither None nor a word: str, int, float or bool.
+        accepts: Whether a value is one of them.
+        allowed: Returns the words that name them in an error message.
+        choices: Returns the label of each value, where a field has only a few; empty elsewhere.
+    """
+
+    kind: type
+    accepts: Callable[[object], bool]
+    allowed: Callable[[], str]
+    choices: Callable[[], dict[str, str]] = dict
+
+    def or_none(self) -> Values:
+        """Return the same values and None."""
+        return replace(self, accepts=lambda value: value is None or self.accepts(value))
+
+
+class _Labeled(Protocol):
+    @property
+    def label(self) -> str: ...
+
+
+def _one_of(table: Mapping[str, _Labeled]) -> Values:
+    """The names of a table, read whenever they are needed: an entry may be added later."""
+    return Values(
+        str,
+        lambda value: isinstance(value, str) and value in table,
+        lambda: f"one of {', '.join(table)}",
+        lambda: {name: entry.label for name, entry in table.items()},
+    )
+
+
+def _count(low: int, high: int, note: str) -> Values:
+    return Values(
+        int,
+        lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high,
+        lambda: f"a whole number from {low} to {high} (a plain int), {note}",
+    )
+
+
+def _number(is_allowed: Callable[[float], bool], allowed: str) -> Values:
+    # Compared, not converted: a whole number may be beyond every float.
+    return Values(
+        float,
+        lambda value: (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and abs(value) <= sys.float_info.max
+            and is_allowed(value)
+        ),
+        lambda: allowed,
+    )
+
+
+def _scale(note: str = "") -> Values:
+    allowed = "a number > 0, at least 2**-126 and at most 2**127"
+    return _number(lambda value: _SMALLEST_SCALE <= value <= _LARGEST_SCALE, allowed + note)
+
+
+_LEVEL = Values(
+    str,
+    lambda value: isinstance(value, str) and value in OPT_LEVELS,
+    lambda: f"one of {', '.join(OPT_LEVELS)} (the letter O and a digit)",
+    lambda: {name: name for name in OPT_LEVELS},
+)
+_FLAG = Values(bool, lambda value: isinstance(value, bool), lambda: "True, False")
+_STATIC_SCALE = _scale(" (128 is a usual static scale)")
+_LOSS_SCALE = Values(
+    float,
+    lambda value: value == "dynamic" or _STATIC_SCALE.accepts(value),
+    lambda: f"'dynamic', {_STATIC_SCALE.allowed()}",
+)
+
+
+# One field
+
+
+class Change(Enum):
+    """What a changed field requires of an experiment that has begun."""
+
+    NEW_WEIGHTS = "a reset: the model or the data are other ones"
+    NEW_SESSION = "amp to be initialized anew at a step boundary, with weights and optimizer state kept"
+    IN_PLACE = "nothing: the next step uses the new value"
+
+
+@dataclass(frozen=True)
+class ConfigField:
+    """Everything that the lab knows about one field of `ExperimentConfig`.
+
+    Attributes:
+        name: Its name.
+        default: Its default.
+        values: What it accepts.
+        label: Its name in the dashboard.
+        help: A phrase that says what it is, for the command line and the dashboard.
+        change: What a new value requires of an experiment that has begun.
+        none_means: What None stands for; empty where None is not accepted.
+        example: A value as it is typed on the command line.
+        overrides_level: Whether it overrides what the opt_level sets.
+        changes_dtypes: Whether a new value may change the dtype of an operation, so that a trace is out of date.
+        is_always_named: Whether the string of a config names it even where it has its default.
+    """
+
+    name: str
+    default: object
+    values: Values
+    label: str
+    help: str
+    change: Change
+    none_means: str = ""
+    example: str = ""
+    overrides_level: bool = False
+    changes_dtypes: bool = False
+    is_always_named: bool = False
+
+    @property
+    def allowed(self) -> str:
+        """What the field accepts, in words."""
+        return self.values.allowed() + (f", or None for {self.none_means}" if self.none_means else "")
+
+    @property
+    def default_text(self) -> str:
+        """The default as it is typed, or what it stands for where it is None."""
+        return self.none_means if self.default is None else spell(self.default)
+
+    @property
+    def example_text(self) -> str:
+        """Values as they are typed on the command line: all of them where they are few."""
+        if self.values.kind is bool:
+            return "true|false"
+        return "|".join(self.values.choices()) or self.example or spell(self.default)
+
+    def check(self, value: object) -> None:
+        """Raise ValueError unless the field accepts `value`."""
+        if not self.values.accepts(value):
+            raise ValueError(self._refusal(spell(value)))
+
+    def read(self, text: str) -> Any:
+        """Return the value that `text` spells.
+
+        >>> FIELDS["init_scale"].read("2**20"), FIELDS["hidden"].read("64"), FIELDS["master_weights"].read("true")
+        (1048576.0, 64, True)
+
+        Raises:
+            ValueError: The text spells no value that the field accepts.
+        """
+        value = _read(text)
+        if isinstance(value, float) and value.is_integer() and not self.values.accepts(value):
+            value = int(value)  # 1e3 and 2**5 are counts too
+        if not self.values.accepts(value):
+            raise ValueError(self._refusal(text))
+        return value
+
+    def _refusal(self, given: str) -> str:
+        return f"{self.name}={_echo(given)}: expected {self.allowed}."
+
+
+def _declare(default: T, values: Values, *, none_means: str = "", **details: Any) -> T:
+    """Declare a field of `ExperimentConfig`; the details are attributes of `ConfigField`."""
+    values = values.or_none() if none_means else values
+    return field(default=default, metadata={"values": values, "none_means": none_means, **details})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentConfig:
-    """One experiment, complete: the same config gives the same run, bit for bit, on the same machine.
-
-    Attributes:
-        task: "digits".
-        model: "mlp" or "cnn".
-        hidden: Width of the hidden layers.
-        opt_level: "O0", "O1", "O2" or "O3".
-        optimizer: "sgd", "adam" or "adamw".
-        lr: Learning rate, > 0; None stands for `DEFAULT_LR` of the optimizer.
-        momentum: Momentum of sgd, in [0, 1); adam and adamw have no use for it.
-        batch_size: Images per step.
-        seed: Seed of weights, split and batches.
-        loss_scale: "dynamic", a static scale > 0, or None for what the opt_level prescribes.
-        init_scale: Scale at which a dynamic scale starts (clamped into [min_loss_scale, max_loss_scale]).
-        growth_interval: Clean steps until a dynamic scale doubles. The lab's 50 lets the scale be seen to move; apex's
-            own default is 2000.
-        min_loss_scale: Floor of a dynamic scale, None for the smallest that float32 can hold.
-        max_loss_scale: Ceiling of a dynamic scale.
-        keep_batchnorm_fp32: Override of the opt_level, None for what it prescribes.
-        master_weights: Override of the opt_level, None for what it prescribes.
+    """One experiment: the same config gives the same run, bit for bit, on the same machine.
 
     Raises:
-        ValueError: A field holds what it may not, an override makes no sense at this opt_level, or the floor of the
-            scale lies above its ceiling.
+        ValueError: A field does not accept its value, an override has no meaning at this opt_level, or min_loss_scale
+            is greater than max_loss_scale.
 
     >>> config = ExperimentConfig(opt_level="O2", init_scale=2.0**20)
     >>> str(config)
@@ -78,27 +267,143 @@ class ExperimentConfig:
     True
     """
 
-    task: str = "digits"
-    model: str = "mlp"
-    hidden: int = 128
-    opt_level: str = "O1"
-    optimizer: str = "sgd"
-    lr: float | None = None
-    momentum: float = 0.9
-    batch_size: int = 64
-    seed: int = 0
-    loss_scale: float | str | None = None
-    init_scale: float = 2.0**16
-    growth_interval: int = 50
-    min_loss_scale: float | None = None
-    max_loss_scale: float = 2.0**24
-    keep_batchnorm_fp32: bool | None = None
-    master_weights: bool | None = None
+    task: str = _declare(
+        "digits",
+        _one_of(TASKS),
+        label="Task",
+        help="data set to train on",
+        change=Change.NEW_WEIGHTS,
+        changes_dtypes=True,
+        is_always_named=True,
+    )
+    model: str = _declare(
+        "mlp",
+        _one_of(MODELS),
+        label="Model",
+        help="model to train",
+        change=Change.NEW_WEIGHTS,
+        changes_dtypes=True,
+        is_always_named=True,
+    )
+    hidden: int = _declare(
+        128,
+        _count(1, 8192, "the width of the hidden layers"),
+        label="Hidden",
+        help="width of the hidden layers",
+        change=Change.NEW_WEIGHTS,
+        changes_dtypes=True,
+    )
+    opt_level: str = _declare(
+        "O1",
+        _LEVEL,
+        label="opt_level",
+        help="which weights and operations use float16",
+        change=Change.NEW_SESSION,
+        changes_dtypes=True,
+        is_always_named=True,
+    )
+    optimizer: str = _declare(
+        "sgd",
+        _one_of(OPTIMIZERS),
+        label="Optimizer",
+        help="algorithm that updates the weights",
+        change=Change.NEW_SESSION,
+    )
+    lr: float | None = _declare(
+        None,
+        _number(lambda value: 0 < value <= _LARGEST_SCALE, "a number > 0 and at most 2**127"),
+        none_means=", ".join(f"{choice.lr:g} with {name}" for name, choice in OPTIMIZERS.items()),
+        label="Learning rate",
+        help="learning rate",
+        example="0.1",
+        change=Change.IN_PLACE,
+    )
+    momentum: float = _declare(
+        0.9,
+        _number(lambda value: 0 <= value < 1, "a number in [0, 1); 0 switches it off"),
+        label="Momentum",
+        help="momentum of sgd; adam and adamw ignore it",
+        change=Change.IN_PLACE,
+    )
+    batch_size: int = _declare(
+        64,
+        _count(1, 65536, "the images per step"),
+        label="Batch size",
+        help="images per step",
+        change=Change.IN_PLACE,
+    )
+    seed: int = _declare(
+        0,
+        _count(0, 2**63 - 1, "the same seed gives the same run"),
+        label="Seed",
+        help="seed of the weights, the data split and the batches",
+        change=Change.NEW_WEIGHTS,
+    )
+    loss_scale: float | str | None = _declare(
+        None,
+        _LOSS_SCALE,
+        none_means="what the opt_level sets",
+        label="Loss scale",
+        help="dynamic, or one scale for the whole run",
+        example="dynamic|128",
+        change=Change.NEW_SESSION,
+        overrides_level=True,
+    )
+    init_scale: float = _declare(
+        2.0**16,
+        _scale("; 2**16 is a usual start"),
+        label="init",
+        help="dynamic loss scale of the first step",
+        change=Change.NEW_SESSION,
+    )
+    growth_interval: int = _declare(  # 50, so that the scale is seen to move; apex's default is 2000
+        50,
+        _count(1, 10**9, "the steps without overflow before the scale doubles"),
+        label="window",
+        help="steps without overflow before a dynamic loss scale doubles",
+        change=Change.NEW_SESSION,
+    )
+    min_loss_scale: float | None = _declare(
+        None,
+        _scale(),
+        none_means="no lower limit",
+        label="floor",
+        help="lower limit of a dynamic loss scale",
+        example="1",
+        change=Change.NEW_SESSION,
+    )
+    max_loss_scale: float = _declare(
+        2.0**24,
+        _scale("; 2**24 is the default"),
+        label="ceiling",
+        help="upper limit of a dynamic loss scale",
+        change=Change.NEW_SESSION,
+    )
+    keep_batchnorm_fp32: bool | None = _declare(
+        None,
+        _FLAG,
+        none_means="what the opt_level sets",
+        label="keep_batchnorm_fp32",
+        help="whether BatchNorm stays in float32",
+        change=Change.NEW_SESSION,
+        overrides_level=True,
+        changes_dtypes=True,
+    )
+    master_weights: bool | None = _declare(
+        None,
+        _FLAG,
+        none_means="what the opt_level sets",
+        label="master_weights",
+        help="whether the optimizer updates float32 copies of the weights",
+        change=Change.NEW_SESSION,
+        overrides_level=True,
+        changes_dtypes=True,
+    )
 
     def __post_init__(self) -> None:
         """Refuse what cannot be trained."""
-        for field in fields(self):
-            check(field.name, getattr(self, field.name))
+        for name, declared in FIELDS.items():
+            declared.check(getattr(self, name))
         for name in OVERRIDES:
             reason = explain_override(self.opt_level, name) if getattr(self, name) is not None else None
             if reason:
@@ -106,17 +411,17 @@ class ExperimentConfig:
         if self.min_loss_scale is not None and self.min_loss_scale > self.max_loss_scale:
             raise ValueError(
                 f"min_loss_scale={spell(self.min_loss_scale)}: expected at most "
-                f"max_loss_scale={spell(self.max_loss_scale)}; lower the floor or raise the ceiling."
+                f"max_loss_scale={spell(self.max_loss_scale)}; lower min_loss_scale or raise max_loss_scale."
             )
 
     @property
     def learning_rate(self) -> float:
-        """The rate in effect: lr, or the optimizer's own default."""
-        return DEFAULT_LR[self.optimizer] if self.lr is None else float(self.lr)
+        """The rate in effect: lr, or the optimizer's default."""
+        return OPTIMIZERS[self.optimizer].lr if self.lr is None else float(self.lr)
 
     @property
     def effective_loss_scale(self) -> float | str:
-        """The static scale in effect, or "dynamic": loss_scale, or what the opt_level prescribes."""
+        """The static scale in effect, or "dynamic": loss_scale, or what the opt_level sets."""
         return OPT_LEVELS[self.opt_level].properties.loss_scale if self.loss_scale is None else self.loss_scale
 
     @property
@@ -127,53 +432,112 @@ class ExperimentConfig:
     def changed(self, **changes: object) -> ExperimentConfig:
         """Return this config with some fields changed.
 
-        A new opt_level drops the overrides that make no sense there, unless they are given in the same call; those
-        are refused.
+        A new opt_level drops the overrides that have no meaning there, unless they are given in the same call; then
+        they are refused.
 
         Raises:
-            ValueError: An unknown field, or a value that the field may not hold.
+            ValueError: An unknown field, or a value that the field does not accept.
 
         >>> str(ExperimentConfig(opt_level="O2", master_weights=False).changed(opt_level="O1"))
         'amplab/1 task=digits model=mlp opt_level=O1'
         """
         for name, value in changes.items():
-            check(name, value)
-        level = changes.get("opt_level", self.opt_level)
+            field_named(name).check(value)
+        level = str(changes.get("opt_level", self.opt_level))
         dropped = {name: None for name in OVERRIDES if name not in changes and explain_override(level, name)}
-        return replace(self, **{**dropped, **changes})
+        return replace(self, **cast(dict[str, Any], {**dropped, **changes}))
 
     def __str__(self) -> str:
         """Return the string that `parse` reads."""
-        named = [field for field in fields(self) if field.name in _ALWAYS_NAMED]
-        named += [
-            field
-            for field in fields(self)
-            if field.name not in _ALWAYS_NAMED and getattr(self, field.name) != field.default
-        ]
-        return " ".join([f"amplab/{VERSION}", *(f"{field.name}={spell(getattr(self, field.name))}" for field in named)])
+        values = {name: getattr(self, name) for name in FIELDS}
+        always = {name: values[name] for name, declared in FIELDS.items() if declared.is_always_named}
+        differing = {name: value for name, value in values.items() if value != FIELDS[name].default}
+        named = always | {name: value for name, value in differing.items() if name not in always}
+        return " ".join([f"amplab/{VERSION}", *(f"{name}={spell(value)}" for name, value in named.items())])
 
     @classmethod
     def parse(cls, text: str) -> ExperimentConfig:
-        """Return the experiment that a string of `str(config)` names; fields left out keep their defaults.
+        """Return the experiment that a string of `str(config)` names; fields left out have their defaults.
 
         Raises:
             ValueError: Not such a string, of another version, with an unknown or repeated field, or a value that the
-                field may not hold.
-            TypeError: No string at all.
+                field does not accept.
+            TypeError: Not a string.
         """
         if not isinstance(text, str):
             raise TypeError(f"{text!r}: expected a config string; copy one from the lab's config().")
         head, *pairs = text.split() or [""]
         _check_head(head, text)
-        values: dict[str, object] = {}
+        values: dict[str, Any] = {}
         for pair in pairs:
             name, equals, value = pair.partition("=")
             if not equals:
                 raise ValueError(f"{pair!r}: expected field=value, as in {cls()!s}.")
             if name in values:
                 raise ValueError(f"{pair!r}: {name} is given twice; keep one.")
-            values[name] = read(name, value)
+            values[name] = field_named(name).read(value)
         return cls(**values)
+
+
+FIELDS = {each.name: ConfigField(each.name, each.default, **each.metadata) for each in fields(ExperimentConfig)}
+"""The declaration of each field, in their order."""
+
+LIVE_FIELDS = tuple(name for name, each in FIELDS.items() if each.change is not Change.NEW_WEIGHTS)
+"""Fields that can change at a step boundary of a running experiment; the others need a reset."""
+
+OVERRIDES = tuple(name for name, each in FIELDS.items() if each.overrides_level)
+"""Fields whose None means: what the opt_level sets."""
+
+_ATTRIBUTES = "\n".join(f"        {name}: {each.help}; {each.allowed}." for name, each in FIELDS.items())
+ExperimentConfig.__doc__ = f"{(ExperimentConfig.__doc__ or '').rstrip()}\n\n    Attributes:\n{_ATTRIBUTES}\n    "
+
+
+def field_named(name: str) -> ConfigField:
+    """Return the declaration of a field.
+
+    Raises:
+        ValueError: There is no such field.
+    """
+    if name in FIELDS:
+        return FIELDS[name]
+    close = get_close_matches(name, FIELDS, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"choose from {', '.join(FIELDS)}."
+    raise ValueError(f"{_echo(name)}: not a field of an experiment; {hint}")
+
+
+# Text
+
+
+def spell(value: object) -> str:
+    """Return the text form of a field's value: powers of two from 2**10 on as such, words in lower case.
+
+    >>> spell(65536.0), spell(128.0), spell(0.1), spell(None)
+    ('2**16', '128', '0.1', 'none')
+    """
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if not isinstance(value, float):
+        return value if isinstance(value, str) else repr(value)
+    mantissa, exponent = math.frexp(value)
+    if mantissa == 0.5 and not -10 < exponent - 1 < 10:
+        return f"2**{exponent - 1}"
+    return repr(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)
+
+
+def _read(text: str) -> object:
+    """Return the word or the number that `text` spells (none, 128, 1e-3, 2**16, 2^16), or the text itself."""
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    if _WHOLE.fullmatch(text):
+        return int(text)
+    try:
+        return parse_number(text)
+    except ValueError:
+        return text
+
+
+def _echo(text: str) -> str:
+    return text if len(text) <= _LONGEST_ECHO else f"{text[:_LONGEST_ECHO]}…"
 
 
 def _check_head(head: str, text: str) -> None:
@@ -186,5 +550,5 @@ def _check_head(head: str, text: str) -> None:
     if match["version"] != str(VERSION):
         raise ValueError(
             f"config of version {match['version']} (amplab/{match['version']}): this amplab reads amplab/{VERSION}; "
-            f"write the experiment anew with the fields {', '.join(RULES)}, or install the amplab that made it."
+            f"write the experiment again with the fields {', '.join(FIELDS)}, or install the amplab that made it."
         )

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import TextIO
 
 from amplab.amp import MemoryUse
-from amplab.lab.config import ExperimentConfig
+from amplab.lab.config import ExperimentConfig, spell
 from amplab.lab.events import StepRecord
-from amplab.lab.fields import spell
 from amplab.lab.run_log import runs_directory
 from amplab.lab.trainer import Trainer
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Set
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +23,7 @@ from amplab.amp import MemoryUse, ScaleRecord, Session
 from amplab.diagnose import FirstNonfinite, first_nonfinite
 from amplab.formats.exponents import BINS, LOWEST_EXPONENT
 from amplab.kernels import tensor_stats
-from amplab.lab.config import LIVE_FIELDS, ExperimentConfig
+from amplab.lab.config import FIELDS, LIVE_FIELDS, OPTIMIZERS, Change, ExperimentConfig
 from amplab.lab.events import GradientRecord, StepRecord
 from amplab.lab.models import build_model
 from amplab.lab.tasks import load_task
@@ -45,8 +44,7 @@ UNDERFLOW_SHRINK = 2.0**-16
 _OVERFLOW_LOG2 = 60  # gradients of 2^-44 and more then leave float16, none that occurs here leaves float32
 _FLOAT32_TOP = 2.0**127
 
-_SCALING_FIELDS = ("loss_scale", "init_scale", "growth_interval", "min_loss_scale", "max_loss_scale")
-_AMP_FIELDS = ("opt_level", "optimizer", "keep_batchnorm_fp32", "master_weights", *_SCALING_FIELDS)
+_SESSION_FIELDS = tuple(name for name, each in FIELDS.items() if each.change is Change.NEW_SESSION)
 
 
 class Experiment:
@@ -175,7 +173,7 @@ class Experiment:
         """
         old = self._config
         self.check_switch(old, config)
-        if any(getattr(old, name) != getattr(config, name) for name in _AMP_FIELDS):
+        if any(getattr(old, name) != getattr(config, name) for name in _SESSION_FIELDS):
             keeps_scale = old.is_dynamic and config.is_dynamic and old.init_scale == config.init_scale
             kept = self._session.state_dict() if keeps_scale else None
             self._session.reset()
@@ -233,7 +231,7 @@ class Experiment:
             return self._blown_up(shrunk, scale, faults)
 
         batch = {"images": images, "labels": labels}
-        return first_nonfinite(self._model, loss, amp=self._session, loss_scale=scale, batch=batch)
+        return first_nonfinite(self._model, batch, step=loss, scaler=self._session, loss_scale=scale)
 
     def gradients(self) -> GradientRecord:
         """Return the exponents of the gradients of the next batch, in float32 at the present (master) weights.
@@ -345,21 +343,20 @@ def check_fault(fault: str) -> None:
 
 
 def _build_optimizer(config: ExperimentConfig, model: nn.Module) -> torch.optim.Optimizer:
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=config.learning_rate, momentum=config.momentum)
-    kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-    return kinds[config.optimizer](model.parameters(), lr=config.learning_rate)
+    choice = OPTIMIZERS[config.optimizer]
+    options = {"momentum": config.momentum} if choice.takes_momentum else {}
+    return choice.build(model.parameters(), lr=config.learning_rate, **options)
 
 
 def _refuse_new_weights(old: ExperimentConfig, new: ExperimentConfig) -> None:
     """Raise ValueError where the new config cannot go on with the old one's weights."""
-    if new == replace(old, **{name: getattr(new, name) for name in LIVE_FIELDS}):
-        return
-    names = [name for name in ("task", "model", "hidden", "seed") if getattr(old, name) != getattr(new, name)]
-    raise ValueError(
-        f"{names[0]}={getattr(new, names[0])}: it was {getattr(old, names[0])}, and another {names[0]} needs new "
-        f"weights; call reset() with the new config. At a step boundary these can change: {', '.join(LIVE_FIELDS)}."
-    )
+    for name in FIELDS:
+        if name not in LIVE_FIELDS and getattr(old, name) != getattr(new, name):
+            raise ValueError(
+                f"{name}={getattr(new, name)}: expected {getattr(old, name)}, since a change of {name} needs new "
+                f"weights; call reset() with the new config. At a step boundary these can change: "
+                f"{', '.join(LIVE_FIELDS)}."
+            )
 
 
 def _below_ceiling(state: dict, config: ExperimentConfig) -> dict:

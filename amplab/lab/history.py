@@ -14,7 +14,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from amplab.diagnose import ScaleRecord, WhatIf, WhatIfs, what_if, what_ifs
+from amplab.diagnose import ScaleHistory, WhatIf, WhatIfs, what_if, what_ifs
 from amplab.formats import FLOAT16, FLOAT32
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
 from amplab.lab.thinning import BlockExtremes, thin
@@ -132,7 +132,7 @@ class History:
         exponents = [None if math.isnan(value) else value for value in self.column("grad_exponent").tolist()]
         scales, skipped = self.column("loss_scale").tolist(), self.column("skipped").tolist()
         in_single = set(self.column("opt_level").tolist()) == {"O0"}
-        record = ScaleRecord(scales, skipped, exponents, samples, FLOAT32 if in_single else FLOAT16)
+        record = ScaleHistory(scales, skipped, exponents, samples, FLOAT32 if in_single else FLOAT16)
         return what_ifs(record) if rule is None else what_if(record, rule)
 
     def __len__(self) -> int:

@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from amplab.diagnose import Finding
-from amplab.diagnose.parameter_rules import model_parameters
-from amplab.diagnose.update_rules import never_stepped
+from amplab.diagnose.rules.parameters import model_parameters
+from amplab.diagnose.rules.updates import never_stepped
 
 __all__ = ["IdleOptimizers"]
 
@@ -44,7 +44,7 @@ class IdleOptimizers:
 
         Args:
             model: whose parameters they step.
-            face: who scales the loss, see `amplab.diagnose.faces`.
+            face: who scales the loss, see `amplab.diagnose.remedies.api_styles`.
             steps: of the run: those of the first optimizer, also where they were skipped.
         """
         counts = [max(self._steps[0], steps), *self._steps[1:]]

@@ -1,20 +1,66 @@
 """The models of the lab: small enough to train live on a CPU, with the layers that mixed precision treats differently.
 
-`MLP` is linear layers and ReLU alone. `CNN` has convolutions and BatchNorm, which O2 keeps in float32 and O3 does not.
+`MLP` has linear layers and ReLU only. `CNN` has convolutions and BatchNorm, which O2 keeps in float32 and O3 does not.
+To add a model, define it here under `register_model`: configs, the command line and the dashboard read `MODELS`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["CLASSES", "CNN", "MLP", "build_model"]
+__all__ = ["CLASSES", "CNN", "MLP", "MODELS", "ModelChoice", "build_model", "register_model"]
 
 CLASSES = 10
 _PIXELS = 8 * 8
 
+Build = TypeVar("Build", bound=Callable[[int], nn.Module])
 
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """One model that a config can name.
+
+    Attributes:
+        label: Its name in the dashboard.
+        build: Takes the width of the hidden layers and returns the model, which maps images `(batch, 1, 8, 8)` to
+            logits `(batch, 10)`.
+    """
+
+    label: str
+    build: Callable[[int], nn.Module]
+
+
+MODELS: dict[str, ModelChoice] = {}
+"""Each model by the name that a config gives it."""
+
+
+def register_model(name: str, *, label: str) -> Callable[[Build], Build]:
+    """Decorate a class or a function so that a config can name it.
+
+    Args:
+        name: The name in a config, lower case and without spaces.
+        label: The name in the dashboard.
+
+    Raises:
+        ValueError: Another model has this name.
+    """
+    if name in MODELS:
+        raise ValueError(f"register_model({name!r}): this name belongs to {MODELS[name].label}; choose another name.")
+
+    def register(build: Build) -> Build:
+        MODELS[name] = ModelChoice(label, build)
+        return build
+
+    return register
+
+
+@register_model("mlp", label="MLP")
 class MLP(nn.Module):
     """Two hidden layers: 64 → hidden → hidden → 10.
 
@@ -35,14 +81,16 @@ class MLP(nn.Module):
         x = images.flatten(1)  # (batch, 64)
         x = F.relu(self.hidden1(x))  # (batch, hidden)
         x = F.relu(self.hidden2(x))  # (batch, hidden)
-        return self.output(x)  # (batch, 10)
+        logits: Tensor = self.output(x)  # (batch, 10)
+        return logits
 
 
+@register_model("cnn", label="CNN")
 class CNN(nn.Module):
     """Two convolutions with BatchNorm, one hidden layer.
 
     Args:
-        hidden: Width of the hidden layer behind the convolutions, which have 8 and 16 channels.
+        hidden: Width of the hidden layer after the convolutions, which have 8 and 16 channels.
 
     Shape: images `(batch, 1, 8, 8)` → logits `(batch, 10)`.
     """
@@ -61,20 +109,18 @@ class CNN(nn.Module):
         x = F.relu(self.norm1(self.conv1(images)))  # (batch, 8, 8, 8)
         x = F.relu(self.norm2(self.conv2(x)))  # (batch, 16, 4, 4)
         x = F.relu(self.hidden(x.flatten(1)))  # (batch, hidden)
-        return self.output(x)  # (batch, 10)
-
-
-_MODELS = {"mlp": MLP, "cnn": CNN}
+        logits: Tensor = self.output(x)  # (batch, 10)
+        return logits
 
 
 def build_model(name: str, hidden: int, seed: int) -> nn.Module:
-    """Return the model `name` in float32, its weights drawn from `seed`; the global generator is left as it was.
+    """Return the model `name` in float32 with weights drawn from `seed`; the global generator does not advance.
 
     Raises:
         ValueError: There is no such model.
     """
-    if name not in _MODELS:
-        raise ValueError(f"model={name}: expected one of {', '.join(_MODELS)}.")
+    if name not in MODELS:
+        raise ValueError(f"model={name}: expected one of {', '.join(MODELS)}.")
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)
-        return _MODELS[name](hidden)
+        return MODELS[name].build(hidden)

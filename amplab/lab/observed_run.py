@@ -50,7 +50,7 @@ def observed_run(
 
 
 def _scaling(config: ExperimentConfig | WatchedRun | None) -> tuple[str, str]:
-    """Who scaled the losses, as `amplab.diagnose.faces` has it, and the opt_level, empty where there is none."""
+    """Who scaled the losses, as `amplab.diagnose` has it, and the opt_level, empty where there is none."""
     if isinstance(config, WatchedRun):
         return config.scaling, config.opt_level.replace(NO_LEVEL, "")
     return ("", "") if config is None else ("apex", config.opt_level)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from amplab.diagnose import Finding
 from amplab.lab.events import StepRecord
-from amplab.trace.batch_step import floating_tensors
+from amplab.policies.nested_tensors import floating_tensors_in
 
 __all__ = ["Seen", "StepCheck"]
 
@@ -62,7 +62,7 @@ class StepCheck:
 
     def _look(self, path: str) -> Callable[[nn.Module, object, object], None]:
         def hook(_module: nn.Module, _args: object, output: object) -> None:
-            self._outputs += [(path, _is_finite(tensor)) for tensor in floating_tensors(output)]
+            self._outputs += [(path, _is_finite(tensor)) for tensor in floating_tensors_in(output)]
 
         return hook
 
@@ -113,4 +113,6 @@ def _in_backward(record: StepRecord, skips: int, parameter: str) -> Finding:
     )
 
 
-_TRACE_IT = "amplab.watch(model, optimizer, scaler, step=lambda batch: loss_of(model, batch))  # and w.batches(loader)"
+_TRACE_IT = (
+    "amplab.watch(model, optimizer, scaler=scaler, step=lambda batch: loss_of(model, batch))  # and w.batches(loader)"
+)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from amplab.formats import LOW_PRECISION_DTYPES
+
 __all__ = [
     "FusedLayerNorm",
     "FusedLayerNormAffineFunction",
@@ -34,7 +36,6 @@ __all__ = [
 ]
 
 Shape = int | Sequence[int] | torch.Size
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 def fused_layer_norm_affine(
@@ -219,7 +220,7 @@ def _rms_norm(input: Tensor, weight: Tensor | None, shape: Shape, eps: float) ->
 
 
 def _wide(tensor: Tensor | None) -> Tensor | None:
-    return tensor.float() if tensor is not None and tensor.dtype in _HALVES else tensor
+    return tensor.float() if tensor is not None and tensor.dtype in LOW_PRECISION_DTYPES else tensor
 
 
 def _sizes(shape: Shape) -> tuple[int, ...]:

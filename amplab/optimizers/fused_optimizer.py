@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.kernels import unscaled_norm
 from amplab.optimizers.group_settings import check_settings
 from amplab.optimizers.refusals import refuse_foreign_state, with_names
 
 __all__ = ["FusedOptimizer", "StepBatch", "new_state"]
 
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
 _MASTER = "master"
 
 
@@ -203,7 +203,7 @@ class FusedOptimizer(Optimizer):
         super().load_state_dict(state_dict)
         saved = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         for key, param in zip(saved, self._listed(), strict=False):  # a hook may have loaded something else
-            if param.dtype in _LOW_PRECISION:
+            if param.dtype in LOW_PRECISION_DTYPES:
                 _keep_exact(self.state.get(param, {}), state_dict["state"].get(key, {}), param.dtype)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -239,7 +239,7 @@ class FusedOptimizer(Optimizer):
         for name, value in state.items():
             if name == "step":
                 state[name] = torch.as_tensor(value, dtype=torch.float32, device=param.device).reshape(())
-            elif isinstance(value, Tensor) and value.dtype in _LOW_PRECISION:
+            elif isinstance(value, Tensor) and value.dtype in LOW_PRECISION_DTYPES:
                 state[name] = value.float()
 
     def _refuse(self, group: dict[str, Any]) -> None:
@@ -321,7 +321,7 @@ class FusedOptimizer(Optimizer):
 
 def new_state(param: Tensor) -> Tensor:
     """Return zeros in the layout of ``param``, in float32 where it has 16 bits."""
-    dtype = torch.float32 if param.dtype in _LOW_PRECISION else param.dtype
+    dtype = torch.float32 if param.dtype in LOW_PRECISION_DTYPES else param.dtype
     return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
 
 
@@ -353,7 +353,7 @@ def _clipping(norm: float, max_norm: float) -> float:
 
 def _master_of(param: Tensor, state: dict[str, Any]) -> Tensor | None:
     """The float32 master of a 16-bit parameter, made of it where there is none yet."""
-    if param.dtype not in _LOW_PRECISION:
+    if param.dtype not in LOW_PRECISION_DTYPES:
         return None
     if _MASTER not in state:
         state[_MASTER] = param.detach().float()

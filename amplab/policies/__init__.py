@@ -25,6 +25,7 @@ from amplab.policies.engine import (
 )
 from amplab.policies.module_regions import module_rule_at_work, register_module_rules
 from amplab.policies.module_rules import ModuleRule
+from amplab.policies.nested_tensors import cast_tree
 from amplab.policies.op_names import TABLES
 from amplab.policies.op_overrides import OpOverride
 from amplab.policies.op_table import OpRule, OpTable
@@ -34,7 +35,6 @@ from amplab.policies.precisions import Precision
 from amplab.policies.rnn_input import accept_half_input, match_rnn_input
 from amplab.policies.torch_cpu_table import TORCH_CPU
 from amplab.policies.torch_cuda_table import TORCH_CUDA
-from amplab.policies.tree_cast import cast_tree
 
 __all__ = [
     "APEX",

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies.cast_cache import CastCache
 
-__all__ = ["HALVES", "cast_to", "floating_tensors", "is_wide", "lies_on", "lowered", "raised", "widest"]
+__all__ = ["cast_to", "floating_tensors", "is_wide", "lies_on", "lowered", "raised", "widest"]
 
-HALVES = frozenset([torch.float16, torch.bfloat16])
-_CASTABLE = HALVES | {torch.float32}
+_CASTABLE = LOW_PRECISION_DTYPES | {torch.float32}
 _float64 = torch.float64
 _PLAIN = frozenset([type(None), bool, int, float, str])
 
@@ -58,7 +58,7 @@ def is_wide(values: Iterable[Any]) -> bool:
     for value in values:
         kind = type(value)
         if kind is Tensor or kind is Parameter:
-            if value.dtype in HALVES:
+            if value.dtype in LOW_PRECISION_DTYPES:
                 return False
         elif kind not in _PLAIN:
             return False
@@ -71,7 +71,7 @@ def raised(values: Iterable[Any]) -> list | None:
     for value in values:
         kind = type(value)
         if kind is Tensor or kind is Parameter:
-            result.append(value.to(torch.float32) if value.dtype in HALVES else value)
+            result.append(value.to(torch.float32) if value.dtype in LOW_PRECISION_DTYPES else value)
         elif kind is tuple or kind is list:
             inner = raised(value)
             if inner is None:

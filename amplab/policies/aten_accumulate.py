@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amplab.policies.nested_tensors import map_tensors, tensors_in
+
 __all__ = ["accumulate_fp32"]
 
 _aten = torch.ops.aten
@@ -55,41 +57,19 @@ def accumulate_fp32(aten_overload: torch._ops.OpOverload, args: tuple, kwargs: d
     """
     if aten_overload.overloadpacket not in _PRODUCTS or kwargs.get("out") is not None:
         return NotImplemented
-    tensors = _tensors((*args, *kwargs.values()))
-    halves = [tensor for tensor in tensors if tensor.dtype is torch.float16]
+    halves = [tensor for tensor in tensors_in((*args, *kwargs.values())) if tensor.dtype is torch.float16]
     if not halves or not all(tensor.is_cpu for tensor in halves):
         return NotImplemented
-    result = aten_overload(*_widened(args), **dict(zip(kwargs, _widened(kwargs.values()), strict=True)))
+    wide_args, wide_kwargs = map_tensors((args, kwargs), _widened)
+    result = aten_overload(*wide_args, **wide_kwargs)
     if aten_overload.overloadpacket is _FLASH:
         return (_rounded(result[0]), *result[1:])
-    return _rounded(result)
+    return map_tensors(result, _rounded)
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += _tensors(value)
-    return found
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float32) if tensor.dtype is torch.float16 else tensor
 
 
-def _widened(values: Any) -> list:
-    return [_widen(value) for value in values]
-
-
-def _widen(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(torch.float32) if value.dtype is torch.float16 else value
-    if isinstance(value, (list, tuple)):
-        return [_widen(item) for item in value]
-    return value
-
-
-def _rounded(result: Any) -> Any:
-    if isinstance(result, Tensor):
-        return result.to(torch.float16) if result.dtype is torch.float32 else result
-    if isinstance(result, (list, tuple)):
-        return type(result)(map(_rounded, result))
-    return result
+def _rounded(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float16) if tensor.dtype is torch.float32 else tensor

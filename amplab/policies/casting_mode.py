@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import types
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -23,8 +24,19 @@ from amplab.policies.casting_plan import Plan
 from amplab.policies.casting_steps import Step
 from amplab.policies.decision import Explanation
 from amplab.policies.half_on_cpu import DEFAULT_HALF_MODE, HalfMode
+from amplab.policies.running_calls import is_running
 
-__all__ = ["THREAD", "CastingMode", "insert_above_device", "is_pushed", "pop_stack", "push_stack", "remove"]
+__all__ = [
+    "THREAD",
+    "CastingMode",
+    "insert_above_device",
+    "is_pushed",
+    "pop_stack",
+    "push_stack",
+    "remove",
+    "resume_casts",
+    "suspend_casts",
+]
 
 _PYTHON_METHODS = tuple(value for value in vars(torch.Tensor).values() if isinstance(value, types.FunctionType))
 
@@ -42,7 +54,7 @@ class CastingMode(TorchFunctionMode):
         """Hold no plan yet; `THREAD.refresh` gives one to the live mode."""
         super().__init__()
         self.plans = plans
-        self.plan: Plan = {}
+        self.plan: Plan | _PlanOfACall = {}
         self.live = False
         self.explanation: Explanation | None = None
 
@@ -77,22 +89,59 @@ class PlanSource(Protocol):
         ...
 
 
+class _PlanOfACall:
+    """The plan of a mode during a call in which nothing is cast. It replaces itself once that call has ended.
+
+    Ops outside such calls never meet this plan, so they pay nothing for the check.
+    """
+
+    __slots__ = ("_mode", "_plan")
+
+    def __init__(self, mode: CastingMode, plan: Plan) -> None:
+        self._mode, self._plan = mode, plan
+
+    def get(self, func: Callable[..., Any], default: Any = None) -> Any:
+        """Return the step of ``func`` in the plan that is valid now."""
+        if not (THREAD.suspended and is_running(THREAD.suspended[-1])):
+            THREAD.refresh()
+        plan = self._mode.plan
+        return (self._plan if plan is self else plan).get(func, default)
+
+
 class _CastingThread(threading.local):
-    """What this thread has switched on, and the modes it has pushed, the live one last."""
+    """What this thread has switched on, and the modes it has pushed, the live one last.
+
+    Attributes:
+        disabled: how many `disable_casts` blocks are open.
+        suspended: the frames of calls in which nothing is cast, outermost first. A frame counts while it runs.
+    """
 
     def __init__(self) -> None:
         self.modes: list[CastingMode] = []
         self.disabled = 0
+        self.suspended: list[FrameType] = []
         self.half_mode: HalfMode | None = None
         self.explanation: Explanation | None = None
         self.entered: list[PlanSource] = []
         self.installed: list[CastingMode] = []
 
+    def drop_ended_calls(self) -> None:
+        """Resume casts that were suspended for a call that has raised: torch runs no hook after such a call."""
+        if self.suspended and not is_running(self.suspended[-1]):
+            self.refresh()
+
+    def casts(self) -> bool:
+        """Whether the modes of this thread may cast."""
+        self.drop_ended_calls()
+        return not (self.disabled or self.suspended)
+
     def refresh(self) -> None:
         """Give the live modes their plans, and every other one the empty plan."""
+        if self.suspended:
+            self.suspended = [frame for frame in self.suspended if is_running(frame)]
         if len(self.modes) == 1:  # a region that is entered every step
             (mode,) = self.modes
-            mode.live, mode.explanation, mode.plan = True, self.explanation, self._plan(mode.plans)
+            mode.live, mode.explanation, mode.plan = True, self.explanation, self._plan(mode)
         elif self.modes:
             self._refresh_all()
 
@@ -104,7 +153,7 @@ class _CastingThread(threading.local):
             mode.explanation = self.explanation
             seen.add(device_type)
         for mode in sorted(self.modes, key=lambda mode: mode.live):  # compiled ones share one place
-            mode.plan = self._plan(mode.plans) if mode.live else {}
+            mode.plan = self._plan(mode) if mode.live else {}
 
     def live(self, device_type: str) -> PlanSource | None:
         """What decides about ops on `device_type` in this thread."""
@@ -113,11 +162,27 @@ class _CastingThread(threading.local):
                 return mode.plans
         return None
 
-    def _plan(self, plans: PlanSource) -> Plan:
-        return plans.plan(self.half_mode or DEFAULT_HALF_MODE, not self.disabled, self.explanation is not None)
+    def _plan(self, mode: CastingMode) -> Any:
+        half_mode, explained = self.half_mode or DEFAULT_HALF_MODE, self.explanation is not None
+        plan = mode.plans.plan(half_mode, not (self.disabled or self.suspended), explained)
+        return _PlanOfACall(mode, plan) if self.suspended and isinstance(plan, dict) else plan
 
 
 THREAD = _CastingThread()
+
+
+def suspend_casts(frame: FrameType) -> None:
+    """Cast nothing in this thread until ``frame``, which is on the stack, has ended in any way. Sync: none."""
+    THREAD.drop_ended_calls()
+    THREAD.suspended.append(frame)
+    THREAD.refresh()
+
+
+def resume_casts(frame: FrameType) -> None:
+    """Undo `suspend_casts` for ``frame``; does nothing if that has happened already. Sync: none."""
+    if frame in THREAD.suspended:
+        THREAD.suspended.remove(frame)
+        THREAD.refresh()
 
 
 def insert_above_device(mode: TorchFunctionMode) -> None:

@@ -26,7 +26,7 @@ class CastingState:
 
     Attributes:
         engines: the engines at work, outermost first.
-        disabled: how many `disable_casts` blocks are open.
+        disabled: how many `disable_casts` blocks are open, and calls run for which casts are suspended.
         half_mode: the word of the innermost `cpu_half`; None outside.
     """
 
@@ -37,13 +37,13 @@ class CastingState:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Cast in the calling thread as in this state, and in no other way, inside the block. Sync: none."""
-        outer = THREAD.modes, THREAD.disabled, THREAD.half_mode
+        outer = THREAD.modes, THREAD.disabled, THREAD.half_mode, THREAD.suspended
         stack = pop_stack()
         entered: list[CastingEngine] = []
         try:
             push_stack([mode for mode in reversed(stack) if not isinstance(mode, CastingMode)])
             _rest_all()
-            THREAD.modes, THREAD.disabled, THREAD.half_mode = [], self.disabled, self.half_mode
+            THREAD.modes, THREAD.disabled, THREAD.half_mode, THREAD.suspended = [], self.disabled, self.half_mode, []
             for engine in self.engines:
                 engine.enter()
                 entered.append(engine)
@@ -52,7 +52,7 @@ class CastingState:
             _rest_all()
             pop_stack()
             push_stack(list(reversed(stack)))
-            THREAD.modes, THREAD.disabled, THREAD.half_mode = outer
+            THREAD.modes, THREAD.disabled, THREAD.half_mode, THREAD.suspended = outer
             THREAD.refresh()
             _left(entered)
 
@@ -73,4 +73,6 @@ def _left(engines: list[CastingEngine]) -> None:
 def casting_state() -> CastingState:
     """The state of the calling thread. Sync: none."""
     stack = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, CastingMode)]
-    return CastingState(tuple(mode.plans for mode in THREAD.modes or stack), THREAD.disabled, THREAD.half_mode)
+    THREAD.drop_ended_calls()
+    disabled = THREAD.disabled + len(THREAD.suspended)
+    return CastingState(tuple(mode.plans for mode in THREAD.modes or stack), disabled, THREAD.half_mode)

@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amplab.formats import FloatFormat
-from amplab.policies.argument_casts import HALVES, cast_to, floating_tensors, is_wide, lowered, raised, widest
+from amplab.formats import LOW_PRECISION_DTYPES, FloatFormat
+from amplab.policies.argument_casts import cast_to, floating_tensors, is_wide, lowered, raised, widest
 from amplab.policies.cast_cache import CastCache
 from amplab.policies.cast_policy import CastPolicy
+from amplab.policies.nested_tensors import cast_tree
 from amplab.policies.op_table import OpRule
 from amplab.policies.precisions import Precision, tensor_dtype
 from amplab.policies.simulated_rounding import rounded_operands, rounded_results
-from amplab.policies.tree_cast import cast_tree
 
 if TYPE_CHECKING:
     from amplab.policies.casting_mode import CastingMode
 
 __all__ = ["Run", "Step", "StepParts", "make_step", "restoring_step"]
 
-_RESTORED = HALVES | {torch.float32}
+_RESTORED = LOW_PRECISION_DTYPES | {torch.float32}
 Run = Callable[["CastingMode", Callable[..., Any], Any, dict[str, Any]], Any]
 Step = Callable[["CastingMode", Callable[..., Any], tuple, dict[str, Any]], Any]
 
@@ -121,7 +121,7 @@ def _set_dtype_step(parts: StepParts) -> Step:
     def step(mode: CastingMode, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         first = floating_tensors(args[:1] or (kwargs.get("input"),))
         chosen = kwargs.get("dtype") is not None or any(isinstance(arg, torch.dtype) for arg in args)
-        if first and first[0].dtype in HALVES and not chosen and kwargs.get("out") is None:
+        if first and first[0].dtype in LOW_PRECISION_DTYPES and not chosen and kwargs.get("out") is None:
             kwargs = {**kwargs, "dtype": torch.float32}
         return run(mode, func, args, kwargs)
 
@@ -166,7 +166,7 @@ def _banned_step(parts: StepParts) -> Step:
     def step(mode: CastingMode, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         looked_at = args[:1] if in_place else (*args, *kwargs.values())
         for tensor in floating_tensors(looked_at) or ():
-            if tensor.dtype in HALVES:
+            if tensor.dtype in LOW_PRECISION_DTYPES:
                 raise NotImplementedError(_refusal(rule, tensor.dtype))
         return match_self(mode, func, args, kwargs) if in_place else run(mode, func, args, kwargs)
 

@@ -207,8 +207,8 @@ def disable_casts() -> Iterator[None]:
 
 
 def casts_enabled() -> bool:
-    """Whether engines of this thread may cast, i.e. no `disable_casts` block is open."""
-    return not THREAD.disabled
+    """Whether engines of this thread may cast: no `disable_casts` block is open, and no optimizer step is running."""
+    return THREAD.casts()
 
 
 @contextlib.contextmanager

@@ -25,16 +25,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies.apex_table import APEX
-from amplab.policies.argument_casts import HALVES
 from amplab.policies.casting_mode import THREAD, is_pushed, remove
 from amplab.policies.decision import Decision
 from amplab.policies.engine import CastingEngine, casts_enabled, thread_engines
 from amplab.policies.explained_plan import decided
 from amplab.policies.module_rules import RuledModule, ruled_modules
+from amplab.policies.nested_tensors import cast_tree, floating_tensors_in
 from amplab.policies.precision_policy import PrecisionPolicy
 from amplab.policies.precisions import Precision, precision_name, tensor_dtype
-from amplab.policies.tree_cast import cast_tree
 from amplab.policies.would_be_dtypes import WouldBeDtypes
 
 __all__ = ["ModuleRegion", "module_rule_at_work", "register_module_rules"]
@@ -106,7 +106,9 @@ class ModuleRegion:
             target = self._entry_dtype if by_op else self._inside_dtype
             cast = cast_tree(args, target), cast_tree(kwargs, target)
         follows = by_op and self._inside_dtype is torch.float32
-        inputs = list(zip(_tensors(cast), _tensors((args, kwargs)), strict=True)) if follows else None
+        inputs = (
+            list(zip(floating_tensors_in(cast), floating_tensors_in((args, kwargs)), strict=True)) if follows else None
+        )
         visit.enter(self.engine.active(), inputs)
         return cast
 
@@ -130,7 +132,7 @@ class ModuleRegion:
             visit.leave()
 
     def _entry_dtype(self, tensor: Tensor) -> torch.dtype:
-        return self._inside_dtype if tensor.dtype in HALVES else tensor.dtype
+        return self._inside_dtype if tensor.dtype in LOW_PRECISION_DTYPES else tensor.dtype
 
     def _exit_dtype(self, visit: _Visit, tensor: Tensor) -> torch.dtype:
         if visit.would_be is not None:
@@ -140,8 +142,8 @@ class ModuleRegion:
     def _tell_around(self, output: Any, cast: Any) -> None:
         """Let a float32 module around know that what came out of this one in 16 bits is no float32 by its ops."""
         following = _AT_WORK.visits[-1].would_be if _AT_WORK.visits else None
-        if following is not None and self._inside_dtype in HALVES:
-            for before, after in zip(_tensors(output), _tensors(cast), strict=True):
+        if following is not None and self._inside_dtype in LOW_PRECISION_DTYPES:
+            for before, after in zip(floating_tensors_in(output), floating_tensors_in(cast), strict=True):
                 if before.dtype is self._inside_dtype:
                     following.note(after, following.around.tensor_dtype)
 
@@ -189,7 +191,9 @@ class _Visit:
     ) -> None:
         """Switch on: the engine, and under it what follows the dtypes of `inputs`, given as (inside, around)."""
         _AT_WORK.visits.append(self)
-        if inputs is not None and (self.around.tensor_dtype in HALVES or any(a is not b for a, b in inputs)):
+        if inputs is not None and (
+            self.around.tensor_dtype in LOW_PRECISION_DTYPES or any(a is not b for a, b in inputs)
+        ):
             self.would_be = WouldBeDtypes(self.around)
             for inside, around in inputs:
                 self.would_be.note(inside, around.dtype)
@@ -238,15 +242,3 @@ def module_rule_at_work() -> str:
 def _policy_at_work() -> PrecisionPolicy:
     engines = thread_engines()
     return engines[-1].policy if engines else _FLOAT32
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    """The floating tensors of a structure, in the order in which `cast_tree` meets them."""
-    found: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> torch.dtype:
-        found.append(tensor)
-        return tensor.dtype
-
-    cast_tree(tree, keep)
-    return found

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from amplab.policies.tree_cast import cast_tree
+from amplab.policies.nested_tensors import cast_tree
 
 __all__ = ["accept_half_input", "match_rnn_input"]
 

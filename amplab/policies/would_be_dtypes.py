@@ -8,7 +8,7 @@ dtype, an fp32 op gives float32, any other what its arguments would promote to. 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from amplab.policies.argument_casts import HALVES
+from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies.cast_policy import CastPolicy
 from amplab.policies.composites import composites_of, opened
+from amplab.policies.nested_tensors import floating_tensors_in
 from amplab.policies.precision_policy import PrecisionPolicy
 from amplab.policies.precisions import tensor_dtype
 
@@ -53,7 +54,7 @@ class WouldBeDtypes(TorchFunctionMode):
 
     def note(self, tensor: Tensor, dtype: torch.dtype) -> None:
         """Say that `tensor`, float32 here, is `dtype` around."""
-        if tensor.dtype is torch.float32 and dtype in HALVES:
+        if tensor.dtype is torch.float32 and dtype in LOW_PRECISION_DTYPES:
             self._dtypes[tensor] = dtype
 
     def of(self, tensor: Tensor) -> torch.dtype:
@@ -71,14 +72,14 @@ class WouldBeDtypes(TorchFunctionMode):
             with self:  # engines open these, so that what is inside acts by its own rows
                 return opened(func)(*args, **kwargs)
         result = func(*args, **kwargs)
-        outputs = [tensor for tensor in _floats((result,)) if tensor.dtype is torch.float32]
+        outputs = [tensor for tensor in floating_tensors_in(result) if tensor.dtype is torch.float32]
         if not outputs:
             return result
         if _asks_for_dtype(func, kwargs):
             for output in outputs:
                 self._dtypes.pop(output, None)
             return result
-        dtype = self._result_dtype(func, _floats((*args, *kwargs.values())))
+        dtype = self._result_dtype(func, floating_tensors_in((*args, *kwargs.values())))
         for output in outputs:
             if dtype is not None and not any(output is arg for arg in args):  # in place, a tensor keeps its dtype
                 self.note(output, dtype)
@@ -102,13 +103,3 @@ class WouldBeDtypes(TorchFunctionMode):
 
 def _asks_for_dtype(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
     return kwargs.get("dtype") is not None or getattr(func, "__name__", "") in _ASKS_FOR_DTYPE
-
-
-def _floats(values: Iterable[Any]) -> list[Tensor]:
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found += [value] if value.is_floating_point() else []
-        elif isinstance(value, (list, tuple)):
-            found += _floats(value)
-    return found

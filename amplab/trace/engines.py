@@ -1,9 +1,27 @@
-"""What a trace asks of this thread's casting engines: which op table decides, and that their caches be empty."""
+"""What a trace needs of the casting engines of this thread and of the compiler.
+
+A trace reads which op table decides, empties the weight caches, and runs compiled functions eagerly. Under a dispatch
+mode the compiler would trace the mode itself, and its graph would order ops differently from autograd's numbers.
+Compiled *modules* are refused (`step_checks`).
+"""
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
 
 from amplab.policies import CastingEngine, casts_enabled
 from amplab.policies.casting_mode import THREAD
 
-__all__ = ["ASKS_FOR_DTYPE", "NO_ENGINE", "NO_TABLE", "TORCH_AUTOCAST", "clear_cast_caches", "table_at_work"]
+__all__ = [
+    "ASKS_FOR_DTYPE",
+    "NO_ENGINE",
+    "NO_TABLE",
+    "TORCH_AUTOCAST",
+    "clear_cast_caches",
+    "compiled_functions_eagerly",
+    "table_at_work",
+]
 
 NO_ENGINE = None
 NO_TABLE = ""
@@ -35,3 +53,10 @@ def clear_cast_caches() -> None:
     for mode in THREAD.modes:
         if isinstance(mode.plans, CastingEngine):
             mode.plans.clear_cache()
+
+
+def compiled_functions_eagerly() -> AbstractContextManager[None]:
+    """Return a context in which compiled functions run op by op; nothing is loaded where nothing is compiled."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")

@@ -9,7 +9,7 @@ scale. Counting is in `amplab.formats.exponents`.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from operator import add
@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
+from amplab.display.drawings import exponent_drawing, range_edges
+from amplab.display.html import Markup, markup, name
+from amplab.display.numbers import percent, power
+from amplab.display.table import Card, Cell, Column, Table
 from amplab.formats import FLOAT16, ExponentHistogram, FloatFormat
 from amplab.policies import disable_casts
-from amplab.trace.batch_step import as_model, step_function
-from amplab.trace.gradient_range_html import html
-from amplab.trace.plain_words import fitted, percent, power, wrapped
+from amplab.trace.handed_step import Loss, Models, as_model, handed_step, shows_calls
 from amplab.trace.statistics import Statistics
 from amplab.trace.step_checks import check_gradients_on, check_loss_scale
 from amplab.trace.untouched import untouched
@@ -31,7 +32,6 @@ from amplab.trace.untouched import untouched
 __all__ = ["GradientRange", "gradient_range"]
 
 _NOTHING = ExponentHistogram(np.zeros(1, np.int64), 0, 0, 0, 0, 0)
-_HEADS = ("parameter", "lost at 1", "at scale", "overflow", "largest fit", "exponents", "elements")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -101,8 +101,7 @@ class GradientRange:
         return [self._row(name, histogram) for name, histogram in self.layers]
 
     def __str__(self) -> str:
-        table = fitted([_HEADS, *map(_cells, self.rows())], right={1, 2, 3, 4, 6})
-        return "\n".join([wrapped(self.sentence), "", *(line for lines in table for line in lines)])
+        return str(self._card())
 
     @property
     def sentence(self) -> str:
@@ -122,7 +121,25 @@ class GradientRange:
         return f"GradientRange({self.sentence})"
 
     def _repr_html_(self) -> str:
-        return html(self)
+        return self._card().html()
+
+    def _card(self) -> Card:
+        if not self.layers:
+            return Card(self.sentence)
+        scale = power(self.loss_scale)
+        columns = (
+            Column("parameter", as_html=name),
+            Column("elements", right=True),
+            Column(f"exponents at {scale}"),
+            Column("lost at 1", right=True),
+            Column(f"lost at {scale}", right=True),
+            Column("overflow", right=True),
+            Column("largest fit", right=True),
+        )
+        rows = zip(self.rows(), (self.at_scale(histogram) for _, histogram in self.layers), strict=True)
+        lines = [_cells(row, scaled, self.format) for row, scaled in rows]
+        table = Table(columns, lines, f"Gradients by parameter against {self.format.name}")
+        return Card(self.sentence, (_legend(self.format), table))
 
     def at_scale(self, histogram: ExponentHistogram) -> ExponentHistogram:
         """Return a histogram of gradients as it is at `loss_scale`."""
@@ -143,21 +160,22 @@ class GradientRange:
         }
 
 
+@shows_calls("amplab.gradient_range(model, batch, loss=criterion)", "amplab.gradient_range(model, step=loss_of)")
 def gradient_range(
-    model: nn.Module,
+    model: Models,
     batch: Any = None,
     *,
-    loss: Callable[..., Tensor] | None = None,
+    loss: Loss | None = None,
+    step: Loss | None = None,
     loss_scale: float = 2.0**16,
 ) -> GradientRange:
     """Run one step without casts and return what half would lose of its gradients.
 
-    The model is afterwards what it was, as `amplab.xray` leaves it. Its weights are taken as they are: float32 ones
-    show all that half would lose. A session of `amp` and autocast regions that are in force around the call do not cast
-    here.
+    All state is restored, as by `amplab.xray`. Weights keep their dtype: float32 ones show all that half would lose. A
+    session of `amp` and autocast regions around the call do not cast here.
 
     Args:
-        model, batch, loss: as `amplab.xray` takes them.
+        model, batch, loss, step: as `amplab.xray` takes them; a compiled model is fine.
         loss_scale: the scale to judge by.
 
     Raises:
@@ -166,17 +184,17 @@ def gradient_range(
     Sync: one.
 
     >>> import torch
-    >>> found = gradient_range(nn.Linear(2, 1), torch.full((1, 2), 2.0**-30))
+    >>> found = gradient_range(torch.nn.Linear(2, 1), torch.full((1, 2), 2.0**-30))
     >>> found.rows()[0]["lost_unscaled"], found.rows()[0]["lost"], found.rows()[1]["lost_unscaled"]
     (1.0, 0.0, 0.0)
     """
     check_loss_scale(loss_scale)
     check_gradients_on()
     model = as_model(model, compiled=True, values=True)
-    step = step_function(model, batch, loss)
+    handed = handed_step("gradient_range", model, batch, loss=loss, step=step)
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     with untouched(model) as gradients, disable_casts(), torch.autocast(device, enabled=False):
-        value = step()
+        value = handed()
         gradients.park_leaves_of(value)
         value.backward()
         measured = Statistics()
@@ -185,12 +203,33 @@ def gradient_range(
     return GradientRange(measured.gradients, loss_scale)
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    fit = "-" if row["largest_fit"] is None else power(row["largest_fit"])
-    span = "-" if row["lowest"] is None else f"2^{row['lowest']}..2^{row['highest']}"
-    broken = row["infs"] + row["nans"]
-    elements = f"{row['total']:,}" + (f", {broken:,} inf or nan" if broken else "")
-    return (row["name"], *(percent(row[key]) for key in ("lost_unscaled", "lost", "overflowed")), fit, span, elements)
+def _cells(row: dict[str, Any], scaled: ExponentHistogram, fmt: FloatFormat) -> tuple[str, ...]:
+    shares = [_share(row[key]) for key in ("lost_unscaled", "lost", "overflowed")]
+    fit = "–" if row["largest_fit"] is None else power(row["largest_fit"])
+    span = "–" if scaled.span is None else f"2^{scaled.span[0]}..2^{scaled.span[1]}"
+    return row["name"], _elements(row), Cell(span, exponent_drawing(scaled, fmt)), *shares, fit
+
+
+def _elements(row: dict[str, Any]) -> str:
+    elements, nonfinite = f"{row['total']:,}", row["infs"] + row["nans"]
+    if not nonfinite:
+        return elements
+    said = f"{nonfinite:,} inf or nan"
+    return Cell(f"{elements}, {said}", Markup(f'{elements}<br><span class="bad">{said}</span>'))
+
+
+def _share(share: float) -> str:
+    said = percent(share)
+    return Cell(said, Markup(f'<span class="bad">{said}</span>')) if share >= 0.01 else said
+
+
+def _legend(fmt: FloatFormat) -> Markup:
+    lost, normal, top = range_edges(fmt)
+    said = (
+        "Each bar is one power of two; its height is the logarithm of the count. The shaded range is what "
+        f"{fmt.name} represents: subnormal from 2^{lost}, normal from 2^{normal}, inf from 2^{top}."
+    )
+    return Markup(f'<p class="faint">{markup(said)} <span class="bad">Red</span> bars are lost.</p>')
 
 
 def _is_layer(value: Any) -> bool:

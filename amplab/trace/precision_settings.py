@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from amplab import amp
+from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies import CastingEngine, PrecisionPolicy, disable_casts, thread_engines
-from amplab.trace.batch_step import ModelGroup
+from amplab.trace.handed_step import ModelGroup
 from amplab.trace.untouched import untouched
 
 __all__ = ["PrecisionSetting", "precision_setting"]
 
 _REGION = ("device_type", "dtype", "enabled", "cache_enabled", "policy")
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _regions_in_force(model: nn.Module) -> Iterator[str]:
 
 
 def _has_halves(model: nn.Module) -> bool:
-    return any(parameter.dtype in _HALVES for parameter in model.parameters())
+    return any(parameter.dtype in LOW_PRECISION_DTYPES for parameter in model.parameters())
 
 
 def _under_autocast(model: nn.Module, settings: Any) -> PrecisionSetting:

@@ -10,7 +10,7 @@ import torch
 
 from amplab.policies import CastPolicy
 from amplab.trace.engines import ASKS_FOR_DTYPE, TORCH_AUTOCAST
-from amplab.trace.made_later import MadeLater
+from amplab.trace.lazy_tuple import LazyTuple
 from amplab.trace.recorder import Event, Place
 from amplab.trace.records import OpRecord, TensorInfo
 
@@ -36,7 +36,7 @@ def records_of(events: Iterable[Event]) -> tuple[OpRecord, ...]:
 def records_when_read(events: Iterable[Event]) -> Sequence[OpRecord]:
     """Return the same records, each put into words when it is first read: for who reads a few of them."""
     seen = tuple(events)
-    return MadeLater(len(seen), lambda records, index: record_of(seen, index, records))
+    return LazyTuple(len(seen), lambda records, index: record_of(seen, index, records))
 
 
 def record_of(events: Sequence[Event], index: int, records: Sequence[OpRecord]) -> OpRecord:

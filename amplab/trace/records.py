@@ -1,20 +1,34 @@
 """What a traced step is made of: `TensorInfo`, `OpRecord` and `Trace`.
 
 A record is one op as the dispatcher saw it, one aten call with the dtypes that went in and came out, its place in the
-model and the reason for its dtypes. Records hold no tensor. Recording is in `recorder.py`, wording in `reasons.py`,
-printing in `table.py`.
+model and the reason for its dtypes. Records hold no tensor. Recording is in `recorder.py`, wording in `reasons.py`.
 """
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 
-from amplab.trace import table
+from amplab.display.table import Column, Table
+from amplab.display.text import wrapped
 from amplab.trace.lines import CodeLine
 
-__all__ = ["OpRecord", "TensorInfo", "Trace"]
+__all__ = ["OpRecord", "TensorInfo", "Trace", "folded"]
+
+_COLUMNS = {
+    "index": Column("#", right=True),
+    "op": Column("op"),
+    "module": Column("module"),
+    "in": Column("in"),
+    "out": Column("out"),
+    "cast_bytes": Column("cast bytes", right=True),
+    "note": Column("note"),
+    "reason": Column("reason", cut=True),
+}
+_NUMBER = re.compile(r" #\d+")
 
 
 @dataclass(frozen=True)
@@ -138,11 +152,11 @@ class Trace:
                 but shape share a row: `index`, `aten` and `shapes` are the first one's, `times` counts them,
                 `cast_bytes` is their sum.
         """
-        return table.rows(self.records, every=every)
+        return _rows(self.records, every=every)
 
     def text(self, *, every: bool = False) -> str:
         """Return `rows` as an aligned table with a line of totals, ready to print."""
-        return table.text(self.records, every=every)
+        return _text(self.records, every=every)
 
     def changed_since(self, other: "Trace") -> set[int]:
         """Return the indexes of the records whose dtypes are not those of `other`.
@@ -163,3 +177,67 @@ class Trace:
 
     def __str__(self) -> str:
         return self.text()
+
+
+def _rows(records: Iterable[OpRecord], *, every: bool = False) -> list[dict[str, str]]:
+    """Return `records` as dicts of plain strings; keys and folding as `Trace.rows` says."""
+    groups = ([record] for record in records) if every else folded(records)
+    return [_row(group) for group in groups]
+
+
+def _text(records: Sequence[OpRecord], *, every: bool = False) -> str:
+    """Return `records` as an aligned table, a rule above each phase, and a line of totals."""
+    shown = _rows(records, every=every)
+    table = Table(tuple(_COLUMNS.values()), [_cells(row) for row in shown], groups=[row["phase"] for row in shown])
+    return f"{table}\n{wrapped(_totals(records, every))}"
+
+
+def folded(records: Iterable[OpRecord]) -> Iterator[list[OpRecord]]:
+    """Yield the records that share a row, see `Trace.rows`."""
+    kept = (record for record in records if not record.folds)
+    for _, neighbours in groupby(kept, key=lambda record: (record.phase, record.module, record.op)):
+        alike: dict[tuple, list[OpRecord]] = {}
+        for record in neighbours:
+            alike.setdefault((record.dtypes, record.note, _NUMBER.sub("", record.reason)), []).append(record)
+        yield from alike.values()
+
+
+def _row(group: Sequence[OpRecord]) -> dict[str, str]:
+    record = group[0]
+    return {
+        "index": str(record.index),
+        "op": record.op,
+        "aten": record.aten,
+        "module": record.module,
+        "phase": record.phase,
+        "in": ", ".join(info.dtype_name for info in record.inputs),
+        "out": ", ".join(info.dtype_name for info in record.outputs),
+        "shapes": f"{_shapes(record.inputs)} -> {_shapes(record.outputs)}".strip(),
+        "cast": "yes" if record.is_cast else "no",
+        "cast_bytes": f"{sum(member.cast_bytes for member in group):,}" if record.is_cast else "",
+        "times": str(len(group)),
+        "view": "yes" if record.is_view else "no",
+        "reason": record.reason,
+        "note": record.note,
+    }
+
+
+def _cells(row: dict[str, str]) -> list[str]:
+    """The cells of one line; a long reason is cut short, the row has all of it."""
+    cells = {**row, "module": row["module"] or "-", "in": row["in"] or "-", "out": row["out"] or "-"}
+    if row["times"] != "1":
+        cells["op"] += f" ×{row['times']}"
+    return [cells[column] for column in _COLUMNS]
+
+
+def _totals(records: Sequence[OpRecord], every: bool) -> str:
+    shown = [record for record in records if every or not record.folds]
+    forward = sum(record.phase == "forward" for record in shown)
+    casts = [record.cast_bytes for record in records if record.is_cast]
+    ops = f"{len(shown)} ops: {forward} forward, {len(shown) - forward} backward"
+    folded = "" if every else f"; {len(records) - len(shown)} views and index ops folded"
+    return f"{ops}; {len(casts)} casts, {sum(casts):,} bytes{folded}"
+
+
+def _shapes(infos: Sequence[TensorInfo]) -> str:
+    return ", ".join("x".join(map(str, info.shape)) or "scalar" for info in infos)

@@ -10,16 +10,17 @@ and those that wrap a model (DDP, FSDP) set up there what is not to be set up tw
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from amplab.trace.optimizer_states import unchanged_optimizers
 from amplab.trace.random_states import puts_back, random_states_kept
-from amplab.trace.tensor_copies import TensorCopy
 
-__all__ = ["ParkedGradients", "untouched"]
+__all__ = ["ParkedGradients", "unchanged_optimizers", "untouched"]
 
 
 class ParkedGradients:
@@ -90,6 +91,28 @@ def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
         yield gradients
 
 
+class _TensorCopy(NamedTuple):
+    """A tensor and its value; `alias` is the same memory, with a version of its own that autograd does not watch."""
+
+    tensor: Tensor
+    alias: Tensor
+    value: Tensor
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_TensorCopy":
+        """Copy a tensor's value."""
+        return cls(tensor, tensor.data, tensor.detach().clone(), tensor.requires_grad)
+
+    def restore(self) -> None:
+        """Give the tensor its memory, its value and its requires_grad back."""
+        self.alias.copy_(self.value)
+        if self.tensor.data_ptr() != self.alias.data_ptr():
+            self.tensor.data = self.alias
+        if self.tensor.requires_grad != self.requires_grad:
+            self.tensor.requires_grad_(self.requires_grad)
+
+
 class _ModuleState(NamedTuple):
     """What one module owns itself: its parameters, buffers, training flag, and what its attributes are bound to."""
 
@@ -97,7 +120,7 @@ class _ModuleState(NamedTuple):
     training: bool
     parameters: dict[str, Tensor | None]
     buffers: dict[str, Tensor | None]
-    copies: tuple[TensorCopy, ...]
+    copies: tuple[_TensorCopy, ...]
     attributes: dict[str, Any] | None
     generators: tuple[Callable[[], object], ...]
 
@@ -105,7 +128,7 @@ class _ModuleState(NamedTuple):
     def of(cls, module: nn.Module) -> "_ModuleState":
         parameters, buffers = dict(module._parameters), dict(module._buffers)
         tensors = [tensor for tensor in (*parameters.values(), *buffers.values()) if tensor is not None]
-        copies = tuple(TensorCopy.of(tensor) for tensor in tensors)
+        copies = tuple(_TensorCopy.of(tensor) for tensor in tensors)
         attributes = None if type(module).__module__.startswith("torch.") else dict(vars(module))
         generators = puts_back((attributes or {}).values())
         return cls(module, module.training, parameters, buffers, copies, attributes, generators)
@@ -129,3 +152,72 @@ def _rebind(owned: dict[str, Any], before: dict[str, Any]) -> None:
     for name in owned.keys() - before.keys():
         del owned[name]
     owned.update(before)
+
+
+@contextmanager
+def unchanged_optimizers() -> Iterator[None]:
+    """Put every optimizer that this thread steps in the block back to where it was before its first step.
+
+    Sync: none.
+    """
+    seen: dict[int, _OptimizerState] = {}
+    thread = get_ident()
+
+    def remember(optimizer: Optimizer, *_arguments: object) -> None:
+        if get_ident() == thread and id(optimizer) not in seen:
+            # No op of the step: neither to be cast nor to be recorded.
+            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+                seen[id(optimizer)] = _OptimizerState.of(optimizer)
+
+    hook = register_optimizer_step_pre_hook(remember)
+    try:
+        yield
+    finally:
+        hook.remove()
+        with torch._C.DisableTorchFunction():
+            for state in seen.values():
+                state.restore()
+
+
+class _OptimizerState(NamedTuple):
+    """What an optimizer has: a slot is a tensor with its value, or a plain value."""
+
+    optimizer: Optimizer
+    stepped: list[_TensorCopy]
+    slots: dict[Tensor, dict[str, Any]]
+    settings: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> "_OptimizerState":
+        stepped = [_TensorCopy.of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        slots = {
+            parameter: {
+                name: _TensorCopy.of(slot) if isinstance(slot, Tensor) else slot for name, slot in state.items()
+            }
+            for parameter, state in optimizer.state.items()
+        }
+        return cls(optimizer, stepped, slots, [dict(group) for group in optimizer.param_groups])
+
+    def restore(self) -> None:
+        for copy in self.stepped:
+            copy.restore()
+        for parameter in [parameter for parameter in self.optimizer.state if parameter not in self.slots]:
+            del self.optimizer.state[parameter]
+        for parameter, slots in self.slots.items():
+            state = self.optimizer.state[parameter]
+            for name in [name for name in state if name not in slots]:
+                del state[name]
+            state.update({name: _value_of(slot) for name, slot in slots.items()})
+        for group, settings in zip(self.optimizer.param_groups, self.settings, strict=False):
+            group.update(settings)
+
+
+def _copied(slot: Any) -> Any:
+    return _TensorCopy.of(slot) if isinstance(slot, Tensor) else slot
+
+
+def _value_of(slot: Any) -> Any:
+    if not isinstance(slot, _TensorCopy):
+        return slot
+    slot.restore()
+    return slot.tensor

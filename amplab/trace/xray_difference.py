@@ -10,18 +10,26 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from amplab.display.html import dtype_chips, name
+from amplab.display.numbers import count, size
+from amplab.display.table import Card, Cell, Column, Table
 from amplab.trace.kept_tensors import KeptBytes
-from amplab.trace.plain_html import dtype_chips, html_table, name, page
-from amplab.trace.plain_words import count, fitted, size, wrapped
 from amplab.trace.records import OpRecord
-from amplab.trace.xray_text import dtypes
+from amplab.trace.xray_page import dtypes
 
 if TYPE_CHECKING:
     from amplab.trace.xray_value import XRay
 
 __all__ = ["OpChange", "XRayDifference"]
 
-_HEADS = ("op", "module", "line", "before", "after", "reason")
+_COLUMNS = (
+    Column("op"),
+    Column("module", as_html=name),
+    Column("line"),
+    Column("before", as_html=dtype_chips),
+    Column("after", as_html=dtype_chips),
+    Column("reason", cut=True),
+)
 
 
 @dataclass(frozen=True)
@@ -126,22 +134,21 @@ class XRayDifference:
         return "" if two[0] == two[1] else f"{two[0]} beside {two[1]}, two models, "
 
     def __str__(self) -> str:
-        said = wrapped(self.sentence)
-        groups = _alike(self.rows())
-        if not groups:
-            return said
-        table = fitted([_HEADS, *map(_line, groups)], cut={len(_HEADS) - 1})
-        return "\n".join([said, "", *(line for lines in table for line in lines)])
+        return str(self._card())
 
     def __repr__(self) -> str:
         return f"XRayDifference({self.sentence})"
 
     def _repr_html_(self) -> str:
+        return self._card().html()
+
+    def _card(self) -> Card:
         groups = _alike(self.rows())
-        lines = [_html_line(group) for group in groups]
-        phases = [group[0]["phase"] for group in groups]
+        if not groups:
+            return Card(self.sentence)
         caption = f"Ops that are not the same: {self.before.precision} and {self.after.precision}"
-        return page(self.sentence, html_table(_HEADS, lines, caption=caption, groups=phases) if lines else "")
+        phases = [group[0]["phase"] for group in groups]
+        return Card(self.sentence, (Table(_COLUMNS, [*map(_line, groups)], caption, phases),))
 
 
 def _ops(xray: "XRay") -> Iterator[tuple[Any, OpRecord]]:
@@ -190,14 +197,13 @@ def _alike(rows: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 def _line(group: list[dict[str, Any]]) -> tuple[str, ...]:
     """The cells of the line that a group shares."""
     row = group[0]
-    op = f"{row['op']}, backward" if row["phase"] == "backward" else row["op"]
-    before, after = row["before"] or "(not there)", row["after"] or "(gone)"
-    named = op if len(group) == 1 else f"{op} ×{len(group)}"
+    named = row["op"] if len(group) == 1 else f"{row['op']} ×{len(group)}"
     place = row["line"].rpartition("/")[2] or "-"
-    return named, row["module"] or "-", place, before, after, row["reason"]
-
-
-def _html_line(group: list[dict[str, Any]]) -> tuple[str, ...]:
-    row = group[0]
-    before, after = dtype_chips(row["before"] or "not there"), dtype_chips(row["after"] or "gone")
-    return name(row["op"], len(group)), name(row["module"]), name(row["line"]), before, after, row["reason"]
+    return (
+        Cell(named, name(row["op"], len(group))),
+        row["module"] or "-",
+        Cell(place, name(row["line"])),
+        row["before"] or "(added)",
+        row["after"] or "(removed)",
+        row["reason"],
+    )

@@ -1,9 +1,9 @@
 """`XRay`: one step with everything that was seen of it, and the forms it is read in.
 
-Taking one is in `xray.py`; text, HTML and the comparison of two are in `xray_text.py`, `xray_html.py` and
-`xray_difference.py`.
+Taking one is in `xray.py`, text and HTML are in `xray_page.py`, the comparison of two is in `xray_difference.py`.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +12,7 @@ from typing import Any, SupportsIndex
 import torch
 
 from amplab.formats import ExponentHistogram
+from amplab.kernels import TensorStats
 from amplab.trace.gradient_range import GradientRange
 from amplab.trace.kept_tensors import KeptBytes
 from amplab.trace.reasons import records_of
@@ -19,11 +20,12 @@ from amplab.trace.recorder import Event
 from amplab.trace.records import OpRecord, Trace
 from amplab.trace.statistics import OpStatistics, Statistics
 from amplab.trace.xray_difference import XRayDifference
-from amplab.trace.xray_html import html
-from amplab.trace.xray_rows import row_of
-from amplab.trace.xray_text import summary, text
+from amplab.trace.xray_page import html, summary, text
 
 __all__ = ["Cast", "XRay"]
+
+_MEASURED = ("absmax", "smallest_nonzero", "zeros", "half_subnormals", "half_flushed", "half_overflows", "infs", "nans",
+             "numel")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class XRay:
         Args:
             every: views and ops on integers too.
         """
-        return [row_of(record, self.trace, self.statistics) for record in self.trace if every or not record.folds]
+        return [_row_of(record, self.trace, self.statistics) for record in self.trace if every or not record.folds]
 
     def diff(self, other: "XRay") -> XRayDifference:
         """Return what is different in `other`: ops whose dtypes changed, ops that came or went, casts and memory.
@@ -212,3 +214,37 @@ def _ends(cast: OpRecord) -> tuple[torch.dtype, torch.dtype]:
     if len(cast.inputs) == 2:
         return cast.inputs[1].dtype, cast.inputs[0].dtype
     return cast.inputs[0].dtype, cast.outputs[0].dtype
+
+
+def _row_of(record: OpRecord, trace: Trace, statistics: Mapping[int, OpStatistics] | None) -> dict[str, Any]:
+    """Return one op with the keys that `XRay.rows` names."""
+    row = {
+        "index": record.index,
+        "phase": record.phase,
+        "op": record.op,
+        "aten": record.aten,
+        "module": record.module,
+        "line": str(record.line or ""),
+        "code": record.line.source if record.line else "",
+        "inputs": list(map(str, record.inputs)),
+        "outputs": list(map(str, record.outputs)),
+        "cast": record.is_cast,
+        "cast_bytes": record.cast_bytes,
+        "parameter": record.parameter,
+        "from_cache": [trace.records[index].parameter for index in record.served],
+        "view": record.is_view,
+        "reason": record.reason,
+        "note": record.note,
+    }
+    if statistics is not None:
+        measured = statistics.get(record.index, OpStatistics(()))
+        row["statistics"] = [_plain(stats) for stats in measured.outputs]
+        row["cast_from"] = _plain(measured.cast_from) if measured.cast_from else None
+    return row
+
+
+def _plain(stats: TensorStats) -> dict[str, float | int | None]:
+    row = {name: getattr(stats, name) for name in _MEASURED}
+    if math.isinf(row["smallest_nonzero"]):  # there is none, and JSON has no inf
+        row["smallest_nonzero"] = None
+    return row

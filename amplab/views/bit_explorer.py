@@ -4,18 +4,15 @@ The widget owns one `BitState`; each message from the page, and each method here
 publishes its payload. What is shown is decided in `bit_explorer_payload`, how it looks in bit_explorer.js and .css.
 """
 
-from pathlib import Path
-
 import anywidget
 import traitlets
 
+from amplab.display.numbers import value_text
+from amplab.views.assets import module, stylesheet
 from amplab.views.bit_explorer_payload import BitState, explorer_payload
 from amplab.views.bit_explorer_still import explorer_html
-from amplab.views.number_text import value_text
 
 __all__ = ["BitExplorer"]
-
-FOLDER = Path(__file__).parent
 
 
 class BitExplorer(anywidget.AnyWidget):
@@ -38,8 +35,8 @@ class BitExplorer(anywidget.AnyWidget):
         ValueError: if the number cannot be read, or no format has that name.
     """
 
-    _esm = (FOLDER / "bit_explorer.js").read_text(encoding="utf-8")
-    _css = (FOLDER / "bit_explorer.css").read_text(encoding="utf-8")
+    _esm = module("bit_explorer.js")
+    _css = stylesheet("bit_explorer.css")
 
     payload = traitlets.Dict(read_only=True).tag(sync=True)
 

@@ -4,14 +4,14 @@
     explorer_payload(BitState) -> dict of strings, booleans and per-cent positions
 
 Nothing here knows a widget; `bit_explorer` holds one state and sends its payload, `bit_explorer.js` draws it.
-How a number is read from text and written as text is in `number_text`.
+How a number is read from text and written as text is in `display.numbers`.
 """
 
 import math
 from dataclasses import dataclass, replace
 
+from amplab.display.numbers import binary_power, parse_number, short_text, value_text
 from amplab.formats import FORMATS, FloatFormat
-from amplab.views.number_text import binary_power, parse_number, short_text, value_text
 
 __all__ = ["FORMAT_LABELS", "BitState", "explorer_payload"]
 

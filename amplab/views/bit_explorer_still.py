@@ -1,14 +1,15 @@
 """The bit explorer as a still picture: HTML for pages where no kernel runs, such as a notebook just opened.
 
-Plain elements with inline styles, since a notebook that is not trusted keeps nothing else. The hues are the light
-theme's of bit_explorer.css; white on them and the page's own colour beside them read well in both themes.
+Plain elements with inline styles, since a notebook that is not trusted keeps nothing else. The hues are those for a
+light ground: white text on them is readable in both themes.
 """
 
 from html import escape
 
+from amplab.display.palette import PALETTE
+
 __all__ = ["explorer_html"]
 
-HUES = {"sign": "#b3430a", "exponent": "#00704f", "fraction": "#0a63a8"}
 CELL = "display:inline-block;width:22px;margin:1px;text-align:center;border:1px solid"
 
 
@@ -32,7 +33,7 @@ def explorer_html(payload: dict) -> str:
 
 
 def _cell(bit: dict) -> str:
-    hue = HUES[bit["field"]]
+    hue, _ = PALETTE[bit["field"]]
     filled = f";background-color:{hue};color:#fff" if bit["on"] else ""
     return f"<span style='{CELL} {hue}{filled}'>{int(bit['on'])}</span>"
 

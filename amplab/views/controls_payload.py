@@ -7,16 +7,13 @@ here decides what is allowed: that is `amplab.lab.ExperimentConfig` and `amplab.
 from __future__ import annotations
 
 from amplab.amp import OPT_LEVELS, explain_override
-from amplab.lab import MODELS, OPTIMIZERS, TASKS, ExperimentConfig
+from amplab.lab import FIELDS, ExperimentConfig, field_named
 
 __all__ = ["BOOLEAN_OVERRIDES", "controls_payload", "field_value"]
 
-BOOLEAN_OVERRIDES = ("keep_batchnorm_fp32", "master_weights")
-WHOLE_FIELDS = ("growth_interval", "batch_size", "hidden", "seed")
+BOOLEAN_OVERRIDES = tuple(name for name, each in FIELDS.items() if each.values.kind is bool)
 STATIC_START = 128.0
 """Static scale that is offered first; apex's own documentation uses it."""
-
-_LABELS = {"mlp": "MLP", "cnn": "CNN", "sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
 
 
 def controls_payload(
@@ -36,7 +33,8 @@ def controls_payload(
         "lr": config.learning_rate,
         "text": str(config),
         "state": state,
-        "options": {"task": _options(TASKS), "model": _options(MODELS), "optimizer": _options(OPTIMIZERS)},
+        "options": {name: _options(name) for name in ("task", "model", "optimizer")},
+        "fields": {name: {"label": each.label, "title": _sentence(each.help)} for name, each in FIELDS.items()},
         "levels": [
             {"name": level.name, "brief": level.brief.partition(":")[2].strip(), "line": level.explanation}
             for level in OPT_LEVELS.values()
@@ -59,13 +57,18 @@ def field_value(name: str, value: object) -> object:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
-    if name in WHOLE_FIELDS:
+    if field_named(name).values.kind is int:
         return int(value) if float(value).is_integer() else value
     return float(value)
 
 
-def _options(names: tuple[str, ...]) -> list[list[str]]:
-    return [[name, _LABELS.get(name, name)] for name in names]
+def _options(name: str) -> list[list[str]]:
+    """The choices of a field as pairs of value and label."""
+    return [[value, label] for value, label in FIELDS[name].values.choices().items()]
+
+
+def _sentence(phrase: str) -> str:
+    return phrase[:1].upper() + phrase[1:]
 
 
 def _override(config: ExperimentConfig, name: str) -> dict:

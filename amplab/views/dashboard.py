@@ -36,7 +36,7 @@ class Dashboard(ipywidgets.VBox):
         self.trainer = Trainer() if trainer is None else trainer
         self._presenter = Presenter(self.trainer)
         parts = self._presenter.parts
-        side = ipywidgets.VBox([parts.live, parts.panels, parts.gradients])
+        side = ipywidgets.VBox([parts.live, parts.panels])
         body = ipywidgets.HBox([parts.controls, side])
         super().__init__([parts.notices, body])
         side.add_class("amp-side")

@@ -14,7 +14,7 @@ from amplab.amp import MemoryUse
 from amplab.kernels import BuildReport
 from amplab.lab import History
 
-__all__ = ["INJECTED", "ROWS", "SKIPPED", "frame_rows", "level_marks", "memory_parts", "modes_line", "summary"]
+__all__ = ["INJECTED", "ROWS", "SKIPPED", "frame_rows", "memory_parts", "modes_line", "summary"]
 
 SKIPPED = 1
 INJECTED = 2
@@ -28,14 +28,6 @@ def frame_rows(history: History, limit: int = ROWS) -> np.ndarray:
     injected = thinned["injected"] != None  # noqa: E711 - elementwise on an object array
     marks = SKIPPED * thinned["skipped"] + INJECTED * injected
     return np.column_stack([thinned["step"], thinned["loss"], thinned["loss_scale"], marks]).astype(np.float64)
-
-
-def level_marks(history: History) -> list[tuple[int, str]]:
-    """Return (step, opt_level) where the run began and wherever the level changed."""
-    levels, steps = history.column("opt_level"), history.column("step")
-    changed = np.flatnonzero(levels[1:] != levels[:-1]) + 1
-    rows = [0, *changed.tolist()] if len(levels) else []
-    return [(int(steps[row]), str(levels[row])) for row in rows]
 
 
 def summary(history: History, *, loss_scale: float, rate: float | None, memory: MemoryUse, modes: str) -> dict:

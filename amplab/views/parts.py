@@ -1,6 +1,6 @@
 """The parts of the dashboard, each an anywidget: its traits, its front end, and what it hears from the page.
 
-The traits are the truth and only the kernel writes them, except for `tab` and `dark`, which belong to the page. A
+The traits are the truth and only the kernel writes them, except for `tab`, which belongs to the page. A
 part's messages (`{"type": …}`) go to the one listener it was made with. What the traits hold is built in the
 `*_payload` modules; when they change is decided in `presenter.py`.
 """
@@ -13,7 +13,7 @@ import anywidget
 import numpy as np
 import traitlets
 
-from amplab.views.assets import joined, stylesheet
+from amplab.views.assets import module, stylesheet
 
 __all__ = ["Controls", "LiveView", "Notices", "Panels"]
 
@@ -35,15 +35,15 @@ class Part(anywidget.AnyWidget):
 class Controls(Part):
     """Every choice of an experiment; see `controls_payload`."""
 
-    _esm = joined("elements.js", "icons.js", "choices.js", "page.js", "controls.js")
+    _esm = module("controls.js")
     shown = traitlets.Dict().tag(sync=True)
 
 
 class LiveView(Part):
     """Figures and charts; frames go as messages, since a page that is not there needs none."""
 
-    _esm = joined("elements.js", "numbers.js", "page.js", "charts.js", "live.js")
-    _css = stylesheet()
+    _esm = module("live.js")
+    _css = stylesheet("dashboard.css")
 
     def show_frame(self, rows: np.ndarray, *, levels: list[tuple[int, str]], summary: dict) -> None:
         """Draw the whole run.
@@ -59,9 +59,8 @@ class LiveView(Part):
 class Panels(Part):
     """The tabs: op dtypes, gradients, overflows."""
 
-    _esm = joined("elements.js", "numbers.js", "choices.js", "page.js", "panels.js")
+    _esm = module("panels.js")
     tab = traitlets.Enum(["dtypes", "gradients", "overflows"], default_value="dtypes").tag(sync=True)
-    dark = traitlets.Bool(False).tag(sync=True)
     dtypes = traitlets.Dict().tag(sync=True)
     gradients = traitlets.Dict().tag(sync=True)
     overflows = traitlets.Dict().tag(sync=True)
@@ -70,5 +69,5 @@ class Panels(Part):
 class Notices(Part):
     """Tracebacks, sentences and offers above everything else."""
 
-    _esm = joined("elements.js", "page.js", "notice.js")
+    _esm = module("notices.js")
     notices = traitlets.List().tag(sync=True)

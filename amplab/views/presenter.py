@@ -6,13 +6,13 @@ drawn ten times a second at most, overflows twice, gradients once, and none of i
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from amplab import kernels
 from amplab.lab import (
+    FIELDS,
     ConfigChanged,
     Event,
     ExperimentConfig,
@@ -30,10 +30,8 @@ from amplab.trace import Trace
 from amplab.views.actions import act
 from amplab.views.controls_payload import controls_payload
 from amplab.views.dtypes_payload import dtypes_payload
-from amplab.views.gradient_figure import load_plotly
-from amplab.views.gradients import GradientBox
-from amplab.views.gradients_payload import sentence
-from amplab.views.live_payload import frame_rows, level_marks, modes_line, summary
+from amplab.views.gradients_payload import gradients_payload
+from amplab.views.live_payload import frame_rows, modes_line, summary
 from amplab.views.notice_board import Notice, NoticeBoard, failure, offer
 from amplab.views.overflows_payload import explanation, is_broken, overflows_payload
 from amplab.views.parts import Controls, LiveView, Notices, Panels
@@ -45,10 +43,10 @@ SLOW = 0.5
 """Seconds between two drawings of the overflow table."""
 
 SLOWER = 1.0
-"""Seconds between two drawings of the gradients: one costs a backward here and a new figure in the page."""
+"""Seconds between two drawings of the gradients: each takes a forward and a backward pass."""
 
-RETRACED = ("task", "model", "hidden", "opt_level", "keep_batchnorm_fp32", "master_weights")
-"""Fields that decide the dtypes of a step."""
+RETRACED = tuple(name for name, each in FIELDS.items() if each.changes_dtypes)
+"""Fields whose change needs a new trace."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,6 @@ class Parts:
     controls: Controls
     live: LiveView
     panels: Panels
-    gradients: GradientBox
 
 
 class Presenter:
@@ -82,13 +79,11 @@ class Presenter:
         self._armed: set[str] = set()
         self._shrinking_asked: bool | None = None
         self._traced: tuple[str, Trace] | None = None
-        self._levels = level_marks(trainer.history) or [(0, trainer.config.opt_level)]
+        self._levels = trainer.history.level_changes() or [(0, trainer.config.opt_level)]
         self._scale = 0.0  # what the next step will use, as the trainer's thread last knew it
         self._overflows_due = self._gradients_due = 0.0
         self._overflows_shown: tuple[int, bool] | None = None
         self._explained: dict[int, str] = {}  # by the step that was skipped
-        self._plotly: threading.Thread | None = None
-        self._plotly_loaded = False
         self._gradients_asked: tuple | None = None
         self._ticker = Ticker(self._tick, on_failure=lambda text: self._put(failure(text)))
         self.parts = Parts(
@@ -96,9 +91,8 @@ class Presenter:
             controls=Controls(self._queued(self._answer_control)),
             live=LiveView(self._queued(self._answer_view)),
             panels=Panels(self._queued(lambda _: None)),
-            gradients=GradientBox(),
         )
-        self.parts.panels.observe(lambda _: self._ticker.call(self._turn_page), ["tab", "dark"])
+        self.parts.panels.observe(lambda _: self._ticker.call(self._turn_page), "tab")
         # Before the first step: a build that nobody listens to is told on stderr.
         kernels.ensure(on_report=lambda _: self._ticker.wake())
         self._ticker.call(self._begin)
@@ -212,20 +206,7 @@ class Presenter:
         self.parts.notices.notices = self._board.payload()
 
     def _turn_page(self) -> None:
-        panels = self.parts.panels
-        self.parts.gradients.follow(dark=panels.dark)
         self._ask_explanation()
-        if panels.tab != "gradients":
-            return
-        if self._plotly is None:
-            # Importing plotly takes a second or more: in a thread of its own the charts go on.
-            self._plotly = threading.Thread(target=self._load_plotly, name="amplab-plotly", daemon=True)
-            self._plotly.start()
-        self._ticker.wake()
-
-    def _load_plotly(self) -> None:
-        load_plotly()
-        self._plotly_loaded = True
         self._ticker.wake()
 
     def _offer(self, wanted: ExperimentConfig | None) -> None:
@@ -286,7 +267,7 @@ class Presenter:
     def _ask_gradients(self) -> None:
         trainer, now = self._trainer, time.monotonic()
         present = (len(trainer.history), trainer.shrinking, trainer.config)
-        if self.parts.panels.tab != "gradients" or not self._plotly_loaded or present == self._gradients_asked:
+        if self.parts.panels.tab != "gradients" or present == self._gradients_asked:
             return
         if now < self._gradients_due:
             self._ticker.wake()
@@ -299,8 +280,7 @@ class Presenter:
         if not self._views or panels.tab != "gradients":  # asked for by another view of the same run, or too late
             self._gradients_asked = None
             return
-        self.parts.gradients.show(record, dark=panels.dark)
-        panels.gradients = {"summary": sentence(record), "ready": True}
+        panels.gradients = gradients_payload(record)
 
     def _show_trace(self, event: TraceReady) -> None:
         before = self._traced

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from amplab.display.numbers import power
 from amplab.lab import ExperimentConfig, History
-from amplab.views.scale_text import scale_text
 
 __all__ = ["RunReport", "run_report"]
 
@@ -42,7 +42,7 @@ class RunReport:
             [
                 self.config,
                 f"steps       {self.steps} (now at {self.total}), {self.skipped} skipped",
-                f"loss scale  {scale_text(self.first_scale)} -> {scale_text(self.next_scale)}",
+                f"loss scale  {power(self.first_scale)} -> {power(self.next_scale)}",
                 f"loss        {self.first_loss:.1f} -> {self.last_loss:.1f}",
                 f"accuracy    {'not measured yet' if self.accuracy is None else f'{100 * self.accuracy:.0f} %'}",
             ]

@@ -12,14 +12,13 @@ from html import escape
 import ipywidgets
 
 from amplab import kernels
+from amplab.display.html import html_table, name, page
+from amplab.display.numbers import count, power
 from amplab.lab import Run, Watch
 from amplab.lab.watched_run import NO_LEVEL
 from amplab.policies import cpu_half_mode
-from amplab.trace.plain_html import html_table, name, page
-from amplab.trace.plain_words import count
-from amplab.views.live_payload import frame_rows, level_marks, modes_line
+from amplab.views.live_payload import frame_rows, modes_line
 from amplab.views.parts import LiveView
-from amplab.views.scale_text import scale_text
 from amplab.views.ticker import Ticker
 
 __all__ = ["RunView"]
@@ -85,7 +84,7 @@ class RunView(ipywidgets.VBox):
         if not self._views:
             return
         history = self.run.history
-        levels = [mark for mark in level_marks(history) if mark[1] != NO_LEVEL]
+        levels = [mark for mark in history.level_changes() if mark[1] != NO_LEVEL]
         self._live.show_frame(frame_rows(history), levels=levels, summary=self._figures())
         self._show_words()
 
@@ -100,7 +99,6 @@ class RunView(ipywidgets.VBox):
             "memory": None,
             "memory_parts": "",
             "modes": modes_line(kernels.report(), cpu_half_mode()),
-            "news": "",
             "unknown": _UNKNOWN if isinstance(self.run, Watch) else (*_UNKNOWN, "rate"),
         }
 
@@ -141,4 +139,4 @@ def _skips_html(run: Run | Watch) -> str:
 
 
 def _power(scale: float) -> str:
-    return scale_text(scale, raised=True)
+    return power(scale, raised=True)

@@ -25,6 +25,7 @@ PAINTED = """(canvas, [red, green, blue]) => {
 SUPERSCRIPTS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 ACCENT_LIGHT = [0x0B, 0x6B, 0xB8]
 SKIP_LIGHT = [0xC0, 0x4F, 0x00]
+LOSS, SCALE, HISTOGRAM = range(3)  # the canvases in the order of the page
 
 
 class DashboardPage:
@@ -84,9 +85,9 @@ class DashboardPage:
         """Return the rows of a panel's table."""
         return self.root.locator(f"[data-panel={panel}] tbody tr:not(.amp-empty)")
 
-    def painted_columns(self, chart: int, colour: list[int]) -> int:
-        """Return in how many pixel columns of a chart (0 the loss, 1 the scale) a colour is painted."""
-        return self.root.locator("canvas").nth(chart).evaluate(PAINTED, colour)
+    def painted_columns(self, chart: int, color: list[int]) -> int:
+        """Return in how many pixel columns of a chart (`LOSS`, `SCALE` or `HISTOGRAM`) a color is painted."""
+        return self.root.locator("canvas").nth(chart).evaluate(PAINTED, color)
 
 
 def exponent(text: str) -> int:

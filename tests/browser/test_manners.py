@@ -1,14 +1,17 @@
 """How the dashboard behaves towards its user: names, keys, room, refusals, failures, themes."""
 
+import time
 from collections.abc import Iterator
 
 import pytest
-from dashboard_page import DashboardPage
+from dashboard_page import ACCENT_LIGHT, HISTOGRAM, SCALE, DashboardPage, exponent
 from lab_page import NOTEBOOKS, sound_page
 from lab_server import LabServer
 from playwright.sync_api import Browser, expect
 
 WIDEST, HIGHEST = 1000, 760  # px: one screen of a laptop
+ACCENT_DARK = [0x56, 0xB4, 0xE9]
+READINGS = ("unscaled", "scaled", "magnitude")
 STICKING_OUT = """root => [...root.querySelectorAll("*")].filter(element =>
   element.offsetParent && !element.closest(".amp-sr, .amp-scroll, svg") &&
   element.getBoundingClientRect().right > root.getBoundingClientRect().right + 1).map(element => element.className)"""
@@ -112,10 +115,10 @@ def test_a_refused_value_says_why_and_goes_back(dashboard: DashboardPage) -> Non
 def test_an_exponent_that_no_number_holds_is_refused_as_it_was_typed(dashboard: DashboardPage) -> None:
     start = dashboard.root.get_by_label("init, exponent of two")
     alert = dashboard.root.locator(".amp-controls [role=alert]")
-    for exponent in ("2000", "-2000"):
-        start.fill(exponent)
+    for typed in ("2000", "-2000"):
+        start.fill(typed)
         start.press("Enter")
-        expect(alert).to_contain_text(f"init_scale=2**{exponent}: expected a number > 0")
+        expect(alert).to_contain_text(f"init_scale=2**{typed}: expected a number > 0")
         expect(start).to_have_value("16")
 
 
@@ -135,14 +138,7 @@ def test_a_callback_that_raises_is_shown_and_the_lab_goes_on(dashboard: Dashboar
 
 def test_an_underflow_is_seen_in_the_gradients(dashboard: DashboardPage) -> None:
     dashboard.open_tab("gradients")
-    figure = dashboard.root.locator(".amp-gradients .svg-container")
-    figure.wait_for(timeout=60_000)
-    box = dashboard.root.locator(".amp-gradients > .js-plotly-plot")
-    expect(dashboard.root.locator(".amp-layers tbody tr")).to_have_count(6)
-    dashboard.lab.page.wait_for_function(
-        "([figure, box]) => Math.abs(figure.clientWidth - box.clientWidth) <= 2",
-        arg=[figure.element_handle(), box.element_handle()],
-    )
+    expect(dashboard.root.locator("[data-panel=gradients] tbody tr")).to_have_count(6)
     summary = dashboard.root.locator("[data-panel=gradients] .amp-summary")
     before, step = summary.inner_text(), dashboard.step
     dashboard.inject("underflow")
@@ -159,18 +155,57 @@ def flushed_unscaled(sentence: str) -> float:
     return float(sentence.split("flushed to zero ")[1].split(" %")[0].replace("<", ""))
 
 
+def test_the_histogram_is_drawn_within_a_second(dashboard: DashboardPage) -> None:
+    dashboard.open_tab("dtypes")
+    dashboard.press("Step")
+    dashboard.wait_for_step(dashboard.step)
+    opened = time.monotonic()
+    dashboard.open_tab("gradients")
+    wait_for_paint(dashboard, HISTOGRAM, ACCENT_LIGHT)
+    assert time.monotonic() - opened < 1
+
+
+def test_the_histogram_shows_its_values_under_the_pointer_and_to_a_screen_reader(dashboard: DashboardPage) -> None:
+    dashboard.open_tab("gradients")
+    canvas = dashboard.root.locator(".amp-histogram")
+    wait_for_paint(dashboard, HISTOGRAM, ACCENT_LIGHT)
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    magnitude = dashboard.root.locator("[data-reading=magnitude]")
+    seen = []
+    for share in (0.2, 0.45, 0.7, 0.95):
+        dashboard.lab.page.mouse.move(box["x"] + share * box["width"], box["y"] + box["height"] / 2)
+        expect(magnitude).not_to_have_text("" if not seen else seen[-1][2])
+        seen.append([dashboard.root.locator(f"[data-reading={name}]").inner_text() for name in READINGS])
+    exponents = [exponent(place) for *_, place in seen]
+    assert exponents == sorted(exponents)
+    assert exponents[0] < -25 < exponents[1] < -14 < exponents[2] < 16 <= exponents[3], "one in each range of float16"
+    assert any(unscaled != "0 %" for unscaled, *_ in seen)
+    dashboard.lab.page.mouse.move(0, 0)
+    expect(magnitude).to_have_text("")
+    canvas.focus()
+    dashboard.lab.page.keyboard.press("ArrowRight")
+    expect(dashboard.root.locator("[data-panel=gradients] [role=status]")).to_contain_text("(normal): unscaled")
+    assert "peak at 2^" in canvas.get_attribute("aria-label")
+    dashboard.lab.page.keyboard.press("Escape")
+
+
 def test_it_follows_the_theme(dashboard: DashboardPage) -> None:
-    ink = "() => document.querySelector('.amp-gradients .js-plotly-plot')._fullLayout.font.color"
-    light = dashboard.lab.page.evaluate(ink)
+    dashboard.open_tab("gradients")
     dashboard.lab.theme("JupyterLab Dark")
-    dashboard.lab.page.wait_for_function(f"light => ({ink})() !== light", arg=light)
     dashboard.lab.page.wait_for_function(
         "() => getComputedStyle(document.querySelector('.amp-live')).color.includes('255, 255, 255')"
     )
-    dark_accent = [0x56, 0xB4, 0xE9]
-    for _ in range(50):
-        if dashboard.painted_columns(1, dark_accent) > 100:
-            break
-        dashboard.lab.page.wait_for_timeout(100)
-    assert dashboard.painted_columns(1, dark_accent) > 100
+    for chart in (SCALE, HISTOGRAM):
+        wait_for_paint(dashboard, chart, ACCENT_DARK)
     dashboard.lab.theme("JupyterLab Light")
+    wait_for_paint(dashboard, HISTOGRAM, ACCENT_LIGHT)
+
+
+def wait_for_paint(dashboard: DashboardPage, chart: int, color: list[int]) -> None:
+    """Wait until a chart has the color in some columns."""
+    for _ in range(100):
+        if dashboard.painted_columns(chart, color) > 20:
+            return
+        dashboard.lab.page.wait_for_timeout(50)
+    raise AssertionError(f"chart {chart} was not painted in {color}")

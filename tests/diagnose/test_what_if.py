@@ -7,7 +7,7 @@ import pytest
 import torch
 from html_outline import outline
 
-from amplab.diagnose import ScaleRecord, what_if, what_ifs
+from amplab.diagnose import ScaleHistory, what_if, what_ifs
 from amplab.formats import FLOAT16, exponent_histogram
 from amplab.lab import ExperimentConfig, Trainer, load_run
 from amplab.scalers import PUBLISHED_RULES, DynamicScale, StaticScale
@@ -69,24 +69,24 @@ def test_every_published_rule_side_by_side(run):
 def test_gradients_lost_is_counted_at_the_replayed_scale():
     """The oracle is the rounding of torch itself."""
     grads = torch.logspace(-12, 0, 4000)
-    record = ScaleRecord([2.0**16] * 3, [False] * 3, [0.0] * 3, [(1, exponent_histogram(grads))])
+    record = ScaleHistory([2.0**16] * 3, [False] * 3, [0.0] * 3, [(1, exponent_histogram(grads))])
     for scale in (1.0, 2.0**4, 2.0**12):
         lost = ((grads * scale).to(FLOAT16.torch_dtype) == 0).float().mean().item()
         assert what_if(record, StaticScale(scale)).lost_share == pytest.approx(lost, abs=1e-3)
-    assert what_if(ScaleRecord([1.0], [False], [0.0]), "torch").lost_share is None
+    assert what_if(ScaleHistory([1.0], [False], [0.0]), "torch").lost_share is None
 
 
 def test_where_the_record_ends_the_answer_says_so():
-    record = ScaleRecord([2.0**8] * 3, [False, True, False], [-3.0, math.inf, None])
+    record = ScaleHistory([2.0**8] * 3, [False, True, False], [-3.0, math.inf, None])
     told = what_if(record, StaticScale(2.0**4))
     assert told.certain_until == 1
     assert "not in the record" in " ".join(str(told).split())
-    ended = what_if(ScaleRecord([2.0] * 4, [True] * 4, [math.inf] * 4), "DeepSpeed")
+    ended = what_if(ScaleHistory([2.0] * 4, [True] * 4, [math.inf] * 4), "DeepSpeed")
     assert (len(ended.scales) < 4) == (ended.replay.stopped is not None)
 
 
 def test_steps_after_the_end_of_a_run_are_lost():
-    record = ScaleRecord([1.0] * 30, [False] * 30, [40.0] * 30)
+    record = ScaleHistory([1.0] * 30, [False] * 30, [40.0] * 30)
     told = what_if(record, "DeepSpeed")
     assert told.replay.stopped is not None
     assert told.steps_lost == 30
@@ -102,15 +102,15 @@ def test_steps_after_the_end_of_a_run_are_lost():
 )
 def test_refusals(rule, error, sentence):
     with pytest.raises(error, match=sentence):
-        what_if(ScaleRecord([1.0], [False], [0.0]), rule)
+        what_if(ScaleHistory([1.0], [False], [0.0]), rule)
 
 
 def test_a_run_without_steps_is_refused():
     with pytest.raises(ValueError, match="no step yet"):
-        what_ifs(ScaleRecord([], [], []))
+        what_ifs(ScaleHistory([], [], []))
 
 
-RUN = ScaleRecord([8.0] * 30, [False] * 30, [-3.0] * 10 + [None] * 20)
+RUN = ScaleHistory([8.0] * 30, [False] * 30, [-3.0] * 10 + [None] * 20)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ RUN = ScaleRecord([8.0] * 30, [False] * 30, [-3.0] * 10 + [None] * 20)
     [
         (RUN, StaticScale(8.0), "every step", None),
         (RUN, StaticScale(16.0), "the first 10", "a guess from step 10 on: the gradients were finite under a smaller"),
-        (ScaleRecord([8.0], [False], [None]), StaticScale(16.0), "no step", "a guess from step 0 on: "),
+        (ScaleHistory([8.0], [False], [None]), StaticScale(16.0), "no step", "a guess from step 0 on: "),
     ],
 )
 def test_how_far_the_record_tells_is_said_in_steps(record, rule, said, note):
@@ -141,12 +141,12 @@ def test_how_far_the_record_tells_is_said_in_steps(record, rule, said, note):
 )
 def test_records_that_are_none(fields, error, sentence):
     with pytest.raises(error, match=sentence):
-        ScaleRecord(*fields)
+        ScaleHistory(*fields)
 
 
 @pytest.mark.parametrize("function", [lambda given: what_if(given, "torch"), what_ifs])
 def test_no_record(function):
-    with pytest.raises(TypeError, match=r"^record=NoneType: expected a ScaleRecord; a recorded run makes its own"):
+    with pytest.raises(TypeError, match=r"^record=NoneType: expected a ScaleHistory; a recorded run makes its own"):
         function(None)
 
 
@@ -160,6 +160,6 @@ def test_names_of_rules_columns_of_numpy_and_no_rule():
     assert [run.name for run in what_ifs(RUN, {"mine": "jmp"})] == ["mine"]
     assert len(what_ifs(RUN, {})) == 0
     columns = np.full(3, 8.0), np.zeros(3, bool), np.full(3, -3.0)
-    assert what_if(ScaleRecord(*columns), StaticScale(8.0)).row()["certain"] == "every step"
+    assert what_if(ScaleHistory(*columns), StaticScale(8.0)).row()["certain"] == "every step"
     with pytest.raises(TypeError, match=r"^name=3: expected a word to call the rule"):
         what_if(RUN, "torch", 3)

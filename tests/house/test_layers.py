@@ -11,6 +11,7 @@ from source_tree import PACKAGE, module_name, python_files, relative
 # The one order of the house.
 ROOMS = (
     "formats",
+    "display",
     "kernels",
     "policies",
     "scalers",
@@ -148,7 +149,7 @@ def test_the_check_of_the_order_lets_the_rest_pass(source: str, module: str) -> 
 @pytest.mark.parametrize(
     ("source", "module"),
     [
-        ("import ipywidgets", "amplab.trace.table"),
+        ("import ipywidgets", "amplab.trace.records"),
         ("def draw():\n    from plotly import graph_objects", "amplab.lab.console"),
         ("import sklearn.datasets", "amplab.lab.tasks"),
         ("def load():\n    import sklearn.datasets", "amplab.amp.session"),

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from amplab.kernels import BuildReport, cache, recipe
+from amplab import kernels
+from amplab.kernels import BuildReport, build, cache, recipe
 from amplab.kernels.build import KernelLibrary
 
 PARTS = 2  # libraries that are compiled side by side
@@ -236,8 +237,8 @@ def test_no_compiler_is_one_warning_with_cause_and_remedy(library):
     library.attend()  # says nothing more, or it would be an error here
     [warning] = warned
     assert warning.filename == __file__  # the caller's line, not one of amplab's
-    assert "To have them: " in str(warning.message)
-    assert "The pure-torch reference serves, with the same results." in str(warning.message)
+    assert "To enable them: " in str(warning.message)
+    assert "Falling back to the PyTorch reference" in str(warning.message)
     assert library.report.status == "failed"
     assert not library.needs_attention
 
@@ -253,9 +254,7 @@ def test_whoever_listens_is_told_of_the_failure_and_not_warned(library):
 def test_require_raises_each_time_where_nothing_can_be_built(library, monkeypatch):
     monkeypatch.setenv("AMPLAB_KERNELS", "require")
     for _ in range(2):
-        with pytest.raises(
-            RuntimeError, match=f"^AMPLAB_KERNELS=require: {re.escape(NO_COMPILER)}. To have the kernels:"
-        ):
+        with pytest.raises(RuntimeError, match=f"^AMPLAB_KERNELS=require: {re.escape(NO_COMPILER)}. To enable them:"):
             library.attend()
         assert library.needs_attention
 
@@ -312,7 +311,7 @@ def test_a_compiler_that_fails_is_quoted_and_its_log_kept(library, tmp_path, mon
         (
             BuildReport("reference", "CPU kernels", cause="AMPLAB_KERNELS=reference"),
             "amplab kernels: reference. CPU kernels: AMPLAB_KERNELS=reference. "
-            "The pure-torch reference serves, with the same results.",
+            "Falling back to the PyTorch reference, which gives the same results.",
         ),
     ],
 )
@@ -382,14 +381,180 @@ def test_the_key_follows_sources_flags_and_torch(tmp_path, monkeypatch):
     assert key("-O2") != original
 
 
-@pytest.mark.skipif(os.name != "posix", reason="ownership is a matter of POSIX")
-def test_a_folder_that_others_may_write_is_not_trusted(tmp_path, monkeypatch):
+# Whose code is loaded, and from where the builder imports.
+
+posix = pytest.mark.skipif(os.name != "posix", reason="ownership is a matter of POSIX")
+root = pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="only root gives files to another user")
+STRANGER = 12345
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder of a build in the user's cache folder, whose fallback is inside ``tmp_path`` as well."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/nowhere")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache, "_private_group", lambda uid: None, raising=False)
     folder = cache.writable_folder("0123")
-    assert folder.parent == tmp_path / f"amplab-kernels-{os.getuid()}"
     publish(tmp_path, folder, b"a library")
+    assert folder == tmp_path / "cache" / "amplab" / "kernels" / "0123"
+    assert cache.find("0123") == (folder / "built" / "amplab_kernels_0.so",)
+    return folder
+
+
+def parts_of(library, upto):
+    return [library, *(parent for parent in library.parents if parent.is_relative_to(upto))]
+
+
+@posix
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777])
+@pytest.mark.parametrize("level", range(5), ids=["library", "built", "key", "kernels", "amplab"])
+def test_nothing_is_loaded_that_others_may_write(folder, tmp_path, level, mode):
+    parts_of(folder / "built" / "amplab_kernels_0.so", tmp_path)[level].chmod(mode)
+    assert cache.find("0123") == ()
+    [reason] = cache.refusals("0123")
+    assert f"mode {mode:04o}" in reason
+    if level > 1:  # nor is anything built there
+        assert cache.writable_folder("0123").parent == tmp_path / f"amplab-kernels-{os.getuid()}"
+
+
+@root
+@pytest.mark.parametrize("level", range(6), ids=["library", "built", "key", "kernels", "amplab", "cache"])
+def test_nothing_is_loaded_that_belongs_to_another_user(folder, tmp_path, level):
+    os.chown(parts_of(folder / "built" / "amplab_kernels_0.so", tmp_path)[level], STRANGER, STRANGER)
+    assert cache.find("0123") == ()
+    assert f"belongs to user {STRANGER}" in cache.refusals("0123")[0]
+
+
+@posix
+@pytest.mark.parametrize("mode", [0o777, 0o775])
+def test_the_folders_above_must_be_safe_too(folder, tmp_path, mode):
+    (tmp_path / "cache").chmod(mode)
+    assert cache.find("0123") == ()
+    (tmp_path / "cache").chmod(0o1777)  # sticky, as /tmp: others may add to it, but not replace what is ours
     assert len(cache.find("0123")) == 1
+
+
+@posix
+def test_a_link_is_judged_by_what_it_points_to(folder, tmp_path, monkeypatch):
+    (tmp_path / "link").symlink_to(tmp_path / "cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "link"))
+    assert cache.find("0123") == (folder / "built" / "amplab_kernels_0.so",)  # loaded by its own name
     folder.parent.chmod(0o777)
     assert cache.find("0123") == ()
+
+
+@root
+def test_a_folder_that_another_user_made_first_is_not_built_in(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/nowhere")
+    fallback = tmp_path / f"amplab-kernels-{os.getuid()}"
+    fallback.mkdir()
+    os.chown(fallback, STRANGER, STRANGER)
     assert cache.writable_folder("0123") is None
+    assert f"{fallback} belongs to user {STRANGER}" in cache.no_folder("0123")
+
+
+@posix
+@pytest.mark.parametrize("umask", [0o002, 0o000])
+def test_a_permissive_umask_makes_private_folders(tmp_path, monkeypatch, umask):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/nowhere")
+    monkeypatch.setattr(cache, "_private_group", lambda uid: None, raising=False)
+    before = os.umask(umask)
+    try:
+        folder = cache.writable_folder("0123")
+        assert cache.writable_folder("0123") == folder
+    finally:
+        os.umask(before)
+    assert folder.parent == tmp_path / f"amplab-kernels-{os.getuid()}"
+    assert [path.stat().st_mode & 0o777 for path in (folder, folder.parent)] == [0o700, 0o700]
+    publish(tmp_path, folder, b"a library")
+    assert len(cache.find("0123")) == 1
+
+
+def status(mode, uid, gid=1000):
+    return os.stat_result((mode, 0, 0, 1, uid, gid, 0, 0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("mode", "uid", "own", "trusted"),
+    [
+        (0o040700, 1000, True, True),
+        (0o040755, 0, True, True),
+        (0o040755, 1001, True, False),
+        (0o040775, 1000, True, True),  # the group is the user's own
+        (0o100664, 1000, True, True),
+        (0o100666, 1000, True, False),
+        (0o041777, 0, True, False),
+        (0o041777, 0, False, True),  # /tmp
+        (0o040777, 0, False, False),
+        (0o040755, 65534, False, True),  # / in a rootless container
+        (0o040755, 65534, True, False),
+        (0o040755, 1001, False, False),
+    ],
+)
+def test_who_could_change_a_file(mode, uid, own, trusted):
+    assert (cache.distrust(status(mode, uid), 1000, 1000, own=own) is None) == trusted
+
+
+@pytest.mark.parametrize("group", [None, 1001])
+def test_a_shared_group_is_other_users(group):
+    assert "mode 0775" in cache.distrust(status(0o040775, 1000), 1000, group, own=True)
+
+
+def test_a_relative_cache_folder_is_ignored(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache.writable_folder("0123") == tmp_path / "home" / ".cache" / "amplab" / "kernels" / "0123"
+
+
+@posix
+def test_an_untrusted_build_is_named_in_one_warning(library, tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "_private_group", lambda uid: None, raising=False)
+    folder = cache.writable_folder(recipe.current_recipe().key)
+    publish(tmp_path, folder, b"a library of a stranger")
+    folder.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match=re.escape(f"not loading {folder} can be written by other users")):
+        library.ensure(print)
+    assert library.report.status == "failed"
+    assert len(libraries(tmp_path)) == 1  # neither loaded nor removed
+
+
+IMPOSTORS = ("amplab", "ninja", "setuptools", "shlex", "torch")
+BUILD_ELSEWHERE = """
+import os, sys
+from amplab.kernels import build, recipe
+made = recipe.current_recipe()
+made.__dict__["key"] = "no-such-key"
+os.chdir(sys.argv[1])
+sys.path[:0] = ["", sys.argv[1]]
+os.environ["PYTHONPATH"] = os.pathsep.join(["", ".", sys.argv[1], os.environ["PYTHONPATH"]])
+try:
+    build.KernelLibrary(lambda: made).require()
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@needs_tools
+def test_the_builder_runs_no_code_of_the_working_folder(tmp_path):
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in IMPOSTORS:
+        (here / f"{name}.py").write_text(f"raise SystemExit('error: {name}.py of the working folder ran')")
+    command = [sys.executable, "-P", "-c", BUILD_ELSEWHERE, str(here)]
+    own = environment(tmp_path, PYTHONPATH=str(Path(kernels.__file__).parents[2]))
+    said = subprocess.run(command, env=own, capture_output=True, text=True, check=True).stdout
+    assert "of the working folder ran" not in said
+    assert "the key is no-such-key" in said  # the builder imported torch and amplab, and made a check of its own
+
+
+def test_the_builder_inherits_absolute_folders_alone(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    paths = ["", ".", "lib", str(tmp_path), str(tmp_path / "lib"), str(tmp_path / "lib" / "..")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    environment = build._builder_environment()
+    assert (environment["PYTHONPATH"], environment["PYTHONSAFEPATH"]) == (str(tmp_path / "lib"), "1")
+    monkeypatch.setenv("PYTHONPATH", ".")
+    assert "PYTHONPATH" not in build._builder_environment()

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from amplab.amp import explain_override
-from amplab.lab import ExperimentConfig
-from amplab.lab.fields import RULES, read, spell
+from amplab.lab import FIELDS, LIVE_FIELDS, OVERRIDES, ExperimentConfig
+from amplab.lab.config import Change, spell
 
 SCALES = st.integers(-126, 127).map(lambda power: 2.0**power) | st.floats(1e-6, 1e30)
 
@@ -158,10 +158,23 @@ def test_changed_refuses_unknown_fields():
         ExperimentConfig().changed(loss_scal=1)
 
 
-def test_every_field_has_a_rule_and_its_default_passes():
-    assert list(RULES) == list(ExperimentConfig.__dataclass_fields__)
+def test_every_field_is_declared_in_words():
+    assert list(FIELDS) == list(ExperimentConfig.__dataclass_fields__)
+    for declared in FIELDS.values():
+        assert declared.label
+        assert declared.help
+        assert declared.read(declared.example_text.partition("|")[0]) is not None
+        assert f"{declared.name}: {declared.help}" in ExperimentConfig.__doc__
+
+
+def test_what_a_change_requires():
+    needing = {change: [name for name, each in FIELDS.items() if each.change is change] for change in Change}
+    assert needing[Change.NEW_WEIGHTS] == ["task", "model", "hidden", "seed"]
+    assert needing[Change.IN_PLACE] == ["lr", "momentum", "batch_size"]
+    assert set(LIVE_FIELDS) == set(needing[Change.IN_PLACE] + needing[Change.NEW_SESSION])
+    assert set(OVERRIDES) == {"loss_scale", "keep_batchnorm_fp32", "master_weights"}
 
 
 @given(st.floats(2.0**-126, 2.0**127))
 def test_spelt_scales_read_back_exactly(scale):
-    assert read("init_scale", spell(scale)) == scale
+    assert FIELDS["init_scale"].read(spell(scale)) == scale

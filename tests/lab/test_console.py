@@ -74,7 +74,7 @@ def test_a_place_for_the_log_that_was_named_must_be_writable(tmp_path, name):
 def test_bad_requests_are_refused_before_anything_runs(runs: Path):
     with pytest.raises(ValueError, match="steps=0: expected a whole number > 0"):
         train(SMALL, steps=0, stream=io.StringIO())
-    with pytest.raises(ValueError, match="batch_size=5000: digits has 1437 images"):
+    with pytest.raises(ValueError, match="batch_size=5000: expected at most 1437"):
         train(SMALL.changed(batch_size=5000), steps=1, stream=io.StringIO())
     assert not runs.exists()
 

@@ -125,9 +125,9 @@ def test_changes_before_a_run_hold_from_its_first_step(trainer):
     [
         ({"opt_level": "O9"}, "opt_level=O9: expected one of"),
         ({"opt_leevl": "O1"}, "did you mean opt_level"),
-        ({"hidden": 32}, r"hidden=32: it was 16, and another hidden needs new weights; call reset\(\)"),
-        ({"model": "cnn"}, "model=cnn: it was mlp, and another model needs new weights"),
-        ({"batch_size": 5000}, "batch_size=5000: digits has 1437 images"),
+        ({"hidden": 32}, r"hidden=32: expected 16, .* call reset\(\)"),
+        ({"model": "cnn"}, "model=cnn: expected mlp"),
+        ({"batch_size": 5000}, "batch_size=5000: expected at most 1437"),
         ({"loss_scale": -2.0}, "loss_scale=-2: expected"),
         ({"master_weights": True}, "master_weights=true with opt_level=O1: "),
     ],
@@ -316,7 +316,7 @@ def test_kernels_that_cannot_be_built_are_an_event_and_no_warning(tmp_path):
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith("paused False amplab kernels: failed. ")
-    assert "To have them: " in result.stdout
+    assert "To enable them: " in result.stdout
 
 
 def test_a_skipped_step_is_explained_when_asked(trainer):

@@ -10,7 +10,7 @@ from torch import nn
 
 from amplab import amp
 from amplab.trace import trace_step
-from amplab.trace.optimizer_states import unchanged_optimizers
+from amplab.trace.untouched import unchanged_optimizers
 
 OPTIMIZERS = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),

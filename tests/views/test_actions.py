@@ -55,7 +55,7 @@ def test_a_fault_goes_into_the_next_step(trainer: Trainer) -> None:
     [
         (change("lr", -1), "lr=-1: expected a number > 0"),
         (change("growth_interval", 2.5), "growth_interval=2.5"),
-        (change("min_loss_scale", 2.0**30), "lower the floor"),
+        (change("min_loss_scale", 2.0**30), "at most max_loss_scale=2**24"),
         (change("master_weights", True), "need no masters"),
         (change("model", "transformer"), "one of mlp, cnn"),
         ({"type": "inject", "kind": "fire"}, "choose from overflow"),

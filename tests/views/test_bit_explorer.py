@@ -4,7 +4,6 @@ import json
 import math
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,11 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from amplab.display.numbers import binary_power, parse_number, short_text, value_text
+from amplab.display.palette import PALETTE
 from amplab.formats import FORMATS
-from amplab.views import BitExplorer, bit_explorer
+from amplab.views import BitExplorer
+from amplab.views.assets import module, stylesheet
 from amplab.views.bit_explorer_payload import BitState, explorer_payload
 from amplab.views.bit_explorer_still import explorer_html
-from amplab.views.number_text import binary_power, parse_number, short_text, value_text
 
 any_format = st.sampled_from(list(FORMATS))
 
@@ -359,14 +360,8 @@ def test_the_bundle_has_the_widget_the_line_and_the_still_picture():
 
 # ---- its page -----------------------------------------------------------------------------------
 
-FOLDER = Path(bit_explorer.__file__).parent
-SCRIPT = (FOLDER / "bit_explorer.js").read_text(encoding="utf-8")
-STYLE = (FOLDER / "bit_explorer.css").read_text(encoding="utf-8")
-
-
-def test_the_page_is_small_and_asks_nobody():
-    assert len(SCRIPT.encode()) < 20_000
-    assert not re.search(r"https?:|import\s|fetch\(|XMLHttp|@import|url\(", SCRIPT + STYLE)
+SCRIPT = module("bit_explorer.js")
+STYLE = stylesheet("bit_explorer.css")
 
 
 def test_the_page_sends_only_messages_that_are_answered():
@@ -384,8 +379,7 @@ def contrast(one, other):
     return (high + 0.05) / (low + 0.05)
 
 
-@pytest.mark.parametrize(("theme", "background"), [(0, "#ffffff"), (1, "#212121"), (2, "#212121")])
+@pytest.mark.parametrize(("theme", "background"), [(0, "#ffffff"), (1, "#212121")])
 def test_every_hue_can_be_read_on_the_themes_background(theme, background):
-    hues = re.findall(r"--(?:sign|exponent|fraction|warn): (#\w{6});", STYLE)[4 * theme : 4 * theme + 4]
-    assert len(hues) == 4
+    hues = [PALETTE[name][theme] for name in ("sign", "exponent", "fraction", "warning")]
     assert all(contrast(hue, background) >= 4.5 for hue in hues)

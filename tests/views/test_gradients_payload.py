@@ -1,15 +1,13 @@
 """Gradient exponents as curves and rows; the oracle is torch's own cast to float16."""
 
-from functools import reduce
-from operator import add
+import json
 
-import numpy as np
 import pytest
 import torch
 
 from amplab.formats import exponent_histogram
 from amplab.lab import GradientRecord
-from amplab.views.gradients_payload import HIGH, LOW, curves, float16_zones, layer_rows, layers_html, sentence
+from amplab.views.gradients_payload import HIGH, LOW, curves, float16_zones, gradients_payload, layer_rows, summary
 
 SCALE = 2.0**12
 
@@ -53,12 +51,11 @@ def test_the_cases_are_not_trivial(record: GradientRecord) -> None:
 
 def test_curves_are_the_same_shape_moved_by_the_scale(record: GradientRecord) -> None:
     drawn = curves(record)
-    assert drawn.exponents[0] == LOW
-    assert drawn.exponents[-1] == HIGH
-    assert drawn.unscaled.dtype == drawn.scaled.dtype == np.float32
-    assert drawn.unscaled.sum() == pytest.approx(100, abs=0.01)
-    assert drawn.scaled.sum() == pytest.approx(100, abs=0.01)
-    np.testing.assert_array_equal(drawn.scaled[13:-1], drawn.unscaled[1:-13])
+    assert drawn["low"] == LOW
+    assert len(drawn["unscaled"]) == len(drawn["scaled"]) == HIGH - LOW + 1
+    assert sum(drawn["unscaled"]) == pytest.approx(100, abs=0.01)
+    assert sum(drawn["scaled"]) == pytest.approx(100, abs=0.01)
+    assert drawn["scaled"][13:-1] == drawn["unscaled"][1:-13]
 
 
 def test_a_bar_counts_the_elements_of_its_power_of_two(
@@ -67,7 +64,7 @@ def test_a_bar_counts_the_elements_of_its_power_of_two(
     everything = torch.cat(list(gradients.values()))
     everything = everything[everything != 0]
     inside = ((everything >= 2.0**-25) & (everything < 2.0**-24)).float().mean().item()
-    assert curves(record).unscaled[-25 - LOW] == pytest.approx(100 * inside, rel=1e-4)
+    assert curves(record)["unscaled"][-25 - LOW] == pytest.approx(100 * inside, abs=1e-4)
 
 
 def test_zones_are_float16s_own_edges() -> None:
@@ -82,18 +79,31 @@ def test_zones_are_float16s_own_edges() -> None:
 def test_gradients_that_are_broken_before_any_scaling_are_said() -> None:
     broken = exponent_histogram(torch.tensor([float("nan"), float("inf"), 1.0, 2.0]))
     record = GradientRecord(step=0, loss_scale=1.0, layers=(("layer", broken),))
-    assert sentence(record).endswith("; 50.0 % are NaN or inf")
-    assert "50.0 % NaN" in layers_html(record)
-    assert curves(record).unscaled.sum() == pytest.approx(100)
+    assert summary(record).endswith("; 50.0 % are NaN or inf")
+    assert gradients_payload(record)["layers"][0]["overflowed"] == "50.0 % NaN"
+    assert sum(curves(record)["unscaled"]) == pytest.approx(100)
 
 
-def test_the_sentence_and_the_table_say_the_same(record: GradientRecord) -> None:
-    total = reduce(add, (histogram for _, histogram in record.layers))
-    assert total.total == 6000
-    text = sentence(record)
-    assert text.startswith("Step 1,234, scale 2¹²: flushed to zero ")
-    table = layers_html(record)
-    assert table.count("<tr>") == 3
-    assert "zeros.&lt;bias&gt;" in table
-    assert "50.0 %" in table
-    assert '<caption class="amp-sr">' in table
+def test_the_payload_is_small_json_and_its_texts_agree(
+    gradients: dict[str, torch.Tensor], record: GradientRecord
+) -> None:
+    payload = gradients_payload(record)
+    text = json.dumps(payload, allow_nan=False)
+    assert len(text) < 5000, "it is sent once a second"
+    assert payload["summary"].startswith("Step 1,234, scale 2¹²: flushed to zero ")
+    assert [row["name"] for row in payload["layers"]] == list(gradients)
+    assert payload["layers"][1]["zeros"] == "50.0 %"
+
+
+def test_the_description_names_both_peaks() -> None:
+    half = exponent_histogram(torch.tensor([2.0**-13] * 3 + [1.0]))
+    record = GradientRecord(step=0, loss_scale=2.0**10, layers=(("layer", half),))
+    assert "2^-13 with 75.0 %" in gradients_payload(record)["description"]
+    assert "2^-3 with 75.0 %" in gradients_payload(record)["description"]
+
+
+def test_gradients_without_a_finite_element_can_be_shown() -> None:
+    nothing = exponent_histogram(torch.tensor([0.0, float("nan")]))
+    payload = gradients_payload(GradientRecord(step=0, loss_scale=1.0, layers=(("layer", nothing),)))
+    assert set(payload["curves"]["unscaled"]) == {0.0}
+    json.dumps(payload, allow_nan=False)

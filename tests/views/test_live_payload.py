@@ -6,7 +6,7 @@ import pytest
 from amplab.amp import MemoryUse
 from amplab.kernels import BuildReport
 from amplab.lab import History
-from amplab.views.live_payload import INJECTED, ROWS, SKIPPED, frame_rows, level_marks, modes_line, summary
+from amplab.views.live_payload import INJECTED, ROWS, SKIPPED, frame_rows, modes_line, summary
 
 MEMORY = MemoryUse(parameters=100, gradients=20, masters=3, optimizer_state=4000)
 
@@ -33,11 +33,6 @@ def test_a_long_run_is_thinned_and_keeps_what_must_be_seen(record) -> None:
     assert rows[-1, 0] == steps - 1
     assert np.isnan(rows[rows[:, 0] == 7_001, 1])
     assert rows[rows[:, 0] == 16_001, 3] == SKIPPED
-
-
-def test_levels_are_marked_where_they_begin(eventful: History) -> None:
-    assert level_marks(eventful) == [(0, "O1"), (6, "O2")]
-    assert level_marks(History()) == []
 
 
 def test_the_figures_are_those_of_the_run(eventful: History) -> None:

@@ -1,0 +1,103 @@
+"""Let a half model save and load the float32 values of its master weights.
+
+    model.state_dict()       the masters' values; any other half tensor as float32
+    model.load_state_dict()  float32 values go to the masters unrounded, rounded to the model
+
+So a checkpoint of model, optimizer and amp state resumes bitwise. Hooks sit on every submodule, since
+old scripts save ``model.encoder.state_dict()`` too.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from amplab.formats import LOW_PRECISION_DTYPES
+from amplab.scalers import MasterWeights
+
+__all__ = ["SavedMasters"]
+
+
+class SavedMasters:
+    """The state_dict hooks of one model.
+
+    Args:
+        masters: the master weights of each optimizer that steps this model's parameters; may be empty.
+    """
+
+    def __init__(self, masters: Sequence[MasterWeights] = ()) -> None:
+        self._masters = tuple(masters)
+
+    def register(self, model: nn.Module) -> list[RemovableHandle]:
+        """Hang the hooks on ``model`` and each of its submodules."""
+        handles: list[RemovableHandle] = []
+        for module in model.modules():
+            handles += [
+                # A partial, since torch marks the hook with an attribute and bound methods take none.
+                module.register_state_dict_post_hook(functools.partial(self.after_save)),
+                module.register_load_state_dict_pre_hook(self.before_load),
+                module.register_load_state_dict_post_hook(self.after_load),
+            ]
+        return handles
+
+    def after_save(self, module: nn.Module, saved: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        """Put the float32 values in the place of this module's own half tensors."""
+        for masters in self._masters:
+            masters.follow_edits(module.parameters(recurse=False))
+        for name, tensor in _own_tensors(module):
+            if prefix + name in saved and tensor.dtype in LOW_PRECISION_DTYPES:
+                values = self._master_of(tensor)
+                # A Parameter is asked for with keep_vars=True only.
+                wanted = values if isinstance(saved[prefix + name], Parameter) else values.detach()
+                saved[prefix + name] = wanted.float()
+
+    @torch.no_grad()
+    def before_load(self, module: nn.Module, saved: dict[str, Any], prefix: str, metadata: Any, *_rest: Any) -> None:
+        """Hand the masters what is loaded before the model rounds it.
+
+        Raises:
+            RuntimeError: ``assign=True``, which would put new parameters in the place of those that the
+                optimizer steps.
+        """
+        if metadata.get("assign_to_params_buffers", False):
+            raise RuntimeError(
+                "load_state_dict(assign=True) on a model that amp.initialize has cast: the optimizer would go on "
+                "stepping the old parameters; load without assign, or load before amp.initialize."
+            )
+        for name, master in self._own_masters(module):
+            values = saved.get(prefix + name)
+            if isinstance(values, Tensor) and values.shape == master.shape:
+                master.copy_(values)
+
+    @torch.no_grad()
+    def after_load(self, module: nn.Module, _incompatible_keys: Any) -> None:
+        """Make sure that each master rounds to what the model holds now, whatever other hooks have done."""
+        for name, master in self._own_masters(module):
+            param = module.get_parameter(name)
+            if not torch.equal(master.to(param.dtype), param):
+                master.copy_(param)
+        for masters in self._masters:
+            masters.watch_model(module.parameters(recurse=False))
+
+    def _own_masters(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            master = self._master_of(param)
+            if master is not param:
+                yield name, master
+
+    def _master_of(self, tensor: Tensor) -> Tensor:
+        owners = (masters.of(tensor) for masters in self._masters)
+        return next((master for master in owners if master is not tensor), tensor)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        # A copied or unpickled model has other parameters: it saves its own values, as float32.
+        return SavedMasters, ()
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)

@@ -1,0 +1,108 @@
+"""Walk an observed step from op to op: who wrote what an op read, and who read what it wrote. Pure functions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+from amplab.diagnose.observed_step.values import ObservedStep
+from amplab.trace import OpRecord
+
+__all__ = [
+    "computes_in_half",
+    "forward_ops",
+    "line_of",
+    "place_of",
+    "readers_by_op",
+    "short_name",
+    "upstream",
+    "vanishing_constant",
+    "widened_from_half",
+    "writers",
+]
+
+
+def short_name(record: OpRecord) -> str:
+    """The aten op without namespace, overload and the sign of working in place: `log`, `addmm`.
+
+    >>> short_name(OpRecord(0, "log", "aten.log_.default", "forward", "", (), (), ""))
+    'log'
+    """
+    return record.aten.split(".")[1].strip("_")
+
+
+def forward_ops(step: ObservedStep) -> Iterator[OpRecord]:
+    """The ops of the forward that write values of their own."""
+    for record in step.trace.records:
+        if record.phase == "forward" and not record.is_view and step.ops[record.index].outputs:
+            yield record
+
+
+def computes_in_half(step: ObservedStep, op: int) -> bool:
+    """Whether all that an op reads and writes is half, and it reads something."""
+    values = (*step.inputs(op), *step.outputs(op))
+    return bool(step.inputs(op)) and all(value.summary.is_half for value in values)
+
+
+def writers(step: ObservedStep, place: int) -> Iterator[int]:
+    """The ops that wrote the value at `place`, seen through pieces."""
+    waiting, seen = [place], {place}
+    while waiting:
+        value = step.values[waiting.pop()]
+        if value.op is not None:
+            yield value.op
+        waiting += [part for part in value.parts if part not in seen]
+        seen.update(value.parts)
+
+
+def line_of(record: OpRecord) -> str:
+    """The line of the user's code behind an op, `model.py:12`; empty where there is none."""
+    return str(record.line) if record.line is not None else ""
+
+
+def place_of(record: OpRecord) -> dict[str, str]:
+    """Where an op stands, in the words of a `Finding`: its op, module and line."""
+    return {"op": record.op, "module": record.module, "line": line_of(record)}
+
+
+def upstream(step: ObservedStep, op: int, depth: int) -> Iterator[int]:
+    """The ops that led to `op`, nearest first, at most `depth` ops away; `op` itself is not among them."""
+    level, seen = [op], {op}
+    for _ in range(depth):
+        found = [each for number in level for place in step.ops[number].inputs for each in writers(step, place)]
+        level = [each for each in dict.fromkeys(found) if each not in seen]
+        seen.update(level)
+        yield from level
+
+
+def readers_by_op(step: ObservedStep) -> dict[int, list[int]]:
+    """Op -> the ops that read what it wrote, in order."""
+    readers: dict[int, list[int]] = defaultdict(list)
+    for number, op in enumerate(step.ops):
+        for place in op.inputs:
+            for writer in writers(step, place):
+                if writer != number and number not in readers[writer]:
+                    readers[writer].append(number)
+    return readers
+
+
+def vanishing_constant(
+    step: ObservedStep, op: int, vanishes: Callable[[int], float | None]
+) -> tuple[int, float] | None:
+    """The nearest op up to four ops above `op`, or `op` itself, with a constant that vanished; with that constant."""
+    for number in (op, *upstream(step, op, 4)):
+        constant = vanishes(number)
+        if constant is not None:
+            return number, constant
+    return None
+
+
+def widened_from_half(step: ObservedStep, place: int) -> int | None:
+    """The op that wrote a value in half, where the value itself is only a cast of it; None where it is not."""
+    op = step.values[place].op
+    while op is not None and step.trace.records[op].is_cast and step.ops[op].inputs:
+        source = step.values[step.ops[op].inputs[-1]]
+        if source.summary.is_half:
+            return source.op
+        op = source.op
+    return None

@@ -1,0 +1,355 @@
+"""The values of one step: what every op read and wrote, how large it was, and which op had written it.
+
+`observe_step` traces a step with an observer that measures each tensor once and follows it from the op that writes it
+to the ops that read it: by its memory, so that views and writes in place are seen through. No tensor is kept, and
+records and values are made of what was noted when they are first read: of a long step few are.
+
+    trace.records[i]       the op, its module, its phase, its dtypes
+    ops[i].inputs          places in `values`: what it read
+    values[k].op           the op that wrote it, None for what was there before the step
+    begun[i]               what it read and wrote, counted, where it made inf or NaN of finite numbers
+
+What the values mean is in `blame` (where inf and NaN come from) and in the files named ``…_rules``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from amplab.diagnose.observed_step.tensor_summary import MEASURED, Measurements, TensorSummary, counted
+from amplab.policies.nested_tensors import named_tensors_in, tensors_in
+from amplab.trace import Trace
+from amplab.trace.lazy_tuple import LazyTuple
+from amplab.trace.reasons import records_when_read
+from amplab.trace.recorder import Event
+from amplab.trace.step import record_step
+from amplab.trace.step_checks import check_step
+
+__all__ = [
+    "Begun",
+    "NamedMemory",
+    "ObservedStep",
+    "OpValues",
+    "StepWatcher",
+    "Value",
+    "measured_in",
+    "memory_of",
+    "named_tensors",
+    "observe_step",
+    "writes_values",
+]
+
+_FILLS = frozenset(("masked_fill", "masked_fill_", "fill", "fill_", "full", "full_like", "new_full", "scalar_tensor"))
+_ALLOCATES = frozenset(("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"))
+_VIEWS = frozenset(("_unsafe_view", "detach", "lift_fresh", "_reshape_alias"))  # beside those that say so
+_ACCUMULATES = "torch::autograd::AccumulateGrad"
+_unseen_by_engines = torch._C.DisableTorchFunction
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor as it was at one moment.
+
+    Args:
+        summary: how large its elements were.
+        op: number of the op that wrote it; None for what no op of the step wrote.
+        name: of a parameter, a buffer or a tensor of the batch; empty for others.
+        kind: "parameter", "buffer", "batch", or "" for what an op wrote and for tensors of no known origin.
+        parts: places of the values that it is put together from, where it was written piece by piece, or of the one
+            that it is a piece of.
+    """
+
+    summary: TensorSummary
+    op: int | None = None
+    name: str = ""
+    kind: str = ""
+    parts: tuple[int, ...] = ()
+
+
+class OpValues(NamedTuple):
+    """What one op read and wrote.
+
+    Args:
+        inputs: places in `ObservedStep.values` of the floating-point tensors read, in argument order.
+        outputs: of those written.
+        numbers: the Python numbers among its arguments that are values (an eps, a fill) rather than sizes.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    numbers: tuple[float, ...]
+
+
+class Begun(NamedTuple):
+    """What an op read and wrote that made inf or NaN of finite numbers.
+
+    Args:
+        inputs: of the floating-point tensors read, in argument order, counted.
+        outputs: of those written.
+    """
+
+    inputs: tuple[TensorSummary, ...]
+    outputs: tuple[TensorSummary, ...]
+
+
+@dataclass(frozen=True)
+class ObservedStep:
+    """One forward and backward with the values of every op.
+
+    Args:
+        trace: the ops' records.
+        ops: their values, one for each record.
+        values: every tensor measured.
+        loss: place of the loss in `values`.
+        gradients: (parameter name, place in `values`), in the order in which backward reached them.
+        loss_scale: what the loss was multiplied by.
+        begun: by number of the op, those whose finite inputs gave an output that is not, and whose tensors lie on the
+            CPU: there it is known while the tensors are still there.
+    """
+
+    trace: Trace
+    ops: tuple[OpValues, ...]
+    values: Sequence[Value]
+    loss: int
+    gradients: tuple[tuple[str, int], ...]
+    loss_scale: float
+    begun: Mapping[int, Begun] = field(default_factory=dict)
+
+    def inputs(self, op: int) -> list[Value]:
+        """The values that an op read."""
+        return [self.values[place] for place in self.ops[op].inputs]
+
+    def outputs(self, op: int) -> list[Value]:
+        """The values that an op wrote."""
+        return [self.values[place] for place in self.ops[op].outputs]
+
+
+def observe_step(
+    model: nn.Module,
+    loss_fn: Callable[[], Tensor],
+    *,
+    casting: AbstractContextManager | None = None,
+    loss_scale: float = 1.0,
+    batch: Any = None,
+    detailed: bool = False,
+) -> ObservedStep:
+    """Run one forward and backward and measure every tensor in it; the model is left as it was.
+
+    Args:
+        model: as `trace_step` takes it.
+        loss_fn: as there: runs the forward on a batch of its own and returns the loss.
+        casting: context in which forward and backward run; the caller's own by default.
+        loss_scale: what the loss is multiplied by before backward.
+        batch: the tensors of the batch, in any nesting of lists, tuples and dicts, to have them by name.
+        detailed: count zeros, subnormals, inf and NaN too, instead of smallest and largest alone.
+
+    Raises:
+        As `trace_step`.
+
+    Sync: one, at the end.
+    """
+    check_step(model, loss_fn, loss_scale, values=True)
+    watcher = StepWatcher(named_tensors(model, batch), detailed=detailed)
+
+    def noted() -> Tensor:
+        loss = loss_fn()
+        if isinstance(loss, Tensor):
+            with _unseen_by_engines():
+                watcher.note_loss(loss)
+        return loss
+
+    events = record_step(model, noted, casting=casting or nullcontext(), loss_scale=loss_scale, observer=watcher)
+    return watcher.observed(events, loss_scale)
+
+
+class NamedMemory(NamedTuple):
+    """What lies in a piece of memory: its name, and the kind as `Value` has it."""
+
+    name: str
+    kind: str
+
+
+def named_tensors(model: nn.Module, batch: Any) -> dict[int, NamedMemory]:
+    """Memory -> what lies in it."""
+    found = {memory_of(tensor): NamedMemory(name, "batch") for name, tensor in named_tensors_in(batch, "batch")}
+    found |= {memory_of(tensor): NamedMemory(name, "buffer") for name, tensor in model.named_buffers()}
+    found |= {memory_of(tensor): NamedMemory(name, "parameter") for name, tensor in model.named_parameters()}
+    found.pop(0, None)  # tensors without elements
+    return found
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return where the memory of a tensor begins; 0 for one that has none of its own."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+
+
+@dataclass
+class _Memory:
+    """What is known of one storage: values by region since the last write, and those that were there before."""
+
+    regions: dict[tuple[int, int, torch.dtype], int] = field(default_factory=dict)
+    before: tuple[int, ...] = ()
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys((*self.before, *self.regions.values())))
+
+
+class StepWatcher:
+    """The observer of `observe_step`; see `amplab.trace.recorder.Observer`.
+
+    Args:
+        named: what lies in which memory, see `named_tensors`.
+        detailed: count zeros, subnormals, inf and NaN of every tensor too.
+    """
+
+    def __init__(self, named: dict[int, NamedMemory], *, detailed: bool = False) -> None:
+        self._named, self._detailed = named, detailed
+        self._measured = Measurements()
+        self._made: list[tuple[int | None, NamedMemory, tuple[int, ...]]] = []
+        self._memories: dict[int, _Memory] = {}
+        self._ops: list[OpValues] = []
+        self._begun: dict[int, Begun] = {}
+        self._gradients: list[tuple[str, int]] = []
+        self._loss: int | None = None
+
+    def before(self, overload: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Measure what an op will read and has not been measured."""
+        given = (*args, *kwargs.values()) if kwargs else args
+        if _kind(overload) == "allocates":
+            return (), (), given
+        tensors = measured_in(given)
+        # What an op in place reads is gone when it turns out that it is to be counted; on a device it is never counted.
+        read = [_counted(each) if each.is_cpu else each for each in tensors] if _overwrites(overload) else tensors
+        return tuple(map(self._read, tensors)), read, given
+
+    def after(self, seen: Any, event: Event, result: Any) -> None:
+        """Measure what it wrote."""
+        inputs, read, given = seen
+        kind, tensors, outputs = _kind(event.overload), measured_in((result,)), ()
+        if kind == "allocates":
+            for tensor in tensors:
+                self._memories[memory_of(tensor)] = _Memory()
+        elif kind == "view":
+            viewed = [self._view(tensor, inputs) for tensor in tensors]
+            outputs = tuple(place for place in viewed if place is not None)
+        else:
+            outputs = tuple(self._write(tensor, len(self._ops)) for tensor in tensors)
+            if self._begins(inputs, outputs):
+                self._begun[len(self._ops)] = Begun(tuple(map(_counted, read)), tuple(map(_counted, tensors)))
+        place = event.place
+        if place.node == _ACCUMULATES and place.parameter and (outputs or inputs):
+            self._gradients.append((place.parameter, (outputs or inputs)[-1]))
+        self._ops.append(OpValues(inputs, outputs, _numbers(event.overload, given)))
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Remember which value the loss is."""
+        known = self._memories.get(memory_of(loss))
+        if known is not None and known.all:
+            self._loss = known.regions.get(_region(loss), known.all[-1])
+
+    def observed(self, events: Sequence[Event], loss_scale: float) -> ObservedStep:
+        """Read every measure, and put it beside the records of the events. Sync: one where tensors lie on a device."""
+        self._measured.settle()
+        gradients = tuple(dict(self._gradients).items())  # the last one counts: what was accumulated
+        values = LazyTuple(len(self._made), lambda _, place: self._value(place))
+        trace = Trace(records_when_read(events))
+        return ObservedStep(trace, tuple(self._ops), values, self._loss or 0, gradients, loss_scale, self._begun)
+
+    def _value(self, place: int) -> Value:
+        op, named, parts = self._made[place]
+        return Value(self._measured[place], op, named.name, named.kind, parts)
+
+    def _begins(self, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> bool:
+        """Whether finite inputs gave an output that is not; False where that is not known yet."""
+        is_finite = self._measured.is_finite
+        return any(is_finite(place) is False for place in outputs) and all(map(is_finite, inputs))
+
+    def _read(self, tensor: Tensor) -> int:
+        memory, region = memory_of(tensor), _region(tensor)
+        known = self._memories.setdefault(memory, _Memory())
+        place = known.regions.get(region)
+        if place is None:
+            named = self._named.get(memory, _UNNAMED) if not known.all else _UNNAMED
+            place = known.regions[region] = self._add(tensor, None, named, known.all)
+        return place
+
+    def _view(self, tensor: Tensor, inputs: tuple[int, ...]) -> int | None:
+        """A view of all of what was read is the same value; one of a piece is measured when it is read."""
+        known = self._memories.get(memory_of(tensor))
+        whole = len(inputs) == 1 and tensor.numel() >= self._measured.kind(inputs[0])[1]
+        if known is None or not whole:
+            return None
+        return known.regions.setdefault(_region(tensor), inputs[0])
+
+    def _write(self, tensor: Tensor, op: int) -> int:
+        place = self._add(tensor, op, _UNNAMED, ())
+        memory, region = memory_of(tensor), _region(tensor)
+        covers = tensor.numel() * tensor.itemsize >= tensor.untyped_storage().nbytes()
+        known = self._memories.get(memory)
+        before = () if covers or known is None else known.all
+        self._memories[memory] = _Memory({region: place}, before)
+        return place
+
+    def _add(self, tensor: Tensor, op: int | None, named: NamedMemory, parts: tuple[int, ...]) -> int:
+        self._made.append((op, named, parts))
+        return self._measured.add(tensor, detailed=self._detailed)
+
+
+_UNNAMED = NamedMemory("", "")
+
+
+def measured_in(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among the arguments of an op that are measured, in order."""
+    found = []
+    for value in tensors_in(tuple(values)):
+        each = value._values() if value.layout is torch.sparse_coo else value  # the elements that it holds
+        if each.dtype in MEASURED and each.layout is torch.strided and each.numel() > 0:
+            found.append(each)
+    return found
+
+
+def writes_values(overload: torch._ops.OpOverload) -> bool:
+    """Whether an op writes values of its own: it is no view, and does not only allocate memory."""
+    return _kind(overload) == "writes"
+
+
+@cache
+def _kind(overload: torch._ops.OpOverload) -> Literal["allocates", "view", "writes"]:
+    name = overload.overloadpacket.__name__
+    if name in _ALLOCATES:
+        return "allocates"
+    return "view" if overload.is_view or name in _VIEWS else "writes"
+
+
+def _region(tensor: Tensor) -> tuple[int, int, torch.dtype]:
+    return tensor.storage_offset(), tensor.numel(), tensor.dtype
+
+
+@cache
+def _overwrites(overload: torch._ops.OpOverload) -> bool:
+    return overload._schema.is_mutable
+
+
+def _counted(tensor: Tensor | TensorSummary) -> TensorSummary:
+    """The figures of a tensor, counted; what has been counted before it was overwritten stays."""
+    return tensor if isinstance(tensor, TensorSummary) else counted([tensor])[0]
+
+
+def _numbers(overload: torch._ops.OpOverload, given: tuple) -> tuple[float, ...]:
+    """Floats are values; so are whole numbers where the op is elementwise or fills. Elsewhere they are sizes."""
+    kinds = _kinds_of_numbers(overload)
+    return tuple(float(each) for each in given if type(each) in kinds)
+
+
+@cache
+def _kinds_of_numbers(overload: torch._ops.OpOverload) -> tuple[type, ...]:
+    counts = torch.Tag.pointwise in overload.tags or overload.overloadpacket.__name__ in _FILLS
+    return (float, int) if counts else (float,)

@@ -1,0 +1,183 @@
+"""Small drawings as SVG: loss scales over the steps of a run, and in a cell of a table losses or exponents."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from amplab.display.html import Markup
+from amplab.display.palette import CURVES, PALETTE
+
+if TYPE_CHECKING:
+    from amplab.formats import ExponentHistogram, FloatFormat
+
+__all__ = ["exponent_drawing", "loss_drawing", "range_edges", "scale_drawing"]
+
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 760, 220, 44, 24, 8
+_MOST_CORNERS = 400
+_DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "1 2", "12 4", "6 2 1 2")
+
+
+def scale_drawing(curves: Mapping[str, Sequence[float]]) -> Markup:
+    """Draw loss scales over steps, each a staircase; below it a legend, where curves that are the same share a line.
+
+    Args:
+        curves: name -> the scale at every step, finite and > 0; others are left out.
+    """
+    exponents = [math.log2(scale) for curve in curves.values() for scale in curve if 0.0 < scale < math.inf]
+    if not exponents:
+        return Markup("")
+    low, high = math.floor(min(exponents)), max(math.ceil(max(exponents)), math.floor(min(exponents)) + 1)
+    steps = max(map(len, curves.values()))
+    alike: dict[tuple[float, ...], list[str]] = {}
+    for name, curve in curves.items():
+        alike.setdefault(tuple(curve), []).append(name)
+    lines = [
+        f'<polyline points="{" ".join(_corners(curve, low, high, steps))}" {_stroke(number)}/>'
+        for number, curve in enumerate(alike)
+    ]
+    legend = "".join(_legend(number, ", ".join(names)) for number, names in enumerate(alike.values()))
+    label = f'role="img" aria-label="loss scale over {steps} steps of {escape(", ".join(curves))}"'
+    size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" style="max-width:100%"'
+    drawing = (
+        f'<svg {size} {label} font-size="11" fill="currentColor">{"".join((*_axis(low, high, steps), *lines))}</svg>'
+    )
+    return Markup(f'{drawing}<div class="key">{legend}</div>')
+
+
+def _stroke(number: int) -> str:
+    """How a curve is drawn; the first one, what was recorded, is broader."""
+    place = number % len(CURVES)
+    light, _ = PALETTE[CURVES[place]]
+    color = f'stroke="{light}" style="stroke:var(--amp-{CURVES[place]}, {light})"'
+    return f'fill="none" {color} stroke-width="{2.5 if number == 0 else 2}" stroke-dasharray="{_DASHES[place]}"'
+
+
+def _corners(curve: Sequence[float], low: int, high: int, steps: int) -> Iterator[str]:
+    """The points of a staircase; a curve of more corners than a screen shows is thinned evenly."""
+    corners = [step for step, scale in enumerate(curve) if step == 0 or scale != curve[step - 1]]
+    corners = corners[:: len(corners) // _MOST_CORNERS + 1]
+    heights = [(step, _height(curve[step], low, high)) for step in corners if 0.0 < curve[step] < math.inf]
+    for place, (step, height) in enumerate(heights):
+        if place:
+            yield f"{_across(step, steps)},{heights[place - 1][1]}"
+        yield f"{_across(step, steps)},{height}"
+    if heights:
+        yield f"{_across(len(curve), steps)},{heights[-1][1]}"
+
+
+def _axis(low: int, high: int, steps: int) -> Iterator[str]:
+    every = 2 ** max(0, math.ceil(math.log2((high - low) / 7)))
+    for exponent in range(math.ceil(low / every) * every, high + 1, every):
+        height = _height(2.0**exponent, low, high)
+        yield f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{height}" y2="{height}" stroke="currentColor" opacity="0.15"/>'
+        yield f'<text x="{_LEFT - 6}" y="{height + 4}" text-anchor="end">2^{exponent}</text>'
+    for step, anchor in ((0, "start"), (steps // 2, "middle"), (steps, "end")):
+        yield f'<text x="{_across(step, steps)}" y="{_HEIGHT - 6}" text-anchor="{anchor}">step {step:,}</text>'
+
+
+def _legend(number: int, names: str) -> str:
+    line = f'<line x1="0" x2="26" y1="5" y2="5" {_stroke(number)}/>'
+    return (
+        f'<span><svg viewBox="0 0 26 10" width="26" height="10" aria-hidden="true">{line}</svg>{escape(names)}</span>'
+    )
+
+
+def _across(step: int, steps: int) -> float:
+    return round(_LEFT + (_WIDTH - _LEFT) * step / max(steps, 1), 1)
+
+
+def _height(scale: float, low: int, high: int) -> float:
+    return round(_TOP + (_HEIGHT - _TOP - _BOTTOM) * (high - math.log2(scale)) / (high - low), 1)
+
+
+_SMALL_WIDTH, _SMALL_HEIGHT = 120, 26
+_MOST_POINTS = 120  # points; more are thinned evenly
+
+
+def loss_drawing(losses: Sequence[float], of_all: Sequence[Sequence[float]]) -> Markup:
+    """Draw losses step by step; a cross stands where they stop being finite.
+
+    Args:
+        losses: of the run that is drawn.
+        of_all: of every run of the table; the last one, the reference, lies faintly behind.
+    """
+    finite = [loss for run in of_all for loss in run if math.isfinite(loss)]
+    if not finite or not losses:
+        return Markup("–")
+    low, high, steps = min(finite), max(finite), max(map(len, of_all))
+    reference = _line(of_all[-1], low, high, steps, "stroke:currentColor; opacity:0.4; stroke-width:1.5")
+    own = _line(losses, low, high, steps, "stroke:currentColor; stroke-width:1.5")
+    shown = [loss for loss in losses if math.isfinite(loss)]
+    said = f"loss from {shown[0]:.4g} to {shown[-1]:.4g}" if shown else "no finite loss"
+    size = f'viewBox="0 0 {_SMALL_WIDTH} {_SMALL_HEIGHT}" width="{_SMALL_WIDTH}" height="{_SMALL_HEIGHT}"'
+    return Markup(
+        f'<svg class="small" {size} role="img" aria-label="{said}">'
+        f"<title>{said}</title>{reference}{own}{_end(losses, low, high, steps)}</svg>"
+    )
+
+
+def _line(losses: Sequence[float], low: float, high: float, steps: int, style: str) -> str:
+    every = len(losses) // _MOST_POINTS + 1
+    points = (_point(step, losses[step], low, high, steps) for step in range(0, len(losses), every))
+    return f'<polyline points="{" ".join(filter(None, points))}" style="fill:none; {style}"/>'
+
+
+def _end(losses: Sequence[float], low: float, high: float, steps: int) -> str:
+    """A cross after the last finite loss, where a loss that is not finite follows."""
+    broken = next((step for step, loss in enumerate(losses) if not math.isfinite(loss)), None)
+    if broken is None:
+        return ""
+    before = losses[broken - 1] if broken else high
+    x, y = _point(broken, before, low, high, steps).split(",")
+    return f'<path d="M{x} {y}m-3-3l6 6m0-6l-6 6" style="stroke:var(--amp-error); stroke-width:2"/>'
+
+
+def _point(step: int, loss: float, low: float, high: float, steps: int) -> str:
+    if not math.isfinite(loss):
+        return ""
+    across = 4 + (_SMALL_WIDTH - 8) * step / max(steps - 1, 1)
+    return f"{across:.1f},{3 + (_SMALL_HEIGHT - 6) * (high - loss) / ((high - low) or 1.0):.1f}"
+
+
+_RANGE_WIDTH, _RANGE_HEIGHT = 240, 22  # pixels
+_BIN, _BEYOND = 4, 8  # units for each power of two; powers of two shown on either side of the format's range
+
+
+def exponent_drawing(histogram: ExponentHistogram, fmt: FloatFormat) -> Markup:
+    """Draw how often each exponent occurs, as bars on a logarithmic scale, over the range of a format.
+
+    The shaded frame is the range of the format, its lighter part the subnormals. Bars outside of it have the color of
+    an error: the format flushes those on the left to zero, and those on the right overflow.
+    """
+    lost, normal, top = range_edges(fmt)
+    low, high = lost - _BEYOND, top + _BEYOND
+    largest = max(int(histogram.counts.max()), 1)
+    bars: dict[str, str] = {}
+    for exponent, times in zip(histogram.exponents.tolist(), histogram.counts.tolist(), strict=True):
+        if times:
+            left = _BIN * (min(max(exponent, low), high - 1) - low)
+            tall = max(2.0, _RANGE_HEIGHT * math.log1p(times) / math.log1p(largest))
+            kind = "float16" if lost <= exponent < top else "error"
+            bars[kind] = bars.get(kind, "") + f"M{left} {_RANGE_HEIGHT}v{-tall:.1f}h{_BIN - 1}v{tall:.1f}z"
+    paths = "".join(f'<path d="{drawn}" style="fill:var(--amp-{kind})"/>' for kind, drawn in bars.items())
+    span = "only zeros" if histogram.span is None else f"from 2^{histogram.span[0]} to 2^{histogram.span[1]}"
+    return Markup(
+        f'<svg class="small" viewBox="0 0 {_BIN * (high - low)} {_RANGE_HEIGHT}" width="{_RANGE_WIDTH}" '
+        f'height="{_RANGE_HEIGHT}" preserveAspectRatio="none" role="img" aria-label="exponents {span}">'
+        f"<title>{span}</title>{_frame(lost - low, normal - low, 0.07)}{_frame(normal - low, top - low, 0.13)}"
+        f"{paths}</svg>"
+    )
+
+
+def range_edges(fmt: FloatFormat) -> tuple[int, int, int]:
+    """Return the first exponent that `fmt` does not flush, the first normal one, and the first that overflows."""
+    kept = round(math.log2(fmt.smallest_subnormal)) - 1
+    return kept, round(math.log2(fmt.smallest_normal)), fmt.max_exponent + 1
+
+
+def _frame(start: int, end: int, opacity: float) -> str:
+    size = f'width="{_BIN * (end - start)}" height="{_RANGE_HEIGHT}"'
+    return f'<rect x="{_BIN * start}" {size} opacity="{opacity}"/>'

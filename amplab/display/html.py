@@ -1,0 +1,142 @@
+"""What a cell shows without a widget: tables, parts that fold, chips of dtypes. No script, and the page's own colours.
+
+Text is escaped here; what is HTML already is `Markup`, and goes in as it is. The style sheet, `page.css`, takes text
+and lines from the page, light or dark, and has colours of its own for dtypes and severities alone, the dashboard's.
+"""
+
+import re
+from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import cache
+from html import escape
+from itertools import groupby
+from pathlib import Path
+
+from amplab.display.palette import palette_css
+
+__all__ = ["Markup", "chip", "dtype_chips", "figures", "folded_part", "html_table", "key", "markup", "name", "page",
+           "ribbon"]  # fmt: skip
+
+_DTYPE = re.compile(r"(\b(?:bfloat|float|complex|u?int)\d\w*|\bbool\b)")
+_PART = re.compile(r"[^./]{12,20}_|[^./]+[./]*|[./]+")  # where a path may break; long names after a "_", too
+
+
+class Markup(str):
+    """Text that is HTML already."""
+
+    __slots__ = ()
+
+
+def markup(text: str) -> Markup:
+    """Return text as HTML: escaped, unless it is HTML already."""
+    return text if isinstance(text, Markup) else Markup(escape(text))
+
+
+def page(sentence: str, *parts: str) -> str:
+    """Return a piece of a page: a leading sentence, if any, and what follows, which is HTML."""
+    lead = f'<p class="lead">{markup(sentence)}</p>' if sentence else ""
+    return f'<style>{_style()}</style><div class="amplab-plain">{lead}{"".join(parts)}</div>'
+
+
+def html_table(
+    heads: Sequence[str],
+    lines: Iterable[Sequence[str]],
+    right: Container[int] = (),
+    *,
+    caption: str = "",
+    groups: Sequence[str] = (),
+    chosen: Container[int] = (),
+) -> Markup:
+    """Return lines of cells as a table that scrolls by itself where it is wide or long.
+
+    Args:
+        heads: titles of the columns.
+        lines: cells, each text or `Markup`.
+        right: columns that hold numbers.
+        caption: what the table is, for those who cannot see it.
+        groups: a word for each line; where it changes, a line says so.
+        chosen: lines that stand out.
+    """
+    kinds = [' class="right"' if place in right else "" for place in range(len(heads))]
+    titles = "".join(f'<th scope="col"{kind}>{markup(head)}</th>' for kind, head in zip(kinds, heads, strict=True))
+    rows = [_row(line, kinds, chosen=place in chosen) for place, line in enumerate(lines)]
+    named = f'<caption class="unseen">{escape(caption)}</caption>' if caption else ""
+    return Markup(
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption or "table")}">'
+        f"<table>{named}<thead><tr>{titles}</tr></thead>{_bodies(rows, groups, len(heads))}</table></div>"
+    )
+
+
+def folded_part(title: str, body: str, *, is_open: bool = False) -> Markup:
+    """Return a part that folds under its title."""
+    return Markup(f"<details{' open' if is_open else ''}><summary>{markup(title)}</summary>{body}</details>")
+
+
+def figures(named: Mapping[str, str]) -> Markup:
+    """Return a few numbers in large type, each under its name."""
+    cells = (f"<div><dt>{markup(name)}</dt><dd>{markup(value)}</dd></div>" for name, value in named.items())
+    return Markup(f'<dl class="figures">{"".join(cells)}</dl>')
+
+
+def chip(dtype: str) -> Markup:
+    """Return a dtype's name on its colour."""
+    return Markup(f'<span class="chip tone" data-dtype="{escape(dtype)}">{escape(dtype)}</span>')
+
+
+def name(path: str, times: int = 1) -> Markup:
+    """Return an op's, a module's or a file's name as code, which may break between its parts; empty ones as a dash."""
+    parts = "<wbr>".join(map(escape, _PART.findall(path)))
+    return Markup((f"<code>{parts}</code>" if path else "–") + (f"<small> ×{times}</small>" if times > 1 else ""))
+
+
+def dtype_chips(text: str) -> Markup:
+    """Return a text with the dtypes in it as chips, such as `float16 ×3 → float32`."""
+    words = (chip(word) if _DTYPE.fullmatch(word) else markup(word) for word in _DTYPE.split(text))
+    return Markup(f'<span class="dtypes">{"".join(words)}</span>')
+
+
+def ribbon(runs: Iterable[tuple[str, bool, int, str]], label: str, *, turned: bool = False) -> Markup:
+    """Return dtypes in the order in which they come, as a band of colours.
+
+    Args:
+        runs: dtype, whether it is a cast's, how many, and what to say of them.
+        label: what the band is, for those who cannot see it.
+        turned: from right to left.
+    """
+    parts = "".join(
+        f'<i class="tone{" cast" if is_cast else ""}" data-dtype="{escape(dtype)}" style="flex-grow:{times}" '
+        f'title="{escape(said)}"></i>'
+        for dtype, is_cast, times, said in runs
+    )
+    return Markup(
+        f'<span class="ribbon{" turned" if turned else ""}" role="img" aria-label="{escape(label)}">{parts}</span>'
+    )
+
+
+def key(dtypes: Iterable[str], *, casts: bool) -> Markup:
+    """Return what the colours of a ribbon mean."""
+    shown = [(dtype, False, dtype) for dtype in dtypes] + (
+        [("", True, "a cast, in the dtype it makes")] if casts else []
+    )
+    parts = (f"<span>{ribbon([(dtype, is_cast, 1, '')], said)}{escape(said)}</span>" for dtype, is_cast, said in shown)
+    return Markup(f'<div class="key" aria-hidden="true">{"".join(parts)}</div>')
+
+
+def _row(line: Sequence[str], kinds: Sequence[str], *, chosen: bool) -> str:
+    cells = "".join(f"<td{kind}>{markup(cell)}</td>" for kind, cell in zip(kinds, line, strict=True))
+    return f'<tr class="chosen">{cells}</tr>' if chosen else f"<tr>{cells}</tr>"
+
+
+def _bodies(rows: Sequence[str], groups: Sequence[str], columns: int) -> str:
+    if not groups:
+        return f"<tbody>{''.join(rows)}</tbody>"
+    places = groupby(range(len(rows)), key=groups.__getitem__)
+    return "".join(
+        f'<tbody><tr class="group"><th scope="rowgroup" colspan="{columns}">{escape(name)}</th></tr>'
+        f"{''.join(rows[place] for place in members)}</tbody>"
+        for name, members in places
+    )
+
+
+@cache
+def _style() -> str:
+    return palette_css() + Path(__file__).with_name("page.css").read_text(encoding="utf-8")

@@ -1,0 +1,153 @@
+"""Numbers as text: counts, bytes, shares, powers of two, exact and rounded decimals; and numbers read from text."""
+
+import ast
+import math
+import operator
+from collections.abc import Callable
+
+__all__ = ["binary_power", "count", "number", "parse_number", "percent", "power", "short_text", "size", "value_text"]
+
+_SIGNS: dict[type, Callable[[float], float]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_OPERATORS: dict[type, Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: operator.pow,
+}
+_NAMES = {"inf": math.inf, "infinity": math.inf, "nan": math.nan}
+_LONGEST = 60
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def percent(share: float) -> str:
+    """Return a share in percent, small ones told apart from none.
+
+    >>> percent(0.0), percent(0.0004), percent(0.25), percent(1.0)
+    ('0 %', '<0.1 %', '25.0 %', '100 %')
+    """
+    if share in (0, 1):
+        return f"{100 * share:.0f} %"
+    return "<0.1 %" if share < 0.001 else f"{100 * share:.1f} %"
+
+
+def power(value: float, *, raised: bool = False) -> str:
+    """Return a number as a power of two if it is one, with the exponent raised for a page or plain for a terminal.
+
+    >>> power(65536.0), power(1000.0), power(1.0), power(2.0**-14, raised=True)
+    ('2^16', '1000', '1', '2⁻¹⁴')
+    """
+    mantissa, exponent = math.frexp(value)
+    if mantissa != 0.5 or value == 1:
+        return f"{value:g}"
+    return binary_power(exponent - 1) if raised else f"2^{exponent - 1}"
+
+
+def count(number: int, noun: str) -> str:
+    """Return how many of a thing.
+
+    >>> count(1, "cast"), count(1200, "byte")
+    ('1 cast', '1,200 bytes')
+    """
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def size(nbytes: int) -> str:
+    """Return bytes in the unit that suits them; decimal units, as in the dashboard.
+
+    >>> size(0), size(640), size(102_840), size(2_500_000_000)
+    ('0 B', '640 B', '103 kB', '2.50 GB')
+    """
+    if nbytes < 1000:
+        return f"{nbytes} B"
+    place = min(int(math.log10(nbytes)) // 3, 4)
+    value = nbytes / 1000.0**place
+    return f"{value:.{max(0, 2 - int(math.log10(value)))}f} {('B', 'kB', 'MB', 'GB', 'TB')[place]}"
+
+
+def number(value: float | str) -> str:
+    """Return a number as a person writes it: groups of three digits, powers of two, four digits of what is left.
+
+    >>> number(9216), number(65536.0), number(2.0**-24), number(0.46973), number(1e-8), number("loss")
+    ('9,216', '2^16', '2^-24', '0.4697', '1e-08', 'loss')
+    """
+    if not isinstance(value, float):
+        return f"{value:,}" if isinstance(value, int) else value
+    is_power = 0.0 < value < math.inf and math.frexp(value)[0] == 0.5
+    return power(value) if is_power and not 2.0**-4 <= value <= 2.0**9 else f"{value:.4g}"
+
+
+def parse_number(text: str) -> float:
+    """Read a number, computing in float64.
+
+    >>> parse_number("1 + 2^-11"), parse_number("-1e9"), parse_number("1/3")
+    (1.00048828125, -1000000000.0, 0.3333333333333333)
+
+    Raises:
+        ValueError: if the text is not a number, with examples of what is.
+    """
+    spelled = text.strip().replace("−", "-").replace("∞", "inf").replace("×", "*").replace("^", "**")
+    try:
+        if len(spelled) > _LONGEST:
+            raise SyntaxError("too long")
+        return float(_evaluate(ast.parse(spelled, mode="eval").body))
+    except OverflowError as problem:
+        raise ValueError(f"{text.strip()!r} lies beyond float64; type inf for infinity.") from problem
+    except (SyntaxError, TypeError, ZeroDivisionError, ValueError, RecursionError) as problem:
+        raise ValueError(
+            f"{text.strip()[:_LONGEST]!r} is not a number; try 0.1, 1e-8, 2^-24, 1 + 2^-11, 1/3, -inf, nan or 0x3c00."
+        ) from problem
+
+
+def _evaluate(node: ast.expr) -> float:
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return float(number)
+        case ast.Name(id=name) if name.lower() in _NAMES:
+            return _NAMES[name.lower()]
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _SIGNS:
+            return _SIGNS[type(op)](_evaluate(operand))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_evaluate(left), _evaluate(right))
+    raise SyntaxError("not arithmetic")
+
+
+def value_text(value: float) -> str:
+    """Write a float64 so that it reads back the same.
+
+    >>> value_text(65504.0), value_text(2.0**-24), value_text(-0.0), value_text(float("-inf"))
+    ('65504', '5.960464477539063e-8', '-0', '-∞')
+    """
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    return _without_padding(repr(value).removesuffix(".0"))
+
+
+def short_text(value: float, *, digits: int = 3) -> str:
+    """Write a number with a few significant digits, exponents without padding.
+
+    >>> short_text(2.0**-14), short_text(65504.0), short_text(3.4e38)
+    ('6.1e-5', '65504', '3.4e38')
+    """
+    if not math.isfinite(value):
+        return value_text(value)
+    if value == int(value) and abs(value) < 1e6:
+        return value_text(value)
+    return _without_padding(f"{value:.{digits}g}")
+
+
+def _without_padding(text: str) -> str:
+    """1e-08 as 1e-8, 1e+38 as 1e38."""
+    mantissa, exponent_mark, exponent = text.partition("e")
+    return f"{mantissa}e{int(exponent)}" if exponent_mark else mantissa
+
+
+def binary_power(exponent: int) -> str:
+    """Write a power of two with its exponent raised.
+
+    >>> binary_power(-24)
+    '2⁻²⁴'
+    """
+    return "2" + str(exponent).translate(_SUPERSCRIPTS)

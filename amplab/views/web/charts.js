@@ -1,0 +1,270 @@
+// The two live charts on canvas. A row is four float64: step, loss, loss scale used, marks (1 skipped, 2 injected).
+
+import { Surface } from "./canvas.js";
+import { decades, decimal, integer, tickText, ticks } from "./numbers.js";
+
+export const SKIPPED = 1;
+export const INJECTED = 2;
+export const GUTTER = { left: 38, right: 10, top: 14, bottom: 17 };
+
+// -- from rows to what is drawn; nothing from here to the classes touches the page --
+
+/** The rows of a frame out of a DataView that may start at any byte. */
+export function unpack(view) {
+  const values = new Float64Array(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
+  const rows = [];
+  for (let at = 0; at < values.length; at += 4) rows.push(values.subarray(at, at + 4));
+  return rows;
+}
+
+/** The row nearest to a step, by bisection. */
+export function nearest(rows, step) {
+  let low = 0;
+  let high = rows.length - 1;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (rows[middle][0] < step) low = middle + 1;
+    else high = middle;
+  }
+  if (low > 0 && step - rows[low - 1][0] < rows[low][0] - step) low -= 1;
+  return rows[low];
+}
+
+/** The vertical axis of the loss: `share` maps a value to [0, 1], and `marks` are its ticks. */
+export function lossAxis(losses, logarithmic) {
+  const most = losses.reduce((a, b) => Math.max(a, b), 0);
+  const least = losses.reduce((a, b) => Math.min(a, b), 0);
+  if (logarithmic && most > 0) {
+    const top = most * 1.04;
+    const smallest = losses.reduce((a, b) => (b > 0 ? Math.min(a, b) : a), most);
+    const bottom = Math.max(top / 1e6, smallest);
+    const span = Math.log(top / bottom);
+    return { share: (value) => Math.log(Math.max(value, bottom) / bottom) / span, marks: decades(bottom, top) };
+  }
+  const top = most * 1.04 || (least < 0 ? 0 : 1);
+  const bottom = least * 1.04;
+  return { share: (value) => (value - bottom) / (top - bottom), marks: ticks(bottom, top, 3) };
+}
+
+/** The vertical axis of log2 of the scale: its ends and its ticks. */
+export function scaleAxis(exponents) {
+  const [least, most] = exponents.length
+    ? [exponents.reduce((a, b) => Math.min(a, b)), exponents.reduce((a, b) => Math.max(a, b))]
+    : [13, 17];
+  const low = Math.floor(least - 1);
+  const high = Math.max(Math.ceil(most + 1), low + 4);
+  const gap = 2 ** Math.max(0, Math.ceil(Math.log2((high - low) / 6)));
+  const marks = [];
+  for (let at = Math.ceil(low / gap) * gap; at <= high; at += gap) marks.push(at);
+  return { low, high, marks };
+}
+
+/** log2 of a scale, null for one that has no logarithm. */
+export const log2 = (scale) => (scale > 0 && Number.isFinite(scale) ? Math.log2(scale) : null);
+
+/** The least and the greatest value of each pixel column, as [column, least, most]. */
+export function columns(finite, x) {
+  const list = [];
+  for (const [step, loss] of finite) {
+    const at = Math.round(x(step));
+    const last = list[list.length - 1];
+    if (last?.[0] === at) list[list.length - 1] = [at, Math.min(last[1], loss), Math.max(last[2], loss)];
+    else list.push([at, loss, loss]);
+  }
+  return list;
+}
+
+/** An exponential average over `span` steps as [step, mean], however many steps lie between two rows. */
+export function smoothed(finite, span) {
+  const list = [];
+  for (const [step, loss] of finite) {
+    if (list.length === 0) {
+      list.push([step, loss]);
+      continue;
+    }
+    const [last, mean] = list[list.length - 1];
+    list.push([step, mean + (loss - mean) * (1 - Math.exp(-(step - last) / Math.max(span, 1)))]);
+  }
+  return list;
+}
+
+/** The corners of the scale's line as [step, log2]: the scale holds until it changes, so the line has only right angles. */
+export function scaleCorners(rows) {
+  const corners = [];
+  let last = null;
+  for (const [step, , scale] of rows) {
+    const value = log2(scale);
+    if (value === null || value === last) continue;
+    if (last !== null) corners.push([step, last]);
+    corners.push([step, value]);
+    last = value;
+  }
+  if (last !== null) corners.push([rows[rows.length - 1][0], last]);
+  return corners;
+}
+
+/** The stretches of steps with a fault that were not skipped (an underflow that is on), as [first, last]. */
+export function faultStretches(rows) {
+  const stretches = [];
+  let first = null;
+  rows.forEach(([step, , , marks], index) => {
+    if (marks & INJECTED && !(marks & SKIPPED)) first ??= step;
+    const goesOn = index + 1 < rows.length && rows[index + 1][3] & INJECTED;
+    if (first === null || goesOn) return;
+    stretches.push([first, step]);
+    first = null;
+  });
+  return stretches;
+}
+
+/** Of marks closer than 7 px keep one, an injected one if there is any. */
+export function uncrowded(marks) {
+  const kept = [];
+  for (const mark of marks) {
+    const last = kept[kept.length - 1];
+    if (!last || mark.at - last.at >= 7) kept.push(mark);
+    else if (mark.hollow && !last.hollow) kept[kept.length - 1] = mark;
+  }
+  return kept;
+}
+
+/** The losses that are NaN or infinite, as {at, word}: a word where a run of equal ones begins, if it has 30 px. */
+export function nonfiniteMarks(rows, x) {
+  const marks = [];
+  let named = -Infinity;
+  let word = "";
+  for (const [step, loss] of rows) {
+    if (Number.isFinite(loss)) {
+      word = "";
+      continue;
+    }
+    const at = Math.round(x(step)) + 0.5;
+    const name = decimal(loss);
+    const isNamed = name !== word && at - named > 30;
+    if (isNamed) [named, word] = [at, name];
+    marks.push({ at, word: isNamed ? name : "" });
+  }
+  return marks;
+}
+
+// -- drawing --
+
+/** What both charts share: the horizontal axis in steps, the marks of level changes, the reading line. */
+class Chart extends Surface {
+  frame(live, marks, y, label) {
+    const { palette, levels, low, high } = live;
+    this.font = `10.5px ${palette.font}`;
+    const right = this.width - GUTTER.right;
+    const bottom = this.height - GUTTER.bottom;
+    this.x = (step) => GUTTER.left + ((step - low) / (high - low)) * (right - GUTTER.left);
+    for (const tick of marks) {
+      const at = Math.round(y(tick)) + 0.5;
+      this.line(GUTTER.left, at, right, at, palette.grid);
+      label(tick, at);
+    }
+    for (const tick of ticks(low, high, 6)) this.step(tick, tick === low ? "left" : "center", palette.soft);
+    levels.forEach(([step, name], index) => {
+      if (step < low && index + 1 < levels.length && levels[index + 1][0] <= low) return;
+      const at = Math.round(this.x(Math.max(step, low))) + 0.5;
+      if (step > low) this.line(at, 4, at, bottom, palette.soft, [2, 3]);
+      this.text(name, at + 4, 7, palette.soft, "left", `600 10px ${palette.font}`);
+    });
+  }
+
+  /** The height that is left for the curves. */
+  get room() {
+    return this.height - GUTTER.top - GUTTER.bottom;
+  }
+
+  /** The number of a step under the axis, moved left where the edge would cut it. */
+  step(tick, align, color) {
+    const text = integer(tick);
+    this.pen.font = this.font;
+    const most = this.width - 1 - this.pen.measureText(text).width / 2;
+    this.text(text, align === "center" ? Math.min(this.x(tick), most) : this.x(tick), this.height - 7, color, align);
+  }
+
+  reading(live) {
+    if (live.reading === null) return;
+    const at = Math.round(this.x(live.reading)) + 0.5;
+    this.line(at, 2, at, this.height - GUTTER.bottom, live.palette.ink);
+  }
+}
+
+export class LossChart extends Chart {
+  draw(live) {
+    this.clear();
+    const { rows, palette } = live;
+    const finite = rows.filter((row) => Number.isFinite(row[1]));
+    const axis = lossAxis(finite.map((row) => row[1]), live.logarithmic);
+    const y = (value) => GUTTER.top + this.room * (1 - axis.share(value));
+    this.frame(live, axis.marks, y, (tick, at) => this.text(tickText(tick), GUTTER.left - 5, at, palette.soft, "right"));
+    const strokes = columns(finite, this.x).map(([column, least, most]) => [[column + 0.5, y(most) - 0.5], [column + 0.5, y(least) + 0.5]]);
+    this.paths(strokes, palette.faint, 1);
+    this.pen.lineJoin = "round";
+    const line = smoothed(finite, (live.high - live.low) / 200).map(([step, mean]) => [this.x(step), y(mean)]);
+    this.paths([line], palette.accent, 1.8);
+    this.edge(rows, palette);
+    this.reading(live);
+  }
+
+  /** NaN and infinity have no height, so each is a tick on the upper edge; none is dropped. */
+  edge(rows, palette) {
+    for (const { at, word } of nonfiniteMarks(rows, this.x)) {
+      this.line(at, GUTTER.top - 2, at, GUTTER.top + 6, palette.warning);
+      if (!word) continue;
+      const fits = at < this.width - 36;
+      this.text(word, fits ? at + 3 : at - 3, GUTTER.top + 11, palette.warning, fits ? "left" : "right", `700 10px ${palette.font}`);
+    }
+  }
+}
+
+export class ScaleChart extends Chart {
+  draw(live) {
+    this.clear();
+    const { rows, palette } = live;
+    const { low, high, marks } = scaleAxis(rows.map((row) => log2(row[2])).filter((value) => value !== null));
+    const y = (value) => GUTTER.top + this.room * (1 - (value - low) / (high - low));
+    this.frame(live, marks, y, (tick, at) => this.powerOfTwo(tick, GUTTER.left - 4, at, palette, "right"));
+    this.faults(rows, palette);
+    this.pen.lineJoin = "miter";
+    this.paths([scaleCorners(rows).map(([step, value]) => [this.x(step), y(value)])], palette.accent, 1.8);
+    this.skips(rows, y, palette);
+    this.reading(live);
+  }
+
+  /** A bar along the bottom for each stretch of steps with a fault. */
+  faults(rows, palette) {
+    this.pen.fillStyle = palette.warning;
+    for (const [first, last] of faultStretches(rows)) {
+      const from = this.x(first);
+      this.pen.fillRect(from, this.height - GUTTER.bottom - 3, Math.max(2, this.x(last) - from), 3);
+    }
+  }
+
+  /** A tick at each skipped step, and a triangle where there is room for one. */
+  skips(rows, y, palette) {
+    const marks = rows.filter((row) => row[3] & SKIPPED).map(([step, , scale, bits]) => {
+      const value = log2(scale);
+      const foot = value === null ? this.height - GUTTER.bottom : y(value) - 2;
+      return { at: this.x(step), foot, hollow: Boolean(bits & INJECTED) };
+    });
+    for (const { at, foot } of marks) this.line(at, foot - 4, at, foot, palette.warning);
+    for (const { at, foot, hollow } of uncrowded(marks)) this.triangle(at, foot, palette.warning, hollow ? palette.paper : palette.warning);
+  }
+
+  /** A triangle that points down: filled for a skip that was not injected, hollow for an injected one. */
+  triangle(x, y, color, fill) {
+    const { pen } = this;
+    pen.beginPath();
+    pen.moveTo(x - 4.5, y - 7.5);
+    pen.lineTo(x + 4.5, y - 7.5);
+    pen.lineTo(x, y);
+    pen.closePath();
+    pen.fillStyle = fill;
+    pen.fill();
+    pen.lineWidth = 1.4;
+    pen.strokeStyle = color;
+    pen.stroke();
+  }
+}

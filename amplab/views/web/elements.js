@@ -1,0 +1,72 @@
+// The elements that every view is built from.
+
+/** Make an element. Attributes that start with "on" are listeners; null, undefined and false attributes are left out. */
+export function h(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (value === true) node.setAttribute(name, "");
+    else if (value !== false && value !== null && value !== undefined) node.setAttribute(name, value);
+  }
+  node.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  return node;
+}
+
+/** Write text only where it changed: a screen reader announces every write, and every write costs a layout. */
+export function write(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+const SVG = "http://www.w3.org/2000/svg";
+const ICONS = {
+  play: "M4 2.5v11l9.5-5.5z",
+  pause: "M3.5 2.5h3.2v11H3.5zM9.3 2.5h3.2v11H9.3z",
+  step: "M3 2.5v11l7.5-5.5zM11 2.5h2.2v11H11z",
+  reset: "M8 3V.8L4.4 4 8 7.2V5a3.9 3.9 0 1 1-3.9 3.9H2.2A5.8 5.8 0 1 0 8 3z",
+  copy: "M5 1.5h8.5v10H11V14H2.5V4.5H5zM6.3 2.8v7.4h5.9V2.8zM3.8 5.8v6.9h5.9v-1.2H5V5.8z",
+};
+
+/** An icon of a button, drawn as a path so that no font is needed. */
+export function icon(name) {
+  const svg = document.createElementNS(SVG, "svg");
+  svg.setAttribute("viewBox", "0 0 16 16");
+  svg.setAttribute("aria-hidden", "true");
+  const path = document.createElementNS(SVG, "path");
+  path.setAttribute("d", ICONS[name]);
+  svg.append(path);
+  return svg;
+}
+
+const ARROWS = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 };
+
+/** The index that an arrow key moves to in a list that wraps around; null for any other key. */
+export function arrowTarget(key, index, length) {
+  return index >= 0 && Object.hasOwn(ARROWS, key) ? (index + ARROWS[key] + length) % length : null;
+}
+
+/** Let the arrow keys move focus among buttons, of which only one is in the tab order, and press the one they reach. */
+export function moveByArrows(group, buttons) {
+  group.addEventListener("keydown", (event) => {
+    const target = arrowTarget(event.key, buttons.indexOf(event.target), buttons.length);
+    if (target === null) return;
+    event.preventDefault();
+    buttons[target].focus();
+    buttons[target].click();
+  });
+}
+
+/** One choice of several, as a row of buttons with the role of a radio group. */
+export function choices(label, names, choose, texts = {}) {
+  const buttons = names.map((name) =>
+    h("button", { type: "button", role: "radio", "data-value": name, onclick: () => choose(name) }, texts[name] ?? name));
+  const group = h("div", { class: "amp-choices", role: "radiogroup", "aria-label": label }, buttons);
+  moveByArrows(group, buttons);
+  const show = (chosen) => {
+    for (const button of buttons) {
+      const on = button.dataset.value === String(chosen);
+      button.setAttribute("aria-checked", on);
+      button.tabIndex = on || (chosen === null && button === buttons[0]) ? 0 : -1;
+    }
+  };
+  return { group, buttons, show };
+}

@@ -1,0 +1,71 @@
+// Numbers as the views write them, and the ticks of their axes. Nothing here touches the page.
+
+const grouped = new Intl.NumberFormat("en-US");
+
+/** 12345.6 -> "12,346" */
+export const integer = (value) => grouped.format(Math.round(value));
+
+/** 1536 -> "1.54 kB"; decimal units, as in the tables of the library. */
+export function bytes(count) {
+  if (count < 1000) return `${count} B`;
+  const [unit, size] = count < 999_500 ? ["kB", 1e3] : count < 999_500_000 ? ["MB", 1e6] : ["GB", 1e9];
+  const value = count / size;
+  return `${value < 9.995 ? value.toFixed(2) : value < 99.95 ? value.toFixed(1) : value.toFixed(0)} ${unit}`;
+}
+
+/** 0.123456 -> "0.1235", 0.00001 -> "1.00e-5"; NaN and infinities by name. */
+export function decimal(value, digits = 4) {
+  if (Number.isNaN(value)) return "NaN";
+  if (!Number.isFinite(value)) return value > 0 ? "inf" : "-inf";
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e5)) return value.toExponential(2).replace("e+", "e");
+  const text = value.toPrecision(digits);
+  return text.includes("e") ? value.toFixed(0) : text;
+}
+
+const SUPERSCRIPTS = { "-": "⁻", 0: "⁰", 1: "¹", 2: "²", 3: "³", 4: "⁴", 5: "⁵", 6: "⁶", 7: "⁷", 8: "⁸", 9: "⁹" };
+
+/** -12 -> "⁻¹²" */
+export const raised = (exponent) => [...String(exponent)].map((digit) => SUPERSCRIPTS[digit]).join("");
+
+/** 65536 -> "2¹⁶"; a value that is not a power of two stays decimal, and 1 is 1. */
+export function power(value) {
+  if (value > 0 && Number.isFinite(value) && value !== 1) {
+    const exponent = Math.log2(value);
+    return Number.isInteger(exponent) ? `2${raised(exponent)}` : String(+value.toPrecision(6));
+  }
+  return Number.isFinite(value) ? String(value) : decimal(value);
+}
+
+/** 12.34 -> "12.3 %", 0.04 -> "<0.1 %": a share that is already in percent. */
+export function percent(share) {
+  if (share === 0 || share === 100) return `${share} %`;
+  return share < 0.1 ? "<0.1 %" : `${share.toFixed(1)} %`;
+}
+
+/** Multiples of 1, 2 or 5 times a power of ten between `low` and `high`, about `count` of them. */
+export function ticks(low, high, count) {
+  const raw = (high - low) / count;
+  const size = 10 ** Math.floor(Math.log10(raw));
+  const gap = size * [1, 2, 5, 10].find((factor) => size * factor >= raw);
+  const list = [];
+  const first = Math.ceil(low / gap - 1e-9) || 0; // never -0, which would be written "-0"
+  for (let index = first; index * gap <= high + gap * 1e-9; index += 1) list.push(index * gap);
+  return list;
+}
+
+/** The powers of ten between `low` and `high`; the two ends if there is none. */
+export function decades(low, high) {
+  const list = [];
+  for (let exponent = Math.ceil(Math.log10(low)); 10 ** exponent <= high; exponent += 1) list.push(10 ** exponent);
+  return list.length ? list : [low, high];
+}
+
+/** The label of a tick in few letters: 0.01, 10⁻⁴, 2e-3. */
+export function tickText(tick) {
+  const size = Math.abs(tick);
+  if (tick === 0 || (size >= 0.00999 && size < 1e5)) return String(+tick.toPrecision(3)).replace("-", "−");
+  const exponent = Math.round(Math.log10(size));
+  if (tick > 0 && Math.abs(tick / 10 ** exponent - 1) < 1e-6) return `10${raised(exponent)}`;
+  return tick.toExponential(0).replace("+", "");
+}

@@ -1,0 +1,56 @@
+// What a view shares with the page: JupyterLab's keys and theme, and messages to the kernel about whether it is open.
+
+/**
+ * Keep JupyterLab's one-key shortcuts (D D deletes a cell) away from keys pressed in a view; Ctrl and Meta pass.
+ * JupyterLab looks for the attribute on the focused element itself, and tests its shortcuts before any ancestor hears
+ * the key, so a listener of the window sets the attribute first. Returns the cleanup.
+ */
+export function ownKeys(root) {
+  const listen = (event) => {
+    if ((root.closest(".amp-dashboard") ?? root).contains(event.target)) {
+      event.target.toggleAttribute("data-lm-suppress-shortcuts", !(event.ctrlKey || event.metaKey));
+    }
+  };
+  window.addEventListener("keydown", listen, true);
+  return () => window.removeEventListener("keydown", listen, true);
+}
+
+/** Call `tell` whenever JupyterLab changes between light and dark; returns the cleanup. */
+export function onTheme(tell) {
+  const observer = new MutationObserver(() => tell());
+  observer.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light"] });
+  return () => observer.disconnect();
+}
+
+/** Disable a view when its kernel has gone, because nothing that is pressed can be sent; returns the cleanup. */
+export function endWithKernel(model, root, tell = () => {}) {
+  const end = () => {
+    // The event comes before the widget's class changes, and only the view that is on the page has the class.
+    setTimeout(() => {
+      if (!root.closest(".jupyter-widgets-disconnected")) return;
+      root.inert = true;
+      tell();
+    }, 0);
+  };
+  model.on("comm_live_update", end);
+  return () => model.off("comm_live_update", end);
+}
+
+/** Tell the kernel that a view is open, and later that it has closed; returns the cleanup. */
+export function attend(model) {
+  const view = Math.random().toString(36).slice(2);
+  const say = (type) => model.send({ type, view });
+  const leave = () => {
+    try {
+      say("bye");
+    } catch {
+      // The kernel has already gone, so nobody needs the message.
+    }
+  };
+  window.addEventListener("pagehide", leave);
+  say("hello");
+  return () => {
+    window.removeEventListener("pagehide", leave);
+    leave();
+  };
+}

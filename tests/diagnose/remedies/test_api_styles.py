@@ -1,0 +1,147 @@
+"""Advice in the words of a face runs under that face, and names no other."""
+
+import pytest
+import torch
+from torch import nn
+
+import amplab
+from amplab.diagnose.remedies import api_styles
+from amplab.diagnose.remedies.api_styles import face_of
+
+FACES = ("apex", "amplab", "torch", "none")
+WORDS = {
+    "apex": ("scaler", "GradScaler"),
+    "amplab": ("amp.", "scale_loss", "torch.amp", "get_scale"),
+    "torch": ("amp.last_step", "amp.initialize", "scale_loss", "last_step", "amp.master_params"),
+    "none": ("scaler", "amp.last_step", "amp.initialize", "amp.master_params"),
+}
+"""What a face does not know."""
+
+
+class Loop:
+    """A loop of each face up to where the step comes, and the names that code in it may use."""
+
+    def __init__(self, face):
+        torch.manual_seed(0)
+        self.model = nn.Linear(4, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.scaler = None
+        if face == "apex":
+            amplab.amp.initialize(self.model, self.optimizer, opt_level="O1", verbosity=0, dynamic_init_scale=16.0)
+        if face == "amplab":
+            self.scaler = amplab.GradScaler("cpu")
+        if face == "torch":
+            self.scaler = torch.amp.GradScaler("cpu")
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
+        self.x, self.face = torch.ones(2, 4), face
+
+    def names(self):
+        return {
+            "amp": amplab.amp, "amplab": amplab, "torch": torch, "model": self.model, "optimizer": self.optimizer,
+            "scaler": self.scaler, "scheduler": self.scheduler, "x": self.x, "max_norm": 0.5, "loss_of": self.loss,
+        }  # fmt: skip
+
+    def loss(self):
+        return self.model(self.x).float().square().mean() * 1e3
+
+    def backward(self):
+        self.optimizer.zero_grad()
+        if self.face == "apex":
+            with amplab.amp.scale_loss(self.loss(), self.optimizer) as scaled:
+                scaled.backward()
+        else:
+            (self.loss() if self.scaler is None else self.scaler.scale(self.loss())).backward()
+
+    def step(self):
+        (self.optimizer.step if self.scaler is None else lambda: self.scaler.step(self.optimizer))()
+
+
+@pytest.fixture(params=FACES)
+def loop(request):
+    yield Loop(request.param)
+    amplab.amp.reset()
+
+
+def speaks(face, code):
+    return not any(word in code for word in WORDS[face])
+
+
+def test_clipping_runs_between_backward_and_step(loop):
+    for code in api_styles.smaller_rate(loop.face, 0.1), api_styles.clip_unscaled(loop.face):
+        assert speaks(loop.face, code)
+    loop.backward()
+    exec(api_styles.smaller_rate(loop.face, 0.1), loop.names())
+    assert loop.optimizer.param_groups[0]["lr"] == 0.01
+    params = list(amplab.amp.master_params(loop.optimizer)) if loop.face == "apex" else loop.model.parameters()
+    norm = torch.nn.utils.get_total_norm([each.grad for each in params])
+    torch.testing.assert_close(norm, torch.tensor(1.0), rtol=1e-3, atol=0)
+
+
+def test_a_face_that_is_not_known_has_model_parameters():
+    for code in api_styles.smaller_rate("", 0.1), api_styles.clip_unscaled(""):
+        assert "clip_grad_norm_(model.parameters()" in code
+        compile(code, "remedy", "exec")
+
+
+def test_a_schedule_moves_where_the_optimizer_has_stepped(loop):
+    code = api_styles.scheduler_after_step(loop.face)
+    assert speaks(loop.face, code)
+    for overflows in (False, True):
+        before, rate = loop.model.weight.detach().clone(), loop.optimizer.param_groups[0]["lr"]
+        loop.x = torch.full((2, 4), float("inf") if overflows and loop.face != "none" else 1.0)
+        loop.backward()
+        if loop.face != "none":
+            loop.step()
+        if loop.face == "amplab":
+            loop.scaler.update()
+        exec(code, loop.names())
+        moved = loop.optimizer.param_groups[0]["lr"] < rate
+        assert moved == (not torch.equal(before, loop.model.weight))
+        assert moved == (not overflows or loop.face == "none")
+
+
+def test_a_step_before_its_schedule(loop):
+    loop.backward()
+    before = loop.model.weight.detach().clone()
+    exec(api_styles.step_before_scheduler(loop.face), loop.names())
+    assert loop.optimizer.param_groups[0]["lr"] == 0.05
+    assert not torch.equal(before, loop.model.weight)
+
+
+@pytest.mark.parametrize("face", FACES[:3])
+def test_settings_of_a_scale(face):
+    for code in api_styles.with_window(face, 1000, "O1"), api_styles.at_first_scale(face, 512.0, "O1"):
+        assert speaks(face, code)
+        names = Loop("none").names()
+        try:
+            exec(code, names)
+            if face == "apex":
+                (scaler,) = amplab.amp.default_session().scalers
+                assert "1000" in code or scaler.scale == 512
+            else:
+                assert type(names["scaler"]).__module__.startswith(face)
+                assert (names["scaler"].get_growth_interval() == 1000) or names["scaler"].get_scale() == 512
+        finally:
+            amplab.amp.reset()
+
+
+def test_a_look_at_a_step(loop, capsys):
+    exec(api_styles.look_at_step(loop.face), loop.names())
+    assert capsys.readouterr().out == "None\n"
+
+
+@pytest.mark.parametrize("face", ["amplab", "torch"])
+def test_a_step_that_is_unscaled(face):
+    loop = Loop(face)
+    loop.backward()
+    before, gradient = loop.model.weight.detach().clone(), loop.model.weight.grad / loop.scaler.get_scale()
+    cause, code = api_styles.unscaled_step(face)
+    assert "scale_loss" not in cause + code
+    exec(code, loop.names())
+    torch.testing.assert_close(loop.model.weight.detach(), before - 0.1 * gradient)
+
+
+def test_each_face_is_told_by_its_scaler():
+    assert [face_of(Loop(face).scaler) for face in FACES[1:]] == list(FACES[1:])
+    assert face_of(amplab.amp.Session()) == "apex"
+    assert face_of(torch.amp.GradScaler("cpu", enabled=False)) == "none"

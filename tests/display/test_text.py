@@ -1,0 +1,59 @@
+"""Lines of text: what fits a page, and what does not and is broken."""
+
+import pytest
+
+from amplab.display.numbers import number, size
+from amplab.display.text import WIDTH, fitted, labelled, wrapped
+
+
+def test_a_table_that_fits_is_left_alone():
+    assert list(fitted([["a", "bb"], ["ccc", "1"]], right={1})) == [["a    bb"], ["ccc   1"]]
+
+
+def test_cells_go_on_below_and_lose_nothing():
+    path = "encoder.layers.11.a_residual_attention_block_with_a_long_name.query"
+    lines = [["#", "module", "line", "why"], ["1000", path, "x" * 50 + "/file.py:12", "because " * 12]]
+    for row, cells in zip(fitted(lines, right={0}), lines, strict=True):
+        assert all(len(line) <= WIDTH for line in row)
+        assert sorted("".join(row).replace(" ", "")) == sorted("".join(cells).replace(" ", ""))
+
+
+def test_a_cell_that_is_cut_ends_in_dots():
+    (*_, row) = fitted([["op", "why"], ["x" * 60, "because, " * 30]], cut={1})
+    assert len(row) == 1
+    assert row[0].startswith("x" * 60 + "  because, because")
+    assert row[0].endswith("…")
+    assert not row[0].endswith(",…")
+    assert len(row[0]) <= WIDTH
+
+
+def test_numbers_are_never_broken():
+    (*_, row) = fitted([["a" * 100, "range"], ["b" * 100, "0.00033..3.38 2^-24..2^-10"]])
+    assert {"0.00033..3.38", "2^-24..2^-10"} <= {word for line in row for word in line.split()}
+
+
+@pytest.mark.parametrize(("given", "shown"), [(999, "999 B"), (1000, "1.00 kB"), (12345, "12.3 kB")])
+def test_bytes(given, shown):
+    assert size(given) == shown
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [(128.0, "128"), (0.5, "0.5"), (float("nan"), "nan"), (float("inf"), "inf"), (0.0, "0")],
+)
+def test_numbers(given, shown):
+    assert number(given) == shown
+
+
+def test_a_sentence_keeps_its_units():
+    text = wrapped("x" * 94 + " 512 kB and so on")
+    assert text.splitlines()[1].strip() == "512 kB and so on"
+    assert all(len(line) <= WIDTH for line in labelled("seen", "word " * 90).splitlines())
+
+
+def test_a_word_that_fits_is_not_broken():
+    reason = "lower_precision_fp list, linear: products of two halves"
+    lines = [["op", "line", "why"], ["x" * 68, "two lines " * 2, reason]]
+    (*_, row) = fitted(lines, right={0}, cut={2})
+    ends = [line[85:].strip() for line in row]
+    assert ends == ["lower_", "precision_fp l…"]

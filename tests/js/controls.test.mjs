@@ -1,0 +1,40 @@
+// The logic of the controls and of the bit explorer that needs no page.
+
+import assert from "node:assert/strict";
+import test from "node:test";
+
+import { pieces } from "../../amplab/views/web/bit_explorer.js";
+import { exponentOf, faultNote, powerOfTwo } from "../../amplab/views/web/controls.js";
+import { arrowTarget } from "../../amplab/views/web/elements.js";
+
+test("an exponent becomes a number where float64 has it, else text that a refusal can quote", () => {
+  assert.equal(powerOfTwo(16), 65536);
+  assert.equal(powerOfTwo(-1074), 5e-324);
+  assert.equal(powerOfTwo(2000), "2**2000");
+  assert.equal(powerOfTwo(-2000), "2**-2000");
+});
+
+test("a value that is shown as an exponent comes back as the same value", () => {
+  for (const value of [1, 128, 65536, 2 ** -14]) assert.equal(powerOfTwo(exponentOf(value)), value);
+  assert.equal(exponentOf(1000), 9.97);
+  assert.equal(exponentOf(null), null);
+});
+
+test("the note below the faults says what will happen next", () => {
+  assert.match(faultNote(["overflow", "nan"], false, false), /^Overflow and NaN/);
+  assert.match(faultNote([], true, true), /Underflow/);
+  assert.equal(faultNote(["nan"], false, true), faultNote([], false, true));
+});
+
+test("arrow keys wrap around, and other keys or other elements move nothing", () => {
+  assert.equal(arrowTarget("ArrowRight", 2, 3), 0);
+  assert.equal(arrowTarget("ArrowUp", 0, 3), 2);
+  assert.equal(arrowTarget("Tab", 0, 3), null);
+  assert.equal(arrowTarget("toString", 0, 3), null);
+  assert.equal(arrowTarget("ArrowRight", -1, 3), null);
+});
+
+test("raised digits become superscripts, and no letter is lost", () => {
+  assert.deepEqual(pieces("2⁻¹² = 2.4e-4"), [["2", false], ["−12", true], [" = 2.4e-4", false]]);
+  assert.deepEqual(pieces("NaN"), [["NaN", false]]);
+});
