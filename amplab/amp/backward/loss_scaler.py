@@ -279,7 +279,7 @@ def _float32_scale(name: str, value: float) -> float:
     scale = scale_value(name, value)
     if not _SMALLEST_SUBNORMAL <= scale <= torch.finfo(torch.float32).max:
         raise ValueError(
-            f"{name}={scale}: expected a number that float32 can hold, from 2^-149 to 2^128, since losses are "
+            f"{name}={scale}: expected a number in the range of float32, from 2^-149 to 2^128, since losses are "
             "multiplied by it in float32; a dynamic scale starts at 65536.0."
         )
     return scale
