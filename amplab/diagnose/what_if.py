@@ -206,8 +206,8 @@ def what_if(record: ScaleHistory, rule: ScaleRule | str, name: str | None = None
 
     Args:
         record: the recorded run.
-        rule: a rule, which may be your own, or the name of a published one: torch, apex, Ascend, jmp, Keras, DeepSpeed or
-            Megatron.
+        rule: a rule, which may be your own, or the name of a published one: torch, apex, Ascend, jmp, Keras, DeepSpeed
+            or Megatron.
         name: the name in the table; by default the name or the class of the rule.
 
     Raises:
