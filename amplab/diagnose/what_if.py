@@ -222,7 +222,7 @@ def what_if(record: ScaleHistory, rule: ScaleRule | str, name: str | None = None
     named, rule = named_rule(rule)
     if not isinstance(record, ScaleHistory):
         raise TypeError(
-            f"record={type(record).__name__}: expected a ScaleHistory; for a recorded run call run.replay(rule) instead."
+            f"record={type(record).__name__}: expected a ScaleHistory; for a recorded run call run.replay(rule)."
         )
     if name is not None and not isinstance(name, str):
         raise TypeError(f"name={name!r}: expected a name for the rule, or None for its own.")
