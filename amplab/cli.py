@@ -1,24 +1,25 @@
-"""The ``amplab`` command: open the lab in JupyterLab, train in the terminal, measure, or run a script as apex.
+"""The ``amplab`` command: open the lab in JupyterLab, train in the terminal, measure, diagnose, or run an apex script.
 
-Only the command line is read here. :mod:`amplab.launch` opens JupyterLab, :mod:`amplab.scripts` runs scripts,
-:mod:`amplab.lab.console` trains and prints, :class:`amplab.lab.ExperimentConfig` judges the values of an experiment,
-:mod:`amplab.bench` measures; these three are imported when they are needed, so that ``amplab lab`` and
-``amplab --help`` wait for no torch.
+This file only parses the command line. :mod:`amplab.launch` opens JupyterLab, :mod:`amplab.scripts` runs scripts,
+:mod:`amplab.lab.console` trains and prints, :mod:`amplab.bench` measures, :mod:`amplab.diagnose` looks for what is
+wrong. Whatever needs torch is imported in the command that uses it, so that ``amplab lab`` and ``amplab --help`` start
+without it. The options of ``amplab train`` are the fields of :class:`amplab.lab.ExperimentConfig`, read from their
+declarations.
 """
 
 import argparse
 import importlib
 import inspect
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from amplab import __version__
+from amplab.display.numbers import parse_number
 from amplab.launch import LaunchError, choose_notebook, find_notebooks, launch, plan_launch
 from amplab.scripts import DEVICES, ScriptError, run_module, run_script
 
@@ -29,13 +30,12 @@ __all__ = ["main", "build_parser", "parse_count"]
 
 BAD_INPUT = 2
 INTERRUPTED = 130
-POWER = re.compile(r"(?P<base>\d+)\*\*(?P<exponent>\d{1,2})")
 
 BENCH_SUITES = ("scaler", "casting", "kernels", "xray", "diagnose")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0, 2 for bad input (one sentence on stderr), 130 interrupted.
+    """Run one command and return its exit status: 0, 2 for bad input (one sentence on stderr), 130 if interrupted.
 
     Args:
         arguments: the words after ``amplab``; None takes those of the process.
@@ -43,8 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, unknown = build_parser().parse_known_args(arguments)
     if unknown:
         return refuse(options, ValueError(unknown_words(options, unknown)))
+    run: Callable[[argparse.Namespace], int] = options.run
     try:
-        return options.run(options)
+        return run(options)
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -53,14 +54,16 @@ def open_lab(options: argparse.Namespace) -> int:
     """Open JupyterLab on a notebook."""
     if options.jupyter and not options.jupyter[0].startswith("-"):
         stray = options.jupyter[0]
-        return refuse(options, LaunchError(f"{stray}: no option; a lesson is `amplab lab --notebook {stray}`."))
+        return refuse(
+            options, LaunchError(f"{stray}: not an option; to open a lesson run `amplab lab --notebook {stray}`.")
+        )
     try:
         notebook = choose_notebook(find_notebooks(), options.notebook)
         plan = plan_launch(notebook, port=options.port, browser=options.browser, extra=options.jupyter)
     except LaunchError as error:
         return refuse(options, error)
     where = "in your browser" if plan.opens_browser else "at the address that JupyterLab prints below"
-    print(f"Opening {notebook.name} {where}. Ctrl+C twice here ends the lab.", flush=True)
+    print(f"Opening {notebook.name} {where}. To stop the lab, press Ctrl+C twice here.", flush=True)
     return launch(plan)
 
 
@@ -73,19 +76,19 @@ def train_in_terminal(options: argparse.Namespace) -> int:
     try:
         config = ExperimentConfig(**{name: FIELDS[name].read(word) for name, word in words.items() if word is not None})
         return train(config, steps=options.steps, log_path=options.log).exit_status
-    except (ValueError, ImportError, RuntimeError) as error:  # the last where kernels are required and cannot be built
+    except (ValueError, ImportError, RuntimeError) as error:  # the last if kernels are required and cannot be built
         return refuse(options, error)
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Measure a suite and print its table; a figure below its goal is no failure."""
+    """Measure a suite and print its table; a figure below its goal does not change the exit status."""
     if options.suite == "gpu":
         return bench_gpu(options)
-    from amplab.amp.atomic_file import write_atomically
+    from amplab.amp.run_state.file_format import write_atomically
     from amplab.bench import as_json, as_text, run_suite
 
     if options.json is not None and not may_write(options.json):
-        return refuse(options, OSError(f"--json {options.json}: expected a file in a folder that can be written to."))
+        return refuse(options, OSError(f"--json {options.json}: expected the path of a file in a writable folder."))
     try:
         results = run_suite(options.suite, rounds=options.rounds)
         print(as_text(results))
@@ -97,7 +100,7 @@ def bench(options: argparse.Namespace) -> int:
 
 
 def bench_gpu(options: argparse.Namespace) -> int:
-    """Check and measure the CUDA kernels; the figures go to a file in any case."""
+    """Check and measure the CUDA kernels; the figures are always written to a file."""
     from amplab.bench import gpu
 
     file = [] if options.json is None else ["--json", str(options.json)]
@@ -105,12 +108,12 @@ def bench_gpu(options: argparse.Namespace) -> int:
 
 
 def may_write(path: Path) -> bool:
-    """Whether a file can be written at `path`, to be known before minutes of measuring."""
+    """Return whether a file can be written at `path`; asked before minutes of measuring."""
     return not path.is_dir() and os.access(path.parent, os.W_OK)
 
 
 def examine(options: argparse.Namespace) -> int:
-    """Print what the machine has, or what is found in a run log or a step; return 1 where that is harmful."""
+    """Print the state of the machine, or the findings in a run log or a step; return 1 if one of them is harmful."""
     from amplab.diagnose import doctor
 
     if options.target is None:
@@ -126,17 +129,19 @@ def examine(options: argparse.Namespace) -> int:
 
 
 class TargetError(ValueError):
-    """What `amplab doctor` was given cannot be looked at."""
+    """The target of `amplab doctor` cannot be examined."""
 
 
 def findings_in_log(path: str) -> "Findings":
-    """Print which run it is, return what the rules find in it. Raises TargetError: no run log, or it cannot be read."""
+    """Print which run it is and return its findings. Raises TargetError: no run log, or it cannot be read."""
     from amplab.lab import load_run
 
     try:
         run = load_run(path)
     except OSError as error:
-        raise TargetError(f"{path}: {error.strerror or error}; name a run log, as in ~/.amplab/runs.") from None
+        raise TargetError(
+            f"{path}: {error.strerror or error}; expected a run log, such as one in ~/.amplab/runs."
+        ) from None
     except ValueError as error:
         raise TargetError(str(error)) from None
     print(run)
@@ -144,13 +149,15 @@ def findings_in_log(path: str) -> "Findings":
 
 
 def findings_in_step(target: str) -> "Findings":
-    """Return what the doctor finds in what a function of a file returns: its arguments by name, or (model, loss_fn).
+    """Call a function of a file, pass what it returns to the doctor, and return the findings.
+
+    The function returns ``(model, step)`` or a dict of the doctor's arguments.
 
     Raises:
-        TargetError: the target is not FILE.py:FUNCTION, or the function returns something else. What the file or the
-            function raises passes through.
+        TargetError: the target is not FILE.py:FUNCTION, or the function returns something else. Exceptions of the file
+            and of the function pass through.
     """
-    from amplab.diagnose import doctor
+    from amplab.diagnose import Findings, doctor
 
     path, _, name = target.rpartition(":")
     if not name.isidentifier() or not Path(path).is_file():
@@ -159,46 +166,51 @@ def findings_in_step(target: str) -> "Findings":
             "function of no arguments that returns its loss, or the arguments of amplab.doctor as a dict."
         )
     returned = function_in(path, name)()
-    given = dict(zip(("model", "loss_fn"), returned, strict=False)) if isinstance(returned, tuple) else returned
+    given = dict(zip(("model", "step"), returned, strict=False)) if isinstance(returned, tuple) else returned
     if not isinstance(given, dict) or (isinstance(returned, tuple) and len(returned) != 2) or "model" not in given:
-        raise TargetError(f"{name}() returned {said(returned)}: expected (model, loss_fn), or a dict with a model.")
+        raise TargetError(f"{name}() returned {described(returned)}: expected (model, step), or a dict with a model.")
     takes = inspect.signature(doctor).parameters
     unknown = [repr(key) for key in given if key not in takes]
     if unknown:
-        raise TargetError(f"{name}() returned {', '.join(unknown)}: expected what doctor takes, {', '.join(takes)}.")
+        raise TargetError(f"{name}() returned {', '.join(unknown)}: expected arguments of doctor: {', '.join(takes)}.")
     try:
-        return doctor(**given)
+        found = doctor(**given)
     except (TypeError, ValueError) as refusal:
         raise TargetError(f"{name}(): {refusal}") from refusal
+    if not isinstance(found, Findings):  # the report on the machine
+        raise TargetError(f"{name}() returned no model: expected a torch.nn.Module as model.")
+    return found
 
 
 def function_in(path: str, name: str) -> Callable[[], object]:
-    """Return a function of a file. Raises TargetError: there is none, or Python has another module of that name."""
+    """Return a function of a file. Raises TargetError: there is none, or another module has the name of the file."""
     file = Path(path).resolve()
     sys.path.insert(0, str(file.parent))
     module = importlib.import_module(file.stem)
     loaded = getattr(module, "__file__", None)
     if loaded is None or Path(loaded).resolve() != file:
-        raise TargetError(f"{path}: Python knows another module as {file.stem}; expected another name, so rename it.")
-    function = getattr(module, name, None)
+        raise TargetError(f"{path}: another module is already imported as {file.stem}; rename the file.")
+    function: Callable[[], object] | None = getattr(module, name, None)
     if not callable(function):
         here = [each for each, value in vars(module).items() if isinstance(value, FunctionType)]
-        raise TargetError(f"{path}: it has no function {name}; expected one of {', '.join(here) or 'none'}.")
+        raise TargetError(f"{path}: it defines no function {name}; its functions: {', '.join(here) or 'none'}.")
     return function
 
 
-def said(returned: object) -> str:
-    """What a function returned, in words."""
+def described(returned: object) -> str:
+    """Say in words what a function returned."""
     return f"a tuple of {len(returned)}" if isinstance(returned, tuple) else type(returned).__name__
 
 
 def run_as_apex(options: argparse.Namespace) -> int:
-    """Run a script with amplab in the place of apex; what it prints, raises and returns is its own."""
+    """Run a script with amplab in place of apex; its output, exceptions and exit status are its own."""
     run = run_module if options.module else run_script
     words = options.words[1:] if options.words[:1] == ["--"] else options.words
     if not words:
         example = "-m package.module" if options.module else "train.py"
-        return refuse(options, ScriptError(f"no script: expected one, such as `amplab run --device cpu {example}`."))
+        return refuse(
+            options, ScriptError(f"no script given: expected one, as in `amplab run --device cpu {example}`.")
+        )
     try:
         return run(words[0], words[1:], device=options.device)
     except ScriptError as error:
@@ -206,24 +218,24 @@ def run_as_apex(options: argparse.Namespace) -> int:
 
 
 def refuse(options: argparse.Namespace, error: Exception) -> int:
-    """Say on stderr why a command cannot run; return the exit status of bad input."""
+    """Print on stderr why a command cannot run; return the exit status for bad input."""
     print(f"amplab {options.command}: {error}", file=sys.stderr)
     return BAD_INPUT
 
 
 def unknown_words(options: argparse.Namespace, words: Sequence[str]) -> str:
-    """Return the sentence that refuses words no option takes, with the option that was probably meant."""
+    """Return the error message for unknown words, with the option that was probably meant."""
     flags = {"--no-browser", *(f"--{name.replace('_', '-')}" for name in vars(options))} - {"--browser"}
     close = get_close_matches(words[0].partition("=")[0], sorted(flags), n=1, cutoff=0.7)
     meant = f"did you mean {close[0]}?" if close else f"see `amplab {options.command} --help`."
-    return f"{' '.join(words)}: no option takes this; {meant}"
+    return f"{' '.join(words)}: unknown option; {meant}"
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose refusal is one sentence.
+    """An ArgumentParser whose error message is one sentence.
 
     Args:
-        add_options: Adds the options of a command, once its name was given; some of them need torch.
+        add_options: Adds the options of a command when the command line names it, since some need torch.
     """
 
     def __init__(self, *, add_options: Callable[["Parser"], None] | None = None, **settings: Any) -> None:
@@ -237,8 +249,8 @@ class Parser(argparse.ArgumentParser):
             add_options(self)
         return super().parse_known_args(args, namespace)
 
-    def error(self, message: str) -> None:
-        """Exit with status 2 and `message`, without the usage."""
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2 and print `message` without the usage."""
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see `{self.prog} --help`.\n")
 
 
@@ -250,8 +262,8 @@ def build_parser() -> argparse.ArgumentParser:
     for name, add_options, text in (
         ("lab", add_lab, "open JupyterLab on the lab notebook"),
         ("train", add_train, "train in the terminal"),
-        ("bench", add_bench, "measure amplab against torch"),
-        ("doctor", add_doctor, "look at this machine, a run log, or a step"),
+        ("bench", add_bench, "compare the speed of amplab and torch"),
+        ("doctor", add_doctor, "examine this machine, a run log, or a training step"),
         ("run", add_run, "run a script that imports apex"),
     ):
         commands.add_parser(name, help=text, allow_abbrev=False, add_options=add_options)
@@ -260,22 +272,24 @@ def build_parser() -> argparse.ArgumentParser:
 
 def add_lab(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``amplab lab``."""
-    parser.description = "Open JupyterLab on the lab notebook, for this machine only."
-    parser.add_argument("--notebook", default="00", metavar="03", help="the lesson whose name starts so (default: 00)")
-    parser.add_argument("--port", type=int, help="fail if it is taken (default: 8888 or the next free one)")
+    parser.description = "Open JupyterLab on a lesson. The server accepts connections from this machine only."
+    parser.add_argument("--notebook", default="00", metavar="03", help="start of the lesson's name (default: 00)")
+    parser.add_argument("--port", type=int, help="port of the server (default: 8888 or the next free one)")
     parser.add_argument("--no-browser", dest="browser", action="store_false", help="print the address instead")
-    parser.add_argument("jupyter", nargs="*", metavar="-- ARGUMENT", help="anything else for JupyterLab, after --")
+    parser.add_argument("jupyter", nargs="*", metavar="-- ARGUMENT", help="further arguments for JupyterLab, after --")
     parser.set_defaults(run=open_lab)
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``amplab train``; their values are text until ExperimentConfig reads them."""
+    """Add the options of ``amplab train``; their values stay text until the config's fields read them."""
     from amplab.lab import FIELDS
 
     parser.description = "Train one model and print its loss, its loss scale and every skipped step."
-    parser.epilog = "Numbers may be written 65536, 2**16 or 1e4."
+    parser.epilog = "Numbers can be written as 65536, 2**16 or 1e4."
     parser.add_argument("--steps", type=parse_count, default=300, metavar="300", help="training steps (default: 300)")
-    parser.add_argument("--log", type=Path, metavar="PATH", help="file of the run log, written as it goes")
+    parser.add_argument(
+        "--log", type=Path, metavar="PATH", help="file or folder of the run log (default: ~/.amplab/runs)"
+    )
     for name, field in FIELDS.items():
         text = f"{field.help} (default: {field.default_text})"
         parser.add_argument(f"--{name.replace('_', '-')}", metavar=field.example_text, help=text)
@@ -284,36 +298,39 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 
 def add_bench(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``amplab bench``."""
-    parser.description = "Measure amplab against torch, by turns in one run, with one thread, and print the ratios."
-    parser.epilog = "Close what else is running: the ratios bear it, but their spread grows."
-    suites = (*BENCH_SUITES, "gpu")
-    parser.add_argument("suite", choices=suites, metavar="|".join(suites), help="what to measure; gpu needs one")
-    parser.add_argument("--rounds", type=parse_count, default=30, metavar="30", help="of each figure (default: 30)")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the figures and the machine's facts there, too"
+    parser.description = (
+        "Measure amplab and torch in alternation, with one thread, and print the ratios of their times."
     )
+    parser.epilog = "Close other programs first: they widen the spread of the ratios."
+    suites = (*BENCH_SUITES, "gpu")
+    text = "what to measure; gpu needs a CUDA device"
+    parser.add_argument("suite", choices=suites, metavar="|".join(suites), help=text)
+    text = "measurements of each figure (default: 30)"
+    parser.add_argument("--rounds", type=parse_count, default=30, metavar="30", help=text)
+    text = "also write the figures and a description of the machine to this file"
+    parser.add_argument("--json", type=Path, metavar="FILE", help=text)
     parser.set_defaults(run=bench)
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
     """Add ``amplab doctor``."""
     parser.description = (
-        "Say what this machine has for mixed precision and what is missing; or what is wrong with a run, read from its "
-        "log, or with a training step."
+        "Without a target, report what this machine has for mixed precision and what is missing. With a target, report "
+        "what is wrong with a run or with a training step."
     )
-    what = "a run log; or FILE.py:FUNCTION, which returns (model, loss_fn) or a dict of amplab.doctor's arguments"
-    parser.add_argument("target", nargs="?", metavar="RUN.jsonl|FILE.py:FUNCTION", help=what)
+    text = "a run log; or a function that returns (model, step) or a dict of amplab.doctor's arguments"
+    parser.add_argument("target", nargs="?", metavar="RUN.jsonl|FILE.py:FUNCTION", help=text)
     parser.set_defaults(run=examine)
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``amplab run``; everything from the script's name on is the script's."""
-    parser.description = "Run a script as `python` would, with amplab in the place of apex."
-    parser.add_argument("--device", choices=DEVICES, help="carry out on the CPU what the script asks of CUDA")
-    parser.add_argument("-m", dest="module", action="store_true", help="run a module, as `python -m` would")
-    # In one: argparse would keep a "--" that follows a positional of its own from the script.
-    words = "the script, or the dotted name of a module after -m, then what it is given"
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENT ...]", help=words)
+    """Add the options of ``amplab run``; everything from the script's name on belongs to the script."""
+    parser.description = "Run a script as `python` does, with amplab in place of apex."
+    parser.add_argument("--device", choices=DEVICES, help="run the script's CUDA calls on the CPU")
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module, as `python -m` does")
+    # One argument for all: argparse would remove a "--" that follows a separate argument for the script.
+    text = "the script, or after -m the name of a module, and its arguments"
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENT ...]", help=text)
     parser.usage = "amplab run [-h] [--device {cpu}] [-m] SCRIPT [ARGUMENT ...]"
     parser.set_defaults(run=run_as_apex)
 
@@ -325,13 +342,12 @@ def parse_count(text: str) -> int:
     (300, 1000, 32)
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: the text is no whole number > 0.
     """
-    power = POWER.fullmatch(text)
     try:
-        number = float(power["base"]) ** int(power["exponent"]) if power else float(text)
-    except (ValueError, OverflowError):
+        number = parse_number(text)
+    except ValueError:
         number = -1.0
-    if number < 1 or not number.is_integer():
+    if not number >= 1 or not number.is_integer():
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number > 0 such as 300, 1e3 or 2**10")
     return int(number)

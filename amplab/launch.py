@@ -1,8 +1,12 @@
-"""Open JupyterLab on one notebook: this machine only, token kept, nothing fetched from elsewhere.
+"""Open JupyterLab on one notebook: on this machine only, behind its token, with nothing downloaded.
 
-The server is the JupyterLab of the running interpreter, so that the widgets' extensions and the kernel are those
-of one environment. The user's own Jupyter configuration stays in force: command-line flags override only what the
-lab needs, and the defaults in ``jupyter/labconfig`` (no news pop-up) stand behind the user's own settings.
+The server is the JupyterLab of the running interpreter, so that the widgets' extensions and the kernel come from one
+environment. The user's Jupyter configuration stays in effect: the command line overrides only what the lab needs, and
+the defaults in ``jupyter/labconfig`` (no news pop-up) rank below the user's own settings.
+
+The server starts with ``-P``: it never imports from the folder in which ``amplab lab`` was called. Kernels start
+without it, so a notebook can import the modules beside it.
+
 Standard library only, so that JupyterLab does not wait for torch. The dashboard itself is in :mod:`amplab.views`.
 """
 
@@ -24,7 +28,7 @@ SETTINGS = Path(__file__).parent / "jupyter"
 
 
 class LaunchError(Exception):
-    """JupyterLab cannot be opened as asked; the message says what to do."""
+    """JupyterLab cannot be opened with these arguments; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class Launch:
     Attributes:
         command: program and arguments.
         environment: the whole environment of the new process.
-        opens_browser: False where JupyterLab will print its address instead.
+        opens_browser: False if JupyterLab will print its address instead.
     """
 
     command: tuple[str, ...]
@@ -46,7 +50,7 @@ def find_notebooks(start: Path | None = None) -> Path:
     """Return the folder of the numbered notebooks: beside the package, else in the working directory.
 
     Args:
-        start: folder that holds ``notebooks/``; None looks beside the package and in the working directory.
+        start: folder that holds ``notebooks/``; None searches beside the package and in the working directory.
 
     Raises:
         LaunchError: no such folder.
@@ -55,9 +59,9 @@ def find_notebooks(start: Path | None = None) -> Path:
     for place in places:
         if any((place / "notebooks").glob("[0-9][0-9]_*.ipynb")):
             return place / "notebooks"
-    looked = " and ".join(dict.fromkeys(str(place / "notebooks") for place in places))
+    searched = " and ".join(dict.fromkeys(str(place / "notebooks") for place in places))
     raise LaunchError(
-        f"found no notebooks in {looked}: they are part of the source checkout, not of the installed package; "
+        f"found no notebooks in {searched}: they are part of the source checkout, not of the installed package; "
         "clone the repository and run `amplab lab` in it."
     )
 
@@ -66,14 +70,15 @@ def choose_notebook(folder: Path, prefix: str = "00") -> Path:
     """Return the one notebook in `folder` whose name starts with `prefix` ("03", "03_loss", a whole name).
 
     Raises:
-        LaunchError: none does, or several do; the message lists what there is.
+        LaunchError: no name or several names start with it; the message lists the notebooks.
     """
     lessons = sorted(folder.glob("[0-9][0-9]_*.ipynb"))
     chosen = [lesson for lesson in lessons if prefix and lesson.name.startswith(prefix)]
     if len(chosen) == 1:
         return chosen[0]
-    problem = "no lesson's name starts so" if not chosen else f"{len(chosen)} lessons' names start so"
-    raise LaunchError(f"--notebook {prefix!r}: {problem}; there are {', '.join(lesson.stem for lesson in lessons)}.")
+    problem = "no lesson has a name" if not chosen else f"{len(chosen)} lessons have names"
+    known = ", ".join(lesson.stem for lesson in lessons)
+    raise LaunchError(f"--notebook {prefix!r}: {problem} that starts with it; the lessons are {known}.")
 
 
 def plan_launch(notebook: Path, *, port: int | None = None, browser: bool = True, extra: Sequence[str] = ()) -> Launch:
@@ -82,11 +87,11 @@ def plan_launch(notebook: Path, *, port: int | None = None, browser: bool = True
     Args:
         notebook: a file in ``<root>/notebooks``; JupyterLab serves ``<root>``.
         port: TCP port in [1, 65535]; None takes 8888 or the next free one.
-        browser: open one, where there is one.
+        browser: whether to open a browser, if there is one.
         extra: further arguments of JupyterLab, put last so that they win.
 
     Raises:
-        LaunchError: JupyterLab is not installed, or the port is not to be had.
+        LaunchError: JupyterLab is not installed, or the port is taken or invalid.
     """
     if importlib.util.find_spec("jupyterlab") is None:
         raise LaunchError(
@@ -98,7 +103,7 @@ def plan_launch(notebook: Path, *, port: int | None = None, browser: bool = True
     opens_browser = browser and has_browser()
     root = notebook.parents[1]
     command = [
-        *(sys.executable, "-m", "jupyterlab", "--log-level=WARN"),
+        *(sys.executable, "-P", "-m", "jupyterlab", "--log-level=WARN"),
         f"--ServerApp.ip={ADDRESS}",
         f"--ServerApp.root_dir={root}",
         f"--LabApp.default_url=/doc/tree/{quote(notebook.relative_to(root).as_posix())}",
@@ -114,7 +119,7 @@ def plan_launch(notebook: Path, *, port: int | None = None, browser: bool = True
 
 
 def launch(plan: Launch) -> int:
-    """Become JupyterLab; on Windows, which cannot, run it and return its exit status."""
+    """Replace this process by JupyterLab; on Windows, which cannot do that, run it and return its exit status."""
     sys.stdout.flush()
     if os.name != "nt":
         os.execve(plan.command[0], plan.command, dict(plan.environment))
@@ -122,7 +127,7 @@ def launch(plan: Launch) -> int:
 
 
 def lab_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return `environment` with the lab's default settings behind the user's, and this interpreter's kernel first."""
+    """Return `environment` with the lab's default settings after the user's, and this interpreter's kernel first."""
     paths = [environment.get("JUPYTER_CONFIG_PATH", ""), str(SETTINGS)]
     return {
         "JUPYTER_PREFER_ENV_PATH": "1",
@@ -136,20 +141,21 @@ def check_port(port: int) -> None:
     if not 1 <= port <= 65535:
         raise LaunchError(f"--port {port}: expected a number from 1 to 65535; leave it out to take the next free port.")
     with socket.socket() as probe:
-        # As the server does it; without this a port just given back counts as taken (on Windows it means the opposite).
+        # As the server does it. Without this, a port that was just released counts as taken (on Windows the option
+        # means the opposite).
         if os.name != "nt":
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((ADDRESS, port))
         except OSError as error:
             raise LaunchError(
-                f"--port {port}: not to be had on {ADDRESS} ({error.strerror or error}); choose another, "
-                "or leave --port out and the next free one is taken."
+                f"--port {port}: unavailable on {ADDRESS} ({error.strerror or error}); choose another port, "
+                "or leave --port out to take the next free one."
             ) from error
 
 
 def has_browser() -> bool:
-    """Return whether a graphical browser can be opened (a text browser would take the terminal over)."""
+    """Return whether a graphical browser can be opened (a text browser would occupy the terminal)."""
     if sys.platform.startswith("linux") and not any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"))):
         return False
     try:
@@ -160,5 +166,5 @@ def has_browser() -> bool:
 
 
 def runs_as_root() -> bool:
-    """Return whether this process is root's, where JupyterLab starts only when told that this is meant."""
+    """Return whether this process runs as root, where JupyterLab starts only with a flag that allows it."""
     return os.name == "posix" and os.geteuid() == 0

@@ -1,13 +1,19 @@
-"""Small drawings as SVG: loss scales over the steps of a run, and losses in a cell of a table."""
+"""Small drawings as SVG: loss scales over the steps of a run, and in a cell of a table losses or exponents."""
+
+from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from typing import TYPE_CHECKING
 
 from amplab.display.html import Markup
 from amplab.display.palette import CURVES, PALETTE
 
-__all__ = ["loss_drawing", "scale_drawing"]
+if TYPE_CHECKING:
+    from amplab.formats import ExponentHistogram, FloatFormat
+
+__all__ = ["exponent_drawing", "loss_drawing", "range_edges", "scale_drawing"]
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 760, 220, 44, 24, 8
 _MOST_CORNERS = 400
@@ -134,3 +140,44 @@ def _point(step: int, loss: float, low: float, high: float, steps: int) -> str:
         return ""
     across = 4 + (_SMALL_WIDTH - 8) * step / max(steps - 1, 1)
     return f"{across:.1f},{3 + (_SMALL_HEIGHT - 6) * (high - loss) / ((high - low) or 1.0):.1f}"
+
+
+_RANGE_WIDTH, _RANGE_HEIGHT = 240, 22  # pixels
+_BIN, _BEYOND = 4, 8  # units for each power of two; powers of two shown on either side of the format's range
+
+
+def exponent_drawing(histogram: ExponentHistogram, fmt: FloatFormat) -> Markup:
+    """Draw how often each exponent occurs, as bars on a logarithmic scale, over the range of a format.
+
+    The shaded frame is the range of the format, its lighter part the subnormals. Bars outside of it have the color of
+    an error: the format flushes those on the left to zero, and those on the right overflow.
+    """
+    lost, normal, top = range_edges(fmt)
+    low, high = lost - _BEYOND, top + _BEYOND
+    largest = max(int(histogram.counts.max()), 1)
+    bars: dict[str, str] = {}
+    for exponent, times in zip(histogram.exponents.tolist(), histogram.counts.tolist(), strict=True):
+        if times:
+            left = _BIN * (min(max(exponent, low), high - 1) - low)
+            tall = max(2.0, _RANGE_HEIGHT * math.log1p(times) / math.log1p(largest))
+            kind = "float16" if lost <= exponent < top else "error"
+            bars[kind] = bars.get(kind, "") + f"M{left} {_RANGE_HEIGHT}v{-tall:.1f}h{_BIN - 1}v{tall:.1f}z"
+    paths = "".join(f'<path d="{drawn}" style="fill:var(--amp-{kind})"/>' for kind, drawn in bars.items())
+    span = "only zeros" if histogram.span is None else f"from 2^{histogram.span[0]} to 2^{histogram.span[1]}"
+    return Markup(
+        f'<svg class="small" viewBox="0 0 {_BIN * (high - low)} {_RANGE_HEIGHT}" width="{_RANGE_WIDTH}" '
+        f'height="{_RANGE_HEIGHT}" preserveAspectRatio="none" role="img" aria-label="exponents {span}">'
+        f"<title>{span}</title>{_frame(lost - low, normal - low, 0.07)}{_frame(normal - low, top - low, 0.13)}"
+        f"{paths}</svg>"
+    )
+
+
+def range_edges(fmt: FloatFormat) -> tuple[int, int, int]:
+    """Return the first exponent that `fmt` does not flush, the first normal one, and the first that overflows."""
+    kept = round(math.log2(fmt.smallest_subnormal)) - 1
+    return kept, round(math.log2(fmt.smallest_normal)), fmt.max_exponent + 1
+
+
+def _frame(start: int, end: int, opacity: float) -> str:
+    size = f'width="{_BIN * (end - start)}" height="{_RANGE_HEIGHT}"'
+    return f'<rect x="{_BIN * start}" {size} opacity="{opacity}"/>'

@@ -4,7 +4,7 @@ import re
 import textwrap
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 
-__all__ = ["WIDTH", "aligned", "filled", "fitted", "labelled", "places", "wrapped"]
+__all__ = ["WIDTH", "fitted", "labelled", "wrapped"]
 
 WIDTH = 100
 """Columns of a page of text: what a notebook of 1000 pixels shows without breaking lines."""
@@ -30,17 +30,6 @@ def labelled(label: str, text: str) -> str:
                          break_long_words=False)  # fmt: skip
 
 
-def filled(lines: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-    """Return lines of cells, the first of them the titles, without the columns that have nothing but a title."""
-    columns = [column for column in zip(*lines, strict=True) if not set(column[1:]) <= {"", "-", "–"}]
-    return list(zip(*columns, strict=True))
-
-
-def places(titles: Sequence[str], chosen: Container[str]) -> set[int]:
-    """Return where the columns of these titles are."""
-    return {place for place, title in enumerate(titles) if title in chosen}
-
-
 def fitted(
     lines: Sequence[Sequence[str]], right: Container[int] = (), cut: Collection[int] = ()
 ) -> Iterator[list[str]]:
@@ -62,12 +51,6 @@ def fitted(
             cells[place] = _cut(cells[place], height, widths[place])
         rows = ([cell[row] if row < len(cell) else "" for cell in cells] for row in range(height))
         yield [_line(row, widths, right) for row in rows]
-
-
-def aligned(lines: Sequence[Sequence[str]], right: Container[int] = ()) -> Iterator[str]:
-    """Yield lines of cells in columns; those in `right` end at the same place, the others begin there."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return (_line(line, widths, right) for line in lines)
 
 
 def _narrow(widths: list[int], floors: Mapping[int, int]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amplab.amp.model_weights import cast_model
+from amplab.amp.apex.model_weights import cast_model
 
 __all__ = ["BN_convert_float", "FP16Model", "convert_module", "convert_network", "network_to_half", "tofp16"]
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amplab.amp.gradients import SetAside, add_unscaled, set_aside
-from amplab.amp.optimizer_params import params_of, replace_params
+from amplab.amp.backward.gradients import SetAside, add_unscaled, set_aside
+from amplab.amp.backward.optimizer_params import params_of, replace_params
 from amplab.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from amplab.scalers import MasterWeights, Unscaler
 

@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 
 from amplab.amp import OPT_LEVELS, explain_override
+from amplab.display.numbers import parse_number
 from amplab.lab.models import MODELS
 from amplab.lab.tasks import TASKS
 
@@ -47,7 +48,6 @@ _LARGEST_SCALE = 2.0**127  # the largest power of two in float32, the type of a 
 _SMALLEST_SCALE = 2.0**-126  # the smallest whose inverse float32 can hold, which unscaling needs
 _LONGEST_ECHO = 40  # characters of a refused value
 _HEAD = re.compile(r"amplab/(?P<version>\S+)")
-_POWER = re.compile(r"(?P<base>\d+(?:\.\d+)?)(?:\*\*|\^)(?P<exponent>[+-]?\d+)")
 _WHOLE = re.compile(r"[+-]?\d{1,30}")
 _WORDS = {"none": None, "true": True, "false": False}
 
@@ -249,8 +249,7 @@ class ConfigField:
 def _declare(default: T, values: Values, *, none_means: str = "", **details: Any) -> T:
     """Declare a field of `ExperimentConfig`; the details are attributes of `ConfigField`."""
     values = values.or_none() if none_means else values
-    declared = field(default=default, metadata={"values": values, "none_means": none_means, **details})
-    return cast(T, declared)
+    return field(default=default, metadata={"values": values, "none_means": none_means, **details})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -531,12 +530,9 @@ def _read(text: str) -> object:
         return _WORDS[text.lower()]
     if _WHOLE.fullmatch(text):
         return int(text)
-    power = _POWER.fullmatch(text)
     try:
-        return float(power["base"]) ** int(power["exponent"]) if power else float(text)
-    except OverflowError:
-        return math.inf
-    except (ValueError, ZeroDivisionError):
+        return parse_number(text)
+    except ValueError:
         return text
 
 

@@ -12,11 +12,12 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from amplab.display.html import Markup, dtype_chips, figures, html_table, key, markup, name, page, ribbon
+from amplab.display.html import Markup, dtype_chips, figures, key, markup, name, page, ribbon
 from amplab.display.numbers import count, power, size
-from amplab.display.text import WIDTH, filled, fitted, places, wrapped
+from amplab.display.table import Cell, Column, Table
+from amplab.display.text import wrapped
 from amplab.trace.kept_tensors import KeptBytes
 from amplab.trace.records import OpRecord, TensorInfo, folded
 from amplab.trace.statistics import OpStatistics
@@ -26,28 +27,31 @@ if TYPE_CHECKING:
 
 __all__ = ["dtypes", "html", "summary", "text"]
 
-_NUMBERS = ("#", "cast")
-"""The columns of numbers."""
-
-_HEADS = ("#", "op", "module", "line", "in → out", "cast", "reason")
-_MEASURED = ("values", "of them")
+_COLUMNS = (
+    Column("#", right=True),
+    Column("op"),
+    Column("module", as_html=name),
+    Column("line"),
+    Column("in → out", as_html=dtype_chips),
+    Column("cast", right=True),
+    Column("values"),
+    Column("of them"),
+    Column("reason", cut=True),
+)
+_MODULE = 2
 _COUNTED = {"zeros": "zero", "half_subnormals": "subnormal", "infs": "inf", "nans": "nan"}
 _MOST_MODULES = 8
-_MIRROR = re.compile(r"^autograd's mirror of \S+ (#\d+)")
-_MODULE = 2  # the column that the tables of modules do not need
+_GRADIENT_OF = re.compile(r"^gradient of \S+ (#\d+)")
 _Run = tuple[str, bool, int, str]
+_Item = TypeVar("_Item")
 
 
 def text(xray: "XRay", *, every: bool = False) -> str:
-    """Return what it comes to and the table."""
+    """Return the totals and a table of all ops, or of those that do not fold."""
     groups = [[record] for record in xray.trace] if every else list(folded(xray.trace))
-    titles, *body = filled([_heads(xray), *(_brief(_cells(group, xray)) for group in groups)])
-    head, *lines = fitted([titles, *body], right=places(titles, _NUMBERS), cut={len(titles) - 1})
-    phases = [group[0].phase for group in groups]
-    shown = [*map(wrapped, _totals(xray)), "", *head]
-    for phase, members in groupby(range(len(groups)), key=phases.__getitem__):
-        shown += [f"-- {phase} ".ljust(WIDTH, "-"), *(line for place in members for line in lines[place])]
-    return "\n".join([*shown, *_reasons(groups, lines)])
+    table = Table(_COLUMNS, [_cells(group, xray) for group in groups], groups=[group[0].phase for group in groups])
+    _, *rows = table.text_rows()
+    return "\n".join([*map(wrapped, _totals(xray)), "", str(table), *_reasons(groups, rows)])
 
 
 def summary(xray: "XRay") -> str:
@@ -64,7 +68,7 @@ def summary(xray: "XRay") -> str:
 
 def _kept(xray: "XRay") -> str:
     if xray.kept is None:
-        return "bytes kept for backward not counted, since torch.func takes no saved tensor hooks"
+        return "bytes kept for backward not counted, since torch.func does not support saved tensor hooks"
     return f"{size(xray.kept.total)} kept for backward"
 
 
@@ -73,17 +77,17 @@ def _totals(xray: "XRay") -> list[str]:
     saved = sum(cast.saved for cast in xray.casts if cast.cached)
     lines = [f"{summary(xray)}.", f"Backward starts from {xray.loss}, times {power(xray.loss_scale)}."]
     if saved:
-        lines.append(f"The weight cache spared {size(saved)} of casts.")
+        lines.append(f"The weight cache avoided {size(saved)} of casts.")
     if xray.measured is not None and xray.measured.by_reference:
         lines.append(
-            "Measured by the pure-torch reference: the same counts in several times the time of the kernel, which "
-            "amplab.kernels.ensure(wait=True) builds where a compiler is."
+            "Measured by the PyTorch reference, which is several times slower than the kernel; call "
+            "amplab.kernels.ensure(wait=True) to build the kernel."
         )
     return lines + _kept_words(xray)
 
 
 def _kept_words(xray: "XRay") -> list[str]:
-    """What is kept for backward, by module, the most first."""
+    """What is kept for backward, by module, the largest first."""
     kept = xray.kept or KeptBytes()
     parts = (("Activations", kept.activations), ("Casts of weights", kept.weight_casts))
     return [f"{name} kept for backward: {_by_module(sizes)}." for name, sizes in parts if sizes]
@@ -96,23 +100,29 @@ def _by_module(sizes: Mapping[str, int]) -> str:
     return f"{size(sum(sizes.values()))}: " + ", ".join([*named, *rest])
 
 
-def _heads(xray: "XRay") -> tuple[str, ...]:
-    """Return the titles of the columns of `cells`."""
-    return _HEADS if xray.statistics is None else (*_HEADS[:-1], *_MEASURED, _HEADS[-1])
-
-
 def _cells(group: Sequence[OpRecord], xray: "XRay") -> tuple[str, ...]:
-    """Return the cells of the line that `group` shares."""
+    """The cells of the line that `group` shares. In text, files have no folder and a forward op only its number."""
     record = group[0]
-    name = record.op if len(group) == 1 else f"{record.op} ×{len(group)}"
+    op = record.op if len(group) == 1 else f"{record.op} ×{len(group)}"
+    place = str(record.line or "-").rpartition("/")[2]
     moved = size(sum(member.cast_bytes for member in group)) if record.is_cast else ""
-    first = (str(record.index), name, record.module or "-", str(record.line or "-"), dtypes(record), moved)
-    measured = () if xray.statistics is None else _measured(group, xray.statistics)
-    return (*first, *measured, _why(group, xray))
+    values, counts = _measured(group, xray.statistics or {})
+    reason = _why(group, xray)
+    return (
+        str(record.index),
+        Cell(op, name(record.op, len(group))),
+        record.module or "-",
+        Cell(place, _code_line(record)),
+        dtypes(record),
+        moved,
+        values,
+        counts,
+        Cell(_GRADIENT_OF.sub(r"gradient of \1", reason), markup(reason)),
+    )
 
 
 def dtypes(record: OpRecord) -> str:
-    """Return the dtypes in and out of an op, equal neighbours counted."""
+    """Return the input and output dtypes of an op; consecutive equal ones are counted."""
     return f"{_counted(record.inputs)} → {_counted(record.outputs)}"
 
 
@@ -130,17 +140,11 @@ def _why(group: Sequence[OpRecord], xray: "XRay") -> str:
 
 
 def _reasons(groups: Sequence[Sequence[OpRecord]], lines: Sequence[Sequence[str]]) -> list[str]:
-    """The reasons that the table has cut short, each once; those of backward mirror these."""
+    """The reasons in forward that the table cuts, each once."""
     pairs = zip(groups, lines, strict=True)
     cut = [group[0] for group, shown in pairs if any(line.endswith("…") for line in shown)]
     whole = dict.fromkeys(record.reason for record in cut if record.phase == "forward")
     return ["", "In full:", *map(wrapped, whole)] if whole else []
-
-
-def _brief(line: tuple[str, ...]) -> tuple[str, ...]:
-    """A line of cells in few words: the file without its folder, and what backward mirrors by its number alone."""
-    number, op, module, place, *others, reason = line
-    return number, op, module, place.rpartition("/")[2], *others, _MIRROR.sub(r"mirror of \1", reason)
 
 
 def _measured(group: Sequence[OpRecord], statistics: Mapping[int, OpStatistics]) -> tuple[str, str]:
@@ -191,7 +195,7 @@ def _figures(xray: "XRay") -> str:
 
 
 def _bands(records: Sequence[OpRecord]) -> str:
-    """The whole step, forward above backward, and what its colours mean."""
+    """The whole step, forward above backward, and a legend of its colors."""
     bands = ""
     for phase in ("forward", "backward"):
         runs = _runs(record for record in records if record.phase == phase)
@@ -201,42 +205,31 @@ def _bands(records: Sequence[OpRecord]) -> str:
 
 
 def _part(xray: "XRay", module: str, groups: list[list[OpRecord]]) -> str:
-    """One module: a line of its numbers that unfolds into the table of its ops."""
+    """One module: a line with its numbers that unfolds into a table of its ops."""
     records = [record for group in groups for record in group]
     moved = sum(record.cast_bytes for record in records)
     kept = xray.kept.of(module) if xray.kept else 0
     runs = _runs(records)
     numbers = (_figure(f"{len(records):,}", "ops"), _figure(size(moved), "of casts"), _figure(size(kept), "kept"))
-    columns = _columns((name(module) if module else "outside of every module", ribbon(runs, _said(runs)), *numbers))
-    titles, *lines = filled(
-        [_without_module(each) for each in (_heads(xray), *(_line(group, xray) for group in groups))]
-    )
-    table = html_table(
-        titles,
-        lines,
-        right=places(titles, _NUMBERS),
-        caption=f"Ops of {module}" if module else "Ops outside of every module",
+    columns = _columns((name(module) if module else "outside any module", ribbon(runs, _said(runs)), *numbers))
+    table = Table(
+        _without_module(_COLUMNS),
+        [_without_module(_cells(group, xray)) for group in groups],
+        caption=f"Ops of {module}" if module else "Ops outside any module",
         groups=[group[0].phase for group in groups],
     )
-    return f'<details><summary><span class="columns">{columns}</span></summary>{table}</details>'
+    return f'<details><summary><span class="columns">{columns}</span></summary>{table.html()}</details>'
 
 
 def _figure(shown: str, what: str) -> str:
-    """A number under a title, and what it is for those who cannot see the title."""
+    """A number with its title for screen readers."""
     return Markup(f'{shown}<span class="unseen"> {what}</span>') if shown != "0 B" else ""
 
 
-def _line(group: list[OpRecord], xray: "XRay") -> tuple[str, ...]:
-    record = group[0]
-    line = list(_cells(group, xray))
-    line[1], line[3], line[4] = name(record.op, len(group)), _code_line(record), dtype_chips(dtypes(record))
-    return tuple(line)
-
-
-def _code_line(record: OpRecord) -> str:
-    """The place of the line of code, the line itself where one points at it."""
+def _code_line(record: OpRecord) -> Markup:
+    """File and number of the line of code; a tooltip shows the line itself."""
     if record.line is None:
-        return "–"
+        return Markup("–")
     return Markup(f'<span title="{markup(record.line.source)}">{name(str(record.line))}</span>')
 
 
@@ -246,7 +239,7 @@ def _columns(cells: Iterable[str]) -> str:
 
 
 def _runs(records: Iterable[OpRecord]) -> list[_Run]:
-    """Neighbours of one module that are alike, as one piece of a band."""
+    """Consecutive ops of one module and dtype as one piece of a band."""
     grouped = groupby(records, key=lambda record: (record.module, _dtype(record), record.is_cast))
     return [_run(module, dtype, is_cast, list(run)) for (module, dtype, is_cast), run in grouped]
 
@@ -254,11 +247,11 @@ def _runs(records: Iterable[OpRecord]) -> list[_Run]:
 def _run(module: str, dtype: str, is_cast: bool, run: list[OpRecord]) -> _Run:
     ops = ", ".join(list(dict.fromkeys(record.op for record in run))[:6])
     what = f"{count(len(run), 'cast')} to {dtype}" if is_cast else f"{ops} in {dtype}"
-    return dtype, is_cast, len(run), f"{module or 'outside of every module'}: {what}"
+    return dtype, is_cast, len(run), f"{module or 'outside any module'}: {what}"
 
 
 def _said(runs: Iterable[_Run]) -> str:
-    """What a band shows, in words."""
+    """A description of a band."""
     times: dict[str, int] = defaultdict(int)
     for dtype, is_cast, number, _ in runs:
         times[f"to {dtype}" if is_cast else dtype] += number
@@ -269,10 +262,10 @@ def _said(runs: Iterable[_Run]) -> str:
 
 
 def _dtype(record: OpRecord) -> str:
-    """What an op is coloured by: the first floating-point dtype it writes, else the first it writes or reads."""
+    """The dtype that colors an op: the first floating-point one that it writes, else the first one of all."""
     infos = (*record.outputs, *record.inputs)
     return next((info.dtype_name for info in infos if info.dtype.is_floating_point), infos[0].dtype_name)
 
 
-def _without_module(line: tuple[str, ...]) -> tuple[str, ...]:
+def _without_module(line: tuple[_Item, ...]) -> tuple[_Item, ...]:
     return (*line[:_MODULE], *line[_MODULE + 1 :])

@@ -12,10 +12,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
+from jupyter_client.blocking import BlockingKernelClient
 
+import amplab
 from amplab.launch import LaunchError, choose_notebook, find_notebooks, lab_environment, plan_launch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +60,7 @@ def test_unclear_lesson_says_which_there_are(lessons: Path, prefix: str, problem
 
 def test_command_opens_one_document_on_this_machine(lessons: Path) -> None:
     plan = plan_launch(lessons / "03_loss_scale.ipynb", browser=False, extra=["--debug"])
-    assert plan.command[:3] == (sys.executable, "-m", "jupyterlab")
+    assert plan.command[:4] == (sys.executable, "-P", "-m", "jupyterlab")
     assert plan.command[-1] == "--debug"
     assert {
         "--ServerApp.ip=127.0.0.1",
@@ -75,7 +79,7 @@ def test_taken_port_is_said(lessons: Path) -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(LaunchError, match=rf"--port {port}: not to be had .* choose another, or leave --port out"):
+        with pytest.raises(LaunchError, match=rf"--port {port}: unavailable .* leave --port out"):
             plan_launch(lessons / "00_the_lab.ipynb", port=port)
     assert f"--ServerApp.port={port}" in plan_launch(lessons / "00_the_lab.ipynb", port=port).command
 
@@ -107,12 +111,12 @@ def test_settings_stand_behind_the_users_own() -> None:
     assert environment["JUPYTER_PREFER_ENV_PATH"] == "1"
 
 
-def fetch(url: str, *, patience: float = 20.0) -> str:
-    """Return a page; JupyterLab prints its address a moment before it listens there."""
+def fetch(url: str, content: bytes | None = None, *, patience: float = 20.0) -> str:
+    """Return a page, or the answer to content; JupyterLab prints its address a moment before it listens there."""
     deadline = time.monotonic() + patience
     while True:
         try:
-            with urllib.request.urlopen(url, timeout=patience) as reply:
+            with urllib.request.urlopen(url, content, timeout=patience) as reply:
                 return reply.read().decode()
         except urllib.error.URLError as error:
             if not isinstance(error.reason, ConnectionRefusedError) or time.monotonic() > deadline:
@@ -120,16 +124,18 @@ def fetch(url: str, *, patience: float = 20.0) -> str:
             time.sleep(0.05)
 
 
-@pytest.fixture
-def address(tmp_path: Path) -> Iterator[str]:
-    """Start `amplab lab` without a browser, as a user without any configuration; yield the address it prints."""
+@contextmanager
+def running_lab(tmp_path: Path, cwd: Path, *command: str) -> Iterator[str]:
+    """Start the lab without a browser, as a user without any configuration; yield the address it prints."""
     folders = {
         name: str(tmp_path / name)
         for name in ("HOME", "IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
     }
-    command = [sys.executable, "-m", "amplab", "lab", "--no-browser"]
+    # Without the working folder on the path, as the installed command; with the checkout, if amplab is not installed.
+    command = [sys.executable, "-P", *command]
+    environment = {**os.environ, **folders, "PYTHONPATH": str(ROOT)}
     server = subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, **folders}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     # Ends the loop below where the server never prints an address.
     watchdog = threading.Timer(60, server.kill)
@@ -150,13 +156,51 @@ def address(tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="the server is stopped by a signal")
-def test_real_server_keeps_its_token_and_asks_no_questions(address: str) -> None:
+def test_real_server_keeps_its_token_and_asks_no_questions(tmp_path: Path) -> None:
     page = rf"({SERVER}:\d+)/doc/tree/notebooks/00_the_lab\.ipynb\?token=(\w+)"
-    server, token = re.fullmatch(page, address).groups()
-    assert "jupyter-config-data" in fetch(address)
-    with pytest.raises(urllib.error.HTTPError, match="403"):
-        fetch(f"{server}/api/contents")
-    settings = fetch(f"{server}/lab/api/settings/@jupyterlab/apputils-extension:notification?token={token}")
+    with running_lab(tmp_path, ROOT, "-m", "amplab", "lab", "--no-browser") as address:
+        server, token = re.fullmatch(page, address).groups()
+        assert "jupyter-config-data" in fetch(address)
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            fetch(f"{server}/api/contents")
+        settings = fetch(f"{server}/lab/api/settings/@jupyterlab/apputils-extension:notification?token={token}")
     defaults = json.loads(settings)["schema"]["properties"]
     assert defaults["fetchNews"]["default"] == "false"
     assert defaults["checkForUpdates"]["default"] is False
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the server is stopped by a signal")
+def test_no_code_of_the_working_folder_runs_and_kernels_import_what_lies_beside_a_notebook(tmp_path: Path) -> None:
+    here, notebook = tmp_path / "here", tmp_path / "root" / "lessons" / "a.ipynb"
+    here.mkdir()
+    notebook.parent.mkdir(parents=True)
+    for name in ("jupyterlab", "jupyter_server", "torch", "tornado", "jupyter_config"):
+        (here / f"{name}.py").write_text(f"open({str(here / 'executed')!r}, 'a').write({name!r})")
+    notebook.write_text('{"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}')
+    notebook.with_name("beside.py").write_text("VALUE = 42")
+    start = f"from amplab.launch import *; from pathlib import Path; launch(plan_launch(Path({str(notebook)!r})))"
+    with running_lab(tmp_path, here, "-c", start) as address:
+        server, token = re.fullmatch(rf"({SERVER}:\d+)/.*\?token=(\w+)", address).groups()
+        assert "jupyter-config-data" in fetch(address)
+        wanted = {"path": "lessons/a.ipynb", "name": "a", "type": "notebook", "kernel": {"name": "python3"}}
+        session = json.loads(fetch(f"{server}/api/sessions?token={token}", json.dumps(wanted).encode()))
+        (connection,) = (tmp_path / "JUPYTER_RUNTIME_DIR").glob(f"kernel-{session['kernel']['id']}*.json")
+        code = "import amplab, beside, torch; print(beside.VALUE, amplab.__version__, torch.__version__)"
+        assert run_in_kernel(connection, code) == f"42 {amplab.__version__} {torch.__version__}\n"
+    assert not (here / "executed").exists()
+
+
+def run_in_kernel(connection: Path, code: str) -> str:
+    """Return what code prints in the kernel of a connection file."""
+    client = BlockingKernelClient(connection_file=str(connection))
+    client.load_connection_file()
+    client.start_channels()
+    printed = []
+    try:
+        client.wait_for_ready(timeout=60)
+        client.execute_interactive(
+            code, timeout=60, output_hook=lambda message: printed.append(message["content"].get("text", ""))
+        )
+    finally:
+        client.stop_channels()
+    return "".join(printed)

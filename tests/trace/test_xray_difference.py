@@ -58,7 +58,7 @@ def test_the_same_twice_is_no_difference():
     assert (len(found), found.rows(), found.casts()) == (0, [], [])
     assert " ".join(str(found).split()) == found.sentence
     assert "table" not in outline(found._repr_html_()).counts
-    assert ": of 10 ops 0 changed dtypes, 0 came, 0 went; casts 7 → 7," in found.sentence
+    assert ": of 10 ops 0 changed dtypes, 0 added, 0 removed; casts 7 → 7," in found.sentence
 
 
 @pytest.mark.parametrize(("first", "kind"), [(False, "added"), (True, "removed")])
@@ -69,7 +69,7 @@ def test_ops_that_come_and_go(first, kind):
         ("tanh", kind, "backward"),
     ]
     (text, *_) = [line for line in str(found).splitlines() if "tanh" in line]
-    assert ("(not there)" if kind == "added" else "(gone)") in text
+    assert f"({kind})" in text
 
 
 def test_text_and_html_say_the_same():
@@ -78,7 +78,7 @@ def test_text_and_html_say_the_same():
         xray(model, (BATCH, torch.tensor([0, 1])), loss=F.cross_entropy, opt_level="O2")
     )
     said, (head, *lines) = (part.splitlines() for part in str(found).split("\n\n"))
-    assert head.split()[:3] == ["op", "module", "line"]
+    assert head.split()[:2] == ["op", "module"]
     assert " ".join(line.strip() for line in said) == found.sentence
     assert max(map(len, (*said, *lines))) <= 100
     page = outline(found._repr_html_())
@@ -94,15 +94,13 @@ class Other(Net):
 
 def test_two_models_are_said_to_be_two():
     found = xray(Net(), BATCH).diff(xray(Other(), BATCH))
-    assert found.sentence.startswith("Net beside Other, two models, as it is → as it is: of 8 ops 0 changed dtypes")
+    assert found.sentence.startswith("two models, Net and Other, as it is → as it is: of 8 ops 0 changed dtypes")
     assert xray(Net(), BATCH).diff(xray(Net(), BATCH)).sentence.startswith("as it is → as it is: ")
 
 
 def test_models_with_nothing_in_common_are_refused():
     other = xray(nn.Sequential(nn.Tanh()), BATCH.clone().requires_grad_(), loss=lambda out: out.square().mean())
-    with pytest.raises(
-        ValueError, match=r"^the X-rays of Linear and Sequential have no op of the same kind in a module"
-    ):
+    with pytest.raises(ValueError, match=r"^The X-rays of Linear and Sequential have no op"):
         xray(nn.Linear(8, 8), BATCH, loss=lambda out: out.sum()).diff(
             dataclasses.replace(other, events=other.events[:1])
         )

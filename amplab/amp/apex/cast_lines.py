@@ -1,0 +1,95 @@
+"""The lines of ``verbosity=2``: one for each tensor that is cast for an op, as apex prints them.
+
+    Float->Half (linear)
+    Half->Float (cross_entropy)
+
+A weight is told when it is cast, not when its cast is used again.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from amplab.formats import LOW_PRECISION_DTYPES
+from amplab.policies import CastingEngine, CastPolicy, OpRule, PrecisionPolicy
+from amplab.policies.argument_casts import floating_tensors, widest
+from amplab.policies.half_on_cpu import HalfMode
+
+__all__ = ["VerboseEngine"]
+
+_WORDS = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "Float"}
+
+_Step = Callable[..., Any]
+
+
+class VerboseEngine(CastingEngine):
+    """A `CastingEngine` that prints a line for every cast; copies of it in other processes are silent.
+
+    Args:
+        policy: as `CastingEngine`.
+    """
+
+    def __init__(self, policy: PrecisionPolicy) -> None:
+        self._verbose: dict[tuple[HalfMode, bool, bool], dict[Any, _Step]] = {}
+        super().__init__(policy)
+
+    def plan(self, half_mode: HalfMode, casts: bool, explained: bool) -> dict[Any, _Step]:
+        """The plan of `CastingEngine`, each step telling its casts; a reader of explanations hears of them anyway."""
+        silent = super().plan(half_mode, casts, explained)
+        if explained or not casts:
+            return silent
+        key = (half_mode, casts, explained)
+        if key not in self._verbose:
+            self._verbose[key] = {func: self._told(step, self.policy.explain(func)) for func, step in silent.items()}
+        return self._verbose[key]
+
+    def _told(self, step: _Step, rule: OpRule) -> _Step:
+        target = _TARGETS.get(rule.cast)
+        if target is None:
+            return step
+
+        def telling(mode: Any, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+            tensors = floating_tensors((*args, *kwargs.values())) or []
+            before, kept = [tensor.dtype for tensor in tensors], len(self.cache)
+            result = step(mode, func, args, kwargs)
+            dtype = target(tensors, self.policy.compute_dtype)
+            weights = len(self.cache) - kept if rule.cast is CastPolicy.LOWER_PRECISION_FP else len(tensors)
+            for tensor, old in zip(tensors, before, strict=True):
+                if dtype is None or old is dtype or old not in _WORDS:
+                    continue
+                if isinstance(tensor, Parameter):
+                    weights -= 1
+                    if weights < 0:
+                        continue
+                print(f"{_WORDS[old]}->{_WORDS.get(dtype, dtype)} ({rule.op})")  # noqa: T201  as apex does
+            return result
+
+        return telling
+
+
+def _lower(tensors: list[Tensor], compute_dtype: torch.dtype) -> torch.dtype | None:
+    return None if any(tensor.dtype is torch.float64 for tensor in tensors) else compute_dtype
+
+
+def _fp32(tensors: list[Tensor], _compute_dtype: torch.dtype) -> torch.dtype | None:
+    return torch.float32 if any(tensor.dtype in LOW_PRECISION_DTYPES for tensor in tensors) else None
+
+
+def _promote(tensors: list[Tensor], _compute_dtype: torch.dtype) -> torch.dtype | None:
+    return widest(tensors) if len(tensors) > 1 else None
+
+
+def _match_self(tensors: list[Tensor], _compute_dtype: torch.dtype) -> torch.dtype | None:
+    return tensors[0].dtype if tensors else None
+
+
+_TARGETS: dict[CastPolicy, Callable[[list[Tensor], torch.dtype], torch.dtype | None]] = {
+    CastPolicy.LOWER_PRECISION_FP: _lower,
+    CastPolicy.FP32: _fp32,
+    CastPolicy.PROMOTE: _promote,
+    CastPolicy.SEQUENCE_PROMOTE: _promote,
+    CastPolicy.MATCH_SELF: _match_self,
+}

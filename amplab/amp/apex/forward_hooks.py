@@ -1,0 +1,149 @@
+"""What `initialize` hangs on a model's forward: casts of inputs and outputs, and an engine around it.
+
+    inputs -> cast to input_dtype -> forward, under the engine -> outputs cast to output_dtype
+
+Official hooks of `torch.nn.Module`, so a copied model runs as the original does, under the same engine, and a
+pickled one under an equal one. The weights are cast in `model_weights`; engines are in `amplab.policies`.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from amplab.policies import CastingEngine, cast_tree
+from amplab.policies.thread_scopes import HookScopes
+
+__all__ = ["ForwardHooks", "input_edits"]
+
+
+class ForwardHooks:
+    """Cast what goes in and out of one model's forward, and run it under an engine.
+
+    Args:
+        input_dtype: floating tensors in args and kwargs are cast to it, containers kept; None for no cast.
+        output_dtype: the same for the result.
+        engine: active during forward; None for no engine.
+        on_cpu_only: let the engine rest when the weights are elsewhere (it is there for its accumulation).
+    """
+
+    def __init__(
+        self,
+        *,
+        input_dtype: torch.dtype | None,
+        output_dtype: torch.dtype | None,
+        engine: CastingEngine | None,
+        on_cpu_only: bool,
+    ) -> None:
+        self.input_dtype = input_dtype
+        self.output_dtype = output_dtype
+        self.engine = engine
+        self.on_cpu_only = on_cpu_only
+        self._scopes = HookScopes()
+
+    def register(self, model: nn.Module) -> list[RemovableHandle]:
+        """Hang the hooks on ``model``, inside of any hooks that it has; empty where there is nothing to do."""
+        if self.engine is None and self.input_dtype is None and self.output_dtype is None:
+            return []
+        return [
+            model.register_forward_pre_hook(self.before_forward, with_kwargs=True),
+            model.register_forward_hook(self.after_forward, prepend=True, always_call=True),
+        ]
+
+    def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Enter the engine, then cast the inputs."""
+        engine_rests = self.engine is None or (self.on_cpu_only and not _on_cpu(model))
+        self._scopes.enter(*(() if engine_rests else (self.engine.active(),)))
+        if self.input_dtype is None:
+            return None
+        cast = cast_tree(args, self.input_dtype), cast_tree(kwargs, self.input_dtype)
+        self._scopes.add(input_edits((args, kwargs), cast, self._outward))
+        return cast
+
+    def after_forward(self, _model: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        """Leave the engine, then cast the output; called with None when forward has raised."""
+        self._scopes.leave()
+        return self._outward(output)
+
+    def _outward(self, value: Any) -> Any:
+        return value if self.output_dtype is None else cast_tree(value, self.output_dtype)
+
+    def leave(self) -> None:
+        """Leave what this thread is still in: an interrupt in forward lets no hook run."""
+        self._scopes.leave_all()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_scopes": None}  # the engine pickles as its policy
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _scopes=HookScopes())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ForwardHooks":
+        return ForwardHooks(
+            input_dtype=self.input_dtype,
+            output_dtype=self.output_dtype,
+            engine=self.engine,
+            on_cpu_only=self.on_cpu_only,
+        )
+
+
+def _on_cpu(model: nn.Module) -> bool:
+    first = next(model.parameters(), None)
+    return first is not None and first.device.type == "cpu"
+
+
+@contextmanager
+def input_edits(given: Any, cast: Any, outward: Callable[[Any], Any]) -> Iterator[None]:
+    """Carry what the block adds to, changes in and takes from ``cast`` over to ``given``.
+
+    Args:
+        given: inputs as the caller passed them, containers in containers.
+        cast: the same, as `amplab.policies.cast_tree` returned them.
+        outward: applied to what is carried over.
+
+    Sync: none.
+    """
+    pairs = [(old, new, copy.copy(old), copy.copy(new)) for old, new in _copied(given, cast)]
+    try:
+        yield
+    finally:
+        for old, new, old_items, new_items in pairs:
+            if isinstance(old, list):
+                _carry_list(old, new, old_items, new_items, outward)
+            else:
+                _carry_mapping(old, new, new_items, outward)
+
+
+def _copied(given: Any, cast: Any) -> Iterator[tuple[Any, Any]]:
+    """The containers that can be written into and that ``cast`` has a copy of."""
+    if cast is given:
+        return
+    if isinstance(given, MutableMapping):
+        yield given, cast
+        for key in given:
+            yield from _copied(given[key], cast[key])
+    elif isinstance(given, list | tuple):
+        if isinstance(given, list):
+            yield given, cast
+        for old, new in zip(given, cast, strict=True):
+            yield from _copied(old, new)
+
+
+def _carry_mapping(old: MutableMapping, new: MutableMapping, before: MutableMapping, outward: Callable) -> None:
+    for key, value in new.items():
+        if key not in before or value is not before[key]:
+            old[key] = outward(value)
+    for key in before:
+        if key not in new:
+            old.pop(key, None)
+
+
+def _carry_list(old: list, new: list, old_items: list, new_items: list, outward: Callable) -> None:
+    if len(new) == len(new_items) and all(a is b for a, b in zip(new, new_items, strict=True)):
+        return
+    originals = {id(cast): given for cast, given in zip(new_items, old_items, strict=True)}
+    old[:] = [originals[id(item)] if id(item) in originals else outward(item) for item in new]

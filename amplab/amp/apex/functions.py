@@ -1,0 +1,195 @@
+"""The functions of ``from apex import amp``, driving one default session for each thread that initializes.
+
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+    optimizer.step()
+
+At O1 the thread that calls `initialize` casts from there on to `reset`; other threads do inside the forward of
+initialized models. Each function is the method of `Session` of its name, which says what it does and raises. For
+experiments that share nothing make a `Session` of each.
+"""
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any
+
+from amplab.amp.apex.registered_functions import RegisteredFunctions
+from amplab.amp.apex.session import Session
+from amplab.policies import CastPolicy
+
+__all__ = [
+    "clip_grad_norm_",
+    "combined_grads",
+    "default_session",
+    "initialize",
+    "last_step",
+    "load_state_dict",
+    "loss_scale",
+    "master_params",
+    "memory",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "reset",
+    "reset_default_session",
+    "scale_loss",
+    "scaled_grad",
+    "session_to_initialize",
+    "state_dict",
+    "subscribe",
+]
+
+
+def initialize(models: Any, optimizers: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Prepare models and optimizers for an optimization level, and cast from here on where the level says so.
+
+    Arguments, results and refusals are those of `Session.initialize`. At O1 the calling thread casts until `reset`,
+    or until another level is chosen.
+    """
+    session = session_to_initialize()
+    try:
+        prepared = session.initialize(models, optimizers, *args, **kwargs)
+    except TypeError:
+        _refuse_misfit("initialize", Session.initialize, session, models, optimizers, *args, **kwargs)
+        raise
+    session.install()
+    return prepared
+
+
+def reset() -> None:
+    """Undo `initialize` in the calling thread, and forget what was registered; see `Session.reset`."""
+    reset_default_session()
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Let ``module.name`` run in half at O1, whatever the built-in lists say; before `initialize`, until `reset`.
+
+    A function of torch becomes a row of the policy, and names the op: ``torch.sigmoid`` is ``Tensor.sigmoid`` and
+    ``F.sigmoid`` too. Any other function casts its arguments: the attribute of ``module`` is replaced from `initialize`
+    to `reset`, so names that were imported out of it before stay as they are (use `half_function` on those).
+
+    Args:
+        module: a module, or a class.
+        name: of a function in it.
+
+    Raises:
+        ValueError: no such function, or one of torch's that function modes do not see.
+        TypeError: it is no function.
+
+    Reference: ``apex.amp.register_half_function``.
+    """
+    default_session().register_function(CastPolicy.LOWER_PRECISION_FP, module, name)
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """Let ``module.name`` run in float32 at O1; the rest as `register_half_function`."""
+    default_session().register_function(CastPolicy.FP32, module, name)
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Let ``module.name`` run in the widest dtype of its arguments at O1; the rest as `register_half_function`."""
+    default_session().register_function(CastPolicy.PROMOTE, module, name)
+
+
+def _of_the_default_session(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``method`` as a function of this module: the same, on the calling thread's session."""
+
+    @functools.wraps(method)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        session = default_session()
+        try:
+            return method(session, *args, **kwargs)
+        except TypeError:
+            _refuse_misfit(method.__name__, method, session, *args, **kwargs)
+            raise
+
+    function.__signature__ = _without_self(method)  # type: ignore[attr-defined]
+    return function
+
+
+def _refuse_misfit(name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Raise TypeError if ``method`` takes no such arguments, with the one that was probably meant."""
+    signature = inspect.signature(method)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        unknown = next((each for each in kwargs if each not in signature.parameters), "")
+        close = get_close_matches(unknown, signature.parameters, n=1, cutoff=0.7)
+        meant = f"did you mean {close[0]}?" if close else f"see help(amp.{name}) for what it takes."
+        raise TypeError(f"amp.{name}: {error}; {meant}") from None
+
+
+def _without_self(method: Callable[..., Any]) -> inspect.Signature:
+    signature = inspect.signature(method)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+initialize.__signature__ = _without_self(Session.initialize)  # type: ignore[attr-defined]
+
+clip_grad_norm_ = _of_the_default_session(Session.clip_grad_norm_)
+combined_grads = _of_the_default_session(Session.combined_grads)
+last_step = _of_the_default_session(Session.last_step)
+load_state_dict = _of_the_default_session(Session.load_state_dict)
+loss_scale = _of_the_default_session(Session.loss_scale)
+master_params = _of_the_default_session(Session.master_params)
+memory = _of_the_default_session(Session.memory)
+scale_loss = _of_the_default_session(Session.scale_loss)
+scaled_grad = _of_the_default_session(Session.scaled_grad)
+state_dict = _of_the_default_session(Session.state_dict)
+subscribe = _of_the_default_session(Session.subscribe)
+
+
+_REGISTERED = RegisteredFunctions()
+_PROGRAM = Session(_REGISTERED)
+_LOCK = threading.Lock()
+
+
+class _Owner:
+    """The thread that the program's session belongs to, while it lives and has not reset it."""
+
+    thread: threading.Thread | None = None
+
+
+class _OwnSession(threading.local):
+    """The session that this thread has for itself."""
+
+    session: Session | None = None
+
+
+_OWN = _OwnSession()
+
+
+def default_session() -> Session:
+    """Return the session behind the functions of this module, as seen from the calling thread.
+
+    It is the one that this thread has initialized, else the program's: that of the first thread that did.
+    """
+    own = _OWN.session
+    return _PROGRAM if own is None or not own.initialized else own
+
+
+def session_to_initialize() -> Session:
+    """Return the session that a call of `initialize` in this thread is meant for."""
+    if _OWN.session is not None:
+        return _OWN.session
+    with _LOCK:
+        owner = _Owner.thread
+        if owner is None or owner is threading.current_thread() or not owner.is_alive():
+            _Owner.thread = threading.current_thread()
+            return _PROGRAM
+    _OWN.session = Session(_REGISTERED)
+    return _OWN.session
+
+
+def reset_default_session() -> None:
+    """Undo everything that the calling thread's session has done, and forget the registered functions."""
+    session, _OWN.session = default_session(), None
+    session.reset()
+    with _LOCK:
+        if session is _PROGRAM:
+            _Owner.thread = None

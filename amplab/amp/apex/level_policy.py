@@ -1,0 +1,88 @@
+"""What a user's PrecisionPolicy means at a level.
+
+    level   lists and compute dtype      op_rules    module_rules
+    O0      none                         count       casts by op inside the modules, weights float32
+    O1      the policy's                 count       casts by op inside the modules, weights float32
+    O2 O3   none, cast_model_type        count       weights of the modules in the rule's dtype
+
+The borders of ruled modules are in `amplab.policies.module_regions`.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from amplab.amp.apex.model_weights import refuse_torn_params
+from amplab.amp.apex.opt_levels import OptProperties
+from amplab.amp.apex.registered_functions import Registration, table_with
+from amplab.formats import LOW_PRECISION_DTYPES
+from amplab.policies import OpTable, PrecisionPolicy
+from amplab.policies.module_rules import names_in, precisions_by_module
+from amplab.policies.precisions import tensor_dtype
+
+__all__ = ["checked_policies", "engine_policy", "ruled_dtypes", "with_registered"]
+
+
+def engine_policy(
+    properties: OptProperties, policy: PrecisionPolicy | None, registrations: Sequence[Registration] = ()
+) -> PrecisionPolicy | None:
+    """Return what an engine around the models carries out; None where there is nothing to do."""
+    policy = PrecisionPolicy() if policy is None else policy
+    if properties.patch_torch_functions:
+        return with_registered(policy, registrations)
+    if properties.cast_model_type in LOW_PRECISION_DTYPES:
+        return PrecisionPolicy(None, properties.cast_model_type, policy.op_rules)
+    return PrecisionPolicy(None, torch.float32, policy.op_rules) if policy.op_rules else None
+
+
+def with_registered(policy: PrecisionPolicy, registrations: Sequence[Registration]) -> PrecisionPolicy:
+    """Return ``policy`` with the rows of registered functions before those of its table."""
+    if not any(each.spellings for each in registrations):
+        return policy
+    return dataclasses.replace(policy, table=table_with(policy.table or OpTable("none", ()), registrations))
+
+
+def checked_policies(policy: Any, models: Sequence[nn.Module], cast_model_type: Any) -> list[PrecisionPolicy]:
+    """Return the policy of each model: ``policy`` with those of its module rules that name something in the model.
+
+    Args:
+        policy: what the user gave; None for the default.
+        models: checked already.
+        cast_model_type: of the level.
+
+    Raises:
+        TypeError: no policy.
+        ValueError: a rule that names no module of any model, rules that contradict each other, or a compute dtype that
+            is neither the default nor the one that the models are cast to.
+    """
+    policy = PrecisionPolicy() if policy is None else policy
+    if not isinstance(policy, PrecisionPolicy):
+        raise TypeError(
+            f"policy={policy!r}: expected a PrecisionPolicy; a string becomes one by PrecisionPolicy.parse."
+        )
+    half = cast_model_type in LOW_PRECISION_DTYPES
+    if half and policy.compute_dtype not in (cast_model_type, torch.float16):
+        raise ValueError(
+            f"policy {policy} computes in another dtype than the model is cast to, {cast_model_type}; at O2 and O3 "
+            f"give cast_model_type the dtype, and of the policy op_rules and module_rules alone."
+        )
+    for rule in policy.module_rules:
+        if not any(names_in(model, rule) for model in models):
+            precisions_by_module(models[0], [rule])  # which says what is there
+    chosen = [
+        dataclasses.replace(policy, module_rules=tuple(each for each in policy.module_rules if names_in(model, each)))
+        for model in models
+    ]
+    for model, own in zip(models, chosen, strict=True):
+        own_dtypes = ruled_dtypes(model, own)
+        refuse_torn_params(model, own_dtypes if half else {})
+    return chosen
+
+
+def ruled_dtypes(model: nn.Module, policy: PrecisionPolicy) -> Mapping[nn.Module, torch.dtype]:
+    """Return the dtype of the weights of each module that a module rule reaches, where weights are cast."""
+    ruled = precisions_by_module(model, policy.module_rules)
+    return {module: tensor_dtype(rule.precision) for module, rule in ruled.items()}

@@ -1,0 +1,305 @@
+"""The functions that a user has put on a list: `register_half_function` and its kin.
+
+A function of torch becomes a row of the policy, before the built-in ones. A function of the user's own module cannot
+be seen by the engine, so that the module's attribute is replaced from `initialize` to `reset`.
+"""
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.overrides import get_testing_overrides
+
+from amplab.amp.backward.gradients import bookkeeping
+from amplab.policies import CastingEngine, CastPolicy, OpRule, OpTable, casts_enabled, thread_engines
+from amplab.policies.casting_steps import StepParts, make_step
+from amplab.policies.op_table import resolve
+
+__all__ = [
+    "ALLOW_BANNED",
+    "RegisteredFunctions",
+    "Registration",
+    "Replacements",
+    "casting_function",
+    "float_function",
+    "half_function",
+    "promote_function",
+    "replace_attributes",
+    "table_with",
+]
+
+# Where an op may stand under one name: torch.sigmoid, Tensor.sigmoid, F.sigmoid.
+_HOMES = ("torch", "torch.Tensor", "torch.nn.functional")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Registration:
+    """One registered function.
+
+    Attributes:
+        owner: the module, or class, that holds it.
+        name: its name there.
+        cast: what happens to its arguments.
+        spellings: the torch functions that it names; empty for a function of the user's own.
+    """
+
+    owner: Any
+    name: str
+    cast: CastPolicy
+    spellings: tuple[str, ...] = ()
+
+    @property
+    def row(self) -> OpRule:
+        """The row of the policy."""
+        return OpRule(
+            self.name,
+            self.cast,
+            f"{self.name}: registered by the user as a {KINDS[self.cast]} function",
+            self.spellings,
+        )
+
+    def same_as(self, other: "Registration") -> bool:
+        """Whether both say the same of the same function."""
+        return self.owner is other.owner and (self.name, self.cast) == (other.name, other.cast)
+
+
+ALLOW_BANNED = Registration(
+    torch.nn.functional, "binary_cross_entropy", CastPolicy.FP32, ("torch.nn.functional.binary_cross_entropy",)
+)
+"""What ``allow_banned=True`` comes to: the refused loss runs in float32."""
+
+
+class RegisteredFunctions:
+    """What is registered, in the order of registration; of two about one function the later counts."""
+
+    def __init__(self) -> None:
+        self._registered: list[Registration] = []
+
+    def add(self, cast: CastPolicy, owner: Any, name: str) -> Registration:
+        """Register ``owner.name``.
+
+        Raises:
+            ValueError: there is no such function, or it is one of torch's that no function mode sees.
+            TypeError: it is no function.
+        """
+        registration = _registration(cast, owner, name)
+        self._registered = [each for each in self._registered if not (each.owner is owner and each.name == name)]
+        self._registered.append(registration)
+        return registration
+
+    def allow_banned(self) -> None:
+        """Let the refused loss run in float32, unless it is registered otherwise."""
+        self._registered.insert(0, ALLOW_BANNED)
+
+    def forget(self) -> None:
+        """Register nothing any more."""
+        self._registered = []
+
+    def all(self) -> tuple[Registration, ...]:
+        """Return what is registered now."""
+        return tuple(self._registered)
+
+
+def replace_attributes(registrations: Iterable[Registration]) -> list[Callable[[], None]]:
+    """Let the user's own functions among ``registrations`` cast; return what undoes it."""
+    own = [each for each in registrations if not each.spellings]
+    return [_REPLACEMENTS.hold(each.owner, each.name, each.cast) for each in own]
+
+
+def table_with(base: OpTable, registrations: Iterable[Registration]) -> OpTable:
+    """Return ``base`` with the rows of ``registrations`` before its own, which lose the functions named there."""
+    of_torch = [each for each in registrations if each.spellings]
+    if not of_torch:
+        return base
+    rows = {spelling: each.row for each in of_torch for spelling in each.spellings}
+    for each in of_torch:  # what was named itself counts more than what follows from a name
+        rows[each.spellings[0]] = each.row
+    claimed = {resolve(spelling) for spelling in rows}
+    users = [
+        dataclasses.replace(row, spellings=tuple(spelling for spelling, own in rows.items() if own == row))
+        for row in dict.fromkeys(rows.values())
+    ]
+    rest = [
+        dataclasses.replace(row, spellings=tuple(each for each in row.spellings if resolve(each) not in claimed))
+        for row in base.rows
+    ]
+    return OpTable(base.name, (*users, *rest))
+
+
+def _registration(cast: CastPolicy, owner: Any, name: str) -> Registration:
+    if not isinstance(name, str):
+        raise TypeError(f"name={name!r}: expected the name of a function, such as register_half_function(torch, 'mm').")
+    function = getattr(owner, name, None)
+    title = getattr(owner, "__name__", repr(owner))
+    if function is None:
+        raise ValueError(f"No function named {name} in module {owner}. Name one that is in {title}.")
+    if isinstance(function, type) or not callable(function):
+        raise TypeError(f"{title}.{name} is no function: expected one; register what its forward calls.")
+    spellings = _spellings(function, name)
+    if not spellings and _is_torchs_own(owner):
+        raise ValueError(
+            f"{title}.{name} is a function of torch that takes no part in its function modes, so no cast can be put "
+            "before it. Register the ops that it calls, or wrap it in a function of your own."
+        )
+    return Registration(owner, name, cast, spellings)
+
+
+def _spellings(function: Callable[..., Any], name: str) -> tuple[str, ...]:
+    """Return every path by which torch's ``function`` is called, the one that was named first; empty for others."""
+    overridable = get_testing_overrides()
+    if not _is_overridable(function, overridable):
+        return ()
+    paths = [f"{home}.{name}" for home in (*_HOMES, "torch.linalg", "torch.special", "torch.fft")]
+    named = [path for path in paths if resolve(path) is function]
+    follow = [f"{home}.{name}" for home in _HOMES]
+    follow = [path for path in follow if path not in named and _is_overridable(resolve(path), overridable)]
+    return (*named, *follow) if named else ()
+
+
+def _is_overridable(function: Any, overridable: dict[Callable[..., Any], Any]) -> bool:
+    try:
+        return function in overridable
+    except TypeError:  # not hashable, so none of torch's
+        return False
+
+
+def _is_torchs_own(owner: Any) -> bool:
+    home = owner.__module__ if isinstance(owner, type) else getattr(owner, "__name__", "")
+    return home.split(".")[0] == "torch" and not home.startswith("torch.ops.")
+
+
+KINDS = {
+    CastPolicy.LOWER_PRECISION_FP: "half",
+    CastPolicy.FP32: "float",
+    CastPolicy.PROMOTE: "promote",
+}
+
+
+def half_function(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``fn`` with its floating arguments cast to half at O1: tensors, and tensors in lists and tuples.
+
+    May be applied before or after `initialize`, to functions, methods and ``Function.apply``. A float64 argument keeps
+    all of them as they are. Other containers pass as they are.
+
+    Raises:
+        TypeError: ``fn`` is no function.
+
+    Reference: ``apex.amp.half_function``.
+
+    >>> import torch
+    >>> half_function(torch.sin)(torch.zeros(2)).dtype  # nothing casts here
+    torch.float32
+    """
+    return casting_function(fn, CastPolicy.LOWER_PRECISION_FP)
+
+
+def float_function(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``fn`` with its half arguments cast to float32 at O1; the rest as `half_function`.
+
+    Reference: ``apex.amp.float_function``.
+    """
+    return casting_function(fn, CastPolicy.FP32)
+
+
+def promote_function(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``fn`` with its arguments cast to the widest dtype among them at O1; the rest as `half_function`.
+
+    Reference: ``apex.amp.promote_function``.
+    """
+    return casting_function(fn, CastPolicy.PROMOTE)
+
+
+def casting_function(fn: Callable[..., Any], cast: CastPolicy) -> Callable[..., Any]:
+    """Return ``fn`` with its arguments cast as ``cast`` says, wherever the calling thread casts.
+
+    Raises:
+        TypeError: ``fn`` is a class or not callable.
+    """
+    if isinstance(fn, (type, staticmethod, classmethod)) or not callable(fn):
+        raise TypeError(
+            f"{KINDS[cast]}_function got {fn!r}: expected a function or a method; decorate a class's forward, and put "
+            "the decorator under @staticmethod."
+        )
+    rule = OpRule(getattr(fn, "__name__", "function"), cast, f"registered as a {KINDS[cast]} function")
+
+    @functools.wraps(fn)
+    def cast_first(*args: Any, **kwargs: Any) -> Any:
+        engine = _engine_at_work()
+        if engine is not None:
+            with bookkeeping():
+                step = make_step(StepParts(rule, engine.policy.compute_dtype, engine.cache, _arguments))
+                args, kwargs = step(None, fn, args, kwargs)
+        return fn(*args, **kwargs)
+
+    return cast_first
+
+
+class Replacements:
+    """Attributes of the user's modules that hold a casting function while somebody wants it.
+
+    This replaces a name in a module that is not ours, as apex's ``register_half_function(module, name)`` promises.
+    It is counted: the original is back when the last one who wanted it lets go.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: dict[tuple[int, str], _Replacement] = {}
+
+    def hold(self, owner: Any, name: str, cast: CastPolicy) -> Callable[[], None]:
+        """Let ``owner.name`` cast its arguments.
+
+        Returns:
+            A function that lets go; once for each call of this one.
+        """
+        key = (id(owner), name)
+        with self._lock:
+            if key not in self._held:
+                self._held[key] = _Replacement(owner, name, cast)
+            replacement = self._held[key]
+            replacement.holders += 1
+
+        def let_go() -> None:
+            with self._lock:
+                replacement.holders -= 1
+                if replacement.holders == 0:
+                    del self._held[key]
+                    replacement.restore()
+
+        return let_go
+
+
+class _Replacement:
+    """One attribute, what it was, and what stands there now."""
+
+    def __init__(self, owner: Any, name: str, cast: CastPolicy) -> None:
+        self.owner, self.name, self.holders = owner, name, 0
+        self._own = name in vars(owner)
+        self._original = vars(owner).get(name)
+        casting = casting_function(getattr(owner, name), cast)
+        self._replaced = staticmethod(casting) if isinstance(self._original, staticmethod) else casting
+        setattr(owner, name, self._replaced)
+
+    def restore(self) -> None:
+        if vars(self.owner).get(self.name) is not self._replaced:
+            return  # somebody has put something else there since
+        if self._own:
+            setattr(self.owner, self.name, self._original)
+        else:
+            delattr(self.owner, self.name)
+
+
+_REPLACEMENTS = Replacements()
+
+
+def _engine_at_work() -> CastingEngine | None:
+    engines = thread_engines()
+    if engines and casts_enabled() and engines[-1].policy.table is not None:
+        return engines[-1]
+    return None
+
+
+def _arguments(_mode: Any, _fn: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return args, kwargs

@@ -1,0 +1,84 @@
+"""What optimizers that take the loss scale themselves (``fused=True``) need from a scaler.
+
+    optimizer.grad_scale, optimizer.found_inf     lent for the length of ``step``, which unscales and skips by itself
+
+torch's fused SGD makes its momentum buffers from uninitialised memory and, where ``found_inf`` says so, returns
+before it has written them; the step after that takes what lay there for momentum. So a step that would make such
+buffers must not begin at an overflow: `makes_momentum`.
+"""
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amplab.amp.pytorch.optimizer_gradients import OptimizerGradients
+from amplab.optimizers import FusedOptimizer
+
+__all__ = ["lend_scale", "leaves_gradients_unscaled", "makes_momentum", "wants_scaler"]
+
+
+def wants_scaler(optimizer: Optimizer) -> bool:
+    """Return whether ``step`` takes the scaler itself, as a keyword; warn that torch is giving this up."""
+    if "grad_scaler" not in inspect.signature(optimizer.step).parameters:
+        return False
+    warnings.warn(
+        "GradScaler is going to stop passing itself as a keyword argument to the passed optimizer. In the near future "
+        "GradScaler registers `grad_scale: Tensor` and `found_inf: Tensor` to the passed optimizer and let the "
+        "optimizer use them directly.",
+        FutureWarning,
+        stacklevel=4,
+    )
+    return True
+
+
+@contextlib.contextmanager
+def lend_scale(optimizer: Any, scale: Tensor | None, found_inf: Tensor) -> Iterator[None]:
+    """Set ``grad_scale`` and ``found_inf`` on an optimizer for the length of a block.
+
+    Args:
+        optimizer: one whose step reads the two; a ``grad_scale`` that it has already is a factor, and is gone after.
+        scale: ``()`` float32; None where the gradients are unscaled.
+        found_inf: ``()`` float32, > 0 for a step to be skipped.
+
+    Sync: none.
+    """
+    preset = getattr(optimizer, "grad_scale", None)
+    optimizer.grad_scale = preset if scale is None else scale if preset is None else scale * preset
+    optimizer.found_inf = found_inf
+    try:
+        yield
+    finally:
+        del optimizer.grad_scale
+        del optimizer.found_inf
+
+
+def leaves_gradients_unscaled(optimizer: Optimizer) -> bool:
+    """Return whether its fused step writes unscaled gradients back, unless it found an overflow: torch's own do."""
+    torchs = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+    return isinstance(optimizer, torchs) and not isinstance(optimizer, FusedOptimizer)
+
+
+def makes_momentum(optimizer: Optimizer, known: OptimizerGradients) -> bool:
+    """Return whether a step would make a momentum buffer.
+
+    Args:
+        optimizer: any.
+        known: what is kept of it; remembers that every parameter has its buffer.
+
+    Sync: none.
+    """
+    if not isinstance(optimizer, torch.optim.SGD) or isinstance(optimizer, FusedOptimizer):
+        return False
+    if known.momentum_of is optimizer.state:
+        return False
+    with_momentum = [param for group in optimizer.param_groups if group["momentum"] != 0 for param in group["params"]]
+    without = [param for param in with_momentum if optimizer.state.get(param, {}).get("momentum_buffer") is None]
+    if not without:
+        known.momentum_of = optimizer.state
+    return any(param.grad is not None for param in without)

@@ -1,0 +1,102 @@
+"""What a scaler's step did, kept on the device until somebody asks.
+
+A step that found an overflow keeps one flag for every gradient; one whose verdict stays on the device keeps that.
+Nothing is read before `StepReport.outcome`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amplab.amp.backward.records import StepOutcome
+
+__all__ = ["NO_STEP_YET", "STEPPED", "StepReport"]
+
+NO_STEP_YET = StepOutcome(False, "no step yet")
+STEPPED = StepOutcome(True, "parameters updated")
+
+
+class StepReport:
+    """One call of ``step`` that left, or may have left, the parameters as they were.
+
+    Args:
+        param_groups: the optimizer's, for the names of its parameters.
+        params: its parameters, each once.
+        found_inf: ``()`` float32 on the device; None for a step that is known to be skipped.
+        scale: ``()`` float32, the loss scale; copied.
+    """
+
+    def __init__(
+        self, param_groups: list[dict[str, Any]], params: Sequence[Tensor], found_inf: Tensor | None, scale: Tensor
+    ) -> None:
+        self._groups, self._params = param_groups, params
+        self._found_inf, self._scale = found_inf, scale.detach().clone()
+        self._flags = _nonfinite_flags(params) if found_inf is None else None
+        self._witness = _Witness(params)
+        self._outcome: StepOutcome | None = None
+
+    def outcome(self) -> StepOutcome:
+        """Say what the step did. Sync: one for the verdict and two more after an overflow; none when asked again."""
+        if self._outcome is None:
+            self._outcome = self._read()
+        return self._outcome
+
+    def _read(self) -> StepOutcome:
+        if self._found_inf is not None and not self._found_inf.item() > 0:
+            return STEPPED
+        first = self._first_nonfinite()
+        where = f", first in the gradient of {first}" if first else ""
+        return StepOutcome(False, f"gradient overflow at loss scale {self._scale.item()}{where}", first)
+
+    def _first_nonfinite(self) -> str | None:
+        """The parameter nearest the loss whose gradient is not finite: the last one, in the order of the groups."""
+        flags = self._flags
+        if flags is None and self._witness.is_there():
+            flags = _nonfinite_flags(self._params)  # the gradients of this step are still there
+        if flags is None:
+            return None
+        reached = [param for param, flag in zip(self._params, flags.tolist(), strict=True) if flag]
+        return _name_of(reached[-1], self._groups) if reached else None
+
+
+class _Witness:
+    """A gradient and how often it had been written to: while one is there unchanged, so are the others."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._param = next((param for param in reversed(params) if param.grad is not None), None)
+        self._grad = None if self._param is None else self._param.grad
+        self._version = -1 if self._grad is None else self._grad._version
+
+    def is_there(self) -> bool:
+        if self._param is None or self._grad is None:
+            return False
+        return self._param.grad is self._grad and self._grad._version == self._version
+
+
+@torch.no_grad()
+def _nonfinite_flags(params: Sequence[Tensor]) -> Tensor | None:
+    """``(params,)`` bool: x * 0 sums to 0, or to NaN where an element is inf or NaN. Sync: none."""
+    grads = [param.grad for param in params]
+    device = next((grad.device for grad in grads if grad is not None), None)
+    if device is None:
+        return None
+    return torch.stack([_zero_unless_nonfinite(grad).to(device, non_blocking=True) for grad in grads]) != 0
+
+
+def _zero_unless_nonfinite(grad: Tensor | None) -> Tensor:
+    if grad is None:
+        return torch.zeros(())
+    values = grad._values() if grad.is_sparse else grad
+    return values.mul(0).sum(dtype=torch.float32)
+
+
+def _name_of(param: Tensor, groups: list[dict[str, Any]]) -> str | None:
+    """The parameter's name where the optimizer knows it, else its place."""
+    for number, group in enumerate(groups):
+        for index, other in enumerate(group["params"]):
+            if other is param:
+                names = group.get("param_names")
+                return names[index] if names else f"param_groups[{number}]['params'][{index}]"
+    return None

@@ -1,0 +1,202 @@
+"""The file of a run state: what may be in it, how it is written, and what is refused when it is read.
+
+A zip archive of ``torch.save`` with one dict of plain values, so that ``torch.load(path, weights_only=True)`` reads it
+without amplab:
+
+    {"amplab_run_state": 1, "amplab": "0.1.0", "torch": "2.13.0", "models": [state_dict, …], "optimizers": […], …}
+
+What goes into it and comes out of it is in `run_state`.
+"""
+
+import contextlib
+import os
+import pickle
+import secrets
+import stat
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from amplab import __version__
+
+__all__ = ["FORMAT", "RunStateError", "read_run_state", "write_atomically", "write_run_state"]
+
+FORMAT = 1
+"""Version of the file format, the value of "amplab_run_state"."""
+
+_MARK = "amplab_run_state"
+_PLAIN = (Tensor, Parameter, torch.Size, torch.dtype, torch.device, type(None), bool, int, float, str, bytes)
+_SEQUENCES = (list, tuple)
+_MAPPINGS = (dict, OrderedDict)
+
+
+class RunStateError(RuntimeError):
+    """A run state that cannot be saved or loaded: what is wrong, and what to do."""
+
+
+def write_run_state(path: Path, state: dict[str, Any]) -> None:
+    """Write ``state`` with its header, atomically.
+
+    Raises:
+        RunStateError: it holds a value that ``weights_only=True`` would not load again; nothing is written.
+        OSError: the file cannot be written; the previous one is untouched.
+    """
+    for key, value in state.items():
+        for where in _unloadable(value, key):
+            raise RunStateError(
+                f"{where}: expected tensors, numbers, text, None, and lists, tuples and dicts of them, which a file "
+                "can hold without naming code; convert it, say with float(…), torch.as_tensor(…) or dict(…)."
+            )
+
+    def save(file: BinaryIO) -> None:
+        with _checksums(), _disk_errors_named(path):
+            torch.save({_MARK: FORMAT, "amplab": __version__, "torch": str(torch.__version__), **state}, file)
+
+    write_atomically(path, save)
+
+
+def read_run_state(path: Path) -> dict[str, Any]:
+    """Read what `write_run_state` wrote, every tensor on the CPU, every byte checked against its checksum.
+
+    Raises:
+        RunStateError: a file that is cut off, damaged, of another kind, or of a newer format.
+        OSError: there is no such file, or it cannot be read.
+    """
+    _refuse_damage(path)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        reason = str(error).partition("\n")[0]
+        raise RunStateError(
+            f"{path} is a zip archive that torch.load(weights_only=True) does not read ({reason}): expected a file of "
+            "save_run_state; if it is a checkpoint of your own, load it with torch.load."
+        ) from None
+    if not isinstance(state, dict) or _MARK not in state:
+        held = f"the keys {_listed(state)}" if isinstance(state, dict) else f"a {type(state).__name__}"
+        raise RunStateError(
+            f"{path} is a checkpoint, but none of save_run_state: it holds {held}. Load it with torch.load and give "
+            "each part to its own load_state_dict."
+        )
+    if state[_MARK] != FORMAT:
+        raise RunStateError(
+            f"{path} has format {state[_MARK]!r}, written by amplab {state.get('amplab')}: amplab {__version__} reads "
+            f"format {FORMAT}; install the amplab that wrote it, or a newer one."
+        )
+    return state
+
+
+def _refuse_damage(path: Path) -> None:
+    """Tell a cut or damaged archive from no archive at all; torch's own reader does not look at checksums."""
+    with path.open("rb") as file:
+        start = file.read(4)
+        if not start.startswith(b"PK"):
+            what = "is empty" if not start else "is no run state: it is not a zip archive of torch.save"
+            raise RunStateError(f"{path} {what}. Expected a file of save_run_state; look for another checkpoint.")
+        try:
+            with zipfile.ZipFile(file) as archive:
+                damaged = archive.testzip()
+        except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError) as error:
+            raise RunStateError(
+                f"{path} is cut off after {path.stat().st_size} bytes, or damaged ({error}). It cannot be mended: "
+                "load an earlier checkpoint, or copy it again from where it is whole."
+            ) from None
+    if damaged is not None:
+        raise RunStateError(
+            f"{path} is damaged: the bytes of {damaged} do not match their checksum. It cannot be mended: load an "
+            "earlier checkpoint, or copy it again from where it is whole."
+        )
+
+
+def _unloadable(value: Any, where: str) -> Iterator[str]:
+    """Yield the place and type of each value that is not plain."""
+    kind = type(value)
+    if kind in _SEQUENCES:
+        for index, item in enumerate(value):
+            yield from _unloadable(item, f"{where}[{index}]")
+    elif kind in _MAPPINGS:
+        for key, item in value.items():
+            yield from _unloadable(key, f"the key {key!r} of {where}")
+            yield from _unloadable(item, f"{where}[{key!r}]")
+    elif kind not in _PLAIN:
+        yield f"{where} is a {kind.__module__}.{kind.__qualname__}"
+
+
+@contextlib.contextmanager
+def _checksums() -> Iterator[None]:
+    """Have torch.save write checksums, also where its user has turned them off."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+@contextlib.contextmanager
+def _disk_errors_named(path: Path) -> Iterator[None]:
+    """Raise what the disk said, where torch.save hides it behind "enforce fail … unexpected pos"."""
+    try:
+        yield
+    except RuntimeError as error:
+        cause = error.__context__
+        if isinstance(cause, OSError):
+            raise OSError(cause.errno, cause.strerror, str(path)) from None
+        raise
+
+
+def _listed(state: dict[Any, Any], limit: int = 6) -> str:
+    names = [repr(key) for key in list(state)[:limit]]
+    more = f" and {len(state) - limit} more" if len(state) > limit else ""
+    return (", ".join(names) or "none") + more
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Let ``write`` fill a new file, and put it in the place of ``path`` once it is safe on the disk.
+
+    A write that fails leaves ``path`` as it was and nothing beside it. One that is killed leaves ``path`` as it was
+    and a hidden file ``.NAME.….partial`` beside it, which nobody needs.
+
+    Args:
+        path: what to write; need not exist, its folder must.
+        write: gets the file, open for writing bytes.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        OSError: ``path`` is there and no regular file, the disk is full, the folder is read-only, …
+    """
+    path = path.resolve()  # of a link, what it leads to
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path}: is no regular file, and would be replaced by one; name a file.")
+    folder = path.parent
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: there is no such folder to write {path.name} in; make it first.")
+    partial = folder / f".{path.name}.{secrets.token_hex(4)}.partial"
+    try:
+        with partial.open("xb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            partial.chmod(stat.S_IMODE(path.stat().st_mode))  # a private file stays one
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    _fsync_folder(folder)
+
+
+def _fsync_folder(folder: Path) -> None:
+    """Make the rename itself last; Windows opens no folders, and needs none of this."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,241 @@
+"""A whole training run in one file: saved atomically, loaded whole or not at all, resumed bit for bit.
+
+    save_run_state(path, model=model, optimizer=optimizer, amp=amp, position=step)
+    …
+    state = load_run_state(path, model=model, optimizer=optimizer, amp=amp)
+    for step in range(state.position, steps): …
+
+=============  ==========================================================================================
+models         state_dict of each; at O2 the float32 masters' values, at O3 the halves as float32
+optimizers     state_dict of each, and the shapes of what it steps
+loss scale     ``amp.state_dict()`` of a session, or ``state_dict()`` of a GradScaler
+generators     of torch (CPU and CUDA), random and numpy (`rng_state`)
+position       where the data stands: a step, an epoch, a sampler's state
+extra          what else the run needs: the scheduler's state_dict, a generator's state
+=============  ==========================================================================================
+
+Gradients are not part of it: save between steps, not between two backwards of one. Under torch.distributed each rank
+draws from generators of its own, so each saves to a path of its own. The file is `run_state_file`'s business.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch.amp import GradScaler
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from amplab.amp.apex.functions import default_session
+from amplab.amp.apex.session import Session
+from amplab.amp.arguments import as_list
+from amplab.amp.run_state.checks import model_problems, optimizer_entry, optimizer_problems, scaler_problems
+from amplab.amp.run_state.file_format import RunStateError, read_run_state, write_run_state
+from amplab.amp.run_state.rng_state import capture_rng, checked_rng, restore_rng
+
+__all__ = ["RunState", "load_run_state", "save_run_state"]
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What `load_run_state` hands back.
+
+    Attributes:
+        position: what was given to `save_run_state`.
+        extra: what was given to `save_run_state`.
+        notes: a sentence for each thing that was in the file or among the arguments, but not in both.
+    """
+
+    position: Any
+    extra: Any
+    notes: tuple[str, ...] = ()
+
+
+def save_run_state(
+    path: str | os.PathLike[str],
+    *,
+    model: Module | Sequence[Module] | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    amp: Session | ModuleType | None = None,
+    scaler: GradScaler | None = None,
+    position: Any = None,
+    extra: Any = None,
+) -> None:
+    """Save a run between two steps; whatever goes wrong, a file that was at ``path`` stays as it was.
+
+    >>> import tempfile, torch
+    >>> path = Path(tempfile.mkdtemp()) / "run.pt"
+    >>> model = torch.nn.Linear(2, 1)
+    >>> save_run_state(path, model=model, position={"epoch": 1, "batch": 30})
+    >>> load_run_state(path, model=model).position
+    {'epoch': 1, 'batch': 30}
+
+    Args:
+        path: the file; its folder must be there.
+        model: a module or a list of them.
+        optimizer: an optimizer or a list of them.
+        amp: the `Session` that initialized them, or the module ``amplab.amp`` for its default session.
+        scaler: the GradScaler, torch's or amplab's, in the place of ``amp``; after its ``update()``.
+        position: where the data stands, of tensors, numbers, text, lists, tuples and dicts.
+        extra: whatever else the run needs, of the same.
+
+    Raises:
+        RunStateError: a value that the file cannot hold; its place is named.
+        RuntimeError: ``amp`` before its ``initialize``.
+        TypeError: an argument of another type, or both ``amp`` and ``scaler``.
+        RuntimeError: the scaler is between ``unscale_`` or ``step`` and ``update``.
+        OSError: the file cannot be written.
+
+    Sync: many, as every tensor is copied to the CPU.
+
+    Reference: "Saving/Resuming" in PyTorch's Automatic Mixed Precision recipe.
+    """
+    models, optimizers, session = _checked(model, optimizer, amp, scaler)
+    if scaler is not None and scaler.is_enabled() and scaler._per_optimizer_states:
+        raise RuntimeError("scaler: it is in the midst of an iteration; save after its update().")
+    try:
+        generators = capture_rng()
+    except ValueError as error:
+        raise RunStateError(str(error)) from None
+    state = {
+        "models": [each.state_dict() for each in models],
+        "optimizers": [optimizer_entry(each) for each in optimizers],
+        "opt_level": None if session is None else session.opt_level,
+        "amp": None if session is None else session.state_dict() or None,
+        "scaler": None if scaler is None else scaler.state_dict() or None,
+        "rng": generators,
+        "position": position,
+        "extra": extra,
+    }
+    write_run_state(Path(path), state)
+
+
+def load_run_state(
+    path: str | os.PathLike[str],
+    *,
+    model: Module | Sequence[Module] | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    amp: Session | ModuleType | None = None,
+    scaler: GradScaler | None = None,
+) -> RunState:
+    """Load what `save_run_state` saved into models, optimizers and scaler that are made as they were then.
+
+    Everything is checked first: an error means that nothing was loaded. Models are saved in float32 values, so a run
+    may go on at another opt_level. A loss scale that is in the file, and not asked for, is left out: from AMP to
+    float32. One that is asked for and not in the file starts as it was made: from float32 to AMP. Models or
+    optimizers that are not passed at all are left out too.
+
+    Args:
+        path: a file of `save_run_state`.
+        model: as it was saved, after ``amp.initialize``.
+        optimizer: as it was saved.
+        amp: the `Session` that initialized them, or the module ``amplab.amp`` for its default session.
+        scaler: a GradScaler, in the place of ``amp``.
+
+    Returns:
+        The position and the extra values, and notes on what was left out. The global random number generators are
+        where they were.
+
+    Raises:
+        RunStateError: a file that is cut off, damaged, of another kind, format or run; what differs is named.
+        RuntimeError: ``amp`` before its ``initialize``.
+        TypeError: an argument of another type, or both ``amp`` and ``scaler``.
+        OSError: there is no such file, or it cannot be read.
+
+    Sync: none.
+    """
+    models, optimizers, session = _checked(model, optimizer, amp, scaler)
+    state = read_run_state(Path(path))
+    generators = _refuse_other_run(path, state, models, optimizers)
+    notes = _left_out(state, models, optimizers, session, scaler)
+    if session is not None and session.properties.enabled and state["amp"] is not None:
+        session.load_state_dict(state["amp"])
+    if scaler is not None and state["scaler"] is not None:
+        _load_scaler(path, scaler, state["scaler"])
+    for each, saved in zip(models, state["models"], strict=False):
+        each.load_state_dict(saved)
+    for each, entry in zip(optimizers, state["optimizers"], strict=False):
+        each.load_state_dict(entry["state"])
+    restore_rng(generators)
+    return RunState(state["position"], state["extra"], notes)
+
+
+def _checked(model: Any, optimizer: Any, amp: Any, scaler: Any) -> tuple[list[Module], list[Optimizer], Session | None]:
+    models, optimizers = as_list(model), as_list(optimizer)
+    for name, kind, values in (("model", Module, models), ("optimizer", Optimizer, optimizers)):
+        for value in values:
+            if not isinstance(value, kind):
+                raise TypeError(f"{name}: got a {type(value).__name__}; expected a torch {kind.__name__} or a list.")
+    session = default_session() if isinstance(amp, ModuleType) else amp
+    if not isinstance(session, Session | None):
+        raise TypeError(f"amp: got a {type(amp).__name__}; expected an amp.Session, the module amplab.amp, or None.")
+    if not isinstance(scaler, GradScaler | None):
+        raise TypeError(f"scaler: got a {type(scaler).__name__}; expected a GradScaler, torch's or amplab's, or None.")
+    if session is not None and scaler is not None:
+        raise TypeError("amp and scaler: a run has one of them; pass the session or the GradScaler.")
+    if session is not None:
+        session.state_dict()  # raises before initialize
+    return models, optimizers, session
+
+
+def _refuse_other_run(
+    path: Any, state: dict[str, Any], models: list[Module], optimizers: list[Optimizer]
+) -> dict[str, Any]:
+    """Raise with everything that does not fit; return the state of the generators."""
+    problems = [
+        *model_problems(models, state["models"]),
+        *optimizer_problems(optimizers, state["optimizers"]),
+        *scaler_problems(state["amp"] or {}),
+    ]
+    try:
+        checked_rng(state["rng"])
+    except ValueError as error:
+        problems.append(str(error))
+    if problems:
+        raise RunStateError(
+            f"{path} does not fit what it is loaded into, and nothing was loaded. {'; '.join(problems)}. Make models "
+            "and optimizers as they were when it was saved, or read its parts with torch.load."
+        )
+    return state["rng"]
+
+
+def _load_scaler(path: Any, scaler: GradScaler, saved: dict[str, Any]) -> None:
+    """Load the scaler first of all, since it is the judge of its own state; put it back where it refuses."""
+    before = scaler.state_dict()
+    try:
+        scaler.load_state_dict(saved)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        scaler.load_state_dict(before)
+        raise RunStateError(
+            f"{path}: {type(scaler).__name__} refuses the saved state of a scaler with the keys {sorted(saved)} "
+            f"({error}), and nothing was loaded. Load it with the kind of scaler that saved it, or without scaler."
+        ) from error
+
+
+def _left_out(
+    state: dict[str, Any],
+    models: list[Module],
+    optimizers: list[Optimizer],
+    session: Session | None,
+    scaler: GradScaler | None,
+) -> tuple[str, ...]:
+    """Say what is in the file and not loaded, and what is to be loaded and not in the file."""
+    notes = []
+    for name, given, saved in (("model", models, state["models"]), ("optimizer", optimizers, state["optimizers"])):
+        if saved and not given:
+            notes.append(f"{len(saved)} saved {name}(s) left out: none was passed")
+    here = {
+        "amp": session is not None and session.properties.enabled,
+        "scaler": scaler is not None and scaler.is_enabled(),
+    }
+    for name, given in here.items():
+        if state[name] is not None and not given:
+            notes.append(f"the saved loss scale of {name} is left out: {name} was not passed, or is disabled")
+        elif state[name] is None and given:
+            notes.append(f"the file has no loss scale of {name}: it starts as it was made")
+    if session is not None and state["amp"] is not None and state["opt_level"] != session.opt_level:
+        notes.append(f"saved at opt_level {state['opt_level']}, loaded at {session.opt_level}")
+    return tuple(notes)
