@@ -10,7 +10,7 @@ import torch
 from amplab import __version__, kernels
 from amplab.display.html import html_table, page
 from amplab.display.text import wrapped
-from amplab.kernels.recipe import obstacle
+from amplab.kernels.builder.recipe import obstacle
 from amplab.policies import cpu_half_mode
 
 __all__ = ["MachineReport", "machine_report"]
