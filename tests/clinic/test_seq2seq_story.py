@@ -26,7 +26,10 @@ def fresh(seed):
 
 def trained(model, optimizer):
     """Train what `amp.initialize` has prepared, watched; return the watch, and loss and score on other batches."""
-    with warnings.catch_warnings(), amplab.watch(model, optimizer, amp, step=lambda batch: loss_of(model, batch)) as w:
+    with (
+        warnings.catch_warnings(),
+        amplab.watch(model, optimizer, scaler=amp, step=lambda batch: loss_of(model, batch)) as w,
+    ):
         warnings.simplefilter("ignore")  # the collapse is told at every step
         for batch in w.batches(batches(STEPS)):
             optimizer.zero_grad()
@@ -55,7 +58,7 @@ def test_the_story(seed, capsys):
     assert score < 0.5 * score_in_float32
     assert "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to" in capsys.readouterr().out
     first = collapsed.findings()[0]
-    assert (first.name, first.severity, first.module) == ("constant-vanishes-in-half", "error", "attention")
+    assert (first.name, first.severity, first.module) == ("constant-underflows-half", "error", "attention")
     assert first.evidence["constant"] == 1e-8
 
     model, optimizer = fresh(seed)

@@ -40,13 +40,14 @@ def test_the_command_prints_it_one_fact_after_the_other():
     printed = told_by_the_command().splitlines()
     assert max(map(len, printed)) <= 100
     assert [line.split("  ")[0] for line in printed if not line.startswith(" ")] == [
-        name for name, _ in diagnose.doctor().facts
+        *("This machine", "", "what"),
+        *(name for name, _ in diagnose.doctor().facts),
     ]
 
 
 def test_without_a_compiler_it_says_what_to_install():
     printed = told_by_the_command(CXX="no-such-compiler")
-    said = "cannot be built: no C++ compiler: 'no-such-compiler' is not on PATH. To have them: "
+    said = "cannot be built: no C++ compiler: 'no-such-compiler' is not on PATH. To enable them: "
     assert said in " ".join(printed.split())
 
 

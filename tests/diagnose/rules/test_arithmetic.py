@@ -7,6 +7,7 @@ from torch import nn
 import amplab
 from amplab.diagnose import doctor
 from amplab.diagnose.observed_step.values import observe_step
+from amplab.diagnose.remedies.api_styles import Api
 from amplab.diagnose.rules.arithmetic import arithmetic_findings
 
 SIZES_AND_SEEDS = [(16, 0), (16, 1), (16, 2), (64, 0), (64, 1), (64, 2)]
@@ -26,7 +27,7 @@ class Around(nn.Module):
 
 def found(function, x):
     model = Around(function)
-    return arithmetic_findings(observe_step(model, lambda: model(x.half()), detailed=True), "O2")
+    return arithmetic_findings(observe_step(model, lambda: model(x.half()), detailed=True), Api.of_opt_level("O2"))
 
 
 def numbers(size, seed):
@@ -104,7 +105,7 @@ def test_a_variance_by_hand_is_in_half_at_every_level_but_o0(level):
     amplab.amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     x = numbers(16, 0)
     try:
-        seen = doctor(model, lambda: model(x).float().sum(), optimizers=optimizer).named("variance-in-half")
+        seen = doctor(model, step=lambda: model(x).float().sum(), optimizer=optimizer).named("variance-in-half")
         assert [each.module for each in seen] == ([] if level == "O0" else ["1"])
         assert all(f'opt_level="{level}"' in each.remedy for each in seen)
     finally:
