@@ -20,14 +20,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from amplab.amp import LossScaleCollapse, Session
-from amplab.diagnose.arguments import check_no_arguments, check_options
 from amplab.diagnose.finding import Finding, Findings
 from amplab.diagnose.first_nonfinite import Setting, explain, setting_of
 from amplab.diagnose.machine import MachineReport, machine_report
 from amplab.diagnose.observations import Observation
 from amplab.diagnose.observed_step.blame import blame
 from amplab.diagnose.observed_step.values import ObservedStep, observe_step
-from amplab.diagnose.rehearsals import rehearse_loop
 from amplab.diagnose.remedies.api_styles import face_of
 from amplab.diagnose.rules.arithmetic import arithmetic_findings
 from amplab.diagnose.rules.gradients import gradient_findings
@@ -39,6 +37,7 @@ from amplab.diagnose.rules.schedule import schedule_findings
 from amplab.diagnose.rules.speed import speed_findings
 from amplab.diagnose.rules.updates import optimizers_left_out, updates_bound_to_be_lost, updates_lost
 from amplab.diagnose.rules.values import value_findings
+from amplab.diagnose.train_step.rehearse_loop import rehearse_loop
 from amplab.diagnose.train_step.schedules import schedulers_of
 from amplab.policies import PrecisionPolicy
 from amplab.trace.engines import compiled_functions_eagerly
@@ -54,13 +53,18 @@ from amplab.trace.handed_step import (
     scaler_in_use,
     shows_calls,
 )
+from amplab.trace.step_checks import check_loss_scale
 
 __all__ = ["causes_first", "doctor"]
 
 _OF_THE_RUN = ("scale-collapse", "nonfinite-loss")
 _SYMPTOMS = (*_OF_THE_RUN, "nonfinite-parameter")
-_SAYS_MORE = ("scale-too-large", "nonfinite-gradient")  # of skipped steps than that they are skipped
-_WRONG_STEPS = ("adam-on-half", "stepped-with-scaled-gradients", "unscaled-twice")  # after which any rate diverges
+_SAYS_MORE = ("scale-too-large", "nonfinite-gradient")  # more than "still-skipping" does
+_WRONG_STEPS = (
+    "adam-on-half",
+    "stepped-with-scaled-gradients",
+    "unscaled-twice",
+)  # after these any learning rate diverges
 _CONSEQUENCES_OF_DIVERGING = (*_SYMPTOMS, "overflow-in-half", "logits-overflow-half", "reduction-overflows-half",
                               "nonfinite-in-float32", "cast-overflows-half")  # fmt: skip
 
@@ -122,7 +126,7 @@ def doctor(
     bias got a gradient, and no optimizer steps it.
     """
     if model is None:
-        check_no_arguments(
+        _check_no_arguments(
             batch=batch, loss=loss, step=step, train_step=train_step, optimizer=optimizer, scaler=scaler,
             opt_level=opt_level, policy=policy, autocast=autocast, loss_scale=loss_scale, run=run, stateful=stateful,
         )  # fmt: skip
@@ -130,7 +134,7 @@ def doctor(
     has_step = loss is not None or step is not None or (batch is not None and train_step is None)
     model = as_model(model, compiled=not has_step, values=has_step or train_step is not None)
     optimizers = optimizers_of(optimizer)
-    check_options(run=run, stateful=stateful, loss_scale=loss_scale)
+    _check_options(run=run, stateful=stateful, loss_scale=loss_scale)
     handed = None
     if has_step:
         handed = handed_step("doctor", model, batch, loss=loss, step=step)
@@ -156,6 +160,40 @@ def doctor(
     else:
         found += _look_at_loop(model, train_step, optimizers, in_use, stateful)
     return Findings.ranked(causes_first(found))
+
+
+def _check_no_arguments(**given: Any) -> None:
+    """Raise a TypeError for the first value that `doctor` was given without a model; None and () do not count."""
+    for name, value in given.items():
+        if value is not None and not (isinstance(value, tuple) and not value):
+            raise TypeError(
+                f"doctor got {name}, but no model: pass the model first, amplab.doctor(model, batch, loss=criterion) "
+                "or amplab.doctor(model, step=loss_of); without arguments it reports on the machine."
+            )
+
+
+def _check_options(*, run: Any, stateful: Any, loss_scale: Any) -> None:
+    """Raise for the first option that `doctor` cannot take; see there.
+
+    Raises:
+        TypeError, ValueError: one sentence each.
+
+    >>> _check_options(run=3, stateful=(), loss_scale=None)
+    Traceback (most recent call last):
+    TypeError: run=int: expected an amplab.diagnose.Observation, the steps so far, or None.
+    """
+    if run is not None and not isinstance(run, Observation):
+        raise TypeError(
+            f"run={type(run).__name__}: expected an amplab.diagnose.Observation, the steps so far, or None."
+        )
+    if not isinstance(stateful, Iterable) or not all(hasattr(each, "load_state_dict") for each in stateful):
+        kinds = f" of {', '.join(type(each).__name__ for each in stateful)}" if isinstance(stateful, list) else ""
+        raise TypeError(
+            f"stateful={type(stateful).__name__}{kinds}: expected a list of objects with state_dict and "
+            "load_state_dict, such as [scheduler]."
+        )
+    if loss_scale is not None:
+        check_loss_scale(loss_scale)
 
 
 def _with_face(run: Observation, scaler: Scaler | None) -> Observation:
@@ -218,9 +256,9 @@ def _look_at_loop(
 
 
 def causes_first(found: Iterable[Finding]) -> list[Finding]:
-    """Leave out symptoms whose cause was found, and doubt causes that a run which diverges explains as well.
+    """Drop symptoms whose cause was found, and lower the certainty of causes that a diverging run explains as well.
 
-    That it diverges is doubted in turn where a step was run again in float32 and its loss had not grown.
+    The certainty of "diverging" is lowered if a step ran again in float32 and its loss had not grown.
 
     >>> left = causes_first([Finding("diverging", "error", "a", "b", "c", "likely"),
     ...                      Finding("overflow-in-half", "error", "d", "e", "f", "certain")])
@@ -231,7 +269,7 @@ def causes_first(found: Iterable[Finding]) -> list[Finding]:
     if any(each.severity == "error" or each.name in _SAYS_MORE for each in found):
         found = [each for each in found if each.name != "still-skipping"]
     names = {each.name for each in found if each.severity == "error"}
-    left_out = _OF_THE_RUN if "nonfinite-parameter" in names else ()
+    left_out: tuple[str, ...] = _OF_THE_RUN if "nonfinite-parameter" in names else ()
     if names.difference(_SYMPTOMS):
         left_out = _SYMPTOMS
     kept = [each for each in found if each.name not in left_out]
@@ -245,7 +283,7 @@ def causes_first(found: Iterable[Finding]) -> list[Finding]:
 
 
 def _is_refuted(found: Sequence[Finding]) -> bool:
-    """Whether a step that overflowed in its format has no larger a loss in float32 than the run began with."""
-    began = min(each.evidence.get("first_loss", -math.inf) for each in found if each.name == "diverging")
+    """Whether a step that overflowed in its format has a loss in float32 no larger than the first of the run."""
+    began = min(float(each.evidence.get("first_loss", -math.inf)) for each in found if each.name == "diverging")
     again = (each.evidence.get("loss_in_float32") for each in found if each.name in _CONSEQUENCES_OF_DIVERGING)
     return any(isinstance(loss, int | float) and loss <= began for loss in again)

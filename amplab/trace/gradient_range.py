@@ -108,7 +108,7 @@ class GradientRange:
         """What it comes to, in one line."""
         if self.largest_fit is None:
             return f"No gradient is non-zero and finite, of {self.total.total:,} elements."
-        left = self.range_left
+        left = math.log2(self.largest_fit / self.loss_scale)
         powers = f"{abs(left):g} {'power' if abs(left) == 1 else 'powers'} of two"
         verb = "is" if left == 1 else "are"
         room = f"{powers} {verb} left" if left >= 0 else f"it is {powers} too large"

@@ -20,9 +20,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from amplab.diagnose.finding import Finding
-from amplab.diagnose.rehearsal import Rehearsal
-from amplab.diagnose.rehearsed import GradientWrite, SteppedGradient
 from amplab.diagnose.remedies.api_styles import clip_unscaled, scaled_loss, unscaled_once, unscaled_step
+from amplab.diagnose.train_step.rehearsal import GradientWrite, Rehearsal, SteppedGradient
 from amplab.display.numbers import power
 
 __all__ = ["GRADIENT_RULES", "gradient_findings", "may_be_scaled", "may_clip_scaled_gradients", "shared_module"]

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from amplab.diagnose.finding import Finding
-from amplab.diagnose.rehearsal import Rehearsal
 from amplab.diagnose.remedies.api_styles import scheduler_after_step, step_before_scheduler
+from amplab.diagnose.train_step.rehearsal import Rehearsal
 
 __all__ = ["SCHEDULE_RULES", "schedule_findings"]
 
