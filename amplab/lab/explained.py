@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from amplab.diagnose import Finding, Findings
-from amplab.diagnose.examination import causes_first
+from amplab.diagnose.catalogue import causes_first
 
 __all__ = ["logged", "read_back", "with_explained"]
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from amplab.diagnose import Finding
+from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.diagnose.rules.parameters import model_parameters
 from amplab.diagnose.rules.updates import never_stepped
 
@@ -39,12 +40,12 @@ class IdleOptimizers:
 
         return end
 
-    def findings(self, model: nn.Module, face: str, steps: int) -> Iterator[Finding]:
+    def findings(self, model: nn.Module, scaling: str, steps: int) -> Iterator[Finding]:
         """The optimizers without a step whose parameters hold a finite gradient. Sync: one for each of those.
 
         Args:
             model: whose parameters they step.
-            face: who scales the loss, see `amplab.diagnose.remedies.api_styles`.
+            scaling: who scales the loss, as `Observation.scaling` has it.
             steps: of the run: those of the first optimizer, also where they were skipped.
         """
         counts = [max(self._steps[0], steps), *self._steps[1:]]
@@ -52,7 +53,12 @@ class IdleOptimizers:
             if counts[number] == 0 and max(counts) > ENOUGH:
                 names = _with_gradient(model, optimizer)
                 if names:
-                    yield never_stepped(number, names, face, {"parameters": len(names), "steps_of_others": max(counts)})
+                    yield never_stepped(
+                        number,
+                        names,
+                        Api(ApiStyle(scaling)),
+                        {"parameters": len(names), "steps_of_others": max(counts)},
+                    )
 
     def _counter(self, number: int) -> Callable[..., None]:
         def count(*_: object) -> None:
