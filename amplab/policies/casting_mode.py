@@ -77,7 +77,8 @@ class CastingMode(TorchFunctionMode):
 
 def function_modes() -> list[TorchFunctionMode]:
     """Return this thread's stack of function modes, bottom first. A mode is not on it while it handles a call."""
-    return _get_current_function_mode_stack()
+    modes: list[TorchFunctionMode] = _get_current_function_mode_stack()
+    return modes
 
 
 def insert_above_device(mode: TorchFunctionMode) -> None:

@@ -166,11 +166,12 @@ class Scope:
         return self._caller is not None and self._caller.f_lasti != self._place
 
     def _begin(self) -> None:
-        pushes = self.engine is not None and not self.engine.is_live()
+        engine = self.engine
+        casts_already = engine is None or engine.is_live()
         THREAD.scopes.append(self)
-        if pushes:
-            self.mode = self.engine.new_mode()
-            self.engine.push(self.mode)
+        if engine is not None and not casts_already:
+            self.mode = engine.new_mode()
+            engine.push(self.mode)
 
     def _end(self) -> None:
         scopes = THREAD.scopes
@@ -261,7 +262,8 @@ class _CastingThread(threading.local):
     def _give_plans(self) -> None:
         """Only the topmost mode casts, so that an op is cast once; modes with a device type each meet different ops."""
         seen: set[str | None] = set()
-        live, resting = [], []
+        live: list[CastingMode | CompiledMode] = []
+        resting: list[CastingMode | CompiledMode] = []
         for mode in reversed(self.modes):
             device_type = mode.engine.device_type
             casts = not seen or not (device_type in seen or device_type is None or None in seen)
