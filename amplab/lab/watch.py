@@ -9,7 +9,7 @@
     print(w.findings())
 
 The loop is not changed and nothing in it is replaced: optimizer hooks, a forward hook, and what the scaler tells. How a
-step's outcome is learned is in `scale_probe.py`, what is measured of gradients in `gradient_sample.py`, how a skipped
+step's outcome is learned is in `scale_probe.py`, what is measured of gradients in `optimizer_watch.py`, how a skipped
 step is explained in `step_replay.py`.
 """
 
@@ -32,13 +32,11 @@ from amplab.diagnose.rules.parameters import adam_on_half, nonfinite_buffers
 from amplab.display.html import page
 from amplab.display.numbers import count
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
-from amplab.lab.explained import logged, with_explained
-from amplab.lab.gradient_sample import GradientMeasure
+from amplab.lab.findings import LOOK_BACK, finding_to_log, observed_run, with_explained
 from amplab.lab.history import History, recorded
-from amplab.lab.idle_optimizers import IdleOptimizers
-from amplab.lab.observed_run import LOOK_BACK, observed_run
-from amplab.lab.recorder import Recorder
-from amplab.lab.scale_probe import Outcome, probe_of
+from amplab.lab.optimizer_watch import GradientMeasure, IdleOptimizers
+from amplab.lab.run_store import RunStore
+from amplab.lab.scale_probe import ScaledStep, probe_of
 from amplab.lab.step_check import StepCheck
 from amplab.lab.step_replay import StepReplay
 from amplab.lab.tensorboard_scalars import TensorBoardScalars
@@ -74,7 +72,7 @@ class Watch:
         self._probe = probe_of(scaler_or_amp, optimizers[0])
         names = type(model).__name__, type(optimizers[0]).__name__
         self.config = WatchedRun(*names, self._probe.kind, self._probe.opt_level)
-        self._recorder = Recorder(self.config, log=log, on_failure=self._fail)
+        self._store = RunStore(self.config, log=log, on_failure=self._fail)
         self._every = every
         self._measure = GradientMeasure(optimizers)
         self._replay = StepReplay(model, step, self._probe.amp)
@@ -116,7 +114,7 @@ class Watch:
         for end in reversed(self._ends):  # the probe first: it may have a last step to tell
             end()
         self._ends = []
-        self._recorder.close()
+        self._store.close()
         if self._check is not None:
             self._check.end()
         if self._scalars is not None:
@@ -157,12 +155,12 @@ class Watch:
     @property
     def history(self) -> History:
         """Every step so far; ``history.replay()`` runs it under other rules."""
-        return self._recorder.history
+        return self._store.history
 
     @property
     def log_path(self) -> PathLike[str] | None:
         """The file of the run log; None before the first step and without a log."""
-        return self._recorder.log_path
+        return self._store.log_path
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -241,14 +239,14 @@ class Watch:
         self._loss = _value(self._probe.loss() if self._loss is None else self._loss)
         return (self._loss is None or math.isfinite(self._loss)) and not self._probe.found_inf()
 
-    def _take(self, outcome: Outcome | ScaleRecord) -> None:
+    def _take(self, outcome: ScaledStep | ScaleRecord) -> None:
         row = self._row(outcome)
-        self._recorder.append_row(row)
+        self._store.append_row(row)
         self._rates.append((self._steps, float(self._optimizers[0].param_groups[0]["lr"])))
         if self._measure.histogram is not None:
             self._keep_measure(outcome.loss_scale)
         if len(outcome.backward_scales) > 1 and len(set(outcome.backward_scales)) > 1:
-            self._recorder.keep_scales(MixedScales(self._steps, outcome.backward_scales))
+            self._store.keep_scales(MixedScales(self._steps, outcome.backward_scales))
         is_told, self._loss = self._loss is not None or outcome.loss is not None, None
         self._steps += 1
         self._choose_hooks(is_told)
@@ -258,7 +256,7 @@ class Watch:
         if self._subscribers or self._scalars is not None:
             self._tell(recorded(row))
 
-    def _row(self, outcome: Outcome | ScaleRecord) -> StepRow:
+    def _row(self, outcome: ScaledStep | ScaleRecord) -> StepRow:
         """The values of a `StepRecord`, which itself would take longer to make than all the rest of it."""
         loss = outcome.loss if self._loss is None else self._loss
         return (
@@ -284,7 +282,7 @@ class Watch:
             self._hooks.need("output", needed=False)
 
     def _keep_measure(self, loss_scale: float) -> None:
-        self._recorder.keep(GradientSample(self._steps, loss_scale, self._measure.histogram))
+        self._store.keep(GradientSample(self._steps, loss_scale, self._measure.histogram))
         self._norms[self._steps] = self._measure.norm
         self._measure.forget()
 
@@ -318,7 +316,7 @@ class Watch:
 
     def _explain(self, step: int, found: Finding) -> None:
         self._explained.append(found)
-        self._recorder.note("finding", step=step, finding=logged(found))
+        self._store.note("finding", step=step, finding=finding_to_log(found))
 
     def _fail(self, text: str) -> None:
         self._failures.append(text)

@@ -16,8 +16,8 @@ import torch
 from amplab.formats import exponent_histogram
 from amplab.lab import ExperimentConfig, GradientSample, RunLog, StepRecord, load_run, runs_directory
 from amplab.lab.events import MixedScales
+from amplab.lab.findings import observed_run
 from amplab.lab.history import row_of
-from amplab.lab.observed_run import observed_run
 from amplab.lab.run_log import free_path, new_path
 from amplab.lab.watched_run import WatchedRun
 
@@ -114,7 +114,7 @@ def loaded(tmp_path, losses, version, config=WATCHED):
 )
 def test_a_loss_that_was_not_told_comes_back_as_none(tmp_path, version, losses, untold):
     run = loaded(tmp_path, losses, version)
-    assert run.history.untold_losses() == untold
+    assert run.history.missing_losses() == untold
     steps = observed_run(run.history, run.config)
     assert [step.loss is None for step in steps] == [number in untold for number in range(3)]
     assert [math.isnan(record.loss) for record in run.history.records()] == [each != "0.5" for each in losses]
@@ -127,7 +127,7 @@ def test_a_loss_that_was_not_told_is_null_in_the_log(tmp_path):
     log.append_row((0, None, *row_of(RECORDS[0])[2:]))
     log.close()
     assert json.loads((tmp_path / "told.jsonl").read_text(encoding="utf-8").splitlines()[1])[1] is None
-    assert load_run(tmp_path / "told.jsonl").history.untold_losses() == {0}
+    assert load_run(tmp_path / "told.jsonl").history.missing_losses() == {0}
 
 
 def test_the_scales_of_a_step_come_back_in_a_line_of_their_own(tmp_path):
