@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         is_autocast_enabled,
     )
     from amplab.diagnose import doctor
+    from amplab.diagnose.first_nonfinite import first_nonfinite
     from amplab.diagnose.ladder import ladder
     from amplab.diagnose.twin import twin
     from amplab.lab.watch import watch
@@ -68,7 +69,7 @@ __all__ = [
     "formats", "kernels", "policies", "scalers", "optimizers", "parallel", "normalization", "multi_tensor_apply",
     "amp", "fp16_utils", "trace", "diagnose", "lab", "bench",
     "GradScaler", "as_apex", "autocast", "checkpoint", "cpu_half", "custom_bwd", "custom_fwd", "doctor",
-    "get_autocast_dtype", "gradient_range", "is_autocast_enabled", "ladder", "twin", "watch", "xray",
+    "first_nonfinite", "get_autocast_dtype", "gradient_range", "is_autocast_enabled", "ladder", "twin", "watch", "xray",
 ]  # fmt: skip
 
 _HOMES = {
@@ -80,6 +81,7 @@ _HOMES = {
     "custom_bwd": "amp",
     "custom_fwd": "amp",
     "doctor": "diagnose",
+    "first_nonfinite": "diagnose",
     "get_autocast_dtype": "amp",
     "gradient_range": "trace",
     "is_autocast_enabled": "amp",

@@ -151,7 +151,7 @@ def findings_in_log(path: str) -> "Findings":
 def findings_in_step(target: str) -> "Findings":
     """Call a function of a file, pass what it returns to the doctor, and return the findings.
 
-    The function returns ``(model, loss_fn)`` or a dict of the doctor's arguments.
+    The function returns ``(model, step)`` or a dict of the doctor's arguments.
 
     Raises:
         TargetError: the target is not FILE.py:FUNCTION, or the function returns something else. Exceptions of the file
@@ -166,11 +166,9 @@ def findings_in_step(target: str) -> "Findings":
             "function of no arguments that returns its loss, or the arguments of amplab.doctor as a dict."
         )
     returned = function_in(path, name)()
-    given = dict(zip(("model", "loss_fn"), returned, strict=False)) if isinstance(returned, tuple) else returned
+    given = dict(zip(("model", "step"), returned, strict=False)) if isinstance(returned, tuple) else returned
     if not isinstance(given, dict) or (isinstance(returned, tuple) and len(returned) != 2) or "model" not in given:
-        raise TargetError(
-            f"{name}() returned {described(returned)}: expected (model, loss_fn), or a dict with a model."
-        )
+        raise TargetError(f"{name}() returned {described(returned)}: expected (model, step), or a dict with a model.")
     takes = inspect.signature(doctor).parameters
     unknown = [repr(key) for key in given if key not in takes]
     if unknown:
@@ -320,7 +318,7 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
         "Without a target, report what this machine has for mixed precision and what is missing. With a target, report "
         "what is wrong with a run or with a training step."
     )
-    text = "a run log; or a function that returns (model, loss_fn) or a dict of amplab.doctor's arguments"
+    text = "a run log; or a function that returns (model, step) or a dict of amplab.doctor's arguments"
     parser.add_argument("target", nargs="?", metavar="RUN.jsonl|FILE.py:FUNCTION", help=text)
     parser.set_defaults(run=examine)
 

@@ -69,7 +69,7 @@ def _session(work: Workload) -> Session:
 def _against_the_loop(make: Callable[[], Workload], make_scaler: _MakeScaler) -> Pair:
     seen, unseen = make(), make()
     scaler = make_scaler(seen)
-    watching = watch(seen.model, seen.optimizer, scaler, step=lambda _batch: seen.loss(), every=_NEVER)
+    watching = watch(seen.model, seen.optimizer, scaler=scaler, step=seen.loss, every=_NEVER)
     watching.__enter__()  # for as long as the pair lives
     batches = watching.batches(itertools.repeat(seen.inputs))
 
@@ -105,7 +105,7 @@ def _against_the_step(make: Callable[[], Workload]) -> Pair:
         unseen.model.zero_grad()
 
     def look() -> str:
-        found = first_nonfinite(seen.model, partial(_loss_in_half, seen), loss_scale=_SCALE_TOO_LARGE)
+        found = first_nonfinite(seen.model, step=partial(_loss_in_half, seen), loss_scale=_SCALE_TOO_LARGE)
         return "nothing" if found is None else found.cause
 
     return Pair(Contestant(look), Contestant(step), {"cause": look()})

@@ -55,8 +55,8 @@ def _against_the_step(make: Callable[[], Workload], half: bool, stats: bool) -> 
 
     def look() -> None:
         with casting():
-            xray(seen.model, loss=seen.loss, stats=stats)
+            xray(seen.model, step=seen.loss, stats=stats)
 
     with casting():
-        ops = len(xray(seen.model, loss=seen.loss).trace)
+        ops = len(xray(seen.model, step=seen.loss).trace)
     return Pair(Contestant(look), Contestant(step), {"ops": ops})

@@ -1,60 +1,51 @@
-"""What `doctor`, `twin` and `ladder` were given, held against what they take: one sentence for each odd argument.
+"""Checks of the options of `doctor`, `twin` and `ladder`: one sentence for each wrong argument.
 
-What every step needs is in `amplab.trace.step_checks`.
+`amplab.trace.handed_step` checks the model, the batch and the step, which all tools take alike.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, NoReturn
-
-from torch import nn
-from torch.optim import Optimizer
+from typing import Any
 
 from amplab.diagnose.observations import Observation
-from amplab.trace.step_checks import accepts, check_loss_scale, check_model
+from amplab.trace.step_checks import accepts, check_loss_scale
 
-__all__ = ["check_arguments", "check_called_with", "check_no_arguments", "check_seed", "check_steps", "check_tolerance"]
+__all__ = ["check_called_with", "check_no_arguments", "check_options", "check_seed", "check_steps", "check_tolerance"]
 
 
-def check_arguments(
-    model: Any, loss_fn: Any, train_step: Any, optimizers: Any, *, loss_scale: Any, run: Any, stateful: Any
-) -> None:
-    """Raise a TypeError or ValueError for the first argument that `doctor` cannot take; see there.
+def check_options(*, run: Any, stateful: Any, loss_scale: Any) -> None:
+    """Raise for the first option that `doctor` cannot take; see there.
 
-    >>> check_arguments("a", None, None, (), loss_scale=None, run=None, stateful=())
+    Raises:
+        TypeError, ValueError: one sentence each.
+
+    >>> check_options(run=3, stateful=(), loss_scale=None)
     Traceback (most recent call last):
-    TypeError: model=str: expected a torch.nn.Module; put several that learn together into a ModuleList.
+    TypeError: run=int: expected an amplab.diagnose.Observation, the steps so far, or None.
     """
-    if not isinstance(model, nn.Module):
-        _refuse("model", model, "a torch.nn.Module; put several that learn together into a ModuleList")
-    for name, function in (("loss_fn", loss_fn), ("train_step", train_step)):
-        if function is not None and (not callable(function) or isinstance(function, type)):
-            _refuse(
-                name, function, f"a function of no arguments, such as lambda: {_SUCH[name]}; a batch goes to batch="
-            )
-        if function is not None:
-            check_called_with(name, function, 0, f"lambda: {_SUCH[name]}")
-    if not _all(optimizers, Optimizer):
-        _refuse("optimizers", optimizers, "a torch optimizer or a list of them")
     if run is not None and not isinstance(run, Observation):
-        _refuse("run", run, "an amplab.diagnose.Observation, the steps so far; None for none")
+        raise TypeError(
+            f"run={type(run).__name__}: expected an amplab.diagnose.Observation, the steps so far, or None."
+        )
     if not isinstance(stateful, Iterable) or not all(hasattr(each, "load_state_dict") for each in stateful):
-        _refuse("stateful", stateful, "a list of what has state_dict and load_state_dict, such as [scheduler]")
+        kinds = f" of {', '.join(type(each).__name__ for each in stateful)}" if isinstance(stateful, list) else ""
+        raise TypeError(
+            f"stateful={type(stateful).__name__}{kinds}: expected a list of objects with state_dict and "
+            "load_state_dict, such as [scheduler]."
+        )
     if loss_scale is not None:
         check_loss_scale(loss_scale)
-    if loss_fn is not None or train_step is not None:
-        check_model(model, compiled=loss_fn is None, values=True)
 
 
 def check_no_arguments(**given: Any) -> None:
-    """Raise a TypeError for the first value that `doctor` was given beside no model; None and () are none."""
+    """Raise a TypeError for the first value that `doctor` was given without a model; None and () do not count."""
     for name, value in given.items():
         if value is not None and not (isinstance(value, tuple) and not value):
             raise TypeError(
-                f"doctor got no model, but {name}: pass the model first, doctor(model, loss_fn); without arguments it "
-                "looks at the machine."
+                f"doctor got {name}, but no model: pass the model first, amplab.doctor(model, batch, loss=criterion) "
+                "or amplab.doctor(model, step=loss_of); without arguments it reports on the machine."
             )
 
 
@@ -96,17 +87,3 @@ def check_seed(seed: Any) -> None:
         raise TypeError(f"seed={seed!r}: expected a whole number, such as 0.")
     if not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed={seed}: expected a whole number of 64 bits, such as 0.")
-
-
-_SUCH = {"loss_fn": "criterion(model(x), y)", "train_step": "train(batch)"}
-
-
-def _all(values: Any, kind: type) -> bool:
-    return isinstance(values, Iterable) and all(isinstance(each, kind) for each in values)
-
-
-def _refuse(name: str, value: Any, expected: str) -> NoReturn:
-    kinds = ""
-    if isinstance(value, list | tuple) and value:
-        kinds = f" of {', '.join(dict.fromkeys(type(each).__name__ for each in value))}"
-    raise TypeError(f"{name}={type(value).__name__}{kinds}: expected {expected}.")

@@ -1,10 +1,11 @@
-"""`doctor`: look at the machine, or at a model in training, and say what is wrong with it.
+"""`doctor`: look at the machine, or at a model in training, and report what is wrong with it.
 
-    doctor()                                                      the machine
-    doctor(model, loss_fn, optimizers=..., amp=...)               one step, its values and its parameters
-    doctor(model, loss_fn, train_step=..., run=..., ...)          the loop around it, and the run so far, too
+    doctor()                                                          the machine
+    doctor(model, batch, loss=..., optimizer=..., scaler=...)         one step, its values and its parameters
+    doctor(model, step=..., optimizer=..., scaler=...)                the same
+    doctor(model, step=..., train_step=..., run=..., ...)             also the loop around it, and the run so far
 
-Here the rules are applied and what they find is put in order; each rule is in a file of its kind.
+This file applies the rules and ranks what they find; each rule is in the file of its kind.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from amplab.amp import LossScaleCollapse, Session, default_session
-from amplab.diagnose.arguments import check_arguments, check_no_arguments
+from amplab.amp import LossScaleCollapse, Session
+from amplab.diagnose.arguments import check_no_arguments, check_options
 from amplab.diagnose.finding import Finding, Findings
 from amplab.diagnose.first_nonfinite import Setting, explain, setting_of
 from amplab.diagnose.machine import MachineReport, machine_report
@@ -39,7 +40,20 @@ from amplab.diagnose.rules.speed import speed_findings
 from amplab.diagnose.rules.updates import optimizers_left_out, updates_bound_to_be_lost, updates_lost
 from amplab.diagnose.rules.values import value_findings
 from amplab.diagnose.train_step.schedules import schedulers_of
+from amplab.policies import PrecisionPolicy
 from amplab.trace.engines import compiled_functions_eagerly
+from amplab.trace.handed_step import (
+    HandedStep,
+    Loss,
+    Models,
+    Scaler,
+    as_model,
+    bound_to_batch,
+    handed_step,
+    optimizers_of,
+    scaler_in_use,
+    shows_calls,
+)
 
 __all__ = ["causes_first", "doctor"]
 
@@ -51,118 +65,156 @@ _CONSEQUENCES_OF_DIVERGING = (*_SYMPTOMS, "overflow-in-half", "logits-overflow-h
                               "nonfinite-in-float32", "cast-overflows-half")  # fmt: skip
 
 
+@shows_calls(
+    "amplab.doctor(model, batch, loss=criterion, optimizer=optimizer, scaler=scaler)",
+    "amplab.doctor(model, step=loss_of, optimizer=optimizer, scaler=scaler)",
+)
 def doctor(
-    model: nn.Module | None = None,
-    loss_fn: Callable[[], Tensor] | None = None,
-    *,
-    train_step: Callable[[], Any] | None = None,
-    optimizers: Optimizer | Sequence[Optimizer] = (),
-    amp: Session | torch.amp.GradScaler | None = None,
-    loss_scale: float | None = None,
+    model: Models | None = None,
     batch: Any = None,
+    *,
+    loss: Loss | None = None,
+    step: Loss | None = None,
+    train_step: Callable[..., Any] | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    scaler: Scaler | ModuleType | None = None,
+    opt_level: str | None = None,
+    policy: PrecisionPolicy | str | None = None,
+    autocast: Any = None,
+    loss_scale: float | None = None,
     run: Observation | None = None,
     stateful: Sequence[Any] = (),
 ) -> MachineReport | Findings:
-    """Say what is wrong with a model in training, the most harmful first; without arguments look at the machine.
+    """Report what is wrong with a model in training, the most harmful first; without arguments report on the machine.
 
-    The model, the optimizers and the scaler are afterwards what they were: of the model what `amplab.xray` puts back,
-    so not what its attributes hold and forward changes in place, nor what lies outside of it and is not `stateful`.
+    All state of the model, the optimizers and the scaler is restored. Not restored: an object that forward changes in
+    place, such as a list in an attribute, and whatever lies outside of the model and is not in `stateful`.
+
+    `step` and `train_step` are two things. A step runs the forward and returns the loss: the doctor does the backward
+    and looks at every value. A train step is one whole iteration, with its own backward and ``optimizer.step()``: the
+    doctor runs it and follows the gradients from the backward to the optimizer.
 
     Args:
-        model: the model, or a ModuleList of several that learn together; not compiled.
-        loss_fn: runs the forward on one batch and returns the loss, not scaled: for what the values say.
-        train_step: one whole iteration, with backward and step: for what happens to gradients on their way.
-        optimizers: the optimizer, or all of them: for who learns what.
-        amp: the session or GradScaler; None takes the apex session of this thread, where there is one.
-        loss_scale: the scale to look at the step at; None for the present one.
-        batch: the tensors of the batch, to have them named.
-        run: the steps so far: for what only a run shows.
-        stateful: what else `train_step` changes and has a state_dict; schedulers that its code names are known.
+        model: the model; several in a list or dict where `step` runs them all. Not compiled where a step is given.
+        batch, loss, step: one step, as `amplab.xray` takes them, with the loss before it is scaled. The tensors of the
+            batch are named in the findings.
+        train_step: a whole iteration; called as `step` is, with nothing, with the batch, or with the model and the
+            batch. With it a step is looked at only if `loss` or `step` is given.
+        optimizer: the optimizer, or all of them.
+        scaler: the GradScaler, `Session` or module ``amp`` that scales the loss; None for this thread's
+            ``amp.initialize``, if there was one.
+        opt_level, policy, autocast: a precision for the step, as `amplab.xray` takes them; not with a session.
+        loss_scale: the scale of the step; None for the present one.
+        run: the steps so far, for the rules about runs.
+        stateful: what else `train_step` changes and has a state_dict. Schedulers that its code names are found.
 
     Raises:
-        TypeError: no model, but other arguments; an argument of another type.
+        TypeError: other arguments but no model; an argument of another type.
         ValueError: a model that cannot be traced, see `trace_step`; a loss scale that is not positive. What the step
             itself raises is a finding.
 
-    Sync: many; this is for a look, once.
+    Sync: many.
 
+    >>> import torch
     >>> model = nn.Linear(8, 8)
     >>> optimizer = torch.optim.SGD([model.weight], lr=0.1)
-    >>> print(doctor(model, lambda: model(torch.ones(8, 8)).square().mean(), optimizers=optimizer)[0].symptom)
+    >>> print(doctor(model, torch.ones(8, 8), loss=lambda out: out.square().mean(), optimizer=optimizer)[0].symptom)
     bias got a gradient, and no optimizer steps it.
     """
     if model is None:
         check_no_arguments(
-            loss_fn=loss_fn, train_step=train_step, optimizers=optimizers, amp=amp, loss_scale=loss_scale, batch=batch,
-            run=run, stateful=stateful,
+            batch=batch, loss=loss, step=step, train_step=train_step, optimizer=optimizer, scaler=scaler,
+            opt_level=opt_level, policy=policy, autocast=autocast, loss_scale=loss_scale, run=run, stateful=stateful,
         )  # fmt: skip
         return machine_report()
-    chosen = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
-    chosen = list(chosen) if isinstance(chosen, Iterable) else chosen
-    check_arguments(model, loss_fn, train_step, chosen, loss_scale=loss_scale, run=run, stateful=stateful)
-    setting = setting_of(amp, loss_scale)
-    found = [] if run is None else run_findings(_with_face(run, amp))
-    step = None
-    if loss_fn is not None:
-        step, of_step = _look_at_step(model, loss_fn, setting, batch)
-        found = [*found, *of_step]
-    found += (*parameter_findings(model, chosen, step), *nonfinite_buffers(model))
+    has_step = loss is not None or step is not None or (batch is not None and train_step is None)
+    model = as_model(model, compiled=not has_step, values=has_step or train_step is not None)
+    optimizers = optimizers_of(optimizer)
+    check_options(run=run, stateful=stateful, loss_scale=loss_scale)
+    handed = None
+    if has_step:
+        handed = handed_step("doctor", model, batch, loss=loss, step=step)
+    elif (opt_level, policy, autocast) != (None, None, None):
+        raise TypeError(
+            "opt_level, policy or autocast without a step to run in it: expected amplab.doctor(model, batch, "
+            "loss=criterion)."
+        )
+    if train_step is not None:
+        train_step = bound_to_batch("doctor", "train_step", train_step, model, batch, such="lambda: train(batch)")
+    in_use = scaler_in_use(scaler)
+    found = [] if run is None else run_findings(_with_face(run, in_use))
+    observed = None
+    with setting_of(
+        model, scaler, opt_level=opt_level, policy=policy, autocast=autocast, loss_scale=loss_scale
+    ) as setting:
+        if handed is not None:
+            observed, of_step = _look_at_step(model, setting.of_step(handed), setting, batch)
+            found = [*found, *of_step]
+    found += (*parameter_findings(model, optimizers, observed), *nonfinite_buffers(model))
     if train_step is None:
-        found += updates_bound_to_be_lost(model, chosen, step)
+        found += updates_bound_to_be_lost(model, optimizers, observed)
     else:
-        found += _look_at_loop(model, train_step, chosen, amp, stateful)
+        found += _look_at_loop(model, train_step, optimizers, in_use, stateful)
     return Findings.ranked(causes_first(found))
 
 
-def _with_face(run: Observation, amp: Session | torch.amp.GradScaler | None) -> Observation:
-    """A run that does not say who scaled its losses, with what the doctor was given for that."""
-    amp = default_session() if amp is None and default_session().initialized else amp
-    if run.scaling or amp is None:
+def _with_face(run: Observation, scaler: Scaler | None) -> Observation:
+    """Return a run, with who scaled its losses where it does not say so."""
+    if run.scaling or scaler is None:
         return run
-    return replace(run, scaling=face_of(amp), level=(amp.opt_level or "") if isinstance(amp, Session) else "")
+    level = (scaler.opt_level or "") if isinstance(scaler, Session) else ""
+    return replace(run, scaling=face_of(scaler), level=level)
 
 
 def _look_at_step(
-    model: nn.Module, loss_fn: Callable[[], Tensor], setting: Setting, batch: Any
+    model: nn.Module, handed: HandedStep, setting: Setting, batch: Any
 ) -> tuple[ObservedStep | None, list[Finding]]:
-    raised = Raised(loss_fn)
+    raised = Raised(handed.run)
     try:
         step = observe_step(
-            model, raised, casting=setting.casting(), loss_scale=setting.loss_scale, batch=batch, detailed=True
+            model,
+            replace(handed, run=raised),
+            casting=setting.casting(),
+            loss_scale=setting.loss_scale,
+            batch=batch,
+            detailed=True,
         )
     except Exception as error:
         if raised.error is not error and not isinstance(error, RuntimeError | NotImplementedError):
             raise
-        return None, [finding_of_error(error, model)]
+        return None, [finding_of_error(error, model, "step()" if handed.name == "step" else "model(batch)")]
     blamed = blame(step)
-    first = [] if blamed is None else [finding_of(explain(model, loss_fn, setting, step, blamed, batch=batch))]
+    first = [] if blamed is None else [finding_of(explain(model, handed, setting, step, blamed, batch=batch))]
     level = level_in_use(setting, step)
     of_values = (*value_findings(step, level), *arithmetic_findings(step, level))
     return step, [*first, *of_values, *speed_findings(step.trace, level)]
 
 
 def _look_at_loop(
-    model: nn.Module, train_step: Callable[[], Any], optimizers: Sequence[Optimizer], amp: Any, stateful: Sequence[Any]
+    model: nn.Module,
+    train_step: Callable[[], Any],
+    optimizers: Sequence[Optimizer],
+    scaler: Scaler | None,
+    stateful: Sequence[Any],
 ) -> list[Finding]:
     raised = Raised(train_step)
-    if amp is None and default_session().initialized:
-        amp = default_session()
     reached = [each for each in schedulers_of(train_step) if not any(each is other for other in stateful)]
     try:
         with compiled_functions_eagerly():
-            seen = rehearse_loop(model, raised, optimizers, amp=amp, stateful=[*stateful, *reached])
+            seen = rehearse_loop(model, raised, optimizers, scaler=scaler, stateful=[*stateful, *reached])
+        face = face_of(scaler)
         return [
-            *gradient_findings(seen, face_of(amp)),
-            *optimizers_left_out(seen, face_of(amp)),
+            *gradient_findings(seen, face),
+            *optimizers_left_out(seen, face),
             *updates_lost(seen.lost),
-            *schedule_findings(seen, face_of(amp)),
+            *schedule_findings(seen, face),
         ]
     except LossScaleCollapse:
-        return []  # which the run and the step show
+        return []  # the run and the step show it
     except Exception as error:
         if raised.error is not error and not isinstance(error, RuntimeError | NotImplementedError):
             raise
-        return [finding_of_error(error, model, "train_step")]
+        return [finding_of_error(error, model, "train_step()")]
 
 
 def causes_first(found: Iterable[Finding]) -> list[Finding]:

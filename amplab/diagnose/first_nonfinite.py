@@ -1,35 +1,49 @@
 """`first_nonfinite`: which op made the first inf or NaN of a step, and whether the scale, the format or the model did.
 
-The step is run again, with the random state that is set now, and left as if nothing had been. Where the search ends is
-in `blame`, how a step is run in another format in `reruns`, what is said about it in `rules.nonfinite`.
+The step runs again with the present random state, and all state is restored. `blame` follows the values back to where
+they began, `reruns` runs a step in another format, `nonfinite_findings` writes the finding.
 
     began in forward    finite in float32: the format           else: the model (or the learning rate before it)
     began in backward   finite at scale 1: the scale            else: as above
     came in             a tensor of the batch, a buffer, a parameter
-    not seen again      finite in a second run in the same format and scale: state that is not put back
+    not seen again      finite in a second run in the same format and scale: state that is not restored
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from amplab.amp import Session, default_session
+from amplab.amp import Session
 from amplab.diagnose.first_nonfinite_page import html, sentence, text
 from amplab.diagnose.observed_step.blame import Blame, blame
 from amplab.diagnose.observed_step.tensor_summary import TensorSummary, counted
 from amplab.diagnose.observed_step.values import ObservedStep, measured_in, observe_step
 from amplab.diagnose.remedies.api_styles import face_of
 from amplab.diagnose.reruns import Outcome, Room, probe, room
+from amplab.policies import PrecisionPolicy
 from amplab.policies.nested_tensors import named_tensors_in
 from amplab.trace import OpRecord, trace_step
+from amplab.trace.handed_step import (
+    HandedStep,
+    Loss,
+    Models,
+    Scaler,
+    as_model,
+    check_scaler,
+    handed_step,
+    scaler_in_use,
+    shows_calls,
+)
+from amplab.trace.precision_settings import precision_setting
 from amplab.trace.step_checks import check_loss_scale
 
 __all__ = ["FirstNonfinite", "Setting", "explain", "first_nonfinite", "setting_of"]
@@ -47,13 +61,24 @@ class Setting:
         face: "apex", "amplab", "torch" or "none", who scales; the words that a remedy uses, see `remedies.api_styles`.
         dynamic: whether the scale moves and overflows are skipped.
         level: the opt_level, or empty.
+        around_loss: makes the context of the forward and the loss alone, such as an autocast region.
     """
 
     loss_scale: float = 1.0
-    casting: Callable[[], AbstractContextManager] = nullcontext
+    casting: Callable[[], AbstractContextManager[object]] = nullcontext
     face: str = "none"
     dynamic: bool = False
     level: str = ""
+    around_loss: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def of_step(self, step: HandedStep) -> HandedStep:
+        """Return `step` with its forward inside of `around_loss`."""
+
+        def run() -> Any:
+            with self.around_loss():
+                return step.run()
+
+        return replace(step, run=run)
 
 
 @dataclass(frozen=True, repr=False)
@@ -108,67 +133,103 @@ class FirstNonfinite:
         return html(self)
 
 
+@shows_calls(
+    "amplab.first_nonfinite(model, batch, loss=criterion, scaler=scaler)",
+    "amplab.first_nonfinite(model, step=loss_of, scaler=scaler)",
+)
 def first_nonfinite(
-    model: nn.Module,
-    loss_fn: Callable[[], Tensor],
-    *,
-    amp: Session | torch.amp.GradScaler | None = None,
-    loss_scale: float | None = None,
+    model: Models,
     batch: Any = None,
+    *,
+    loss: Loss | None = None,
+    step: Loss | None = None,
+    scaler: Scaler | ModuleType | None = None,
+    opt_level: str | None = None,
+    policy: PrecisionPolicy | str | None = None,
+    autocast: Any = None,
+    loss_scale: float | None = None,
 ) -> FirstNonfinite | None:
-    """Run a step again and say where its first harmful inf or NaN began; None where loss and gradients are finite.
+    """Run a step again and report where its first harmful inf or NaN began; None if loss and gradients are finite.
 
-    Parameters, buffers, gradients, random states, what the modules' plain attributes are bound to, and the states of
-    generators among these are afterwards what they were. Not so what an attribute holds and forward changes in place,
-    and what lies outside of the modules: where that decides, the cause is "state".
+    All state is restored: parameters, buffers, gradients, random states, what the modules' plain attributes refer to,
+    and generators among these. Not restored: an object that forward changes in place, and whatever lies outside of the
+    modules. Where that decides, the cause is "state".
 
     Args:
-        model: the model, or a ModuleList of several that learn together; not compiled.
-        loss_fn: runs the forward on the batch of the step in question and returns the loss, not scaled. Where it opens
-            an autocast region itself, that counts.
-        amp: the session or GradScaler that scales the loss; None takes the apex session of this thread, where there is
-            one. A session casts around `loss_fn` too.
-        loss_scale: the scale of the step in question; None for the present one of `amp`. After a skipped step that is
-            smaller than the one which overflowed: pass the one which did.
-        batch: the tensors of the batch, nested as they are, to have them named.
+        model: not compiled; several in a list or dict where `step` runs them all.
+        batch, loss, step: as `amplab.xray` takes them, for the step in question. The tensors of the batch are named in
+            what is reported. An autocast region that `step` opens counts.
+        scaler: the GradScaler, `Session` or module ``amp`` that scales the loss; None for this thread's
+            ``amp.initialize``, if there was one. A session casts around the step too.
+        opt_level, policy, autocast: a precision for the step, as `amplab.xray` takes them; not with a session.
+        loss_scale: the scale of the step in question; None for the present one of `scaler`. After a skipped step the
+            present scale is smaller than the one that overflowed: pass the one that overflowed.
 
     Raises:
-        As `amplab.trace.trace_step`.
+        TypeError, ValueError: as `amplab.xray`.
 
-    Sync: a few; this is for a step that went wrong.
+    Sync: a few; use it for a step that went wrong.
 
     >>> model = nn.Linear(2, 1).half()
     >>> with torch.no_grad():
     ...     _ = model.weight.fill_(300.0)
-    >>> found = first_nonfinite(model, lambda: model(torch.full((1, 2), 300.0).half()).float().sum())
+    >>> found = first_nonfinite(model, torch.full((1, 2), 300.0).half())
     >>> found.cause, found.record.op, found.result
     ('format', 'linear', 'loss')
     """
+    model = as_model(model, values=True)
     if loss_scale is not None:
         check_loss_scale(loss_scale)
-    setting = setting_of(amp, loss_scale)
-    step = observe_step(model, loss_fn, casting=setting.casting(), loss_scale=setting.loss_scale, batch=batch)
-    blamed = blame(step)
-    return None if blamed is None else explain(model, loss_fn, setting, step, blamed, batch=batch)
+    handed = handed_step("first_nonfinite", model, batch, loss=loss, step=step)
+    with setting_of(
+        model, scaler, opt_level=opt_level, policy=policy, autocast=autocast, loss_scale=loss_scale
+    ) as setting:
+        handed = setting.of_step(handed)
+        seen = observe_step(model, handed, casting=setting.casting(), loss_scale=setting.loss_scale, batch=batch)
+        blamed = blame(seen)
+        return None if blamed is None else explain(model, handed, setting, seen, blamed, batch=batch)
 
 
-def setting_of(amp: Session | torch.amp.GradScaler | None, loss_scale: float | None = None) -> Setting:
-    """Return scale and casts of a session or a scaler; of this thread's apex session where None is given.
+@contextmanager
+def setting_of(
+    model: nn.Module,
+    scaler: Any,
+    *,
+    opt_level: str | None = None,
+    policy: PrecisionPolicy | str | None = None,
+    autocast: Any = None,
+    loss_scale: float | None = None,
+) -> Iterator[Setting]:
+    """Put `model` into the precision of the block; arguments as for `first_nonfinite`.
 
     Raises:
-        TypeError: it is neither.
+        TypeError, ValueError: as `precision_setting`; a session together with a precision.
     """
-    if amp is None and default_session().initialized:
-        amp = default_session()
-    if isinstance(amp, Session):
-        dynamic = any(scaler.dynamic for scaler in amp.scalers)
-        return Setting(loss_scale or amp.loss_scale(), amp.casting, "apex", dynamic, amp.opt_level or "")
-    if isinstance(amp, torch.amp.GradScaler):
-        return Setting(loss_scale or amp.get_scale(), nullcontext, face_of(amp), amp.is_enabled())
-    if amp is not None:
-        raise TypeError(
-            f"amp={type(amp).__name__}: expected a Session of amplab.amp or a GradScaler; None for neither."
+    if opt_level is None and policy is None and autocast is None:
+        yield _setting_in_force(scaler_in_use(scaler), loss_scale)
+        return
+    scaler = check_scaler(scaler)
+    if isinstance(scaler, Session):
+        raise ValueError(
+            "scaler=Session together with opt_level, policy or autocast: expected one of them; a session runs in the "
+            "precision that initialize gave it."
         )
+    with precision_setting(model, opt_level=opt_level, policy=policy, autocast=autocast) as precision:
+        level = (opt_level or "O1") if autocast is None else ""
+        if scaler is None:
+            scale, face, dynamic = precision.loss_scale, "apex" if level else "none", precision.loss_scale > 1
+        else:
+            scale, face, dynamic = scaler.get_scale(), face_of(scaler), scaler.is_enabled()
+        yield Setting(loss_scale or scale, precision.casting, face, dynamic, level, precision.around_loss)
+
+
+def _setting_in_force(scaler: Scaler | None, loss_scale: float | None) -> Setting:
+    """Scale and casts of a session or a scaler."""
+    if isinstance(scaler, Session):
+        dynamic = any(each.dynamic for each in scaler.scalers)
+        return Setting(loss_scale or scaler.loss_scale(), scaler.casting, "apex", dynamic, scaler.opt_level or "")
+    if scaler is not None:
+        return Setting(loss_scale or scaler.get_scale(), nullcontext, face_of(scaler), scaler.is_enabled())
     return Setting(loss_scale or 1.0)
 
 
@@ -181,7 +242,7 @@ def explain(
     *,
     batch: Any = None,
 ) -> FirstNonfinite:
-    """Decide on the cause by running the step under other conditions; arguments as they come from `blame`."""
+    """Decide on the cause by running the step under other conditions."""
     rerun = _Rerun(model, loss_fn, setting)
     begun = step.begun.get(blamed.op)
     record = None if blamed.op is None else step.trace.records[blamed.op]

@@ -6,6 +6,7 @@ Every rung starts from the same weights and sees the same batches. A rung holds 
 were skipped, and its loss is as low as float32's within the tolerance.
 """
 
+import copy
 import math
 import statistics
 import sys
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -27,14 +29,16 @@ from amplab.diagnose.trial import (
     Trial,
     TrialStep,
     check_optimizer,
+    check_step_of_copies,
     check_trained,
     no_casts_of_the_caller,
     precision_named,
 )
 from amplab.display.drawings import loss_drawing
-from amplab.display.html import Markup, html_table, markup, page
+from amplab.display.html import Markup, markup
 from amplab.display.numbers import power, size
-from amplab.display.text import fitted, wrapped
+from amplab.display.table import Card, Cell, Column, Table
+from amplab.trace.handed_step import Loss, shows_calls
 from amplab.trace.random_states import seed_all
 from amplab.trace.step_checks import check_gradients_on
 
@@ -51,8 +55,13 @@ RUNGS: dict[str, Precision] = {
 
 _MOST_SKIPS = 0.1  # of the steps: more, and the learning rate schedule is another one
 _FEWEST = 5  # skips while a dynamic scale finds its place are normal
-_COLUMNS = ("rung", "loss", "against fp32", "score", "skipped", "loss scale", "steps/s", "memory", "verdict")
-_RIGHT = range(1, 8)  # columns of numbers
+_COLUMNS = (
+    Column("rung"),
+    Column("loss, step by step"),
+    *(Column(title, right=True) for title in ("loss", "against fp32", "score", "skipped", "loss scale", "steps/s")),
+    Column("memory", right=True),
+    Column("verdict"),
+)
 
 
 @dataclass(frozen=True)
@@ -108,8 +117,7 @@ class LadderReport:
 
     def text(self) -> str:
         """The recommendation, and a line per rung."""
-        table = fitted([_COLUMNS, *map(self._cells, self.rungs)], right=_RIGHT)
-        return "\n".join([*map(wrapped, self._sentences()), "", *(line for lines in table for line in lines)])
+        return str(self._card())
 
     def __str__(self) -> str:
         """The text."""
@@ -119,17 +127,14 @@ class LadderReport:
         return f"<LadderReport: {next(self._sentences())}>"
 
     def _repr_html_(self) -> str:
+        return self._card().html()
+
+    def _card(self) -> Card:
         first, *rest = self._sentences()
         losses = [[step.loss for step in rung.steps] for rung in self.rungs]
-        lines = [
-            (rung.name, loss_drawing(curve, losses), *self._cells(rung)[1:-1], _verdict(rung.failure))
-            for rung, curve in zip(self.rungs, losses, strict=True)
-        ]
-        heads = (_COLUMNS[0], "loss, step by step", *_COLUMNS[1:])
+        lines = [self._cells(rung, loss_drawing(curve, losses)) for rung, curve in zip(self.rungs, losses, strict=True)]
         chosen = {self.rungs.index(self.recommended)} if self.recommended.failure is None else set()
-        right = {place + 1 for place in _RIGHT}
-        table = html_table(heads, lines, right=right, caption="The rungs of the ladder", chosen=chosen)
-        return page(first, table, *(f'<p class="faint">{markup(each)}</p>' for each in rest))
+        return Card(first, (Table(_COLUMNS, lines, "The rungs of the ladder", chosen=chosen), *rest))
 
     def _sentences(self) -> Iterator[str]:
         chosen = self.recommended
@@ -149,10 +154,11 @@ class LadderReport:
         """The rungs whose score is NaN."""
         return [rung.name for rung in self.rungs if rung.score is not None and math.isnan(rung.score)]
 
-    def _cells(self, rung: LadderRung) -> tuple[str, ...]:
+    def _cells(self, rung: LadderRung, drawing: Markup) -> tuple[str, ...]:
         reference = self.rungs[-1].loss
         return (
             rung.name,
+            Cell("", drawing),
             f"{rung.loss:.5g}" if math.isfinite(rung.loss) else "not finite",
             "–" if rung is self.rungs[-1] else _against(rung.loss, reference),
             "–" if rung.score is None else f"{rung.score:.4g}",
@@ -160,7 +166,7 @@ class LadderReport:
             power(rung.steps[-1].loss_scale) if rung.steps else "–",
             f"{rung.steps_per_second:,.{0 if rung.steps_per_second >= 10 else 1}f}" if rung.steps else "–",
             size(rung.state_bytes) if rung.steps else "–",
-            rung.failure or "holds",
+            _verdict(rung.failure),
         )
 
 
@@ -172,10 +178,10 @@ def _against(loss: float, reference: float) -> str:
     return "0.0 %" if abs(share) < 0.05 else f"{share:+.1f} %"
 
 
-def _verdict(failure: str | None) -> Markup:
+def _verdict(failure: str | None) -> Cell:
     if failure is None:
-        return Markup('<span class="good">✓ holds</span>')
-    return Markup(f'<span class="bad">✗</span> {markup(failure)}')
+        return Cell("holds", Markup('<span class="good">✓ holds</span>'))
+    return Cell(failure, Markup(f'<span class="bad">✗</span> {markup(failure)}'))
 
 
 def _tell(line: str) -> None:
@@ -184,11 +190,16 @@ def _tell(line: str) -> None:
     stream.write(f"{line}\n")
 
 
+@shows_calls(
+    "amplab.ladder(make_model, data, loss=criterion)",
+    "amplab.ladder(make_model, data, step=lambda model, batch: criterion(model(batch)))",
+)
 def ladder(
-    make_model: Callable[[], nn.Module],
+    make_model: Callable[[], nn.Module] | nn.Module,
     data: Any,
     *,
-    loss: Callable[..., Tensor] | None = None,
+    loss: Loss | None = None,
+    step: Loss | None = None,
     optimizer: MakeOptimizer | None = None,
     evaluate: Callable[[nn.Module], float] | None = None,
     steps: int = 100,
@@ -202,12 +213,15 @@ def ladder(
     A session of `amp` and autocast regions that are in force around the call do not cast here.
 
     Args:
-        make_model: returns a fresh float32 model; seeded before each call. What a forward keeps in plain attributes is
-            fresh with it; what it keeps elsewhere, in a global or a closure, goes from rung to rung.
+        make_model: returns a fresh float32 model; seeded before each call. Or a float32 model: each rung trains a deep
+            copy of it. What a forward keeps in plain attributes is each rung's own; what it keeps elsewhere, in a
+            global or a closure, goes from rung to rung.
         data: one batch (a tensor, a tuple or a mapping), a function of the step's number that returns one, or an
             iterable of batches such as a list or a DataLoader, begun again when it ends. How a batch goes in: see
             `amplab.xray`.
         loss: a function of the output (and the batch); None for the output's own.
+        step: in the place of `loss`, a function that is called as `step(model, batch)` with the model of the rung, runs
+            its forward and returns the loss.
         optimizer: makes one of the parameters it is given; by default ``AdamW(lr=1e-3)``.
         evaluate: a score of the trained model, the larger the better; it then decides beside the loss. A rung whose
             score is NaN or infinite does not hold.
@@ -230,8 +244,10 @@ def ladder(
     _check_rungs(rungs)
     _check_functions(make_model, evaluate, tell)
     check_optimizer(optimizer)
+    check_step_of_copies("ladder", step, "make_model, data")
     check_gradients_on()
     _check_data(data)
+    make_model = _factory(make_model)
     if isinstance(data, Iterator):
         data = list(islice(data, steps))  # it can be read once, and every rung reads it
     make = optimizer or (lambda weights: torch.optim.AdamW(weights, lr=1e-3))
@@ -243,7 +259,8 @@ def ladder(
         with _seeded(seed):
             model = _fresh(make_model(), model)
             try:
-                climbed.append(_climb(name, precision, model, make, islice(_batches(data), steps), loss, evaluate))
+                trial = Trial(model, make, precision, loss=loss, step=step, tool="ladder", on_collapse="raise")
+                climbed.append(_climb(name, precision, trial, islice(_batches(data), steps), evaluate))
             except Exception as error:
                 if number == len(rungs):  # the reference: it is not the precision that fails
                     raise
@@ -255,17 +272,14 @@ def ladder(
 def _climb(
     name: str,
     precision: Precision,
-    model: nn.Module,
-    make_optimizer: MakeOptimizer,
+    trial: Trial,
     batches: Iterable[Any],
-    loss: Callable[..., Tensor] | None,
     evaluate: Callable[[nn.Module], float] | None,
 ) -> LadderRung:
-    trial = Trial(model, make_optimizer, precision, on_collapse="raise")
     try:
         steps, began = [], time.perf_counter()
         for batch in batches:
-            steps.append(trial.train(batch, loss))
+            steps.append(trial.train(batch))
             if len(steps) == 1:
                 began = time.perf_counter()  # the first step makes state and warms up
         if not steps:
@@ -275,10 +289,16 @@ def _climb(
     finally:
         trial.close()
     last = [step.loss for step in steps[-max(2, len(steps) // 4) :]]
-    with no_casts_of_the_caller(model):
-        score = None if evaluate is None else _score(evaluate(model))
+    with no_casts_of_the_caller(trial.model):
+        score = None if evaluate is None else _score(evaluate(trial.model))
     rate = (len(steps) - 1) / seconds if len(steps) > 1 else float("nan")
     return LadderRung(name, precision, tuple(steps), statistics.fmean(last), score, finite, rate, size)
+
+
+def _factory(make_model: Callable[[], nn.Module] | nn.Module) -> Callable[[], nn.Module]:
+    if isinstance(make_model, nn.Module):
+        return partial(copy.deepcopy, check_trained(make_model))
+    return make_model
 
 
 def _score(value: Any) -> float:
@@ -311,12 +331,8 @@ def _check_rungs(rungs: Any) -> None:
 
 
 def _check_functions(make_model: Any, evaluate: Any, tell: Any) -> None:
-    if isinstance(make_model, nn.Module) or not callable(make_model):
-        raise TypeError(
-            f"make_model={type(make_model).__name__}: expected a function that returns a fresh model, such as "
-            "lambda: Net(); every rung begins anew."
-        )
-    check_called_with("make_model", make_model, 0, "lambda: Net()")
+    if not isinstance(make_model, nn.Module):
+        check_called_with("make_model", make_model, 0, "lambda: Net()")
     if evaluate is not None:
         check_called_with("evaluate", evaluate, 1, "lambda model: accuracy(model, images, labels)")
     if tell is not None:

@@ -13,52 +13,53 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amplab.amp import Session
+from amplab.trace.handed_step import Scaler
 
 __all__ = ["OptimizerState", "kept", "scales_of", "set_scale"]
 
 
 @contextmanager
 def kept(
-    optimizers: Sequence[Optimizer], amp: Session | torch.amp.GradScaler | None, stateful: Sequence[Any]
+    optimizers: Sequence[Optimizer], scaler: Scaler | None, stateful: Sequence[Any]
 ) -> Iterator[list[OptimizerState]]:
     """Put everything back that the block changes; gives the optimizers as they were, in their order.
 
     Args:
         optimizers: with their parameters and gradients.
-        amp: the session or scaler, with its loss scales.
+        scaler: the session or scaler, with its loss scales.
         stateful: whatever else has state_dict and load_state_dict.
     """
     saved = [OptimizerState.of(optimizer) for optimizer in optimizers]
-    scalers = [(scaler, scaler.state) for scaler in amp.scalers] if isinstance(amp, Session) else []
-    others = [*stateful, *([amp] if isinstance(amp, torch.amp.GradScaler) else [])]
+    scalers = [(each, each.state) for each in scaler.scalers] if isinstance(scaler, Session) else []
+    others = [*stateful, *([scaler] if isinstance(scaler, torch.amp.GradScaler) else [])]
     states = [(each, copy.deepcopy(each.state_dict())) for each in others]
     try:
         yield saved
     finally:
         for optimizer in saved:
             optimizer.restore()
-        for scaler, state in scalers:
-            scaler.state = state
+        for scale, before in scalers:
+            scale.state = before
         for each, state in states:
             if state:  # that of a disabled scaler is empty
                 each.load_state_dict(state)
 
 
-def scales_of(amp: Session | torch.amp.GradScaler | None) -> tuple[float, ...]:
+def scales_of(scaler: Scaler | None) -> tuple[float, ...]:
     """The loss scales in force, each once; 1.0 without scaling."""
-    if amp is None:
+    if scaler is None:
         return (1.0,)
-    scales = [scaler.scale for scaler in amp.scalers] if isinstance(amp, Session) else [amp.get_scale()]
+    scales = [each.scale for each in scaler.scalers] if isinstance(scaler, Session) else [scaler.get_scale()]
     return tuple(dict.fromkeys(scales)) or (1.0,)
 
 
-def set_scale(amp: Session | torch.amp.GradScaler | None, scale: float) -> None:
+def set_scale(scaler: Scaler | None, scale: float) -> None:
     """Let every loss scale of a session or a scaler be `scale`, a static one too."""
-    if isinstance(amp, Session):
-        for scaler in amp.scalers:
-            scaler.state = replace(scaler.state, scale=scale)
-    elif amp is not None and amp.is_enabled():
-        amp.load_state_dict(amp.state_dict() | {"scale": scale})
+    if isinstance(scaler, Session):
+        for each in scaler.scalers:
+            each.state = replace(each.state, scale=scale)
+    elif scaler is not None and scaler.is_enabled():
+        scaler.load_state_dict(scaler.state_dict() | {"scale": scale})
 
 
 class OptimizerState(NamedTuple):

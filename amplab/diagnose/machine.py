@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from amplab import __version__, kernels
-from amplab.display.html import html_table, page
-from amplab.display.text import wrapped
+from amplab.display.table import Card, Table
 from amplab.kernels.recipe import obstacle
 from amplab.policies import cpu_half_mode
 
@@ -32,15 +31,16 @@ class MachineReport:
     facts: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        """Return one line for each fact; long ones go on below."""
-        width = max(len(name) for name, _ in self.facts)
-        return "\n".join(wrapped(f"{name:{width}}  {sentence}", width + 2) for name, sentence in self.facts)
+        return str(self._card())
 
     def __repr__(self) -> str:
         return f"<MachineReport: {', '.join(name for name, _ in self.facts)}>"
 
     def _repr_html_(self) -> str:
-        return page("This machine", html_table(("what", "how it stands"), self.facts, caption="This machine"))
+        return self._card().html()
+
+    def _card(self) -> Card:
+        return Card("This machine", (Table(("what", "status"), self.facts, "This machine"),))
 
 
 def machine_report() -> MachineReport:

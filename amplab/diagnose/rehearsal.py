@@ -25,13 +25,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amplab.amp import Session
 from amplab.diagnose.loop_state import kept, scales_of, set_scale
 from amplab.diagnose.rehearsed import GradientWrite, MixedStep, SteppedGradient, UnsteppedOptimizer
 from amplab.diagnose.rules.parameters import model_parameters
 from amplab.diagnose.train_step.lost_updates import LostUpdates, ShadowStep
 from amplab.diagnose.train_step.named_code import clips_of_model_parameters, leads_to
 from amplab.diagnose.train_step.schedules import ScheduleMove, ScheduleWatch, schedulers_of
+from amplab.trace.handed_step import Scaler
 from amplab.trace.untouched import untouched
 
 __all__ = ["Rehearsal", "rehearse"]
@@ -84,7 +84,7 @@ def rehearse(
     train_step: Callable[[], Any],
     optimizers: Sequence[Optimizer],
     *,
-    amp: Session | torch.amp.GradScaler | None = None,
+    scaler: Scaler | None = None,
     stateful: Sequence[Any] = (),
     loss_scale: float | None = None,
     overflows: bool = False,
@@ -98,7 +98,7 @@ def rehearse(
         model: the model, or a ModuleList of several.
         train_step: forward, backward, step, and whatever lies between.
         optimizers: those that it steps.
-        amp: the session or GradScaler in it.
+        scaler: the session or GradScaler in it.
         stateful: anything else that it changes and that has state_dict and load_state_dict: schedulers, averages.
         loss_scale: run it at this scale; None for the present one.
         overflows: let every gradient be inf, whatever the scale.
@@ -107,15 +107,15 @@ def rehearse(
     """
     schedulers = schedulers_of(train_step, stateful)
     named = {id(each) for each in stateful}
-    watch = _Watch(model, optimizers, ScheduleWatch(schedulers, optimizers), amp, overflows=overflows)
+    watch = _Watch(model, optimizers, ScheduleWatch(schedulers, optimizers), scaler, overflows=overflows)
     with ExitStack() as undo:
         others = [each for each in schedulers if id(each) not in named]
-        before = undo.enter_context(kept(optimizers, amp, [*stateful, *others]))
+        before = undo.enter_context(kept(optimizers, scaler, [*stateful, *others]))
         undo.enter_context(untouched(model))
         undo.enter_context(watch.watching())
         if loss_scale is not None:
-            set_scale(amp, loss_scale)
-        scales = watch.scales = scales_of(amp)
+            set_scale(scaler, loss_scale)
+        scales = watch.scales = scales_of(scaler)
         train_step()
         moves = watch.schedules.moves([each.is_unmoved() for each in before])
         left_out = [(each, leads_to(train_step, optimizers[each.optimizer])) for each in watch.unstepped()]
@@ -149,7 +149,13 @@ class _Watch:
     """Follows the gradients of a model's parameters, by the name of the parameter."""
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], schedules: ScheduleWatch, amp: Any, *, overflows: bool
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        schedules: ScheduleWatch,
+        scaler: Any,
+        *,
+        overflows: bool,
     ) -> None:
         self._named = dict(model.named_parameters())
         self._names = {id(parameter): name for name, parameter in self._named.items()}
@@ -168,7 +174,9 @@ class _Watch:
         self.stepped: list[SteppedGradient] = []
         self.mixed: list[MixedStep] = []
         self._called: set[int] = set()  # optimizers
-        self._scaler = amp if isinstance(amp, torch.amp.GradScaler) else None  # a session adds up what is unscaled
+        self._scaler = (
+            scaler if isinstance(scaler, torch.amp.GradScaler) else None
+        )  # a session adds up what is unscaled
 
     @contextmanager
     def watching(self) -> Iterator[None]:

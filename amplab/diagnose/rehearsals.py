@@ -17,13 +17,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from amplab.amp import Session
 from amplab.diagnose.rehearsal import Rehearsal, rehearse
 from amplab.diagnose.rules.gradients import may_be_scaled, may_clip_scaled_gradients
+from amplab.trace.handed_step import Scaler
 
 __all__ = ["rehearse_loop"]
 
@@ -36,7 +36,7 @@ def rehearse_loop(
     train_step: Callable[[], Any],
     optimizers: Sequence[Optimizer],
     *,
-    amp: Session | torch.amp.GradScaler | None = None,
+    scaler: Scaler | None = None,
     stateful: Sequence[Any] = (),
 ) -> Rehearsal:
     """Rehearse `train_step`, arguments as in `rehearse`, and again where that is needed; `Rehearsal.elsewhere`.
@@ -46,8 +46,8 @@ def rehearse_loop(
 
     Sync: many.
     """
-    again = partial(_again, model, train_step, optimizers, amp=amp, stateful=stateful)
-    first = found = rehearse(model, train_step, optimizers, amp=amp, stateful=stateful)
+    again = partial(_again, model, train_step, optimizers, scaler=scaler, stateful=stateful)
+    first = found = rehearse(model, train_step, optimizers, scaler=scaler, stateful=stateful)
     scale = first.scale
     for _ in range(TRIES):
         if not found.overflowed or scale <= 1:
@@ -59,7 +59,7 @@ def rehearse_loop(
     if may_clip_scaled_gradients(found) or may_be_scaled(found):
         other = found.scale / STEP_OF_SCALE if found.scale >= STEP_OF_SCALE else found.scale * STEP_OF_SCALE
         found = replace(found, elsewhere=again(loss_scale=other))
-    if found.schedules and _is_dynamic(amp) and first.scale > 1:
+    if found.schedules and _is_dynamic(scaler) and first.scale > 1:
         found = replace(found, skipped=first if first.overflowed else again(overflows=True))
     return found
 
@@ -72,7 +72,7 @@ def _again(*given: Any, **options: Any) -> Rehearsal | None:
             return None
 
 
-def _is_dynamic(amp: Session | torch.amp.GradScaler | None) -> bool:
-    if isinstance(amp, Session):
-        return any(scaler.dynamic for scaler in amp.scalers)
-    return amp is not None and amp.is_enabled()
+def _is_dynamic(scaler: Scaler | None) -> bool:
+    if isinstance(scaler, Session):
+        return any(each.dynamic for each in scaler.scalers)
+    return scaler is not None and scaler.is_enabled()

@@ -4,7 +4,7 @@ precision        what `Session.initialize` gets
 "O0" … "O3"      that opt_level
 "bf16"           O1's lists with bfloat16 in the place of half, and no loss scale
 "fp32"           O0
-a policy         O1 with that policy
+a policy         O1 with that policy, or its string form, such as "apex/bfloat16"
 a dict           as it stands, such as dict(opt_level="O1", loss_scale=128.0)
 """
 
@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 
 from amplab.amp import ScaleRecord, Session
 from amplab.policies import PrecisionPolicy, disable_casts
-from amplab.trace.batch_step import step_function
+from amplab.trace.handed_step import Loss, handed_step
 from amplab.trace.step_checks import accepts, check_model
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Trial",
     "TrialStep",
     "check_optimizer",
+    "check_step_of_copies",
     "check_trained",
     "no_casts_of_the_caller",
     "precision_named",
@@ -55,6 +57,8 @@ def precision_named(precision: Precision) -> tuple[str, dict[str, Any]]:
     (('O2', {'opt_level': 'O2'}), 'opt_level=O1 loss_scale=128.0')
     """
     if isinstance(precision, str):
+        if "/" in precision:
+            return precision, {"opt_level": "O1", "policy": PrecisionPolicy.parse(precision)}
         if precision not in _NAMED:
             raise ValueError(f"{precision!r}: no precision has that name; choose from {', '.join(_NAMED)}.")
         return precision, dict(_NAMED[precision])
@@ -94,6 +98,17 @@ def no_casts_of_the_caller(model: nn.Module, *, none_at_all: bool = True) -> Ite
     device = next((weight.device.type for weight in model.parameters()), "cpu")
     with torch.autocast(device, enabled=False), disable_casts() if none_at_all else nullcontext():
         yield
+
+
+def check_step_of_copies(tool: str, step: Any, batches: str) -> None:
+    """Raise a TypeError unless `step` takes the model that a tool has made, and a batch."""
+    if step is not None:
+        refused = accepts(step, 2) if callable(step) else f"it is {type(step).__name__}"
+        if refused is not None:
+            raise TypeError(
+                f"step is called as step(model, batch) with the model that {tool} trains, and {refused}: expected "
+                f"amplab.{tool}({batches}, step=lambda model, batch: criterion(model(batch))), or the like."
+            )
 
 
 def check_optimizer(make_optimizer: Any) -> None:
@@ -152,16 +167,27 @@ class Trial:
         model: float32; it is changed.
         make_optimizer: given the parameters that are trained.
         precision: see the module's table.
+        loss, step: as `handed_step` takes them.
+        tool: the tool that trains, for messages.
         on_collapse: of `Session.initialize`: "warn" or "raise".
 
     Sync: one per step.
     """
 
     def __init__(
-        self, model: nn.Module, make_optimizer: MakeOptimizer, precision: Precision, *, on_collapse: str = "warn"
+        self,
+        model: nn.Module,
+        make_optimizer: MakeOptimizer,
+        precision: Precision,
+        *,
+        loss: Loss | None = None,
+        step: Loss | None = None,
+        tool: str = "twin",
+        on_collapse: str = "warn",
     ) -> None:
         self.name, settings = precision_named(precision)
         trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        self._handed = partial(handed_step, tool, loss=loss, step=step)
         self.model, self._optimizer = model, _made(make_optimizer, list(trained.values()))
         names = {id(weight): name for name, weight in trained.items()}
         self._names = [names.get(id(weight), "") for weight in _stepped(self._optimizer)]
@@ -176,16 +202,16 @@ class Trial:
         """What the next loss is multiplied by."""
         return self._session.loss_scale()
 
-    def train(self, batch: Any, loss: Callable[..., Tensor] | None) -> TrialStep:
-        """Make one step; `batch` and `loss` as `amplab.xray` takes them."""
-        self.backward(batch, loss)
+    def train(self, batch: Any) -> TrialStep:
+        """Make one step."""
+        self.backward(batch)
         return self.finish()
 
-    def backward(self, batch: Any, loss: Callable[..., Tensor] | None) -> None:
+    def backward(self, batch: Any) -> None:
         """Compute the gradients of one step and take the scale out of them."""
         self._optimizer.zero_grad()
         with no_casts_of_the_caller(self.model, none_at_all=not self._casts), self._session.casting():
-            value = step_function(self.model, batch, loss)()
+            value = self._handed(self.model, batch)()
             with self._session.scale_loss(value, self._optimizer) as scaled:
                 scaled.backward()
         self._loss = value.detach()

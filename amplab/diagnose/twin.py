@@ -14,21 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amplab.diagnose.arguments import check_called_with, check_seed, check_steps, check_tolerance
+from amplab.diagnose.arguments import check_seed, check_steps, check_tolerance
 from amplab.diagnose.trial import (
     MakeOptimizer,
     Precision,
     Trial,
     TrialStep,
     check_optimizer,
+    check_step_of_copies,
     check_trained,
 )
 from amplab.diagnose.twin_errors import twin_error
 from amplab.diagnose.twin_report import TwinReport, TwinRow, TwinStep
 from amplab.policies.nested_tensors import floating_tensors_in
-from amplab.trace.batch_step import step_function
+from amplab.trace.handed_step import Loss, handed_step, shows_calls
 from amplab.trace.random_states import seed_all
-from amplab.trace.step_checks import check_gradients_on
+from amplab.trace.step_checks import accepts, check_gradients_on
 from amplab.trace.untouched import untouched
 
 __all__ = ["twin"]
@@ -36,6 +37,10 @@ __all__ = ["twin"]
 _ROUNDING = 1e-5  # a sum of a million float32 values that cancel is not smaller against their norm
 
 
+@shows_calls(
+    "amplab.twin(model, batch, loss=criterion)",
+    "amplab.twin(model, batch, step=lambda model, batch: criterion(model(batch)))",
+)
 def twin(
     model: nn.Module,
     batch: Any,
@@ -43,7 +48,8 @@ def twin(
     right: Precision = "O2",
     *,
     steps: int = 10,
-    loss: Callable[..., Tensor] | None = None,
+    loss: Loss | None = None,
+    step: Loss | None = None,
     optimizer: MakeOptimizer | None = None,
     seed: int = 0,
     tolerance: float = 0.1,
@@ -62,6 +68,8 @@ def twin(
             arguments, such as ``dict(opt_level="O2", loss_scale=128.0)``.
         steps: how many, > 0.
         loss: a function of the output (and the batch); None for the output's own.
+        step: in the place of `loss`, a function that is called as `step(model, batch)` with the copy that is trained,
+            runs its forward and returns the loss.
         optimizer: makes one of the parameters it is given; by default ``SGD(lr=0.01, momentum=0.9)``.
         seed: of the random numbers in each forward, such as dropout's: those of torch, numpy and Python.
         tolerance: the relative error from which on the two have parted.
@@ -83,16 +91,18 @@ def twin(
     check_trained(model)
     check_optimizer(optimizer)
     check_gradients_on()
+    check_step_of_copies("twin", step, "model, batch")
     if callable(batch):
-        check_called_with("batch", batch, 1, "lambda step: batches[step]")
+        _check_batches(batch)
     else:
-        step_function(model, batch, loss)
+        handed_step("twin", model, batch, loss=loss, step=step)
     batches = batch if callable(batch) else lambda _: batch
     make = optimizer or (lambda weights: torch.optim.SGD(weights, lr=0.01, momentum=0.9))
     with untouched(model):
-        pair = [_Side(_copied(model), make, precision) for precision in (left, right)]
+        copies = [(_copied(model), precision) for precision in (left, right)]
+        pair = [_Side(Trial(each, make, precision, loss=loss, step=step)) for each, precision in copies]
         try:
-            made = tuple(_lockstep(pair, step, batches(step), loss, seed) for step in range(steps))
+            made = tuple(_lockstep(pair, number, batches(number), seed) for number in range(steps))
         finally:
             for side in pair:
                 side.close()
@@ -111,8 +121,18 @@ def _copied(value: Any, name: str = "model") -> Any:
         ) from refusal
 
 
-def _lockstep(pair: list["_Side"], number: int, batch: Any, loss: Callable[..., Tensor] | None, seed: int) -> TwinStep:
-    left, right = (side.step_in_range(batch, loss, seed + number) for side in pair)
+def _check_batches(batch: Callable[..., Any]) -> None:
+    """Raise a TypeError unless `batch` is a function of the step's number."""
+    if isinstance(batch, type) or accepts(batch, 1) is not None:
+        raise TypeError(
+            f"batch={type(batch).__name__}: expected a batch, or a function of the step's number such as "
+            "lambda number: batches[number]. A function that returns the loss goes to step=, amplab.twin(model, batch, "
+            "step=lambda model, batch: criterion(model(batch)))."
+        )
+
+
+def _lockstep(pair: list["_Side"], number: int, batch: Any, seed: int) -> TwinStep:
+    left, right = (side.step_in_range(batch, seed + number) for side in pair)
     return TwinStep(number, left, right, tuple(_rows(number, *pair)))
 
 
@@ -136,32 +156,33 @@ def _cancels(what: str, name: str, left: dict[tuple[str, str], Tensor]) -> bool:
 class _Side:
     """One copy, and what was seen of its last step: {(what, name): tensor} in the order of execution."""
 
-    def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, precision: Precision) -> None:
-        self.trial = Trial(model, make_optimizer, precision)
+    def __init__(self, trial: Trial) -> None:
+        self.trial = trial
         self.name = self.trial.name
         self.seen: dict[tuple[str, str], Tensor] = {}
         self.grad_dtypes: dict[str, torch.dtype] = {}  # what they came in; they are kept unscaled, in float64
         self.scale_cuts = 0
         self._hooks = [
-            module.register_forward_hook(self._see(path), with_kwargs=False) for path, module in model.named_modules()
+            module.register_forward_hook(self._see(path), with_kwargs=False)
+            for path, module in trial.model.named_modules()
         ]
 
-    def step_in_range(self, batch: Any, loss: Callable[..., Tensor] | None, seed: int) -> TrialStep:
+    def step_in_range(self, batch: Any, seed: int) -> TrialStep:
         """Train one step, again under a smaller scale where this one made a finite loss's gradients overflow."""
         while True:
             buffers = [(buffer, buffer.clone()) for buffer in self.trial.model.buffers()]
             seed_all(seed)
-            outcome = self._step(_copied(batch, "batch"), loss)
+            outcome = self._step(_copied(batch, "batch"))
             if not (outcome.skipped and math.isfinite(outcome.loss) and outcome.loss_scale > 1):
                 return outcome
             self.scale_cuts += 1
             for buffer, value in buffers:  # BatchNorm counts a batch once
                 buffer.copy_(value)
 
-    def _step(self, batch: Any, loss: Callable[..., Tensor] | None) -> TrialStep:
+    def _step(self, batch: Any) -> TrialStep:
         self.seen = {}
         self._scale = self.trial.loss_scale
-        self.trial.backward(batch, loss)
+        self.trial.backward(batch)
         for name, grad in self.trial.gradients().items():
             self.seen["weight grad", name] = grad.detach().clone()
         return self.trial.finish()

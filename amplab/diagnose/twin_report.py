@@ -7,14 +7,18 @@ from functools import cached_property
 
 from amplab.diagnose.trial import TrialStep
 from amplab.diagnose.twin_errors import TwinError
-from amplab.display.html import Markup, chip, html_table, markup, name, page
+from amplab.display.html import Markup, chip, name
 from amplab.display.numbers import power
-from amplab.display.text import fitted, wrapped
+from amplab.display.table import Card, Cell, Column, Table
 
 __all__ = ["TwinReport", "TwinRow", "TwinStep"]
 
-_TITLES = ("module", "what", "dtype", "error, first", "error, last", "worst", "ulps of half", "cosine")
-_DRAWN = ("module", "dtype", "relative error, first to last step", *_TITLES[3:])
+_COLUMNS = (
+    Column("module", as_html=name),
+    Column("dtype", as_html=chip),
+    Column("relative error, first to last step"),
+    *(Column(title, right=True) for title in ("first error", "last error", "worst error", "ulps of half", "cosine")),
+)
 _LOW, _HIGH, _WIDTH = -6, 1, 160  # powers of ten of an error that are drawn, pixels
 
 
@@ -94,8 +98,7 @@ class TwinReport:
 
     def text(self) -> str:
         """Where they part, the losses, and a line per tensor: its error in the first, the last and the worst step."""
-        table = fitted([_TITLES, *(_cells(rows) for rows in self._tensors())], right=range(3, 8))
-        return "\n".join([*map(wrapped, self._sentences()), "", *(line for lines in table for line in lines)])
+        return str(self._card())
 
     def __str__(self) -> str:
         """The text."""
@@ -105,24 +108,20 @@ class TwinReport:
         return f"<TwinReport: {self.right} beside {self.left}: {self._outcome()}>"
 
     def _repr_html_(self) -> str:
-        first, *rest = self._sentences()
+        return self._card().html()
+
+    def _card(self) -> Card:
+        which, outcome, *rest = self._sentences()
         tensors = sorted(self._tensors(), key=lambda rows: _KINDS.index(rows[0].what))  # stable: in order within a kind
         parted = self.parted and (self.parted.module, self.parted.what)
-        table = html_table(
-            _DRAWN,
-            [self._html_line(rows) for rows in tensors],
-            right=range(3, 8),
-            caption=first,
+        table = Table(
+            _COLUMNS,
+            [_cells(rows, self._drawing(rows)) for rows in tensors],
+            caption=which,
             groups=[f"{rows[0].what}s" for rows in tensors],
             chosen={place for place, rows in enumerate(tensors) if (rows[0].module, rows[0].what) == parted},
         )
-        return page(rest[0], f"<p>{markup(first)}</p>", *(f"<p>{markup(each)}</p>" for each in rest[1:]), table)
-
-    def _html_line(self, rows: list[TwinRow]) -> tuple[str, ...]:
-        module, _, dtype, *errors = _cells(rows)
-        if rows[0].cancels:
-            return name(module), chip(dtype), errors[0], *[""] * 5
-        return name(module), chip(dtype), self._drawing(rows), *errors
+        return Card(outcome, (which, *rest, table))
 
     def _drawing(self, rows: list[TwinRow]) -> Markup:
         """The error of the first step as a ring, of the last as a dot, on a logarithmic line with the tolerance."""
@@ -172,14 +171,15 @@ class TwinReport:
 _KINDS = ("output", "output grad", "weight grad")
 
 
-def _cells(rows: list[TwinRow]) -> tuple[str, ...]:
+def _cells(rows: list[TwinRow], drawing: Markup) -> tuple[str, ...]:
     """The cells of one tensor's line."""
-    start = rows[0].module or "(model)", rows[0].what, rows[-1].dtype
+    start = rows[0].module or "(model)", rows[-1].dtype
     if rows[0].cancels:
-        return *start, "0 but for rounding", *[""] * 4
+        return *start, "", "0 but for rounding", *[""] * 4
     worst = max(rows, key=lambda row: row.error.relative).error
     shares = (_share(each) for each in (rows[0].error.relative, rows[-1].error.relative, worst.relative))
-    return *start, *shares, f"{worst.ulps:,.2g}" if worst.ulps < 100 else f"{worst.ulps:,.0f}", f"{worst.cosine:.5f}"
+    ulps = f"{worst.ulps:,.2g}" if worst.ulps < 100 else f"{worst.ulps:,.0f}"
+    return *start, Cell("", drawing), *shares, ulps, f"{worst.cosine:.5f}"
 
 
 def _share(relative: float) -> str:

@@ -15,15 +15,12 @@ from functools import cached_property
 from numbers import Real
 
 from amplab.display.drawings import scale_drawing
-from amplab.display.html import html_table, markup, page
-from amplab.display.numbers import count, percent
-from amplab.display.text import fitted, wrapped
+from amplab.display.numbers import count, percent, power
+from amplab.display.table import Card, Column, Table
 from amplab.formats import FLOAT16, ExponentHistogram, FloatFormat
 from amplab.scalers import PUBLISHED_RULES, Replay, ScaleRule, replay
 
 __all__ = ["ScaleHistory", "WhatIf", "WhatIfs", "named_rule", "what_if", "what_ifs"]
-
-_RIGHT = range(1, 7)  # columns of numbers
 
 
 @dataclass(frozen=True)
@@ -132,9 +129,9 @@ class WhatIf:
         """Return the figures as words, for a table."""
         return {
             "rule": self.name,
-            "lowest": _power(min(self.scales, default=math.nan)),
-            "highest": _power(max(self.scales, default=math.nan)),
-            "last": _power(self.scales[-1] if self.scales else math.nan),
+            "lowest": power(min(self.scales, default=math.nan)),
+            "highest": power(max(self.scales, default=math.nan)),
+            "last": power(self.scales[-1] if self.scales else math.nan),
             "skips": f"{len(self.skips):,}",
             "steps lost": _more(self.steps_lost),
             "gradients lost": "–" if self.lost_share is None else percent(self.lost_share),
@@ -176,10 +173,8 @@ class WhatIfs:
         return [run.row() for run in self.runs]
 
     def __str__(self) -> str:
-        """An aligned table, and under it every doubt and every rule that ended the run."""
-        rows = self.rows()
-        table = fitted([list(rows[0]), *(list(row.values()) for row in rows)], right=_RIGHT) if rows else ()
-        return "\n".join([*(line for lines in table for line in lines), *map(wrapped, self._notes())])
+        """A table, and under it every doubt and every rule that ended the run."""
+        return str(self._card())
 
     def __repr__(self) -> str:
         lost = ", ".join(f"{run.name} {_more(run.steps_lost)}" for run in self.runs)
@@ -193,16 +188,19 @@ class WhatIfs:
                 yield f"{run.name}, step {len(run.scales) - 1}: the rule ends the run: {run.replay.stopped}"
 
     def _repr_html_(self) -> str:
+        return self._card().html()
+
+    def _card(self) -> Card:
         if not self.runs:
-            return page("no rule")
+            return Card("no rule")
         rows = self.rows()
         curves = {"recorded": self.runs[0].record.scales, **{run.name: run.scales for run in self.runs}}
         skipped = sum(self.runs[0].record.skipped)
         steps = count(len(curves["recorded"]), "step")
         said = f"The loss scale of {steps}, of which {skipped:,} were skipped, under other rules"
-        table = html_table(list(rows[0]), [list(row.values()) for row in rows], right=_RIGHT, caption=said)
-        notes = "".join(f"<p>{markup(note)}</p>" for note in self._notes())
-        return page(said, scale_drawing(curves), table, notes)
+        columns = [Column(title, right=title not in ("rule", "certain")) for title in rows[0]]
+        table = Table(columns, [list(row.values()) for row in rows], caption=said)
+        return Card(said, (scale_drawing(curves), table, *self._notes()))
 
 
 def what_if(record: ScaleHistory, rule: ScaleRule | str, name: str | None = None) -> WhatIf:
@@ -275,11 +273,3 @@ def named_rule(rule: ScaleRule | str) -> tuple[str, ScaleRule]:
 def _more(steps: int) -> str:
     """Steps lost more than were recorded, with their sign."""
     return f"{steps:+,}".replace("-", "−") if steps else "0"
-
-
-def _power(scale: float) -> str:
-    """A scale as a power of two where it is one."""
-    if not 0.0 < scale < math.inf:
-        return str(scale)
-    exponent = math.log2(scale)
-    return f"2^{exponent:.0f}" if exponent == round(exponent) else f"{scale:.6g}"

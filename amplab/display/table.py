@@ -140,7 +140,7 @@ class Card:
 def _part_html(part: str | Table) -> Markup:
     if isinstance(part, Table):
         return part.html()
-    return part if isinstance(part, Markup) else Markup(f'<p class="faint">{markup(part)}</p>')
+    return part if isinstance(part, Markup) else Markup(f"<p>{markup(part)}</p>")
 
 
 def _grouped(rows: Iterable[list[str]], groups: Sequence[str]) -> Iterator[str]:

@@ -6,6 +6,7 @@ DynamicLossScaler   on inf:    scale = max(1, scale / scale_factor)
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +22,7 @@ class _Fp16UtilsScale(RecurrentRule):
     scale_factor: float
     scale_window: int
 
-    @property
+    @cached_property
     def recurrence(self) -> Recurrence:
         return Recurrence(
             self.init_scale, self.scale_factor, self.scale_factor, self.scale_window, divides=True, floor=1.0,

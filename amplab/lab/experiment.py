@@ -231,7 +231,7 @@ class Experiment:
             return self._blown_up(shrunk, scale, faults)
 
         batch = {"images": images, "labels": labels}
-        return first_nonfinite(self._model, loss, amp=self._session, loss_scale=scale, batch=batch)
+        return first_nonfinite(self._model, batch, step=loss, scaler=self._session, loss_scale=scale)
 
     def gradients(self) -> GradientRecord:
         """Return the exponents of the gradients of the next batch, in float32 at the present (master) weights.

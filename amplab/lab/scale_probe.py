@@ -197,36 +197,34 @@ class _TorchProbe(ScaleProbe):
         self._stepped = True
 
 
-def probe_of(scaler_or_amp: Session | torch.amp.GradScaler | object | None, optimizer: Optimizer) -> ScaleProbe:
+def probe_of(scaler: Session | torch.amp.GradScaler | object | None, optimizer: Optimizer) -> ScaleProbe:
     """Return the probe that follows a scaler.
 
     Args:
-        scaler_or_amp: a `Session`, the module ``amp`` (its session), a GradScaler of amplab or torch, or None: the
+        scaler: a `Session`, the module ``amp`` (its session), a GradScaler of amplab or torch, or None: the
             apex session of this thread if the optimizer is part of it, else the loop without a scale.
         optimizer: the optimizer whose steps count.
 
     Raises:
         TypeError: something else. RuntimeError: a session that does not include the optimizer.
     """
-    if isinstance(scaler_or_amp, torch.amp.GradScaler):
-        if not scaler_or_amp.is_enabled():
+    if isinstance(scaler, torch.amp.GradScaler):
+        if not scaler.is_enabled():
             return ScaleProbe()
-        return _AmplabProbe(scaler_or_amp) if isinstance(scaler_or_amp, GradScaler) else _TorchProbe(scaler_or_amp)
-    if scaler_or_amp is None:
+        return _AmplabProbe(scaler) if isinstance(scaler, GradScaler) else _TorchProbe(scaler)
+    if scaler is None:
         session = default_session()
         return _ApexProbe(session) if _knows(session, optimizer) else ScaleProbe()
-    if getattr(scaler_or_amp, "__name__", "") in ("amplab.amp", "apex.amp"):
-        scaler_or_amp = default_session()
-    if isinstance(scaler_or_amp, Session):
-        if not _knows(scaler_or_amp, optimizer):
+    if getattr(scaler, "__name__", "") in ("amplab.amp", "apex.amp"):
+        scaler = default_session()
+    if isinstance(scaler, Session):
+        if not _knows(scaler, optimizer):
             raise RuntimeError(
                 f"this {type(optimizer).__name__} is not part of the session: call amp.initialize with it before "
-                "watch(..., amp), in this thread."
+                "watch(..., scaler=amp), in this thread."
             )
-        return _ApexProbe(scaler_or_amp)
-    raise TypeError(
-        f"scaler_or_amp={type(scaler_or_amp).__name__}: expected a GradScaler, a Session, the module amp, or None."
-    )
+        return _ApexProbe(scaler)
+    raise TypeError(f"scaler={type(scaler).__name__}: expected a GradScaler, a Session, the module amp, or None.")
 
 
 def _knows(session: Session, optimizer: Optimizer) -> bool:

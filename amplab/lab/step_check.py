@@ -113,4 +113,6 @@ def _in_backward(record: StepRecord, skips: int, parameter: str) -> Finding:
     )
 
 
-_TRACE_IT = "amplab.watch(model, optimizer, scaler, step=lambda batch: loss_of(model, batch))  # and w.batches(loader)"
+_TRACE_IT = (
+    "amplab.watch(model, optimizer, scaler=scaler, step=lambda batch: loss_of(model, batch))  # and w.batches(loader)"
+)

@@ -6,7 +6,7 @@ A step that accumulates has several batches, each with the random state it began
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from amplab.diagnose import Finding, FirstNonfinite, finding_of, first_nonfinite
+from amplab.trace.handed_step import Loss, Scaler
 
 __all__ = ["StepReplay"]
 
@@ -36,17 +37,18 @@ class StepReplay:
 
     Args:
         model: the model.
-        step: runs the forward on a batch and returns the loss; None where steps cannot be run again.
-        amp: whose casts and scale hold, as `first_nonfinite` takes it.
+        loss, step: as `first_nonfinite` takes them; where both are None, steps cannot run again.
+        scaler: whose casts and scale hold, as `first_nonfinite` takes it.
 
     Attributes:
         is_possible: whether a step can be run again: there is a function for it, and batches were told.
         at_work: whether one is being run just now.
     """
 
-    def __init__(self, model: nn.Module, step: Callable[[Any], Tensor] | None, amp: Any) -> None:
-        self._model, self._step, self._amp = model, step, amp
-        self._buffers = list(model.buffers()) if step else []
+    def __init__(self, model: nn.Module, loss: Loss | None, step: Loss | None, scaler: Scaler | None) -> None:
+        self._model, self._loss, self._step, self._scaler = model, loss, step, scaler
+        self._runs_again = loss is not None or step is not None
+        self._buffers = list(model.buffers()) if self._runs_again else []
         self._kept = [buffer.detach().clone() for buffer in self._buffers]
         self._begun: deque[_Begun] = deque(maxlen=_BATCHES)
         self._made = 0
@@ -55,7 +57,7 @@ class StepReplay:
 
     def remember(self, batch: Any) -> None:
         """Keep a reference to the batch, and copies of the random state and of the buffers. Sync: none."""
-        if self._step is None:
+        if not self._runs_again:
             return
         if self._buffers and not self._begun:
             with torch.no_grad():
@@ -85,8 +87,9 @@ class StepReplay:
         return None
 
     def _first_nonfinite(self, batch: Any, loss_scale: float) -> FirstNonfinite | None:
-        step = self._step
-        return first_nonfinite(self._model, lambda: step(batch), amp=self._amp, loss_scale=loss_scale, batch=batch)
+        return first_nonfinite(
+            self._model, batch, loss=self._loss, step=self._step, scaler=self._scaler, loss_scale=loss_scale
+        )
 
     @contextmanager
     def _as_it_began(self, random: list[Tensor]) -> Iterator[None]:

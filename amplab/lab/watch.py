@@ -1,6 +1,6 @@
 """Watch a training loop of your own: what the lab records of its experiments, recorded of yours, at hardly any cost.
 
-    with amplab.watch(model, optimizer, scaler) as w:
+    with amplab.watch(model, optimizer, scaler=scaler) as w:
         for batch in w.batches(loader):
             loss = w.loss(criterion(model(batch.x), batch.y))
             scaler.scale(loss).backward()
@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -40,9 +41,10 @@ from amplab.lab.scale_probe import ScaledStep, probe_of
 from amplab.lab.step_check import StepCheck
 from amplab.lab.step_replay import StepReplay
 from amplab.lab.tensorboard_scalars import TensorBoardScalars
-from amplab.lab.watch_arguments import check_options, check_watched
+from amplab.lab.watch_arguments import check_options, check_replayed, check_watched
 from amplab.lab.watch_hooks import WatchHooks
 from amplab.lab.watched_run import WatchedRun
+from amplab.trace.handed_step import Loss, Scaler, shows_calls
 
 __all__ = ["Watch", "watch"]
 
@@ -61,21 +63,22 @@ class Watch:
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        scaler_or_amp: Any,
-        step: Callable[[Any], Tensor] | None,
         *,
+        scaler: Any,
+        loss: Loss | None,
+        step: Loss | None,
         log: str | PathLike[str] | None,
         every: int,
         scalars: TensorBoardScalars | None,
     ) -> None:
         self._model, self._optimizers = model, optimizers
-        self._probe = probe_of(scaler_or_amp, optimizers[0])
+        self._probe = probe_of(scaler, optimizers[0])
         names = type(model).__name__, type(optimizers[0]).__name__
         self.config = WatchedRun(*names, self._probe.kind, self._probe.opt_level)
         self._store = RunStore(self.config, log=log, on_failure=self._fail)
         self._every = every
         self._measure = GradientMeasure(optimizers)
-        self._replay = StepReplay(model, step, self._probe.amp)
+        self._replay = StepReplay(model, loss, step, self._probe.amp)
         self._scalars = scalars
         self._rates: deque[tuple[int, float]] = deque(maxlen=LOOK_BACK)
         self._norms: dict[int, float] = {}
@@ -329,12 +332,14 @@ def _value(loss: float | Tensor | None) -> float | None:
     return loss
 
 
+@shows_calls("amplab.watch(model, optimizer, scaler=scaler, step=loss_of)")
 def watch(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
-    scaler_or_amp: Any = None,
     *,
-    step: Callable[[Any], Tensor] | None = None,
+    scaler: Scaler | ModuleType | None = None,
+    loss: Loss | None = None,
+    step: Loss | None = None,
     log: str | PathLike[str] | None = None,
     every: int = 50,
     tensorboard: str | PathLike[str] | None = None,
@@ -342,19 +347,20 @@ def watch(
     """Return a watch for a ``with`` block around a training loop.
 
     Args:
-        model: the model; what wraps it (DataParallel, DDP) will do.
+        model: the model, or a wrapper of it such as DataParallel or DDP.
         optimizer: one or several; a step of the first one is a step of the run.
-        scaler_or_amp: a GradScaler of amplab or torch, a `Session`, the module ``amp``, or None for this thread's
+        scaler: a GradScaler of amplab or torch, a `Session`, the module ``amp``, or None for this thread's
             ``amp.initialize`` if there was one, else for a loop without a scale.
-        step: runs the forward on a batch and returns the loss, not scaled; with ``w.batches(loader)`` skipped steps
-            are then run again and explained, and where nothing skips, those with a loss of inf or NaN.
+        loss, step: how a step runs again, as `amplab.xray` takes them: `loss(model(inputs), labels)`, or `step(batch)`.
+            With one of them and ``w.batches(loader)``, skipped steps run again and are explained; where no scaler
+            skips, those with a loss of inf or NaN.
         log: folder or .jsonl file of the run log, which `amplab.lab.load_run` reads; None for no log.
         every: steps from one measure of the gradients to the next; between them nothing of them is read.
         tensorboard: folder of scalars for TensorBoard, where it is installed.
 
     Raises:
-        TypeError: something that is no module, optimizer or scaler. ValueError: ``every`` below 1, a scripted model.
-        ImportError: TensorBoard is asked for and not installed.
+        TypeError: another type of argument. ValueError: ``every`` below 1, a scripted model.
+        ImportError: `tensorboard` is given and TensorBoard is not installed.
 
     Sync: one per step where the loss or the scale lies on a device.
 
@@ -370,6 +376,7 @@ def watch(
     """
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     check_watched(model, optimizers)
-    check_options(log=log, every=every, tensorboard=tensorboard, step=step)
+    check_options(log=log, every=every, tensorboard=tensorboard)
+    check_replayed(loss, step)
     scalars = None if tensorboard is None else TensorBoardScalars(tensorboard)
-    return Watch(model, optimizers, scaler_or_amp, step, log=log, every=every, scalars=scalars)
+    return Watch(model, optimizers, scaler=scaler, loss=loss, step=step, log=log, every=every, scalars=scalars)

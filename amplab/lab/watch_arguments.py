@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from amplab.trace.handed_step import bound_to_batch, check_loss_function
 from amplab.trace.step_checks import check_values
 
-__all__ = ["check_options", "check_watched"]
+__all__ = ["check_options", "check_replayed", "check_watched"]
 
 
 def check_watched(model: Any, optimizers: Sequence[Any]) -> None:
@@ -31,7 +32,17 @@ def check_watched(model: Any, optimizers: Sequence[Any]) -> None:
         raise TypeError(f"optimizer={given}: expected a torch.optim.Optimizer, or a list of them.")
 
 
-def check_options(*, log: Any, every: Any, tensorboard: Any, step: Any = None) -> None:
+def check_replayed(loss: Any, step: Any) -> None:
+    """Raise a TypeError unless `loss` and `step` can run a step again."""
+    if step is not None:
+        if loss is not None:
+            raise TypeError("loss= together with step=: expected one of them; a step computes the loss itself.")
+        bound_to_batch("watch", "step", step, None, (), such="lambda batch: loss_of(model, batch)")
+    elif loss is not None:
+        check_loss_function(loss)
+
+
+def check_options(*, log: Any, every: Any, tensorboard: Any) -> None:
     """Raise for the first of `watch`'s options that is none.
 
     Raises:
@@ -41,7 +52,5 @@ def check_options(*, log: Any, every: Any, tensorboard: Any, step: Any = None) -
         raise TypeError(f"log={log!r}: expected a folder or a .jsonl file, or None for no log.")
     if tensorboard is not None and not isinstance(tensorboard, str | PathLike):
         raise TypeError(f"tensorboard={tensorboard!r}: expected a folder, or None for no scalars.")
-    if step is not None and not callable(step):
-        raise TypeError(f"step={step!r}: expected a function of a batch that returns the loss, or None.")
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"every={every!r}: expected a whole number of steps > 0, such as 50.")

@@ -59,7 +59,7 @@ class WatchCallback:
                 "optimizer=None: expected a torch.optim.Optimizer; the trainer calls back before it has one."
             )
         inner, scaler = (vars(optimizer).get(name) for name in ("optimizer", "scaler"))
-        self.watch = watch(model, inner or optimizer, scaler, **self._options)
+        self.watch = watch(model, inner or optimizer, scaler=scaler, **self._options)
         self.watch.__enter__()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:

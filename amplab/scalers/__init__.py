@@ -1,8 +1,7 @@
-"""How the loss scale moves, how it is taken out of gradients again, and the masters that gradients go to."""
+"""Loss scaling: how the scale moves, unscaling of gradients, and float32 master weights."""
 
 from amplab.scalers.combined_unscaler import CombinedUnscaler
-from amplab.scalers.deepspeed_rule import DeepSpeedScale, LossScaleAtMinimumError
-from amplab.scalers.device_rule import AskedScale, DeviceScale, RecurrentScale, device_scale
+from amplab.scalers.device_scale import DeviceScale, HostScale, RecurrentScale, device_scale
 from amplab.scalers.flat_gradients import BrokenView, FlatGradients, ViewBreak, check_combined_tensors
 from amplab.scalers.floored_rule import floored
 from amplab.scalers.master_weights import MasterPair, MasterWeights
@@ -10,14 +9,24 @@ from amplab.scalers.published_rules import (
     PUBLISHED_RULES,
     ApexScale,
     AscendScale,
+    DeepSpeedScale,
     JmpScale,
     KerasScale,
+    LossScaleAtMinimumError,
     MegatronScale,
 )
-from amplab.scalers.recurrence import Recurrence, RecurrentRule
 from amplab.scalers.replay import Replay, ReplayStep, Verdict, overflow_verdict, replay
-from amplab.scalers.rules import APEX_DYNAMIC, TORCH_DYNAMIC, DynamicScale, ScaleRule, StaticScale
-from amplab.scalers.scale_state import HysteresisState, ScaleState
+from amplab.scalers.rules import (
+    APEX_DYNAMIC,
+    TORCH_DYNAMIC,
+    DynamicScale,
+    HysteresisState,
+    Recurrence,
+    RecurrentRule,
+    ScaleRule,
+    ScaleState,
+    StaticScale,
+)
 from amplab.scalers.unscaler import FlatGrads, Unscaler, inverse_scale, strided_grad
 
 __all__ = [
@@ -26,7 +35,7 @@ __all__ = [
     "TORCH_DYNAMIC",
     "ApexScale",
     "AscendScale",
-    "AskedScale",
+    "HostScale",
     "BrokenView",
     "CombinedUnscaler",
     "DeepSpeedScale",

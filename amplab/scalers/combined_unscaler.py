@@ -1,11 +1,11 @@
-"""An unscaler that leaves gradients in flat buffers, and finds its way back to them whatever happens in between.
+"""An unscaler that keeps gradients in flat buffers, and moves them back if something else replaced them.
 
-    backward          makes new gradients, as after zero_grad(); or adds to those that lie in the buffers
-    unscale_          part <- round(gradient / scale)    in one pass, new gradients on their way in
-    settle            afterwards: whoever is new, was converted or replaced is combined anew
+    backward          makes new gradients, as after zero_grad(), or adds to those in the buffers
+    unscale_          part <- round(gradient / scale)    in one pass, which also moves new gradients in
+    settle            afterwards: combines again what is new, was converted or was replaced
 
-A parameter without a gradient keeps None, so that an optimizer passes over it as it would without buffers: values
-are those of `Unscaler`, to the bit. Sparse gradients and those of tensor subclasses stay as they are, outside.
+A parameter without a gradient keeps None, so that an optimizer skips it as it does without buffers. The values are
+those of `Unscaler`, to the bit. Sparse gradients and those of tensor subclasses stay outside of the buffers.
 """
 
 import operator
@@ -25,7 +25,7 @@ class CombinedUnscaler(Unscaler):
 
     Args:
         announce: called with a sentence each time that gradients have left their buffers other than by
-            ``zero_grad()``; None: they are combined again in silence.
+            ``zero_grad()``; None: they are combined again without a message.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> unscaler = CombinedUnscaler()
@@ -42,7 +42,7 @@ class CombinedUnscaler(Unscaler):
         self._announce = announce
         self._flat: FlatGradients | None = None
         self._listed: list[Tensor] = []
-        self._left_new = False  # gradients fresh from backward lie where it left them
+        self._left_new = False  # new gradients of the last backward are not in the buffers
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
@@ -71,8 +71,8 @@ class CombinedUnscaler(Unscaler):
         """Multiply the gradients of ``params`` by ``inverse`` into the buffers; see `FlatGradients.bring_in_`.
 
         Returns:
-            ``found_inf`` of each device with gradients; None before there are buffers, and where a gradient does not
-            fit into its own: then nothing was written.
+            ``found_inf`` of each device with gradients; None, with nothing written, if there are no buffers yet or a
+            gradient does not fit into its part.
 
         Sync: none.
         """
@@ -85,15 +85,15 @@ class CombinedUnscaler(Unscaler):
         return self._flat.bring_in_(inverse, found_inf, params) if inside else None
 
     def place(self, param: Tensor) -> Tensor:
-        """Return where a new gradient of ``param`` is to be written. Sync: none."""
+        """Return the memory for a new gradient of ``param``. Sync: none."""
         return torch.empty_like(param) if self._flat is None else self._flat.place(param)
 
     def settle(self, params: Iterable[Tensor], *, again: bool = False) -> None:
-        """See to it that the gradients of ``params`` lie in buffers, whose other parts are zero.
+        """Ensure that the gradients of ``params`` are in buffers whose other parts are zero.
 
         Args:
             params: every parameter whose gradients are combined here, as they are listed now.
-            again: look at each, even where `unscale_` has just seen them all.
+            again: check each, even if `unscale_` has just seen them all.
 
         Sync: none.
         """
@@ -105,10 +105,10 @@ class CombinedUnscaler(Unscaler):
             if any(param.grad is not None for param in combined):
                 self._flat = FlatGradients(combined)
         elif _same(combined, self._flat.params):
-            self._say(combined)
+            self._report(combined, self._flat)
             self._flat.rebuild()
         else:
-            self._say(combined)
+            self._report(combined, self._flat)
             self._flat = FlatGradients(combined)
         self._listed, self._left_new = params, False
 
@@ -121,17 +121,18 @@ class CombinedUnscaler(Unscaler):
         parts = [] if self._flat is None else self._flat.parts()
         return FlatGrads([*self.buffers, *outside], [*parts, *outside])
 
-    def _say(self, params: list[Tensor]) -> None:
+    def _report(self, params: list[Tensor], flat: FlatGradients) -> None:
+        """Announce which gradients have left their buffers, and how."""
         if self._announce is None:
             return
         usual = {ViewBreak.CLEARED, ViewBreak.REASSIGNED} if self._left_new else {ViewBreak.CLEARED}
-        broken = [each for each in self._flat.check(params) if each.reason not in usual]
-        known = self._flat.combined
+        broken = [each for each in flat.check(params) if each.reason not in usual]
+        known = flat.combined
         late = [index for index, param in enumerate(params) if param.grad is not None and id(param) not in known]
         reasons = [str(each) for each in broken]
         reasons += [f"parameter {index}: it has a gradient for the first time." for index in late]
         if reasons:
-            more = f" So have {len(reasons) - 1} more." if len(reasons) > 1 else ""
+            more = f" The same holds for {len(reasons) - 1} more." if len(reasons) > 1 else ""
             self._announce(f"Combined grad has been destroyed and will be recombined afterwards, {reasons[0]}{more}")
 
 

@@ -1,17 +1,17 @@
-"""One flat buffer: the gradients of some parameters on one device, in one dtype, one behind the other.
+"""One flat buffer: the gradients of some parameters on one device, in one dtype, one after the other.
 
-    arrivals()            what the gradients are now: where they lie, new ones, none; None where one does not fit
-    unscale_(arrivals)    part <- round(gradient / scale), be it new or in its place, and every gradient its part
+    arrivals()            the gradients at this moment: in their places, new, or missing; None if one does not fit
+    unscale_(arrivals)    part <- round(gradient / scale), for kept and new ones; the part becomes .grad
 
-A gradient fresh from backward is read once and written once, unscaled on its way into the buffer. Were backward to add
-to a cleared buffer instead, it would be read and written twice, -0.0 become 0.0, and no gradient stay None.
-Which buffers there are, and what broke a view, is in ``flat_gradients.py``.
+A new gradient of backward is read once and written once: it is unscaled while it is copied into the buffer. If backward
+added to a cleared buffer instead, it would be read and written twice, -0.0 would become 0.0, and no gradient could stay
+None. Which buffers there are, and what broke a view, is in ``flat_gradients.py``.
 """
 
 import contextlib
 import operator
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,12 +21,12 @@ from amplab.kernels import unscale_, unscale_copy
 __all__ = ["Arrivals", "FlatBuffer", "aligned_size"]
 
 _ALIGN, _PADDING = 16, 32
-_KIND = operator.attrgetter("dtype", "is_cpu", "requires_grad")  # which GPU it is the kernel looks at
+_KIND = operator.attrgetter("dtype", "is_cpu", "requires_grad")  # the kernel checks which GPU
 _SHAPE = operator.attrgetter("shape")
 
 
 def aligned_size(numel: int) -> int:
-    """Return the elements that a gradient takes in a buffer: its own up to a multiple of 16, and 32 of padding.
+    """Return the elements of a part: those of its gradient, rounded up to a multiple of 16, and 32 of padding.
 
     >>> aligned_size(1), aligned_size(17)
     (48, 64)
@@ -37,13 +37,13 @@ def aligned_size(numel: int) -> int:
 
 
 class Arrivals(NamedTuple):
-    """What the gradients of a buffer are at one moment.
+    """The gradients of a buffer at one moment.
 
     Attributes:
-        whole: every parameter has its gradient in its place, so that the buffer can be worked on as one tensor.
-        kept: else the gradients that lie in their places.
-        new: and those that lie elsewhere.
-        indices: the numbers of the parameters of ``new``.
+        whole: every parameter has its gradient in its place, so that the buffer is unscaled as one tensor.
+        kept: if not ``whole``, the gradients in their places.
+        new: if not ``whole``, the gradients elsewhere.
+        indices: the indices of the parameters of ``new``.
     """
 
     whole: bool
@@ -52,7 +52,7 @@ class Arrivals(NamedTuple):
     indices: Sequence[int]
 
     def __bool__(self) -> bool:
-        """Whether there is any gradient."""
+        """Return whether there is any gradient."""
         return self.whole or bool(self.kept) or bool(self.new)
 
 
@@ -60,20 +60,22 @@ class FlatBuffer:
     """A buffer with a part for each of some parameters.
 
     Args:
-        params: each has a gradient, all on one device and in one dtype; their values are not copied here.
+        params: each has a gradient, all on one device and in one dtype; the values are not copied.
 
     Attributes:
         tensor: ``(elements,)``, zeros.
         params: as given.
-        views: the part of each in its shape, and in its order in memory, such as channels-last.
+        views: the part of each in its shape and its memory format, such as channels-last.
     """
 
     def __init__(self, params: list[Tensor]) -> None:
         sizes = [aligned_size(param.numel()) for param in params]
         first = params[0].grad
+        if first is None:
+            raise ValueError("params[0].grad is None: expected parameters with gradients; leave the others out.")
         self.tensor = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
         self.params = params
-        parts = self.tensor.split(sizes)
+        parts: tuple[Tensor, ...] = self.tensor.split(sizes)
         self.views = [_view_like(part[: param.numel()], param) for param, part in zip(params, parts, strict=True)]
         self._shapes = [param.shape for param in params]
         self._addresses = [view.data_ptr() for view in self.views]
@@ -83,38 +85,41 @@ class FlatBuffer:
         self._end = self._start + self.tensor.nbytes
 
     def arrivals(self, only: Collection[int] | None = None) -> Arrivals | None:
-        """Look where the gradients are.
+        """Find where the gradients are.
 
         Args:
-            only: look at these parameters alone, by ``id``; None for all.
+            only: the parameters to consider, by ``id``; None for all.
 
         Returns:
-            None where one does not fit its part as it is: it was converted, is sparse, carries a graph, or lies in the
-            part of another.
+            None if one does not fit its part: it was converted, is sparse, has a graph, or is in the part of another.
 
         Sync: none.
         """
-        grads = [param.grad for param in self.params]
+        every = [param.grad for param in self.params]
         if only is None:
+            present = cast("list[Tensor]", every)
             with contextlib.suppress(RuntimeError, TypeError):  # a sparse one has no address, nor has None
-                return self._sort(range(len(grads)), grads, list(map(Tensor.data_ptr, grads)))
-        chosen = (index for index, param in enumerate(self.params) if only is None or id(param) in only)
-        indices = [index for index in chosen if grads[index] is not None]
-        grads = [grads[index] for index in indices]
+                return self._sort(range(len(every)), present, list(map(Tensor.data_ptr, present)))
+        indices: list[int] = []
+        grads: list[Tensor] = []
+        for index, (param, grad) in enumerate(zip(self.params, every, strict=True)):
+            if grad is not None and (only is None or id(param) in only):
+                indices.append(index)
+                grads.append(grad)
         try:
             return self._sort(indices, grads, list(map(Tensor.data_ptr, grads)))
-        except RuntimeError:
+        except RuntimeError:  # a sparse one has no address
             return None
 
     def unscale_(self, arrivals: Arrivals, found_inf: Tensor, inverse: Tensor) -> None:
-        """Multiply the gradients by ``inverse``, and let those that lie elsewhere become parts of this buffer.
+        """Multiply the gradients by ``inverse``; those that are elsewhere move into this buffer.
 
-        A buffer that is whole is left as it is, and ``found_inf`` raised, where ``inverse`` is not finite.
+        If ``inverse`` is not finite, ``found_inf`` becomes 1.0 and a whole buffer stays unchanged.
 
         Args:
             arrivals: of this moment.
-            found_inf: ``(1,)`` or ``()`` float32, on this device; 1.0 where something is not finite.
-            inverse: as ``found_inf``.
+            found_inf: ``(1,)`` or ``()`` float32, on this device; becomes 1.0 if anything is not finite.
+            inverse: ``(1,)`` or ``()`` float32, on this device.
 
         Sync: none.
         """
@@ -129,9 +134,9 @@ class FlatBuffer:
             unscale_(arrivals.kept, found_inf, inverse)
 
     def lent(self, index: int) -> Tensor:
-        """The tensor to put into ``.grad`` of a parameter: its part, and the same object as long as it stays so.
+        """Return the tensor for ``.grad`` of a parameter: its part, as the same object as long as that is unchanged.
 
-        Whoever gave ``.grad.data`` other memory, or had it require a gradient, keeps that tensor. Sync: none.
+        If somebody gave ``.grad.data`` other memory, or had it require a gradient, it is a new object. Sync: none.
         """
         tensor = self._lent[index]
         if tensor.data_ptr() != self._addresses[index] or tensor.requires_grad:
@@ -140,7 +145,7 @@ class FlatBuffer:
 
     @torch.no_grad()
     def settle(self) -> bool:
-        """Clear the parts of the gradients that are None; return whether all others lie in their places. Sync: none."""
+        """Clear the parts of gradients that are None; return whether all others are in their places. Sync: none."""
         arrivals = self.arrivals()
         if arrivals is None or arrivals.new:
             return False
@@ -149,7 +154,7 @@ class FlatBuffer:
         return True
 
     def _lend(self, indices: Sequence[int]) -> None:
-        """Let the parts be the gradients of their parameters."""
+        """Set the gradients of parameters to their parts."""
         lent = [self._lent[index] for index in indices]
         if list(map(Tensor.data_ptr, lent)) != [self._addresses[index] for index in indices]:
             lent = [self.lent(index) for index in indices]
@@ -179,13 +184,13 @@ class FlatBuffer:
 
 
 def _finite(factor: Tensor, found_inf: Tensor) -> Tensor:
-    """``factor``, or 1 and ``found_inf`` raised where it is not finite: padding would be NaN from there on."""
+    """Return ``factor``; if it is not finite, return 1 and set ``found_inf``, because padding would become NaN."""
     finite = factor.isfinite()
     found_inf.masked_fill_(~finite.reshape(found_inf.shape), 1.0)
     return factor.where(finite, 1.0)
 
 
 def _view_like(part: Tensor, param: Tensor) -> Tensor:
-    """``part`` ``(elements,)`` in the shape of ``param`` and in its order in memory, such as channels-last."""
+    """Return ``part`` ``(elements,)`` in the shape and memory format of ``param``, such as channels-last."""
     dense = torch.empty_like(param)  # the strides that autograd gives a gradient
     return part.as_strided(param.shape, dense.stride(), part.storage_offset())

@@ -2,9 +2,9 @@
 
     buffer   [ grad of param 0 | padding | grad of param 1 | padding | … ]
 
-Backward accumulates into the views, so that unscaling, clearing and the norm are one operation on each buffer. The
-views last until somebody puts another tensor in their place; `check_combined_tensors` says where and how, and
-`FlatGradients.rebuild` brings the gradients back without losing a bit. Which parameters have masters is decided in
+Backward accumulates into the views, so that unscaling, clearing and the norm are one operation on each buffer. A view
+lasts until another tensor takes its place in ``.grad``; `check_combined_tensors` reports which and why, and
+`FlatGradients.rebuild` moves the gradients back, bit for bit. Which parameters have masters is decided in
 ``master_weights.py``; masters are combined like any other parameters.
 """
 
@@ -16,38 +16,37 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from amplab.scalers.flat_buffer import FlatBuffer
-from amplab.scalers.parameters import tensors_of
-from amplab.scalers.unscaler import inverse_scale
+from amplab.scalers.flat_buffer import Arrivals, FlatBuffer
+from amplab.scalers.unscaler import inverse_scale, tensors_of
 
 __all__ = ["BrokenView", "FlatGradients", "ViewBreak", "check_combined_tensors"]
 
 
 class ViewBreak(Enum):
-    """The five ways in which a gradient leaves its buffer; the value says what did it and what to do."""
+    """The five ways in which a gradient leaves its buffer; the value gives the cause and the remedy."""
 
     CLEARED = "the gradient is None: zero_grad() without set_to_none=False; clear with FlatGradients.zero_()"
     GRAPH_KEPT = "backward(create_graph=True) made a new gradient with a graph; take it with torch.autograd.grad"
-    CONVERTED = "dtype, device or shape changed, as by .half() or .to(); convert before gradients are combined"
-    PARAMETER_REPLACED = "another parameter took its place, as by load_state_dict(assign=True); combine anew"
+    CONVERTED = "dtype, device or shape changed, as by .half() or .to(); convert the model before you combine gradients"
+    PARAMETER_REPLACED = "another parameter replaced it, as by load_state_dict(assign=True); combine again"
     REASSIGNED = "another tensor was assigned to .grad or .grad.data; write into it with .grad.copy_()"
 
 
 @dataclass(frozen=True)
 class BrokenView:
-    """A gradient that is not a view of its buffer any more: which of the combined parameters, and why."""
+    """A gradient that is no longer a view of its buffer: the index of its parameter, and the reason."""
 
     index: int
     reason: ViewBreak
 
     def __str__(self) -> str:
-        """Say it in a sentence."""
+        """Return the index, the cause and the remedy as a sentence."""
         return f"parameter {self.index}: {self.reason.value}."
 
 
 @dataclass(frozen=True, eq=False)
 class _Slot:
-    """A parameter and its part of a buffer, which is the one of number ``index`` there."""
+    """A parameter and its part of a buffer, the one with that ``index`` in the buffer."""
 
     buffer: FlatBuffer
     index: int
@@ -60,12 +59,12 @@ class _Slot:
 class FlatGradients:
     """The gradients of some parameters in flat buffers.
 
-    Parameters without a gradient stay out until `rebuild` finds them with one: an optimizer passes over them as
-    before. A gradient of zeros is something else to it: weight decay and momentum go on.
+    Parameters without a gradient stay outside until `rebuild` finds one: an optimizer skips them as before. A gradient
+    of zeros would not be the same, since weight decay and momentum would apply.
 
     Args:
         params: floating-point, any devices and dtypes; one listed twice is taken once. Combine after the first
-            backward, when it shows who has a gradient; what the gradients hold is kept.
+            backward, when it is known which parameters have gradients; the values of the gradients are kept.
 
     Raises:
         TypeError: a sparse gradient, or one that is not floating-point.
@@ -90,12 +89,12 @@ class FlatGradients:
 
     @property
     def params(self) -> tuple[Tensor, ...]:
-        """All parameters, those without a gradient too."""
+        """All parameters, including those without a gradient."""
         return self._all
 
     @property
     def combined(self) -> frozenset[int]:
-        """The parameters that have a part in a buffer, by their ``id``."""
+        """The ``id`` of each parameter that has a part in a buffer."""
         return frozenset(self._slots)
 
     @property
@@ -104,24 +103,24 @@ class FlatGradients:
         return tuple(buffer.tensor for buffer in self._buffers)
 
     def check(self, params: Iterable[Tensor] | None = None) -> tuple[BrokenView, ...]:
-        """Say which gradients are no views any more; see `check_combined_tensors`. Sync: none."""
+        """Return the gradients that are no longer views; see `check_combined_tensors`. Sync: none."""
         return check_combined_tensors(self, params)
 
     def rebuild(self, params: Iterable[Tensor] | None = None) -> tuple[BrokenView, ...]:
-        """Bring every gradient back into its buffer, with the values that it has now.
+        """Move every gradient back into its buffer, with its current values.
 
-        A cleared gradient stays None and its part of the buffer becomes zero; a converted one, a replaced parameter
-        and a gradient that was not there before are given new buffers. A graph that a gradient carried is not kept:
-        its values are.
+        A cleared gradient stays None and its part of the buffer becomes zero. If a gradient was converted or is new,
+        or a parameter was replaced, all buffers are made again. The graph of a gradient is dropped, its values are
+        kept.
 
         Args:
-            params: what the parameters are now, after some were replaced; None: the ones known.
+            params: the current parameters, if some were replaced; None: the same as before.
 
         Returns:
             What was broken.
 
         Raises:
-            TypeError: as the constructor.
+            TypeError: as for the constructor.
 
         Sync: none.
         """
@@ -141,9 +140,9 @@ class FlatGradients:
 
     @torch.no_grad()
     def zero_(self) -> None:
-        """Clear all gradients, one write per buffer, and keep the views: ``zero_grad(set_to_none=False)``.
+        """Clear all gradients with one write per buffer and keep the views: ``zero_grad(set_to_none=False)``.
 
-        A gradient that was cleared to None before becomes zeros. Sync: none.
+        A gradient that was None becomes zeros. Sync: none.
         """
         self.rebuild()
         for buffer in self._buffers:
@@ -152,14 +151,14 @@ class FlatGradients:
             slot.param.grad = slot.view.detach()
 
     def unscale_(self, scale: float | Tensor, *, found_inf: Tensor | None = None) -> Tensor:
-        """Divide all gradients by ``scale``, one list of few buffers for the kernel; rebuild first where views broke.
+        """Divide all gradients by ``scale`` with one kernel for the few buffers; rebuild first if a view is broken.
 
         Args:
             scale: > 0, a number or a one-element tensor.
-            found_inf: ``(1,)`` float32, to go on with the verdict of an earlier call; None for a fresh one.
+            found_inf: ``(1,)`` float32 of an earlier call, to be updated; None for a new one.
 
         Returns:
-            ``(1,)`` float32: 1.0 where a gradient was not finite or overflowed, else 0.0.
+            ``(1,)`` float32: 1.0 if a gradient was not finite or its quotient overflowed, else 0.0.
 
         Raises:
             ValueError: a scale that is not finite and > 0.
@@ -184,17 +183,17 @@ class FlatGradients:
         found_inf: Callable[[torch.device], Tensor],
         params: Iterable[Tensor] | None = None,
     ) -> dict[torch.device, Tensor] | None:
-        """Multiply gradients by ``inverse`` where they lie in their buffers, the others on their way in.
+        """Multiply gradients by ``inverse``: in place in their buffers, the others while they are copied in.
 
-        Nothing is rebuilt: a gradient that is None stays None, and what its part holds is left to `settle`.
+        Nothing is rebuilt: a gradient that is None stays None, and `settle` clears its part.
 
         Args:
-            inverse: gives ``(1,)`` or ``()`` float32 for a device.
-            found_inf: as ``inverse``; written where something is not finite.
-            params: whose gradients, each of them among ``params`` of this object; None for all.
+            inverse: returns ``(1,)`` or ``()`` float32 for a device.
+            found_inf: as ``inverse``; set to 1.0 if anything is not finite.
+            params: the parameters of these gradients, each of them in ``params`` of this object; None for all.
 
         Returns:
-            ``found_inf`` of each device with gradients; None where a gradient does not fit, and nothing was written.
+            ``found_inf`` of each device with gradients; None, with nothing written, if a gradient does not fit.
 
         Sync: none.
         """
@@ -202,9 +201,12 @@ class FlatGradients:
         only = None if params is None else {id(param) for param in params}
         if any(param.grad is not None and (only is None or id(param) in only) for param in self._outside):
             return None
-        arrived = [(buffer, buffer.arrivals(only)) for buffer in self._buffers]
-        if any(arrivals is None for _, arrivals in arrived):
-            return None
+        arrived: list[tuple[FlatBuffer, Arrivals]] = []
+        for buffer in self._buffers:
+            arrivals = buffer.arrivals(only)
+            if arrivals is None:
+                return None
+            arrived.append((buffer, arrivals))
         found: dict[torch.device, Tensor] = {}
         self._settled = only is None and all(
             arrivals.whole or len(arrivals.kept) + len(arrivals.new) == len(buffer.params)
@@ -218,7 +220,7 @@ class FlatGradients:
         return found
 
     def place(self, param: Tensor) -> Tensor:
-        """Return where a new gradient of ``param`` is to be written: its part, or new memory where it has none.
+        """Return the memory for a new gradient of ``param``: its part, or new memory if it has none.
 
         Sync: none.
         """
@@ -228,16 +230,16 @@ class FlatGradients:
         return slot.buffer.lent(slot.index)
 
     def parts(self) -> list[Tensor]:
-        """The gradients that lie in their places, each by itself, after `settle`. Sync: none."""
+        """Return the gradients in the buffers one by one, after `settle`. Sync: none."""
         return [slot.view for slot in self._slots.values() if slot.param.grad is not None]
 
     def settle(self, *, again: bool = True) -> bool:
-        """Clear the parts of gradients that are None; return whether all others lie in their places.
+        """Clear the parts of gradients that are None; return whether all others are in their places.
 
-        Right after `bring_in_` has seen every gradient there is nothing to look at.
+        Right after `bring_in_` has seen every gradient there is nothing to check.
 
         Args:
-            again: look all the same.
+            again: check in any case.
 
         Sync: none.
         """
@@ -248,7 +250,7 @@ class FlatGradients:
         return all(settled) and all(param.grad is None for param in self._outside)
 
     def _combine(self) -> None:
-        """Lay the buffers out anew and move every gradient in."""
+        """Make the buffers and move every gradient in."""
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for index, param in enumerate(self._params):
             if param.grad is not None:
@@ -270,7 +272,7 @@ class FlatGradients:
             self._return_grad(slot)
 
     def _return_grads(self, slots: list[_Slot]) -> None:
-        """Copy gradients in; those that lie in a buffer already, in another place or order, are taken out first."""
+        """Copy gradients in; those already in a buffer, in another place or order, are copied out first."""
         own = {buffer.tensor.untyped_storage().data_ptr() for buffer in self._buffers}
         for slot in slots:
             grad = slot.param.grad
@@ -280,11 +282,11 @@ class FlatGradients:
             self._return_grad(slot)
 
     def _return_grad(self, slot: _Slot) -> None:
-        """Copy a gradient into its part of the buffer and point at it there; None leaves zeros behind."""
+        """Copy a gradient into its part of the buffer and make the part the gradient; for None, clear the part."""
         if slot.param.grad is None:
             slot.view.zero_()
             return
-        view = slot.view.detach()  # whoever still holds the old tensor does not reach the new gradient
+        view = slot.view.detach()  # a reference to the old tensor must not reach the new gradient
         view.copy_(slot.param.grad)
         slot.param.grad = view
 
@@ -301,15 +303,15 @@ class FlatGradients:
 
 
 def check_combined_tensors(flat: FlatGradients, params: Iterable[Tensor] | None = None) -> tuple[BrokenView, ...]:
-    """Say which combined gradients are not views of their buffers any more, and what broke each.
+    """Return the combined gradients that are no longer views of their buffers, with the reason for each.
 
     Args:
         flat: the combined gradients.
-        params: the parameters as the model has them now, ``model.parameters()``, in the order in which they were
-            combined. Only with them a parameter that was replaced is seen.
+        params: the current parameters of the model, ``model.parameters()``, in the order in which they were combined.
+            A parameter that was replaced is detected only with them.
 
     Returns:
-        One `BrokenView` for each, by its place among ``flat.params``; empty when all is well.
+        One `BrokenView` for each, by its index in ``flat.params``; empty if nothing is broken.
 
     Sync: none.
 

@@ -1,32 +1,31 @@
-"""A floor under a rule that has none: the same rule, whose scale never backs off below a given number.
+"""A floor for a rule that has none: the same rule, but its scale never backs off below a given number.
 
-    next(state, found_inf) = rule.next(state, found_inf),  but no lower than  min(floor, where the rule starts)
+    next(state, found_inf) = rule.next(state, found_inf),  but its scale at least  min(floor, the rule's first scale)
 
-The rules themselves are faithful to their sources (``published_rules.py``); the floor is what a face adds.
+The rules in ``published_rules.py`` follow their sources; a scaler adds this floor.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from amplab.scalers.recurrence import Recurrence, RecurrentRule, require_scale
-from amplab.scalers.rules import ScaleRule, require_rule
-from amplab.scalers.scale_state import ScaleState
+from amplab.scalers.rules import Recurrence, RecurrentRule, ScaleRule, ScaleState, require_rule, require_scale
 
 __all__ = ["floored", "name_of_rule"]
 
 
 def floored(rule: ScaleRule, floor: float | None) -> ScaleRule:
-    """Put a floor under a rule.
+    """Return a rule with a floor.
 
     Args:
         rule: any rule.
-        floor: the scale never backs off below it; None for none.
+        floor: the scale never backs off below it; None for no floor.
 
     Returns:
-        ``rule`` itself where its own floor is as high, or where ``floor`` is None; else one with the floor, in the
-        same device form.
+        ``rule`` itself if its own floor is as high, or ``floor`` is None; else one with the floor, in the same device
+        form.
 
     Raises:
-        TypeError: no rule.
+        TypeError: ``rule`` is not a scaling rule.
         ValueError: a floor that is not a finite number > 0, or above the ceiling of the rule.
 
     Sync: none.
@@ -51,7 +50,7 @@ def floored(rule: ScaleRule, floor: float | None) -> ScaleRule:
 
 
 def name_of_rule(rule: ScaleRule) -> str:
-    """Return the name of the class of ``rule``, whatever floor is under it.
+    """Return the name of the class of ``rule``, without the floor that `floored` added.
 
     >>> from amplab.scalers import KerasScale
     >>> name_of_rule(floored(KerasScale(), 1.0))
@@ -62,7 +61,7 @@ def name_of_rule(rule: ScaleRule) -> str:
 
 @dataclass(frozen=True)
 class _FlooredRecurrence(RecurrentRule):
-    """The shared recurrence, its floor raised; it starts where the rule starts, even below the floor."""
+    """The shared recurrence with a higher floor; its first scale is the rule's, even below the floor."""
 
     rule: RecurrentRule
     floor: float
@@ -71,7 +70,7 @@ class _FlooredRecurrence(RecurrentRule):
     def skips_on_overflow(self) -> bool:
         return self.rule.skips_on_overflow
 
-    @property
+    @cached_property
     def recurrence(self) -> Recurrence:
         constants = self.rule.recurrence
         return replace(constants, floor=min(self.floor, constants.init_scale))
@@ -79,7 +78,7 @@ class _FlooredRecurrence(RecurrentRule):
 
 @dataclass(frozen=True)
 class _FlooredRule:
-    """A rule that only the host can ask, its next scale lifted to the floor."""
+    """A rule that runs on the host, its next scale raised to the floor."""
 
     rule: ScaleRule
     floor: float

@@ -1,8 +1,8 @@
-"""Float32 master weights for 16-bit model parameters: the pairs, and the two ways between them.
+"""Float32 master weights for 16-bit model parameters: the pairs, and what is copied between them.
 
 gradients   model -> master    master.grad <- model.grad / scale        (`MasterWeights.unscale_grads`)
 values      master -> model    model <- round(master)                   (`MasterWeights.copy_to_model`)
-edits       model -> master    master <- model, where the model's weight was edited    (`MasterWeights.follow_edits`)
+edits       model -> master    master <- model, if the model's weight was edited    (`MasterWeights.follow_edits`)
 """
 
 from collections.abc import Callable, Iterable
@@ -14,8 +14,7 @@ from torch.nn import Parameter
 
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.kernels import unscale_add, unscale_copy
-from amplab.scalers.parameters import tensors_of
-from amplab.scalers.unscaler import inverse_scale
+from amplab.scalers.unscaler import inverse_scale, tensors_of
 
 __all__ = ["MasterPair", "MasterWeights"]
 
@@ -30,10 +29,10 @@ class MasterPair(NamedTuple):
 class MasterWeights:
     """The master weights of a model: a float32 copy of every 16-bit parameter, which the optimizer steps.
 
-    Float32 (and float64) parameters need no master and stand for themselves.
+    A float32 or float64 parameter needs no master; the optimizer steps it directly.
 
     Args:
-        params: model parameters, as `add_pairs` takes them.
+        params: model parameters, as for `add_pairs`.
 
     >>> model_weight = Parameter(torch.ones(2, dtype=torch.float16))
     >>> masters = MasterWeights([model_weight])
@@ -51,24 +50,24 @@ class MasterWeights:
 
     @property
     def pairs(self) -> tuple[MasterPair, ...]:
-        """Every pair, in the order in which the parameters came."""
+        """Every pair, in the order of the parameters."""
         return tuple(self._pairs.values())
 
     def add_pairs(self, params: Iterable[Tensor]) -> list[Tensor]:
         """Make a master for each 16-bit parameter that has none yet.
 
         Args:
-            params: model parameters of one or more groups; a parameter listed twice keeps its one master.
+            params: model parameters of one or more groups; a parameter listed twice has one master.
 
         Returns:
-            For each parameter in turn what the optimizer should own: its master, or itself if it needs none.
+            For each parameter what the optimizer should step: its master, or itself if it needs none.
 
         Sync: none.
         """
         return [self._master(param) for param in tensors_of(params)]
 
     def of(self, param: Tensor) -> Tensor:
-        """The master of a model parameter; the parameter itself where it needs none."""
+        """Return the master of a model parameter, or the parameter itself if it needs none."""
         pair = self._pairs.get(id(param))
         return param if pair is None else pair.master
 
@@ -80,36 +79,36 @@ class MasterWeights:
         found_inf: Tensor | None = None,
         place: Callable[[Tensor], Tensor] = torch.empty_like,
     ) -> Tensor:
-        """Bring the model's gradients, divided by ``scale``, to the masters in float32.
+        """Write the model's gradients, divided by ``scale``, to the masters in float32.
 
-        The model's gradients are left as they are. A master whose model parameter has no gradient loses its own,
-        or keeps it with ``accumulate=True``.
+        The model's gradients do not change. If a model parameter has no gradient, its master's becomes None, or is
+        kept with ``accumulate=True``.
 
         Args:
             scale: > 0, a number or a one-element tensor.
             accumulate: add to the masters' gradients instead of replacing them.
-            found_inf: ``(1,)`` float32, to go on with the verdict of an earlier call; None for a fresh one.
-            place: returns the tensor that becomes the gradient of a master without one, overwritten.
+            found_inf: ``(1,)`` float32 of an earlier call, to be updated; None for a new one.
+            place: returns the memory for the gradient of a master that has none; it is overwritten.
 
         Returns:
-            ``(1,)`` float32: 1.0 where a model gradient was not finite or its quotient overflowed, else 0.0.
+            ``(1,)`` float32: 1.0 if a model gradient was not finite or its quotient overflowed, else 0.0.
 
         Raises:
             ValueError: a scale that is not finite and > 0.
 
         Sync: none.
         """
-        by_device: dict[torch.device, list[MasterPair]] = {}
-        for pair in self._pairs.values():
-            if pair.model.grad is not None:
-                by_device.setdefault(pair.model.device, []).append(pair)
+        by_device: dict[torch.device, list[tuple[Tensor, Parameter]]] = {}
+        for model, master in self._pairs.values():
+            if model.grad is not None:
+                by_device.setdefault(model.device, []).append((model.grad, master))
             elif not accumulate:
-                pair.master.grad = None
+                master.grad = None
         if found_inf is None:
             found_inf = torch.zeros(1, device=next(iter(by_device), None))
-        for device, pairs in by_device.items():
+        for device, grads in by_device.items():
             here = found_inf if found_inf.device == device else torch.zeros(1, device=device)
-            _bring_grads(pairs, here, inverse_scale(scale, device), place, accumulate=accumulate)
+            _unscale_into(grads, here, inverse_scale(scale, device), place, accumulate=accumulate)
             if here is not found_inf:
                 found_inf.copy_(torch.maximum(found_inf, here.to(found_inf.device, non_blocking=True)))
         return found_inf
@@ -133,12 +132,12 @@ class MasterWeights:
             torch._foreach_copy_([pair.master for pair in self.pairs], [pair.model for pair in self.pairs])
 
     def watch_model(self, params: Iterable[Tensor] | None = None) -> None:
-        """Remember the model's weights as they are, for `follow_edits` to tell what was edited since.
+        """Copy the model's weights, so that `follow_edits` can detect later edits.
 
-        This takes a 16-bit copy of each, until `stop_watching`.
+        The 16-bit copies are kept until `stop_watching`.
 
         Args:
-            params: model parameters; all that have a master where None.
+            params: model parameters; None for all that have a master.
 
         Sync: none.
         """
@@ -147,14 +146,14 @@ class MasterWeights:
 
     @torch.no_grad()
     def follow_edits(self, params: Iterable[Tensor] | None = None) -> None:
-        """Let masters take the weights that were edited in the model since `watch_model`, element by element.
+        """Copy the elements that were edited in the model since `watch_model` to the masters.
 
             master <- model    where model != watched and round(master) != model
 
-        So a master that was edited itself, or got a value that the model has rounded since, keeps all its bits.
+        So a master that was edited itself, or whose value the model has rounded since, keeps all its bits.
 
         Args:
-            params: as in `watch_model`; those that are not watched are left alone.
+            params: as in `watch_model`; those that are not watched are skipped.
 
         Sync: none.
         """
@@ -164,7 +163,7 @@ class MasterWeights:
                 _take_edits(pair, watched)
 
     def stop_watching(self) -> None:
-        """Forget what `watch_model` has remembered: `follow_edits` has nothing to do until it is called again."""
+        """Drop the copies of `watch_model`; `follow_edits` does nothing until the next call of `watch_model`."""
         self._watched.clear()
 
     def _pairs_of(self, params: Iterable[Tensor] | None) -> list[MasterPair]:
@@ -182,7 +181,7 @@ class MasterWeights:
 
 
 def _take_edits(pair: MasterPair, watched: Tensor) -> None:
-    """Bring the edited elements of the model's weight to the master; ``watched`` goes along."""
+    """Copy the edited elements of the model's weight to the master, and the weight to ``watched``."""
     model = pair.model.detach()
     master = pair.master.detach().to(model.device)  # model.cuda() moves the model alone
     edited = (model != watched.to(model.device)) & (model != master.to(model.dtype))
@@ -190,41 +189,40 @@ def _take_edits(pair: MasterPair, watched: Tensor) -> None:
     watched.copy_(model)
 
 
-def _bring_grads(
-    pairs: list[MasterPair],
+def _unscale_into(
+    grads: list[tuple[Tensor, Parameter]],
     found_inf: Tensor,
     inverse: Tensor,
     place: Callable[[Tensor], Tensor],
     *,
     accumulate: bool,
 ) -> None:
-    """One copy for the masters without a gradient to add to, one sum for the rest; sparse ones by themselves."""
-    fresh: list[MasterPair] = []
-    summed: list[MasterPair] = []
-    for pair in pairs:
-        adds = accumulate and pair.master.grad is not None
-        if pair.model.grad.is_sparse or (adds and pair.master.grad.is_sparse):
-            _bring_sparse_grad(pair, found_inf, inverse, adds=adds)
+    """Unscale each gradient into that of its master: one copy for all new ones, one sum for the rest; sparse singly."""
+    copied: tuple[list[Tensor], list[Tensor]] = ([], [])
+    summed: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for grad, master in grads:
+        old = master.grad if accumulate else None
+        if grad.is_sparse or (old is not None and old.is_sparse):
+            master.grad = _with_sparse(grad, old, found_inf, inverse)
             continue
-        (summed if adds else fresh).append(pair)
-        if pair.master.grad is None:
-            pair.master.grad = place(pair.master)
-    for write, chosen in ((unscale_copy, fresh), (unscale_add, summed)):
-        if chosen:
-            write([pair.model.grad for pair in chosen], [pair.master.grad for pair in chosen], found_inf, inverse)
+        inputs, outputs = copied if old is None else summed
+        if master.grad is None:
+            master.grad = place(master)
+        inputs.append(grad)
+        outputs.append(master.grad)
+    for write, (inputs, outputs) in ((unscale_copy, copied), (unscale_add, summed)):
+        if inputs:
+            write(inputs, outputs, found_inf, inverse)
 
 
 @torch.no_grad()
-def _bring_sparse_grad(pair: MasterPair, found_inf: Tensor, inverse: Tensor, *, adds: bool) -> None:
-    """Bring one gradient where it, or what it is added to, is sparse; duplicates are summed in float32."""
-    grad = pair.model.grad
+def _with_sparse(grad: Tensor, old: Tensor | None, found_inf: Tensor, inverse: Tensor) -> Tensor:
+    """Return the unscaled gradient plus ``old``, one of which is sparse; duplicates are summed in float32."""
     scaled = grad._values() if grad.is_sparse else grad
-    numbers = torch.empty_like(scaled, dtype=torch.float32)
-    unscale_copy([scaled], [numbers], found_inf, inverse)
-    new = numbers
+    new = torch.empty_like(scaled, dtype=torch.float32)
+    unscale_copy([scaled], [new], found_inf, inverse)
     if grad.is_sparse:
-        new = torch.sparse_coo_tensor(grad._indices(), numbers, grad.shape, check_invariants=False).coalesce()
-    old = pair.master.grad if adds else None
-    if old is not None:
-        new = new + old if old.is_sparse else old + new  # torch adds sparse to dense, not dense to sparse
-    pair.master.grad = new
+        new = torch.sparse_coo_tensor(grad._indices(), new, grad.shape, check_invariants=False).coalesce()
+    if old is None:
+        return new
+    return new + old if old.is_sparse else old + new  # torch adds sparse to dense, not dense to sparse

@@ -1,11 +1,11 @@
-"""Another rule on a recorded run: the scale it would have had at every step, and the steps it would have skipped.
+"""Another rule on a recorded run: its scale at every step, and the steps that it would have skipped.
 
-    replay(rule, found_infs)                        the verdicts as they were
-    replay(rule, gradient_exponents=exponents)      the verdicts as they would have been under this rule's scale
+    replay(rule, found_infs)                        found_inf of every step as recorded
+    replay(rule, gradient_exponents=exponents)      found_inf of every step under this rule's scale
 
-An unscaled gradient of exponent e lies in [2^e, 2^(e+1)); times the replayed scale it overflows for certain, or for
-certain not, or the record cannot tell. A step that was recorded with inf or NaN says nothing of how large its
-gradients were. Every step that is not certain says why.
+An unscaled gradient of exponent e is in [2^e, 2^(e+1)). Multiplied by the replayed scale it overflows, or does not, or
+the record does not contain enough information to decide. A step that was recorded with inf or NaN does not show how
+large its gradients were. Every undecided step gives its reason (``doubt``).
 """
 
 import math
@@ -13,23 +13,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from amplab.formats import FLOAT16, ExponentHistogram, FloatFormat
-from amplab.scalers.deepspeed_rule import LossScaleAtMinimumError
-from amplab.scalers.rules import ScaleRule, require_rule
-from amplab.scalers.scale_state import ScaleState
+from amplab.scalers.published_rules import LossScaleAtMinimumError
+from amplab.scalers.rules import ScaleRule, ScaleState, require_rule
 
 __all__ = ["Replay", "ReplayStep", "Verdict", "overflow_verdict", "replay"]
 
-_NOT_FINITE = "the recorded gradients were inf or NaN: how large they would have been is not in the record"
-_CENSORED = "the largest recorded gradients are in the top bin, which also holds all that is larger"
-_NOT_MEASURED = "the gradients were finite under a smaller scale, and how large they were was not measured"
-_WITHIN_BINADE = (
-    "the largest recorded gradient lies in a binade that this scale takes across the format's largest value"
-)
+_NOT_FINITE = "the recorded gradients were inf or NaN, so their size is not in the record"
+_CENSORED = "the largest recorded gradients are in the top bin, which also counts everything larger"
+_NOT_MEASURED = "the gradients were finite under a smaller scale, but their size was not measured"
+_WITHIN_BINADE = "this scale moves part of the binade of the largest recorded gradient past the format's largest value"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a step overflows; ``doubt`` says why the record cannot tell, None where it can."""
+    """Whether a step overflows; ``doubt`` is the reason if the record does not decide it, else None."""
 
     found_inf: bool
     doubt: str | None = None
@@ -41,10 +38,10 @@ class ReplayStep:
 
     Attributes:
         step: from 0.
-        scale: what the loss of this step is multiplied by.
+        scale: the factor of the loss at this step.
         found_inf: whether its gradients overflow under that scale.
-        skipped: whether the optimizer step is left out.
-        doubt: why the record cannot tell ``found_inf``; None where it can.
+        skipped: whether the optimizer step is skipped.
+        doubt: the reason if the record does not decide ``found_inf``, else None.
     """
 
     step: int
@@ -61,8 +58,8 @@ class Replay:
     Attributes:
         rule: the rule.
         steps: one `ReplayStep` for each recorded step, up to the one at which the rule ended the run.
-        end: the state after the last step, ready to go on from.
-        stopped: what the rule said when it ended the run (DeepSpeed at its floor); None where it did not.
+        end: the state after the last step.
+        stopped: the message of the rule that ended the run (DeepSpeed at its floor), else None.
     """
 
     rule: ScaleRule
@@ -77,12 +74,12 @@ class Replay:
 
     @property
     def skips(self) -> tuple[int, ...]:
-        """The steps that are left out."""
+        """The steps that are skipped."""
         return tuple(step.step for step in self.steps if step.skipped)
 
     @property
     def doubtful(self) -> tuple[int, ...]:
-        """The steps of which the record cannot tell whether they overflow. From the first on the scale is a guess."""
+        """The steps for which the record does not decide found_inf. From the first on, the scale is a guess."""
         return tuple(step.step for step in self.steps if step.doubt is not None)
 
 
@@ -98,22 +95,22 @@ def replay(
 
     Args:
         rule: any rule.
-        found_infs: the verdict of every step, taken as it is, whatever the scale.
-        gradient_exponents: instead, for every step: floor(log2) of the largest unscaled gradient (-inf where all are
-            zero, inf or nan where one was not finite, None where all were finite and no more is known), or the
+        found_infs: found_inf of every step, used whatever the scale.
+        gradient_exponents: instead, for every step: floor(log2) of the largest unscaled gradient (-inf if all are
+            zero, inf or nan if one was not finite, None if all were finite and their size is unknown), or the
             `ExponentHistogram` of the unscaled gradients.
-        recorded_scales: the scale of every recorded step. With it an overflow that was recorded under a scale no
-            larger than the replayed one is certain; without it no recorded overflow is.
-        fmt: the format that gradients overflow in.
+        recorded_scales: the scale of every recorded step. With it, an overflow recorded under a scale no larger than
+            the replayed one is certain; without it, no recorded overflow is.
+        fmt: the format in which gradients overflow.
 
     Returns:
-        The replayed run. Where the record cannot tell, a recorded finite step is taken as finite, and a recorded
-        overflow as one; with ``recorded_scales`` it is taken for gradients as large as those of the nearest measured
-        step, and large enough to have overflowed where they did.
+        The replayed run. If the record does not decide a step, a recorded finite step stays finite, and a recorded
+        overflow an overflow. With ``recorded_scales``, the gradients of a recorded overflow are assumed to be as large
+        as those of the nearest measured step, and large enough to overflow under the recorded scale.
 
     Raises:
-        TypeError: no rule.
-        ValueError: not exactly one of the two records, scales of another length, or an exponent that is none.
+        TypeError: ``rule`` is not a scaling rule.
+        ValueError: both or neither of the two records, scales of another length, or an exponent that is not whole.
 
     Sync: none.
 
@@ -123,19 +120,21 @@ def replay(
     ((65536.0, 32768.0, 32768.0, 65536.0, 65536.0), (0,))
     """
     if (found_infs is None) == (gradient_exponents is None):
-        raise ValueError("replay: expected found_infs or gradient_exponents, one of the two; the other is left out.")
-    record = list(gradient_exponents if found_infs is None else found_infs)
+        raise ValueError("replay: expected either found_infs or gradient_exponents; leave the other out.")
+    record: list[float | ExponentHistogram | None] = []
+    for recorded_steps in (found_infs, gradient_exponents):
+        record.extend(() if recorded_steps is None else recorded_steps)
     if recorded_scales is not None and len(recorded_scales) != len(record):
         raise ValueError(
             f"recorded_scales: {len(recorded_scales)} for {len(record)} steps; expected one scale for each step."
         )
     require_rule(rule)
     state, steps = rule.start(), []
-    neighbours = [None] * len(record) if recorded_scales is None or found_infs is not None else _nearest_finite(record)
+    neighbors = [None] * len(record) if recorded_scales is None or found_infs is not None else _nearest_finite(record)
     for step, recorded in enumerate(record):
         recorded_scale = None if recorded_scales is None else recorded_scales[step]
         verdict = (
-            overflow_verdict(recorded, state.scale, recorded_scale=recorded_scale, neighbour=neighbours[step], fmt=fmt)
+            overflow_verdict(recorded, state.scale, recorded_scale=recorded_scale, neighbor=neighbors[step], fmt=fmt)
             if found_infs is None
             else Verdict(bool(recorded))
         )
@@ -153,7 +152,7 @@ def overflow_verdict(
     scale: float,
     *,
     recorded_scale: float | None = None,
-    neighbour: int | None = None,
+    neighbor: int | None = None,
     fmt: FloatFormat = FLOAT16,
 ) -> Verdict:
     """Decide whether recorded gradients overflow under a scale.
@@ -163,24 +162,24 @@ def overflow_verdict(
         2^e * scale >= limit                    overflows
         (2 - epsilon) * 2^e * scale < limit     does not       limit = what rounds to inf in the format
 
-    for the largest exponent e. The gradients are taken for numbers of the format, so the largest of a binade is
-    (2 - epsilon) * 2^e: a scale that is a power of two always leaves no doubt. A scale of 0 or inf leaves no finite
-    gradient.
+    for the largest exponent e. The gradients are numbers of the format, so the largest of a binade is
+    (2 - epsilon) * 2^e, and a scale that is a power of two always gives a decision. A scale of 0 or inf makes every
+    gradient overflow.
 
     Args:
         recorded: as one of `replay`'s ``gradient_exponents``.
         scale: the scale to decide for.
         recorded_scale: the scale under which it was recorded.
-        neighbour: exponent of the largest gradient of a step nearby, the guess for gradients that were not finite.
-        fmt: the format that gradients overflow in.
+        neighbor: exponent of the largest gradient of a step nearby, assumed for gradients that were not finite.
+        fmt: the format in which gradients overflow.
 
     Raises:
-        ValueError: an exponent that is no whole number.
+        ValueError: an exponent that is not whole.
 
     >>> overflow_verdict(0, 65536.0)
     Verdict(found_inf=True, doubt=None)
     >>> overflow_verdict(0, 40000.0).doubt
-    "the largest recorded gradient lies in a binade that this scale takes across the format's largest value"
+    "this scale moves part of the binade of the largest recorded gradient past the format's largest value"
     """
     if not 0.0 < scale < math.inf:
         return Verdict(True)
@@ -188,13 +187,13 @@ def overflow_verdict(
         known = recorded_scale is not None and scale <= recorded_scale
         return Verdict(False, None if known else _NOT_MEASURED)
     largest, censored, finite = _largest_exponent(recorded)
-    limit = fmt.max + fmt.ulp(fmt.max) / 2  # the first number that rounds away
+    limit = fmt.max + fmt.ulp(fmt.max) / 2  # the smallest number that rounds to inf
     surely = largest is not None and scale >= math.ldexp(limit, -largest)
     if surely:
         return Verdict(True)
     if not finite:
         known = recorded_scale is not None and scale >= recorded_scale
-        return Verdict(True) if known else Verdict(_guess(scale, recorded_scale, neighbour, limit), _NOT_FINITE)
+        return Verdict(True) if known else Verdict(_guess(scale, recorded_scale, neighbor, limit), _NOT_FINITE)
     if largest is None:
         return Verdict(False)
     if censored:
@@ -203,16 +202,16 @@ def overflow_verdict(
     return Verdict(False, None if inside else _WITHIN_BINADE)
 
 
-def _guess(scale: float, recorded_scale: float | None, neighbour: int | None, limit: float) -> bool:
-    """Whether gradients that overflowed under the larger `recorded_scale` would have done so under `scale`."""
-    if recorded_scale is None or neighbour is None:
+def _guess(scale: float, recorded_scale: float | None, neighbor: int | None, limit: float) -> bool:
+    """Return whether gradients that overflowed under the larger `recorded_scale` would overflow under `scale`."""
+    if recorded_scale is None or neighbor is None:
         return True
-    at_least = math.frexp(limit / recorded_scale)[1] - 1 if 0.0 < recorded_scale < math.inf else neighbour
-    return scale >= math.ldexp(limit, -max(neighbour, at_least))
+    at_least = math.frexp(limit / recorded_scale)[1] - 1 if 0.0 < recorded_scale < math.inf else neighbor
+    return scale >= math.ldexp(limit, -max(neighbor, at_least))
 
 
 def _nearest_finite(record: Sequence[float | ExponentHistogram | None]) -> list[int | None]:
-    """For each step the largest exponent of the last measured step before it, or of the first one after it."""
+    """Return for each step the largest exponent of the last measured step before it, or of the first one after it."""
     measured = [_measured(recorded) for recorded in record]
     newest = next((exponent for exponent in measured if exponent is not None), None)
     return [newest := newest if exponent is None else exponent for exponent in measured]
@@ -226,7 +225,7 @@ def _measured(recorded: float | ExponentHistogram | None) -> int | None:
 
 
 def _largest_exponent(recorded: float | ExponentHistogram) -> tuple[int | None, bool, bool]:
-    """The largest finite exponent (None: there is none), whether larger ones hide in it, whether all was finite."""
+    """Return the largest finite exponent or None, whether its bin includes larger ones, whether all were finite."""
     if isinstance(recorded, ExponentHistogram):
         largest = None if recorded.span is None else recorded.span[1]
         top = largest is not None and largest == recorded.low + len(recorded.counts) - 1

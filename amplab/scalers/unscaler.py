@@ -1,7 +1,7 @@
-"""Take the loss scale out of gradients in place, on the device, and say whether they were finite.
+"""Unscale gradients in place, on the device, and report whether they were finite.
 
-Which scale comes next is the rule's business (``rules.py``); gradients that go to float32 masters are in
-``master_weights.py``.
+The rule decides which scale comes next (``rules.py``); unscaling into float32 masters is in ``master_weights.py``,
+into flat buffers in ``combined_unscaler.py``.
 """
 
 import operator
@@ -9,33 +9,33 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from amplab.kernels import ParameterList, refusal_naming, unscale_
 
-__all__ = ["FlatGrads", "Unscaler", "inverse_scale", "strided_grad"]
+__all__ = ["FlatGrads", "Unscaler", "inverse_scale", "strided_grad", "tensors_of"]
 
 
 def inverse_scale(scale: float | Tensor, device: torch.device) -> Tensor:
     """``1 / scale`` as a ``(1,)`` float32 tensor on ``device``, the reciprocal taken in float64.
 
     Raises:
-        ValueError: ``scale`` is a number that is not finite and > 0. (A tensor is taken as it is: no sync.)
+        ValueError: ``scale`` is a number that is not finite and > 0. (The value of a tensor is not checked: no sync.)
 
     Sync: none.
     """
     if isinstance(scale, Tensor):
         return scale.detach().to(device, torch.float64).reciprocal().float().reshape(1)
     if not 0.0 < scale < float("inf"):
-        raise ValueError(f"scale={scale}: expected a finite number > 0, the scale that the loss was multiplied by.")
+        raise ValueError(f"scale={scale}: expected a finite number > 0, the scale that multiplied the loss.")
     return torch.tensor([1.0 / scale], dtype=torch.float32, device=device)
 
 
 class FlatGrads(NamedTuple):
-    """Gradients in two cuts.
+    """The same gradients as few tensors and one by one.
 
     Attributes:
-        tensors: as few as they lie in; between them may be padding, which is zero and has to stay so.
+        tensors: as few as possible; they may include padding, which is zero and has to stay zero.
         parts: strided, one for each gradient.
     """
 
@@ -44,11 +44,11 @@ class FlatGrads(NamedTuple):
 
 
 class Unscaler:
-    """Unscale the gradients of a list of parameters, grouping the list by device once and not at every step.
+    """Unscale the gradients of a list of parameters; the list is grouped by device once, not at every step.
 
     ::
 
-        grad <- round(grad / scale);  found_inf <- 1.0 where a gradient or its quotient is inf or NaN
+        grad <- round(grad / scale);  found_inf <- 1.0 if a gradient or its quotient is inf or NaN
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> weight.grad = torch.tensor([256.0, 512.0])
@@ -67,17 +67,17 @@ class Unscaler:
         """Divide every ``param.grad`` by ``scale`` in place, each gradient once however often its parameter is listed.
 
         Args:
-            params: parameters; those without a gradient are left out. Sparse gradients are coalesced first.
+            params: parameters; those without a gradient are skipped. Sparse gradients are coalesced first.
             scale: > 0, a number or a one-element tensor on the device.
-            found_inf: ``(1,)`` float32, to go on with the verdict of an earlier call; None for a fresh one.
+            found_inf: ``(1,)`` float32 of an earlier call, to be updated; None for a new one.
 
         Returns:
-            ``(1,)`` float32: 1.0 where a gradient was not finite or overflowed, else 0.0.
+            ``(1,)`` float32: 1.0 if a gradient was not finite or its quotient overflowed, else 0.0.
 
         Raises:
             ValueError: a scale that is not finite and > 0.
-            RuntimeError: a gradient that is integer, complex or expanded, or two that overlap in memory; names the
-                parameter by its place.
+            RuntimeError: a gradient that is integer, complex or expanded, or two that overlap in memory; the message
+                gives the index of the parameter.
 
         Sync: none.
         """
@@ -97,23 +97,23 @@ class Unscaler:
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
-        """The flat buffers that gradients lie in: none here; see `CombinedUnscaler`."""
+        """The flat buffers of the gradients: none here; see `CombinedUnscaler`."""
         return ()
 
     def place(self, param: Tensor) -> Tensor:
-        """Return where a new gradient of ``param`` is to be written: new memory. Sync: none."""
+        """Return the memory for a new gradient of ``param``: here new memory. Sync: none."""
         return torch.empty_like(param)
 
     def settle(self, params: Iterable[Tensor]) -> None:
-        """Put the gradients of ``params`` where they belong, once they are complete: they stay where they are."""
+        """Move complete gradients of ``params`` to their buffers: here there are none, and nothing moves."""
 
     def flat_grads(self, params: Iterable[Tensor]) -> FlatGrads:
-        """Return the gradients of ``params`` in as few tensors as they lie in: here one for each. Sync: none."""
+        """Return the gradients of ``params`` in as few tensors as possible: here one for each. Sync: none."""
         grads = [strided_grad(param) for param in params if param.grad is not None]
         return FlatGrads(grads, grads)
 
     def _unscale_listed(self, group: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
-        """Make a list of the gradients for the general operator, and name the parameter of one that it refuses."""
+        """Pass a list of the gradients to the general operator; name the parameter if it refuses one."""
         params = [param for param in group if param.grad is not None]
         try:
             unscale_([strided_grad(param) for param in params], found_inf, inverse)
@@ -123,7 +123,7 @@ class Unscaler:
             raise refusal_naming(error, names) from None
 
     def _inverse_on(self, device: torch.device, scale: float | Tensor) -> Tensor:
-        """The reciprocal on ``device``, made anew only when a number has changed."""
+        """Return the reciprocal on ``device``, computed again only when a number has changed."""
         if isinstance(scale, Tensor):
             return inverse_scale(scale, device)
         if scale != self._scale:
@@ -144,15 +144,39 @@ class Unscaler:
 
 
 def strided_grad(param: Tensor) -> Tensor:
-    """The strided tensor of the numbers in ``param.grad``, which the kernels work on.
+    """Return the strided tensor with the values of ``param.grad``, which is what the kernels take.
 
-    A sparse gradient is coalesced first, and replaced by what came of it: the sum of duplicates may overflow.
+    A sparse gradient is coalesced in place first, because the sum of duplicates may overflow.
 
-    Sync: none for a strided one; coalescing waits for the device.
+    Raises:
+        ValueError: ``param`` has no gradient.
+
+    Sync: none for a strided gradient; coalescing waits for the device.
     """
     grad = param.grad
+    if grad is None:
+        raise ValueError("param.grad is None: expected a parameter with a gradient; leave this one out.")
     if not grad.is_sparse:
         return grad
     if not grad.is_coalesced():
         param.grad = grad = grad.coalesce()
     return grad._values()
+
+
+def tensors_of(params: Iterable[Tensor]) -> list[Tensor]:
+    """Return ``params`` as a list.
+
+    Raises:
+        TypeError: a module, a single tensor, or an item that is not a tensor.
+
+    Sync: none.
+    """
+    if isinstance(params, nn.Module):
+        raise TypeError(f"params is a {type(params).__name__}: expected tensors; pass model.parameters().")
+    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+        raise TypeError(f"params is a {type(params).__name__}: expected several tensors; pass a list of them.")
+    listed = list(params)
+    for index, param in enumerate(listed):
+        if not isinstance(param, Tensor):
+            raise TypeError(f"params[{index}]={param!r}: expected a tensor; pass model.parameters().")
+    return listed

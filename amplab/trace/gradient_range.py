@@ -9,7 +9,7 @@ scale. Counting is in `amplab.formats.exponents`.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from operator import add
@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from amplab.display.drawings import exponent_drawing, range_edges
 from amplab.display.html import Markup, markup, name
@@ -25,7 +24,7 @@ from amplab.display.numbers import percent, power
 from amplab.display.table import Card, Cell, Column, Table
 from amplab.formats import FLOAT16, ExponentHistogram, FloatFormat
 from amplab.policies import disable_casts
-from amplab.trace.batch_step import as_model, step_function
+from amplab.trace.handed_step import Loss, Models, as_model, handed_step, shows_calls
 from amplab.trace.statistics import Statistics
 from amplab.trace.step_checks import check_gradients_on, check_loss_scale
 from amplab.trace.untouched import untouched
@@ -161,21 +160,22 @@ class GradientRange:
         }
 
 
+@shows_calls("amplab.gradient_range(model, batch, loss=criterion)", "amplab.gradient_range(model, step=loss_of)")
 def gradient_range(
-    model: nn.Module,
+    model: Models,
     batch: Any = None,
     *,
-    loss: Callable[..., Tensor] | None = None,
+    loss: Loss | None = None,
+    step: Loss | None = None,
     loss_scale: float = 2.0**16,
 ) -> GradientRange:
     """Run one step without casts and return what half would lose of its gradients.
 
-    The model is afterwards what it was, as `amplab.xray` leaves it. Its weights are taken as they are: float32 ones
-    show all that half would lose. A session of `amp` and autocast regions that are in force around the call do not cast
-    here.
+    All state is restored, as by `amplab.xray`. Weights keep their dtype: float32 ones show all that half would lose. A
+    session of `amp` and autocast regions around the call do not cast here.
 
     Args:
-        model, batch, loss: as `amplab.xray` takes them.
+        model, batch, loss, step: as `amplab.xray` takes them; a compiled model is fine.
         loss_scale: the scale to judge by.
 
     Raises:
@@ -184,17 +184,17 @@ def gradient_range(
     Sync: one.
 
     >>> import torch
-    >>> found = gradient_range(nn.Linear(2, 1), torch.full((1, 2), 2.0**-30))
+    >>> found = gradient_range(torch.nn.Linear(2, 1), torch.full((1, 2), 2.0**-30))
     >>> found.rows()[0]["lost_unscaled"], found.rows()[0]["lost"], found.rows()[1]["lost_unscaled"]
     (1.0, 0.0, 0.0)
     """
     check_loss_scale(loss_scale)
     check_gradients_on()
     model = as_model(model, compiled=True, values=True)
-    step = step_function(model, batch, loss)
+    handed = handed_step("gradient_range", model, batch, loss=loss, step=step)
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     with untouched(model) as gradients, disable_casts(), torch.autocast(device, enabled=False):
-        value = step()
+        value = handed()
         gradients.park_leaves_of(value)
         value.backward()
         measured = Statistics()

@@ -14,7 +14,7 @@ from torch import nn
 from amplab import amp
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies import CastingEngine, PrecisionPolicy, disable_casts, thread_engines
-from amplab.trace.batch_step import ModelGroup
+from amplab.trace.handed_step import ModelGroup
 from amplab.trace.untouched import untouched
 
 __all__ = ["PrecisionSetting", "precision_setting"]

@@ -25,7 +25,7 @@ _AS_IT_IS = nullcontext()
 
 def trace_step(
     model: nn.Module,
-    loss_fn: Callable[[], Tensor],
+    step: Callable[[], Tensor],
     *,
     casting: AbstractContextManager = _AS_IT_IS,
     loss_scale: float = 1.0,
@@ -39,15 +39,15 @@ def trace_step(
     Args:
         model: the module whose submodules give ops their path. Not compiled, its lazy parameters initialised;
             compiled functions that it calls run as they are written.
-        loss_fn: runs the forward on a batch of its own and returns the loss, one floating-point number.
+        step: runs the forward on a batch of its own and returns the loss, one floating-point number.
         casting: context in which forward and backward run, e.g. `engine.active()`; the caller's own context by default.
         loss_scale: what the loss is multiplied by before backward, > 0.
         observer: is shown the tensors of every op as it runs, see `recorder.Observer`.
 
     Raises:
-        TypeError: `model`, `loss_fn` or what it returns is of another type.
+        TypeError: `model`, `step` or what it returns is of another type.
         ValueError: a loss that is no single number or hangs on no parameter, a loss scale out of range, a model that is
-            compiled, scripted or not yet initialised, or gradients that are off around the call. What `loss_fn` raises
+            compiled, scripted or not yet initialised, or gradients that are off around the call. What `step` raises
             passes through, with everything put back.
 
     Sync: none.
@@ -57,13 +57,13 @@ def trace_step(
     >>> [(record.op, record.module) for record in trace if record.phase == "forward" and not record.is_view]
     [('ones', ''), ('linear', '0'), ('relu', '1'), ('sum', '')]
     """
-    check_step(model, loss_fn, loss_scale)
-    return Trace(records_of(record_step(model, loss_fn, casting=casting, loss_scale=loss_scale, observer=observer)))
+    check_step(model, step, loss_scale)
+    return Trace(records_of(record_step(model, step, casting=casting, loss_scale=loss_scale, observer=observer)))
 
 
 def record_step(
     model: nn.Module,
-    loss_fn: Callable[[], Tensor],
+    step: Callable[[], Tensor],
     *,
     casting: AbstractContextManager = _AS_IT_IS,
     loss_scale: float = 1.0,
@@ -76,7 +76,7 @@ def record_step(
     Args:
         kept: counts what is saved for backward.
         before_restoring: called after backward, while the gradients are there.
-        model, loss_fn, casting, loss_scale, observer: as `trace_step`; checked already, see `step_checks`.
+        model, step, casting, loss_scale, observer: as `trace_step`; checked already, see `step_checks`.
 
     Sync: none.
     """
@@ -84,7 +84,7 @@ def record_step(
     with untouched(model) as gradients, casting, compiled_functions_eagerly():
         clear_cast_caches()
         try:
-            _run(recorder, model, gradients, loss_fn, loss_scale)
+            _run(recorder, model, gradients, step, loss_scale)
             if before_restoring is not None:
                 before_restoring()
         finally:
@@ -96,12 +96,12 @@ def _run(
     recorder: Recorder,
     model: nn.Module,
     gradients: ParkedGradients,
-    loss_fn: Callable[[], Tensor],
+    step: Callable[[], Tensor],
     loss_scale: float,
 ) -> None:
     with recorder.recording():
         with recorder.calls:
-            loss = loss_fn()
+            loss = step()
         check_loss(loss, model)
         gradients.park_leaves_of(loss)
         if loss_scale != 1:

@@ -2,7 +2,7 @@
 
 model      a module, not scripted, its parameters initialised; not compiled where its ops are looked at, and not on the
            meta device where its numbers are
-loss_fn    a function of no arguments
+step    a function of no arguments
 loss       what it returns: one floating-point number that hangs on a parameter
 gradients  on: backward is part of every step
 """
@@ -21,7 +21,7 @@ __all__ = [
     "accepts",
     "check_gradients_on",
     "check_loss",
-    "check_loss_fn",
+    "check_step_function",
     "check_loss_scale",
     "check_model",
     "check_step",
@@ -34,20 +34,18 @@ _FITS_NO_STEP = (
 )
 
 
-def check_step(
-    model: Any, loss_fn: Any, loss_scale: Any = None, *, compiled: bool = False, values: bool = False
-) -> None:
+def check_step(model: Any, step: Any, loss_scale: Any = None, *, compiled: bool = False, values: bool = False) -> None:
     """Raise for the first thing that keeps a step from being run and looked at.
 
     Args:
-        model, loss_fn, loss_scale: as `trace_step` takes them; no scale where it is None.
+        model, step, loss_scale: as `trace_step` takes them; no scale where it is None.
         compiled, values: as `check_model` takes them.
 
     Raises:
         TypeError, ValueError: one sentence each.
     """
     check_model(model, compiled=compiled, values=values)
-    check_loss_fn(loss_fn)
+    check_step_function(step)
     if loss_scale is not None:
         check_loss_scale(loss_scale)
     check_gradients_on()
@@ -91,15 +89,15 @@ def check_values(name: str, tensors: Sequence[Tensor]) -> None:
         )
 
 
-def check_loss_fn(loss_fn: Any) -> None:
-    """Raise a TypeError unless `loss_fn` can be called without arguments."""
-    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
-        raise TypeError(f"loss_fn={loss_fn.__name__} is a class: {_FITS_NO_STEP}")
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn={type(loss_fn).__name__}: {_FITS_NO_STEP}")
-    refused = accepts(loss_fn, 0)
+def check_step_function(step: Any) -> None:
+    """Raise a TypeError unless `step` can be called without arguments."""
+    if isinstance(step, type) and issubclass(step, nn.Module):
+        raise TypeError(f"step={step.__name__} is a class: {_FITS_NO_STEP}")
+    if not callable(step):
+        raise TypeError(f"step={type(step).__name__}: {_FITS_NO_STEP}")
+    refused = accepts(step, 0)
     if refused is not None:
-        raise TypeError(f"loss_fn is called without arguments, and {refused}: {_FITS_NO_STEP}")
+        raise TypeError(f"step is called without arguments, and {refused}: {_FITS_NO_STEP}")
 
 
 def check_loss_scale(loss_scale: Any) -> None:
@@ -127,13 +125,16 @@ def check_gradients_on() -> None:
     )
 
 
-def check_loss(loss: Any, model: nn.Module, name: str = "loss_fn") -> None:
-    """Raise unless `loss` is one floating-point number that backward can start from.
+def check_loss(loss: Any, model: nn.Module, name: str = "step") -> Tensor:
+    """Return `loss`, one floating-point number that backward can start from.
 
     Args:
         loss: what the function returned.
-        model: whose parameters it is to hang on.
-        name: what the function is called.
+        model: whose parameters it depends on.
+        name: of the function, for the message.
+
+    Raises:
+        TypeError, ValueError: it is something else.
     """
     with torch._C.DisableTorchFunction():  # no call of the model's code
         if not isinstance(loss, Tensor):
@@ -153,6 +154,7 @@ def check_loss(loss: Any, model: nn.Module, name: str = "loss_fn") -> None:
             )
         if not loss.requires_grad:
             raise ValueError(f"{name} returned a tensor without a gradient: {_why_no_gradient(model)}")
+    return loss
 
 
 def accepts(function: Callable[..., Any], given: int) -> str | None:
@@ -227,7 +229,10 @@ def _fault_of(module: nn.Module, compiled: bool) -> str | None:
 def _instead_of(value: Any) -> str:
     """What to return in the place of `value`, in words."""
     if value is None:
-        return "the function lacks a return"
+        return (
+            "the function lacks a return; a whole iteration with backward and optimizer.step() goes to "
+            "amplab.doctor(model, train_step=fn)"
+        )
     if isinstance(value, Mapping):
         return "return the one value that is the loss, such as out['loss']"
     if isinstance(value, tuple | list):

@@ -1,13 +1,12 @@
-"""`xray`: one step of any model, seen through: every op, its dtypes, why, and the line of code it comes from."""
+"""`xray`: every op of one step of any model, with its dtypes, their reason and the line of code it comes from."""
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from amplab.policies import PrecisionPolicy
-from amplab.trace.batch_step import StepFunction, as_model, step_function
+from amplab.trace.handed_step import HandedStep, Loss, Models, as_model, handed_step, shows_calls
 from amplab.trace.kept_tensors import KeptTensors
 from amplab.trace.precision_settings import PrecisionSetting, precision_setting
 from amplab.trace.statistics import Statistics
@@ -18,52 +17,55 @@ from amplab.trace.xray_value import XRay
 __all__ = ["xray"]
 
 
+@shows_calls("amplab.xray(model, batch, loss=criterion)", "amplab.xray(model, step=loss_of)")
 def xray(
-    model: nn.Module | list[nn.Module] | Mapping[str, nn.Module],
+    model: Models,
     batch: Any = None,
     *,
-    loss: Callable[..., Tensor] | None = None,
+    loss: Loss | None = None,
+    step: Loss | None = None,
     opt_level: str | None = None,
     policy: PrecisionPolicy | str | None = None,
     autocast: Any = None,
     loss_scale: float | None = None,
     stats: bool = False,
 ) -> XRay:
-    """Run one forward and backward of `model` and return every op of it with what there is to know.
+    """Run one forward and backward of `model` and return every op with its dtypes, their reason and its line of code.
 
-    The model is afterwards what it was: parameters, buffers, gradients, training flags, random states and hooks; what
-    its modules' plain attributes are bound to, and the states of generators among these; so is an optimizer that `loss`
-    steps. Not put back: what an attribute holds and forward changes in place (a list, the elements of a tensor that is
-    no buffer), and what lies outside of the modules.
+    All state is restored: parameters, buffers, gradients, training flags, random states and hooks; what the modules'
+    plain attributes refer to, and generators among these; an optimizer that `step` steps. Not restored: an object that
+    forward changes in place (a list in an attribute, the elements of a tensor that is no buffer), and whatever lies
+    outside of the modules.
 
-    The step runs in the precision that is asked for, or in what is in force: a model that `amp.initialize` has
-    prepared, a region around the call (then backward runs in it as well); `XRay.precision` says which. `autocast=`
-    opens a region inside of those; `opt_level` and `policy` are refused there.
+    The step runs in the given precision, or in the one in force: that of a model that `amp.initialize` has prepared, or
+    of a region around the call (backward then runs in it as well). `XRay.precision` names it. `autocast=` opens a
+    region inside of those; `opt_level` and `policy` are refused there.
 
     Args:
-        model: any module that is not compiled or scripted; several in a list or dict where `loss` runs them all.
+        model: any module that is not compiled or scripted; several in a list or dict where `step` runs them all.
             Compiled functions that it calls run as they are written.
         batch: what the model is called with: `model(tensor)`, `model(**mapping)`, `model(*tuple)`. Of a tuple the
             model gets as many values as its forward takes and the loss the rest: `(inputs, labels)` with
             `loss=F.cross_entropy` is `F.cross_entropy(model(inputs), labels)`.
-        loss: a function of the output, and of the rest or of the batch if it takes two arguments; called with the
-            batch alone, or nothing, where it runs the models itself. None for the output's own `loss` (an attribute
-            or a key), else for the sum of the output; `XRay.loss` says which.
-        opt_level: "O0" to "O3": the step as after `amp.initialize` at that level, loss scale included.
-        policy: a PrecisionPolicy or its string form, for O1 or for the level that is given.
-        autocast: forward and loss under autocast: arguments of `torch.autocast` as a dict such as
+        loss: a function of the output, and of the rest or of the batch if it takes two arguments. None for the output's
+            own `loss` (an attribute or a key), else for the sum of the output; `XRay.loss` says which.
+        step: in the place of `loss`, a function that runs the forward itself and returns the loss. It is called as
+            `step()`, `step(batch)` or `step(model, batch)`, by the number of arguments it requires.
+        opt_level: "O0" to "O3": runs the step as after `amp.initialize` at that level, with its loss scale.
+        policy: a PrecisionPolicy or its string form, for O1 or for the given level.
+        autocast: runs forward and loss under autocast: arguments of `torch.autocast` as a dict such as
             `dict(dtype=torch.bfloat16)`, with the model's device where none is given; those of `amplab.autocast`
             where `policy` is among them; or an instance of either.
-        loss_scale: what the loss is multiplied by; None for what goes with the precision, else 1.
-        stats: measure what every op writes, and the gradients. Without the built `tensor_stats` kernel that is slow.
-            Without stats a model on the meta device will do, and a batch there.
+        loss_scale: what the loss is multiplied by; None for the scale that belongs to the precision, else 1.
+        stats: measure what every op writes, and the gradients. This is slow without the built `tensor_stats` kernel.
+            Without stats, model and batch may be on the meta device.
 
     Raises:
-        ValueError: contradicting arguments; a model that is compiled, scripted or not yet initialised, or with stats
-            on the meta device; a loss that is no single number or hangs on no parameter; gradients that are off around
-            the call. What the model raises passes through, with everything put back and a note on how it was called.
-        TypeError: an argument of another type.
-        RuntimeError: an `opt_level` that is none of "O0" to "O3", as `amp.initialize` raises it.
+        ValueError: contradicting arguments; a model that is compiled, scripted or not yet initialized, or with stats
+            on the meta device; a loss that is not a single number or depends on no parameter; gradients that are
+            disabled around the call. What the model raises passes through, with a note on how it was called.
+        TypeError: an argument of another type, or neither a batch nor a step.
+        RuntimeError: another `opt_level` than "O0" to "O3", as `amp.initialize` raises it.
 
     Sync: none; with `stats` one, for all ops together, and one for the gradients.
 
@@ -77,21 +79,21 @@ def xray(
     if loss_scale is not None:
         check_loss_scale(loss_scale)
     model = as_model(model, values=bool(stats))
-    step = step_function(model, batch, loss)
+    handed = handed_step("xray", model, batch, loss=loss, step=step)
     with precision_setting(model, opt_level=opt_level, policy=policy, autocast=autocast) as precision:
         setting = precision if loss_scale is None else replace(precision, loss_scale=loss_scale)
         try:
-            return _taken(model, step, setting, KeptTensors(model), stats=stats)
+            return _taken(model, handed, setting, KeptTensors(model), stats=stats)
         except RuntimeError as refusal:
             if "saved tensor hooks" not in str(refusal):
                 raise
-            return _taken(model, step, setting, None, stats=stats)  # torch.func takes no such hooks: leave memory out
+            return _taken(model, handed, setting, None, stats=stats)  # torch.func takes no such hooks: leave memory out
 
 
 def _taken(
-    model: nn.Module, step: StepFunction, setting: PrecisionSetting, kept: KeptTensors | None, *, stats: bool
+    model: nn.Module, step: HandedStep, setting: PrecisionSetting, kept: KeptTensors | None, *, stats: bool
 ) -> XRay:
-    """Run the step once and return what was seen."""
+    """Run the step once."""
     statistics = Statistics() if stats else None
 
     def run() -> Tensor:

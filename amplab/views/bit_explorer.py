@@ -1,24 +1,29 @@
-"""The bit explorer: pick a number format, flip bits or type a number, and see what it becomes.
+"""The bit explorer: choose a number format, flip bits or type a number, and see its value and its rounding.
 
-The widget owns one `BitState`; each message from the page, and each method here, replaces it by the next one and
-publishes its payload. What is shown is decided in `bit_explorer_payload`, how it looks in bit_explorer.js and .css.
+The widget has one `BitState`; each message of the page, and each method, replaces it and publishes the new payload.
+`bit_explorer_payload.py` builds the payload; `bit_explorer.js` and `bit_explorer.css` draw it.
 """
+
+from html import escape
+from typing import Any
 
 import anywidget
 import traitlets
 
 from amplab.display.numbers import value_text
+from amplab.display.palette import PALETTE
 from amplab.views.assets import module, stylesheet
 from amplab.views.bit_explorer_payload import BitState, explorer_payload
-from amplab.views.bit_explorer_still import explorer_html
 
-__all__ = ["BitExplorer"]
+__all__ = ["BitExplorer", "explorer_html"]
+
+_CELL = "display:inline-block;width:22px;margin:1px;text-align:center;border:1px solid"
 
 
 class BitExplorer(anywidget.AnyWidget):
-    """Explore the bits, the value, the neighbours and the range of the formats of mixed precision.
+    """Explore the bits, the value, the neighbors and the range of the formats of mixed precision.
 
-    Everything a click does, a method does too: `enter`, `pick`, `flip`, `step`.
+    Each action of the page is a method too: `enter`, `pick`, `flip`, `step`.
 
     >>> explorer = BitExplorer("2049")
     >>> explorer.value
@@ -32,7 +37,7 @@ class BitExplorer(anywidget.AnyWidget):
         format_name: a name in `amplab.formats.FORMATS`.
 
     Raises:
-        ValueError: if the number cannot be read, or no format has that name.
+        ValueError: `number` is not a number, or no format has that name.
     """
 
     _esm = module("bit_explorer.js")
@@ -41,7 +46,6 @@ class BitExplorer(anywidget.AnyWidget):
     payload = traitlets.Dict(read_only=True).tag(sync=True)
 
     def __init__(self, number: float | str = 1.0, format_name: str = "float16") -> None:
-        """Start with a number in a format."""
         super().__init__()
         self._state = BitState(format_name)
         self.enter(number)
@@ -49,24 +53,24 @@ class BitExplorer(anywidget.AnyWidget):
 
     @property
     def format_name(self) -> str:
-        """Name of the format that is shown."""
+        """The name of the format."""
         return self._state.format_name
 
     @property
     def bits(self) -> int:
-        """The pattern that is shown."""
+        """The pattern."""
         return self._state.bits
 
     @property
     def value(self) -> float:
-        """The number that the pattern stands for."""
+        """The value of the pattern."""
         return self._state.value
 
     def enter(self, number: float | str) -> None:
-        """Show the number nearest to `number` (see the class for what may be written).
+        """Show the number of the format nearest to `number`, which may be text as in the constructor.
 
         Raises:
-            ValueError: if the number cannot be read.
+            ValueError: `number` is not a number.
         """
         text = number if isinstance(number, str) else value_text(float(number))
         state = self._state.with_number(text)
@@ -78,7 +82,7 @@ class BitExplorer(anywidget.AnyWidget):
         """Show the same number in another format.
 
         Raises:
-            ValueError: if no format has that name.
+            ValueError: No format has that name.
         """
         self._show(self._state.with_format(format_name))
 
@@ -86,19 +90,19 @@ class BitExplorer(anywidget.AnyWidget):
         """Flip one bit, counted from the lowest (0).
 
         Raises:
-            ValueError: if the format has no such bit.
+            ValueError: The format has no such bit.
         """
         self._show(self._state.with_flipped(position))
 
     def step(self, steps: int = 1) -> None:
-        """Go to the next number of the format, upwards, or downwards where `steps` is negative."""
+        """Go up by `steps` numbers of the format, or down if `steps` is negative."""
         self._show(self._state.with_step(steps))
 
     def _show(self, state: BitState) -> None:
         self._state = state
         self.set_trait("payload", explorer_payload(state))
 
-    def _receive(self, _widget: anywidget.AnyWidget, message: dict, _buffers: list) -> None:
+    def _receive(self, _widget: anywidget.AnyWidget, message: dict[str, Any], _buffers: list[memoryview]) -> None:
         """Answer the page: one key names the action, its value is the argument."""
         match message:
             case {"flip": int() as position}:
@@ -108,9 +112,9 @@ class BitExplorer(anywidget.AnyWidget):
             case {"pick": str() as format_name}:
                 self.pick(format_name)
             case {"enter": str() as text}:
-                self._show(self._state.with_number(text))  # what cannot be read is shown with its reason
+                self._show(self._state.with_number(text))  # the payload says why a text is not a number
 
-    def _repr_mimebundle_(self, **kwargs: object) -> tuple[dict, dict] | None:
+    def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
         bundle = super()._repr_mimebundle_(**kwargs)
         if bundle is None:
             return None
@@ -120,6 +124,44 @@ class BitExplorer(anywidget.AnyWidget):
     def __repr__(self) -> str:
         """One line with the numbers, the same in every run."""
         shown = self.payload
-        asked = shown["typed"] or shown["value"]
+        entered = shown["typed"] or shown["value"]
         spacing = f", spacing {shown['spacing']}" if shown["spacing"] else ""
-        return f"BitExplorer({asked!r}, {shown['format']!r}): {shown['hex']} = {shown['value']}{spacing}"
+        return f"BitExplorer({entered!r}, {shown['format']!r}): {shown['hex']} = {shown['value']}{spacing}"
+
+
+def explorer_html(payload: dict[str, Any]) -> str:
+    """Return the pattern, the value and its rounding in each format as HTML for a page without a kernel.
+
+    The elements have inline styles, because JupyterLab removes all other styles from a notebook that is not trusted.
+    The hues are those for a light ground: white text on them is readable in both themes.
+    """
+    cells = "".join(_cell(bit) for bit in payload["bits"])
+    asked = f"{escape(payload['typed'])} → " if payload["typed"] else ""
+    story = f"<div>{escape(payload['rounding']['text'])}</div>" if payload["rounding"] else ""
+    rows = "".join(
+        f"<tr><td style='text-align:left'>{escape(row['label'])}</td><td>{escape(row['result'])}</td>"
+        f"<td style='text-align:left'>{escape(row['words'])}</td></tr>"
+        for row in payload["ruler"]["rows"]
+    )
+    return (
+        f"<div>{cells}</div>"
+        f"<div>{escape(payload['format'])} {escape(payload['hex'])}: "
+        f"{asked}<b>{escape(payload['value'])}</b>{_formula(payload['formula'])}</div>"
+        f"{story}<table>{rows}</table>"
+        "<div><i>A static picture. Run this cell to flip the bits.</i></div>"
+    )
+
+
+def _cell(bit: dict[str, Any]) -> str:
+    hue, _ = PALETTE[bit["field"]]
+    filled = f";background-color:{hue};color:#fff" if bit["on"] else ""
+    return f"<span style='{_CELL} {hue}{filled}'>{int(bit['on'])}</span>"
+
+
+def _formula(formula: dict[str, Any] | None) -> str:
+    if formula is None:
+        return ""
+    return (
+        f" = (−1)<sup>{formula['sign']}</sup> × 2<sup>{formula['exponent']}</sup>"
+        f" × {formula['significand']}<sub>2</sub>"
+    )

@@ -1,9 +1,9 @@
-"""What the bit explorer shows, as plain values: a state, its transitions, and its picture as a dict.
+"""What the bit explorer shows, as plain values: a state, its transitions, and its payload.
 
     BitState --with_flipped, with_number, with_format, with_step--> BitState
-    explorer_payload(BitState) -> dict of strings, booleans and per-cent positions
+    explorer_payload(BitState) -> dict of strings, booleans and percent positions
 
-Nothing here knows a widget; `bit_explorer` holds one state and sends its payload, `bit_explorer.js` draws it.
+No widget here: `bit_explorer.py` holds one state and sends its payload, `bit_explorer.js` draws it.
 How a number is read from text and written as text is in `display.numbers`.
 """
 
@@ -24,17 +24,17 @@ FORMAT_LABELS = {
     "float8_e4m3": "float8 e4m3",
 }
 RULER_LOW, RULER_HIGH = -152.0, 131.0  # log2 at the ends of the ruler, a little beyond float32's range
-NEIGHBOUR_REACH = 36.0  # per cent of the line between the value and its farther neighbour
+NEIGHBOR_REACH = 36.0  # percent of the line between the value and its farther neighbor
 
 
 @dataclass(frozen=True)
 class BitState:
-    """A pattern of a format, and the number it was asked for.
+    """A pattern of a format, and the number that it was made from.
 
     Attributes:
         format_name: a name in `amplab.formats.FORMATS`.
         bits: the pattern.
-        typed: the number as somebody wrote it, or "" where the pattern came from its bits.
+        typed: the number as it was typed, or "" where the pattern was set by its bits.
 
     Raises:
         ValueError: if no format has that name.
@@ -45,11 +45,11 @@ class BitState:
     typed: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse a format that is not there."""
+        """Refuse an unknown format."""
         if self.format_name not in FORMATS:
             raise ValueError(
                 f"format_name={self.format_name!r}: expected one of {', '.join(FORMATS)}; "
-                "a format of one's own can be studied with amplab.formats.FloatFormat."
+                "use amplab.formats.FloatFormat for any other format."
             )
 
     @property
@@ -64,7 +64,7 @@ class BitState:
 
     @property
     def problem(self) -> str:
-        """Why `typed` cannot be read, or "" where it can."""
+        """Why `typed` is not a number, or "" if it is one."""
         try:
             if self.typed:
                 self._read(self.typed)
@@ -74,7 +74,7 @@ class BitState:
 
     @property
     def number(self) -> float:
-        """The number that was typed, where it can be read, else the value of the pattern."""
+        """The number that was typed, if it is one, else the value of the pattern."""
         return parse_number(self.typed) if self.typed and not self.problem else self.value
 
     def with_flipped(self, position: int) -> "BitState":
@@ -86,14 +86,14 @@ class BitState:
         if not 0 <= position < self.fmt.total_bits:
             raise ValueError(
                 f"position={position}: {self.format_name} has bits 0 to {self.fmt.total_bits - 1}; "
-                "count from the lowest fraction bit, the sign is the highest."
+                "bit 0 is the lowest fraction bit, the highest bit is the sign."
             )
         return replace(self, bits=self.bits ^ (1 << position), typed="")
 
     def with_number(self, text: str) -> "BitState":
-        """Take the nearest number to what was typed, or the pattern where it begins with 0x or 0b.
+        """Take the number nearest to what was typed; text that begins with 0x or 0b is a pattern.
 
-        Text that is no number changes nothing but `typed`; the payload then carries the reason.
+        Text that is not a number changes only `typed`, and the payload then holds the reason.
         """
         try:
             bits = self._read(text)
@@ -102,7 +102,11 @@ class BitState:
         return replace(self, bits=bits, typed="" if _is_pattern(text) else text.strip())
 
     def _read(self, text: str) -> int:
-        """The pattern that a text asks for; ValueError says why there is none."""
+        """Return the pattern of a text.
+
+        Raises:
+            ValueError: It is not a number, or not a pattern of the format.
+        """
         if not _is_pattern(text):
             return self.fmt.bits(parse_number(text))
         try:
@@ -118,7 +122,7 @@ class BitState:
         return BitState(format_name).with_number(typed)
 
     def with_step(self, steps: int) -> "BitState":
-        """Go up (steps > 0) or down to the next numbers of the format, as far as there are any."""
+        """Go up (steps > 0) or down by so many numbers of the format, at most to its last."""
         value = self.value
         for _ in range(abs(steps)):
             onward = self.fmt.next_up(value) if steps > 0 else self.fmt.next_down(value)
@@ -131,7 +135,7 @@ def _is_pattern(text: str) -> bool:
 
 
 def explorer_payload(state: BitState) -> dict:
-    """Return everything that the explorer draws; JSON-safe (no NaN, no infinity)."""
+    """Return everything that the explorer draws, as JSON values without NaN and infinity."""
     fmt, value = state.fmt, state.value
     return {
         "format": state.format_name,
@@ -148,7 +152,7 @@ def explorer_payload(state: BitState) -> dict:
         "typed": state.typed,
         "rounding": _rounding(state),
         "landmarks": _landmarks(fmt),
-        "neighbours": _neighbours(state),
+        "neighbors": _neighbors(state),
         "ruler": _ruler(state),
     }
 
@@ -181,7 +185,7 @@ def _bit_cells(state: BitState) -> list[dict]:
 
 
 def _formula(fmt: FloatFormat, bits: int) -> dict | None:
-    """The parts of (-1)^sign x 2^(exponent - bias) x significand, or None where none applies."""
+    """The parts of (-1)^sign x 2^(exponent - bias) x significand; None for infinity and NaN."""
     if fmt.kind(bits) in ("infinity", "nan"):
         return None
     sign, exponent, mantissa = fmt.fields(bits)
@@ -212,12 +216,12 @@ def _note(fmt: FloatFormat, bits: int) -> str:
     return {
         "normal": "A normal number: the 1 before the point is implied, not stored.",
         "subnormal": "A subnormal number: the exponent field is 0, so no 1 is implied and the power stays at "
-        f"{1 - fmt.bias}. The spacing stays {smallest}; precision runs out bit by bit.".replace("-", "−"),
-        "zero": "Zero: exponent and fraction are 0. The sign bit remains, so there are two zeros, equal to each other.",
-        "infinity": "Infinity: the exponent is all ones, the fraction 0. This is where an overflow goes.",
+        f"{1 - fmt.bias}. The spacing stays {smallest}: smaller numbers have fewer significant bits.".replace("-", "−"),
+        "zero": "Zero: exponent and fraction are 0. The sign bit makes two zeros, which compare equal.",
+        "infinity": "Infinity: the exponent is all ones, the fraction is 0. A number that overflows becomes infinity.",
         "nan": "NaN, not a number: the exponent is all ones, the fraction is not 0."
         if fmt.has_infinity
-        else "NaN, not a number: all bits but the sign are ones. It is the only such pattern, and no infinity exists.",
+        else "NaN, not a number: all bits but the sign are ones. This format has no other NaN and no infinity.",
     }[fmt.kind(bits)]
 
 
@@ -225,7 +229,7 @@ def _note(fmt: FloatFormat, bits: int) -> str:
 
 
 def _rounding(state: BitState) -> dict | None:
-    """What became of the typed number: {verdict, text}, or None where nothing was typed."""
+    """How the typed number was rounded: {verdict, text}, or None if nothing was typed."""
     if not state.typed:
         return None
     if state.problem:
@@ -254,10 +258,10 @@ def _story(fmt: FloatFormat, number: float, verdict: str) -> str:
     if verdict in ("rounded", "tie"):
         return _error_text(fmt, number, verdict)
     return {
-        "exact": "Held exactly.",
-        "underflow": f"Vanishes: not more than half of the smallest number, {smallest}, so the nearest number is 0.",
-        "overflow": f"Overflows: from {edge} on, halfway to the power of two that would follow, it rounds to infinity.",
-        "clipped": f"Clipped: beyond {edge} nothing is near, and without an infinity the largest number stands in.",
+        "exact": "Represented exactly.",
+        "underflow": f"Underflows: at most half of the smallest number, {smallest}, so it rounds to 0.",
+        "overflow": f"Overflows: every number from {edge} up, halfway to the next power of two, rounds to infinity.",
+        "clipped": f"Clipped: numbers above {edge} become the largest number, because the format has no infinity.",
     }[verdict]
 
 
@@ -266,18 +270,18 @@ def _error_text(fmt: FloatFormat, number: float, verdict: str) -> str:
     error = rounded - number
     size = f"off by {short_text(error)} ({_relative_text(error / number)} of the number)"
     if verdict == "tie":
-        return f"A tie, halfway between two numbers: it goes to the one with last bit 0, {size}."
-    return f"Rounds to the nearest, {size}, {abs(error) / fmt.ulp(number):.2f} of the spacing."
+        return f"A tie, halfway between two numbers: it rounds to the one whose last bit is 0, {size}."
+    return f"Rounds to the nearest number, {size}, {abs(error) / fmt.ulp(number):.2f} of the spacing."
 
 
 def _relative_text(share: float) -> str:
-    """A relative error as per cent, or as a power of ten where it is tiny."""
+    """A relative error in percent, or in scientific notation if it is tiny."""
     share = abs(share)
     return f"{short_text(100 * share, digits=2)} %" if share >= 1e-6 else short_text(share, digits=2)
 
 
 def _landmarks(fmt: FloatFormat) -> list[dict]:
-    """Numbers worth a click: text to type, and what it is."""
+    """Numbers to try, each with a label and the text to type."""
     edges = [
         ("largest", value_text(fmt.max)),
         ("smallest normal", f"2^{fmt.min_exponent}"),
@@ -289,20 +293,20 @@ def _landmarks(fmt: FloatFormat) -> list[dict]:
     return [{"label": label, "text": text} for label, text in edges + everyday + special]
 
 
-# ---- the neighbours on a line -------------------------------------------------------------------
+# ---- the neighbors on a line -------------------------------------------------------------------
 
 
-def _neighbours(state: BitState) -> dict | None:
-    """The numbers below and above with per-cent positions on a line, or None for inf and NaN.
+def _neighbors(state: BitState) -> dict | None:
+    """The numbers below and above with percent positions on a line, or None for inf and NaN.
 
-    `zone` is the stretch of all numbers that round to this one: up to half way to each neighbour.
+    `zone` is the range of all numbers that round to this one: halfway to each neighbor.
     """
     fmt, value = state.fmt, state.value
     if not math.isfinite(value):
         return None
     gap_below, gap_above = _gaps(fmt, value)
     below, above = fmt.next_down(value), fmt.next_up(value)
-    per_unit = NEIGHBOUR_REACH / max(gap_below, gap_above)
+    per_unit = NEIGHBOR_REACH / max(gap_below, gap_above)
     left, right = 50.0 - gap_below * per_unit, 50.0 + gap_above * per_unit
     return {
         "below": {"text": _end_text(below), "position": left},
@@ -319,7 +323,7 @@ def _neighbours(state: BitState) -> dict | None:
 
 
 def _typed_position(state: BitState, per_unit: float) -> float | None:
-    """Where the typed number lies on the line of neighbours, in per cent; None where none was typed."""
+    """The position of the typed number on the line of neighbors, in percent; None if there is none."""
     offset = state.number - state.value
     if not state.typed or offset == 0 or not math.isfinite(offset):
         return None
@@ -327,7 +331,7 @@ def _typed_position(state: BitState, per_unit: float) -> float | None:
 
 
 def _gaps(fmt: FloatFormat, value: float) -> tuple[float, float]:
-    """Distance to the number below and above; at the ends of the range, the spacing there."""
+    """The distance to the number below and above; at an end of the range, the spacing there."""
     below, above = fmt.next_down(value), fmt.next_up(value)
     gap_below = value - below if math.isfinite(below) else fmt.ulp(value)
     gap_above = above - value if math.isfinite(above) else fmt.ulp(value)
@@ -339,7 +343,7 @@ def _gap_text(gap: float) -> str:
 
 
 def _end_text(number: float) -> str:
-    return "nothing beyond" if math.isnan(number) else value_text(number)
+    return "no number" if math.isnan(number) else value_text(number)
 
 
 # ---- the ruler ----------------------------------------------------------------------------------
@@ -358,7 +362,7 @@ def _ruler(state: BitState) -> dict:
 
 def _ruler_row(fmt: FloatFormat, number: float) -> dict:
     rounded, verdict = fmt.value(fmt.bits(number)), _verdict(fmt, number)
-    words = {"exact": "exact", "underflow": "vanishes", "overflow": "overflows", "clipped": "clipped"}
+    words = {"exact": "exact", "underflow": "underflows", "overflow": "overflows", "clipped": "clipped"}
     smallest = fmt.min_exponent - fmt.mantissa_bits
     return {
         "name": fmt.name,
@@ -380,6 +384,6 @@ def _log2(magnitude: float) -> float:
 
 
 def _along(log2: float) -> float:
-    """Per cent of the ruler's length at a power of two, kept on the ruler."""
+    """The position of a power of two on the ruler in percent, limited to the ruler."""
     share = (log2 - RULER_LOW) / (RULER_HIGH - RULER_LOW)
     return round(100 * min(max(share, 0.0), 1.0), 3)

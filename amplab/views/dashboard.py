@@ -1,27 +1,28 @@
-"""The dashboard: one trainer's experiment as live widgets, and what a cell can ask of it.
+"""The dashboard: one trainer's experiment as live widgets, with the methods that a cell calls.
 
-Three threads meet here. The trainer's publishes events and only wakes the ticker; the kernel's delivers the page's
-messages and only queues them; the ticker's does everything else: it acts on the trainer, builds payloads and is alone
-in touching widgets. What is drawn when is in `presenter.py`, layout and drawing in the JS and CSS files.
+Three threads meet here. The trainer's thread publishes events and only wakes the ticker; the kernel's thread delivers
+the page's messages and only queues them. The ticker's thread does everything else: it calls the trainer, builds
+payloads, and is the only one that changes widgets. `presenter.py` decides when to draw; the files in `web` draw.
 """
 
 from __future__ import annotations
 
+import threading
+
 import ipywidgets
 
-from amplab.lab import ExperimentConfig, Trainer
+from amplab.lab import ConfigChanged, Event, ExperimentConfig, StateChanged, StepRecord, Trainer
 from amplab.views.presenter import Presenter
 from amplab.views.run_report import RunReport, run_report
-from amplab.views.watch import watch
 
-__all__ = ["Dashboard"]
+__all__ = ["Dashboard", "wait_for_steps"]
 
 
 class Dashboard(ipywidgets.VBox):
-    """The lab's one screen.
+    """The lab on one screen.
 
     Args:
-        trainer: The experiment to show and to drive; None for a new one of the default config, without a log.
+        trainer: The experiment to show and to control; None for a new one with the default config and without a log.
 
     >>> from amplab.lab import Trainer, ExperimentConfig
     >>> lab = Dashboard(Trainer(ExperimentConfig(hidden=16)))
@@ -44,27 +45,27 @@ class Dashboard(ipywidgets.VBox):
         self.add_class("amp-dashboard")
 
     def config(self) -> str:
-        """Return the experiment as a string that `amplab.lab.open` takes back."""
+        """Return the experiment as a string that `amplab.lab.open` accepts."""
         return str(self.trainer.config)
 
     def run(self, steps: int = 50) -> RunReport:
-        """Train `steps` steps while the cell waits, drawn live, and return what came of it.
+        """Train `steps` steps while the cell waits, drawn live, and return a report of them.
 
-        The same config gives the same run: seed, split and batches are part of it. Where the experiment is running
-        already, the cell waits for its next `steps` steps (fewer when it is paused) and lets it run on.
+        The same config gives the same run: seed, split and batches are part of it. If the experiment is already
+        running, the cell waits for its next `steps` steps (fewer if it is paused) and leaves it running.
 
         Raises:
-            RuntimeError: It has failed or was stopped, or was running and came to rest without a step.
+            RuntimeError: The experiment has failed or was stopped, or it was running and stopped before a step.
             ValueError: `steps` is not a whole number > 0.
         """
         if self.trainer.state == "running":
-            steps = watch(self.trainer, steps)
+            steps = wait_for_steps(self.trainer, steps)
         else:
             self.trainer.run(steps)
         return run_report(self.trainer.config, self.trainer.history, steps)
 
     def offer(self, wanted: ExperimentConfig | None = None) -> None:
-        """Ask in the page whether to go on with this experiment or to begin a new one.
+        """Ask in the page whether to continue this experiment or to begin a new one.
 
         Args:
             wanted: Config of the new one; None for the present config.
@@ -72,10 +73,40 @@ class Dashboard(ipywidgets.VBox):
         self._presenter.offer(wanted)
 
     def close(self) -> None:
-        """Take the widgets off the page; the experiment goes on."""
+        """Remove the widgets from the page; the experiment continues."""
         self._presenter.close()
         super().close()
 
     def __repr__(self) -> str:
         """Return one line with the step and the config."""
         return f"<amplab lab at step {len(self.trainer.history)}: {self.config()}>"
+
+
+def wait_for_steps(trainer: Trainer, steps: int) -> int:
+    """Wait until a running trainer has made `steps` more steps; return how many it made.
+
+    They are fewer if the trainer stops earlier. A reset starts the count again. An interrupt ends only the waiting.
+
+    Raises:
+        RuntimeError: The trainer stopped before a step.
+    """
+    made, over = 0, threading.Event()
+
+    def hear(event: Event) -> None:
+        nonlocal made
+        if isinstance(event, StepRecord):
+            made += 1
+        elif isinstance(event, ConfigChanged) and event.reset:
+            made = 0
+        if made >= steps or (isinstance(event, StateChanged) and event.state != "running"):
+            over.set()
+
+    unsubscribe = trainer.subscribe(hear)
+    try:
+        while not over.wait(0.2) and trainer.state == "running":
+            pass
+    finally:
+        unsubscribe()
+    if made == 0:
+        raise RuntimeError(f"run({steps}): the experiment stopped ({trainer.state}) before a step; call run() again.")
+    return min(made, steps)

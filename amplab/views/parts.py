@@ -1,13 +1,14 @@
-"""The parts of the dashboard, each an anywidget: its traits, its front end, and what it hears from the page.
+"""The widgets of the dashboard, each an anywidget: its traits, its front end, and the listener for its messages.
 
-The traits are the truth and only the kernel writes them, except for `tab`, which belongs to the page. A
-part's messages (`{"type": …}`) go to the one listener it was made with. What the traits hold is built in the
-`*_payload` modules; when they change is decided in `presenter.py`.
+The traits are the only state and only the kernel writes them, except for `tab`, which belongs to the page. A message
+of the page is a dict with a "type"; it goes to the one listener that the widget was made with. The `*_payload` modules
+and `controls.py` build what the traits hold; `presenter.py` decides when they change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import anywidget
 import numpy as np
@@ -15,42 +16,43 @@ import traitlets
 
 from amplab.views.assets import module, stylesheet
 
-__all__ = ["Controls", "LiveView", "Notices", "Panels"]
+__all__ = ["Controls", "LiveView", "Message", "Notices", "Panels"]
 
-Listener = Callable[[dict], None]
+Message = dict[str, Any]
+"""A message of the page, decoded from JSON."""
 
 
 class Part(anywidget.AnyWidget):
     """A widget with one listener and a short repr."""
 
-    def __init__(self, listener: Listener, **traits: object) -> None:
+    def __init__(self, listener: Callable[[Message], None], **traits: object) -> None:
         super().__init__(**traits)
         self.on_msg(lambda _widget, content, _buffers: listener(content))
 
     def __repr__(self) -> str:
-        """Return the name alone, the same in every kernel."""
+        """Return the name alone, which is the same in every kernel."""
         return f"<amplab {type(self).__name__}>"
 
 
 class Controls(Part):
-    """Every choice of an experiment; see `controls_payload`."""
+    """All settings of an experiment; `controls_payload` builds `shown`, which must be given from the start."""
 
     _esm = module("controls.js")
     shown = traitlets.Dict().tag(sync=True)
 
 
 class LiveView(Part):
-    """Figures and charts; frames go as messages, since a page that is not there needs none."""
+    """Figures and charts. Frames are messages, since no state must be kept for a page that is not open."""
 
     _esm = module("live.js")
     _css = stylesheet("dashboard.css")
 
-    def show_frame(self, rows: np.ndarray, *, levels: list[tuple[int, str]], summary: dict) -> None:
+    def show_frame(self, rows: np.ndarray, *, levels: list[tuple[int, str]], summary: dict[str, object]) -> None:
         """Draw the whole run.
 
         Args:
             rows: float64 `(rows, 4)`, see `live_payload`.
-            levels: (step, opt_level) where it changed.
+            levels: (step, opt_level) of each change of the level.
             summary: The figures.
         """
         self.send({"kind": "frame", "levels": levels, "summary": summary}, buffers=[np.ascontiguousarray(rows).data])
@@ -67,7 +69,7 @@ class Panels(Part):
 
 
 class Notices(Part):
-    """Tracebacks, sentences and offers above everything else."""
+    """Tracebacks, messages and offers above everything else."""
 
     _esm = module("notices.js")
     notices = traitlets.List().tag(sync=True)

@@ -1,7 +1,7 @@
-"""Brings a trainer's events to the dashboard's parts, and the page's messages to the trainer.
+"""Brings a trainer's events to the dashboard's widgets, and the page's messages to the trainer.
 
-All of it happens in the ticker's thread: the trainer's thread and the kernel's only queue a job or wake it. The run is
-drawn ten times a second at most, overflows twice, gradients once, and none of it while no page is open.
+All of it happens in the ticker's thread; the trainer's thread and the kernel's only queue a job or wake the ticker. The
+run is drawn at most ten times a second, the overflows twice, the gradients once, and nothing while no page is open.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ from amplab.lab import (
 )
 from amplab.policies import cpu_half_mode
 from amplab.trace import Trace
-from amplab.views.actions import act
-from amplab.views.controls_payload import controls_payload
+from amplab.views.controls import act, controls_payload
 from amplab.views.dtypes_payload import dtypes_payload
 from amplab.views.gradients_payload import gradients_payload
 from amplab.views.live_payload import frame_rows, modes_line, summary
 from amplab.views.notice_board import Notice, NoticeBoard, failure, offer
 from amplab.views.overflows_payload import explanation, is_broken, overflows_payload
-from amplab.views.parts import Controls, LiveView, Notices, Panels
+from amplab.views.parts import Controls, LiveView, Message, Notices, Panels
 from amplab.views.ticker import Ticker
 
 __all__ = ["Parts", "Presenter"]
@@ -51,7 +50,7 @@ RETRACED = tuple(name for name, each in FIELDS.items() if each.changes_dtypes)
 
 @dataclass(frozen=True)
 class Parts:
-    """The widgets that a dashboard is laid out from."""
+    """The widgets that a dashboard consists of."""
 
     notices: Notices
     controls: Controls
@@ -60,7 +59,7 @@ class Parts:
 
 
 class Presenter:
-    """Keeps the parts in step with one trainer until closed.
+    """Updates the widgets of one trainer until closed.
 
     Args:
         trainer: The experiment.
@@ -72,7 +71,7 @@ class Presenter:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._board = NoticeBoard()
-        self._wanted: ExperimentConfig | None = None  # what the offer's "start new" begins
+        self._wanted: ExperimentConfig | None = None  # what "Start new" in the offer begins
         self._views: set[str] = set()
         self._answers = 0
         self._refusal: str | None = None
@@ -80,52 +79,54 @@ class Presenter:
         self._shrinking_asked: bool | None = None
         self._traced: tuple[str, Trace] | None = None
         self._levels = trainer.history.level_changes() or [(0, trainer.config.opt_level)]
-        self._scale = 0.0  # what the next step will use, as the trainer's thread last knew it
+        self._scale = 0.0  # what the next step will use, as the trainer's thread last set it
         self._overflows_due = self._gradients_due = 0.0
         self._overflows_shown: tuple[int, bool] | None = None
         self._explained: dict[int, str] = {}  # by the step that was skipped
-        self._gradients_asked: tuple | None = None
+        self._gradients_asked: tuple[int, bool, ExperimentConfig] | None = None
+        self._unsubscribe: Callable[[], None] = lambda: None
         self._ticker = Ticker(self._tick, on_failure=lambda text: self._put(failure(text)))
         self.parts = Parts(
-            notices=Notices(self._queued(self._answer_notice)),
-            controls=Controls(self._queued(self._answer_control)),
-            live=LiveView(self._queued(self._answer_view)),
+            notices=Notices(self._queued(self._on_notice)),
+            controls=Controls(self._queued(self._on_control), shown=self._controls()),
+            live=LiveView(self._queued(self._on_view)),
             panels=Panels(self._queued(lambda _: None)),
         )
-        self.parts.panels.observe(lambda _: self._ticker.call(self._turn_page), "tab")
-        # Before the first step: a build that nobody listens to is told on stderr.
+        self.parts.panels.observe(lambda _: self._ticker.call(self._on_tab), "tab")
+        # Before the first step: without a listener, a build writes its outcome to stderr.
         kernels.ensure(on_report=lambda _: self._ticker.wake())
         self._ticker.call(self._begin)
 
     def offer(self, wanted: ExperimentConfig | None) -> None:
-        """Ask whether to go on with this experiment or to begin `wanted` (None: the present config)."""
+        """Ask whether to continue this experiment or to begin `wanted` (None: the present config)."""
         self._ticker.call(lambda: self._offer(wanted))
 
     def close(self) -> None:
-        """Leave the trainer alone and end the ticker and the widgets."""
-        self._ticker.call(self._end)  # after `_begin`, however soon this is called
+        """End the ticker and the widgets; the trainer continues."""
+        self._ticker.call(self._end)
         self._ticker.close()
         for part in vars(self.parts).values():
             part.close()
 
-    # Other threads
+    # In other threads
 
-    def _queued(self, answer: Callable[[dict], None]) -> Callable[[dict], None]:
+    def _queued(self, answer: Callable[[Message], None]) -> Callable[[Message], None]:
         return lambda message: self._ticker.call(lambda: answer(message))
 
     def _hear(self, event: Event) -> None:
-        """In the trainer's thread, at every step."""
-        if type(event) is StepRecord:
-            if self._armed and event.injected is not None:
-                self._ticker.call(lambda: self._armed.difference_update(event.injected.split("+")))
+        """Receive an event in the trainer's thread, at every step."""
+        if isinstance(event, StepRecord):
             self._scale = event.next_loss_scale
+            if self._armed and event.injected is not None:
+                done = event.injected.split("+")
+                self._ticker.call(lambda: self._armed.difference_update(done))
             self._ticker.wake()
         else:
-            # Here, at a step boundary: in the midst of a switch a session has no scale.
+            # Read here, between two steps: during a change of level a session has no scale.
             self._scale = self._trainer.loss_scale
-            self._ticker.call(lambda: self._take(event))
+            self._ticker.call(lambda: self._on_event(event))
 
-    # The ticker's thread: what the trainer tells
+    # In the ticker's thread: events of the trainer
 
     def _begin(self) -> None:
         self._unsubscribe = self._trainer.subscribe(self._hear)
@@ -137,7 +138,7 @@ class Presenter:
     def _end(self) -> None:
         self._unsubscribe()
 
-    def _take(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         match event:
             case TraceReady():
                 self._show_trace(event)
@@ -147,18 +148,18 @@ class Presenter:
                 self._explained[event.step] = explanation(event.found)
                 self.parts.panels.overflows = overflows_payload(self._trainer.history, self._explained)
             case ConfigChanged():
-                self._take_config(event)
+                self._on_config(event)
             case Failed():
                 self._put(failure(event.text, fatal=event.fatal, damaged=event.damaged))
             case StateChanged(note=note) if note:
                 self._put(Notice("note", "Paused", note, of_run=True))
         self._ticker.wake()
 
-    def _take_config(self, event: ConfigChanged) -> None:
+    def _on_config(self, event: ConfigChanged) -> None:
         if event.reset:
             self._levels, self._armed, self._shrinking_asked = [(0, event.config.opt_level)], set(), None
             self._overflows_shown, self._explained = None, {}
-            self._board.begin_anew()
+            self._board.remove_of_run()
             self.parts.notices.notices = self._board.payload()
         elif self._levels[-1][1] != event.config.opt_level:
             kept = [mark for mark in self._levels if mark[0] < event.step]
@@ -168,9 +169,9 @@ class Presenter:
         if any(getattr(event.config, name) != getattr(event.previous, name) for name in RETRACED):
             self._trainer.request_trace()
 
-    # The ticker's thread: what the page asks
+    # In the ticker's thread: messages of the page
 
-    def _answer_control(self, message: dict) -> None:
+    def _on_control(self, message: Message) -> None:
         self._refusal = act(self._trainer, message)
         self._answers += 1
         if message["type"] == "inject" and self._refusal is None:
@@ -179,7 +180,7 @@ class Presenter:
         self._ticker.wake()
 
     def _arm(self, fault: str) -> None:
-        """Remember what was asked for until the trainer has come to it: the page shows it at once."""
+        """Remember a fault until the trainer has carried it out, so that the page shows it at once."""
         if fault == "underflow":
             self._shrinking_asked = not self._is_shrinking()
         else:
@@ -190,23 +191,23 @@ class Presenter:
             self._shrinking_asked = None
         return self._trainer.shrinking if self._shrinking_asked is None else self._shrinking_asked
 
-    def _answer_view(self, message: dict) -> None:
+    def _on_view(self, message: Message) -> None:
         if message["type"] == "hello":
             self._views.add(message["view"])
             self._ticker.wake()
         else:
             self._views.discard(message["view"])
 
-    def _answer_notice(self, message: dict) -> None:
-        self._board.take_down(message["id"])
+    def _on_notice(self, message: Message) -> None:
+        self._board.remove(message["id"])
         if message["type"] == "new":
             self._trainer.reset(self._wanted)
         elif message["type"] == "reset":
             self._trainer.reset()
         self.parts.notices.notices = self._board.payload()
 
-    def _turn_page(self) -> None:
-        self._ask_explanation()
+    def _on_tab(self) -> None:
+        self._request_explanation()
         self._ticker.wake()
 
     def _offer(self, wanted: ExperimentConfig | None) -> None:
@@ -215,16 +216,16 @@ class Presenter:
         other = None if wanted in (None, trainer.config) else str(wanted)
         self._put(offer(str(trainer.config), len(trainer.history), trainer.state, other))
 
-    # The ticker's thread: drawing
+    # In the ticker's thread: drawing
 
     def _tick(self) -> None:
         if self._views:
             self._show_controls()
             self._show_frame()
             self._show_overflows()
-            self._ask_gradients()
+            self._request_gradients()
 
-    def _show_controls(self) -> None:
+    def _controls(self) -> dict[str, object]:
         shown = controls_payload(
             self._trainer.config,
             state=self._trainer.state,
@@ -232,8 +233,11 @@ class Presenter:
             shrinking=self._is_shrinking(),
             armed=sorted(self._armed),
         )
-        # A refused value still stands in its field: a new number makes the page write the field again.
-        self.parts.controls.shown = shown | {"answers": self._answers}
+        # A refused value is still in its field: a new number makes the page write the field again.
+        return shown | {"answers": self._answers}
+
+    def _show_controls(self) -> None:
+        self.parts.controls.shown = self._controls()
 
     def _show_frame(self) -> None:
         trainer, history = self._trainer, self._trainer.history
@@ -256,15 +260,15 @@ class Presenter:
             return
         self._overflows_due, self._overflows_shown = now + SLOW, present
         self.parts.panels.overflows = overflows_payload(history, self._explained)
-        self._ask_explanation()
+        self._request_explanation()
 
-    def _ask_explanation(self) -> None:
-        """Have the newest skipped step explained while somebody looks at them: it costs the time of several."""
-        newest = self._trainer.history.skips(max(0, self._trainer.history.skip_count - 1))
-        if self.parts.panels.tab == "overflows" and newest and newest[-1].step not in self._explained:
+    def _request_explanation(self) -> None:
+        """Have the latest skipped step explained while its tab is open: that takes the time of several steps."""
+        latest = self._trainer.history.skips(max(0, self._trainer.history.skip_count - 1))
+        if self.parts.panels.tab == "overflows" and latest and latest[-1].step not in self._explained:
             self._trainer.request_explanation()
 
-    def _ask_gradients(self) -> None:
+    def _request_gradients(self) -> None:
         trainer, now = self._trainer, time.monotonic()
         present = (len(trainer.history), trainer.shrinking, trainer.config)
         if self.parts.panels.tab != "gradients" or present == self._gradients_asked:
@@ -277,7 +281,7 @@ class Presenter:
 
     def _show_gradients(self, record: GradientRecord) -> None:
         panels = self.parts.panels
-        if not self._views or panels.tab != "gradients":  # asked for by another view of the same run, or too late
+        if not self._views or panels.tab != "gradients":  # another view of this run asked for them, or it is too late
             self._gradients_asked = None
             return
         panels.gradients = gradients_payload(record)

@@ -90,7 +90,7 @@ def test_running_the_cell_again_offers_the_running_experiment(lab: LabPage) -> N
     lab.run_all()
     again = DashboardPage(lab)
     notice = again.root.locator(".amp-notice")
-    expect(notice).to_contain_text("goes on untouched")
+    expect(notice).to_contain_text("has not been changed")
     again.wait_for_step(step + 1)
     again.press("Continue with it")
     expect(notice).to_have_count(0)

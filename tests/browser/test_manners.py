@@ -93,7 +93,7 @@ def test_overrides_that_make_no_sense_are_greyed_with_the_reason(dashboard: Dash
     expect(masters).to_be_enabled()
     masters.select_option("false")
     expect(dashboard.root.locator(".amp-config")).to_contain_text("master_weights=false")
-    masters.select_option("default")
+    masters.select_option("null")
     dashboard.press("O1")
     expect(masters).to_be_disabled()
 

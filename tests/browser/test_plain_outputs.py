@@ -32,7 +32,7 @@ CELLS = (
     SEEN,
     'amplab.xray(model, batch, loss=F.cross_entropy, opt_level="O1", stats=True)',
     "amplab.gradient_range(model, batch, loss=F.cross_entropy)",
-    "amplab.doctor(model, loss_fn)",
+    "amplab.doctor(model, step=loss_fn)",
 )
 UNFOLD = "() => document.querySelectorAll('.amplab-plain details').forEach(part => { part.open = true; })"
 LAID_OUT = """() => [...document.querySelectorAll('.amplab-plain')].map(page => {

@@ -21,7 +21,7 @@ def loss_of(batch):
     with amplab.autocast("cpu", dtype=torch.float16):
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
-watched = amplab.watch(model, optimizer, scaler, step=loss_of, log="runs", every=10)
+watched = amplab.watch(model, optimizer, scaler=scaler, step=loss_of, log="runs", every=10)
 
 def train(steps):
     with watched:

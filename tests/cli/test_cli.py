@@ -11,7 +11,7 @@ from amplab import __version__
 from amplab.cli import build_parser, main
 from amplab.lab import FIELDS, MODELS, ExperimentConfig, load_run
 from amplab.lab.models import register_model
-from amplab.views.controls_payload import controls_payload
+from amplab.views.controls import controls_payload
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -58,7 +58,7 @@ def test_a_registered_model_is_offered_everywhere(capsys: pytest.CaptureFixture[
         assert main(["train", "--model", "linear", "--steps", "2"]) == 0
         config = ExperimentConfig.parse("amplab/1 task=digits model=linear opt_level=O1")
         shown = controls_payload(config, state="ready", refusal=None, shrinking=False, armed=[])
-        assert ["linear", "Linear"] in shown["options"]["model"]
+        assert ["linear", "Linear"] in shown["fields"]["model"]["options"]
         with pytest.raises(ValueError, match="'linear'"):
             register_model("linear", label="Other")(linear)
     finally:

@@ -22,7 +22,7 @@ def sick():
     return model, lambda: model(torch.ones(4, 16).half()).float().square().mean()
 def healthy():
     model = nn.Linear(8, 8)
-    return {"model": model, "loss_fn": lambda: model(torch.ones(8, 8)).square().mean()}
+    return {"model": model, "step": lambda: model(torch.ones(8, 8)).square().mean()}
 def odd():
     return 3
 """
@@ -36,7 +36,7 @@ def test_a_step_of_a_file(tmp_path, capsys, monkeypatch):
     assert "overflow" in capsys.readouterr().out
     assert main(["doctor", f"{file}:healthy"]) == 0
     assert main(["doctor", f"{file}:odd"]) == 2
-    assert "odd() returned int: expected (model, loss_fn)" in capsys.readouterr().err
+    assert "odd() returned int: expected (model, step)" in capsys.readouterr().err
 
 
 def test_a_run_log(tmp_path, capsys):
@@ -66,9 +66,9 @@ from torch import nn
 def many():
     return 1, 2, 3
 def unknown():
-    return {"model": nn.ReLU(), "loss": 3}
+    return {"model": nn.ReLU(), "loss_fn": 3}
 def without():
-    return {"loss_fn": list}
+    return {"step": list}
 def swapped():
     return list, nn.ReLU()
 def constant():
@@ -82,11 +82,11 @@ number = 3
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("many", "many() returned a tuple of 3: expected (model, loss_fn), or a dict with a model."),
-        ("unknown", "unknown() returned 'loss': expected arguments of doctor: model, loss_fn, train_step"),
-        ("without", "without() returned dict: expected (model, loss_fn), or a dict with a model."),
+        ("many", "many() returned a tuple of 3: expected (model, step), or a dict with a model."),
+        ("unknown", "unknown() returned 'loss_fn': expected arguments of doctor: model, batch, loss, step"),
+        ("without", "without() returned dict: expected (model, step), or a dict with a model."),
         ("swapped", "swapped(): model=type: expected a torch.nn.Module"),
-        ("constant", "constant(): loss_fn=int: expected a function of no arguments"),
+        ("constant", "constant(): step=int: expected a function"),
         ("nothing", "nothing() returned no model"),
         ("nobody", "it defines no function nobody; its functions: many, unknown, without, swapped, constant, nothing."),
         ("number", "it defines no function number; its functions: many"),

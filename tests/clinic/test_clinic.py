@@ -26,10 +26,10 @@ def diagnosed(ward, size, seed, *, broken):
             run = train(patient)
             return doctor(
                 patient.model,
-                lambda: patient.loss(*patient.last),
+                step=lambda: patient.loss(*patient.last),
                 train_step=lambda: patient.step(patient, patient.last),
-                optimizers=patient.optimizers,
-                amp=patient.amp,
+                optimizer=patient.optimizers,
+                scaler=patient.amp,
                 loss_scale=patient.last_scale,
                 batch=patient.last,
                 run=run,
@@ -67,7 +67,7 @@ def test_the_pasted_remedy_mends_the_attention():
     names = {"amplab": amplab, "amp": amplab.amp, "model": patient.model, "optimizer": patient.optimizers[0]}
     try:
         exec(remedy, names)
-        found = doctor(patient.model, lambda: patient.loss(*patient.batch(0)), optimizers=patient.optimizers)
+        found = doctor(patient.model, step=lambda: patient.loss(*patient.batch(0)), optimizer=patient.optimizers)
         assert not found.harmful, str(found.harmful)
     finally:
         amplab.amp.reset()

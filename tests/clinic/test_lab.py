@@ -41,9 +41,9 @@ def examined(level, model, optimizer):
     images, labels = load_task("digits", config.seed).batch(STEPS, config.batch_size)
     found = doctor(
         experiment.model,
-        lambda: F.cross_entropy(experiment.model(images), labels),
-        optimizers=experiment.optimizer,
-        amp=experiment.session,
+        step=lambda: F.cross_entropy(experiment.model(images), labels),
+        optimizer=experiment.optimizer,
+        scaler=experiment.session,
         batch=(images, labels),
         run=run,
     )

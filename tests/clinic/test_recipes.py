@@ -29,10 +29,10 @@ def examined(name: str, size: int, seed: int, precision_name: str) -> Findings:
     try:
         return doctor(
             recipe.model,
-            loss_fn,
+            step=loss_fn,
             train_step=lambda: recipe.run(precision, batch),
-            optimizers=recipe.optimizers,
-            amp=precision.amp,
+            optimizer=recipe.optimizers,
+            scaler=precision.amp,
             batch=batch,
             run=trained(recipe, precision),
             stateful=recipe.schedulers,

@@ -26,7 +26,10 @@ def fresh(seed):
 
 def trained(model, optimizer):
     """Train what `amp.initialize` has prepared, watched; return the watch, and loss and score on other batches."""
-    with warnings.catch_warnings(), amplab.watch(model, optimizer, amp, step=lambda batch: loss_of(model, batch)) as w:
+    with (
+        warnings.catch_warnings(),
+        amplab.watch(model, optimizer, scaler=amp, step=lambda batch: loss_of(model, batch)) as w,
+    ):
         warnings.simplefilter("ignore")  # the collapse is told at every step
         for batch in w.batches(batches(STEPS)):
             optimizer.zero_grad()

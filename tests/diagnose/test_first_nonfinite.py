@@ -83,7 +83,7 @@ def test_overflow_in_forward_is_the_format(face, size):
     model, (x, y) = scores(size), batch(size, scale=1000.0)
     kept = [value.clone() for value in model.state_dict().values()]
     with under(face, model, x, y) as (loss_fn, amp):
-        found = first_nonfinite(model, loss_fn, amp=amp)
+        found = first_nonfinite(model, step=loss_fn, scaler=amp)
         assert (found.cause, found.record.op, found.record.module, found.phase) == (
             "format",
             "matmul",
@@ -101,7 +101,7 @@ def test_overflow_in_forward_is_the_format(face, size):
 def test_nothing_is_found_where_nothing_is_wrong(face):
     model, (x, y) = scores(), batch()
     with under(face, model, x, y) as (loss_fn, amp):
-        assert first_nonfinite(model, loss_fn, amp=amp, loss_scale=64.0) is None
+        assert first_nonfinite(model, step=loss_fn, scaler=amp, loss_scale=64.0) is None
 
 
 @pytest.mark.parametrize("face", FACES)
@@ -109,7 +109,7 @@ def test_nothing_is_found_where_nothing_is_wrong(face):
 def test_the_scale_is_told_and_the_largest_that_fits(face, exponent):
     model, (x, y) = scores(), batch()
     with under(face, model, x, y) as (loss_fn, amp):
-        found = first_nonfinite(model, loss_fn, amp=amp, loss_scale=2.0**exponent)
+        found = first_nonfinite(model, step=loss_fn, scaler=amp, loss_scale=2.0**exponent)
         casting = amp.casting if isinstance(amp, Session) else contextlib.nullcontext
         tried = [2.0**k for k in range(exponent)]
         oracle = max(s for s in tried if probe(model, loss_fn, casting=casting(), loss_scale=s).is_finite)
@@ -139,7 +139,7 @@ def test_the_scale_that_fits_is_found_from_wherever_the_overflow_began(through, 
     def loss_fn():
         return F.cross_entropy(through(model(x)), y)
 
-    found = first_nonfinite(model, loss_fn, loss_scale=2.0**exponent)
+    found = first_nonfinite(model, step=loss_fn, loss_scale=2.0**exponent)
     fits = [2.0**k for k in range(exponent + 1) if probe(model, loss_fn, loss_scale=2.0**k).is_finite]
     if found is None:
         assert fits[-1] == 2.0**exponent
@@ -152,7 +152,7 @@ def test_a_static_scale_that_overflows_is_an_error():
     session = Session()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session.initialize(model, optimizer, opt_level="O2", loss_scale=2.0**26, verbosity=0)
-    found = finding_of(first_nonfinite(model, lambda: F.cross_entropy(model(x), y), amp=session))
+    found = finding_of(first_nonfinite(model, step=lambda: F.cross_entropy(model(x), y), scaler=session))
     assert (found.name, found.severity) == ("scale-too-large", "error")
     session.reset()
 
@@ -162,7 +162,7 @@ def test_the_apex_session_of_the_thread_is_found():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amplab.amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
     try:
-        found = first_nonfinite(model, lambda: F.cross_entropy(model(x), y))
+        found = first_nonfinite(model, step=lambda: F.cross_entropy(model(x), y))
         assert (found.cause, found.setting.loss_scale, found.setting.face) == ("format", 65536.0, "apex")
     finally:
         amplab.amp.reset()
@@ -172,7 +172,7 @@ def test_the_apex_session_of_the_thread_is_found():
 def test_data_is_named_first(bad):
     model, (x, y) = scores(), batch()
     x[3, 2] = bad
-    found = first_nonfinite(model, lambda: F.cross_entropy(model(x), y), batch={"x": x, "y": y})
+    found = first_nonfinite(model, step=lambda: F.cross_entropy(model(x), y), batch={"x": x, "y": y})
     assert (found.cause, found.tensor, found.record) == ("batch", "batch['x']", None)
     assert finding_of(found).name == "nonfinite-batch"
     assert found.output.infs + found.output.nans == 1
@@ -182,7 +182,7 @@ def test_a_parameter_that_is_lost_already_is_named():
     model, (x, y) = scores(), batch()
     with torch.no_grad():
         model.head.weight[0, 0] = math.inf
-    found = first_nonfinite(model, lambda: F.cross_entropy(model(x), y))
+    found = first_nonfinite(model, step=lambda: F.cross_entropy(model(x), y))
     assert (found.cause, found.tensor) == ("parameter", "head.weight")
     assert finding_of(found).module == "head"
 
@@ -190,13 +190,13 @@ def test_a_parameter_that_is_lost_already_is_named():
 def test_a_buffer_is_named():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
     model[1].running_mean[0] = math.nan
-    found = first_nonfinite(model, lambda: model(torch.ones(2, 4)).sum())
+    found = first_nonfinite(model, step=lambda: model(torch.ones(2, 4)).sum())
     assert (found.cause, found.tensor) == ("buffer", "1.running_mean")
 
 
 def test_a_value_out_of_range_in_float32_too_is_the_models():
     model, (x, _) = nn.Linear(4, 4), batch(4)
-    found = first_nonfinite(model, lambda: F.mse_loss(model(x * 1e30).exp(), x))
+    found = first_nonfinite(model, step=lambda: F.mse_loss(model(x * 1e30).exp(), x))
     assert (found.cause, found.record.op) == ("model", "exp")
     assert finding_of(found).name == "nonfinite-in-float32"
 
@@ -205,16 +205,16 @@ def test_a_row_that_is_masked_from_end_to_end_is_not_blamed_on_the_mask():
     model, (x, _) = nn.Linear(4, 4), batch(4, rows=4)
     mask = torch.eye(4).bool()
     mask[2] = True
-    found = first_nonfinite(model, lambda: torch.softmax(model(x).masked_fill(mask, -math.inf), -1).square().sum())
+    found = first_nonfinite(model, step=lambda: torch.softmax(model(x).masked_fill(mask, -math.inf), -1).square().sum())
     assert (found.record.op, finding_of(found).name) == ("softmax", "masked-row")
 
 
 def test_a_mask_that_came_with_the_batch_is_none_either():
     model, (x, _) = nn.Linear(4, 4), batch(4, rows=4)
     mask = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), -math.inf)
-    assert first_nonfinite(model, lambda: torch.softmax(model(x) + mask, -1).square().sum()) is None
+    assert first_nonfinite(model, step=lambda: torch.softmax(model(x) + mask, -1).square().sum()) is None
     mask[0] = -math.inf
-    found = first_nonfinite(model, lambda: torch.softmax(model(x) + mask, -1).square().sum())
+    found = first_nonfinite(model, step=lambda: torch.softmax(model(x) + mask, -1).square().sum())
     assert finding_of(found).name == "masked-row"
 
 
@@ -237,15 +237,15 @@ class Discards(nn.Module):
 def test_infinities_that_are_thrown_away_are_no_cause():
     torch.manual_seed(0)
     model, (x, _) = Discards(), batch(4)
-    assert first_nonfinite(model, lambda: model(x).square().sum()) is None
-    found = first_nonfinite(model, lambda: (model(x) * 3e38 * 3e38).square().sum())
+    assert first_nonfinite(model, step=lambda: model(x).square().sum()) is None
+    found = first_nonfinite(model, step=lambda: (model(x) * 3e38 * 3e38).square().sum())
     assert found.record.op == "mul"
 
 
 def test_a_where_that_comes_too_late_is_found_in_backward():
     model = nn.Linear(3, 3, bias=False)
     x = torch.zeros(2, 3)
-    found = first_nonfinite(model, lambda: torch.where(model(x) > 0, model(x).sqrt(), 0.0).sum())
+    found = first_nonfinite(model, step=lambda: torch.where(model(x) > 0, model(x).sqrt(), 0.0).sum())
     assert (found.phase, found.record.op, found.result) == ("backward", "sqrt", "gradient of weight")
     assert finding_of(found).name == "gradient-undefined"
 
@@ -260,7 +260,7 @@ def test_a_checkpointed_block_is_seen_through(reentrant):
     def loss():
         return F.cross_entropy(checkpoint(model, x, use_reentrant=reentrant), y)
 
-    found = first_nonfinite(model, loss, amp=session)
+    found = first_nonfinite(model, step=loss, scaler=session)
     assert (found.record.op, found.phase, found.cause) == ("matmul", "forward", "format")
     session.reset()
 
@@ -268,14 +268,14 @@ def test_a_checkpointed_block_is_seen_through(reentrant):
 def test_it_prints_where_and_how_it_went_on():
     model, (x, y) = scores(), batch(scale=1000.0)
     with under("torch", model, x, y) as (loss_fn, amp):
-        printed = str(first_nonfinite(model, loss_fn, amp=amp))
+        printed = str(first_nonfinite(model, step=loss_fn, scaler=amp))
     assert printed.startswith("loss is not finite: the format\n  began at  matmul in Scores (forward), ")
     assert "-> softmax in Scores ->" in printed
 
 
-def test_another_kind_of_amp_is_refused():
-    with pytest.raises(TypeError, match="amp=str: expected a Session"):
-        first_nonfinite(nn.Linear(1, 1), lambda: None, amp="O1")
+def test_another_kind_of_scaler_is_refused():
+    with pytest.raises(TypeError, match=r"^scaler=str: expected a GradScaler, a Session"):
+        first_nonfinite(nn.Linear(1, 1), step=lambda: None, scaler="O1")
 
 
 def test_a_weight_too_large_for_half_is_named():
@@ -283,14 +283,14 @@ def test_a_weight_too_large_for_half_is_named():
     with torch.no_grad():
         model.head.weight[0, 0] = 1e5
     with under("amplab", model, x, y) as (loss_fn, amp):
-        found = finding_of(first_nonfinite(model, loss_fn, amp=amp))
+        found = finding_of(first_nonfinite(model, step=loss_fn, scaler=amp))
     assert (found.op, found.module, found.tensor) == ("cast", "head", "head.weight")
 
 
 def test_a_mean_over_nothing_is_no_overflow():
     model = nn.Linear(4, 4)
     none = torch.zeros(2).bool()
-    found = finding_of(first_nonfinite(model, lambda: model(torch.ones(2, 4))[none].mean()))  # noqa: PLW0108
+    found = finding_of(first_nonfinite(model, step=lambda: model(torch.ones(2, 4))[none].mean()))  # noqa: PLW0108
     assert (found.op, "not defined" in found.cause) == ("mean", True)
 
 
@@ -304,7 +304,7 @@ def test_nan_is_followed_to_nan_and_not_to_an_infinity_beside_it():
         undefined = (hidden * 0).div(hidden * 0)
         return torch.where(torch.zeros(2, 4).bool(), infinite, undefined).sum()
 
-    assert first_nonfinite(model, loss).record.op == "div"
+    assert first_nonfinite(model, step=loss).record.op == "div"
 
 
 def test_what_was_there_before_a_write_in_place_is_seen():
@@ -315,7 +315,7 @@ def test_what_was_there_before_a_write_in_place_is_seen():
         hidden[0] = 0
         return hidden.sum()
 
-    assert (found := first_nonfinite(model, loss)).record.op == "mul"
+    assert (found := first_nonfinite(model, step=loss)).record.op == "mul"
     assert "setitem" not in [record.op for record in found.chain]
 
 
@@ -326,7 +326,7 @@ def test_complex_numbers_are_followed_too():
         spectrum = torch.fft.rfft(model(torch.ones(2, 4)).mul(3e38).mul(3e38))
         return torch.fft.irfft(spectrum * torch.exp(1j * torch.ones(3))).sum()
 
-    found = first_nonfinite(model, loss)
+    found = first_nonfinite(model, step=loss)
     assert (found.record.op, found.cause) == ("mul", "model")
     assert any("fft" in record.aten for record in found.chain)
 
@@ -338,14 +338,14 @@ def test_sparse_gradients_are_followed_too():
         chosen = model(torch.tensor([1, 2, 1]))
         return torch.where(chosen > 9, chosen.sub(chosen.detach()).sqrt(), chosen).sum()
 
-    found = first_nonfinite(model, loss)
+    found = first_nonfinite(model, step=loss)
     assert (found.result, found.record.op, found.phase) == ("gradient of weight", "sqrt", "backward")
 
 
 def test_the_page_leads_from_the_first_op_to_the_result():
     model, (x, y) = scores(), batch(scale=1000.0)
     with under("torch", model, x, y) as (loss_fn, amp):
-        found = first_nonfinite(model, loss_fn, amp=amp)
+        found = first_nonfinite(model, step=loss_fn, scaler=amp)
     read = outline(found._repr_html_())
     assert read.words.startswith("loss is not finite because of the format: it is finite in float32")
     assert [each.get("class") for each in read.named("li")][:2] == ["origin", None]
@@ -359,7 +359,7 @@ def test_the_page_leads_from_the_first_op_to_the_result():
 def test_a_batch_that_came_in_broken_is_where_the_page_begins():
     model, (x, y) = scores(), batch()
     x[0, 0] = math.nan
-    found = first_nonfinite(model, lambda: F.cross_entropy(model(x), y), batch={"<x>": x})
+    found = first_nonfinite(model, step=lambda: F.cross_entropy(model(x), y), batch={"<x>": x})
     read = outline(found._repr_html_())
     assert found.record is None
     assert found.tensor in read.text

@@ -50,7 +50,7 @@ def test_it_names_what_a_replay_names(face, loud):
                     scaled.backward()
             else:
                 (loss * 16).backward()
-        again = first_nonfinite(model, loss_of, loss_scale=16.0, batch=x)
+        again = first_nonfinite(model, step=loss_of, loss_scale=16.0, batch=x)
     finally:
         amp.reset()
     assert (step.first is None) == (again is None) == (loud == 1.0 or face == "none")

@@ -40,7 +40,8 @@ def test_the_command_prints_it_one_fact_after_the_other():
     printed = told_by_the_command().splitlines()
     assert max(map(len, printed)) <= 100
     assert [line.split("  ")[0] for line in printed if not line.startswith(" ")] == [
-        name for name, _ in diagnose.doctor().facts
+        *("This machine", "", "what"),
+        *(name for name, _ in diagnose.doctor().facts),
     ]
 
 

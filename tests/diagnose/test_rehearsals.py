@@ -52,7 +52,7 @@ def test_a_limit_near_the_true_norm_is_told_by_what_follows(scaler_type, size, s
             scaler.step(optimizer)
             scaler.update()
 
-        found = gradient_findings(rehearse_loop(model, step, [optimizer], amp=scaler))
+        found = gradient_findings(rehearse_loop(model, step, [optimizer], scaler=scaler))
         expected = ["clips-scaled-gradients"] if clips == "before" else []
         assert [each.name for each in found] == expected, share
 
@@ -78,7 +78,7 @@ def test_a_limit_near_the_true_norm_inside_of_scale_loss(level, size, seed, insi
     near = [share for share in NEAR_THE_NORM if level == "O1" or abs(share - 1) > 2e-3]  # half rounds those to 1
     try:
         for share in near:
-            found = gradient_findings(rehearse_loop(model, lambda s=share: step(s), [optimizer], amp=session))
+            found = gradient_findings(rehearse_loop(model, lambda s=share: step(s), [optimizer], scaler=session))
             assert [each.name for each in found] == (["clips-scaled-gradients"] if inside else []), share
     finally:
         session.reset()
@@ -102,7 +102,7 @@ def test_a_limit_near_the_true_norm_of_what_was_accumulated(scaler_type, size, s
         scaler.update()
 
     for share in (0.2, *NEAR_THE_NORM):
-        found = gradient_findings(rehearse_loop(model, lambda s=share: step(s), [optimizer], amp=scaler))
+        found = gradient_findings(rehearse_loop(model, lambda s=share: step(s), [optimizer], scaler=scaler))
         assert [each.name for each in found] == (["clips-scaled-gradients"] if before else []), share
 
 
@@ -125,7 +125,7 @@ def test_unscaling_by_hand_alone_is_right(half, scale, clip):
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
 
-    assert gradient_findings(rehearse_loop(model, step, [optimizer], amp=scaler)) == []
+    assert gradient_findings(rehearse_loop(model, step, [optimizer], scaler=scaler)) == []
 
 
 @pytest.mark.parametrize(("inside", "expected"), [(True, ["clips-scaled-gradients"]), (False, [])])
@@ -144,7 +144,7 @@ def test_a_scale_that_overflows_is_lowered_to_look_at_the_loop(inside, expected)
         scaler.step(optimizer)
         scaler.update()
 
-    assert rehearse(model, step, [optimizer], amp=scaler).overflowed
-    found = gradient_findings(rehearse_loop(model, step, [optimizer], amp=scaler))
+    assert rehearse(model, step, [optimizer], scaler=scaler).overflowed
+    found = gradient_findings(rehearse_loop(model, step, [optimizer], scaler=scaler))
     assert [each.name for each in found] == expected
     assert scaler.get_scale() == 2.0**22

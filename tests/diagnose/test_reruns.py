@@ -23,13 +23,13 @@ class Fifth(nn.Module):
 
 def test_a_count_in_an_attribute_is_put_back_so_that_the_model_is_blamed():
     model = Fifth(kept=True)
-    found = first_nonfinite(model, lambda: model(torch.ones(2, 4)).sum())
+    found = first_nonfinite(model, step=lambda: model(torch.ones(2, 4)).sum())
     assert (found.cause, found.record.op, model.calls) == ("model", "div", 4)
 
 
 def test_what_a_second_run_does_not_show_is_no_matter_of_the_format():
     model = Fifth(kept=False)
-    found = first_nonfinite(model, lambda: model(torch.ones(2, 4)).sum())
+    found = first_nonfinite(model, step=lambda: model(torch.ones(2, 4)).sum())
     assert (found.cause, found.record.op) == ("state", "div")
     assert (found.in_float32, found.in_bfloat16, found.fitting_scale) == (None, None, None)
     assert "not reproduced in a second run" in " ".join(str(found).split())
@@ -55,5 +55,5 @@ class Spiking(nn.Module):
 
 def test_what_a_second_run_does_not_show_is_no_matter_of_the_scale():
     model = Spiking()
-    found = first_nonfinite(model, lambda: model(torch.ones(2, 4)).sum(), loss_scale=2.0**16)
+    found = first_nonfinite(model, step=lambda: model(torch.ones(2, 4)).sum(), loss_scale=2.0**16)
     assert (found.phase, found.cause, found.fitting_scale) == ("backward", "state", None)

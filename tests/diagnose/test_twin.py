@@ -203,10 +203,11 @@ def test_gradients_have_the_dtype_they_came_in(task):
         ({"seed": 1.5}, TypeError, "seed=1.5: expected a whole number"),
         ({"tolerance": None}, TypeError, "tolerance=None: expected a number >= 0"),
         ({"tolerance": math.nan}, ValueError, "tolerance=nan: expected a finite number >= 0"),
+        ({"step": lambda: 0}, TypeError, "step is called as step(model, batch)"),
         ({"left": 1}, TypeError, "precision=1: expected an opt_level such as 'O1'"),
         ({"right": "o1"}, ValueError, "'o1': no precision has that name; choose from O0, O1"),
         ({"right": None}, TypeError, "precision=None: expected an opt_level"),
-        ({"batch": lambda: 0}, TypeError, "batch is called with 1 argument, and lambda() takes fewer"),
+        ({"batch": lambda: 0}, TypeError, "amplab.twin(model, batch, step=lambda model, batch"),
         ({"model": nn.Sequential(nn.Linear(4, 1)).requires_grad_(False)}, ValueError, "so there is nothing to train"),
         ({"optimizer": lambda weights: 3}, TypeError, "optimizer returned int: expected a torch optimizer"),
         (

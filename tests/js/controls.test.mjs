@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import test from "node:test";
 
 import { pieces } from "../../amplab/views/web/bit_explorer.js";
-import { exponentOf, faultNote, powerOfTwo } from "../../amplab/views/web/controls.js";
+import { exponentOf, faultNote, optionOf, powerOfTwo } from "../../amplab/views/web/controls.js";
 import { arrowTarget } from "../../amplab/views/web/elements.js";
 
 test("an exponent becomes a number where float64 has it, else text that a refusal can quote", () => {
@@ -37,4 +37,9 @@ test("arrow keys wrap around, and other keys or other elements move nothing", ()
 test("raised digits become superscripts, and no letter is lost", () => {
   assert.deepEqual(pieces("2⁻¹² = 2.4e-4"), [["2", false], ["−12", true], [" = 2.4e-4", false]]);
   assert.deepEqual(pieces("NaN"), [["NaN", false]]);
+});
+
+test("an option is found by its text, whatever its type", () => {
+  const options = [[null, "O2: True"], [true, "True"], [false, "False"], ["cnn", "CNN"]];
+  for (const [value] of options) assert.equal(optionOf(options, String(value)), value);
 });

@@ -40,7 +40,7 @@ def test_statistics_that_a_skipped_step_has_spoilt_stay_in_sight():
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scaler = amplab.GradScaler("cpu")
-    with watch(model, optimizer, scaler) as w:
+    with watch(model, optimizer, scaler=scaler) as w:
         for number in range(6):
             x = torch.randn(8, 2)
             x[0, 0] = math.nan if number == 2 else 0.0

@@ -22,7 +22,7 @@ def make():
 def accumulated(scaler, between, log=None):
     """Watch three steps of two backwards each, and `between` them."""
     model, optimizer = make()
-    with watch(model, optimizer, scaler, log=log) as w:
+    with watch(model, optimizer, scaler=scaler, log=log) as w:
         for first, second in zip(BATCHES[:6:2], BATCHES[1:6:2], strict=True):
             optimizer.zero_grad()
             scaler.scale(F.cross_entropy(model(first[0]), first[1]) / 2).backward()
@@ -57,7 +57,7 @@ def test_gradients_accumulated_under_one_scale_are_not(growth_interval):
 def test_two_optimizers_that_update_the_scale_in_turn_accumulate_nothing():
     first, second = make(), make()
     scaler = amplab.GradScaler("cpu", init_scale=64.0, growth_interval=1)
-    with watch(*first, scaler) as w:
+    with watch(*first, scaler=scaler) as w:
         for x, y in BATCHES[:6]:
             for model, optimizer in (first, second):
                 optimizer.zero_grad()
@@ -75,7 +75,7 @@ def test_a_session_takes_each_scale_out_before_it_accumulates():
         model, optimizer = make()
         amp.initialize(model, optimizer, opt_level="O0", loss_scale="dynamic", scale_window=window, verbosity=0)
         try:
-            with watch(model, optimizer, amp) as w:
+            with watch(model, optimizer, scaler=amp) as w:
                 for x, y in BATCHES[:2]:
                     with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
                         scaled.backward()

@@ -40,7 +40,7 @@ def test_without_a_step_the_first_bad_gradient_is_named(scaling, bad):
     scaler = {"torch": torch.amp.GradScaler("cpu"), "amplab": amplab.GradScaler("cpu")}.get(scaling)
     if scaler is None:
         model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    with watch(model, optimizer, scaler) as w:
+    with watch(model, optimizer, scaler=scaler) as w:
         for _ in range(8):
             with torch.autocast("cpu", dtype=torch.float16, enabled=scaling != "apex"):
                 loss = w.loss(model(torch.randn(8, 16)).float().square().mean() * (1e6 if bad else 1))

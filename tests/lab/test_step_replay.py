@@ -29,7 +29,7 @@ def trained(bad, *, level=None, step=True, seed=0, scale=1.0, loss_of=None):
         amp.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
     loss_of = loss_of or (lambda x: model(x).float().square().mean())
     try:
-        with watch(model, optimizer, amp if level else None, step=loss_of if step else None) as w:
+        with watch(model, optimizer, scaler=amp if level else None, step=loss_of if step else None) as w:
             for x in w.batches(batches(bad)):
                 optimizer.zero_grad()
                 loss = loss_of(x) if level else w.loss(loss_of(x))
@@ -92,7 +92,7 @@ def test_any_batch_of_a_step_that_accumulates_is_found(scaling, bad):
         return model(x).float().square().mean() / 3
 
     given = [x.nan_to_num(nan=math.inf) for x in batches(3 + bad)][:6]
-    with watch(model, optimizer, scaler, step=loss_of) as w:
+    with watch(model, optimizer, scaler=scaler, step=loss_of) as w:
         for number, x in enumerate(w.batches(given)):
             last = number % 3 == 2
             if scaler is None:

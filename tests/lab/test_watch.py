@@ -86,7 +86,7 @@ def run(face, watched, **options):
     try:
         if face in ("O1", "O2"):
             amp.initialize(model, optimizer, opt_level=face, verbosity=0, dynamic_init_scale=2.0**24, scale_window=12)
-            w = watch(model, optimizer, amp, **options) if watched else Silent()
+            w = watch(model, optimizer, scaler=amp, **options) if watched else Silent()
             apex_loop(w, model, optimizer, told)
         elif face == "none":
             w = watch(model, optimizer, **options) if watched else Silent()
@@ -95,7 +95,7 @@ def run(face, watched, **options):
             kind = amplab.GradScaler if face == "amplab" else torch.amp.GradScaler
             scaler = kind("cpu", init_scale=2.0**24, growth_interval=12)
             region = amplab.autocast if face == "amplab" else torch.autocast
-            w = watch(model, optimizer, scaler, **options) if watched else Silent()
+            w = watch(model, optimizer, scaler=scaler, **options) if watched else Silent()
             scaler_loop(w, model, optimizer, told, scaler, lambda: region("cpu", dtype=torch.float16))
     finally:
         amp.reset()
@@ -202,7 +202,7 @@ def test_a_skipped_step_is_run_again_and_named(face, tmp_path):
         with region("cpu", dtype=torch.float16):
             return model(batch).float().square().mean()
 
-    with watch(model, optimizer, scaler or amp, step=loss_of, log=tmp_path) as w:
+    with watch(model, optimizer, scaler=scaler or amp, step=loss_of, log=tmp_path) as w:
         for batch in w.batches(batches):
             optimizer.zero_grad()
             loss = w.loss(loss_of(batch))
@@ -230,7 +230,7 @@ def test_without_a_step_the_forward_is_looked_at():
     torch.manual_seed(0)
     model = Attention()
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-3), amplab.GradScaler("cpu", init_scale=256.0)
-    with watch(model, optimizer, scaler) as w:
+    with watch(model, optimizer, scaler=scaler) as w:
         for _ in range(8):
             optimizer.zero_grad()
             with amplab.autocast("cpu", dtype=torch.float16):
@@ -289,9 +289,9 @@ def test_as_a_callback_of_transformers(tmp_path):
     [
         ((3, None), {}, TypeError, "expected a torch.nn.Module"),
         ((nn.Linear(1, 1), 3), {}, TypeError, "expected a torch.optim.Optimizer"),
-        ((*make(), "amp"), {}, TypeError, "expected a GradScaler, a Session"),
+        (make(), {"scaler": "amp"}, TypeError, "expected a GradScaler, a Session"),
         (make(), {"every": 0}, ValueError, "expected a whole number of steps"),
-        (make(), {"step": 3}, TypeError, "expected a function of a batch"),
+        (make(), {"step": 3}, TypeError, "step=int: expected a function"),
     ],
 )
 def test_refusals(arguments, options, error, sentence):
@@ -301,7 +301,7 @@ def test_refusals(arguments, options, error, sentence):
 
 def plain(scaler=None, **options):
     model, optimizer = make()
-    with watch(model, optimizer, scaler, **options) as w:
+    with watch(model, optimizer, scaler=scaler, **options) as w:
         for x, y in BATCHES[:6]:
             optimizer.zero_grad()
             loss = w.loss(F.cross_entropy(model(x), y))
@@ -333,7 +333,7 @@ def test_a_scaler_that_is_switched_off_leaves_a_plain_loop(kind):
 def test_an_update_that_sets_the_scale_is_no_step():
     model, optimizer = make()
     scaler = amplab.GradScaler("cpu", init_scale=64.0)
-    with watch(model, optimizer, scaler) as w:
+    with watch(model, optimizer, scaler=scaler) as w:
         for x, y in BATCHES[:4]:
             optimizer.zero_grad()
             scaler.scale(F.cross_entropy(model(x), y)).backward()

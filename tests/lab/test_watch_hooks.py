@@ -18,7 +18,7 @@ def make():
 
 def test_hooks_are_there_only_while_they_are_needed():
     model, optimizer = make()
-    with watch(model, optimizer, torch.amp.GradScaler("cpu"), every=3) as w:
+    with watch(model, optimizer, scaler=torch.amp.GradScaler("cpu"), every=3) as w:
         seen = []
         for x, y in w.batches(BATCHES[:8]):
             optimizer.zero_grad()

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from amplab.scalers import (
     PUBLISHED_RULES,
     ApexScale,
-    AskedScale,
     DynamicScale,
+    HostScale,
     RecurrentScale,
     ScaleState,
     StaticScale,
@@ -62,7 +62,7 @@ def test_a_rule_of_ones_own_is_lifted_too():
 
 def test_the_form_on_the_device_stays():
     assert isinstance(device_scale(floored(DynamicScale(), 1.0)), RecurrentScale)
-    assert isinstance(device_scale(floored(Dropping(), 1.0)), AskedScale)
+    assert isinstance(device_scale(floored(Dropping(), 1.0)), HostScale)
 
 
 def test_where_there_is_nothing_to_lift_the_rule_itself_comes_back():

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from amplab.scalers import FlatGradients, MasterWeights
-from amplab.scalers.parameters import tensors_of
+from amplab.scalers.unscaler import tensors_of
 
 REFUSED = [
     ([3], "params[0]=3: expected a tensor; pass model.parameters()."),

@@ -20,6 +20,7 @@ from amplab.scalers import (
     KerasScale,
     LossScaleAtMinimumError,
     MegatronScale,
+    RecurrentRule,
     ScaleState,
     StaticScale,
 )
@@ -268,12 +269,16 @@ def test_a_state_of_another_rule_has_all_its_patience():
     ("make", "arguments", "message"),
     [
         (ApexScale, {"floor": 0.0}, "floor=0.0: expected a finite number > 0 or None for no floor; powers of two"),
-        (ApexScale, {"growth_interval": 0}, "growth_interval=0: expected a whole number of steps >= 1; for a scale"),
+        (ApexScale, {"growth_interval": 0}, "growth_interval=0: expected a whole number of steps >= 1"),
         (AscendScale, {"backoff_factor": 2.0}, "backoff_factor=2.0: expected a value between 0 and 1"),
-        (AscendScale, {"init_scale": 1e39}, "init_scale=1e+39: expected a number that float32 can hold"),
-        (JmpScale, {"factor": 1.0}, "factor=1.0: expected a finite value > 1; it shrinks the scale as well."),
-        (KerasScale, {"init_scale": 1e-60}, "init_scale=1e-60: expected a number that float32 can hold"),
-        (MegatronScale, {"hysteresis": 0}, "hysteresis=0: expected a whole number of steps >= 1; 1 is the least."),
+        (AscendScale, {"init_scale": 1e39}, "init_scale=1e+39: expected a number in the range of float32"),
+        (JmpScale, {"factor": 1.0}, "factor=1.0: expected a finite value > 1, for growth and backoff."),
+        (KerasScale, {"init_scale": 1e-60}, "init_scale=1e-60: expected a number in the range of float32"),
+        (
+            MegatronScale,
+            {"hysteresis": 0},
+            "hysteresis=0: expected a whole number of steps >= 1",
+        ),
         (MegatronScale, {"floor": 2.0**33}, "floor=8589934592.0 is above init_scale=4294967296.0"),
         (DeepSpeedScale, {"factor": math.inf}, "factor=inf: expected a finite value > 1"),
     ],
@@ -282,3 +287,9 @@ def test_nonsense_is_refused(make, arguments, message):
     with pytest.raises(ValueError, match="^" + re.escape(message)) as refusal:
         make(**arguments)
     assert len(refusal.value.args) == 1
+
+
+@pytest.mark.parametrize("name", [name for name, rule in PUBLISHED_RULES.items() if isinstance(rule, RecurrentRule)])
+def test_constants_are_computed_once(name):
+    rule = PUBLISHED_RULES[name]
+    assert rule.recurrence is rule.recurrence

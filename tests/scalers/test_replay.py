@@ -93,7 +93,7 @@ def test_a_recorded_overflow_is_known_only_under_a_scale_as_large(bad):
 
 
 def test_an_overflow_is_guessed_from_the_steps_beside_it():
-    """Recorded at 2^24, where gradients of 2^-3 overflow; whether 2^16 would have, only the neighbours suggest."""
+    """Recorded at 2^24, where gradients of 2^-3 overflow; whether 2^16 would have, only the neighbors suggest."""
     exponents = [math.inf, math.inf, -3, -3, math.inf, -3]
     run = replay(DynamicScale(), gradient_exponents=exponents, recorded_scales=[2.0**24, 2.0**23] + [2.0**18] * 4)
     assert (run.skips, run.doubtful) == ((), (0, 1, 4))
@@ -106,7 +106,7 @@ def test_an_overflow_is_guessed_from_the_steps_beside_it():
 def test_a_finite_step_that_was_not_measured_is_known_up_to_its_scale():
     run = replay(DynamicScale(init_scale=8.0), gradient_exponents=[None, None], recorded_scales=[8.0, 4.0])
     assert (run.skips, run.doubtful) == ((), (1,))
-    assert run.steps[1].doubt.endswith("how large they were was not measured")
+    assert run.steps[1].doubt.endswith("size was not measured")
 
 
 def test_what_is_finite_beside_an_inf_may_decide():
@@ -157,9 +157,9 @@ def test_replays_of_users_rules():
 
 
 def test_nonsense_is_refused():
-    with pytest.raises(ValueError, match="expected found_infs or gradient_exponents"):
+    with pytest.raises(ValueError, match="expected either found_infs or gradient_exponents"):
         replay(DynamicScale())
-    with pytest.raises(ValueError, match="expected found_infs or gradient_exponents"):
+    with pytest.raises(ValueError, match="expected either found_infs or gradient_exponents"):
         replay(DynamicScale(), [True], gradient_exponents=[1])
     with pytest.raises(ValueError, match="recorded_scales: 2 for 1 steps; expected one scale for each step"):
         replay(DynamicScale(), gradient_exponents=[1], recorded_scales=[1.0, 2.0])

@@ -53,9 +53,9 @@ def test_a_checkpointed_block_keeps_its_input_alone(use_reentrant):
     def loss():
         return checkpoint(block, torch.ones(BATCH, 16, requires_grad=True), use_reentrant=use_reentrant).sum()
 
-    plain = xray(block, loss=lambda: block(torch.ones(BATCH, 16, requires_grad=True)).sum())
+    plain = xray(block, step=lambda: block(torch.ones(BATCH, 16, requires_grad=True)).sum())
     assert plain.kept.total == 4 * BATCH * (16 + 64 + 64)
-    assert xray(block, loss=loss).kept.activations == {"": 4 * BATCH * 16}
+    assert xray(block, step=loss).kept.activations == {"": 4 * BATCH * 16}
 
 
 def test_a_saved_slice_keeps_all_of_its_memory_once():
@@ -65,7 +65,7 @@ def test_a_saved_slice_keeps_all_of_its_memory_once():
     def loss():
         return (weight(base[..., :4]) * base[..., 4:8]).sum()
 
-    found = xray(weight, loss=loss)
+    found = xray(weight, step=loss)
     assert found.kept.total == base.numel() * 4
 
 
@@ -77,7 +77,7 @@ def test_memory_that_was_let_go_is_counted_again():
             layer(torch.randn(BATCH, 64)).sum().backward()
         return layer(torch.randn(BATCH, 64)).sum()
 
-    assert xray(layer, loss=loss).kept.activations == {"Linear": 4 * BATCH * 64}
+    assert xray(layer, step=loss).kept.activations == {"Linear": 4 * BATCH * 64}
 
 
 def test_against_the_graph(scenario):
@@ -98,7 +98,7 @@ def test_against_the_graph(scenario):
             saved = getattr(node, name) if name.startswith("_saved") else None
             if isinstance(saved, torch.Tensor) and saved.untyped_storage().data_ptr() not in owned:
                 memory[saved.untyped_storage().data_ptr()] = saved.untyped_storage().nbytes()
-    assert xray(model, loss=loss).kept.total == sum(memory.values())
+    assert xray(model, step=loss).kept.total == sum(memory.values())
 
 
 def test_gradients_are_the_same_with_and_without_counting(scenario, every_model):
@@ -109,5 +109,5 @@ def test_gradients_are_the_same_with_and_without_counting(scenario, every_model)
     seen = {}
     for name, parameter in model.named_parameters():
         parameter.register_hook(lambda grad, name=name: seen.__setitem__(name, grad.clone()))
-    xray(model, loss=loss, stats=True)
+    xray(model, step=loss, stats=True)
     assert all(torch.equal(seen[name], grad) for name, grad in expected.items())

@@ -48,7 +48,7 @@ def test_every_op_of_every_model_against_numpy(scenario, every_model):
     model, loss = scenario(every_model)
     copies = Copies()
     trace = trace_step(model, loss, observer=copies)
-    found = xray(model, loss=loss, stats=True)
+    found = xray(model, step=loss, stats=True)
     expected = [
         (record.aten, list(map(by_numpy, outputs)))
         for record, outputs in zip(trace, copies.outputs, strict=True)
@@ -62,7 +62,7 @@ def test_every_op_of_every_model_against_numpy(scenario, every_model):
 def test_an_op_in_place_does_not_change_what_was_measured(monkeypatch, waits):
     monkeypatch.setattr("amplab.trace.statistics._WAITS", waits)
     model = nn.Linear(4, 4)
-    found = xray(model, loss=lambda: model(torch.ones(2, 4)).mul(0).add_(3).sum(), stats=True)
+    found = xray(model, step=lambda: model(torch.ones(2, 4)).mul(0).add_(3).sum(), stats=True)
     measured = {row["op"]: row["statistics"][0] for row in found.rows() if row["phase"] == "forward"}
     assert (measured["mul"]["zeros"], measured["mul"]["absmax"]) == (8, 0.0)
     assert (measured["add_"]["zeros"], measured["add_"]["absmax"]) == (0, 3.0)
@@ -85,7 +85,7 @@ def test_the_gradients_histograms(scenario, every_model):
         parameter.register_post_accumulate_grad_hook(lambda leaf, name=name: seen.__setitem__(name, leaf.grad))
     with torch.random.fork_rng():
         loss().backward()
-    found = xray(model, loss=loss, stats=True)
+    found = xray(model, step=loss, stats=True)
     assert {name for name, _ in found.gradients} == set(seen)
     for name, histogram in found.gradients:
         counted = np.abs(seen[name].double().numpy())

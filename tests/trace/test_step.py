@@ -346,8 +346,8 @@ def test_a_traced_model_copies_without_hooks(scenario):
 
 REFUSALS = [
     (lambda: trace_step("model", list), TypeError, "model=str: expected a torch.nn.Module"),
-    (lambda: trace_step(nn.Linear(1, 1), 3.0), TypeError, "loss_fn=float: expected a function without arguments"),
-    (lambda: trace_step(nn.Linear(1, 1), list), TypeError, "loss_fn returned list: expected the loss as a tensor"),
+    (lambda: trace_step(nn.Linear(1, 1), 3.0), TypeError, "step=float: expected a function without arguments"),
+    (lambda: trace_step(nn.Linear(1, 1), list), TypeError, "step returned list: expected the loss as a tensor"),
     (lambda: trace_step(nn.Linear(1, 1), list, loss_scale=0.0), ValueError, "loss_scale=0.0: expected a finite number"),
     (lambda: trace_step(nn.Linear(1, 1), list, loss_scale=-2), ValueError, "loss_scale=-2: expected a finite number"),
     (lambda: trace_step(nn.Linear(1, 1), list, loss_scale=float("inf")), ValueError, "loss_scale=inf: expected"),
@@ -358,7 +358,7 @@ REFUSALS = [
         ValueError,
         r"of shape \(2,\): expected one floating-point number; reduce it",
     ),
-    (lambda: trace_step(nn.Linear(1, 1), lambda: torch.tensor(1)), ValueError, "loss_fn returned torch.int64 of shape"),
+    (lambda: trace_step(nn.Linear(1, 1), lambda: torch.tensor(1)), ValueError, "step returned torch.int64 of shape"),
     (lambda: trace_step(nn.Linear(1, 1), lambda: torch.tensor(1.0)), ValueError, "a tensor without a gradient"),
 ]
 

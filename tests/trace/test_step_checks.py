@@ -50,7 +50,15 @@ def followed(model, loss_fn):
         step.loss(loss_fn()).backward()
 
 
-LOOKS = [trace_step, first_nonfinite, probe, doctor, followed]
+def nonfinite(model, step, **options):
+    return first_nonfinite(model, step=step, **options)
+
+
+def examined(model, step, **options):
+    return doctor(model, step=step, **options)
+
+
+LOOKS = [trace_step, nonfinite, probe, examined, followed]
 BATCHED = [amplab.xray, amplab.gradient_range, lambda model, batch: twin(model, batch, "O0", "O1", steps=1)]
 NO_MODEL = {
     "None": (None, "NoneType"),
@@ -78,7 +86,7 @@ def ids(table):
     return {"argvalues": list(table.values()), "ids": list(table)}
 
 
-@pytest.mark.parametrize("look", [trace_step, first_nonfinite, probe, followed])
+@pytest.mark.parametrize("look", [trace_step, nonfinite, probe, followed])
 @pytest.mark.parametrize(("given", "kind"), **ids(NO_MODEL))
 def test_no_module(look, given, kind):
     with pytest.raises(TypeError, match=rf"^model={kind}: expected a torch\.nn\.Module"):
@@ -108,7 +116,7 @@ def test_the_same_with_a_batch(look, make, words):
         look(make(), X)
 
 
-@pytest.mark.parametrize("look", [trace_step, first_nonfinite, probe, doctor])
+@pytest.mark.parametrize("look", [trace_step, nonfinite, probe, examined])
 @pytest.mark.parametrize(("make", "words"), **ids(WITHOUT_GRADIENT))
 def test_a_loss_without_a_gradient(look, make, words):
     model = make()
@@ -123,7 +131,7 @@ def test_an_output_without_a_gradient(look, make, words):
         look(make(), X)
 
 
-@pytest.mark.parametrize("look", [first_nonfinite, probe, doctor, followed])
+@pytest.mark.parametrize("look", [nonfinite, probe, examined, followed])
 def test_a_model_without_numbers(look):
     model = net().to("meta")
     with pytest.raises(ValueError, match=r"^model=Sequential has tensors on the meta device, which have"):
@@ -147,7 +155,7 @@ def test_shapes_alone_are_enough_without_statistics():
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("look", [trace_step, first_nonfinite, probe, doctor])
+@pytest.mark.parametrize("look", [trace_step, nonfinite, probe, examined])
 def test_gradients_are_off_around_the_call(look, mode):
     model = net()
     with mode(), pytest.raises(ValueError, match=rf"^torch\.{mode.__name__}\(\) is in force around the call: expected"):
@@ -181,11 +189,11 @@ RETURNED = {
 }
 
 
-@pytest.mark.parametrize("look", [trace_step, first_nonfinite, probe, doctor])
+@pytest.mark.parametrize("look", [trace_step, nonfinite, probe, examined])
 @pytest.mark.parametrize(("loss", "error", "words"), **ids(RETURNED))
 def test_what_a_loss_function_returned(look, loss, error, words):
     model = net()
-    with pytest.raises(error, match=f"^loss_fn {words}"):
+    with pytest.raises(error, match=f"^step {words}"):
         look(model, lambda: loss(model(X)))
 
 
@@ -196,14 +204,14 @@ def test_what_a_criterion_returned(look, loss, error, words):
         look(net(), X, loss=loss)
 
 
-@pytest.mark.parametrize("look", [trace_step, first_nonfinite, probe])
+@pytest.mark.parametrize("look", [trace_step, probe])
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (None, "loss_fn=NoneType: expected a function without arguments"),
-        (X, "loss_fn=Tensor: expected a function without arguments"),
-        (nn.MSELoss, "loss_fn=MSELoss is a class: expected"),
-        (lambda out: out, "loss_fn is called without arguments, and lambda(out) is missing a required argument: 'out'"),
+        (None, "step=NoneType: expected a function without arguments"),
+        (X, "step=Tensor: expected a function without arguments"),
+        (nn.MSELoss, "step=MSELoss is a class: expected"),
+        (lambda out: out, "step is called without arguments, and lambda(out) is missing a required argument: 'out'"),
         (nn.MSELoss(), "and MSELoss(input, target) is missing a required argument: 'input'"),
     ],
 )
@@ -253,8 +261,10 @@ def test_no_batch(look, batch, words):
 
 
 def test_a_function_is_no_batch():
-    with pytest.raises(TypeError, match="this is a function; pass what it returns"):
-        amplab.xray(net(), lambda: X)
+    for tool in (amplab.xray, amplab.gradient_range, first_nonfinite, doctor):
+        for given in (lambda: X, len, nn.MSELoss()):
+            with pytest.raises(TypeError, match=rf"Write amplab\.{tool.__name__}\(model, step=fn\)"):
+                tool(net(), given)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +285,7 @@ def test_what_the_model_raises_says_how_it_was_called(batch, words):
 @pytest.mark.parametrize("scale", [0, -1.0, math.nan, math.inf, 10**400])
 def test_a_scale_that_is_none(scale):
     model = net()
-    for look in (trace_step, first_nonfinite, probe, doctor):
+    for look in (trace_step, nonfinite, probe, examined):
         with pytest.raises(ValueError, match=r"expected a finite number > 0; 1.0 leaves the loss as it is"):
             look(model, lambda: model(X).sum(), loss_scale=scale)
     for look in (amplab.xray, amplab.gradient_range):
@@ -286,7 +296,7 @@ def test_a_scale_that_is_none(scale):
 @pytest.mark.parametrize("scale", ["dynamic", True, torch.amp.GradScaler("cpu"), [1.0]])
 def test_a_scale_that_is_no_number(scale):
     model = net()
-    for look in (trace_step, first_nonfinite, probe, doctor):
+    for look in (trace_step, nonfinite, probe, examined):
         with pytest.raises(TypeError, match=r"^loss_scale=.*: expected a number; take the scaler's current scale"):
             look(model, lambda: model(X).sum(), loss_scale=scale)
     with pytest.raises(TypeError, match="expected a number"):

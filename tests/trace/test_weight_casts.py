@@ -87,7 +87,7 @@ def test_an_edited_weight_is_cast_again():
             layer.weight.mul_(2)
         return (first.detach() + layer(torch.ones(2, 8))).sum()
 
-    found = xray(layer, loss=loss, opt_level="O1")
+    found = xray(layer, step=loss, opt_level="O1")
     assert served(found) == []
     assert [cast.parameter for cast in found.casts if cast.parameter and cast.phase == "forward"] == ["weight"] * 2
 
@@ -100,7 +100,7 @@ def test_a_block_that_is_computed_again_reads_the_cache():
 
     engine = CastingEngine()
     with engine.active():
-        found = xray(layer, loss=loss)
+        found = xray(layer, step=loss)
     (again,) = [cast for cast in found.casts if cast.cached]
     assert (again.parameter, again.phase) == ("weight", "backward")
 

@@ -16,8 +16,8 @@ from amplab.display.palette import PALETTE
 from amplab.formats import FORMATS
 from amplab.views import BitExplorer
 from amplab.views.assets import module, stylesheet
+from amplab.views.bit_explorer import explorer_html
 from amplab.views.bit_explorer_payload import BitState, explorer_payload
-from amplab.views.bit_explorer_still import explorer_html
 
 any_format = st.sampled_from(list(FORMATS))
 
@@ -109,7 +109,7 @@ def test_a_flipped_pattern_goes_to_the_next_format_as_a_number():
     assert (state.typed, state.value) == ("1.0000001192092896", 1.0)
 
 
-def test_stepping_visits_the_neighbours_and_stops_at_the_ends():
+def test_stepping_visits_the_neighbors_and_stops_at_the_ends():
     half = BitState("float16").with_number("65504")
     assert half.with_step(1).value == half.with_step(5).value == math.inf
     assert half.with_step(-2).value == 65504 - 64
@@ -140,7 +140,7 @@ def test_what_cannot_be_read_changes_no_bits_and_is_explained(text, problem):
 def test_a_state_without_such_a_format_or_bit_is_refused():
     with pytest.raises(ValueError, match=r"format_name='half': expected one of float32, tf32, .*FloatFormat"):
         BitState("half")
-    with pytest.raises(ValueError, match=r"position=16: float16 has bits 0 to 15; count from the lowest"):
+    with pytest.raises(ValueError, match=r"position=16: float16 has bits 0 to 15"):
         BitState("float16").with_flipped(16)
 
 
@@ -174,50 +174,50 @@ def test_every_position_lies_on_its_line(state):
     payload = explorer_payload(state)
     ruler = payload["ruler"]
     places = [ruler["marker"]] + [row[end] for row in ruler["rows"] for end in ("start", "normal", "end")]
-    if payload["neighbours"]:
-        places += [*payload["neighbours"]["zone"], payload["neighbours"]["typed"]]
-        places += [payload["neighbours"][name]["position"] for name in ("below", "above")]
+    if payload["neighbors"]:
+        places += [*payload["neighbors"]["zone"], payload["neighbors"]["typed"]]
+        places += [payload["neighbors"][name]["position"] for name in ("below", "above")]
     assert all(0 <= place <= 100 for place in places if place is not None)
 
 
 @given(any_format, st.floats(-1e6, 1e6))
 def test_a_typed_number_lies_in_the_zone_of_the_value_it_rounds_to(format_name, number):
-    neighbours = shown(repr(number), format_name)["neighbours"]
-    if neighbours and neighbours["typed"] is not None:
-        low, high = neighbours["zone"]
-        assert low - 1e-6 <= neighbours["typed"] <= high + 1e-6
+    neighbors = shown(repr(number), format_name)["neighbors"]
+    if neighbors and neighbors["typed"] is not None:
+        low, high = neighbors["zone"]
+        assert low - 1e-6 <= neighbors["typed"] <= high + 1e-6
 
 
-def test_neighbours_of_a_power_of_two_are_nearer_below():
-    neighbours = shown("1")["neighbours"]
-    assert neighbours["below"]["text"] == "0.99951171875"
-    assert neighbours["above"]["text"] == "1.0009765625"
-    assert 50 - neighbours["below"]["position"] == (neighbours["above"]["position"] - 50) / 2
-    assert neighbours["gap_above"] == "2⁻¹⁰ = 0.000977"
-    half_way = [(50 + neighbours[name]["position"]) / 2 for name in ("below", "above")]
-    assert neighbours["zone"] == half_way
+def test_neighbors_of_a_power_of_two_are_nearer_below():
+    neighbors = shown("1")["neighbors"]
+    assert neighbors["below"]["text"] == "0.99951171875"
+    assert neighbors["above"]["text"] == "1.0009765625"
+    assert 50 - neighbors["below"]["position"] == (neighbors["above"]["position"] - 50) / 2
+    assert neighbors["gap_above"] == "2⁻¹⁰ = 0.000977"
+    half_way = [(50 + neighbors[name]["position"]) / 2 for name in ("below", "above")]
+    assert neighbors["zone"] == half_way
 
 
-def test_neighbours_at_the_edge_of_the_range():
-    assert shown("65504")["neighbours"]["above"]["text"] == "∞"
-    finite_only = shown("448", "float8_e4m3")["neighbours"]
-    assert (finite_only["above"]["text"], finite_only["zone"][1]) == ("nothing beyond", 100.0)
-    assert shown("inf")["neighbours"] is shown("nan")["neighbours"] is None
+def test_neighbors_at_the_edge_of_the_range():
+    assert shown("65504")["neighbors"]["above"]["text"] == "∞"
+    finite_only = shown("448", "float8_e4m3")["neighbors"]
+    assert (finite_only["above"]["text"], finite_only["zone"][1]) == ("no number", 100.0)
+    assert shown("inf")["neighbors"] is shown("nan")["neighbors"] is None
 
 
 @pytest.mark.parametrize(
     ("text", "format_name", "verdict", "said"),
     [
-        ("1", "float16", "exact", "Held exactly"),
-        ("2049", "float16", "tie", "goes to the one with last bit 0, off by -1 (0.049 % of the number)"),
+        ("1", "float16", "exact", "exactly"),
+        ("2049", "float16", "tie", "last bit is 0, off by -1 (0.049 % of the number)"),
         ("0.1", "float16", "rounded", "off by -2.44e-5 (0.024 % of the number), 0.40 of the spacing"),
         ("1e-8", "float16", "underflow", "half of the smallest number, 2⁻²⁴"),
         ("65519", "float16", "rounded", "off by -15"),
-        ("65520", "float16", "overflow", "from 65520 on"),
+        ("65520", "float16", "overflow", "from 65520"),
         ("-1e9", "float16", "overflow", "rounds to infinity"),
-        ("465", "float8_e4m3", "clipped", "beyond 464"),
+        ("465", "float8_e4m3", "clipped", "above 464"),
         ("464", "float8_e4m3", "tie", "off by -16"),
-        ("nan", "float16", "exact", "Held exactly"),
+        ("nan", "float16", "exact", "exactly"),
     ],
 )
 def test_what_became_of_a_number_is_told(text, format_name, verdict, said):
@@ -232,7 +232,7 @@ def test_the_ruler_says_what_each_format_makes_of_the_number():
         if fmt.torch_dtype is not None:
             cast = torch.tensor(1e-8).to(fmt.torch_dtype).float().item()
             assert parse_number(rows[name]["result"]) == pytest.approx(cast, rel=1e-8)
-    assert rows["float16"]["words"] == "vanishes"
+    assert rows["float16"]["words"] == "underflows"
     assert rows["bfloat16"]["words"] == "off by 0.12 %"
     assert rows["float16"]["start"] < rows["float16"]["normal"] < rows["float16"]["end"]
 
@@ -257,9 +257,9 @@ def test_landmarks_are_what_they_say(name):
 def test_kinds_are_explained():
     assert "A subnormal number" in shown("2^-24")["note"]
     assert "power stays at −14" in shown("2^-24")["note"]
-    assert "the only such pattern" in shown("nan", "float8_e4m3")["note"]
+    assert "no infinity" in shown("nan", "float8_e4m3")["note"]
     assert "the fraction is not 0" in shown("nan")["note"]
-    assert "overflow goes" in shown("inf")["note"]
+    assert "overflows" in shown("inf")["note"]
 
 
 # ---- the still picture --------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The dashboard without a page: what it sends when a page says hello, when messages come, when things fail."""
 
+import threading
 import time
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from amplab.lab import ExperimentConfig, Trainer
 from amplab.views import Dashboard
+from amplab.views.dashboard import wait_for_steps
 
 
 @pytest.fixture
@@ -95,12 +97,12 @@ def test_controls_show_what_is_in_effect(lab: Dashboard, until) -> None:
     until(lambda: parts(lab).controls.shown)
     tell(parts(lab).live, type="hello", view="a")
     tell(parts(lab).controls, type="change", field="opt_level", value="O2")
-    until(lambda: parts(lab).controls.shown["config"]["opt_level"] == "O2")
+    until(lambda: parts(lab).controls.shown["fields"]["opt_level"]["value"] == "O2")
     tell(parts(lab).controls, type="change", field="lr", value=-1)
     until(lambda: parts(lab).controls.shown["refusal"])
     assert "lr=-1" in parts(lab).controls.shown["refusal"]
     tell(parts(lab).controls, type="change", field="lr", value=0.5)
-    until(lambda: parts(lab).controls.shown["lr"] == 0.5)
+    until(lambda: parts(lab).controls.shown["fields"]["lr"]["value"] == 0.5)
     assert parts(lab).controls.shown["refusal"] is None
 
 
@@ -223,3 +225,23 @@ def test_run_waits_for_a_run_that_is_going_on(lab: Dashboard) -> None:
     lab.trainer.start()
     assert lab.run(steps=5).steps == 5
     assert lab.trainer.state == "running"
+
+
+def test_it_waits_for_so_many_steps_and_lets_them_run_on(trainer: Trainer) -> None:
+    trainer.start()
+    begun = len(trainer.history)
+    assert wait_for_steps(trainer, 20) == 20
+    assert len(trainer.history) >= begun + 20
+    assert trainer.state == "running"
+
+
+def test_a_pause_ends_the_waiting(trainer: Trainer, until) -> None:
+    trainer.start()
+    until(lambda: len(trainer.history) > 2)
+    threading.Timer(0.3, trainer.pause).start()
+    assert 0 < wait_for_steps(trainer, 1_000_000) < 1_000_000
+
+
+def test_a_run_that_stops_before_a_step_is_an_error(trainer: Trainer) -> None:
+    with pytest.raises(RuntimeError, match=r"run\(5\): .*\(ready\)"):
+        wait_for_steps(trainer, 5)

@@ -65,7 +65,7 @@ class GradScaler(LossScales):
             ``num_losses`` < 1.
 
     Sync: `step` waits for the device once, or not at all with an optimizer made with ``fused=True``; `update` does so
-    only under a rule that the host is asked (`amplab.scalers.AskedScale`) or with subscribers.
+    only under a rule that the host is asked (`amplab.scalers.HostScale`) or with subscribers.
 
     Reference: ``torch.amp.GradScaler``.
 

@@ -18,7 +18,7 @@ from amplab.amp.backward.loss_scaler import SMALLEST_SCALE
 from amplab.amp.pytorch.grad_scaler_state import checked_state, warn_of_another_rule
 from amplab.scalers import DeviceScale, RecurrentRule, ScaleRule, ScaleState, device_scale, floored
 from amplab.scalers.floored_rule import name_of_rule
-from amplab.scalers.recurrence import require_scale
+from amplab.scalers.rules import require_scale
 
 __all__ = ["GradScalerSettings"]
 

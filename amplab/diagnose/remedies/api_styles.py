@@ -147,14 +147,14 @@ def smaller_rate(face: str, rate: float | None) -> str:
 
 def look_while_it_happens(face: str) -> str:
     """Return the line of a watch that looks at a bad step before it is taken; later its weights are gone."""
-    given = {"apex": ", amp", "none": "", "": ""}.get(face, ", scaler")
+    given = {"apex": ", scaler=amp", "none": "", "": ""}.get(face, ", scaler=scaler")
     return f"amplab.watch(model, optimizer{given}, step=lambda batch: loss_of(model, batch))  # and w.batches(loader)"
 
 
 def look_at_step(face: str) -> str:
     """Return the line that says which op of a step made inf or NaN."""
-    given = ", amp=scaler" if face in _MODULES else ""
-    return f"print(amplab.diagnose.first_nonfinite(model, loss_fn{given}))"
+    given = ", scaler=scaler" if face in _MODULES else ""
+    return f"print(amplab.first_nonfinite(model, step=loss_of{given}))"
 
 
 _MODULES = {"amplab": "amplab", "torch": "torch.amp"}

@@ -413,5 +413,5 @@ def _how_weights_were_lost(found: FirstNonfinite, level: str | None) -> tuple[st
 _STOP_AT_THE_FIRST = (
     "# from the last good checkpoint; between backward and step, to stop at the first bad batch:\n"
     "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)\n"
-    "# and with that batch: print(amplab.diagnose.first_nonfinite(model, loss_fn))"
+    "# and with that batch: print(amplab.first_nonfinite(model, step=loss_of))"
 )

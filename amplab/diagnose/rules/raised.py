@@ -77,13 +77,13 @@ class Raised:
             raise
 
 
-def finding_of_error(error: Exception, model: nn.Module | None = None, called: str = "loss_fn") -> Finding:
+def finding_of_error(error: Exception, model: nn.Module | None = None, called: str = "step()") -> Finding:
     """Return the finding for an error that a step raised, with the user's line, its op and its module of `model`.
 
     Args:
         error: what was raised.
         model: the model that was at work.
-        called: the name of the function that raised it, as the doctor was given it.
+        called: the call that raised it, as code.
 
     >>> finding_of_error(RuntimeError("value cannot be converted to type at::Half without overflow")).name
     'constant-overflows-half'
@@ -99,7 +99,7 @@ def finding_of_error(error: Exception, model: nn.Module | None = None, called: s
         "error",
         f"The step raised {type(error).__name__}: {message[:300]}",
         "It cannot be looked at before it runs.",
-        f"{called}()  # shows the traceback",
+        f"{called}  # shows the traceback",
         **place,
     )
 

@@ -145,7 +145,7 @@ function numberPane(act) {
       if (document.activeElement !== input) input.value = typed;
       writeRich(becomes, rounding && rounding.verdict !== "unread" ? value : "");
       arrow.hidden = !becomes.textContent;
-      writeRich(story, rounding ? rounding.text : "Type a number and see what the format makes of it, or try one of these.");
+      writeRich(story, rounding ? rounding.text : "Type a number to see how the format represents it, or try one of these.");
       story.className = `story ${rounding ? rounding.verdict : ""}`;
       if (chips.dataset.format === format) return;
       chips.dataset.format = format;
@@ -155,19 +155,19 @@ function numberPane(act) {
   };
 }
 
-function neighbourLine(act) {
+function neighborLine(act) {
   const at = (position) => `left: ${position}%`;
   const line = h("div", { class: "line" });
   const nothing = h("p", { class: "note" });
-  const caption = h("p", { class: "note" }, "Every number in the shaded stretch rounds to the one in the middle.");
+  const caption = h("p", { class: "note" }, "Every number in the shaded range rounds to the number in the middle.");
   return {
-    node: h("div", { class: "pane neighbours" }, h("h4", {}, "Neighbours and spacing"), line, nothing, caption),
-    update({ neighbours, kind, typed }) {
-      line.hidden = caption.hidden = !neighbours;
-      nothing.hidden = Boolean(neighbours);
-      writeRich(nothing, kind === "nan" ? "NaN has no neighbours." : "Infinity has no spacing: every number beyond the edge rounds to it.");
-      if (!neighbours) return;
-      const { below, value, above, zone, gap_below, gap_above } = neighbours;
+    node: h("div", { class: "pane neighbors" }, h("h4", {}, "Neighbors and spacing"), line, nothing, caption),
+    update({ neighbors, kind, typed }) {
+      line.hidden = caption.hidden = !neighbors;
+      nothing.hidden = Boolean(neighbors);
+      writeRich(nothing, kind === "nan" ? "NaN has no neighbors." : "Infinity has no spacing: every number beyond the range rounds to it.");
+      if (!neighbors) return;
+      const { below, value, above, zone, gap_below, gap_above } = neighbors;
       const gap = (from, to, text) => h("span", { class: "gap", style: `${at(from)}; width: ${to - from}%` }, ...rich(text));
       const tick = (end, name, steps) => h("button",
         { type: "button", class: `tick ${name}`, style: at(end.position), "aria-label": `${name}: ${end.text}`, onclick: () => act({ step: steps }) },
@@ -178,7 +178,7 @@ function neighbourLine(act) {
         gap(below.position, value.position, gap_below), gap(value.position, above.position, gap_above),
         tick(below, "below", -1), tick(above, "above", 1), h("span", { class: "tick here", style: at(value.position) }, value.text),
       ];
-      if (neighbours.typed !== null) parts.push(h("span", { class: "typed-mark", style: at(neighbours.typed), title: typed }));
+      if (neighbors.typed !== null) parts.push(h("span", { class: "typed-mark", style: at(neighbors.typed), title: typed }));
       const focused = line.contains(document.activeElement) ? document.activeElement.className : null;
       line.replaceChildren(...parts);
       if (focused) line.querySelector(`button.${focused.split(" ").at(-1)}`)?.focus();
@@ -188,7 +188,7 @@ function neighbourLine(act) {
 
 function ruler() {
   const title = h("h4");
-  const legend = h("span", { class: "note" }, "hatched: subnormal, precision runs out");
+  const legend = h("span", { class: "note" }, "hatched: subnormal, with fewer significant bits");
   const rows = h("div", { class: "ruler", role: "table", "aria-label": "What the number becomes in each format" });
   return {
     node: h("div", { class: "pane" }, h("div", { class: "title" }, title, legend), rows),
@@ -213,9 +213,9 @@ function render({ model, el }) {
   const act = (message) => model.send(message);
   const payload = () => model.get("payload");
   const picker = formatPicker(act, payload()), bits = bitRow(act), value = valuePane(), number = numberPane(act);
-  const parts = [picker, bits, value, number, neighbourLine(act), ruler()];
+  const parts = [picker, bits, value, number, neighborLine(act), ruler()];
   const [top, bitPane, valueNode, numberNode, ...below] = parts.map((part) => part.node);
-  // Lab's own shortcuts would take the arrows and the digits otherwise.
+  // Otherwise JupyterLab's shortcuts would take the arrows and the digits.
   const root = h("section", { class: "amplab-bits", "aria-label": "Bit explorer", "data-lm-suppress-shortcuts": "true" },
     top, bitPane, h("div", { class: "pair" }, valueNode, numberNode), ...below);
   const update = () => { for (const part of parts) part.update(payload()); };

@@ -9,18 +9,23 @@ function block(label, body, note = null, extra = {}) {
   return h("div", { class: "amp-block", ...extra }, h("div", { class: "amp-label" }, label), body, note);
 }
 
-function dropdown(label, change) {
-  const select = h("select", { "aria-label": label, onchange: () => change(select.value) });
-  const show = (options, chosen) => {
-    const wanted = JSON.stringify(options);
-    if (select.dataset.options !== wanted) {
-      select.dataset.options = wanted;
-      select.replaceChildren(...options.map(([value, text]) => h("option", { value }, text)));
+/** One of a few values, which may be null or boolean: an option holds the value's text. */
+function dropdown(name, label, change) {
+  let options = [];
+  const select = h("select", { "aria-label": label, onchange: () => change(name, optionOf(options, select.value)) });
+  const show = (field) => {
+    if (JSON.stringify(field.options) !== JSON.stringify(options)) {
+      ({ options } = field);
+      select.replaceChildren(...options.map(([value, text]) => h("option", { value: String(value) }, text)));
     }
-    select.value = chosen;
+    select.value = String(field.value);
+    select.title = field.title;
   };
-  return { select, show };
+  return { input: select, show };
 }
+
+/** The value among [value, label] pairs that has this text. */
+export const optionOf = (options, text) => options.find(([value]) => String(value) === text)[0];
 
 /**
  * A number that is sent when it is complete (Enter or leaving the field), never while it is typed. The field keeps what
@@ -53,17 +58,21 @@ export function powerOfTwo(exponent) {
 /** The exponent of two of a value, to two decimals; null for null. */
 export const exponentOf = (value) => (value === null ? null : Math.round(Math.log2(value) * 100) / 100);
 
-/** A number entered as an exponent of two: 16 stands for 65536. */
-function exponent(label, title, change) {
-  const field = number(`${label}, exponent of two`, (value) => change(value === null ? null : powerOfTwo(value)), { step: "1", placeholder: "none" });
-  const power = h("span", { class: "amp-power" }, h("b", { "aria-hidden": "true" }, "2"), field.input);
-  const box = h("label", { class: "amp-field", title }, h("span", {}, label), power);
-  return { box, show: (value) => field.show(exponentOf(value)) };
+/** A number of the scale in a narrow labeled box, with the field's help as its tooltip. */
+function narrow(field, input) {
+  return h("label", { class: "amp-field", title: field.title }, h("span", {}, field.label), input);
 }
 
-function counted(label, title, change) {
-  const field = number(`${label}: ${title}`, change, { min: "1", step: "1" });
-  return { box: h("label", { class: "amp-field", title }, h("span", {}, label), field.input), show: field.show };
+/** A number entered as an exponent of two: 16 stands for 65536. */
+function exponent(field, change) {
+  const made = number(`${field.label}, exponent of two`, (value) => change(value === null ? null : powerOfTwo(value)), { step: "1", placeholder: "none" });
+  const box = narrow(field, h("span", { class: "amp-power" }, h("b", { "aria-hidden": "true" }, "2"), made.input));
+  return { box, show: (value) => made.show(exponentOf(value)) };
+}
+
+function whole(field, change) {
+  const made = number(`${field.label}: ${field.title}`, change, { min: "1", step: "1" });
+  return { box: narrow(field, made.input), show: made.show };
 }
 
 function runButtons(send) {
@@ -83,61 +92,55 @@ function runButtons(send) {
   return { row: h("div", { class: "amp-run" }, start, step, reset), show };
 }
 
-function levelBlock(change) {
+function levelBlock(label, levels, change) {
   const note = h("p", { class: "amp-note", "aria-live": "polite" });
-  let made = null;
-  const holder = h("div");
-  const show = (levels, chosen) => {
-    if (made === null) {
-      made = choices("opt_level", levels.map((level) => level.name), (value) => change("opt_level", value));
-      holder.append(made.group);
-    }
+  const made = choices(label, levels.map((level) => level.name), (value) => change("opt_level", value));
+  const show = (chosen) => {
     made.show(chosen);
     const level = levels.find((each) => each.name === chosen);
     write(note, level.line);
     note.title = level.brief;
   };
-  return { box: block("opt_level", holder, note, { class: "amp-block amp-level" }), show };
+  return { box: block(label, made.group, note, { class: "amp-block amp-level" }), show };
 }
 
-function overrideRow(name, change) {
-  const list = dropdown(name, (value) => change(name, { default: null, true: true, false: false }[value]));
+/** An override of the opt_level: disabled, with the reason below, where it has no meaning. */
+function overrideRow(name, label, change) {
+  const list = dropdown(name, label, change);
   const reason = h("p", { class: "amp-note amp-refused" });
-  const row = h("div", { class: "amp-override" }, h("label", {}, h("code", {}, name), list.select), reason);
-  const show = (override) => {
-    list.show(override.options, override.value);
-    list.select.disabled = override.reason !== null;
-    row.classList.toggle("amp-off", override.reason !== null);
-    write(reason, override.reason ?? "");
-    reason.hidden = override.reason === null;
+  const row = h("div", { class: "amp-override" }, h("label", {}, h("code", {}, label), list.input), reason);
+  const show = (field) => {
+    list.show(field);
+    list.input.disabled = field.reason !== null;
+    row.classList.toggle("amp-off", field.reason !== null);
+    write(reason, field.reason ?? "");
+    reason.hidden = field.reason === null;
   };
   return { row, show };
 }
 
-function scaleBlock(change) {
-  const modes = { level: null, dynamic: "dynamic", static: 128 };
-  const mode = choices("Loss scale", Object.keys(modes), (value) => change("loss_scale", modes[value]), { level: "by level" });
-  const init = exponent("init", "Initial loss scale", (value) => change("init_scale", value));
-  const window_ = counted("window", "Steps without an overflow before the scale doubles", (value) => change("growth_interval", value));
-  const floor = exponent("floor", "Smallest loss scale", (value) => change("min_loss_scale", value));
-  const ceiling = exponent("ceiling", "Largest loss scale", (value) => change("max_loss_scale", value));
-  const fixed = exponent("scale", "Loss scale of every step", (value) => change("loss_scale", value));
-  const dynamic = h("div", { class: "amp-fields amp-four" }, init.box, window_.box, floor.box, ceiling.box);
+function scaleBlock(fields, change) {
+  const modes = { level: null, dynamic: "dynamic", static: null };
+  const mode = choices(fields.loss_scale.label, Object.keys(modes), (value) => change("loss_scale", modes[value]), { level: "by level" });
+  const parts = {
+    init_scale: exponent(fields.init_scale, (value) => change("init_scale", value)),
+    growth_interval: whole(fields.growth_interval, (value) => change("growth_interval", value)),
+    min_loss_scale: exponent(fields.min_loss_scale, (value) => change("min_loss_scale", value)),
+    max_loss_scale: exponent(fields.max_loss_scale, (value) => change("max_loss_scale", value)),
+  };
+  const fixed = exponent({ label: "scale", title: "Loss scale of every step" }, (value) => change("loss_scale", value));
+  const dynamicRow = h("div", { class: "amp-fields amp-four" }, Object.values(parts).map((part) => part.box));
   const fixedRow = h("div", { class: "amp-fields amp-four" }, fixed.box);
-  const by = mode.buttons[0];
-  const show = (scale) => {
+  const show = (scale, now) => {
     modes.static = scale.fixed ?? scale.first_fixed;
     mode.show(scale.mode);
-    by.title = `The opt_level prescribes ${scale.prescribed}`;
-    dynamic.hidden = !scale.dynamic;
-    fixedRow.hidden = scale.dynamic;
-    init.show(scale.init);
-    window_.show(scale.window);
-    floor.show(scale.floor);
-    ceiling.show(scale.ceiling);
+    mode.buttons[0].title = `The opt_level sets ${scale.prescribed}`;
+    dynamicRow.hidden = scale.fixed !== null;
+    fixedRow.hidden = scale.fixed === null;
+    for (const [name, part] of Object.entries(parts)) part.show(now[name].value);
     fixed.show(scale.fixed);
   };
-  return { box: block("Loss scale", [mode.group, dynamic, fixedRow]), show };
+  return { box: block(fields.loss_scale.label, [mode.group, dynamicRow, fixedRow]), show };
 }
 
 const FAULTS = [
@@ -183,40 +186,35 @@ function configLine() {
 function render({ model, el }) {
   const send = (type, content = {}) => model.send({ type, ...content });
   const change = (field, value) => send("change", { field, value });
+  const { fields, levels } = model.get("shown");
   const run = runButtons(send);
-  const task = dropdown("Task", (value) => change("task", value));
-  const network = dropdown("Model", (value) => change("model", value));
-  const level = levelBlock(change);
-  const overrides = ["keep_batchnorm_fp32", "master_weights"].map((name) => overrideRow(name, change));
-  const scale = scaleBlock(change);
-  const optimizer = dropdown("Optimizer", (value) => change("optimizer", value));
-  const rate = number("Learning rate", (value) => change("lr", value), { step: "any", min: "0" });
+  const lists = ["task", "model", "optimizer"].map((name) => [name, dropdown(name, fields[name].label, change)]);
+  const level = levelBlock(fields.opt_level.label, levels, change);
+  const overrides = ["keep_batchnorm_fp32", "master_weights"].map((name) => [name, overrideRow(name, fields[name].label, change)]);
+  const scale = scaleBlock(fields, change);
+  const rate = number(fields.lr.label, (value) => change("lr", value), { step: "any", min: "0" });
   const inject = injectBlock(send);
   const config = configLine();
   const error = h("p", { class: "amp-error", role: "alert", hidden: true });
-  const pair = (...fields) => h("div", { class: "amp-fields" }, fields.map(([label, input]) => h("label", { class: "amp-field" }, h("span", {}, label), input)));
+  const [task, network, optimizer] = lists.map(([name, list]) => narrow(fields[name], list.input));
   const root = h("section", { class: "amplab amp-controls", "aria-label": "Controls" },
     run.row, error,
-    pair(["Task", task.select], ["Model", network.select]),
+    h("div", { class: "amp-fields" }, task, network),
     level.box,
-    h("div", { class: "amp-overrides" }, overrides.map((each) => each.row)),
+    h("div", { class: "amp-overrides" }, overrides.map(([, each]) => each.row)),
     scale.box,
-    pair(["Optimizer", optimizer.select], ["Learning rate", rate.input]),
+    h("div", { class: "amp-fields" }, optimizer, narrow(fields.lr, rate.input)),
     inject.box,
     config.box);
   el.append(root);
 
   const show = () => {
     const shown = model.get("shown");
-    if (!shown.config) return;
     run.show(shown.state);
-    task.show(shown.options.task, shown.config.task);
-    network.show(shown.options.model, shown.config.model);
-    level.show(shown.levels, shown.config.opt_level);
-    shown.overrides.forEach((override, index) => { overrides[index].show(override); });
-    scale.show(shown.scale);
-    optimizer.show(shown.options.optimizer, shown.config.optimizer);
-    rate.show(shown.lr);
+    for (const [name, each] of [...lists, ...overrides]) each.show(shown.fields[name]);
+    level.show(shown.fields.opt_level.value);
+    scale.show(shown.scale, shown.fields);
+    rate.show(shown.fields.lr.value);
     inject.show(shown.armed, shown.shrinking, shown.state === "running");
     config.show(shown.text);
     write(error, shown.refusal ?? "");

@@ -139,7 +139,7 @@ def test_the_apex_face_trains_to_the_bit_as_without(level, name, how, capsys):
         assert same(mine, theirs), f"after half-step {step}"
     assert outcomes == expected
     said = capsys.readouterr().out
-    late = "afterwards, parameter [0-9]: it has a gradient for the first time. So have 1 more.\n"
+    late = "afterwards, parameter [0-9]: it has a gradient for the first time. The same holds for 1 more.\n"
     assert len(re.findall(late, said)) == said.count("\n") == (0 if how.get("delay") else 1)
 
 
@@ -244,7 +244,7 @@ def test_gradients_lie_in_one_buffer_for_each_kind_and_come_back_to_it(level, se
 
 BREAKS = {
     "a new group": "has a gradient for the first time",
-    "other parameters": "another parameter took its place",
+    "other parameters": "another parameter replaced it",
     "assigned gradients": "another tensor was assigned",
     "a graph": "made a new gradient with a graph",
     "unfrozen": "has a gradient for the first time",

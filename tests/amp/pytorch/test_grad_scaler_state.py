@@ -114,6 +114,6 @@ def test_what_is_no_rule_is_refused(take, rule):
     given = rule.__name__ if isinstance(rule, type) else repr(rule)
     example = given if isinstance(rule, type) else "DynamicScale"
     with pytest.raises(
-        TypeError, match=f"^rule={given}: expected a rule of the scale, an instance; pass one such as {example}"
+        TypeError, match=f"^rule={given}: expected an instance of a scaling rule; pass one such as {example}"
     ):
         take(rule)

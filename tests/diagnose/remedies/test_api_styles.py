@@ -38,7 +38,7 @@ class Loop:
     def names(self):
         return {
             "amp": amplab.amp, "amplab": amplab, "torch": torch, "model": self.model, "optimizer": self.optimizer,
-            "scaler": self.scaler, "scheduler": self.scheduler, "x": self.x, "max_norm": 0.5, "loss_fn": self.loss,
+            "scaler": self.scaler, "scheduler": self.scheduler, "x": self.x, "max_norm": 0.5, "loss_of": self.loss,
         }  # fmt: skip
 
     def loss(self):

@@ -160,7 +160,7 @@ def variance_loss(level, line=None, policy=None, nested=False):
     def loss_fn():
         return nn.functional.cross_entropy(model(x).float(), y)
 
-    return loss_fn().item(), amplab.doctor(model, loss_fn, optimizers=optimizer)
+    return loss_fn().item(), amplab.doctor(model, step=loss_fn, optimizer=optimizer)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
@@ -192,7 +192,7 @@ def test_zeros_are_said_to_be_of_the_format_that_made_them():
     amplab.amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
     try:
         findings = amplab.doctor(
-            model, lambda: torch.log(torch.softmax(model(x).half(), -1).half() + 0.0).mean(), optimizers=optimizer
+            model, step=lambda: torch.log(torch.softmax(model(x).half(), -1).half() + 0.0).mean(), optimizer=optimizer
         )
         assert findings[0].name == "log-of-zero"
         assert "round to 0 in half" in findings[0].cause
@@ -217,7 +217,7 @@ def overflowing(kind, level, policy_of=None):
     def loss_fn():
         return nn.functional.cross_entropy(names["model"](x).float(), torch.arange(8))
 
-    return loss_fn().item(), amplab.doctor(names["model"], loss_fn, optimizers=names["optimizer"])
+    return loss_fn().item(), amplab.doctor(names["model"], step=loss_fn, optimizer=names["optimizer"])
 
 
 @pytest.mark.parametrize(

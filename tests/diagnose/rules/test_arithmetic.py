@@ -104,7 +104,7 @@ def test_a_variance_by_hand_is_in_half_at_every_level_but_o0(level):
     amplab.amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     x = numbers(16, 0)
     try:
-        seen = doctor(model, lambda: model(x).float().sum(), optimizers=optimizer).named("variance-in-half")
+        seen = doctor(model, step=lambda: model(x).float().sum(), optimizer=optimizer).named("variance-in-half")
         assert [each.module for each in seen] == ([] if level == "O0" else ["1"])
         assert all(f'opt_level="{level}"' in each.remedy for each in seen)
     finally:

@@ -26,7 +26,7 @@ def loss_of(model, x):
 
 
 def names(model, step, optimizer, amp):
-    return [each.name for each in gradient_findings(rehearse_loop(model, step, [optimizer], amp=amp))]
+    return [each.name for each in gradient_findings(rehearse_loop(model, step, [optimizer], scaler=amp))]
 
 
 @pytest.mark.parametrize("scaler_type", SCALERS)
@@ -110,7 +110,7 @@ def test_a_scaler_that_no_loss_goes_through(scaler_type, clips, dtype):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
 
-    (found,) = gradient_findings(rehearse_loop(model, step, [optimizer], amp=scaler), "torch")
+    (found,) = gradient_findings(rehearse_loop(model, step, [optimizer], scaler=scaler), "torch")
     assert (found.name, found.severity) == ("loss-not-scaled", "warning" if dtype == torch.float16 else "note")
     loss, names = loss_of(model, x), {"scaler": scaler, "optimizer": optimizer}
     exec(found.remedy, names | {"loss": loss})
@@ -132,7 +132,9 @@ def test_of_two_optimizers_one_has_a_loss_that_nothing_scales(half_scaled):
         scaler.scale(model["b"](x).square().mean()).backward()
         optimizers[1].step() if half_scaled else (scaler.step(optimizers[1]), scaler.update())
 
-    found = [(each.name, each.module) for each in gradient_findings(rehearse_loop(model, step, optimizers, amp=scaler))]
+    found = [
+        (each.name, each.module) for each in gradient_findings(rehearse_loop(model, step, optimizers, scaler=scaler))
+    ]
     expected = [("stepped-with-scaled-gradients", "b")] if half_scaled else []
     assert found == [*expected, ("loss-not-scaled", "a")]
 
@@ -258,7 +260,7 @@ def test_everything_is_put_back(kind):
         return [tensor.detach().clone() for tensor in tensors], torch.get_rng_state(), rest
 
     before, rng, rest = state()
-    rehearse(model, step, [optimizer], amp=scaler, stateful=[scheduler])
+    rehearse(model, step, [optimizer], scaler=scaler, stateful=[scheduler])
     after, rng_after, rest_after = state()
     assert all(map(torch.equal, before, after))
     assert torch.equal(rng, rng_after)
@@ -279,7 +281,7 @@ def test_masters_are_put_back_too():
     try:
         step()
         before = [each.detach().clone() for each in session.master_params(optimizer)]
-        rehearse(model, step, [optimizer], amp=session)
+        rehearse(model, step, [optimizer], scaler=session)
         assert all(map(torch.equal, before, session.master_params(optimizer)))
         assert all(torch.equal(half, master.half()) for half, master in zip(model.parameters(), before, strict=True))
     finally:
@@ -339,7 +341,7 @@ def test_two_optimizers_that_take_turns(forgotten):
         of_generator.step() if forgotten else scaler.step(of_generator)
         scaler.update()
 
-    found = gradient_findings(rehearse_loop(model, step, optimizers, amp=scaler))
+    found = gradient_findings(rehearse_loop(model, step, optimizers, scaler=scaler))
     expected = [("stepped-with-scaled-gradients", "generator")] if forgotten else []
     assert [(each.name, each.module) for each in found] == expected
 
@@ -364,7 +366,7 @@ def test_a_scale_that_moves_between_backwards_of_one_step(make, keeps, moves):
         scaler.step(optimizer)
         scaler.update(256.0)
 
-    found = gradient_findings(rehearse_loop(model, step, [optimizer], amp=scaler), "torch")
+    found = gradient_findings(rehearse_loop(model, step, [optimizer], scaler=scaler), "torch")
     assert [each.name for each in found] == ["accumulation-across-scales"] * (moves and keeps)
     if found:
         assert (found[0].evidence["smallest_scale"], found[0].evidence["largest_scale"]) == (256.0, 1024.0)

@@ -65,7 +65,7 @@ def examined(size, seed, function, spoil=None, spoil_batch=None):
         spoil(model)
     if spoil_batch is not None:
         spoil_batch(x)
-    return doctor(model, lambda: model(x).float().sum(), batch=x)
+    return doctor(model, step=lambda: model(x).float().sum(), batch=x)
 
 
 @pytest.mark.parametrize(("size", "seed"), SIZES_AND_SEEDS)
@@ -117,7 +117,7 @@ def lost_weights(*, half=False, **given):
         with torch.autocast("cpu", torch.float16, enabled=half):
             return model(torch.ones(2, 4)).float().sum()
 
-    finding = finding_of(first_nonfinite(model, loss_fn, **given))
+    finding = finding_of(first_nonfinite(model, step=loss_fn, **given))
     assert (finding.name, finding.tensor) == ("nonfinite-parameter", "weight")
     return finding
 
@@ -135,7 +135,7 @@ def test_lost_weights_are_mended_by_a_scale_where_half_is_in_the_step_alone():
 
 @pytest.mark.parametrize("make", [torch.amp.GradScaler, amplab.GradScaler])
 def test_under_a_scaler_that_skips_it_was_not_the_gradients(make):
-    finding = lost_weights(half=True, amp=make("cpu"))
+    finding = lost_weights(half=True, scaler=make("cpu"))
     assert "looks at gradients" in finding.cause
     assert "GradScaler" not in finding.remedy
     assert "scaler.unscale_" in finding.remedy

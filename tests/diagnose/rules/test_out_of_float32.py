@@ -55,7 +55,7 @@ def examined(size, seed, function, around=155.0, level=None):
         amplab.amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     x = torch.randn(16, size)
     try:
-        return doctor(model, lambda: model(x).float().mean(), optimizers=optimizer, batch=x)
+        return doctor(model, step=lambda: model(x).float().mean(), optimizer=optimizer, batch=x)
     finally:
         amplab.amp.reset()
 
@@ -99,7 +99,7 @@ def test_weights_that_have_grown_are_the_rates_fault(function, size, seed):
     model, x = Ends(size, function, 0.0), torch.randn(16, size)
     with torch.no_grad():
         model.body.weight.mul_(1e25)
-    first = doctor(model, lambda: model(x).mean(), batch=x)[0]
+    first = doctor(model, step=lambda: model(x).mean(), batch=x)[0]
     assert (first.name, "weights have grown" in first.cause) == ("nonfinite-in-float32", True)
     assert "group['lr'] /= 10" in first.remedy
 
@@ -108,7 +108,7 @@ def test_weights_that_have_grown_are_the_rates_fault(function, size, seed):
 def test_a_batch_that_nobody_brought_to_size(size, seed):
     torch.manual_seed(seed)
     model, x = Ends(size, torch.square, 0.0), torch.randn(16, size) * 1e25
-    first = doctor(model, lambda: model(x).mean(), batch=x)[0]
+    first = doctor(model, step=lambda: model(x).mean(), batch=x)[0]
     assert "the batch holds numbers up to" in first.cause
     names = {"x": x}
     exec(first.remedy, names)

@@ -46,7 +46,7 @@ def loop(size, seed, kind, *, scale=1024.0, order="after", asks=False):
 
 
 def found(model, optimizer, scaler, step, stateful=()):
-    seen = schedule_findings(rehearse_loop(model, step, [optimizer], amp=scaler, stateful=stateful), face_of(scaler))
+    seen = schedule_findings(rehearse_loop(model, step, [optimizer], scaler=scaler, stateful=stateful), face_of(scaler))
     assert all(each.severity == "note" for each in seen)
     return [each.name for each in seen]
 
@@ -149,7 +149,7 @@ def test_where_nothing_is_ever_skipped_nothing_is_counted(amp):
 def test_the_doctor_says_it_in_the_words_of_the_scaler():
     for kind, words in (("torch", "scaler.get_scale() >= scale"), ("amplab", "scaler.last_step.stepped")):
         model, optimizer, scaler, _, step = loop(8, 0, kind)
-        (note,) = doctor(model, train_step=step, optimizers=optimizer, amp=scaler)
+        (note,) = doctor(model, train_step=step, optimizer=optimizer, scaler=scaler)
         assert (note.name, words in note.remedy) == ("scheduler-counts-skips", True)
 
 

@@ -51,7 +51,7 @@ def test_updates_below_half_the_last_bit(kind, dtype, size, seed, trained):
     for _ in range(trained):
         step()
     weights = [each.detach().clone() for each in model.parameters()]
-    found = doctor(model, loss_fn, train_step=step, optimizers=optimizer).named("updates-lost-in-weights")
+    found = doctor(model, step=loss_fn, train_step=step, optimizer=optimizer).named("updates-lost-in-weights")
     assert [(each.severity, each.certainty) for each in found] == [("warning", "certain")]
     assert all(map(torch.equal, weights, model.parameters()))
     (guessed,) = updates_bound_to_be_lost(model, [optimizer], observe_step(model, loss_fn))
@@ -68,7 +68,7 @@ def test_updates_below_half_the_last_bit(kind, dtype, size, seed, trained):
 def test_updates_that_weights_hold(kind, dtype, size, seed):
     model, optimizer, loss_fn, step = loop(size, seed, dtype, kind, 0.3)
     for _ in range(3):
-        assert not doctor(model, loss_fn, train_step=step, optimizers=optimizer).named("updates-lost-in-weights")
+        assert not doctor(model, step=loss_fn, train_step=step, optimizer=optimizer).named("updates-lost-in-weights")
         step()
 
 
@@ -106,8 +106,8 @@ def test_masters_and_float32_weights_lose_nothing(level):
         optimizer.step()
 
     try:
-        for given in ({"train_step": step}, {"loss_fn": loss_fn}):
-            found = doctor(model, optimizers=optimizer, amp=session, **given)
+        for given in ({"train_step": step}, {"step": loss_fn}):
+            found = doctor(model, optimizer=optimizer, scaler=session, **given)
             assert bool(found.named("updates-lost-in-weights")) == (level == "O3")
     finally:
         session.reset()
@@ -120,7 +120,7 @@ def test_pasted_the_remedy_makes_them_add_up(level):
         amplab.amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     x, y = torch.randn(32, 16), torch.arange(32) % 4
     dtype = next(model.parameters()).dtype
-    found = doctor(model, lambda: F.cross_entropy(model(x.to(dtype)).float(), y), optimizers=optimizer)
+    found = doctor(model, step=lambda: F.cross_entropy(model(x.to(dtype)).float(), y), optimizer=optimizer)
     names = {"amp": amplab.amp, "model": model, "optimizer": optimizer}
     try:
         exec(found.named("updates-lost-in-weights")[0].remedy, names)
@@ -211,7 +211,7 @@ class Adversaries:
 @pytest.mark.parametrize(("step", "severity"), [("critic_step", "note"), ("whole_step", "error")])
 def test_a_step_that_does_not_name_an_optimizer_may_be_anothers(step, severity):
     both = Adversaries()
-    found = doctor(both.model, train_step=getattr(both, step), optimizers=[both.of_critic, both.of_generator])
+    found = doctor(both.model, train_step=getattr(both, step), optimizer=[both.of_critic, both.of_generator])
     assert [(each.name, each.severity) for each in found] == [("optimizer-never-stepped", severity)]
 
 
@@ -226,7 +226,7 @@ def test_a_skipped_optimizer_is_not_left_out():
         optimizers[1].step()
         scaler.update()
 
-    assert not list(optimizers_left_out(rehearse(model, step, optimizers, amp=scaler)))
+    assert not list(optimizers_left_out(rehearse(model, step, optimizers, scaler=scaler)))
 
 
 @pytest.mark.parametrize(("steps", "severity"), [(8, "note"), (100, "note"), (101, "error")])

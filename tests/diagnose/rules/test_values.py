@@ -186,7 +186,7 @@ def headed(level, size, seed):
     else:
         amplab.amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     x = torch.randn(16, size).half()
-    found = amplab.doctor(model, lambda: model(x).float().square().sum(), optimizers=optimizer)
+    found = amplab.doctor(model, step=lambda: model(x).float().square().sum(), optimizer=optimizer)
     return found.named("softmax-in-half"), model, optimizer
 
 
@@ -215,7 +215,7 @@ def test_the_module_rule_of_a_note_runs_and_silences_it(level):
         exec(note.remedy.partition("module:\n")[2], names)
         x = torch.randn(16, 8).half()
         assert amplab.amp.default_session().opt_level == level
-        assert not amplab.doctor(model, lambda: model(x).float().square().sum()).named("softmax-in-half")
+        assert not amplab.doctor(model, step=lambda: model(x).float().square().sum()).named("softmax-in-half")
     finally:
         amplab.amp.reset()
 
@@ -231,7 +231,7 @@ def test_under_autocast_a_note_leaves_it(region):
             out = model(RAMP[None])
             return (out * out).float().sum()
 
-    (found_,) = amplab.doctor(model, loss_fn).named("square-vanishes-in-half")
+    (found_,) = amplab.doctor(model, step=loss_fn).named("square-vanishes-in-half")
     module = "torch" if region is torch.autocast else "amplab"
     assert found_.remedy.startswith(f"with {module}.autocast(x.device.type, enabled=False):\n    y = ")
     assert "amp." not in found_.remedy

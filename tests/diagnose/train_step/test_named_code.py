@@ -67,7 +67,7 @@ class Training:
 def test_clipping_gradients_that_are_none(level, limit, name):
     training = Training(level, limit)
     try:
-        seen = rehearse_loop(training.model, getattr(training, name), [training.optimizer], amp=training.session)
+        seen = rehearse_loop(training.model, getattr(training, name), [training.optimizer], scaler=training.session)
         found = gradient_findings(seen, "apex")
         expected = [("clips-model-gradients", "warning", "likely")] * (name == "of_model" and level == "O2")
         assert [(each.name, each.severity, each.certainty) for each in found] == expected
@@ -81,7 +81,7 @@ def test_the_doctor_finds_it():
     training = Training("O2", 1.0)
     try:
         for clip, expected in ((training.of_model, ["clips-model-gradients"]), (training.of_masters, [])):
-            options = {"train_step": clip, "optimizers": training.optimizer, "amp": training.session}
+            options = {"train_step": clip, "optimizer": training.optimizer, "scaler": training.session}
             assert [each.name for each in doctor(training.model, **options)] == expected
     finally:
         training.session.reset()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from amplab.trace.batch_step import ModelGroup, as_model, step_function
+from amplab.trace.handed_step import ModelGroup, as_model, handed_step
 
 X, Y, MASK = torch.ones(2, 3, requires_grad=True), torch.tensor([0, 1]), torch.zeros(2)
 Batch = namedtuple("Batch", "x y")
@@ -66,7 +66,7 @@ def call(model, batch, loss):
         return X.sum()
 
     losses = {1: taking_one, 2: taking_two, "batch": taking_batch, 3: taking_three}
-    step_function(model, batch, losses[loss])()
+    handed_step("xray", model, batch, loss=losses[loss])()
     out, *rest = got[0]
     return out["args"], rest
 
@@ -112,7 +112,7 @@ def test_by_name():
     assert same(args, (X,))
     assert rest[0]["labels"] is Y
     seen = []
-    step_function(Seen(), {"x": X, "anything": Y}, lambda out: seen.append(out.kwargs) or X.sum())()
+    handed_step("xray", Seen(), {"x": X, "anything": Y}, loss=lambda out: seen.append(out.kwargs) or X.sum())()
     assert set(seen[0]) == {"x", "anything"}
 
 
@@ -120,7 +120,7 @@ def test_modules_and_functions_of_torch_as_losses():
     model = nn.Linear(3, 2)
     expected = F.cross_entropy(model(X), Y)
     for loss in (F.cross_entropy, nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="mean").forward):
-        assert torch.equal(step_function(model, (X, Y), loss)(), expected)
+        assert torch.equal(handed_step("xray", model, (X, Y), loss=loss)(), expected)
 
 
 def test_the_outputs_own_loss_as_a_key_or_an_attribute():
@@ -133,7 +133,7 @@ def test_the_outputs_own_loss_as_a_key_or_an_attribute():
             return self.make(loss=x.sum(), logits=x)
 
     for make in (dict, SimpleNamespace, namedtuple("Output", "loss logits")):
-        step = step_function(Owns(make), X, None)
+        step = handed_step("xray", Owns(make), X)
         assert step() == 6
         assert step.loss == "the output's own loss"
 
@@ -143,7 +143,7 @@ def test_the_sum_of_all_floating_outputs():
         def forward(self, x):
             return {"a": x.half(), "b": [x, (Y, x.double())], "loss": None, "name": "x"}
 
-    step = step_function(Several(), X, None)
+    step = handed_step("xray", Several(), X)
     assert step() == 18
     assert step.loss == "the sum of the output, as no loss is given"
 
@@ -152,7 +152,7 @@ def test_the_sum_of_all_floating_outputs():
             return Y
 
     with pytest.raises(ValueError, match=r"the model returned int64.* without a floating-point tensor"):
-        step_function(Nothing(), X, None)()
+        handed_step("xray", Nothing(), X)()
 
 
 def test_several_models():
@@ -163,5 +163,5 @@ def test_several_models():
     assert dict(as_model({"a": one, "b": Two()}).named_children()).keys() == {"a", "b"}
     assert dict(as_model((one, Two())).named_children()).keys() == {"One", "Two"}
     assert as_model(one) is one
-    assert step_function(group, X, lambda batch: batch.sum())() == 6
-    assert step_function(group, None, X.sum)() == 6
+    assert handed_step("xray", group, X, step=lambda batch: batch.sum())() == 6
+    assert handed_step("xray", group, step=X.sum)() == 6

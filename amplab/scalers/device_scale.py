@@ -1,11 +1,12 @@
-"""A rule on the device: scale and counts are tensors there, and a step from state to state reads none of them.
+"""A rule on a device: scale and counts are tensors there, and a transition reads none of them back.
 
     scale = device_scale(rule, "cuda")
     (loss * scale.scale).backward()
-    scale.update_(found_inf)               # Sync: none; found_inf stays where the kernel wrote it
+    scale.update_(found_inf)               # Sync: none; found_inf stays on the device
 
-Every `RecurrentRule` has this form, with the bits of the pure rule. Any other rule (DeepSpeed's, a user's own) is
-asked on the host and its scale written to the device: ``Sync: one``, or none when the verdict is there as a bool.
+Every `RecurrentRule` runs in this form, with the bits of the pure rule (`RecurrentScale`). Any other rule (DeepSpeed's,
+a user's own) runs on the host, which then writes the scale to the device (`HostScale`): ``Sync: one``, or none if
+found_inf is a bool.
 """
 
 from abc import ABC, abstractmethod
@@ -15,26 +16,23 @@ import torch
 from torch import Tensor
 
 from amplab.kernels import update_scale_
-from amplab.scalers.recurrence import RecurrentRule, patience_of
-from amplab.scalers.rules import ScaleRule
-from amplab.scalers.scale_state import HysteresisState, ScaleState, float32
+from amplab.scalers.rules import HysteresisState, RecurrentRule, ScaleRule, ScaleState, float32, hysteresis_of
 
-__all__ = ["AskedScale", "DeviceScale", "RecurrentScale", "device_scale"]
+__all__ = ["DeviceScale", "HostScale", "RecurrentScale", "device_scale"]
 
 
 def device_scale(
     rule: ScaleRule, device: torch.device | str = "cpu", *, state: ScaleState | None = None
 ) -> "DeviceScale":
-    """Put a rule's state on a device.
+    """Put the state of a rule on a device.
 
     Args:
         rule: any rule.
-        device: where the scale lives.
-        state: where the rule stands; None for its start.
+        device: the device of the scale.
+        state: the current state; None for the rule's start.
 
     Returns:
-        A `RecurrentScale` (``syncs == 0``) for a rule that is the shared recurrence, else an `AskedScale`
-        (``syncs == 1``).
+        A `RecurrentScale` (``syncs == 0``) if the rule is a `RecurrentRule`, else a `HostScale` (``syncs == 1``).
 
     Sync: none.
 
@@ -44,17 +42,18 @@ def device_scale(
     >>> scale.scale, scale.state()
     (tensor(32768.), ScaleState(scale=32768.0, clean_steps=0))
     """
-    form = RecurrentScale if isinstance(rule, RecurrentRule) else AskedScale
-    return form(rule, torch.device(device), state=state)
+    if isinstance(rule, RecurrentRule):
+        return RecurrentScale(rule, torch.device(device), state=state)
+    return HostScale(rule, torch.device(device), state=state)
 
 
 class DeviceScale(ABC):
     """A loss scale on a device and the rule that moves it.
 
     Attributes:
-        scale: ``()`` float32, what the loss is multiplied by; updated in place, so it may be kept.
+        scale: ``()`` float32, the factor of the loss; updated in place, so a reference to it stays valid.
         clean_steps: ``()`` int32, updated in place.
-        syncs: how often `update_` waits for the device when the verdict is a tensor: 0 or 1.
+        syncs: how often `update_` waits for the device if found_inf is a tensor: 0 or 1.
     """
 
     syncs: int
@@ -72,38 +71,38 @@ class DeviceScale(ABC):
 
     @abstractmethod
     def update_(self, found_inf: Tensor | bool) -> None:
-        """Move on after a step.
+        """Make the transition after a step.
 
         Args:
-            found_inf: one element, float32, 0.0 for finite gradients, else > 0; or the verdict itself, as a bool.
+            found_inf: one element, float32, 0.0 for finite gradients, else > 0; or a bool.
 
-        Sync: as `syncs` says for a tensor, none for a bool.
+        Sync: `syncs` for a tensor, none for a bool.
         """
 
     @abstractmethod
     def state(self) -> ScaleState:
-        """Where the rule stands. Sync: one."""
+        """Return the current state. Sync: one."""
 
     @abstractmethod
     def load_(self, state: ScaleState) -> None:
-        """Take up a state, in the tensors that are there. Sync: none."""
+        """Set the current state, in the same tensors. Sync: none."""
 
     @abstractmethod
     def set_scale_(self, scale: float | Tensor) -> None:
-        """Go on from another scale; what the rule has counted stays.
+        """Set the scale and keep the counts.
 
         Args:
             scale: a number, or a tensor of one element on any device.
 
-        Sync: none; one for a tensor where the host is asked (`syncs` is 1).
+        Sync: none; one for a tensor if the rule runs on the host (`syncs` is 1).
         """
 
     @abstractmethod
     def follow(self, rule: ScaleRule) -> None:
-        """Go on from here under another rule of the same form.
+        """Continue from the current state under another rule of the same form.
 
         Raises:
-            TypeError: the rule needs another form; make a new one with `device_scale`.
+            TypeError: the rule needs the other form; make a new object with `device_scale`.
 
         Sync: none.
         """
@@ -122,21 +121,21 @@ class RecurrentScale(DeviceScale):
 
     @property
     def _exact(self) -> Tensor:
-        """The scale in the precision that the rule keeps."""
+        """The scale in the precision of the rule."""
         return self.scale if self._recurrence.single else self._double
 
     @torch.no_grad()
     def update_(self, found_inf: Tensor | bool) -> None:
-        """Move on after a step, on the device. Sync: none."""
-        rule, verdict = self._recurrence, self._verdict(found_inf)
+        """Make the transition after a step, on the device. Sync: none."""
+        rule, found_inf = self._recurrence, self._on_device(found_inf)
         if rule.growth_interval is None:
-            self.clean_steps.add_(1).masked_fill_(verdict.reshape(()) != 0, 0)
+            self.clean_steps.add_(1).masked_fill_(found_inf.reshape(()) != 0, 0)
             return
         update_scale_(
             self._exact,
             self.clean_steps,
             None if rule.hysteresis is None else self._hysteresis,
-            verdict,
+            found_inf,
             rule.growth_factor,
             rule.backoff_factor,
             int(rule.growth_interval),
@@ -150,13 +149,13 @@ class RecurrentScale(DeviceScale):
         if not rule.single:
             self.scale.copy_(self._double)
 
-    def _verdict(self, found_inf: Tensor | bool) -> Tensor:
+    def _on_device(self, found_inf: Tensor | bool) -> Tensor:
         if isinstance(found_inf, Tensor):
             return found_inf.detach().to(self.scale.device, torch.float32, non_blocking=True)
         return torch.full((), float(found_inf), device=self.scale.device)
 
     def state(self) -> ScaleState:
-        """Where the rule stands. Sync: one."""
+        """Return the current state. Sync: one."""
         counts = (self._exact.double(), self.clean_steps.double(), self._hysteresis.double())
         scale, clean_steps, hysteresis = torch.stack(counts).tolist()
         if self._recurrence.hysteresis is None:
@@ -165,25 +164,25 @@ class RecurrentScale(DeviceScale):
 
     @torch.no_grad()
     def load_(self, state: ScaleState) -> None:
-        """Take up a state; one without a count of patience gets all of it. Sync: none."""
+        """Set the current state; one that does not count hysteresis has all of it. Sync: none."""
         self._double.fill_(self._recurrence.round(state.scale))
         self.scale.copy_(self._double)
         self.clean_steps.fill_(state.clean_steps)
-        self._hysteresis.fill_(patience_of(state, self._recurrence.hysteresis or 1))
+        self._hysteresis.fill_(hysteresis_of(state, self._recurrence.hysteresis or 1))
 
     @torch.no_grad()
     def set_scale_(self, scale: float | Tensor) -> None:
-        """Go on from another scale, which may lie outside the rule's bounds. Sync: none."""
+        """Set the scale, which may be outside the rule's bounds, and keep the counts. Sync: none."""
         scale = scale.detach().reshape(()) if isinstance(scale, Tensor) else torch.tensor(scale, dtype=torch.float64)
         self._double.copy_(scale.to(self._double.device, torch.float64, non_blocking=True))
         self.scale.copy_(self._double)
 
     @torch.no_grad()
     def follow(self, rule: ScaleRule) -> None:
-        """Go on from here under other constants. Sync: none."""
+        """Continue from the current state under other constants. Sync: none."""
         if not isinstance(rule, RecurrentRule):
             raise TypeError(
-                f"{rule!r}: expected a rule that is the shared recurrence; make a new device_scale for any other."
+                f"{rule!r}: expected a RecurrentRule, as this scale runs on the device; make a new device_scale."
             )
         if self._recurrence.hysteresis is None and rule.recurrence.hysteresis is not None:
             self._hysteresis.fill_(rule.recurrence.hysteresis)
@@ -191,32 +190,32 @@ class RecurrentScale(DeviceScale):
         self._rule, self._recurrence = rule, rule.recurrence
 
 
-class AskedScale(DeviceScale):
-    """A rule that only the host can ask: DeepSpeed's, a user's own. Sync: one."""
+class HostScale(DeviceScale):
+    """A rule that runs on the host: DeepSpeed's, a user's own. Sync: one."""
 
     syncs = 1
 
     def update_(self, found_inf: Tensor | bool) -> None:
-        """Read the verdict, ask the rule, write its scale to the device. Sync: one for a tensor, none for a bool."""
+        """Read found_inf, run the rule, write its scale to the device. Sync: one for a tensor, none for a bool."""
         self.load_(self._rule.next(self._state, bool(found_inf)))
 
     def state(self) -> ScaleState:
-        """Where the rule stands. Sync: none, it is here."""
+        """Return the current state. Sync: none."""
         return self._state
 
     @torch.no_grad()
     def load_(self, state: ScaleState) -> None:
-        """Take up a state. Sync: none."""
+        """Set the current state. Sync: none."""
         self._state = state
         self.scale.fill_(float32(state.scale))
         self.clean_steps.fill_(state.clean_steps)
 
     def set_scale_(self, scale: float | Tensor) -> None:
-        """Go on from another scale. Sync: one for a tensor, none for a number."""
+        """Set the scale and keep the counts. Sync: one for a tensor, none for a number."""
         self.load_(replace(self._state, scale=float(scale)))
 
     def follow(self, rule: ScaleRule) -> None:
-        """Go on from here under another rule that understands the present state. Sync: none."""
+        """Continue from the current state under another rule that accepts it. Sync: none."""
         if isinstance(rule, RecurrentRule):
-            raise TypeError(f"{rule!r}: expected a rule that the host is asked; make a new device_scale for this one.")
+            raise TypeError(f"{rule!r}: expected a rule that runs on the host; make a new device_scale.")
         self._rule = rule

@@ -1,0 +1,450 @@
+"""How a tool is given a step: a model and a batch, or a function that returns the loss.
+
+    tool(model, batch, loss=fn)      the tool calls the model, then fn
+    tool(model, step=fn)             fn runs the forward and returns the loss
+    tool(model, batch, step=fn)      the same; fn may take the batch
+
+=================  ============================  =======================================================
+batch              the model is called as        loss is called as
+=================  ============================  =======================================================
+a tensor           model(batch)                  loss(output), loss(output, batch) if it takes two
+a mapping          model(**batch)                the same; keys that forward does not take stay with it
+a tuple or list    model(*first), as many as     loss(output, *rest); with nothing left over
+                   forward takes                 loss(output, batch)
+=================  ============================  =======================================================
+
+Without `loss` it is the output's own `loss` (a key or an attribute), else the sum of every floating-point output.
+
+=============================  ====================
+step takes, without defaults   step is called as
+=============================  ====================
+nothing                        step()
+one argument                   step(batch)
+two arguments                  step(model, batch)
+=============================  ====================
+
+The tool runs backward: a step returns the loss before it is scaled. Several models in a list or a dict need a step.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from amplab.amp import Session, default_session
+from amplab.policies.nested_tensors import floating_tensors_in
+from amplab.trace.step_checks import accepts, check_loss, check_model
+
+__all__ = [
+    "HandedStep",
+    "Loss",
+    "ModelGroup",
+    "Models",
+    "Scaler",
+    "as_model",
+    "bound_to_batch",
+    "check_loss_function",
+    "check_scaler",
+    "handed_step",
+    "optimizers_of",
+    "scaler_in_use",
+    "shows_calls",
+]
+
+Models = nn.Module | list[nn.Module] | Mapping[str, nn.Module]
+Loss = Callable[..., Tensor]
+Scaler = Session | torch.amp.GradScaler
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def shows_calls(*calls: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a tool: arguments that it does not take raise a TypeError with `calls`, the ones to write.
+
+    >>> @shows_calls("tool(model, batch, loss=criterion)")
+    ... def tool(model, batch=None, *, loss=None): ...
+    >>> tool(None, amp=None)
+    Traceback (most recent call last):
+    TypeError: tool() got an unexpected keyword argument 'amp'; use scaler=. Write tool(model, batch, loss=criterion).
+    """
+
+    def decorate(tool: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(tool)
+
+        @functools.wraps(tool)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as refusal:
+                verb = next((verb for start, verb in _VERBS.items() if str(refusal).startswith(start)), "")
+                unknown = next((name for name in kwargs if name not in signature.parameters), "")
+                use = f"; use {_INSTEAD[unknown]}" if unknown in _INSTEAD else ""
+                what = f"{tool.__name__}() {verb}{refusal}{use}"
+                raise TypeError(f"{what}. Write {' or '.join(calls)}.") from None
+            return tool(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+_VERBS = {"missing": "is ", "too many": "got "}
+_INSTEAD = {
+    "amp": "scaler=",
+    "scaler_or_amp": "scaler=",
+    "grad_scaler": "scaler=",
+    "session": "scaler=",
+    "criterion": "loss=",
+    "loss_fn": "loss= for a function of the output, or step= for a function that runs the forward",
+    "closure": "step=",
+    "train_step": "step= for a function that returns the loss; only amplab.doctor takes a whole train_step",
+    "optimizers": "optimizer=",
+}
+"""Names that other libraries use, and the argument that takes such a value here."""
+
+
+class ModelGroup(nn.Module):
+    """Several models that are one step, e.g. a generator and a discriminator; their paths begin with their names.
+
+    Attributes:
+        given: the list or dict of models, as the tool was given it.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module], given: Any) -> None:
+        super().__init__()
+        self.given = given
+        for name, model in models.items():
+            self.add_module(str(name).replace(".", "_"), model)  # a module's name is a word without a dot
+
+
+@dataclass
+class HandedStep:
+    """A step that can be run: call it for the loss of one forward.
+
+    Attributes:
+        model: whose step it is.
+        run: the user's part: gives the loss, or the model's output where no loss is given.
+        name: what gave the loss, as messages call it: "step", "loss" or "the model".
+        loss: where the loss comes from, in words; without `loss=` and `step=` known after the first call.
+    """
+
+    model: nn.Module
+    run: Callable[[], Any]
+    name: str
+    loss: str = ""
+
+    def __call__(self) -> Tensor:
+        """Return the loss of one forward.
+
+        Raises:
+            TypeError, ValueError: it is no number to start backward from.
+        """
+        loss = self.run()
+        if self.name == "the model":
+            loss, self.loss = _loss_in(loss)
+        return check_loss(loss, self.model, self.name)
+
+
+def as_model(model: Any, *, compiled: bool = False, values: bool = False) -> nn.Module:
+    """Return a model; several in a list, tuple or dict as one `ModelGroup`.
+
+    Args:
+        model: what was given.
+        compiled, values: as `check_model` takes them.
+
+    Raises:
+        TypeError, ValueError: as `check_model`; a list or dict with no model in it.
+    """
+    named = model
+    if isinstance(model, list | tuple):
+        kinds = [type(each).__name__ for each in model]
+        names = [kind if kinds.count(kind) == 1 else f"{kind}{place}" for place, kind in enumerate(kinds)]
+        named = dict(zip(names, model, strict=True))
+    if not isinstance(named, Mapping):
+        return check_model(model, compiled=compiled, values=values)
+    if not named:
+        raise TypeError("no model in the list: expected a torch.nn.Module, or a list or dict of them.")
+    for each in named.values():
+        check_model(each, compiled=compiled, values=values)
+    return ModelGroup(named, model)
+
+
+def handed_step(
+    tool: str, model: nn.Module, batch: Any = None, *, loss: Loss | None = None, step: Loss | None = None
+) -> HandedStep:
+    """Return the step that a tool was given; the module's tables say how its parts are called.
+
+    Args:
+        tool: the tool's name, for the calls that messages show.
+        model: as `as_model` returns it.
+        batch, loss, step: as the tool was given them.
+
+    Raises:
+        TypeError: neither a batch nor a step; both a loss and a step; many batches where one is expected; or arguments
+            that the model, the loss or the step do not take.
+    """
+    if step is not None:
+        if loss is not None:
+            raise TypeError(
+                f"loss= together with step=: expected one of them, amplab.{tool}(model, batch, loss=criterion) or "
+                f"amplab.{tool}(model, step=loss_of); a step computes the loss itself."
+            )
+        run = bound_to_batch(tool, "step", step, model, batch)
+        return HandedStep(model, run, "step", f"{_name_of(step)}, as given")
+    check_loss_function(loss)
+    if batch is None:
+        also = " loss= takes the model's output, so it needs a batch as well." if loss is not None else ""
+        raise TypeError(
+            f"no batch: expected amplab.{tool}(model, batch, loss=criterion), or amplab.{tool}(model, step=loss_of) "
+            f"with a function that runs the forward and returns the loss.{also}"
+        )
+    if isinstance(model, ModelGroup):
+        raise TypeError(
+            "several models and no step: expected a function that runs them all and returns the loss, "
+            f"amplab.{tool}(models, batch, step=loss_of)."
+        )
+    _check_batch(tool, batch)
+    args, kwargs, rest = _parts(model, batch, _required(loss))
+    _check_call(model, args, kwargs, batch)
+    if loss is None:
+        return HandedStep(model, lambda: _called(model, args, kwargs), "the model")
+    beside = f", {len(rest)} more of the batch" if rest else ""
+    _check_given(loss, 1 + len(rest), f"the model's output{beside}")
+    return HandedStep(model, lambda: loss(_called(model, args, kwargs), *rest), "loss", f"{_name_of(loss)}, as given")
+
+
+def bound_to_batch(
+    tool: str,
+    name: str,
+    function: Callable[..., R],
+    model: Any,
+    batch: Any,
+    *,
+    such: str = "lambda: criterion(model(x), y)",
+) -> Callable[[], R]:
+    """Return `function` with as many of (model, batch) as it requires; see the module's second table.
+
+    Args:
+        tool: the tool's name.
+        name: of the tool's argument.
+        function: what was given for it.
+        model, batch: what it may be called with; no batch where it is None.
+        such: a function that the tool takes, as code.
+
+    Raises:
+        TypeError: it is no function, or it requires something else.
+    """
+    if isinstance(function, type) or not callable(function):
+        kind = f"{function.__name__} is a class" if isinstance(function, type) else type(function).__name__
+        raise TypeError(f"{name}={kind}: expected a function such as {such}.")
+    required = len(_required(function)) or int(batch is not None and _takes_any_number(function))
+    if required and batch is None:
+        raise TypeError(
+            f"{name} requires {_arguments(function)}, and there is no batch: expected a function without arguments "
+            f"such as {such}, or a batch, amplab.{tool}(model, batch, {name}=...)."
+        )
+    models = model.given if isinstance(model, ModelGroup) else model
+    given = {0: (), 1: (batch,)}.get(required, (models, batch))
+    refused = accepts(function, len(given))
+    if refused is not None:
+        raise TypeError(
+            f"{name} is called with nothing, with the batch, or with the model and the batch, and {refused}: expected "
+            f"a function such as {such}."
+        )
+    return functools.partial(function, *given) if given else function
+
+
+def check_scaler(scaler: Any) -> Scaler | None:
+    """Return the session or GradScaler that a tool was given; the module ``amp`` stands for this thread's session.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(scaler, ModuleType) and scaler.__name__ in ("amplab.amp", "apex.amp"):
+        return default_session()
+    if scaler is None or isinstance(scaler, Session | torch.amp.GradScaler):
+        return scaler
+    raise TypeError(f"scaler={type(scaler).__name__}: expected a GradScaler, a Session, the module amp, or None.")
+
+
+def scaler_in_use(scaler: Any) -> Scaler | None:
+    """Return what `check_scaler` returns; for None this thread's session, where ``amp.initialize`` was called."""
+    if scaler is None and default_session().initialized:
+        return default_session()
+    return check_scaler(scaler)
+
+
+def optimizers_of(optimizer: Any) -> list[Optimizer]:
+    """Return the optimizers that a tool was given: one, several, or None for none.
+
+    Raises:
+        TypeError: something else.
+    """
+    given = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    found = list(given) if isinstance(given, Iterable) else None
+    if found is not None and all(isinstance(each, Optimizer) for each in found):
+        return found
+    kinds = f" of {', '.join(dict.fromkeys(type(each).__name__ for each in found))}" if found else ""
+    raise TypeError(
+        f"optimizer={type(optimizer).__name__}{kinds}: expected a torch.optim.Optimizer, or a list of them."
+    )
+
+
+def check_loss_function(loss: Any) -> None:
+    """Raise a TypeError unless `loss` is a function, or None."""
+    if isinstance(loss, type) and issubclass(loss, nn.Module):
+        name = loss.__name__
+        raise TypeError(f"loss={name} is a class: expected a function or an instance; call it, {name}().")
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss={type(loss).__name__}: expected a function of the model's output, or None.")
+
+
+def _check_batch(tool: str, batch: Any) -> None:
+    """Raise a TypeError for what holds many batches, and for a function."""
+    many = "expected one batch, and this holds many; take one"
+    if isinstance(batch, DataLoader | Dataset):
+        loader = "loader" if isinstance(batch, DataLoader) else "DataLoader(dataset, batch_size=64)"
+        raise TypeError(f"batch={type(batch).__name__}: {many}, next(iter({loader})).")
+    if isinstance(batch, Iterator):
+        raise TypeError(f"batch={type(batch).__name__}: {many}, next(batch).")
+    if callable(batch):
+        raise TypeError(
+            f"batch={_name_of(batch)}: expected a batch, and this is a function. Write amplab.{tool}(model, step=fn) "
+            f"for a function that returns the loss, or amplab.{tool}(model, batch, loss=fn) for one of the output."
+        )
+
+
+def _check_given(loss: Loss, given: int, what: str) -> None:
+    refused = accepts(loss, given)
+    if refused is not None:
+        raise TypeError(f"loss is given {what}, and {refused}; wrap it, e.g. loss=lambda out: criterion(out, target).")
+
+
+def _check_call(model: nn.Module, args: tuple, kwargs: dict[str, Any], batch: Any) -> None:
+    """Raise a TypeError unless forward takes these arguments; a hook may change them first."""
+    if model._forward_pre_hooks:
+        return
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except ValueError:  # it says nothing
+        return
+    except TypeError as refusal:
+        keys = f" with the keys {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) and batch else ""
+        raise TypeError(
+            f"batch={type(batch).__name__}{keys or (' without values' if not len(batch) else '')}: expected what "
+            f"{_words(model)} takes, and it is {refusal}; help(amplab.trace.handed_step) shows how a batch goes in."
+        ) from None
+
+
+def _words(model: nn.Module) -> str:
+    return f"{type(model).__name__}.forward({', '.join(inspect.signature(model.forward).parameters)})"
+
+
+def _called(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call the model; what it raises says with what it was called."""
+    try:
+        return model(*args, **kwargs)
+    except Exception as error:
+        given = [*map(_described, args), *(f"{name}={_described(value)}" for name, value in kwargs.items())]
+        weights = dict.fromkeys(_described(each, shape=False) for each in model.parameters())
+        error.add_note(
+            f"amplab called {type(model).__name__}({', '.join(given)}); its parameters are "
+            f"{', '.join(weights) or 'none'}."
+        )
+        raise
+
+
+def _described(value: Any, *, shape: bool = True) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    sizes = str(list(value.shape)) if shape else ""
+    return f"{str(value.dtype).removeprefix('torch.')}{sizes} on {value.device}"
+
+
+def _parts(model: nn.Module, batch: Any, wants: list[inspect.Parameter]) -> tuple[tuple, dict[str, Any], tuple]:
+    """What the model is given by place and by name, and what the loss is given beside the output."""
+    whole = (batch,) if len(wants) > 1 else ()
+    if isinstance(batch, Mapping):
+        known = _known_names(model)
+        return (), {key: value for key, value in batch.items() if known is None or key in known}, whole
+    if not isinstance(batch, tuple | list) or isinstance(batch, PackedSequence):
+        return (batch,), {}, whole
+    apart = 0 if len(wants) == 2 and wants[1].name == "batch" else max(0, len(wants) - 1)
+    first = _into_model(model, len(batch), apart)
+    rest = tuple(batch[first:])
+    return tuple(batch[:first]), {}, rest if apart and rest else whole
+
+
+def _into_model(model: nn.Module, given: int, apart: int) -> int:
+    """How many of `given` values forward takes, where the loss wants `apart` of them and forward can do without."""
+    takes = _by_place(model.forward)
+    least = sum(each.default is each.empty and each.kind is not each.VAR_POSITIONAL for each in takes)
+    most = given if any(each.kind is each.VAR_POSITIONAL for each in takes) else len(takes)
+    return min(given, most, max(least, given - apart))
+
+
+def _required(function: Callable[..., Any] | None) -> list[inspect.Parameter]:
+    """What a loss or a step has to be given by place."""
+    return [each for each in _by_place(function) if each.default is each.empty and each.kind is not each.VAR_POSITIONAL]
+
+
+def _takes_any_number(function: Callable[..., Any]) -> bool:
+    return any(each.kind is each.VAR_POSITIONAL for each in _by_place(function))
+
+
+def _arguments(function: Callable[..., Any]) -> str:
+    return f"({', '.join(each.name for each in _required(function))})"
+
+
+def _by_place(function: Callable[..., Any] | None) -> list[inspect.Parameter]:
+    """The arguments that a function takes by place; none where it is written in C and has no signature."""
+    if function is None:
+        return []
+    function = function.forward if isinstance(function, nn.Module) else function
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [each for each in parameters if each.kind in _BY_PLACE]
+
+
+_BY_PLACE = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.VAR_POSITIONAL,
+)
+
+
+def _known_names(model: nn.Module) -> set[str] | None:
+    """The names that forward takes; None where it takes any."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return None
+    return {each.name for each in parameters}
+
+
+def _loss_in(output: Any) -> tuple[Tensor, str]:
+    """The loss that a model's output offers, and where it lies."""
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(own, Tensor):
+        return own, "the output's own loss"
+    tensors = floating_tensors_in(output)
+    if not tensors:
+        raise ValueError(
+            f"the model returned {_described(output)} without a floating-point tensor: expected one to start backward "
+            "from; pass loss=, a function of the output."
+        )
+    return sum(tensor.float().sum() for tensor in tensors), "the sum of the output, as no loss is given"
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    return getattr(func, "__qualname__", type(func).__name__).replace("<lambda>", "lambda").split(".<locals>.")[-1]

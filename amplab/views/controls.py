@@ -1,0 +1,135 @@
+"""The controls in both directions: what they show, as plain values, and what their messages do to the trainer.
+
+    {"type": "start" | "pause" | "step" | "reset"}, {"type": "change", "field", "value"}, {"type": "inject", "kind"}
+
+Labels, choices and what a change requires come from the declarations of `ExperimentConfig`, which also decides what is
+allowed. No widget here; controls.js draws the payload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from amplab.amp import OPT_LEVELS, explain_override
+from amplab.lab import FIELDS, LIVE_FIELDS, ExperimentConfig, Trainer, field_named
+from amplab.lab.config import Change, ConfigField
+
+__all__ = ["act", "controls_payload", "field_value"]
+
+STATIC_START = 128.0
+"""The static scale that is offered first; apex's documentation uses it."""
+
+
+# What the controls show
+
+
+def controls_payload(
+    config: ExperimentConfig, *, state: str, refusal: str | None, shrinking: bool, armed: list[str]
+) -> dict[str, object]:
+    """Return all that the controls show.
+
+    Args:
+        config: The experiment in effect.
+        state: State of the trainer.
+        refusal: Why the latest change was refused, None if it was accepted.
+        shrinking: Whether an injected underflow is on.
+        armed: Faults that will go into the next step.
+    """
+    return {
+        "fields": {name: _field(each, config) for name, each in FIELDS.items()},
+        "levels": [
+            {"name": level.name, "brief": level.brief.partition(":")[2].strip(), "line": level.explanation}
+            for level in OPT_LEVELS.values()
+        ],
+        "scale": _scale(config),
+        "text": str(config),
+        "state": state,
+        "refusal": refusal,
+        "shrinking": shrinking,
+        "armed": armed,
+    }
+
+
+def _field(field: ConfigField, config: ExperimentConfig) -> dict[str, object]:
+    """A field's texts, its choices as pairs of value and label, its value, and why it cannot be changed now."""
+    value = config.learning_rate if field.name == "lr" else getattr(config, field.name)
+    resets = " A change starts over with new weights." if field.change is Change.NEW_WEIGHTS else ""
+    return {
+        "label": field.label,
+        "title": f"{field.help[:1].upper()}{field.help[1:]}.{resets}",
+        "value": value,
+        "options": _options(field, config.opt_level),
+        "reason": explain_override(config.opt_level, field.name) if field.overrides_level else None,
+    }
+
+
+def _options(field: ConfigField, level: str) -> list[list[object]]:
+    if field.values.kind is not bool:
+        return [[value, label] for value, label in field.values.choices().items()]
+    prescribed = getattr(OPT_LEVELS[level].properties, field.name)
+    default = f"not at {level}" if prescribed is None else f"{level}: {prescribed}"
+    return [[None, default], [True, "True"], [False, "False"]]
+
+
+def _scale(config: ExperimentConfig) -> dict[str, object]:
+    """Who decides the loss scale, and the static scale if there is one."""
+    prescribed = OPT_LEVELS[config.opt_level].properties.loss_scale
+    return {
+        "mode": "level" if config.loss_scale is None else "dynamic" if config.is_dynamic else "static",
+        "prescribed": prescribed if prescribed == "dynamic" else f"static {prescribed:g}",
+        "fixed": None if config.is_dynamic else float(config.effective_loss_scale),
+        "first_fixed": STATIC_START,
+    }
+
+
+# What their messages do
+
+
+def act(trainer: Trainer, message: Mapping[str, Any]) -> str | None:
+    """Do what a message of the page asks for; return why it was refused, None if it was done.
+
+    Raises:
+        KeyError: The message has an unknown type.
+    """
+    try:
+        _ACTIONS[message["type"]](trainer, message)
+    except (ValueError, RuntimeError) as refusal:
+        return str(refusal)
+    return None
+
+
+def field_value(name: str, value: object) -> object:
+    """Return a value from the page in the type of the field `name`: JavaScript has one type of number.
+
+    >>> field_value("growth_interval", 50.0), field_value("lr", 1), field_value("master_weights", True)
+    (50, 1.0, True)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    if field_named(name).values.kind is int:
+        return int(value) if float(value).is_integer() else value
+    return float(value)
+
+
+def _change(trainer: Trainer, message: Mapping[str, Any]) -> None:
+    """Change one field. A field that needs new weights resets the run, which then goes on if it was running."""
+    name = message["field"]
+    value = field_value(name, message["value"])
+    if name in LIVE_FIELDS:
+        trainer.change(**{name: value})
+        return
+    running = trainer.state == "running"
+    trainer.reset(trainer.config.changed(**{name: value}))
+    if running:
+        trainer.start()
+
+
+_ACTIONS: dict[str, Callable[[Trainer, Mapping[str, Any]], object]] = {
+    "start": lambda trainer, _: trainer.start(),
+    "pause": lambda trainer, _: trainer.pause(),
+    "step": lambda trainer, _: trainer.step(),
+    "reset": lambda trainer, _: trainer.reset(),
+    "change": _change,
+    "inject": lambda trainer, message: trainer.inject(message["kind"]),
+}

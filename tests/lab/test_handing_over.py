@@ -1,0 +1,243 @@
+"""All tools take a step in the same ways, and a call in another way names the right one."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import amplab
+from amplab import amp
+
+X, Y = torch.ones(4, 3), torch.tensor([0, 1, 0, 1])
+ONE_STEP = ("xray", "gradient_range", "first_nonfinite", "doctor")
+TRAINING = ("twin", "ladder")
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Linear(3, 2)
+
+
+def wide():
+    """A model whose output leaves half's range."""
+    model = net()
+    with torch.no_grad():
+        model.weight.fill_(40000.0)
+    return model
+
+
+def seen(tool, model, *args, **options):
+    """What a tool reports of a step, as a value that can be compared."""
+    found = getattr(amplab, tool)(model, *args, **options)
+    of = {
+        "xray": lambda: [(record.op, record.dtypes) for record in found.trace if record.op not in ("", "ones")],
+        "gradient_range": found.rows if tool == "gradient_range" else None,
+        "first_nonfinite": lambda: str(found),
+        "doctor": lambda: [(each.name, each.symptom) for each in found],
+    }
+    return of[tool]()
+
+
+@pytest.fixture(autouse=True)
+def no_session():
+    yield
+    amp.reset()
+
+
+@pytest.mark.parametrize("tool", ONE_STEP)
+def test_a_batch_and_a_loss_are_the_same_step_as_a_function(tool):
+    model = net()
+    expected = seen(tool, model, (X, Y), loss=F.cross_entropy)
+    for way in (
+        {"step": lambda: F.cross_entropy(model(X), Y)},
+        {"batch": (X, Y), "step": lambda: F.cross_entropy(model(X), Y)},
+        {"batch": (X, Y), "step": lambda batch: F.cross_entropy(model(batch[0]), batch[1])},
+        {"batch": (X, Y), "step": lambda given, batch: F.cross_entropy(given(batch[0]), batch[1])},
+        {"batch": (X, Y), "step": lambda *given: F.cross_entropy(model(given[0][0]), given[0][1])},
+        {"batch": (X, Y), "step": lambda model=model: F.cross_entropy(model(X), Y)},
+    ):
+        assert seen(tool, model, **way) == expected
+
+
+@pytest.mark.parametrize("tool", ONE_STEP)
+def test_several_models_need_a_step(tool):
+    models = [net(), net()]
+    seen(tool, models, X, step=lambda both, batch: (both[0](batch) + both[1](batch)).square().mean())
+    with pytest.raises(TypeError, match=rf"amplab\.{tool}\(models, batch, step=loss_of\)"):
+        seen(tool, models, X, loss=F.cross_entropy)
+
+
+CALLS = {
+    "xray": "amplab.xray(model, step=loss_of)",
+    "gradient_range": "amplab.gradient_range(model, step=loss_of)",
+    "first_nonfinite": "amplab.first_nonfinite(model, step=loss_of, scaler=scaler)",
+    "doctor": "amplab.doctor(model, step=loss_of, optimizer=optimizer, scaler=scaler)",
+    "twin": "amplab.twin(model, batch, step=lambda model, batch: criterion(model(batch)))",
+    "ladder": "amplab.ladder(make_model, data, step=lambda model, batch: criterion(model(batch)))",
+    "watch": "amplab.watch(model, optimizer, scaler=scaler, step=loss_of)",
+}
+OTHER_NAMES = {
+    "amp": "scaler=",
+    "scaler_or_amp": "scaler=",
+    "loss_fn": "step= for a function that runs the forward",
+    "criterion": "loss=",
+    "closure": "step=",
+    "optimizers": "optimizer=",
+    "anything": "",
+}
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+@pytest.mark.parametrize("tool", CALLS)
+def test_another_name_of_an_argument_shows_the_call(tool, name):
+    with pytest.raises(TypeError, match=re.escape(CALLS[tool])) as refusal:
+        getattr(amplab, tool)(net(), X, **{name: 3})
+    assert f"{tool}() got an unexpected keyword argument {name!r}" in str(refusal.value)
+    assert OTHER_NAMES[name] in str(refusal.value)
+
+
+@pytest.mark.parametrize("tool", [tool for tool in CALLS if tool != "doctor"])
+def test_a_whole_train_step_goes_to_the_doctor(tool):
+    with pytest.raises(TypeError, match=r"only amplab\.doctor takes a whole train_step"):
+        getattr(amplab, tool)(net(), X, train_step=lambda: None)
+
+
+@pytest.mark.parametrize("tool", CALLS)
+def test_too_many_arguments_show_the_call(tool):
+    with pytest.raises(TypeError, match=re.escape(CALLS[tool])):
+        getattr(amplab, tool)(net(), X, "O0", "O1", None)
+
+
+@pytest.mark.parametrize("tool", ONE_STEP)
+def test_a_function_is_no_batch(tool):
+    model = net()
+    with pytest.raises(TypeError, match=rf"Write amplab\.{tool}\(model, step=fn\)"):
+        seen(tool, model, lambda: model(X).sum())
+
+
+@pytest.mark.parametrize("tool", ONE_STEP)
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        ({"step": len, "loss": len}, "loss= together with step=: expected one of them"),
+        ({"step": lambda batch: 0}, "step requires (batch), and there is no batch"),
+        ({"step": lambda a, b, c: 0, "batch": X}, "lambda(a, b, c) is missing a required argument: 'c'"),
+        ({"step": nn.MSELoss}, "step=MSELoss is a class"),
+        ({"step": 3}, "step=int: expected a function"),
+        ({"loss": F.cross_entropy}, "loss= takes the model's output, so it needs a batch as well"),
+        ({"step": lambda: None}, "amplab.doctor(model, train_step=fn)"),
+    ],
+)
+def test_no_step(tool, way, words):
+    with pytest.raises(TypeError, match=re.escape(words)):
+        seen(tool, net(), **way)
+
+
+@pytest.mark.parametrize("tool", ["first_nonfinite", "doctor"])
+def test_who_scales(tool):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    huge = {"batch": X, "loss": lambda out: (out * 1e6).sum(), "loss_scale": None}
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    session = amp.default_session()
+    found = [str(seen(tool, model, scaler=scaler, **huge)) for scaler in (None, amp, session)]
+    assert found[0] == found[1] == found[2]
+    for wrong in ("O1", optimizer, torch):
+        with pytest.raises(TypeError, match=r"expected a GradScaler, a Session, the module amp, or None"):
+            seen(tool, model, scaler=wrong, **huge)
+
+
+@pytest.mark.parametrize("precision", [{"opt_level": "O1"}, {"policy": "apex/float16"}, {"opt_level": "O2"},
+                                       {"autocast": {"dtype": torch.float16}}])  # fmt: skip
+@pytest.mark.parametrize("tool", ["first_nonfinite", "doctor"])
+def test_a_precision_for_the_step(tool, precision):
+    model = wide()
+    before = [(weight.dtype, weight.detach().clone()) for weight in model.parameters()]
+    finite, broken = (seen(tool, model, X, **options) for options in ({}, precision))
+    if tool == "doctor":
+        assert [name for name, _ in finite] == []
+        assert "overflow-in-half" in [name for name, _ in broken]
+    else:
+        assert (finite, "linear" in broken) == ("None", True)
+    for weight, (dtype, value) in zip(model.parameters(), before, strict=True):
+        assert weight.dtype is dtype
+        assert torch.equal(weight, value)
+
+
+def test_a_scaler_and_autocast_go_together():
+    found = amplab.first_nonfinite(
+        net(), X, loss=lambda out: out.sum() * 4, scaler=torch.amp.GradScaler("cpu"), autocast={"dtype": torch.float16}
+    )
+    assert (found.cause, found.setting.face, found.setting.loss_scale) == ("scale", "torch", 2.0**16)
+
+
+@pytest.mark.parametrize("tool", ["first_nonfinite", "doctor"])
+def test_a_session_has_a_precision_of_its_own(tool):
+    with pytest.raises(ValueError, match="scaler=Session together with opt_level"):
+        seen(tool, net(), X, scaler=amp.Session(), opt_level="O1")
+
+
+def test_a_precision_without_a_step_to_run_in_it():
+    with pytest.raises(TypeError, match="without a step"):
+        amplab.doctor(net(), opt_level="O1")
+
+
+@pytest.mark.parametrize("tool", TRAINING)
+def test_models_that_are_trained_are_given_to_the_step(tool):
+    given = []
+
+    def step(model, batch):
+        given.append(model)
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    model = net()
+    before = [weight.detach().clone() for weight in model.parameters()]
+    options = {"steps": 8} if tool == "twin" else {"steps": 8, "tell": str, "rungs": {"O1": "O1", "fp32": "fp32"}}
+    by_step, by_loss = (
+        getattr(amplab, tool)(model, (X, Y), **way, **options) for way in ({"step": step}, {"loss": F.cross_entropy})
+    )
+    assert len({id(each) for each in given}) == 2
+    assert model not in given
+    assert all(torch.equal(weight, value) for weight, value in zip(model.parameters(), before, strict=True))
+    if tool == "twin":
+        assert by_step.text() == by_loss.text()
+    else:
+        assert [rung.loss for rung in by_step.rungs] == [rung.loss for rung in by_loss.rungs]
+    with pytest.raises(TypeError, match=rf"amplab\.{tool}\(.*, step=lambda model, batch"):
+        getattr(amplab, tool)(model, (X, Y), step=lambda: 0, **options)
+
+
+@pytest.mark.parametrize("way", ["loss", "step", "step of both"])
+def test_a_watch_runs_a_step_again_in_each_way(way):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ways = {
+        "loss": {"loss": lambda out, target: F.cross_entropy(out * 1e30, target)},
+        "step": {"step": lambda batch: F.cross_entropy(model(batch[0]) * 1e30, batch[1])},
+        "step of both": {"step": lambda given, batch: F.cross_entropy(given(batch[0]) * 1e30, batch[1])},
+    }
+    scaler = torch.amp.GradScaler("cpu")
+    with amplab.watch(model, optimizer, scaler=scaler, **ways[way]) as w:
+        for x, y in w.batches([(X, Y)] * 2):
+            optimizer.zero_grad()
+            loss = w.loss(F.cross_entropy(model(x) * 1e30, y))
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert w.failures == ()
+    assert [each.name for each in w.findings() if each.op] != []
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"loss": 3}, "loss=int: expected a function"),
+    ({"step": 3}, "step=int: expected a function"),
+    ({"step": nn.MSELoss}, "step=MSELoss is a class"),
+    ({"step": len, "loss": len}, "loss= together with step="),
+    ({"step": lambda a, b, c: 0}, "missing a required argument: 'c'"),
+])  # fmt: skip
+def test_what_a_watch_cannot_run_again(options, words):
+    model = net()
+    with pytest.raises(TypeError, match=re.escape(words)):
+        amplab.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)

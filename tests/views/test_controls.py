@@ -1,0 +1,163 @@
+"""The controls: what they offer, what they disable and why, and what the page's messages do to a real trainer."""
+
+import json
+
+import pytest
+
+from amplab.amp import OPT_LEVELS, explain_override
+from amplab.lab import FIELDS, ExperimentConfig, Trainer
+from amplab.lab.config import OVERRIDES
+from amplab.views.controls import act, controls_payload, field_value
+
+LEVELS = list(OPT_LEVELS)
+
+
+def payload(config: ExperimentConfig) -> dict:
+    return controls_payload(config, state="ready", refusal=None, shrinking=False, armed=[])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_override_is_disabled_with_the_reason_of_its_level(level: str) -> None:
+    fields = payload(ExperimentConfig(opt_level=level))["fields"]
+    for name, field in fields.items():
+        assert field["reason"] == (explain_override(level, name) if name in OVERRIDES else None)
+        assert (field["value"] is None) or name not in OVERRIDES
+
+
+def test_some_override_is_disabled_and_some_is_not() -> None:
+    fields = [payload(ExperimentConfig(opt_level=level))["fields"][name] for level in LEVELS for name in OVERRIDES]
+    reasons = [field["reason"] for field in fields]
+    assert None in reasons
+    assert any(reasons)
+
+
+def test_every_field_has_its_declared_label_and_a_reset_is_announced() -> None:
+    fields = payload(ExperimentConfig())["fields"]
+    assert {name: field["label"] for name, field in fields.items()} == {n: each.label for n, each in FIELDS.items()}
+    announced = {name for name, field in fields.items() if "starts over" in field["title"]}
+    assert announced == {"task", "model", "hidden", "seed"}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_payload_is_json_and_offers_each_level_with_one_line(level: str) -> None:
+    shown = payload(ExperimentConfig(opt_level=level))
+    assert json.loads(json.dumps(shown)) == shown
+    assert [each["name"] for each in shown["levels"]] == LEVELS
+    assert all(each["line"] and "\n" not in each["line"] + each["brief"] for each in shown["levels"])
+
+
+def test_the_text_is_the_config_that_can_be_parsed_back() -> None:
+    config = ExperimentConfig(opt_level="O2", master_weights=False, init_scale=2.0**20)
+    shown = payload(config)
+    assert ExperimentConfig.parse(shown["text"]) == config
+    assert shown["fields"]["master_weights"]["value"] is False
+    assert [False, "False"] in shown["fields"]["master_weights"]["options"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "mode", "fixed"),
+    [
+        ({}, "level", None),
+        ({"opt_level": "O3"}, "level", 1.0),
+        ({"opt_level": "O3", "loss_scale": "dynamic"}, "dynamic", None),
+        ({"loss_scale": 128.0}, "static", 128.0),
+    ],
+)
+def test_the_loss_scale_says_who_decides_it(changes: dict, mode: str, fixed: float | None) -> None:
+    scale = payload(ExperimentConfig(**changes))["scale"]
+    assert (scale["mode"], scale["fixed"]) == (mode, fixed)
+
+
+def test_the_learning_rate_is_the_one_in_effect() -> None:
+    config = ExperimentConfig(optimizer="adam")
+    assert payload(config)["fields"]["lr"]["value"] == config.learning_rate
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "field"),
+    [
+        ("growth_interval", 50.0, 50),
+        ("growth_interval", 2.5, 2.5),  # left for ExperimentConfig to refuse
+        ("lr", 1, 1.0),
+        ("max_loss_scale", 65536, 65536.0),
+        ("min_loss_scale", None, None),
+        ("master_weights", True, True),
+        ("loss_scale", "dynamic", "dynamic"),
+    ],
+)
+def test_numbers_from_the_page_get_the_fields_type(name: str, value: object, field: object) -> None:
+    found = field_value(name, value)
+    assert found == field
+    assert type(found) is type(field)
+
+
+def change(field: str, value: object) -> dict:
+    return {"type": "change", "field": field, "value": value}
+
+
+def test_the_buttons_of_a_run(trainer: Trainer, until) -> None:
+    assert act(trainer, {"type": "step"}) is None
+    until(lambda: len(trainer.history) == 1)
+    act(trainer, {"type": "start"})
+    until(lambda: len(trainer.history) > 5)
+    act(trainer, {"type": "pause"})
+    trainer.wait(10)
+    assert trainer.state == "paused"
+    act(trainer, {"type": "reset"})
+    trainer.wait(10)
+    assert (trainer.state, len(trainer.history)) == ("ready", 0)
+
+
+def test_a_level_changes_while_it_runs(trainer: Trainer, until) -> None:
+    act(trainer, {"type": "start"})
+    until(lambda: len(trainer.history) > 3)
+    assert act(trainer, change("opt_level", "O2")) is None
+    until(lambda: trainer.history.last.opt_level == "O2")
+    assert trainer.state == "running"
+    assert trainer.history.record(0).opt_level == "O1"
+
+
+def test_a_field_that_needs_new_weights_begins_anew_and_runs_on(trainer: Trainer, until) -> None:
+    act(trainer, {"type": "start"})
+    until(lambda: len(trainer.history) > 3)
+    old = trainer.history
+    act(trainer, change("model", "cnn"))
+    until(lambda: trainer.history is not old and len(trainer.history) > 3)
+    assert trainer.config.model == "cnn"
+    assert trainer.config.hidden == 16
+    assert trainer.state == "running"
+
+
+def test_a_fault_goes_into_the_next_step(trainer: Trainer) -> None:
+    act(trainer, {"type": "inject", "kind": "overflow"})
+    trainer.run(1)
+    assert trainer.history.last.skipped
+    assert trainer.history.last.injected == "overflow"
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (change("lr", -1), "lr=-1: expected a number > 0"),
+        (change("growth_interval", 2.5), "growth_interval=2.5"),
+        (change("min_loss_scale", 2.0**30), "at most max_loss_scale=2**24"),
+        (change("master_weights", True), "need no masters"),
+        (change("model", "transformer"), "one of mlp, cnn"),
+        ({"type": "inject", "kind": "fire"}, "choose from overflow"),
+    ],
+)
+def test_a_refusal_is_a_sentence_and_changes_nothing(trainer: Trainer, message: dict, said: str) -> None:
+    before = trainer.config
+    assert said in act(trainer, message)
+    trainer.wait(10)
+    assert trainer.config == before
+
+
+def test_a_stopped_run_says_what_to_do(trainer: Trainer) -> None:
+    trainer.stop()
+    assert "reset()" in act(trainer, {"type": "start"})
+
+
+def test_an_unknown_message_is_a_mistake_of_ours(trainer: Trainer) -> None:
+    with pytest.raises(KeyError):
+        act(trainer, {"type": "explode"})
