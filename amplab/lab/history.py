@@ -322,16 +322,20 @@ def extreme_rows(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
     wanted = [finite & (values == low[bucket]), finite & (values == high[bucket])]
     if not finite.all():
         wanted += [np.isnan(values), values == np.inf, values == -np.inf]
-    return np.unique(np.concatenate([_first_of_each(mask, bucket) for mask in wanted]))
+    rows: np.ndarray = np.unique(np.concatenate([_first_of_each(mask, bucket) for mask in wanted]))
+    return rows
 
 
 def _first_of_each(mask: np.ndarray, bucket: np.ndarray) -> np.ndarray:
     """Return, for each bucket with a True, the position of its first one."""
     rows = np.flatnonzero(mask)
-    if len(rows) == 0:
-        return rows
-    owner = bucket[rows]
-    return rows[np.concatenate([[True], owner[1:] != owner[:-1]])]
+    first: np.ndarray = rows[_starts(bucket[rows])]
+    return first
+
+
+def _starts(values: np.ndarray) -> np.ndarray:
+    """Return the positions where a sorted array has a value for the first time."""
+    return np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
 
 
 class BlockExtremes:
@@ -370,14 +374,14 @@ def thin(columns: list[np.ndarray], *, candidates: list[np.ndarray], marked: np.
     per_bucket = 1 + 2 * len(columns)
     buckets = max(1, (limit - len(marked)) // per_bucket)
     width = -(-total // buckets)
-    kept = [np.arange(0, total, width), [total - 1], marked]
+    kept: list[np.ndarray] = [np.arange(0, total, width), np.array([total - 1]), marked]
     for column, rows in zip(columns, candidates, strict=True):
         owner = rows // width
-        starts = np.flatnonzero(np.concatenate([[True], owner[1:] != owner[:-1]]))
-        kept.append(rows[extreme_rows(column[rows], starts)])
+        kept.append(rows[extreme_rows(column[rows], _starts(owner))])
     return np.unique(np.concatenate(kept)).astype(np.int64)
 
 
 def _spread(marked: np.ndarray, total: int, buckets: int) -> np.ndarray:
     """Return the first marked row of each of `buckets` equal buckets."""
-    return marked[_first_of_each(np.ones(len(marked), dtype=bool), marked * buckets // total)]
+    first: np.ndarray = marked[_starts(marked * buckets // total)]
+    return first

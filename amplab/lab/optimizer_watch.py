@@ -101,8 +101,8 @@ class IdleOptimizers:
             if counts[number] == 0 and max(counts) > ENOUGH_STEPS:
                 names = _with_gradient(model, optimizer)
                 if names:
-                    evidence = {"parameters": len(names), "steps_of_others": max(counts)}
-                    yield never_stepped(number, names, api_style, evidence)
+                    seen = {"parameters": len(names), "steps_of_others": max(counts)}
+                    yield never_stepped(number, names, api_style, {**seen})
 
     def _counter(self, number: int) -> Callable[..., None]:
         def count(*_: object) -> None:
