@@ -1,9 +1,16 @@
-"""What is the matter, and what to do: with the machine, with a step whose numbers left their range, with a run.
+"""Explain what is wrong in mixed-precision training, and how to fix it: of a machine, of one step, of a whole run.
 
-Reading order: `doctor`, which applies every rule; `first_nonfinite`, which explains one step; `Finding`, what a rule
-gives; `Observation`, what rules about runs read; `twin` and `ladder`, which train in several precisions; `what_if`.
+Reading order: `doctor` applies every rule; `first_nonfinite` explains one step; a rule returns a `Finding`, and
+`CATALOGUE` lists all of them; `Observation` is what rules about runs read; `twin` and `ladder` train in several
+precisions; `what_if` replays a run with another loss-scaling rule.
+
+    rules/           each file examines one kind of evidence: values, gradients, parameters, a run, ...
+    remedies/        the code that a finding suggests, for each API that a training loop may use
+    observed_step/   one step with the values of every op
+    train_step/      what surrounds the model: the code of the step, its schedulers, updates lost to rounding
 """
 
+from amplab.diagnose.catalogue import CATALOGUE
 from amplab.diagnose.examination import doctor
 from amplab.diagnose.finding import Finding, Findings
 from amplab.diagnose.first_nonfinite import FirstNonfinite, first_nonfinite
@@ -18,6 +25,7 @@ from amplab.diagnose.twin_report import TwinReport
 from amplab.diagnose.what_if import ScaleHistory, WhatIf, WhatIfs, what_if, what_ifs
 
 __all__ = [
+    "CATALOGUE",
     "doctor",
     "first_nonfinite",
     "FirstNonfinite",

@@ -10,8 +10,7 @@ This file applies the rules and ranks what they find; each rule is in the file o
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -21,6 +20,7 @@ from torch.optim import Optimizer
 
 from amplab.amp import LossScaleCollapse, Session
 from amplab.diagnose.arguments import check_no_arguments, check_options
+from amplab.diagnose.catalogue import causes_first
 from amplab.diagnose.finding import Finding, Findings
 from amplab.diagnose.first_nonfinite import Setting, explain, setting_of
 from amplab.diagnose.machine import MachineReport, machine_report
@@ -28,10 +28,10 @@ from amplab.diagnose.observations import Observation
 from amplab.diagnose.observed_step.blame import blame
 from amplab.diagnose.observed_step.values import ObservedStep, observe_step
 from amplab.diagnose.rehearsals import rehearse_loop
-from amplab.diagnose.remedies.api_styles import face_of
+from amplab.diagnose.remedies.api_styles import Api, api_style_of
 from amplab.diagnose.rules.arithmetic import arithmetic_findings
 from amplab.diagnose.rules.gradients import gradient_findings
-from amplab.diagnose.rules.nonfinite import finding_of, level_in_use
+from amplab.diagnose.rules.nonfinite import api_in_use, finding_of
 from amplab.diagnose.rules.parameters import nonfinite_buffers, parameter_findings
 from amplab.diagnose.rules.raised import Raised, finding_of_error
 from amplab.diagnose.rules.run import run_findings
@@ -55,14 +55,7 @@ from amplab.trace.handed_step import (
     shows_calls,
 )
 
-__all__ = ["causes_first", "doctor"]
-
-_OF_THE_RUN = ("scale-collapse", "nonfinite-loss")
-_SYMPTOMS = (*_OF_THE_RUN, "nonfinite-parameter")
-_SAYS_MORE = ("scale-too-large", "nonfinite-gradient")  # of skipped steps than that they are skipped
-_WRONG_STEPS = ("adam-on-half", "stepped-with-scaled-gradients", "unscaled-twice")  # after which any rate diverges
-_CONSEQUENCES_OF_DIVERGING = (*_SYMPTOMS, "overflow-in-half", "logits-overflow-half", "reduction-overflows-half",
-                              "nonfinite-in-float32", "cast-overflows-half")  # fmt: skip
+__all__ = ["doctor"]
 
 
 @shows_calls(
@@ -119,7 +112,7 @@ def doctor(
     >>> model = nn.Linear(8, 8)
     >>> optimizer = torch.optim.SGD([model.weight], lr=0.1)
     >>> print(doctor(model, torch.ones(8, 8), loss=lambda out: out.square().mean(), optimizer=optimizer)[0].symptom)
-    bias got a gradient, and no optimizer steps it.
+    bias received a gradient, but no optimizer updates it.
     """
     if model is None:
         check_no_arguments(
@@ -142,7 +135,7 @@ def doctor(
     if train_step is not None:
         train_step = bound_to_batch("doctor", "train_step", train_step, model, batch, such="lambda: train(batch)")
     in_use = scaler_in_use(scaler)
-    found = [] if run is None else run_findings(_with_face(run, in_use))
+    found = [] if run is None else run_findings(_with_api(run, in_use))
     observed = None
     with setting_of(
         model, scaler, opt_level=opt_level, policy=policy, autocast=autocast, loss_scale=loss_scale
@@ -158,12 +151,12 @@ def doctor(
     return Findings.ranked(causes_first(found))
 
 
-def _with_face(run: Observation, scaler: Scaler | None) -> Observation:
+def _with_api(run: Observation, scaler: Scaler | None) -> Observation:
     """Return a run, with who scaled its losses where it does not say so."""
     if run.scaling or scaler is None:
         return run
     level = (scaler.opt_level or "") if isinstance(scaler, Session) else ""
-    return replace(run, scaling=face_of(scaler), level=level)
+    return replace(run, scaling=api_style_of(scaler), level=level)
 
 
 def _look_at_step(
@@ -185,9 +178,9 @@ def _look_at_step(
         return None, [finding_of_error(error, model, "step()" if handed.name == "step" else "model(batch)")]
     blamed = blame(step)
     first = [] if blamed is None else [finding_of(explain(model, handed, setting, step, blamed, batch=batch))]
-    level = level_in_use(setting, step)
-    of_values = (*value_findings(step, level), *arithmetic_findings(step, level))
-    return step, [*first, *of_values, *speed_findings(step.trace, level)]
+    api = api_in_use(setting, step)
+    of_values = (*value_findings(step, api), *arithmetic_findings(step, api))
+    return step, [*first, *of_values, *speed_findings(step.trace, api)]
 
 
 def _look_at_loop(
@@ -199,15 +192,15 @@ def _look_at_loop(
 ) -> list[Finding]:
     raised = Raised(train_step)
     reached = [each for each in schedulers_of(train_step) if not any(each is other for other in stateful)]
+    api = Api(api_style_of(scaler))
     try:
         with compiled_functions_eagerly():
             seen = rehearse_loop(model, raised, optimizers, scaler=scaler, stateful=[*stateful, *reached])
-        face = face_of(scaler)
         return [
-            *gradient_findings(seen, face),
-            *optimizers_left_out(seen, face),
+            *gradient_findings(seen, api),
+            *optimizers_left_out(seen, api),
             *updates_lost(seen.lost),
-            *schedule_findings(seen, face),
+            *schedule_findings(seen, api),
         ]
     except LossScaleCollapse:
         return []  # the run and the step show it
@@ -215,37 +208,3 @@ def _look_at_loop(
         if raised.error is not error and not isinstance(error, RuntimeError | NotImplementedError):
             raise
         return [finding_of_error(error, model, "train_step()")]
-
-
-def causes_first(found: Iterable[Finding]) -> list[Finding]:
-    """Leave out symptoms whose cause was found, and doubt causes that a run which diverges explains as well.
-
-    That it diverges is doubted in turn where a step was run again in float32 and its loss had not grown.
-
-    >>> left = causes_first([Finding("diverging", "error", "a", "b", "c", "likely"),
-    ...                      Finding("overflow-in-half", "error", "d", "e", "f", "certain")])
-    >>> [each.name for each in Findings.ranked(left)]
-    ['diverging', 'overflow-in-half']
-    """
-    found = list(found)
-    if any(each.severity == "error" or each.name in _SAYS_MORE for each in found):
-        found = [each for each in found if each.name != "still-skipping"]
-    names = {each.name for each in found if each.severity == "error"}
-    left_out = _OF_THE_RUN if "nonfinite-parameter" in names else ()
-    if names.difference(_SYMPTOMS):
-        left_out = _SYMPTOMS
-    kept = [each for each in found if each.name not in left_out]
-    if names.intersection(_WRONG_STEPS):
-        return [each for each in kept if each.name != "diverging"]
-    if "diverging" not in names:
-        return kept
-    if _is_refuted(kept):
-        return [replace(each, certainty="possible") if each.name == "diverging" else each for each in kept]
-    return [replace(each, certainty="possible") if each.name in _CONSEQUENCES_OF_DIVERGING else each for each in kept]
-
-
-def _is_refuted(found: Sequence[Finding]) -> bool:
-    """Whether a step that overflowed in its format has no larger a loss in float32 than the run began with."""
-    began = min(each.evidence.get("first_loss", -math.inf) for each in found if each.name == "diverging")
-    again = (each.evidence.get("loss_in_float32") for each in found if each.name in _CONSEQUENCES_OF_DIVERGING)
-    return any(isinstance(loss, int | float) and loss <= began for loss in again)

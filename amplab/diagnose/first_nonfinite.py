@@ -27,7 +27,7 @@ from amplab.diagnose.first_nonfinite_page import html, sentence, text
 from amplab.diagnose.observed_step.blame import Blame, blame
 from amplab.diagnose.observed_step.tensor_summary import TensorSummary, counted
 from amplab.diagnose.observed_step.values import ObservedStep, measured_in, observe_step
-from amplab.diagnose.remedies.api_styles import face_of
+from amplab.diagnose.remedies.api_styles import ApiStyle, api_style_of
 from amplab.diagnose.reruns import Outcome, Room, probe, room
 from amplab.policies import PrecisionPolicy
 from amplab.policies.nested_tensors import named_tensors_in
@@ -58,7 +58,7 @@ class Setting:
     Args:
         loss_scale: what the loss is multiplied by.
         casting: makes the context in which forward and backward run.
-        face: "apex", "amplab", "torch" or "none", who scales; the words that a remedy uses, see `remedies.api_styles`.
+        api_style: who scales the loss: APEX, AMPLAB, TORCH or PLAIN.
         dynamic: whether the scale moves and overflows are skipped.
         level: the opt_level, or empty.
         around_loss: makes the context of the forward and the loss alone, such as an autocast region.
@@ -66,7 +66,7 @@ class Setting:
 
     loss_scale: float = 1.0
     casting: Callable[[], AbstractContextManager[object]] = nullcontext
-    face: str = "none"
+    api_style: ApiStyle = ApiStyle.PLAIN
     dynamic: bool = False
     level: str = ""
     around_loss: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -217,19 +217,22 @@ def setting_of(
     with precision_setting(model, opt_level=opt_level, policy=policy, autocast=autocast) as precision:
         level = (opt_level or "O1") if autocast is None else ""
         if scaler is None:
-            scale, face, dynamic = precision.loss_scale, "apex" if level else "none", precision.loss_scale > 1
+            style = ApiStyle.APEX if level else ApiStyle.PLAIN
+            scale, dynamic = precision.loss_scale, precision.loss_scale > 1
         else:
-            scale, face, dynamic = scaler.get_scale(), face_of(scaler), scaler.is_enabled()
-        yield Setting(loss_scale or scale, precision.casting, face, dynamic, level, precision.around_loss)
+            scale, style, dynamic = scaler.get_scale(), api_style_of(scaler), scaler.is_enabled()
+        yield Setting(loss_scale or scale, precision.casting, style, dynamic, level, precision.around_loss)
 
 
 def _setting_in_force(scaler: Scaler | None, loss_scale: float | None) -> Setting:
     """Scale and casts of a session or a scaler."""
     if isinstance(scaler, Session):
         dynamic = any(each.dynamic for each in scaler.scalers)
-        return Setting(loss_scale or scaler.loss_scale(), scaler.casting, "apex", dynamic, scaler.opt_level or "")
+        return Setting(
+            loss_scale or scaler.loss_scale(), scaler.casting, ApiStyle.APEX, dynamic, scaler.opt_level or ""
+        )
     if scaler is not None:
-        return Setting(loss_scale or scaler.get_scale(), nullcontext, face_of(scaler), scaler.is_enabled())
+        return Setting(loss_scale or scaler.get_scale(), nullcontext, api_style_of(scaler), scaler.is_enabled())
     return Setting(loss_scale or 1.0)
 
 

@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from amplab.diagnose.remedies.api_styles import Api, ApiStyle
+
 __all__ = ["Observation", "StepObservation"]
 
 
@@ -70,8 +72,24 @@ class Observation(Sequence[StepObservation]):
     steps: tuple[StepObservation, ...] = ()
     growth_interval: int | None = None
     dynamic: bool = True
-    scaling: str = ""
+    scaling: ApiStyle | str = ApiStyle.UNKNOWN
     level: str = ""
+
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "scaling", ApiStyle(self.scaling))
+        except ValueError:
+            raise ValueError(
+                f"scaling={self.scaling!r}: expected 'apex', 'amplab', 'torch', 'none', or '' if it is not known."
+            ) from None
+
+    @property
+    def api(self) -> Api:
+        """What the training loop uses, for the remedies."""
+        scaling = ApiStyle(self.scaling)
+        if scaling in (ApiStyle.APEX, ApiStyle.UNKNOWN):
+            return Api.of_opt_level(self.level, scaling)
+        return Api(scaling, ApiStyle.AMPLAB if scaling is ApiStyle.AMPLAB else ApiStyle.TORCH)
 
     def then(self, step: StepObservation) -> Observation:
         """Return the run with one more step."""

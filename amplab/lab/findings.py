@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from amplab.diagnose import Finding, Findings, Observation, StepObservation
-from amplab.diagnose.examination import causes_first
+from amplab.diagnose.catalogue import causes_first
 from amplab.formats import FLOAT16
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import StepRecord

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amplab.diagnose import Finding
+from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.diagnose.rules.parameters import model_parameters
 from amplab.diagnose.rules.updates import never_stepped
 from amplab.formats import ExponentHistogram, exponent_histogram
@@ -86,14 +87,14 @@ class IdleOptimizers:
 
         return end
 
-    def findings(self, model: nn.Module, api_style: str, steps: int) -> Iterator[Finding]:
+    def findings(self, model: nn.Module, scaling: str, steps: int) -> Iterator[Finding]:
         """Yield a finding for each optimizer without a step whose parameters hold a finite gradient.
 
         Sync: one for each optimizer without a step.
 
         Args:
             model: the model whose parameters they update.
-            api_style: what scales the loss.
+            scaling: what scales the loss, as `Observation.scaling`.
             steps: number of steps of the run, which are those of the first optimizer, skipped ones included.
         """
         counts = [max(self._steps[0], steps), *self._steps[1:]]
@@ -102,7 +103,7 @@ class IdleOptimizers:
                 names = _with_gradient(model, optimizer)
                 if names:
                     seen = {"parameters": len(names), "steps_of_others": max(counts)}
-                    yield never_stepped(number, names, api_style, {**seen})
+                    yield never_stepped(number, names, Api(ApiStyle(scaling)), {**seen})
 
     def _counter(self, number: int) -> Callable[..., None]:
         def count(*_: object) -> None:

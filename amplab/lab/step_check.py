@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from amplab.diagnose import Finding
+from amplab.diagnose.catalogue import finding
 from amplab.lab.events import StepRecord
 from amplab.policies.nested_tensors import floating_tensors_in
 
@@ -87,32 +88,21 @@ def _first_bad(flags: Sequence[tuple[str, Tensor]]) -> str | None:
 
 
 def _in_forward(record: StepRecord, skips: int, module: str) -> Finding:
-    return Finding(
+    return finding(
         "nonfinite-forward",
-        "error",
-        f"{skips} steps in a row were skipped, and the output of {module} is inf or NaN in forward.",
-        "No loss scale can mend it: the forward does not see the scale. Which op it is, a replay of the step tells.",
-        _TRACE_IT,
         module="" if module == "(model)" else module,
         evidence={"step": record.step, "loss_scale": record.loss_scale},
+        skips=skips,
+        output_of=module,
     )
 
 
 def _in_backward(record: StepRecord, skips: int, parameter: str) -> Finding:
-    return Finding(
+    return finding(
         "nonfinite-gradient",
-        "note",
-        f"{skips} steps in a row were skipped. In the next every output is finite, and the gradient of {parameter} is "
-        "the first that is not.",
-        "Either the scale is still too large, and goes on falling until it fits, or the backward of an op makes inf "
-        "whatever the scale. A replay of the step tells which.",
-        _TRACE_IT,
-        "possible",
+        certainty="possible",
         tensor=f"gradient of {parameter}",
         evidence={"step": record.step, "loss_scale": record.loss_scale},
+        skips=skips,
+        parameter=parameter,
     )
-
-
-_TRACE_IT = (
-    "amplab.watch(model, optimizer, scaler=scaler, step=lambda batch: loss_of(model, batch))  # and w.batches(loader)"
-)

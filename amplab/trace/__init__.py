@@ -1,4 +1,4 @@
-"""What happened in one training step: every op with its dtypes, its place in the model and the reason."""
+"""What happened in one training step: every op with its dtypes, its module and the reason for its dtypes."""
 
 from amplab.trace.gradient_range import GradientRange, gradient_range
 from amplab.trace.lines import CodeLine

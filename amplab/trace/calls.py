@@ -1,7 +1,7 @@
-"""Which call of the model's code is at work: a function mode that keeps its name.
+"""`Calls`: a function mode that keeps the name of the call in the model's code that is running.
 
-Composites of torch that engines open (F.multi_head_attention_forward, `1 / x`, Tensor.backward) are opened here too, so
-that the calls inside them go by the same names with and without an engine; every other call goes by the outermost one.
+Ops are named after the outermost call. The exceptions are composites of torch that engines look into
+(F.multi_head_attention_forward, `1 / x`, Tensor.backward): their inner calls are named, with and without an engine.
 """
 
 import functools
@@ -21,23 +21,23 @@ from amplab.trace.modules import ModuleStack
 
 __all__ = ["Calls"]
 
-_ASKED = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu")
-_QUESTIONS = frozenset(getattr(Tensor, name).__get__ for name in _ASKED) | {Tensor.dim, Tensor.size}
-"""What asks a tensor about itself and computes nothing: by far the most frequent calls."""
+_PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu")
+_READS = frozenset(getattr(Tensor, name).__get__ for name in _PROPERTIES) | {Tensor.dim, Tensor.size}
+"""Functions that read a property of a tensor and compute nothing; these are the most frequent calls."""
 
 _RUNS_BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
 class Calls(TorchFunctionMode):
-    """The outermost call at work, and whether autograd is.
+    """The outermost call that is running, and whether autograd is.
 
     Attributes:
-        name: the call's name, empty between calls.
-        line: the user's line that made it, None between calls.
-        count: how many calls have begun.
-        autocast: whether torch's own autocast was on as the call began; inside, it switches itself off.
+        name: the call's name; empty between calls.
+        line: the line of the user's code that made it; None between calls.
+        count: the number of calls so far.
+        autocast: whether torch.autocast was enabled when the call began; torch disables it inside.
         in_autograd: True inside a call that computes gradients.
-        autograd_depth: how many modules were at work when that call began.
+        autograd_depth: the depth of the module stack when that call began.
     """
 
     def __init__(self, modules: ModuleStack) -> None:
@@ -51,8 +51,14 @@ class Calls(TorchFunctionMode):
         self._modules = modules
         self._opened = _opened_by_engines()
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func in _QUESTIONS:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in _READS:
             return func(*args)
         if func in self._opened:
             return self._open(func, args, kwargs or {})
@@ -64,7 +70,7 @@ class Calls(TorchFunctionMode):
 
     @contextmanager
     def named(self, name: str) -> Iterator[None]:
-        """Take the ops of the block for those of one call."""
+        """Treat the ops of the block as those of one call."""
         before = self._begin(name)
         try:
             yield
@@ -72,8 +78,8 @@ class Calls(TorchFunctionMode):
             self.name, self.autocast, self.line = before
 
     @contextmanager
-    def autograd_at_work(self) -> Iterator[None]:
-        """Take what runs in the block, and in no deeper module than now, for autograd's."""
+    def in_backward(self) -> Iterator[None]:
+        """Treat what runs in the block, unless in a deeper module than now, as part of autograd."""
         before = self.in_autograd, self.autograd_depth
         self.in_autograd, self.autograd_depth = True, self._modules.depth
         try:
@@ -82,27 +88,27 @@ class Calls(TorchFunctionMode):
             self.in_autograd, self.autograd_depth = before
 
     def _begin(self, name: str) -> tuple[str, bool, CodeLine | None]:
-        """Enter a call and return what to be back at after it."""
+        """Enter a call and return the values to restore after it."""
         before = self.name, self.autocast, self.line
         self.name, self.autocast, self.line = name, torch._C._is_any_autocast_enabled(), user_line()
         self.count += 1
         return before
 
-    def _open(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        with self, self.autograd_at_work() if func in _RUNS_BACKWARD else nullcontext():
+    def _open(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self, self.in_backward() if func in _RUNS_BACKWARD else nullcontext():
             return opened(func)(*args, **kwargs)
 
 
 @functools.cache
-def _opened_by_engines() -> frozenset[Callable]:
+def _opened_by_engines() -> frozenset[Callable[..., Any]]:
     promoted = (func for func, rule in APEX.by_function.items() if rule.cast is CastPolicy.PROMOTE)
     return COMPOSITES | {func for func in promoted if isinstance(func, FunctionType)}
 
 
 @functools.lru_cache(1024)
-def _name_of(func: Callable) -> str:
-    """The name under which code calls `func`: `__getitem__` is getitem, the getter of `x.T` is T."""
-    name = getattr(func, "__name__", type(func).__name__).partition(".")[0]  # torch.ops say addmm.default
+def _name_of(func: Any) -> str:
+    """The name in the user's code: getitem for `__getitem__`, T for the getter of `x.T`."""
+    name: str = getattr(func, "__name__", type(func).__name__).partition(".")[0]  # torch.ops say addmm.default
     if name in ("__get__", "__set__"):
         name = func.__self__.__name__
     return name.strip("_") if name.endswith("__") else name.lstrip("_")

@@ -1,11 +1,11 @@
-"""What half loses of the gradients of a step, layer by layer, and which loss scale would fit.
+"""`gradient_range`: what float16 loses of the gradients of a step, by parameter, and which loss scale fits.
 
-    flushed(s)   = elements x != 0 finite with |s x| < 2^-25, of all finite x != 0
+    flushed(s)   = the share of finite x != 0 with |s x| < 2^-25
     largest fit  = the largest power of two s with every |s x| below 2^16
-    range left   = log2(largest fit / s), in powers of two that the scale may still grow
+    range left   = log2(largest fit / s), the powers of two by which the scale may grow
 
-A loss scale moves the histogram of exponents and changes nothing else, so one look at the gradients answers for every
-scale. Counting is in `amplab.formats.exponents`.
+A loss scale only shifts the histogram of exponents, so one measurement answers for every scale. Counting is in
+`amplab.formats.exponents`.
 """
 
 import math
@@ -31,19 +31,19 @@ from amplab.trace.untouched import untouched
 
 __all__ = ["GradientRange", "gradient_range"]
 
-_NOTHING = ExponentHistogram(np.zeros(1, np.int64), 0, 0, 0, 0, 0)
+_EMPTY = ExponentHistogram(np.zeros(1, np.int64), 0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GradientRange:
-    """The gradients' exponents by layer against a 16-bit format's range.
+    """The exponents of the gradients by layer, compared with the range of a format.
 
-    A running experiment's record has the same fields: `GradientRange(record.layers, record.loss_scale)`.
+    The record of an experiment has the same fields: `GradientRange(record.layers, record.loss_scale)`.
 
     Attributes:
-        layers: name and histogram of each parameter's gradient, unscaled.
-        loss_scale: the scale to judge by.
-        format: what the gradients are held in.
+        layers: name and histogram of the unscaled gradient of each parameter.
+        loss_scale: the loss scale to evaluate.
+        format: the format that stores the gradients.
     """
 
     layers: tuple[tuple[str, ExponentHistogram], ...]
@@ -61,15 +61,15 @@ class GradientRange:
     def of_scaled(
         cls, layers: Iterable[tuple[str, ExponentHistogram]], scaled_by: float, loss_scale: float | None = None
     ) -> "GradientRange":
-        """Return the range of gradients that are still multiplied by `scaled_by`."""
+        """Return the range of gradients that are still scaled by `scaled_by`."""
         shift = -math.log2(scaled_by)
         unscaled = tuple((name, histogram.shifted(shift)) for name, histogram in layers)
         return cls(unscaled, scaled_by if loss_scale is None else loss_scale)
 
     @cached_property
     def total(self) -> ExponentHistogram:
-        """All layers together."""
-        return reduce(add, (histogram for _, histogram in self.layers)) if self.layers else _NOTHING
+        """The histogram of all layers."""
+        return reduce(add, (histogram for _, histogram in self.layers)) if self.layers else _EMPTY
 
     @property
     def lost_unscaled(self) -> float:
@@ -78,17 +78,17 @@ class GradientRange:
 
     @property
     def lost(self) -> float:
-        """The share that it flushes at `loss_scale`."""
+        """The share that the format flushes to zero at `loss_scale`."""
         return self.at_scale(self.total).underflow_fraction(self.format)
 
     @property
     def largest_fit(self) -> float | None:
-        """The largest power of two that no element leaves the range at; None where no element is non-zero."""
+        """The largest power of two at which no element overflows; None if no element is non-zero."""
         return _largest_fit(self.total, self.format)
 
     @property
     def range_left(self) -> float | None:
-        """How many powers of two the scale may grow before an element overflows; negative where one does."""
+        """The powers of two by which the scale may grow until an element overflows; negative if one overflows now."""
         fit = self.largest_fit
         return None if fit is None else math.log2(fit / self.loss_scale)
 
@@ -96,7 +96,7 @@ class GradientRange:
         """Return one dict for each layer.
 
         Keys: `name`, `lost_unscaled`, `lost`, `overflowed` (shares of the non-zero elements), `largest_fit`, `lowest`
-        and `highest` exponent (None where there is none), `zeros`, `infs`, `nans`, `total`.
+        and `highest` exponent (None if there is none), `zeros`, `infs`, `nans`, `total`.
         """
         return [self._row(name, histogram) for name, histogram in self.layers]
 
@@ -105,10 +105,10 @@ class GradientRange:
 
     @property
     def sentence(self) -> str:
-        """What it comes to, in one line."""
-        if self.largest_fit is None:
-            return f"No gradient is non-zero and finite, of {self.total.total:,} elements."
+        """The result in one sentence."""
         left = self.range_left
+        if self.largest_fit is None or left is None:
+            return f"All {self.total.total:,} elements of the gradients are zero or non-finite."
         powers = f"{abs(left):g} {'power' if abs(left) == 1 else 'powers'} of two"
         verb = "is" if left == 1 else "are"
         room = f"{powers} {verb} left" if left >= 0 else f"it is {powers} too large"
@@ -142,7 +142,7 @@ class GradientRange:
         return Card(self.sentence, (_legend(self.format), table))
 
     def at_scale(self, histogram: ExponentHistogram) -> ExponentHistogram:
-        """Return a histogram of gradients as it is at `loss_scale`."""
+        """Return a histogram of unscaled gradients, scaled by `loss_scale`."""
         return histogram.shifted(math.log2(self.loss_scale))
 
     def _row(self, name: str, histogram: ExponentHistogram) -> dict[str, Any]:
@@ -169,17 +169,17 @@ def gradient_range(
     step: Loss | None = None,
     loss_scale: float = 2.0**16,
 ) -> GradientRange:
-    """Run one step without casts and return what half would lose of its gradients.
+    """Run one step without casts and return what float16 would lose of its gradients.
 
-    All state is restored, as by `amplab.xray`. Weights keep their dtype: float32 ones show all that half would lose. A
-    session of `amp` and autocast regions around the call do not cast here.
+    The model is restored as by `amplab.xray`. Its weights keep their dtype; with float32 weights the result includes
+    all losses. An `amp` session or autocast region around the call does not cast here.
 
     Args:
-        model, batch, loss, step: as `amplab.xray` takes them; a compiled model is fine.
-        loss_scale: the scale to judge by.
+        model, batch, loss, step: see `amplab.xray`; the model may be compiled.
+        loss_scale: the loss scale to evaluate.
 
     Raises:
-        TypeError, ValueError: as `amplab.xray`; a loss scale out of range.
+        TypeError, ValueError: as `amplab.xray`, or for an invalid loss scale.
 
     Sync: one.
 

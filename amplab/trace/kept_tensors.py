@@ -1,8 +1,8 @@
-"""What a forward keeps for its backward: the bytes of saved tensors, by module.
+"""The bytes of the tensors that a forward saves for its backward, by module.
 
-Memory is counted once, however many ops save it, and whole: a saved view keeps all of what it looks into. The model's
-own parameters and buffers are there anyway and count for nothing; casts of weights are told apart from activations.
-A checkpointed block keeps its inputs alone; what it saves when it runs again, in backward, does not count.
+Storage is counted once, however many ops save it, and in full: a saved view keeps all of its base. The model's own
+parameters and buffers are not counted. Casts of weights are counted apart from activations. A checkpointed block keeps
+only its inputs; what it saves when it runs again in backward is not counted.
 
 Reference: torch.autograd.graph.saved_tensors_hooks.
 """
@@ -26,11 +26,11 @@ _without_torch_function = torch._C.DisableTorchFunction
 
 @dataclass(frozen=True)
 class KeptBytes:
-    """Bytes kept for backward at the moment when they were most.
+    """Bytes kept for backward at their peak.
 
     Attributes:
         activations: by path of the module whose forward saved them first.
-        weight_casts: 16-bit copies of weights, by path of the module that needed them first.
+        weight_casts: 16-bit copies of weights, by path of the module that used them first.
     """
 
     activations: dict[str, int] = field(default_factory=dict)
@@ -38,19 +38,19 @@ class KeptBytes:
 
     @property
     def total(self) -> int:
-        """All of them together."""
+        """The sum over all modules."""
         return sum(self.activations.values()) + sum(self.weight_casts.values())
 
     def of(self, module: str) -> int:
-        """What one module keeps."""
+        """Return the bytes that one module keeps."""
         return self.activations.get(module, 0) + self.weight_casts.get(module, 0)
 
 
 class KeptTensors:
-    """Counts what is saved for backward while `following()`.
+    """Counts what is saved for backward inside `following()`.
 
     Args:
-        model: whose parameters and buffers do not count.
+        model: the model whose parameters and buffers are not counted.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -65,8 +65,8 @@ class KeptTensors:
         """Count what the block saves.
 
         Args:
-            keeper: says which module is at work; None where what is saved does not count.
-            casts: knows the casts of weights.
+            keeper: returns the path of the running module; None where what is saved is not counted.
+            casts: the casts of weights.
         """
 
         def keep(tensor: Tensor) -> tuple[_Kept | None, Tensor]:
@@ -76,27 +76,27 @@ class KeptTensors:
                 return None, tensor
             known = self._live.get(address)
             kept = None if known is None else known()
-            # Where it is gone the memory was let go, and is another tensor's now.
+            # A dead reference means that the memory was freed and now belongs to another tensor.
             if kept is None and (module := keeper()) is not None:
-                kept = _Kept(self._changes, (module, casts.hold(address), size))
+                kept = _Kept(self._changes, (module, casts.owns(address), size))
                 self._live[address] = weakref.ref(kept)
             return kept, tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, _tensor_of):
             yield
 
-    def at_most(self) -> KeptBytes:
-        """Return what was kept when it was most; call it when the step is over."""
+    def peak(self) -> KeptBytes:
+        """Return what was kept at the peak; call it after the step."""
         sums = list(accumulate(size for _, _, size in self._changes))
-        peak = sums.index(max(sums)) + 1 if sums else 0
+        changes = sums.index(max(sums)) + 1 if sums else 0
         sides: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
-        for module, is_cast, size in self._changes[:peak]:
+        for module, is_cast, size in self._changes[:changes]:
             sides[is_cast][module] += size
         return KeptBytes(*({module: size for module, size in side.items() if size} for side in sides))
 
 
 class _Kept:
-    """One piece of memory, for as long as an op keeps it."""
+    """One storage, for as long as an op keeps it."""
 
     __slots__ = ("__weakref__", "_change", "_changes")
 
@@ -114,16 +114,16 @@ def _tensor_of(kept: tuple[_Kept | None, Tensor]) -> Tensor:
 
 
 def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """A module's own parameters and buffers; `model.parameters()` walks the modules once for each of the two."""
+    """The parameters and buffers of one module; `model.parameters()` would walk all modules again."""
     for each in (*module._parameters.values(), *module._buffers.values()):
         if each is not None:
             yield each
 
 
 def _memory_of(tensor: Tensor) -> tuple[int, int]:
-    """Address and bytes of the memory that a tensor looks into; its own size where it has no such memory (sparse)."""
+    """The address and size of a tensor's storage; for a sparse tensor, which has none, its id and its own size."""
     try:
         storage = tensor.untyped_storage()
-        return storage.data_ptr() or storage._cdata, storage.nbytes()  # on the meta device there is no address
+        return storage.data_ptr() or storage._cdata, storage.nbytes()  # the meta device has no address
     except (NotImplementedError, RuntimeError):
         return id(tensor), tensor.numel() * tensor.element_size()

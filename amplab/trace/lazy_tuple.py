@@ -1,4 +1,4 @@
-"""`LazyTuple`: a tuple whose items are made when they are first read, for what is seldom read whole."""
+"""`LazyTuple`: a tuple whose items are made when they are first read."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, overload
@@ -9,12 +9,12 @@ Item = TypeVar("Item")
 
 
 class LazyTuple(Sequence[Item]):
-    """To the reader the tuple of ``make(items, 0) … make(items, length - 1)``, each made at most once; pickled as that.
+    """The tuple of ``make(items, 0) … make(items, length - 1)``, each made at most once; pickled as a tuple.
 
     Args:
-        length: how many items.
-        make: gives the item of a place, the same whenever it is asked; it may read other items. It is given them, so
-            that it need not hold them: nothing here waits for the garbage collection.
+        length: the number of items.
+        make: returns the item at a place, always the same one; it may read other items. They are passed to it, so that
+            it holds no reference to them, which would form a cycle.
 
     >>> sums = LazyTuple(5, lambda items, place: place + (items[place - 1] if place else 0))
     >>> sums[-1], sums == (0, 1, 3, 6, 10), sums
@@ -54,5 +54,5 @@ class LazyTuple(Sequence[Item]):
     def __repr__(self) -> str:
         return repr(tuple(self))
 
-    def __reduce__(self) -> tuple[type, tuple]:
+    def __reduce__(self) -> tuple[type, tuple[tuple[Item, ...]]]:
         return tuple, (tuple(self),)

@@ -1,7 +1,7 @@
-"""Which line of the user's code is at work: the innermost frame outside torch, amplab and the standard library.
+"""The running line of the user's code: the innermost frame outside torch, amplab and the standard library.
 
-The walk ends at the file that calls the user's code (`step.py`): what lies above it has asked for the trace and is no
-line of the step. Whether a file is the user's is decided once for each file.
+The search stops at `step.py`, which calls the user's code: frames above it are not part of the step. Whether a file is
+the user's is decided once for each file.
 """
 
 import linecache
@@ -9,6 +9,7 @@ import sys
 import sysconfig
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ import amplab
 
 __all__ = ["CodeLine", "user_line"]
 
-_LIBRARIES = tuple(f"{Path(module.__file__).parent}/" for module in (torch, amplab))
+_LIBRARIES = tuple(f"{Path(str(module.__file__)).parent}/" for module in (torch, amplab))
 _STANDARD = f"{sysconfig.get_paths()['stdlib']}/"
 _INSTALLED = ("site-packages", "dist-packages")
 _CALLER = str(Path(__file__).with_name("step.py"))
@@ -27,7 +28,7 @@ class CodeLine(NamedTuple):
     """A line of code.
 
     Args:
-        file: as the interpreter knows it; a cell of a notebook has a file name of its own.
+        file: the name that the interpreter uses; a notebook cell has a file name of its own.
         number: from 1.
     """
 
@@ -36,17 +37,17 @@ class CodeLine(NamedTuple):
 
     @property
     def source(self) -> str:
-        """The line itself, without indentation; empty where its file cannot be read."""
+        """The line without indentation; empty if its file cannot be read."""
         return linecache.getline(self.file, self.number).strip()
 
     def __str__(self) -> str:
-        """Return `model.py:12`; a file of another folder than the working one by its last two parts."""
+        """Return `model.py:12`; for a file outside the working folder, its last two parts."""
         return f"{_short(self.file)}:{self.number}"
 
 
 def user_line() -> CodeLine | None:
-    """Return the line of the user's code that the calling thread is in; None where a step runs none. Sync: none."""
-    frame = sys._getframe(1)
+    """Return the line of the user's code that this thread is running; None if there is none. Sync: none."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if file == _CALLER:

@@ -1,7 +1,7 @@
-"""Which module is at work: a stack kept by the modules' own forward hooks.
+"""`ModuleStack`: the modules whose forward is running, kept by forward hooks.
 
-The hooks are the official ones, on the submodules of one model and for the length of one `with` block. The path is the
-one under which `named_modules` first meets a module, also where a module sits in the model twice.
+The hooks are on the submodules of one model, for the length of one `with` block. A module that is in the model
+twice has the path under which `named_modules` finds it first.
 """
 
 from collections.abc import Iterator
@@ -18,15 +18,15 @@ Stage = Literal["", "before", "after"]
 class ModuleStack:
     """The modules whose forward is running, outermost first.
 
-    What it says is kept in plain attributes: they are read with every op, and change with every module.
+    The results are plain attributes, since they are read with every op.
 
     Args:
-        model: the model to follow; its own path is its class name, since `named_modules` has none for it.
+        model: the model to follow; its own path is its class name, since its path in `named_modules` is empty.
 
     Attributes:
-        path: path of the innermost module at work; empty when none is.
-        stage: `before` or `after` while other hooks of that module run around its forward; empty in the forward itself.
-        depth: how many modules are at work, one inside the other.
+        path: path of the innermost running module; empty if none runs.
+        stage: `before` or `after` while other hooks of that module run around its forward, else empty.
+        depth: the number of running modules.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -35,10 +35,10 @@ class ModuleStack:
         self.depth = 0
         self._names = {module: path for path, module in model.named_modules()}
         self._paths = {**self._names, model: self._names[model] or type(model).__name__}
-        self._running: list[tuple[nn.Module, str, Stage]] = []  # each with the path and the stage to be back at
+        self._running: list[tuple[nn.Module, str, Stage]] = []  # each with the path and stage to restore
 
     def parameter_names(self) -> dict[int, str]:
-        """Return the names of `model.named_parameters()` by id, from the walk over the modules that has been made."""
+        """Return the names of `model.named_parameters()` by id, without another walk over the modules."""
         names: dict[int, str] = {}
         for module, path in self._names.items():
             for name, parameter in module._parameters.items():
@@ -48,11 +48,11 @@ class ModuleStack:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Follow the model while the block runs; every hook is off again afterwards, also after an exception."""
+        """Follow the model while the block runs, and remove every hook at its end, also after an exception."""
         handles = []
         try:
             for module in self._paths:
-                # First in and last out, so that what other hooks compute counts as the module's own.
+                # Run first and last, so that the ops of other hooks count as ops of the module.
                 if module._forward_pre_hooks:
                     handles.append(module.register_forward_pre_hook(self._begin))
                 if module._forward_hooks:
@@ -79,6 +79,6 @@ class ModuleStack:
 
     def _leave(self, module: nn.Module, *_: object) -> None:
         left = None
-        while self._running and left is not module:  # a forward may have been left without its hook
+        while self._running and left is not module:  # an exception may have skipped the hook of an inner one
             left, self.path, self.stage = self._running.pop()
         self.depth = len(self._running)

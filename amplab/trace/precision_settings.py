@@ -1,6 +1,6 @@
-"""In which precision a step is X-rayed: an opt_level, a policy, autocast, or whatever is in force.
+"""The precision of an X-rayed step: an opt_level, a policy, autocast, or what is already in force.
 
-What is set up here is taken down again, weights included, before the X-ray is returned.
+Whatever is set up here is undone at the end of the block, changes to weights included.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,15 +27,15 @@ class PrecisionSetting:
     """A precision that a step can run in.
 
     Attributes:
-        name: in words, e.g. `O1`.
-        casting: makes what is in force during forward and backward.
-        around_loss: in force during forward and loss alone, as autocast is meant to be.
-        loss_scale: what goes with it.
+        name: a description, e.g. `O1`.
+        casting: makes the context for forward and backward.
+        around_loss: makes the context for forward and loss only, as for autocast.
+        loss_scale: the loss scale that belongs to it.
     """
 
     name: str
-    casting: Callable[[], AbstractContextManager]
-    around_loss: Callable[[], AbstractContextManager]
+    casting: Callable[[], AbstractContextManager[object]]
+    around_loss: Callable[[], AbstractContextManager[object]]
     loss_scale: float
 
 
@@ -43,19 +43,19 @@ class PrecisionSetting:
 def precision_setting(
     model: nn.Module, *, opt_level: str | None, policy: PrecisionPolicy | str | None, autocast: Any
 ) -> Iterator[PrecisionSetting]:
-    """Put `model` into the precision that is asked for, and back where it was at the end of the block.
+    """Put `model` into the requested precision for the length of the block.
 
     Args:
-        model: float32, not initialized yet, where `opt_level` or `policy` is given.
-        opt_level, policy, autocast: as `xray` says.
+        model: in float32 and not initialized if `opt_level` or `policy` is given.
+        opt_level, policy, autocast: see `xray`.
 
     Raises:
-        ValueError: contradicting arguments, or a precision on top of one that is in force.
-        TypeError: one of another type.
+        ValueError: for contradicting arguments, or if a precision is already in force.
+        TypeError: for an argument of another type.
     """
     if autocast is not None and (opt_level is not None or policy is not None):
         raise ValueError(
-            "autocast together with opt_level or policy: expected one of them; a policy for autocast goes inside, "
+            "autocast together with opt_level or policy: expected only one of them; pass a policy for autocast as "
             "autocast=dict(policy=...)."
         )
     if autocast is not None:
@@ -70,23 +70,23 @@ def precision_setting(
 
 def _as_it_is(model: nn.Module) -> PrecisionSetting:
     session = amp.default_session()
-    if session.opt_level is not None and (session.engine in thread_engines() or _has_halves(model)):
+    if session.opt_level is not None and (session.engine in thread_engines() or _has_low_precision_weights(model)):
         return PrecisionSetting(f"{session.opt_level}, as initialized", nullcontext, nullcontext, session.loss_scale())
     return PrecisionSetting(" ".join(["as it is", *_regions_in_force(model)]), nullcontext, nullcontext, 1.0)
 
 
 def _regions_in_force(model: nn.Module) -> Iterator[str]:
-    """What casts around the call, in words."""
+    """Describe the casts in force around the call."""
     engines = [engine for engine in thread_engines() if isinstance(engine, CastingEngine)]
     device = _device_type(model)
     if engines:
-        yield f"under the casts in force, {engines[-1].policy}"
+        yield f"under casts in force, {engines[-1].policy}"
     elif device != "meta" and torch.is_autocast_enabled(device):
         dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
-        yield f"under torch.autocast, {dtype} on {device}, in force"
+        yield f"under torch.autocast in force, {dtype} on {device}"
 
 
-def _has_halves(model: nn.Module) -> bool:
+def _has_low_precision_weights(model: nn.Module) -> bool:
     return any(parameter.dtype in LOW_PRECISION_DTYPES for parameter in model.parameters())
 
 
@@ -96,7 +96,7 @@ def _under_autocast(model: nn.Module, settings: Any) -> PrecisionSetting:
     if not isinstance(settings, Mapping):
         raise TypeError(
             f"autocast={settings!r}: expected the arguments of torch.autocast as a dict, such as "
-            "dict(dtype=torch.float16), or a torch.autocast or amplab.autocast of your own."
+            "dict(dtype=torch.float16), or an instance of torch.autocast or amplab.autocast."
         )
     region = _region({"device_type": _device_type(model), **settings})
     return PrecisionSetting(_words(region), nullcontext, lambda: region, 1.0)
@@ -105,7 +105,7 @@ def _under_autocast(model: nn.Module, settings: Any) -> PrecisionSetting:
 def _region(settings: dict[str, Any]) -> torch.autocast | amp.autocast:
     unknown = [name for name in settings if name not in _REGION]
     if unknown:
-        raise TypeError(f"autocast=dict({unknown[0]}=...): expected no other arguments than {', '.join(_REGION)}.")
+        raise TypeError(f"autocast=dict({unknown[0]}=...): expected only {', '.join(_REGION)}.")
     dtype = settings.get("dtype")
     if not isinstance(dtype, torch.dtype | None):
         raise TypeError(f"autocast=dict(dtype={dtype!r}): expected a torch.dtype, such as torch.bfloat16.")
@@ -116,15 +116,15 @@ def _region(settings: dict[str, Any]) -> torch.autocast | amp.autocast:
     except RuntimeError as refusal:
         device = settings["device_type"]
         raise ValueError(
-            f"autocast=dict(device_type={device!r}): expected a device that torch.autocast knows, such as 'cpu'; torch "
-            f"says: {str(refusal).splitlines()[0]}"
+            f"autocast=dict(device_type={device!r}): expected a device that torch.autocast supports, such as 'cpu'; "
+            f"torch reports: {str(refusal).splitlines()[0]}"
         ) from refusal
 
 
 def _words(region: torch.autocast | amp.autocast) -> str:
     if isinstance(region, amp.autocast):
         return f"amplab.autocast, {region.policy}"
-    if not region._enabled:  # by itself too, where the dtype or the device is none it can cast to
+    if not region._enabled:  # torch disables it for a dtype or a device that it does not support
         return "torch.autocast, disabled"
     return f"torch.autocast, {str(region.fast_dtype).removeprefix('torch.')} on {region.device}"
 
@@ -144,13 +144,13 @@ def _parsed(policy: Any) -> PrecisionPolicy | None:
 def _refuse_what_is_in_force() -> None:
     if thread_engines() or torch._C._is_any_autocast_enabled():
         raise ValueError(
-            "opt_level or policy where casts are in force already: expected a model that is not initialized and no "
-            "autocast around; leave both out to X-ray the model as it is, or call amp.reset() first."
+            "opt_level or policy while casts are already in force: expected a model that is not initialized, and no "
+            "autocast around the call; omit both to X-ray the model as it is, or call amp.reset() first."
         )
 
 
 def _models(model: nn.Module) -> Iterator[nn.Module]:
-    """What a session can initialize: the modules of a group, and what a parallel wrapper holds."""
+    """The modules that a session can initialize: those of a group, without parallel wrappers."""
     for each in model.children() if isinstance(model, ModelGroup) else (model,):
         yield each.module if isinstance(each, nn.DataParallel | nn.parallel.DistributedDataParallel) else each
 
@@ -161,7 +161,7 @@ def _initialized(model: nn.Module, opt_level: str | None, policy: PrecisionPolic
     session = amp.Session()
     with ExitStack() as undo:
         if level in ("O2", "O3"):
-            undo.enter_context(untouched(model))  # session.reset alone would leave weights rounded to half
+            undo.enter_context(untouched(model))  # session.reset alone would leave weights rounded to 16 bits
         undo.callback(session.reset)
         session.initialize(list(_models(model)), opt_level=level, verbosity=0, policy=policy)
         name = " with ".join(filter(None, (opt_level, f"the policy {policy}" if policy is not None else "")))

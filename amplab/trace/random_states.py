@@ -1,4 +1,4 @@
-"""Put the random states back: those of Python, numpy's global generator, torch, torch's devices, and given ones."""
+"""Save and restore random states: those of Python, NumPy, torch and its devices, and single generators."""
 
 import ctypes
 import random
@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["puts_back", "random_states_kept", "seed_all"]
+__all__ = ["restorers", "random_states_kept", "seed_all"]
 
-_MT19937_BYTES = 624 * 4 + 4  # numpy's struct of it: the words, and the place among them
+_MT19937_BYTES = 624 * 4 + 4  # NumPy's struct: the words, and the position among them
 
 
 @contextmanager
 def random_states_kept(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Run a block and set the random states as they were before it, also after an exception.
+    """Run a block and restore the random states after it, also after an exception.
 
     Args:
-        devices: those of torch whose states count beside the CPU's.
+        devices: devices of torch whose states are restored in addition to the CPU's.
 
     Sync: none.
     """
@@ -37,7 +37,7 @@ def random_states_kept(devices: Iterable[torch.device]) -> Iterator[None]:
     finally:
         random.setstate(python)
         torch.set_rng_state(torchs)
-        # Setting it takes a third of a tiny net's step. Where no word was drawn, a spare normal value may have been.
+        # Setting it takes a third of a tiny step. Even without a drawn word, a cached normal value may be used up.
         if words is None or words != _numpys_words() or numpys["has_gauss"]:
             np.random.set_state(numpys)
         for device, state in states:
@@ -45,7 +45,7 @@ def random_states_kept(devices: Iterable[torch.device]) -> Iterator[None]:
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python, torch with its devices, and numpy's global generator where it is of the kind that takes a seed.
+    """Seed Python, torch with its devices, and NumPy's global generator if that is the default one.
 
     Sync: none.
 
@@ -56,16 +56,16 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     if _numpys_words() is not None:
-        np.random.seed(seed % 2**32)  # it takes no more
+        np.random.seed(seed % 2**32)  # the largest seed that it accepts
 
 
-def puts_back(values: Iterable[Any]) -> tuple[Callable[[], object], ...]:
-    """Return what sets the generators among `values` to the states that they have now, a function for each.
+def restorers(values: Iterable[Any]) -> tuple[Callable[[], object], ...]:
+    """Return a function for each generator among `values` that restores its present state.
 
     Sync: none; one for a generator of a device.
 
     >>> own = torch.Generator().manual_seed(1)
-    >>> (undo,) = puts_back((own, 3.0))
+    >>> (undo,) = restorers((own, 3.0))
     >>> first = torch.rand((), generator=own); _ = undo()
     >>> bool(torch.rand((), generator=own) == first)
     True
@@ -85,13 +85,13 @@ def _undo(generator: Any) -> Callable[[], object]:
 
 
 def _numpys_words() -> bytes | None:
-    """The memory of numpy's global generator; None where it is not the one that numpy begins with."""
-    generator = np.random.get_bit_generator()
+    """The memory of NumPy's global generator; None if that is not the default one."""
+    generator = np.random.mtrand.get_bit_generator()
     if type(generator) is not np.random.MT19937:
         return None
     return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
 
 
 def _which(device: torch.device) -> tuple[torch.device, ...]:
-    """What tells a device module whose random state is meant; MPS has one device and takes no argument."""
+    """The argument that names a device; MPS has only one device and takes none."""
     return () if device.type == "mps" else (device,)

@@ -1,6 +1,6 @@
-"""Put what was seen of an op into words: its name, whether it is a cast or a view, and the reason for its dtypes.
+"""Make records of events: the name of each op, whether it is a cast or a view, and the reason for its dtypes.
 
-Everything here is a pure function of a step's events.
+All functions are pure functions of a step's events.
 """
 
 import functools
@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from amplab.policies import CastPolicy
-from amplab.trace.engines import ASKS_FOR_DTYPE, TORCH_AUTOCAST
+from amplab.trace.engines import REQUESTS_DTYPE, TORCH_AUTOCAST
 from amplab.trace.lazy_tuple import LazyTuple
 from amplab.trace.recorder import Event, Place
 from amplab.trace.records import OpRecord, TensorInfo
 
-__all__ = ["change_of_dtype", "is_view", "record_of", "records_of", "records_when_read"]
+__all__ = ["change_of_dtype", "is_view", "record_of", "records_of", "lazy_records_of"]
 
 SCALE_LOSS = "scale_loss"
 _ALLOCATES = frozenset(
@@ -27,14 +27,15 @@ _GRADIENTS_OF_CASTS = ("ToCopyBackward", "CopyBackwards")
 
 def records_of(events: Iterable[Event]) -> tuple[OpRecord, ...]:
     """Return the records of a step's events, in order."""
-    seen, records = tuple(events), []
+    seen = tuple(events)
+    records: list[OpRecord] = []
     for index in range(len(seen)):
         records.append(record_of(seen, index, records))
     return tuple(records)
 
 
-def records_when_read(events: Iterable[Event]) -> Sequence[OpRecord]:
-    """Return the same records, each put into words when it is first read: for who reads a few of them."""
+def lazy_records_of(events: Iterable[Event]) -> Sequence[OpRecord]:
+    """Return the same records, each made when it is first read."""
     seen = tuple(events)
     return LazyTuple(len(seen), lambda records, index: record_of(seen, index, records))
 
@@ -43,9 +44,9 @@ def record_of(events: Sequence[Event], index: int, records: Sequence[OpRecord]) 
     """Return the record of one event.
 
     Args:
-        events: what was seen in a step.
-        index: the event's place, which is the record's place in the trace.
-        records: gives the record of the event's forward op.
+        events: the events of a step.
+        index: index of the event, and of its record.
+        records: the records so far, among them that of the event's forward op.
     """
     event = events[index]
     place = event.place
@@ -77,7 +78,7 @@ def _origin(place: Place, records: Sequence[OpRecord]) -> OpRecord | None:
 
 
 def _follows_a_cast(events: Sequence[Event], index: int, records: Sequence[OpRecord]) -> bool:
-    """Whether the event before is a cast; its record need not be there."""
+    """Whether the event before is a cast; its record may not exist yet."""
     if index == 0:
         return False
     event = events[index - 1]
@@ -85,7 +86,7 @@ def _follows_a_cast(events: Sequence[Event], index: int, records: Sequence[OpRec
 
 
 def change_of_dtype(event: Event) -> tuple[TensorInfo, TensorInfo] | None:
-    """The tensor read and the tensor written where `event` only changes the dtype of floating-point values."""
+    """Return the tensor read and the tensor written if `event` only changes a floating-point dtype, else None."""
     name = event.overload.overloadpacket.__name__
     if name == "_to_copy":
         source, target = event.inputs[0], event.outputs[0]
@@ -99,10 +100,10 @@ def change_of_dtype(event: Event) -> tuple[TensorInfo, TensorInfo] | None:
 
 
 def _is_inside_an_op(place: Place, origin: OpRecord | None) -> bool:
-    """Whether a change of dtype is how torch computes an op (attention on the CPU), which nobody asked for."""
-    if _is_autograds(place):
+    """Whether a change of dtype is part of how torch computes an op, such as attention on the CPU."""
+    if _is_of_autograd(place):
         return place.node.startswith(_GRADIENTS_OF_CASTS) and origin is not None and not origin.is_cast
-    if not place.call or place.call in ASKS_FOR_DTYPE or place.call == SCALE_LOSS:
+    if not place.call or place.call in REQUESTS_DTYPE or place.call == SCALE_LOSS:
         return False
     return place.table != TORCH_AUTOCAST if place.decision is None else place.decision.kind == "op"
 
@@ -132,27 +133,27 @@ def _module(place: Place, origin: OpRecord | None) -> str:
 
 def _reason(event: Event, is_cast: bool, origin: OpRecord | None, follows_a_cast: Callable[[], bool]) -> str:
     if _is_simulated_rounding(event):
-        return "simulated format: the gradient is rounded too" if event.place.backward else _cast_reason(event)
-    if _is_autograds(event.place):
-        return _autograds_reason(event, is_cast, origin)
+        return "simulated format: the gradient is rounded, too" if event.place.backward else _cast_reason(event)
+    if _is_of_autograd(event.place):
+        return _autograd_reason(event, is_cast, origin)
     if event.place.call == SCALE_LOSS:
-        return "the loss is scaled in float32, so that small gradients stay in half's range"
+        return "the loss is scaled in float32, so that small gradients stay in the range of float16"
     if is_cast:
         return _cast_reason(event)
     if is_view(event.overload):
-        return "a view: nothing is computed"
-    return _policys_reason(event, follows_a_cast)
+        return "a view: computes nothing"
+    return _policy_reason(event, follows_a_cast)
 
 
-def _policys_reason(event: Event, follows_a_cast: Callable[[], bool]) -> str:
-    """Why an op that was called has its dtypes."""
+def _policy_reason(event: Event, follows_a_cast: Callable[[], bool]) -> str:
+    """Why an op that Python code called has its dtypes."""
     place, decision = event.place, event.place.decision
     dtypes = list(dict.fromkeys(info.dtype_name for info in event.inputs if info.dtype.is_floating_point))
     if decision is not None and decision.rule is not None and decision.rule.by_user:
         return decision.reason
     if decision is not None and decision.rule is not None:
         agreed = decision.rule.cast in _PROMOTING and len(dtypes) == 1 and not follows_a_cast()
-        why = f"{decision.op}: its arguments are {dtypes[0]} as they come" if agreed else decision.reason
+        why = f"{decision.op}: its arguments are already {dtypes[0]}" if agreed else decision.reason
         return _with_module_rule(place, f"{decision.rule.cast.value} list, {why}")
     if not dtypes:
         return "reads no floating-point tensor"
@@ -165,7 +166,7 @@ def _policys_reason(event: Event, follows_a_cast: Callable[[], bool]) -> str:
     if len(dtypes) > 1 and torch.Tag.pointwise in event.overload.tags:
         promoted = f"{listed}: torch promotes {' and '.join(dtypes)} to {event.outputs[0].dtype_name}"
         return _with_module_rule(place, promoted)
-    return _with_module_rule(place, f"{listed}: runs in the dtype it gets")
+    return _with_module_rule(place, f"{listed}: runs in the dtype of its inputs")
 
 
 def _with_module_rule(place: Place, reason: str) -> str:
@@ -175,20 +176,20 @@ def _with_module_rule(place: Place, reason: str) -> str:
 def _cast_reason(event: Event) -> str:
     place, decision = event.place, event.place.decision
     if decision is not None and decision.kind == "cast" and decision.rule is None:
-        return decision.detail  # at the border of a ruled module
+        return decision.detail  # at the border of a module with a rule
     if place.stage:
-        what = "what it gets" if place.stage == "before" else "what it returns"
-        return f"a hook on {place.module} casts {what} to {event.outputs[0].dtype_name}"
+        what = "input" if place.stage == "before" else "output"
+        return f"a hook on {place.module} casts its {what} to {event.outputs[0].dtype_name}"
     if decision is not None and decision.kind == "cast" and decision.rule is not None:
         listed = "your rule" if decision.rule.by_user else f"{decision.rule.cast.value} list"
         return _with_module_rule(place, f"{decision.detail} for {decision.op}: {listed}")
-    if place.call in ASKS_FOR_DTYPE:
-        return f"asked for in the code: {place.call}"
+    if place.call in REQUESTS_DTYPE:
+        return f"requested in the code: {place.call}"
     return f"torch.autocast casts for {place.call}" if place.call else "inside torch"
 
 
-def _is_autograds(place: Place) -> bool:
-    """Whether autograd itself ran the op, and no Python code that it called."""
+def _is_of_autograd(place: Place) -> bool:
+    """Whether autograd itself ran the op, not Python code that it called."""
     return place.backward and not place.recomputed and (not place.call or _is_seed(place) or bool(place.parameter))
 
 
@@ -196,23 +197,23 @@ def _is_seed(place: Place) -> bool:
     return place.backward and not place.node and not place.recomputed
 
 
-def _autograds_reason(event: Event, is_cast: bool, origin: OpRecord | None) -> str:
+def _autograd_reason(event: Event, is_cast: bool, origin: OpRecord | None) -> str:
     place = event.place
     if place.parameter:
         return f"autograd adds the gradient into {place.parameter}.grad"
     if _accumulates(event):
         return "autograd adds the gradients of a value used more than once"
     if _is_seed(place):
-        return "where backward starts: the gradient of the loss is 1"
+        return "start of backward: the gradient of the loss is 1"
     if origin is None:
         return f"autograd: {place.node}"
     if is_cast and not origin.is_cast:
-        return f"autograd brings the gradient to the dtype of what {origin.op} #{origin.index} read"
-    return f"autograd's mirror of {origin.op} #{origin.index}"
+        return f"autograd casts the gradient to the input dtype of {origin.op} #{origin.index}"
+    return f"gradient of {origin.op} #{origin.index}"
 
 
 def _accumulates(event: Event) -> bool:
-    """Whether autograd itself adds gradients up; no node of torch's own does that to its gradients with a plain add."""
+    """Whether autograd itself adds gradients; no node of torch calls a plain add on its gradients."""
     place = event.place
     adds_fan_in = place.node and not place.call and event.overload in _ADDS
     return bool(place.parameter or adds_fan_in)
@@ -235,5 +236,5 @@ _aten_name = functools.cache(str)
 
 @functools.cache
 def is_view(overload: torch._ops.OpOverload) -> bool:
-    """Whether `overload` computes and moves nothing: views, changes of shape in place, uninitialised storage."""
+    """Return whether `overload` computes and moves nothing: views, in-place shape changes, uninitialized storage."""
     return overload.is_view or torch.Tag.inplace_view in overload.tags or overload.overloadpacket.__name__ in _ALLOCATES

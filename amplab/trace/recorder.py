@@ -1,12 +1,12 @@
-"""Watch a step run: one event per op, forward and backward, with no tensor kept.
+"""`Recorder`: one event for each op of a step, forward and backward, without keeping tensors.
 
-Two modes work together. A dispatch mode sees every aten op, those of autograd's backward too; a function mode knows the
-call in the model's code that they belong to (`linear` for `t` and `addmm`). A backward op finds its forward op through
-autograd's sequence numbers: an op takes the number of the node that autograd made for it just before it was dispatched,
-and that node is the current one when its gradient is computed.
+Two modes work together. A dispatch mode sees every aten op, also those of autograd's backward. A function mode knows
+the call in the model's code that they belong to (`linear` for `t` and `addmm`). A backward op finds its forward op by
+autograd's sequence numbers: a forward op takes the number of the node that autograd made for it just before it was
+dispatched, and that node is the current one when its gradient is computed.
 
 Reference: torch.utils._python_dispatch.TorchDispatchMode, torch.overrides.TorchFunctionMode,
-torch.autograd._get_sequence_nr, torch._C._current_autograd_node.
+torch._C._autograd._get_sequence_nr, torch._C._current_autograd_node.
 """
 
 from bisect import bisect_right
@@ -28,7 +28,7 @@ from amplab.policies import (
     module_rule_at_work,
 )
 from amplab.trace.calls import Calls
-from amplab.trace.engines import ASKS_FOR_DTYPE, NO_ENGINE, TORCH_AUTOCAST, table_at_work
+from amplab.trace.engines import NO_ENGINE, REQUESTS_DTYPE, TORCH_AUTOCAST, current_table
 from amplab.trace.kept_tensors import KeptTensors
 from amplab.trace.lines import CodeLine
 from amplab.trace.modules import ModuleStack, Stage
@@ -38,7 +38,7 @@ from amplab.trace.weight_casts import WeightCasts
 __all__ = ["Event", "Observer", "Place", "Recorder"]
 
 _current_node = torch._C._current_autograd_node
-_next_sequence_number = torch.autograd._get_sequence_nr
+_next_sequence_number = torch._C._autograd._get_sequence_nr
 _without_torch_function = torch._C.DisableTorchFunction
 _CAST = torch.ops.aten._to_copy.default
 _CACHES_NOTHING = "", ()
@@ -49,22 +49,22 @@ _INTO_GRAD = "torch::autograd::AccumulateGrad"
 
 
 class Place(NamedTuple):
-    """Where a step stood when an op ran.
+    """The state of a step when an op ran.
 
     Args:
-        call: the call in Python that the op belongs to (`linear`), empty where C++ ran on its own.
+        call: the Python call that the op belongs to (`linear`); empty for ops that C++ runs by itself.
         module: path of the module whose forward is running.
-        stage: `before` or `after` where a hook around that forward runs, else empty.
-        table: the op table at work, see `engines.table_at_work`.
-        decision: what the engine said of the op, or None.
-        rule: the user's module rule at work, e.g. `head=float32 in head`, or empty.
+        stage: `before` or `after` while a hook around that forward runs, else empty.
+        table: the current op table, see `engines.current_table`.
+        decision: the engine's decision about the op, or None.
+        rule: the user's module rule in force, e.g. `head=float32 in head`, or empty.
         backward: True while autograd computes gradients.
-        recomputed: True where a checkpointed block runs again for its backward.
-        node: name of the autograd node at work, empty in forward.
-        function: name of the custom `autograd.Function` whose backward runs, or empty.
+        recomputed: True while a checkpointed block runs again for its backward.
+        node: name of the current autograd node; empty in forward.
+        function: name of the custom `autograd.Function` whose backward is running, or empty.
         origin: number of the forward event that the node belongs to, or None.
         parameter: name of the parameter whose gradient is accumulated, or empty.
-        line: the user's line that made the call; None for what C++ runs on its own.
+        line: the line of the user's code that made the call; None for ops that C++ runs by itself.
     """
 
     call: str
@@ -83,14 +83,14 @@ class Place(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What was seen of one op while it ran; `reasons.record_of` puts it into words.
+    """One op as it ran; `reasons.record_of` makes its record.
 
     Args:
         overload: the aten op.
-        place: where the step stood.
+        place: the state of the step.
         inputs: tensors read, in argument order.
         outputs: tensors returned.
-        accumulated: True where a half product was computed in float32 and rounded once.
+        accumulated: True if a float16 product was computed in float32 and rounded once.
         casts: name of the parameter that an engine casts here, or empty.
         served: numbers of the events whose casts of weights the call got from the weight cache.
     """
@@ -105,25 +105,25 @@ class Event(NamedTuple):
 
 
 class Observer(Protocol):
-    """Looks at the tensors of every recorded op; a record itself keeps none."""
+    """Reads the tensors of every recorded op; events keep none."""
 
-    def before(self, overload: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Look at what an op will read, before an op in place overwrites it; what is returned comes back in `after`."""
+    def before(self, overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Read the arguments of an op before it may overwrite them; the result is passed to `after`."""
 
     def after(self, seen: Any, event: Event, result: Any) -> None:
-        """Look at what the op wrote; `event.place.origin` counts the events given here, from 0."""
+        """Read what the op wrote; `event.place.origin` is an index into the events passed here."""
 
 
 class Recorder:
     """Collect the events of one step of `model`.
 
     Args:
-        model: names modules and parameters.
-        observer: is shown the tensors of every op, with no mode of this recorder at work; None looks at none.
-        kept: counts what is saved for backward; None counts nothing.
+        model: the model, which names modules and parameters.
+        observer: reads the tensors of every op, outside of this recorder's modes; None to read none.
+        kept: counts the bytes saved for backward; None to count none.
 
     Inside `recording()`, use `calls` around the model's code, `calls.named(...)` around ops that belong to no call, and
-    `calls.autograd_at_work()` around backward.
+    `calls.in_backward()` around backward.
     """
 
     def __init__(self, model: nn.Module, observer: Observer | None = None, kept: KeptTensors | None = None) -> None:
@@ -134,8 +134,8 @@ class Recorder:
         self.calls = Calls(self._modules)
         self._parameters = self._modules.parameter_names()
         self._infos: dict[tuple[torch.dtype, torch.Size], TensorInfo] = {}
-        self._numbers: list[int] = []  # sequence numbers taken by forward events, rising
-        self._takers: list[int] = []  # and the events that took them
+        self._numbers: list[int] = []  # sequence numbers that forward events took, ascending
+        self._takers: list[int] = []  # the events that took them
         self._first_number = 0
         self._accumulates = False
         self._explanation = Explanation()
@@ -147,7 +147,7 @@ class Recorder:
     def recording(self) -> Iterator[None]:
         """Record every op of the block.
 
-        Engines call half products as such in it, and the products are computed here as `cpu_half_mode()` asks for.
+        Inside it engines run float16 products natively, and `_record` computes them as `cpu_half_mode()` says.
         """
         self._first_number = _next_sequence_number()
         self._accumulates = cpu_half_mode() == "fp32_accumulate"
@@ -160,10 +160,10 @@ class Recorder:
             block.enter_context(_Ops(self._record))
             yield
 
-    def _record(self, overload: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _record(self, overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         place = self._place()
         given = (*args, *kwargs.values()) if kwargs else args
-        inputs = self._seen(given)  # before the call, which may change them in place
+        inputs = self._infos_of(given)  # before the call, which may change them in place
         observed = self._observer.before(overload, args, kwargs) if self._observer else None
         result = NotImplemented
         if self._accumulates and self._under_engine(place):
@@ -173,7 +173,7 @@ class Recorder:
             result = overload(*args, **kwargs)
         autograds = place.backward and not place.recomputed
         caching = _CACHES_NOTHING if autograds else self._caching(overload, place, args, result)
-        outputs = (self._info(result),) if isinstance(result, Tensor) else self._seen((result,))
+        outputs = (self._info(result),) if isinstance(result, Tensor) else self._infos_of((result,))
         event = Event(overload, place, inputs, outputs, accumulated, *caching)
         self.events.append(event)
         if self._observer:
@@ -182,26 +182,27 @@ class Recorder:
 
     def _place(self) -> Place:
         calls, modules, node = self.calls, self._modules, _current_node()
-        table = table_at_work(calls.autocast)
+        table = current_table(calls.autocast)
         called = calls.name, modules.path, modules.stage, table, self._explanation.decision, module_rule_at_work()
         if node is None and not calls.in_autograd:
             self._take_number()
             fields = (*called, *_IN_FORWARD, calls.line)
         else:
             if torch.is_grad_enabled():
-                self._take_number()  # for a gradient of the gradient, or for a block computed again
+                self._take_number()  # for a gradient of the gradient, or for a recomputed block
             recomputed = modules.depth > calls.autograd_depth
-            at_work = _NO_NODE if node is None or recomputed else self._node_at_work(node)
+            at_work = _NO_NODE if node is None or recomputed else self._node_fields(node)
             fields = (*called, True, recomputed, *at_work, calls.line)
         if self._last_place != fields:  # most ops of one call, and of one node, have the same place
             self._last_place = Place._make(fields)
         return self._last_place
 
-    def _node_at_work(self, node: torch.autograd.graph.Node) -> tuple[str, str, int | None, str]:
-        """What a place says of an autograd node: its name, its function, its origin and its parameter."""
+    def _node_fields(self, node: torch.autograd.graph.Node) -> tuple[str, str, int | None, str]:
+        """The fields of a place that describe an autograd node: node, function, origin and parameter."""
         name = node.name()
         if name == _INTO_GRAD:
-            return name, "", None, self._parameters.get(id(node.variable), "")
+            variable = node.variable  # type: ignore[attr-defined]  # AccumulateGrad has one
+            return name, "", None, self._parameters.get(id(variable), "")
         known = name, node._sequence_nr()
         if self._last_node != known:
             custom = isinstance(node, torch.autograd.function.BackwardCFunction)
@@ -210,18 +211,18 @@ class Recorder:
         return self._last_told
 
     def _caching(
-        self, overload: torch._ops.OpOverload, place: Place, args: tuple, result: Any
+        self, overload: torch._ops.OpOverload, place: Place, args: tuple[Any, ...], result: Any
     ) -> tuple[str, tuple[int, ...]]:
         """The parameter that an engine casts in this op, and the casts that its call got from the weight cache."""
         if overload is not _CAST or not _casts_for_an_op(place):
-            return "", self._weight_casts.served(args, self.calls.count)
+            return "", self._weight_casts.read_from_cache(args, self.calls.count)
         weight = self._parameters.get(id(args[0]), "")
         if weight:
             self._weight_casts.made(len(self.events), result)
         return weight, ()
 
     def _keeper(self) -> str | None:
-        """Path of the module that keeps what is saved just now; None where a block runs again for its backward."""
+        """Path of the module that saves tensors now; None while a block runs again for its backward."""
         again = self._modules.depth > self.calls.autograd_depth and _current_node() is not None
         return None if again else self._modules.path
 
@@ -237,12 +238,13 @@ class Recorder:
         return self._takers[place - 1] if place else None
 
     def _under_engine(self, place: Place) -> bool:
-        """Whether an engine decides how a product is computed; for autograd's ops, whether one did in forward."""
+        """Whether an engine decides how a product is computed; for an op of autograd, whether one did in forward."""
         decisive = place if place.call or place.origin is None else self.events[place.origin].place
         return decisive.table not in (NO_ENGINE, TORCH_AUTOCAST)
 
-    def _seen(self, values: Iterable[Any]) -> tuple[TensorInfo, ...]:
-        known, found = self._infos, []  # no call for what is known: this runs twice an op
+    def _infos_of(self, values: Iterable[Any]) -> tuple[TensorInfo, ...]:
+        known = self._infos  # read here without a call, since this runs twice for each op
+        found: list[TensorInfo] = []
         for value in values:
             if isinstance(value, Tensor):
                 found.append(known.get((value.dtype, value.shape)) or self._info(value))
@@ -259,24 +261,26 @@ class Recorder:
 
 
 def _casts_for_an_op(place: Place) -> bool:
-    """Whether an engine casts the arguments of an op here, and the code does not ask for a cast itself."""
+    """Whether an engine casts the arguments of an op here, rather than the code itself."""
     if place.decision is not None:
         return place.decision.kind == "cast"
-    return place.table == TORCH_AUTOCAST and place.call not in ASKS_FOR_DTYPE
+    return place.table == TORCH_AUTOCAST and place.call not in REQUESTS_DTYPE
 
 
 class _Ops(TorchDispatchMode):
-    """Hand every op to `record`, which runs it."""
+    """Pass every op to `record`, which runs it."""
 
-    def __init__(self, record: Callable[[torch._ops.OpOverload, tuple, dict[str, Any]], Any]) -> None:
-        super().__init__()
+    def __init__(self, record: Callable[[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self._record = record
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # the wrapper it stands for would import the compiler, seconds at the first op
+        return False  # True would import the compiler at the first op, which takes seconds
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        # What happens in here is no call of the model's code: not to be named, not to be cast, and quicker so.
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Calls in here are not the model's: they are neither named nor cast.
         with _without_torch_function():
             return self._record(func, args, kwargs or {})

@@ -1,7 +1,7 @@
-"""What a traced step is made of: `TensorInfo`, `OpRecord` and `Trace`.
+"""A traced step as data: `TensorInfo`, `OpRecord` and `Trace`, with its rows and its table as text.
 
-A record is one op as the dispatcher saw it, one aten call with the dtypes that went in and came out, its place in the
-model and the reason for its dtypes. Records hold no tensor. Recording is in `recorder.py`, wording in `reasons.py`.
+A record is one call of an aten op with its input and output dtypes, its module and the reason for its dtypes. Records
+hold no tensor. Events are recorded in `recorder.py`, records made in `reasons.py`.
 """
 
 import re
@@ -66,23 +66,23 @@ class OpRecord:
     """One op of a traced step.
 
     Args:
-        index: place in `Trace.records`, in the order of execution.
-        op: the call as a reader of the model's code knows it (`linear`, `relu`, `cross_entropy`); a change of dtype is
-            a `cast`. In backward the name of the forward op whose gradient is computed.
+        index: index in `Trace.records`, in order of execution.
+        op: the name of the call in the model's code (`linear`, `relu`, `cross_entropy`), or `cast` for a change of
+            dtype. In backward, the name of the forward op whose gradient is computed.
         aten: the dispatcher's op, e.g. `aten.addmm.default`.
         phase: `forward` or `backward`; a gradient computed inside the loss function is `backward` too.
-        module: path of the innermost module at work, the model's class name for its own forward, empty outside it.
+        module: path of the innermost running module, the model's class name for its own forward, else empty.
         inputs: tensors read, in argument order.
         outputs: tensors returned.
-        reason: why these dtypes: list and row of the op table, promotion, fall-through, or autograd's mirror.
-        is_cast: True when the op only changes the dtype of floating-point values.
-        cast_bytes: bytes that the cast reads and writes together; 0 where `is_cast` is False.
-        note: how it was computed where that is worth saying, e.g. `fp32 accumulate, rounded once`.
-        is_view: True when no number is computed or moved: views, detach, uninitialised storage.
-        line: the line of the user's code that made the call, for a gradient that of the forward op; None where no
-            line did. Two records that differ in nothing else are equal.
+        reason: the reason for the dtypes: a list and row of the op table, promotion, no list, or the forward op.
+        is_cast: True if the op only changes the dtype of floating-point values.
+        cast_bytes: bytes that the cast reads and writes; 0 if `is_cast` is False.
+        note: how it was computed, e.g. `fp32 accumulate, rounded once`; usually empty.
+        is_view: True if nothing is computed or moved: views, detach, uninitialized storage.
+        line: the line of the user's code that made the call, for a gradient that of the forward op; None if there is
+            none. Not compared by `==`.
         parameter: name of the parameter that is cast here, or whose gradient is accumulated; else empty.
-        served: indexes of the casts of weights whose results the op got from the weight cache, so without a cast.
+        served: indexes of the casts of weights that the op got from the weight cache, without a cast of its own.
     """
 
     index: int
@@ -103,7 +103,7 @@ class OpRecord:
 
     @property
     def folds(self) -> bool:
-        """Whether a table may leave this record out: a view, or an op on integers and booleans alone."""
+        """Whether a table may leave this record out: a view, or an op on integers and booleans only."""
         return self.is_view or not any(info.dtype.is_floating_point for info in (*self.inputs, *self.outputs))
 
     @property
@@ -114,12 +114,10 @@ class OpRecord:
 
 @dataclass(frozen=True)
 class Trace:
-    """The ops of one step, forward and backward, in the order of execution.
-
-    The optimizer's ops are not in it: a trace ends with backward.
+    """The ops of one step, forward and backward, in order of execution; without those of the optimizer.
 
     Args:
-        records: a tuple, or what reads like one.
+        records: the records, in order.
     """
 
     records: Sequence[OpRecord]
@@ -137,7 +135,7 @@ class Trace:
 
     @property
     def cast_bytes(self) -> int:
-        """Bytes read and written by all casts together."""
+        """Bytes read and written by all casts."""
         return sum(record.cast_bytes for record in self.records)
 
     def rows(self, *, every: bool = False) -> list[dict[str, str]]:
@@ -147,10 +145,9 @@ class Trace:
         `view` are `yes` or `no`, `in` and `out` are dtypes joined by commas, `shapes` is `64x128, 128x128 -> 64x128`.
 
         Args:
-            every: one row per record. Otherwise records that a reader of dtypes can do without are folded
-                (`OpRecord.folds`), and records that follow each other in one op of one module and differ in nothing
-                but shape share a row: `index`, `aten` and `shapes` are the first one's, `times` counts them,
-                `cast_bytes` is their sum.
+            every: one row per record. Otherwise views and ops on integers are left out (`OpRecord.folds`), and
+                consecutive records of one op and module that differ only in shape share a row: `index`, `aten` and
+                `shapes` are those of the first, `times` is their number, `cast_bytes` their sum.
         """
         return _rows(self.records, every=every)
 
@@ -159,16 +156,16 @@ class Trace:
         return _text(self.records, every=every)
 
     def changed_since(self, other: "Trace") -> set[int]:
-        """Return the indexes of the records whose dtypes are not those of `other`.
+        """Return the indexes of the records whose dtypes differ from those in `other`.
 
-        Records are matched by (module, op, phase, occurrence); a record that `other` lacks counts as changed. Views are
-        counted apart from the ops that compute, so that they shift nothing.
+        Records are matched by (module, op, phase, occurrence); one that `other` lacks counts as changed. Views are
+        counted separately, so that an additional view does not shift the others.
         """
         before = {key: record.dtypes for key, record in other.keyed()}
         return {record.index for key, record in self.keyed() if before.get(key) != record.dtypes}
 
     def keyed(self) -> Iterator[tuple[tuple[str, str, str, bool, int], OpRecord]]:
-        """Yield each record after what it is matched by in another trace, see `changed_since`."""
+        """Yield each record after the key that matches it in another trace, see `changed_since`."""
         seen: Counter[tuple[str, str, str, bool]] = Counter()
         for record in self.records:
             key = (record.module, record.op, record.phase, record.is_view)
@@ -180,23 +177,23 @@ class Trace:
 
 
 def _rows(records: Iterable[OpRecord], *, every: bool = False) -> list[dict[str, str]]:
-    """Return `records` as dicts of plain strings; keys and folding as `Trace.rows` says."""
+    """The records as dicts of plain strings, see `Trace.rows`."""
     groups = ([record] for record in records) if every else folded(records)
     return [_row(group) for group in groups]
 
 
 def _text(records: Sequence[OpRecord], *, every: bool = False) -> str:
-    """Return `records` as an aligned table, a rule above each phase, and a line of totals."""
+    """The records as a table with a rule above each phase, and a line of totals."""
     shown = _rows(records, every=every)
     table = Table(tuple(_COLUMNS.values()), [_cells(row) for row in shown], groups=[row["phase"] for row in shown])
     return f"{table}\n{wrapped(_totals(records, every))}"
 
 
 def folded(records: Iterable[OpRecord]) -> Iterator[list[OpRecord]]:
-    """Yield the records that share a row, see `Trace.rows`."""
+    """Yield lists of the records that share a row, see `Trace.rows`."""
     kept = (record for record in records if not record.folds)
     for _, neighbours in groupby(kept, key=lambda record: (record.phase, record.module, record.op)):
-        alike: dict[tuple, list[OpRecord]] = {}
+        alike: dict[tuple[object, ...], list[OpRecord]] = {}
         for record in neighbours:
             alike.setdefault((record.dtypes, record.note, _NUMBER.sub("", record.reason)), []).append(record)
         yield from alike.values()
@@ -223,7 +220,7 @@ def _row(group: Sequence[OpRecord]) -> dict[str, str]:
 
 
 def _cells(row: dict[str, str]) -> list[str]:
-    """The cells of one line; a long reason is cut short, the row has all of it."""
+    """The cells of one line."""
     cells = {**row, "module": row["module"] or "-", "in": row["in"] or "-", "out": row["out"] or "-"}
     if row["times"] != "1":
         cells["op"] += f" ×{row['times']}"

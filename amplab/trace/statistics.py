@@ -1,9 +1,9 @@
-"""What the numbers of a step look like: the statistics of every tensor that an op writes, and of the gradients.
+"""`Statistics`: an observer that measures every tensor that an op writes, and the gradients.
 
-Tensors of the forward are measured many at a time, at the latest before an op that writes into anything; those of the
-backward at once, since autograd adds in place into what nobody else holds. The tables stay on the device and are read
-together. With the `tensor_stats` kernel that is one pass over each tensor; its pure-torch reference counts the same
-and takes several times as long.
+Tensors of the forward are measured in batches, at the latest before an op that writes in place. Tensors of the backward
+are measured at once, since autograd adds in place to tensors that nothing else references. The tables stay on the
+device and are read together. The `tensor_stats` kernel makes one pass over each tensor; its PyTorch reference gives the
+same counts in several times that time.
 """
 
 from dataclasses import dataclass
@@ -24,17 +24,17 @@ __all__ = ["OpStatistics", "Statistics"]
 
 _MEASURED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _CASTS = {torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
-_WAITS = 32 * 2**20  # bytes that are held for measuring
+_MOST_BYTES = 32 * 2**20  # of tensors that wait to be measured
 _BINS = HIGHEST_EXPONENT - LOWEST_EXPONENT + 1
 
 
 @dataclass(frozen=True)
 class OpStatistics:
-    """The numbers that one op wrote.
+    """The statistics of one op.
 
     Attributes:
         outputs: of each floating-point tensor that it returned.
-        cast_from: of what a cast read: the elements that half flushes to zero, or cannot hold, are counted there.
+        cast_from: of the input of a cast, which counts the elements that float16 flushes to zero or cannot represent.
     """
 
     outputs: tuple[TensorStats, ...]
@@ -42,10 +42,10 @@ class OpStatistics:
 
 
 class Statistics:
-    """An observer that measures what each op writes, and what each cast reads. Sync: none; `fetch` says its own.
+    """Measures the outputs of each op, and the inputs of casts. Sync: none, except for `fetch`.
 
     Attributes:
-        by_reference: whether the pure-torch reference has measured, known after `fetch`.
+        by_reference: whether the PyTorch reference was used; set by `fetch`.
     """
 
     def __init__(self) -> None:
@@ -56,15 +56,15 @@ class Statistics:
         self._measured: list[tuple[list[_Owner], StatsTable]] = []
         self._gradients: list[tuple[list[str], StatsTable]] = []
 
-    def before(self, overload: torch._ops.OpOverload, args: tuple, _kwargs: dict[str, Any]) -> Tensor | None:
-        """Measure what waits before an op can overwrite it; return what a cast reads."""
+    def before(self, overload: torch._ops.OpOverload, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Tensor | None:
+        """Measure the waiting tensors if the op may overwrite them; return the input of a cast."""
         if self._waiting and _writes(overload):
             self._measure()
         place = _CASTS.get(overload)
         return None if place is None or not _measurable(args[place]) else args[place]
 
     def after(self, seen: Tensor | None, event: Event, result: Any) -> None:
-        """Let what an op wrote be measured; a view writes nothing."""
+        """Add the outputs of an op to the tensors that wait; a view has written nothing."""
         index = self._events
         self._events += 1
         if is_view(event.overload):
@@ -74,7 +74,7 @@ class Statistics:
         for tensor in result if isinstance(result, list | tuple) else (result,):
             if _measurable(tensor):
                 self._wait(_Owner(index, False), tensor)
-        if event.place.backward or self._bytes > _WAITS:  # autograd writes into what nobody else holds
+        if event.place.backward or self._bytes > _MOST_BYTES:
             self._measure()
 
     def measure_gradients(self, model: nn.Module) -> None:
@@ -86,7 +86,7 @@ class Statistics:
             self._gradients.append((list(names), tensor_stats(grads, low=LOWEST_EXPONENT, bins=_BINS)))
 
     def fetch(self) -> None:
-        """Bring everything to the CPU. Sync: two a device, one of them for the gradients."""
+        """Move everything to the CPU. Sync: two for each device, one of them for the gradients."""
         self._measure()
         self.by_reference = kernels.report().status != "built"
         by_device: dict[torch.device, list[tuple[list[_Owner], StatsTable]]] = {}
@@ -97,20 +97,20 @@ class Statistics:
 
     @cached_property
     def by_op(self) -> dict[int, OpStatistics]:
-        """The statistics by index of the op. Sync: none after `fetch`."""
+        """The statistics of each op by its index. Sync: none after `fetch`."""
         outputs: dict[int, list[TensorStats]] = {}
         sources: dict[int, TensorStats] = {}
         for owners, table in self._measured:
             for owner, stats in zip(owners, table.read(), strict=True):
                 if owner.is_source:
-                    sources[owner.index] = stats
+                    sources[owner.op] = stats
                 else:
-                    outputs.setdefault(owner.index, []).append(stats)
+                    outputs.setdefault(owner.op, []).append(stats)
         return {index: OpStatistics(tuple(outputs[index]), sources.get(index)) for index in sorted(outputs)}
 
     @cached_property
     def gradients(self) -> tuple[tuple[str, ExponentHistogram], ...]:
-        """The gradients' histograms over all of float32's binades, by parameter. Sync: none after `fetch`."""
+        """The histogram of each gradient over all exponents of float32, by parameter. Sync: none after `fetch`."""
         return tuple(
             (name, stats.exponents)
             for names, table in self._gradients
@@ -118,12 +118,12 @@ class Statistics:
         )
 
     def _wait(self, owner: "_Owner", tensor: Tensor) -> None:
-        # An alias: whether torch copies a tensor or takes it over hangs on how often the tensor itself is held.
+        # An alias, since torch reuses a tensor instead of copying it depending on its reference count.
         self._waiting.append((owner, tensor.detach()))
         self._bytes += tensor.nbytes
 
     def _measure(self) -> None:
-        """Measure all that waits, in one pass a device."""
+        """Measure all waiting tensors, in one pass for each device."""
         waiting, self._waiting, self._bytes = self._waiting, [], 0
         for device in {tensor.device: None for _, tensor in waiting}:
             here = [each for each in waiting if each[1].device == device]
@@ -132,9 +132,9 @@ class Statistics:
 
 
 class _Owner(NamedTuple):
-    """What a measured tensor belongs to: an op's index, and whether a cast read it."""
+    """The op that a measured tensor belongs to, and whether it is the input of a cast."""
 
-    index: int
+    op: int
     is_source: bool
 
 
@@ -144,13 +144,13 @@ def _writes(overload: torch._ops.OpOverload) -> bool:
 
 
 def _joined(parts: list[tuple[list[_Owner], StatsTable]]) -> tuple[list[_Owner], StatsTable]:
-    """The tables of one device as one on the CPU."""
+    """The tables of one device, concatenated, on the CPU."""
     together = StatsTable(torch.cat([table.table for _, table in parts]), parts[0][1].low)
     return [owner for owners, _ in parts for owner in owners], together.cpu()
 
 
 def _dense(grad: Tensor) -> Tensor:
-    """The numbers of a gradient: what a sparse one holds, the parts of a complex one."""
+    """The numbers of a gradient: the values of a sparse one, the real view of a complex one."""
     values = grad.coalesce().values() if grad.is_sparse else grad
     return torch.view_as_real(values) if values.is_complex() else values
 

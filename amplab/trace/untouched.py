@@ -1,11 +1,14 @@
-"""Leave a model as it was: everything that a forward and a backward write, put back.
+"""`untouched`: run a step on a model and restore everything that its forward and backward change.
 
-Kept: parameters, buffers (values, also those that forward adds or rebinds), `.grad` of every leaf, `requires_grad`,
-training flags, the random states of torch, its devices, Python and numpy, and whatever the optimizers have that step in
-the block. Of plain Python attributes of the modules: to what they are bound, and the states of generators among them.
-Not kept: what a plain attribute holds and forward changes in place (a list that grows, the elements of a tensor that is
-no buffer), what lies outside of the modules, and a loss scale. torch's own modules keep no state in plain attributes,
-and those that wrap a model (DDP, FSDP) set up there what is not to be set up twice: their attributes are left alone.
+Restored: parameters, buffers (values, also those that forward adds or rebinds), `.grad` of every leaf, `requires_grad`,
+training flags, the random states of torch, its devices, Python and NumPy, and the optimizers that step in the block. Of
+the plain Python attributes of modules: their bindings, and the states of random generators among them.
+
+Not restored: objects in plain attributes that forward changes in place (a list that grows, the elements of a tensor
+that is no buffer), anything outside the modules, and a loss scale. Attributes of torch's own modules are not touched:
+they hold no state, or, in wrappers such as DDP and FSDP, what may be set up only once.
+
+Reference: torch.optim.optimizer.register_optimizer_step_pre_hook.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -18,22 +21,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from amplab.trace.random_states import puts_back, random_states_kept
+from amplab.trace.random_states import random_states_kept, restorers
 
 __all__ = ["ParkedGradients", "unchanged_optimizers", "untouched"]
 
 
 class ParkedGradients:
-    """Gradients set aside, so that a backward starts from none and its results can be dropped.
+    """Gradients set aside, so that a backward starts without any and its results can be dropped.
 
-    Hooks that wait for an accumulated gradient (an optimizer stepping inside backward) are set aside with them.
+    Post-accumulate-grad hooks, such as an optimizer that steps inside backward, are set aside with them.
     """
 
     def __init__(self) -> None:
-        self._parked: dict[int, tuple[Tensor, Tensor | None, dict]] = {}
+        self._parked: dict[int, tuple[Tensor, Tensor | None, dict[Any, Any]]] = {}
 
     def park(self, leaves: Iterable[Tensor]) -> None:
-        """Set aside the gradients of `leaves` that are not yet parked."""
+        """Set aside the gradients of `leaves`, once each."""
         for leaf in leaves:
             if id(leaf) not in self._parked:
                 hooks = leaf._post_accumulate_grad_hooks
@@ -43,11 +46,12 @@ class ParkedGradients:
                     hooks.clear()
 
     def park_leaves_of(self, loss: Tensor) -> None:
-        """Set aside the gradients of every leaf that a backward from `loss` reaches."""
-        self.park(node.variable for node in _nodes_behind(loss) if node.name() == "torch::autograd::AccumulateGrad")
+        """Set aside the gradients of all leaves that a backward from `loss` reaches."""
+        nodes = (node for node in _nodes_behind(loss) if node.name() == "torch::autograd::AccumulateGrad")
+        self.park(node.variable for node in nodes)  # type: ignore[attr-defined]  # AccumulateGrad has one
 
     def restore(self) -> None:
-        """Put every gradient and hook back."""
+        """Restore every gradient and hook."""
         for leaf, grad, hooks in self._parked.values():
             leaf.grad = grad
             if hooks:
@@ -56,7 +60,8 @@ class ParkedGradients:
 
 
 def _nodes_behind(loss: Tensor) -> Iterator[torch.autograd.graph.Node]:
-    waiting, seen = [loss.grad_fn], {loss.grad_fn}
+    start = [] if loss.grad_fn is None else [loss.grad_fn]
+    waiting, seen = start, set(start)
     while waiting:
         node = waiting.pop()
         yield node
@@ -70,10 +75,10 @@ _unseen_by_engines = torch._C.DisableTorchFunction
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
-    """Run a block on `model` and put everything back that it changed, also after an exception.
+    """Run a block on `model` and restore everything that it changed, also after an exception.
 
-    Gives the gradients set aside, to which the block adds the leaves that lie outside the model. Holds one copy of the
-    model's parameters and buffers while the block runs.
+    Yields the gradients set aside, to which the block adds leaves outside the model. Holds one copy of the model's
+    parameters and buffers while the block runs.
 
     Sync: none.
     """
@@ -92,7 +97,7 @@ def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
 
 
 class _TensorCopy(NamedTuple):
-    """A tensor and its value; `alias` is the same memory, with a version of its own that autograd does not watch."""
+    """A tensor and its value; `alias` is the same storage, with a version counter that autograd does not check."""
 
     tensor: Tensor
     alias: Tensor
@@ -101,11 +106,11 @@ class _TensorCopy(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "_TensorCopy":
-        """Copy a tensor's value."""
+        """Copy the value of a tensor."""
         return cls(tensor, tensor.data, tensor.detach().clone(), tensor.requires_grad)
 
     def restore(self) -> None:
-        """Give the tensor its memory, its value and its requires_grad back."""
+        """Restore the storage, the value and `requires_grad`."""
         self.alias.copy_(self.value)
         if self.tensor.data_ptr() != self.alias.data_ptr():
             self.tensor.data = self.alias
@@ -114,7 +119,7 @@ class _TensorCopy(NamedTuple):
 
 
 class _ModuleState(NamedTuple):
-    """What one module owns itself: its parameters, buffers, training flag, and what its attributes are bound to."""
+    """What one module itself owns: parameters, buffers, training flag and attributes."""
 
     module: nn.Module
     training: bool
@@ -126,21 +131,22 @@ class _ModuleState(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module) -> "_ModuleState":
-        parameters, buffers = dict(module._parameters), dict(module._buffers)
+        parameters: dict[str, Tensor | None] = {**module._parameters}
+        buffers = dict(module._buffers)
         tensors = [tensor for tensor in (*parameters.values(), *buffers.values()) if tensor is not None]
         copies = tuple(_TensorCopy.of(tensor) for tensor in tensors)
         attributes = None if type(module).__module__.startswith("torch.") else dict(vars(module))
-        generators = puts_back((attributes or {}).values())
+        generators = restorers((attributes or {}).values())
         return cls(module, module.training, parameters, buffers, copies, attributes, generators)
 
     def restore(self) -> None:
         self.module.training = self.training
         if self.attributes is not None:
             for name in self.attributes.keys() & self.module._modules.keys():
-                del self.attributes[name]  # a part that forward makes stays, and takes its name
+                del self.attributes[name]  # a submodule that forward creates stays
             _rebind(vars(self.module), self.attributes)
-        for put_back in self.generators:
-            put_back()
+        for restore in self.generators:
+            restore()
         _rebind(self.module._parameters, self.parameters)
         _rebind(self.module._buffers, self.buffers)
         with _unseen_by_engines():
@@ -156,7 +162,9 @@ def _rebind(owned: dict[str, Any], before: dict[str, Any]) -> None:
 
 @contextmanager
 def unchanged_optimizers() -> Iterator[None]:
-    """Put every optimizer that this thread steps in the block back to where it was before its first step.
+    """Restore every optimizer that this thread steps in the block: parameters, state and settings.
+
+    A loss may step an optimizer by itself, to train a discriminator; a hook on the steps of all optimizers finds it.
 
     Sync: none.
     """
@@ -165,7 +173,7 @@ def unchanged_optimizers() -> Iterator[None]:
 
     def remember(optimizer: Optimizer, *_arguments: object) -> None:
         if get_ident() == thread and id(optimizer) not in seen:
-            # No op of the step: neither to be cast nor to be recorded.
+            # Copies are no ops of the step: they are neither cast nor recorded.
             with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
                 seen[id(optimizer)] = _OptimizerState.of(optimizer)
 
@@ -180,7 +188,7 @@ def unchanged_optimizers() -> Iterator[None]:
 
 
 class _OptimizerState(NamedTuple):
-    """What an optimizer has: a slot is a tensor with its value, or a plain value."""
+    """The parameters, state and settings of an optimizer."""
 
     optimizer: Optimizer
     stepped: list[_TensorCopy]

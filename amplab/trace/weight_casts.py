@@ -1,7 +1,7 @@
-"""Which op got the cast of a weight from the weight cache: told by the tensors themselves.
+"""`WeightCasts`: which calls got the cast of a weight from the weight cache.
 
-An engine's cast of a Parameter is made for the call that reads it first. A later call that reads the same tensor was
-served by the cache, amplab's or torch.autocast's: no op ran, no byte moved, so there is no record of a cast.
+An engine casts a Parameter for the first call that reads it. A later call that reads the same tensor got it from the
+cache, amplab's or torch.autocast's: no op ran and no byte moved, so there is no record of a cast.
 """
 
 import weakref
@@ -19,8 +19,8 @@ class _Made:
 
     Attributes:
         event: its number in the trace.
-        tensor: its result, while that lives.
-        reader: number of the call that read it last; 0 while nobody has.
+        tensor: its result, as long as that exists.
+        reader: number of the call that read it last; 0 before the first.
     """
 
     event: int
@@ -29,7 +29,7 @@ class _Made:
 
 
 class WeightCasts:
-    """The casts of Parameters that engines made in one step, and who reads them."""
+    """The casts of Parameters that engines made in one step, and the calls that read them."""
 
     def __init__(self) -> None:
         self._made: dict[int, _Made] = {}
@@ -40,14 +40,14 @@ class WeightCasts:
         self._made[id(result)] = _Made(event, weakref.ref(result))
         self._memory[result.untyped_storage().data_ptr()] = weakref.ref(result)
 
-    def served(self, tensors: Iterable[object], call: int) -> tuple[int, ...]:
-        """Return the events of the casts that `call` reads and did not ask for first; each is told once a call."""
+    def read_from_cache(self, tensors: Iterable[object], call: int) -> tuple[int, ...]:
+        """Return the events of the casts that `call` reads from the cache, each once for a call."""
         if not self._made:
             return ()
         return tuple(made.event for tensor in tensors if (made := self._read(tensor, call)) is not None)
 
-    def hold(self, address: int) -> bool:
-        """Whether the memory at `address` is that of a cast weight."""
+    def owns(self, address: int) -> bool:
+        """Return whether the storage at `address` is that of a cast weight."""
         tensor = self._memory.get(address)
         return tensor is not None and tensor() is not None
 

@@ -116,7 +116,7 @@ def _taken(
         loss=step.loss,
         loss_scale=setting.loss_scale,
         model=type(model).__name__,
-        kept=kept.at_most() if kept else None,
+        kept=kept.peak() if kept else None,
         measured=statistics,
         events=tuple(events),
     )

@@ -1,7 +1,7 @@
-"""What is different between two X-rays: ops whose dtypes changed, ops that came or went, casts and memory.
+"""`XRayDifference`: ops whose dtypes differ between two X-rays, added and removed ops, casts and memory.
 
-Ops are matched by (module, op, phase, how many of their kind came before), as `Trace.changed_since` does. Casts come
-and go with the precision and are compared by their sums, by module.
+Ops are matched by (module, op, phase, occurrence), as in `Trace.changed_since`. Casts depend on the precision and are
+compared by their number and bytes for each module.
 """
 
 from collections import Counter
@@ -34,11 +34,11 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class OpChange:
-    """One op that is not the same in both.
+    """One op that differs.
 
     Attributes:
-        before: its record in the first X-ray; None where it came.
-        after: in the second; None where it went.
+        before: its record in the first X-ray; None if it was added.
+        after: its record in the second X-ray; None if it was removed.
     """
 
     before: OpRecord | None
@@ -46,8 +46,10 @@ class OpChange:
 
     @property
     def record(self) -> OpRecord:
-        """The later of the two."""
-        return self.after or self.before
+        """The record in the second X-ray, else that in the first."""
+        record = self.after or self.before
+        assert record is not None
+        return record
 
     @property
     def kind(self) -> str:
@@ -59,10 +61,10 @@ class OpChange:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class XRayDifference:
-    """The difference of two X-rays; prints as a table.
+    """The difference between two X-rays; prints as a table.
 
     Attributes:
-        changes: ops that changed their dtypes, came or went, in the order of the second X-ray.
+        changes: ops with other dtypes and added ops, in the order of the second X-ray, then removed ops.
         before, after: the two X-rays.
     """
 
@@ -72,34 +74,34 @@ class XRayDifference:
 
     @classmethod
     def between(cls, before: "XRay", after: "XRay") -> "XRayDifference":
-        """Compare two X-rays of one step.
+        """Compare two X-rays of the same step.
 
         Raises:
-            ValueError: they have no op in common.
+            ValueError: if they have no op in common.
         """
         old, new = (dict(_ops(xray)) for xray in (before, after))
         if not old.keys() & new.keys():
             raise ValueError(
-                f"the X-rays of {before.model} and {after.model} have no op of the same kind in a module of the same "
-                "path: expected two of one model."
+                f"The X-rays of {before.model} and {after.model} have no op and module path in common: expected two "
+                "X-rays of one model."
             )
-        came = [OpChange(old.get(key), record) for key, record in new.items() if _differ(old.get(key), record)]
-        went = [OpChange(record, None) for key, record in old.items() if key not in new]
-        return cls((*came, *went), before, after)
+        added = [OpChange(old.get(key), record) for key, record in new.items() if _differ(old.get(key), record)]
+        removed = [OpChange(record, None) for key, record in old.items() if key not in new]
+        return cls((*added, *removed), before, after)
 
     def __len__(self) -> int:
         return len(self.changes)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one dict for each op that changed.
+        """Return one dict for each op that differs.
 
         Keys: `kind` (`changed`, `added`, `removed`), `op, module, phase, line`, `before` and `after` (dtypes as
-        `float32 → float16`, empty where there is no such op), `reason` (of the later one).
+        `float32 → float16`, empty if there is no such op), `reason` (in the second X-ray).
         """
         return [_row(change) for change in self.changes]
 
     def casts(self) -> list[dict[str, Any]]:
-        """Return by module how the casts changed: `module, casts_before, casts_after, bytes_before, bytes_after`."""
+        """Return the changed casts of each module: `module, casts_before, casts_after, bytes_before, bytes_after`."""
         sides = [_casts_by_module(xray) for xray in (self.before, self.after)]
         modules = dict.fromkeys((*sides[0], *sides[1]))
         found = ((module, *(side.get(module, (0, 0)) for side in sides)) for module in modules)
@@ -117,9 +119,9 @@ class XRayDifference:
 
     @property
     def sentence(self) -> str:
-        """What it comes to, in one line."""
+        """The difference in one sentence."""
         kinds = Counter(change.kind for change in self.changes)
-        ops = f"{kinds['changed']:,} changed dtypes, {kinds['added']:,} came, {kinds['removed']:,} went"
+        ops = f"{kinds['changed']:,} changed dtypes, {kinds['added']:,} added, {kinds['removed']:,} removed"
         (old, moved_before), (new, moved_after) = (_moved(xray) for xray in (self.before, self.after))
         moved = f"{size(moved_before)} → {size(moved_after)}"
         kept = " → ".join(size((xray.kept or KeptBytes()).total) for xray in (self.before, self.after))
@@ -129,9 +131,9 @@ class XRayDifference:
         )
 
     def _models(self) -> str:
-        """Said of two models alone: whose ops they are that were matched by the path of their module."""
+        """The names of the models if there are two."""
         two = self.before.model, self.after.model
-        return "" if two[0] == two[1] else f"{two[0]} beside {two[1]}, two models, "
+        return "" if two[0] == two[1] else f"two models, {two[0]} and {two[1]}, "
 
     def __str__(self) -> str:
         return str(self._card())
@@ -146,7 +148,7 @@ class XRayDifference:
         groups = _alike(self.rows())
         if not groups:
             return Card(self.sentence)
-        caption = f"Ops that are not the same: {self.before.precision} and {self.after.precision}"
+        caption = f"Ops that differ between {self.before.precision} and {self.after.precision}"
         phases = [group[0]["phase"] for group in groups]
         return Card(self.sentence, (Table(_COLUMNS, [*map(_line, groups)], caption, phases),))
 
@@ -190,7 +192,7 @@ def _row(change: OpChange) -> dict[str, Any]:
 
 
 def _alike(rows: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Neighbours that say the same."""
+    """Lists of consecutive equal rows."""
     return [list(alike) for _, alike in groupby(rows, key=lambda row: tuple(row.values()))]
 
 

@@ -41,7 +41,7 @@ _COLUMNS = (
 _MODULE = 2
 _COUNTED = {"zeros": "zero", "half_subnormals": "subnormal", "infs": "inf", "nans": "nan"}
 _MOST_MODULES = 8
-_MIRROR = re.compile(r"^autograd's mirror of \S+ (#\d+)")
+_GRADIENT_OF = re.compile(r"^gradient of \S+ (#\d+)")
 _Run = tuple[str, bool, int, str]
 _Item = TypeVar("_Item")
 
@@ -68,7 +68,7 @@ def summary(xray: "XRay") -> str:
 
 def _kept(xray: "XRay") -> str:
     if xray.kept is None:
-        return "bytes kept for backward not counted, since torch.func takes no saved tensor hooks"
+        return "bytes kept for backward not counted, since torch.func does not support saved tensor hooks"
     return f"{size(xray.kept.total)} kept for backward"
 
 
@@ -77,17 +77,17 @@ def _totals(xray: "XRay") -> list[str]:
     saved = sum(cast.saved for cast in xray.casts if cast.cached)
     lines = [f"{summary(xray)}.", f"Backward starts from {xray.loss}, times {power(xray.loss_scale)}."]
     if saved:
-        lines.append(f"The weight cache spared {size(saved)} of casts.")
+        lines.append(f"The weight cache avoided {size(saved)} of casts.")
     if xray.measured is not None and xray.measured.by_reference:
         lines.append(
-            "Measured by the pure-torch reference: the same counts in several times the time of the kernel, which "
-            "amplab.kernels.ensure(wait=True) builds where a compiler is."
+            "Measured by the PyTorch reference, which is several times slower than the kernel; call "
+            "amplab.kernels.ensure(wait=True) to build the kernel."
         )
     return lines + _kept_words(xray)
 
 
 def _kept_words(xray: "XRay") -> list[str]:
-    """What is kept for backward, by module, the most first."""
+    """What is kept for backward, by module, the largest first."""
     kept = xray.kept or KeptBytes()
     parts = (("Activations", kept.activations), ("Casts of weights", kept.weight_casts))
     return [f"{name} kept for backward: {_by_module(sizes)}." for name, sizes in parts if sizes]
@@ -101,7 +101,7 @@ def _by_module(sizes: Mapping[str, int]) -> str:
 
 
 def _cells(group: Sequence[OpRecord], xray: "XRay") -> tuple[str, ...]:
-    """The cells of the line that `group` shares. In text, files have no folder and a mirrored op only its number."""
+    """The cells of the line that `group` shares. In text, files have no folder and a forward op only its number."""
     record = group[0]
     op = record.op if len(group) == 1 else f"{record.op} ×{len(group)}"
     place = str(record.line or "-").rpartition("/")[2]
@@ -117,12 +117,12 @@ def _cells(group: Sequence[OpRecord], xray: "XRay") -> tuple[str, ...]:
         moved,
         values,
         counts,
-        Cell(_MIRROR.sub(r"mirror of \1", reason), markup(reason)),
+        Cell(_GRADIENT_OF.sub(r"gradient of \1", reason), markup(reason)),
     )
 
 
 def dtypes(record: OpRecord) -> str:
-    """Return the dtypes in and out of an op, equal neighbours counted."""
+    """Return the input and output dtypes of an op; consecutive equal ones are counted."""
     return f"{_counted(record.inputs)} → {_counted(record.outputs)}"
 
 
@@ -140,7 +140,7 @@ def _why(group: Sequence[OpRecord], xray: "XRay") -> str:
 
 
 def _reasons(groups: Sequence[Sequence[OpRecord]], lines: Sequence[Sequence[str]]) -> list[str]:
-    """The reasons that the table has cut short, each once; those of backward mirror these."""
+    """The reasons in forward that the table cuts, each once."""
     pairs = zip(groups, lines, strict=True)
     cut = [group[0] for group, shown in pairs if any(line.endswith("…") for line in shown)]
     whole = dict.fromkeys(record.reason for record in cut if record.phase == "forward")
@@ -195,7 +195,7 @@ def _figures(xray: "XRay") -> str:
 
 
 def _bands(records: Sequence[OpRecord]) -> str:
-    """The whole step, forward above backward, and what its colours mean."""
+    """The whole step, forward above backward, and a legend of its colors."""
     bands = ""
     for phase in ("forward", "backward"):
         runs = _runs(record for record in records if record.phase == phase)
@@ -205,29 +205,29 @@ def _bands(records: Sequence[OpRecord]) -> str:
 
 
 def _part(xray: "XRay", module: str, groups: list[list[OpRecord]]) -> str:
-    """One module: a line of its numbers that unfolds into the table of its ops."""
+    """One module: a line with its numbers that unfolds into a table of its ops."""
     records = [record for group in groups for record in group]
     moved = sum(record.cast_bytes for record in records)
     kept = xray.kept.of(module) if xray.kept else 0
     runs = _runs(records)
     numbers = (_figure(f"{len(records):,}", "ops"), _figure(size(moved), "of casts"), _figure(size(kept), "kept"))
-    columns = _columns((name(module) if module else "outside of every module", ribbon(runs, _said(runs)), *numbers))
+    columns = _columns((name(module) if module else "outside any module", ribbon(runs, _said(runs)), *numbers))
     table = Table(
         _without_module(_COLUMNS),
         [_without_module(_cells(group, xray)) for group in groups],
-        caption=f"Ops of {module}" if module else "Ops outside of every module",
+        caption=f"Ops of {module}" if module else "Ops outside any module",
         groups=[group[0].phase for group in groups],
     )
     return f'<details><summary><span class="columns">{columns}</span></summary>{table.html()}</details>'
 
 
 def _figure(shown: str, what: str) -> str:
-    """A number under a title, and what it is for those who cannot see the title."""
+    """A number with its title for screen readers."""
     return Markup(f'{shown}<span class="unseen"> {what}</span>') if shown != "0 B" else ""
 
 
 def _code_line(record: OpRecord) -> Markup:
-    """The place of the line of code, the line itself where one points at it."""
+    """File and number of the line of code; a tooltip shows the line itself."""
     if record.line is None:
         return Markup("–")
     return Markup(f'<span title="{markup(record.line.source)}">{name(str(record.line))}</span>')
@@ -239,7 +239,7 @@ def _columns(cells: Iterable[str]) -> str:
 
 
 def _runs(records: Iterable[OpRecord]) -> list[_Run]:
-    """Neighbours of one module that are alike, as one piece of a band."""
+    """Consecutive ops of one module and dtype as one piece of a band."""
     grouped = groupby(records, key=lambda record: (record.module, _dtype(record), record.is_cast))
     return [_run(module, dtype, is_cast, list(run)) for (module, dtype, is_cast), run in grouped]
 
@@ -247,11 +247,11 @@ def _runs(records: Iterable[OpRecord]) -> list[_Run]:
 def _run(module: str, dtype: str, is_cast: bool, run: list[OpRecord]) -> _Run:
     ops = ", ".join(list(dict.fromkeys(record.op for record in run))[:6])
     what = f"{count(len(run), 'cast')} to {dtype}" if is_cast else f"{ops} in {dtype}"
-    return dtype, is_cast, len(run), f"{module or 'outside of every module'}: {what}"
+    return dtype, is_cast, len(run), f"{module or 'outside any module'}: {what}"
 
 
 def _said(runs: Iterable[_Run]) -> str:
-    """What a band shows, in words."""
+    """A description of a band."""
     times: dict[str, int] = defaultdict(int)
     for dtype, is_cast, number, _ in runs:
         times[f"to {dtype}" if is_cast else dtype] += number
@@ -262,7 +262,7 @@ def _said(runs: Iterable[_Run]) -> str:
 
 
 def _dtype(record: OpRecord) -> str:
-    """What an op is coloured by: the first floating-point dtype it writes, else the first it writes or reads."""
+    """The dtype that colors an op: the first floating-point one that it writes, else the first one of all."""
     infos = (*record.outputs, *record.inputs)
     return next((info.dtype_name for info in infos if info.dtype.is_floating_point), infos[0].dtype_name)
 

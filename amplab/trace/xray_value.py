@@ -1,6 +1,6 @@
-"""`XRay`: one step with everything that was seen of it, and the forms it is read in.
+"""`XRay`: the result of `xray`, with its rows, casts, statistics and gradients.
 
-Taking one is in `xray.py`, text and HTML are in `xray_page.py`, the comparison of two is in `xray_difference.py`.
+`xray` is in `xray.py`, text and HTML are in `xray_page.py`, the comparison of two is in `xray_difference.py`.
 """
 
 import math
@@ -30,19 +30,19 @@ _MEASURED = ("absmax", "smallest_nonzero", "zeros", "half_subnormals", "half_flu
 
 @dataclass(frozen=True)
 class Cast:
-    """One change of dtype that an op needed.
+    """One cast for an op.
 
     Attributes:
-        index: of the record of the cast; where the weight cache served it, of the op that read the result.
-        op: what it was for, e.g. `linear`; `to` where the code asks for it. In backward that of the forward's cast.
-        module: path of the module at work.
+        index: index of the record of the cast; for a cast from the weight cache, of the op that read it.
+        op: the op that needed it, e.g. `linear`; `to` if the code requests it. In backward, that of the forward cast.
+        module: path of the running module.
         line: `model.py:12`, or empty.
         phase: `forward` or `backward`.
         parameter: name of the parameter that is cast, or empty.
         source, target: dtypes.
-        nbytes: bytes read and written together; 0 where the cache served it.
-        cached: whether the weight cache served it.
-        saved: bytes that the cache spared; 0 where it did not.
+        nbytes: bytes read and written; 0 if it came from the weight cache.
+        cached: whether it came from the weight cache.
+        saved: bytes that the weight cache avoided to move, else 0.
     """
 
     index: int
@@ -60,20 +60,20 @@ class Cast:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class XRay:
-    """Every op of one step, forward and backward, with dtypes, casts, reasons and the lines of code.
+    """Every op of one step, forward and backward, with dtypes, casts, reasons and lines of code.
 
-    Prints as a table, shows as HTML in a notebook, and `rows` gives plain values. `x[12]` is the record of the op that
-    the table numbers 12, and a loop over `x` goes through all of them.
+    It prints as a table and shows as HTML in a notebook; `rows` returns plain values. `x[12]` is the record of the op
+    with number 12 in the table; iterating yields all records.
 
     Attributes:
-        precision: in words what the step ran in, e.g. `O1`.
-        loss: where the number came from that backward started at, in words.
-        loss_scale: what it was multiplied by.
-        model: the model's class.
+        precision: the precision of the step, e.g. `O1`.
+        loss: a description of the loss that backward started from.
+        loss_scale: the factor of that loss.
+        model: the name of the model's class.
         kept: bytes kept for backward, by module; None for a model that calls `torch.func`, where they cannot be
             counted.
-        measured: what `statistics` and `gradients` are read from.
-        events: what `trace` puts into words.
+        measured: the source of `statistics` and `gradients`.
+        events: the source of `trace`.
     """
 
     precision: str
@@ -86,47 +86,47 @@ class XRay:
 
     @property
     def statistics(self) -> Mapping[int, OpStatistics] | None:
-        """The statistics of each op by index of its record; None where none were asked for."""
+        """The statistics of each op by index of its record; None without `stats=True`."""
         return None if self.measured is None else self.measured.by_op
 
     @property
     def gradients(self) -> tuple[tuple[str, ExponentHistogram], ...] | None:
-        """Name and histogram of each parameter's gradient, times `loss_scale`; None without statistics."""
+        """Name and histogram of each parameter's gradient, scaled by `loss_scale`; None without `stats=True`."""
         return None if self.measured is None else self.measured.gradients
 
     @cached_property
     def trace(self) -> Trace:
-        """The step's records; put into words when they are first read."""
+        """The records of the step, made at the first access."""
         return Trace(records_of(self.events))
 
     @cached_property
     def casts(self) -> tuple[Cast, ...]:
-        """Every cast, in order, those that the weight cache served among them."""
+        """Every cast in order, including those from the weight cache."""
         return tuple(cast for record in self.trace for cast in self._casts_at(record))
 
     def rows(self, *, every: bool = False) -> list[dict[str, Any]]:
         """Return one dict of plain values for each op.
 
         Keys: `index, phase, op, aten, module, line` (`model.py:12` or empty), `code` (the line itself), `inputs` and
-        `outputs` (lists such as `["float16[64, 128]"]`), `cast` (bool), `cast_bytes`, `parameter` (that is cast, or
-        whose gradient is added up), `from_cache` (names of weights whose casts the cache served), `view`, `reason`,
-        `note`; with statistics also `statistics`: for each output `absmax, smallest_nonzero, zeros, half_subnormals,
-        half_flushed, half_overflows, infs, nans, numel`, and `cast_from`, the same of what a cast read, or None.
+        `outputs` (lists such as `["float16[64, 128]"]`), `cast` (bool), `cast_bytes`, `parameter` (the one that is
+        cast, or whose gradient is accumulated), `from_cache` (names of weights cast by an earlier op), `view`,
+        `reason`, `note`; with statistics also `statistics`: for each output `absmax, smallest_nonzero, zeros,
+        half_subnormals, half_flushed, half_overflows, infs, nans, numel`, and `cast_from`, the same for the input of a
+        cast, or None.
 
-        What is said of half is said of the values, in whatever dtype they are: `half_subnormals` of a float32 tensor
-        counts the elements that half would hold with fewer bits and those that it would flush to zero, and
-        `half_flushed` these alone.
+        The counts for float16 hold for values of any dtype: `half_subnormals` of a float32 tensor counts the elements
+        that float16 would store with fewer bits or flush to zero, and `half_flushed` only the latter.
 
         Args:
-            every: views and ops on integers too.
+            every: include views and ops on integers.
         """
         return [_row_of(record, self.trace, self.statistics) for record in self.trace if every or not record.folds]
 
     def diff(self, other: "XRay") -> XRayDifference:
-        """Return what is different in `other`: ops whose dtypes changed, ops that came or went, casts and memory.
+        """Return the differences to `other`: ops with other dtypes, added and removed ops, casts and memory.
 
         Raises:
-            TypeError: `other` is no X-ray. ValueError: it is one of another model, with no op in common.
+            TypeError: if `other` is no X-ray. ValueError: if the two have no op in common.
         """
         if not isinstance(other, XRay):
             raise TypeError(
@@ -136,45 +136,45 @@ class XRay:
         return XRayDifference.between(self, other)
 
     def underflow(self, loss_scale: float | None = None) -> GradientRange:
-        """Return what half loses of this step's gradients, layer by layer.
+        """Return what float16 loses of this step's gradients, by layer.
 
-        What half has flushed on the way in this very step is gone and not counted: take the X-ray at O0, or
-        `amplab.gradient_range`, to count all of it.
+        Values that this step itself flushed to zero are not counted: X-ray the step at O0, or use
+        `amplab.gradient_range`, to count all of them.
 
         Args:
-            loss_scale: the scale to judge by; None for the one the step ran with.
+            loss_scale: the loss scale to evaluate; None for that of the step.
 
         Raises:
-            ValueError: the X-ray was taken without statistics; or a scale out of range.
+            ValueError: if the X-ray has no statistics, or for an invalid scale.
         """
         if self.gradients is None:
             raise ValueError(
-                "underflow() of an X-ray without statistics: expected xray(..., stats=True), which measures the "
-                "gradients."
+                "underflow() of an X-ray without statistics: expected one that measured the gradients; call "
+                "xray(..., stats=True)."
             )
         return GradientRange.of_scaled(self.gradients, self.loss_scale, loss_scale)
 
     def text(self, *, every: bool = False) -> str:
-        """Return the table that `print` shows; with `every`, views and ops on integers too."""
+        """Return the text that `print` shows; with `every`, including views and ops on integers."""
         return text(self, every=every)
 
     def __len__(self) -> int:
-        """The number of records, views among them."""
+        """The number of records, including views."""
         return len(self.trace.records)
 
     def __iter__(self) -> Iterator[OpRecord]:
         return iter(self.trace)
 
     def __getitem__(self, index: int) -> OpRecord:
-        """The record of that number, as the table shows it.
+        """The record with that number in the table.
 
         Raises:
-            TypeError: `index` is no whole number. IndexError: there is no such record.
+            TypeError: if `index` is no integer. IndexError: if there is no such record.
         """
         if isinstance(index, bool) or not isinstance(index, SupportsIndex):
             raise TypeError(
-                f"xray[{index!r}]: expected the number of an op, as in the table's first column; for those of a module "
-                "go through rows(), [row for row in x.rows() if row['module'] == '0']."
+                f"xray[{index!r}]: expected the number of an op, as in the first column of the table; to select the "
+                "ops of a module, use [row for row in x.rows() if row['module'] == '0']."
             )
         if not -len(self) <= index.__index__() < len(self):
             raise IndexError(f"xray[{index}]: expected a number below {len(self)}, as in the table's first column.")
@@ -210,15 +210,15 @@ def _place(record: OpRecord) -> tuple[str, str, str, str]:
 
 
 def _ends(cast: OpRecord) -> tuple[torch.dtype, torch.dtype]:
-    """What a cast reads and writes; a copy into a tensor of another dtype names the tensor first."""
+    """The dtypes that a cast reads and writes; the target is the first input of `copy_`."""
     if len(cast.inputs) == 2:
         return cast.inputs[1].dtype, cast.inputs[0].dtype
     return cast.inputs[0].dtype, cast.outputs[0].dtype
 
 
 def _row_of(record: OpRecord, trace: Trace, statistics: Mapping[int, OpStatistics] | None) -> dict[str, Any]:
-    """Return one op with the keys that `XRay.rows` names."""
-    row = {
+    """Return one op as a dict, see `XRay.rows`."""
+    row: dict[str, Any] = {
         "index": record.index,
         "phase": record.phase,
         "op": record.op,
@@ -244,7 +244,7 @@ def _row_of(record: OpRecord, trace: Trace, statistics: Mapping[int, OpStatistic
 
 
 def _plain(stats: TensorStats) -> dict[str, float | int | None]:
-    row = {name: getattr(stats, name) for name in _MEASURED}
-    if math.isinf(row["smallest_nonzero"]):  # there is none, and JSON has no inf
+    row: dict[str, float | int | None] = {name: getattr(stats, name) for name in _MEASURED}
+    if math.isinf(stats.smallest_nonzero):  # there is none; JSON has no inf
         row["smallest_nonzero"] = None
     return row

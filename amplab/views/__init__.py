@@ -1,7 +1,7 @@
-"""Widgets for JupyterLab, over the objects that a script uses: they show and steer, and never train.
+"""Widgets for JupyterLab that show and control the objects that a script uses; they do not train.
 
-`Dashboard` is the lab's one screen, `RunView` a run that is not steered from here, `BitExplorer` a number's bits to
-flip. The views need the `lab` extra; `import amplab` does not load them.
+`Dashboard` is the lab on one screen, `RunView` shows a run that the lab does not control, `BitExplorer` the bits of a
+number. The views need the `lab` extra; `import amplab` does not import them. The browser's side is in `web`.
 """
 
 from amplab.views.bit_explorer import BitExplorer

@@ -9,6 +9,7 @@ How a number is read from text and written as text is in `display.numbers`.
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from amplab.display.numbers import binary_power, parse_number, short_text, value_text
 from amplab.formats import FORMATS, FloatFormat
@@ -134,7 +135,7 @@ def _is_pattern(text: str) -> bool:
     return text.strip()[:2].lower() in ("0x", "0b")
 
 
-def explorer_payload(state: BitState) -> dict:
+def explorer_payload(state: BitState) -> dict[str, Any]:
     """Return everything that the explorer draws, as JSON values without NaN and infinity."""
     fmt, value = state.fmt, state.value
     return {
@@ -160,7 +161,7 @@ def explorer_payload(state: BitState) -> dict:
 # ---- the pattern --------------------------------------------------------------------------------
 
 
-def _bit_cells(state: BitState) -> list[dict]:
+def _bit_cells(state: BitState) -> list[dict[str, Any]]:
     """One cell per bit, the sign first."""
     fmt = state.fmt
     cells = []
@@ -184,7 +185,7 @@ def _bit_cells(state: BitState) -> list[dict]:
     return cells
 
 
-def _formula(fmt: FloatFormat, bits: int) -> dict | None:
+def _formula(fmt: FloatFormat, bits: int) -> dict[str, Any] | None:
     """The parts of (-1)^sign x 2^(exponent - bias) x significand; None for infinity and NaN."""
     if fmt.kind(bits) in ("infinity", "nan"):
         return None
@@ -228,7 +229,7 @@ def _note(fmt: FloatFormat, bits: int) -> str:
 # ---- the number that was typed ------------------------------------------------------------------
 
 
-def _rounding(state: BitState) -> dict | None:
+def _rounding(state: BitState) -> dict[str, Any] | None:
     """How the typed number was rounded: {verdict, text}, or None if nothing was typed."""
     if not state.typed:
         return None
@@ -280,7 +281,7 @@ def _relative_text(share: float) -> str:
     return f"{short_text(100 * share, digits=2)} %" if share >= 1e-6 else short_text(share, digits=2)
 
 
-def _landmarks(fmt: FloatFormat) -> list[dict]:
+def _landmarks(fmt: FloatFormat) -> list[dict[str, Any]]:
     """Numbers to try, each with a label and the text to type."""
     edges = [
         ("largest", value_text(fmt.max)),
@@ -296,7 +297,7 @@ def _landmarks(fmt: FloatFormat) -> list[dict]:
 # ---- the neighbors on a line -------------------------------------------------------------------
 
 
-def _neighbors(state: BitState) -> dict | None:
+def _neighbors(state: BitState) -> dict[str, Any] | None:
     """The numbers below and above with percent positions on a line, or None for inf and NaN.
 
     `zone` is the range of all numbers that round to this one: halfway to each neighbor.
@@ -349,7 +350,7 @@ def _end_text(number: float) -> str:
 # ---- the ruler ----------------------------------------------------------------------------------
 
 
-def _ruler(state: BitState) -> dict:
+def _ruler(state: BitState) -> dict[str, Any]:
     """Every format's range on one log2 axis, and what the number becomes in each."""
     number = state.number
     return {
@@ -360,7 +361,7 @@ def _ruler(state: BitState) -> dict:
     }
 
 
-def _ruler_row(fmt: FloatFormat, number: float) -> dict:
+def _ruler_row(fmt: FloatFormat, number: float) -> dict[str, Any]:
     rounded, verdict = fmt.value(fmt.bits(number)), _verdict(fmt, number)
     words = {"exact": "exact", "underflow": "underflows", "overflow": "overflows", "clipped": "clipped"}
     smallest = fmt.min_exponent - fmt.mantissa_bits

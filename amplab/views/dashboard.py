@@ -18,7 +18,7 @@ from amplab.views.run_report import RunReport, run_report
 __all__ = ["Dashboard", "wait_for_steps"]
 
 
-class Dashboard(ipywidgets.VBox):
+class Dashboard(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
     """The lab on one screen.
 
     Args:

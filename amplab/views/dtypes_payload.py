@@ -1,26 +1,30 @@
 """The table of op dtypes as plain values, from a trace of one training step.
 
-A row is one of the trace's own table (`Trace.rows`): an op, or several in succession that differ in nothing but shape,
-with the dtypes in and out, repetitions counted, and the reason. No widget here.
+Its rows are those of `Trace.rows`: an op, or several in succession that differ only in shape, with the dtypes of its
+inputs and outputs, the number of repetitions and the reason. No widget here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby, islice
+from typing import Any
 
+from amplab.display.numbers import count, size
 from amplab.trace import OpRecord, Trace
 
 __all__ = ["dtypes_payload"]
 
 
-def dtypes_payload(trace: Trace, *, before: Trace | None = None, levels: tuple[str | None, str] = (None, "")) -> dict:
+def dtypes_payload(
+    trace: Trace, *, before: Trace | None = None, levels: tuple[str | None, str] = (None, "")
+) -> dict[str, Any]:
     """Return the rows of the table and the sentence above it.
 
     Args:
         trace: The step at the present opt_level.
-        before: The trace at the level before; rows that differ from it are marked.
-        levels: Names of the level before (None at first) and of the present one.
+        before: The trace at the previous level; rows that differ from it are marked.
+        levels: Names of the previous level (None at first) and of the present one.
     """
     changed = trace.changed_since(before) if before is not None else frozenset()
     rows = [_row(row, any(record.index in changed for record in group)) for row, group in _rows_with_records(trace)]
@@ -28,13 +32,13 @@ def dtypes_payload(trace: Trace, *, before: Trace | None = None, levels: tuple[s
 
 
 def _rows_with_records(trace: Trace) -> Iterator[tuple[dict[str, str], list[OpRecord]]]:
-    """Yield each row of the trace's table with the records that it stands for."""
+    """Yield each row of the trace's table with the records that it combines."""
     records = (record for record in trace if not record.folds)
     for row in trace.rows():
         yield row, list(islice(records, int(row["times"])))
 
 
-def _row(row: dict[str, str], changed: bool) -> dict:
+def _row(row: dict[str, str], changed: bool) -> dict[str, Any]:
     return {
         "index": row["index"],
         "op": row["op"],
@@ -51,21 +55,21 @@ def _row(row: dict[str, str], changed: bool) -> dict:
     }
 
 
-def _counted(dtypes: str) -> list[list]:
-    """Return dtypes in order, equal neighbours counted.
+def _counted(dtypes: str) -> list[tuple[str, int]]:
+    """Return dtypes in order, with the number of equal ones in succession.
 
     >>> _counted("float32, float32, float16")
-    [['float32', 2], ['float16', 1]]
+    [('float32', 2), ('float16', 1)]
     """
-    return [[name, len(list(group))] for name, group in groupby(dtypes.split(", "))] if dtypes else []
+    return [(name, len(list(group))) for name, group in groupby(dtypes.split(", "))] if dtypes else []
 
 
-def _sentence(rows: list[dict], trace: Trace, before: Trace | None, levels: tuple[str | None, str]) -> str:
+def _sentence(rows: list[dict[str, Any]], trace: Trace, before: Trace | None, levels: tuple[str | None, str]) -> str:
     casts = len(trace.casts)
-    moved = f"{casts} casts, {trace.cast_bytes / 1000:.0f} kB" if casts else "no casts"
-    parts = [f"{levels[1]}: {sum(row['times'] for row in rows)} ops", moved]
+    moved = f"{count(casts, 'cast')}, {size(trace.cast_bytes)}" if casts else "no casts"
+    parts = [f"{levels[1]}: {count(sum(row['times'] for row in rows), 'op')}", moved]
     if before is not None:
         since = levels[0] if levels[0] != levels[1] else "the change"
-        changed = sum(row["changed"] for row in rows)
-        parts.append(f"since {since}: {changed} row{'s' * (changed != 1)} changed, casts {len(before.casts)} → {casts}")
+        changed = count(sum(row["changed"] for row in rows), "row")
+        parts.append(f"since {since}: {changed} changed, casts {len(before.casts)} → {casts}")
     return " · ".join(parts)

@@ -11,6 +11,7 @@ import math
 from functools import reduce
 from itertools import pairwise
 from operator import add
+from typing import Any
 
 import numpy as np
 
@@ -54,7 +55,7 @@ def float16_zones() -> list[tuple[float, float, str]]:
     return [(*edges, name) for edges, name in zip(pairwise((LOW, kept, normal, top, HIGH + 1)), names, strict=True)]
 
 
-def layer_rows(record: GradientRecord) -> list[dict[str, str | float]]:
+def layer_rows(record: GradientRecord) -> list[dict[str, Any]]:
     """Return the shares of each layer: flushed without and with the scale, overflowed with it, zeros, non-finite."""
     return [_layer(name, histogram, record.loss_scale) for name, histogram in record.layers]
 
@@ -108,7 +109,7 @@ def _percent(histogram: ExponentHistogram) -> list[float]:
     return shares
 
 
-def _layer(name: str, histogram: ExponentHistogram, loss_scale: float) -> dict[str, str | float]:
+def _layer(name: str, histogram: ExponentHistogram, loss_scale: float) -> dict[str, Any]:
     scaled = _scaled(histogram, loss_scale)
     return {
         "name": name,
@@ -120,7 +121,7 @@ def _layer(name: str, histogram: ExponentHistogram, loss_scale: float) -> dict[s
     }
 
 
-def _texts(row: dict) -> dict[str, str]:
+def _texts(row: dict[str, Any]) -> dict[str, str]:
     """A layer's row as the table writes it."""
     return {
         "name": row["name"],

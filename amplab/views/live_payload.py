@@ -1,7 +1,7 @@
-"""What the live view shows, as plain values: the run thinned to a screen, and the figures above it.
+"""What the live view shows, as plain values: the run thinned to the width of a screen, and the figures above it.
 
-A frame is complete in itself. Its rows are float64 `(rows, 4)`: step, loss, loss scale used, marks
-(`SKIPPED` + `INJECTED`). NaN and inf stay in the rows; the drawing puts them on the edge. No widget here.
+Each frame holds the whole run. Its rows are float64 `(rows, 4)`: step, loss, loss scale used, marks
+(`SKIPPED` + `INJECTED`). NaN and inf stay in the rows; the page draws them on the upper edge. No widget here.
 """
 
 from __future__ import annotations
@@ -23,22 +23,31 @@ ROWS = 800
 
 
 def frame_rows(history: History, limit: int = ROWS) -> np.ndarray:
-    """Return the run as float64 `(rows, 4)`, at most about `limit` rows, every skipped step among them."""
+    """Return the run as float64 `(rows, 4)`, at most about `limit` rows, with every skipped step."""
     thinned = history.thinned(["loss", "loss_scale", "injected"], limit)
     injected = thinned["injected"] != None  # noqa: E711 - elementwise on an object array
     marks = SKIPPED * thinned["skipped"] + INJECTED * injected
     return np.column_stack([thinned["step"], thinned["loss"], thinned["loss_scale"], marks]).astype(np.float64)
 
 
-def summary(history: History, *, loss_scale: float, rate: float | None, memory: MemoryUse, modes: str) -> dict:
+def summary(
+    history: History,
+    *,
+    loss_scale: float,
+    rate: float | None,
+    memory: MemoryUse | None,
+    modes: str,
+    unknown: tuple[str, ...] = (),
+) -> dict[str, object]:
     """Return the figures of a frame as JSON values.
 
     Args:
         history: The run.
         loss_scale: Scale that the next step will use.
         rate: Steps per second, None while nothing runs.
-        memory: Bytes that training holds.
-        modes: One line on how float16 is computed and which kernels serve.
+        memory: Bytes that training holds, None if unknown.
+        modes: One line on how float16 is computed and which kernels are used.
+        unknown: Figures that this run does not have and the page hides.
     """
     return {
         "step": len(history),
@@ -46,14 +55,15 @@ def summary(history: History, *, loss_scale: float, rate: float | None, memory: 
         "scale": loss_scale,
         "accuracy": history.last_accuracy,
         "rate": rate,
-        "memory": memory.total,
-        "memory_parts": memory_parts(memory),
+        "memory": None if memory is None else memory.total,
+        "memory_parts": "" if memory is None else memory_parts(memory),
         "modes": modes,
+        "unknown": unknown,
     }
 
 
 def memory_parts(memory: MemoryUse) -> str:
-    """Return the parts as one line, without those that most runs have not.
+    """Return the parts as one line; optional parts appear only if they are not 0.
 
     >>> memory_parts(MemoryUse(parameters=104488, gradients=0, masters=0, optimizer_state=208976))
     'parameters 104,488 B · gradients 0 B · masters 0 B · optimizer state 208,976 B'
@@ -67,15 +77,18 @@ def modes_line(kernels: BuildReport, half_mode: str) -> str:
     """Return how numbers are computed here, in one line.
 
     >>> modes_line(BuildReport("building", "CPU kernels"), "native")
-    'float16 on CPU: native arithmetic · kernels: C++ is being built'
+    'float16 on CPU: native arithmetic · kernels: building C++'
     """
     return f"float16 on CPU: {_HALF_MODES[half_mode]} · kernels: {_KERNELS[kernels.status].format(kernels)}"
 
 
-_HALF_MODES = {"fp32_accumulate": "float32 accumulate, rounded once, as tensor cores do", "native": "native arithmetic"}
+_HALF_MODES = {
+    "fp32_accumulate": "accumulated in float32 and rounded once, as on tensor cores",
+    "native": "native arithmetic",
+}
 _KERNELS = {
-    "reference": "pure torch",
-    "building": "C++ is being built",
+    "reference": "PyTorch",
+    "building": "building C++",
     "built": "C++",
-    "failed": "pure torch ({0.cause}; to have C++: {0.remedy})",
+    "failed": "PyTorch ({0.cause}; to enable C++: {0.remedy})",
 }

@@ -9,6 +9,7 @@ from types import MappingProxyType
 import numpy as np
 
 from amplab.diagnose import FirstNonfinite
+from amplab.display.numbers import count, power
 from amplab.lab import History, StepRecord
 
 __all__ = ["LIMIT", "explanation", "is_broken", "overflows_payload"]
@@ -16,16 +17,18 @@ __all__ = ["LIMIT", "explanation", "is_broken", "overflows_payload"]
 NOTHING: Mapping[int, str] = MappingProxyType({})
 
 LIMIT = 200
-"""Rows in the page; the history and the run log hold them all."""
+"""Rows in the page; the history and the run log hold every skipped step."""
 
 
-def overflows_payload(history: History, explained: Mapping[int, str] = NOTHING, limit: int = LIMIT) -> dict:
+def overflows_payload(
+    history: History, explained: Mapping[int, str] = NOTHING, limit: int = LIMIT
+) -> dict[str, object]:
     """Return one row for each skipped step, newest first, and the sentence above the table.
 
     Args:
         history: The run.
-        explained: What was found out about a skipped step, by its number.
-        limit: Rows at most.
+        explained: The cause of a skipped step, by the number of the step.
+        limit: Largest number of rows.
     """
     total = history.skip_count
     latest = history.skips(max(0, total - limit))
@@ -45,40 +48,40 @@ def is_broken(history: History) -> bool:
 
 
 def _broken_sentence(history: History) -> str:
-    """Say since which step no loss has been finite, where the weights took it in; else nothing."""
+    """Return since which step no loss has been finite, or "" if the last one is."""
     if not is_broken(history):
         return ""
     losses, steps = history.column("loss"), history.column("step")
     finite = np.flatnonzero(np.isfinite(losses))
     first = int(finite[-1]) + 1 if len(finite) else 0
-    if first == len(steps):  # a step came between
+    if first == len(steps):  # the trainer has added a finite step meanwhile
         return ""
     word = "NaN" if np.isnan(losses[-1]) else "inf"
     return (
-        f"The loss is {word} since step {steps[first]:,}: a static scale (or O3) let it into the weights; "
-        f"Reset begins anew."
+        f"The loss is {word} since step {steps[first]:,}. A static loss scale (or O3) did not skip that step, so the "
+        "weights are damaged: press Reset to start over."
     )
 
 
 def explanation(found: FirstNonfinite | None) -> str:
-    """Return in a few words what a replay has found."""
+    """Return in a few words what the replay of a skipped step found."""
     if found is None:
-        return "not found again: the weights have moved on"
+        return "not reproduced: the weights have changed since"
     where = found.tensor if found.record is None else f"{found.record.op} in {found.record.module or 'the loss'}"
     phase = f", {found.phase}" if found.phase else ""
-    fits = f"; fits at {found.fitting_scale:g}" if found.fitting_scale else ""
+    fits = f"; no overflow at a scale of {power(found.fitting_scale, raised=True)}" if found.fitting_scale else ""
     return f"{_CAUSES.get(found.cause, f'{found.cause} not finite')}: {where}{phase}{fits}"
 
 
 _CAUSES = {
-    "scale": "scale too large",
-    "format": "leaves float16 at any scale",
+    "scale": "loss scale too large",
+    "format": "overflows float16 at any loss scale",
     "model": "not finite in float32 either",
-    "state": "finite in a second run",
+    "state": "finite when repeated",
 }
 
 
-def _row(record: StepRecord, explained: str | None) -> dict:
+def _row(record: StepRecord, explained: str | None) -> dict[str, object]:
     return {
         "step": record.step,
         "before": record.loss_scale,
@@ -92,7 +95,11 @@ def _row(record: StepRecord, explained: str | None) -> dict:
 
 def _sentence(total: int, injected: int, limit: int) -> str:
     if total == 0:
-        return "A dynamic scale skips a step whose gradients are not finite, and halves; a static one lets it through."
+        return (
+            "A dynamic loss scale skips a step whose gradients are not finite, and halves. A static one skips no step."
+        )
     if total > limit:
-        return f"{total:,} steps skipped; the latest {limit} are listed, {injected} of them with an injected fault."
-    return f"{total:,} step{'s' * (total != 1)} skipped, {injected} with an injected fault."
+        return (
+            f"{count(total, 'step')} skipped; the latest {limit} are listed, {injected} of them with an injected fault."
+        )
+    return f"{count(total, 'step')} skipped, {injected} with an injected fault."

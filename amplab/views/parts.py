@@ -42,10 +42,31 @@ class Controls(Part):
 
 
 class LiveView(Part):
-    """Figures and charts. Frames are messages, since no state must be kept for a page that is not open."""
+    """Figures and charts. Frames are messages, since no state must be kept for a page that is not open.
+
+    Args:
+        on_open: Called in the kernel's thread when a page opens the view.
+    """
 
     _esm = module("live.js")
     _css = stylesheet("dashboard.css")
+
+    def __init__(self, on_open: Callable[[], None]) -> None:
+        self._pages: set[str] = set()
+        self._on_open = on_open
+        super().__init__(self._on_page)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a page shows the view."""
+        return bool(self._pages)
+
+    def _on_page(self, message: Message) -> None:
+        if message["type"] == "hello":
+            self._pages.add(message["view"])
+            self._on_open()
+        else:
+            self._pages.discard(message["view"])
 
     def show_frame(self, rows: np.ndarray, *, levels: list[tuple[int, str]], summary: dict[str, object]) -> None:
         """Draw the whole run.
@@ -72,4 +93,4 @@ class Notices(Part):
     """Tracebacks, messages and offers above everything else."""
 
     _esm = module("notices.js")
-    notices = traitlets.List().tag(sync=True)
+    notices: traitlets.List[Any] = traitlets.List().tag(sync=True)

@@ -6,7 +6,6 @@ run is drawn at most ten times a second, the overflows twice, the gradients once
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -34,7 +33,7 @@ from amplab.views.live_payload import frame_rows, modes_line, summary
 from amplab.views.notice_board import Notice, NoticeBoard, failure, offer
 from amplab.views.overflows_payload import explanation, is_broken, overflows_payload
 from amplab.views.parts import Controls, LiveView, Message, Notices, Panels
-from amplab.views.ticker import Ticker
+from amplab.views.ticker import Pace, Ticker
 
 __all__ = ["Parts", "Presenter"]
 
@@ -72,7 +71,6 @@ class Presenter:
         self._trainer = trainer
         self._board = NoticeBoard()
         self._wanted: ExperimentConfig | None = None  # what "Start new" in the offer begins
-        self._views: set[str] = set()
         self._answers = 0
         self._refusal: str | None = None
         self._armed: set[str] = set()
@@ -80,16 +78,15 @@ class Presenter:
         self._traced: tuple[str, Trace] | None = None
         self._levels = trainer.history.level_changes() or [(0, trainer.config.opt_level)]
         self._scale = 0.0  # what the next step will use, as the trainer's thread last set it
-        self._overflows_due = self._gradients_due = 0.0
-        self._overflows_shown: tuple[int, bool] | None = None
         self._explained: dict[int, str] = {}  # by the step that was skipped
-        self._gradients_asked: tuple[int, bool, ExperimentConfig] | None = None
         self._unsubscribe: Callable[[], None] = lambda: None
         self._ticker = Ticker(self._tick, on_failure=lambda text: self._put(failure(text)))
+        self._overflows = Pace(SLOW, self._ticker.wake)
+        self._gradients = Pace(SLOWER, self._ticker.wake)
         self.parts = Parts(
             notices=Notices(self._queued(self._on_notice)),
             controls=Controls(self._queued(self._on_control), shown=self._controls()),
-            live=LiveView(self._queued(self._on_view)),
+            live=LiveView(self._ticker.wake),
             panels=Panels(self._queued(lambda _: None)),
         )
         self.parts.panels.observe(lambda _: self._ticker.call(self._on_tab), "tab")
@@ -158,7 +155,8 @@ class Presenter:
     def _on_config(self, event: ConfigChanged) -> None:
         if event.reset:
             self._levels, self._armed, self._shrinking_asked = [(0, event.config.opt_level)], set(), None
-            self._overflows_shown, self._explained = None, {}
+            self._explained = {}
+            self._overflows.forget()
             self._board.remove_of_run()
             self.parts.notices.notices = self._board.payload()
         elif self._levels[-1][1] != event.config.opt_level:
@@ -191,13 +189,6 @@ class Presenter:
             self._shrinking_asked = None
         return self._trainer.shrinking if self._shrinking_asked is None else self._shrinking_asked
 
-    def _on_view(self, message: Message) -> None:
-        if message["type"] == "hello":
-            self._views.add(message["view"])
-            self._ticker.wake()
-        else:
-            self._views.discard(message["view"])
-
     def _on_notice(self, message: Message) -> None:
         self._board.remove(message["id"])
         if message["type"] == "new":
@@ -219,7 +210,7 @@ class Presenter:
     # In the ticker's thread: drawing
 
     def _tick(self) -> None:
-        if self._views:
+        if self.parts.live.is_open:
             self._show_controls()
             self._show_frame()
             self._show_overflows()
@@ -251,16 +242,10 @@ class Presenter:
         self.parts.live.show_frame(frame_rows(history), levels=self._levels, summary=figures)
 
     def _show_overflows(self) -> None:
-        history, now = self._trainer.history, time.monotonic()
-        present = (history.skip_count, is_broken(history))
-        if present == self._overflows_shown:
-            return
-        if now < self._overflows_due:
-            self._ticker.wake()
-            return
-        self._overflows_due, self._overflows_shown = now + SLOW, present
-        self.parts.panels.overflows = overflows_payload(history, self._explained)
-        self._request_explanation()
+        history = self._trainer.history
+        if self._overflows.is_due((history.skip_count, is_broken(history))):
+            self.parts.panels.overflows = overflows_payload(history, self._explained)
+            self._request_explanation()
 
     def _request_explanation(self) -> None:
         """Have the latest skipped step explained while its tab is open: that takes the time of several steps."""
@@ -269,22 +254,16 @@ class Presenter:
             self._trainer.request_explanation()
 
     def _request_gradients(self) -> None:
-        trainer, now = self._trainer, time.monotonic()
+        trainer = self._trainer
         present = (len(trainer.history), trainer.shrinking, trainer.config)
-        if self.parts.panels.tab != "gradients" or present == self._gradients_asked:
-            return
-        if now < self._gradients_due:
-            self._ticker.wake()
-            return
-        self._gradients_due, self._gradients_asked = now + SLOWER, present
-        trainer.request_gradients()
+        if self.parts.panels.tab == "gradients" and self._gradients.is_due(present):
+            trainer.request_gradients()
 
     def _show_gradients(self, record: GradientRecord) -> None:
-        panels = self.parts.panels
-        if not self._views or panels.tab != "gradients":  # another view of this run asked for them, or it is too late
-            self._gradients_asked = None
-            return
-        panels.gradients = gradients_payload(record)
+        if self.parts.live.is_open and self.parts.panels.tab == "gradients":
+            self.parts.panels.gradients = gradients_payload(record)
+        else:  # another view of this run asked for them, or it is too late
+            self._gradients.forget()
 
     def _show_trace(self, event: TraceReady) -> None:
         before = self._traced

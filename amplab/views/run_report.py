@@ -1,4 +1,4 @@
-"""What a finished `run` says: a few lines of numbers that are the same wherever the run is the same. No widget here."""
+"""The report of a `run` in a cell: a few lines of numbers, the same for equal runs. No widget here."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["RunReport", "run_report"]
 
 @dataclass(frozen=True, repr=False)
 class RunReport:
-    """The outcome of some steps of a run.
+    """The results of some steps of a run.
 
     Attributes:
         config: The experiment, as a string.
-        steps: Steps made by this call, and `total` by the run.
+        steps: Steps of this call.
         total: Steps of the run so far.
         skipped: How many of `steps` were skipped.
         first_scale: Loss scale of the first of them.
         next_scale: Loss scale that the next step will use.
         first_loss: Training loss of the first of them.
         last_loss: Training loss of the last of them.
-        accuracy: Held-out accuracy last measured in [0, 1], None before the first.
+        accuracy: Last measured accuracy on held-out data in [0, 1], None before the first measurement.
     """
 
     config: str
@@ -37,7 +37,7 @@ class RunReport:
     accuracy: float | None
 
     def __repr__(self) -> str:
-        """Return one line for each number; losses are rounded to tenths, accuracy to whole percents."""
+        """Return one line for each number, with losses rounded to tenths and the accuracy to whole percents."""
         return "\n".join(
             [
                 self.config,
@@ -51,7 +51,7 @@ class RunReport:
 
 def run_report(config: ExperimentConfig, history: History, steps: int) -> RunReport:
     """Return the report of the last `steps` steps of `history`."""
-    first, last, total = history.record(-steps), history.last, len(history)
+    first, last, total = history.record(-steps), history.record(-1), len(history)
     return RunReport(
         config=str(config),
         steps=steps,

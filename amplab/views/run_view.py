@@ -1,12 +1,11 @@
-"""A run that is not steered from here, on the lab's charts: a watch while its loop runs, or a log read back.
+"""A run that the lab does not control, on the lab's charts: a watch of a loop, or a log that was read back.
 
-The loop's thread publishes and only wakes the ticker; the ticker's thread builds what is shown and is alone in touching
-widgets.
+The loop's thread publishes and only wakes the ticker; the ticker's thread builds the payloads and is the only one that
+changes widgets.
 """
 
 from __future__ import annotations
 
-import time
 from html import escape
 
 import ipywidgets
@@ -17,9 +16,9 @@ from amplab.display.numbers import count, power
 from amplab.lab import Run, Watch
 from amplab.lab.watched_run import NO_LEVEL
 from amplab.policies import cpu_half_mode
-from amplab.views.live_payload import frame_rows, modes_line
+from amplab.views.live_payload import frame_rows, modes_line, summary
 from amplab.views.parts import LiveView
-from amplab.views.ticker import Ticker
+from amplab.views.ticker import Pace, Ticker
 
 __all__ = ["RunView"]
 
@@ -29,14 +28,14 @@ SLOW = 0.5
 LIMIT = 50
 """Skipped steps in the table."""
 
-_UNKNOWN = ("accuracy", "memory")  # figures that a run of one's own has not
+_UNKNOWN = ("accuracy", "memory")  # figures that only the lab's own experiments have
 
 
-class RunView(ipywidgets.VBox):
+class RunView(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
     """Charts, skipped steps and findings of a run.
 
     Args:
-        run: a `Watch`, which goes on being drawn as its loop goes on, or a `Run` from `load_run`.
+        run: A `Watch`, which is drawn live while its loop runs, or a `Run` from `load_run`.
 
     >>> from amplab.lab import ExperimentConfig, Trainer, load_run
     >>> import tempfile
@@ -51,19 +50,17 @@ class RunView(ipywidgets.VBox):
 
     def __init__(self, run: Run | Watch) -> None:
         self.run = run
-        self._views: set[str] = set()
-        self._words_due = 0.0
-        self._words_of: tuple[int, int] | None = None
         self._ticker = Ticker(self._tick, on_failure=self._show_failure)
-        self._live = LiveView(lambda message: self._ticker.call(lambda: self._answer(message)))
-        self._words = ipywidgets.HTML()
-        super().__init__([ipywidgets.HTML(f"<code>{escape(str(run.config))}</code>"), self._live, self._words])
+        self._pace = Pace(SLOW, self._ticker.wake)
+        self._live = LiveView(self._ticker.wake)
+        self._findings = ipywidgets.HTML()
+        super().__init__([ipywidgets.HTML(f"<code>{escape(str(run.config))}</code>"), self._live, self._findings])
         self.add_class("amp-side")
         self._unsubscribe = run.subscribe(lambda _: self._ticker.wake()) if isinstance(run, Watch) else None
-        self._ticker.call(self._show_words)
+        self._ticker.call(self._show_findings)
 
     def close(self) -> None:
-        """Take the widgets off the page; the run goes on."""
+        """Remove the widgets from the page; the run continues."""
         if self._unsubscribe is not None:
             self._unsubscribe()
         self._ticker.close()
@@ -73,49 +70,34 @@ class RunView(ipywidgets.VBox):
         """Return one line with the number of steps."""
         return f"<amplab run of {len(self.run.history)} steps: {self.run.config}>"
 
-    def _answer(self, message: dict) -> None:
-        if message["type"] == "hello":
-            self._views.add(message["view"])
-            self._ticker.wake()
-        else:
-            self._views.discard(message["view"])
-
     def _tick(self) -> None:
-        if not self._views:
+        if not self._live.is_open:
             return
         history = self.run.history
         levels = [mark for mark in history.level_changes() if mark[1] != NO_LEVEL]
         self._live.show_frame(frame_rows(history), levels=levels, summary=self._figures())
-        self._show_words()
+        self._show_findings()
 
-    def _figures(self) -> dict:
-        history, last = self.run.history, self.run.history.last
-        return {
-            "step": len(history),
-            "skipped": history.skip_count,
-            "scale": 1.0 if last is None else last.next_loss_scale,
-            "accuracy": history.last_accuracy,
-            "rate": history.rate() if isinstance(self.run, Watch) else None,
-            "memory": None,
-            "memory_parts": "",
-            "modes": modes_line(kernels.report(), cpu_half_mode()),
-            "unknown": _UNKNOWN if isinstance(self.run, Watch) else (*_UNKNOWN, "rate"),
-        }
+    def _figures(self) -> dict[str, object]:
+        history, is_watch = self.run.history, isinstance(self.run, Watch)
+        last = history.last
+        return summary(
+            history,
+            loss_scale=1.0 if last is None else last.next_loss_scale,
+            rate=history.rate() if is_watch else None,
+            memory=None,
+            modes=modes_line(kernels.report(), cpu_half_mode()),
+            unknown=_UNKNOWN if is_watch else (*_UNKNOWN, "rate"),
+        )
 
-    def _show_words(self) -> None:
-        """Draw the findings and the last skipped steps, not too often."""
-        history, now = self.run.history, time.monotonic()
-        present = (len(history), history.skip_count)
-        if present == self._words_of:
-            return
-        if now < self._words_due:
-            self._ticker.wake()
-            return
-        self._words_due, self._words_of = now + SLOW, present
-        self._words.value = self.run.findings()._repr_html_() + _skips_html(self.run)
+    def _show_findings(self) -> None:
+        """Draw the findings and the last skipped steps."""
+        history = self.run.history
+        if self._pace.is_due((len(history), history.skip_count)):
+            self._findings.value = self.run.findings()._repr_html_() + _skips_html(self.run)
 
     def _show_failure(self, text: str) -> None:
-        self._words.value = f"<pre>{escape(text)}</pre>"
+        self._findings.value = f"<pre>{escape(text)}</pre>"
 
 
 def _skips_html(run: Run | Watch) -> str:
@@ -127,16 +109,13 @@ def _skips_html(run: Run | Watch) -> str:
     lines = [
         (
             f"{record.step:,}",
-            _power(record.loss_scale),
-            _power(record.next_loss_scale),
+            power(record.loss_scale, raised=True),
+            power(record.next_loss_scale, raised=True),
             name(record.first_nonfinite or ""),
         )
         for record in reversed(latest)
     ]
     heads = ("step", "loss scale", "next", "first gradient that is not finite")
-    said = f"{count(history.skip_count, 'step')} skipped" + (f", the last {LIMIT}" if len(latest) == LIMIT else "")
-    return page(said, html_table(heads, lines, right={0, 1, 2}, caption="Skipped steps, newest first"))
-
-
-def _power(scale: float) -> str:
-    return power(scale, raised=True)
+    listed = f"; the last {LIMIT} are listed" if history.skip_count > LIMIT else ""
+    table = html_table(heads, lines, right={0, 1, 2}, caption="Skipped steps, newest first")
+    return page(f"{count(history.skip_count, 'step')} skipped{listed}", table)

@@ -1,7 +1,7 @@
-"""The one thread that touches the widgets: jobs in order as they come, and a tick at most ten times a second.
+"""The one thread that changes the widgets: it runs jobs in order, and a tick at most ten times a second.
 
-The trainer's thread says only that something changed (`wake`), the page's messages arrive in whatever thread the kernel
-answers them in (`call`); both return at once. Nothing is polled: without jobs and changes the thread sleeps.
+The trainer's thread only reports that something changed (`wake`). The page's messages arrive in a thread of the kernel,
+which queues them (`call`). Both return at once. Nothing is polled: without jobs and changes the thread sleeps.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
-__all__ = ["PERIOD", "Ticker"]
+__all__ = ["PERIOD", "Pace", "Ticker"]
 
 PERIOD = 0.1
 """Seconds between two ticks."""
@@ -21,7 +21,7 @@ Job = Callable[[], None]
 
 
 def _nothing() -> None:
-    """The job that only wakes."""
+    """Do nothing: the job that only wakes the thread."""
 
 
 class Ticker:
@@ -29,7 +29,7 @@ class Ticker:
 
     Args:
         tick: Draws what changed.
-        on_failure: Receives the traceback of a tick or a job that raised; the thread goes on.
+        on_failure: Receives the traceback of a tick or a job that raised; the thread continues.
         period: Seconds.
     """
 
@@ -41,7 +41,7 @@ class Ticker:
         self._thread.start()
 
     def wake(self) -> None:
-        """Ask for a tick; cheap enough to be called at every step."""
+        """Request a tick; cheap enough to be called at every step."""
         if not self._awake:
             self._awake = True
             self._jobs.put(_nothing)
@@ -51,7 +51,7 @@ class Ticker:
         self._jobs.put(job)
 
     def close(self, *, wait: float = 1.0) -> None:
-        """End the thread after the jobs before this; waits for it unless called from it."""
+        """End the thread after the jobs queued so far; wait for it at most `wait` seconds, unless called from it."""
         self._jobs.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(wait)
@@ -62,7 +62,7 @@ class Ticker:
             try:
                 job = self._jobs.get(timeout=max(0.0, due - time.monotonic()) if self._awake else None)
             except Empty:
-                # Before the tick: a change that comes while it draws must bring another.
+                # Before the tick: a change during the drawing must cause another tick.
                 self._awake = False
                 job = self._tick
                 due = time.monotonic() + self._period
@@ -73,5 +73,34 @@ class Ticker:
     def _guard(self, job: Job) -> None:
         try:
             job()
-        except Exception:  # noqa: BLE001 - whatever it was, it is shown, and the lab goes on
+        except Exception:  # noqa: BLE001 - any error is shown, and the lab continues
             self._on_failure(traceback.format_exc())
+
+
+class Pace:
+    """Decides when to draw again: what is shown has changed, and `period` seconds have passed since the last drawing.
+
+    Args:
+        period: Seconds between two drawings.
+        wake: Requests a tick, called while a drawing is postponed.
+    """
+
+    def __init__(self, period: float, wake: Job) -> None:
+        self._period, self._wake = period, wake
+        self._shown: object = None
+        self._due = 0.0
+
+    def is_due(self, present: object) -> bool:
+        """Return whether to draw `present` now; it then counts as drawn."""
+        now = time.monotonic()
+        if present == self._shown:
+            return False
+        if now < self._due:
+            self._wake()
+            return False
+        self._shown, self._due = present, now + self._period
+        return True
+
+    def forget(self) -> None:
+        """Count nothing as drawn."""
+        self._shown = None

@@ -260,6 +260,6 @@ LOOP_WARDS = {
     "adam on half": Ward(adam_on_half, "adam-on-half", "0"),
     "step in block": Ward(step_in_block, "stepped-with-scaled-gradients", ""),
     "unscaled twice": Ward(unscaled_twice, "unscaled-twice", ""),
-    "replaced parameters": Ward(replaced_parameters, "optimizer-of-other-parameters", ""),
-    "lost updates": Ward(lost_updates, "updates-lost-in-weights", ""),
+    "replaced parameters": Ward(replaced_parameters, "optimizer-of-another-model", ""),
+    "lost updates": Ward(lost_updates, "updates-rounded-away", ""),
 }

@@ -58,7 +58,7 @@ def test_the_story(seed, capsys):
     assert score < 0.5 * score_in_float32
     assert "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to" in capsys.readouterr().out
     first = collapsed.findings()[0]
-    assert (first.name, first.severity, first.module) == ("constant-vanishes-in-half", "error", "attention")
+    assert (first.name, first.severity, first.module) == ("constant-underflows-half", "error", "attention")
     assert first.evidence["constant"] == 1e-8
 
     model, optimizer = fresh(seed)

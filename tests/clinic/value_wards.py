@@ -204,7 +204,7 @@ def large_squares(size: int, seed: int, broken: bool) -> Patient:
 
 VALUE_WARDS = {
     "attention logits": Ward(attention_logits, "logits-overflow-half", "attention"),
-    "eps": Ward(vanishing_eps, "constant-vanishes-in-half", "norm"),
+    "eps": Ward(vanishing_eps, "constant-underflows-half", "norm"),
     "log of softmax": Ward(log_of_softmax, "log-of-zero", "choice"),
     "bce": Ward(bce_of_sigmoid, "bce-after-sigmoid", "out.1"),
     "sum of a plane": Ward(sum_of_plane, "reduction-overflows-half", "pool"),

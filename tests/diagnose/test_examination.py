@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import amplab
 from amplab.diagnose import Finding, Findings, MachineReport, Observation, StepObservation, doctor
-from amplab.diagnose.examination import causes_first
+from amplab.diagnose.catalogue import causes_first
 
 
 def test_without_a_model_it_looks_at_the_machine():
@@ -93,11 +93,11 @@ def test_odd_shapes_are_a_note():
     model = nn.Linear(63, 127)
     with amplab.autocast("cpu", dtype=torch.float16):
         found = doctor(model, step=lambda: model(torch.ones(64, 63)).float().sum())
-    (odd,) = found.named("shapes-off-multiples-of-8")
+    (odd,) = found.named("shapes-not-multiple-of-8")
     assert (odd.severity, odd.evidence["sides"], odd.evidence["share"]) == ("note", "64 x 63 x 127", 1.0)
     even = nn.Linear(64, 128)
     with amplab.autocast("cpu", dtype=torch.float16):
-        assert not doctor(even, step=lambda: even(torch.ones(64, 64)).float().sum()).named("shapes-off-multiples-of-8")
+        assert not doctor(even, step=lambda: even(torch.ones(64, 64)).float().sum()).named("shapes-not-multiple-of-8")
 
 
 def test_a_convolution_counts_by_its_channels():
@@ -107,7 +107,7 @@ def test_a_convolution_counts_by_its_channels():
     for network, x, found in ((model, torch.ones(8, 8, 8, 8), 0), (odd, torch.ones(8, 3, 8, 8), 1)):
         with amplab.autocast("cpu", dtype=torch.float16):
             seen = doctor(network, step=lambda network=network, x=x: network(x).float().sum())
-        assert len(seen.named("shapes-off-multiples-of-8")) == found
+        assert len(seen.named("shapes-not-multiple-of-8")) == found
 
 
 def test_in_float32_there_is_no_speed_to_miss():

@@ -163,7 +163,7 @@ def test_the_apex_session_of_the_thread_is_found():
     amplab.amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
     try:
         found = first_nonfinite(model, step=lambda: F.cross_entropy(model(x), y))
-        assert (found.cause, found.setting.loss_scale, found.setting.face) == ("format", 65536.0, "apex")
+        assert (found.cause, found.setting.loss_scale, found.setting.api_style) == ("format", 65536.0, "apex")
     finally:
         amplab.amp.reset()
 

@@ -25,7 +25,7 @@ def test_a_loss_that_nobody_tells_is_no_loss_of_nan():
     with watch(model, optimizer) as untold:
         for _ in range(6):
             step(lambda loss: loss)
-    assert [each.name for each in untold.findings()] == ["loss-not-told"]
+    assert [each.name for each in untold.findings()] == ["loss-missing"]
     with watch(model, optimizer) as late:  # each is told when its step is over, and goes with the next
         for _ in range(6):
             late.loss(step(lambda loss: loss))

@@ -38,7 +38,7 @@ def test_compiled_functions_give_the_same_trace():
     assert rows(Calls(compiled)) == rows(Calls(waves))
     mirrors = [row for row in rows(Calls(compiled)) if row[:2] == ("cos", "backward")]
     assert mirrors
-    assert all(reason.startswith("autograd's mirror of cos") for *_, reason in mirrors)
+    assert all(reason.startswith("gradient of cos") for *_, reason in mirrors)
 
 
 def test_followed_steps_see_them_too():

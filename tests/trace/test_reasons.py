@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from amplab.amp import Session
 from amplab.policies import APEX, CastingEngine, PrecisionPolicy, cpu_half, disable_casts
 from amplab.trace import trace_step
-from amplab.trace.reasons import records_of, records_when_read
+from amplab.trace.reasons import lazy_records_of, records_of
 from amplab.trace.step import record_step
 
 
@@ -45,9 +45,9 @@ def test_a_listed_op_gives_its_list_and_row():
 
 def test_an_op_in_no_list_falls_through():
     (relu,) = forward(torch.relu, policy=O1)
-    assert relu.reason == "in no list: runs in the dtype it gets"
+    assert relu.reason == "in no list: runs in the dtype of its inputs"
     *_, relu = forward(lambda w: torch.relu(w.half()), policy=O1)
-    assert relu.reason == "in no list: runs in the dtype it gets"
+    assert relu.reason == "in no list: runs in the dtype of its inputs"
     assert relu.outputs[0].dtype == torch.float16
 
 
@@ -56,7 +56,7 @@ def test_promotion_by_the_list_and_by_torch():
     assert widened.reason == "cast to the widest dtype of the arguments for add: promote list"
     assert added.reason == f"promote list, {APEX.rule(torch.add).reason}"
     (added,) = forward(lambda w: w + w, policy=O1)
-    assert added.reason == "promote list, add: its arguments are float32 as they come"
+    assert added.reason == "promote list, add: its arguments are already float32"
     _, added = forward(lambda w: w.half() + w)
     assert added.reason == "no op list applies: torch promotes float16 and float32 to float32"
     assert added.outputs[0].dtype == torch.float32
@@ -65,7 +65,7 @@ def test_promotion_by_the_list_and_by_torch():
 def test_without_a_table_every_op_runs_as_it_comes():
     for policy in (None, PrecisionPolicy(table=None)):
         (product,) = forward(lambda w: w @ w, policy=policy, dtype=torch.float16)
-        assert product.reason == "no op list applies: runs in the dtype it gets"
+        assert product.reason == "no op list applies: runs in the dtype of its inputs"
 
 
 def test_casts_disabled_is_no_table_at_work():
@@ -74,17 +74,17 @@ def test_casts_disabled_is_no_table_at_work():
             return w @ w
 
     (product,) = forward(run, policy=O1)
-    assert product.reason == "no op list applies: runs in the dtype it gets"
+    assert product.reason == "no op list applies: runs in the dtype of its inputs"
     assert product.outputs[0].dtype == torch.float32
 
 
 @pytest.mark.parametrize(
     ("run", "reason"),
     [
-        (lambda w: w.half(), "asked for in the code: half"),
-        (lambda w: w.to(torch.bfloat16), "asked for in the code: to"),
-        (lambda w: w.type(torch.float64), "asked for in the code: type"),
-        (lambda w: torch.zeros(4, 4, dtype=torch.float16).copy_(w), "asked for in the code: copy_"),
+        (lambda w: w.half(), "requested in the code: half"),
+        (lambda w: w.to(torch.bfloat16), "requested in the code: to"),
+        (lambda w: w.type(torch.float64), "requested in the code: type"),
+        (lambda w: torch.zeros(4, 4, dtype=torch.float16).copy_(w), "requested in the code: copy_"),
     ],
 )
 @pytest.mark.parametrize("policy", [None, O1])
@@ -99,8 +99,8 @@ def test_casts_of_hooks_say_so(scenario):
     session = Session()
     session.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
     first, last = (record for record in trace_step(model, loss).casts if record.phase == "forward")
-    assert first.reason == "a hook on Mlp casts what it gets to float16"
-    assert last.reason == "a hook on Mlp casts what it returns to float32"
+    assert first.reason == "a hook on Mlp casts its input to float16"
+    assert last.reason == "a hook on Mlp casts its output to float32"
     session.reset()
 
 
@@ -108,8 +108,8 @@ def test_views_and_integers_have_nothing_to_decide():
     model = Free(lambda w: w.t() + torch.arange(4).add(1) + torch.empty(4).zero_().unsqueeze_(0))
     trace = trace_step(model, lambda: model().sum())
     reasons = {record.op: record.reason for record in trace if record.phase == "forward"}
-    assert reasons["t"] == "a view: nothing is computed"
-    assert reasons["unsqueeze_"] == reasons["empty"] == "a view: nothing is computed"
+    assert reasons["t"] == "a view: computes nothing"
+    assert reasons["unsqueeze_"] == reasons["empty"] == "a view: computes nothing"
     assert reasons["arange"] == "reads no floating-point tensor"
 
 
@@ -122,14 +122,14 @@ def test_backward_starts_from_one_and_the_scale_is_named():
         ("scale_loss", torch.float32),
     ]
     seed = next(record for record in trace if record.phase == "backward")
-    assert (seed.op, seed.reason) == ("backward", "where backward starts: the gradient of the loss is 1")
+    assert (seed.op, seed.reason) == ("backward", "start of backward: the gradient of the loss is 1")
 
 
 def test_the_mirror_of_a_cast_is_a_cast():
     model = Free(lambda w: F.linear(w, w))
     trace = trace_step(model, lambda: model().sum(), casting=CastingEngine(O1).active())
     there, back = (next(record for record in trace.casts if record.phase == phase) for phase in ("forward", "backward"))
-    assert back.reason.startswith("autograd's mirror of cast #")
+    assert back.reason.startswith("gradient of cast #")
     assert (there.outputs[0].dtype, trace.casts[-1].outputs[0].dtype) == (torch.float16, torch.float32)
 
 
@@ -138,7 +138,7 @@ def test_a_gradient_that_autograd_casts_by_itself():
     trace = trace_step(model, lambda: model().sum())
     (cast,) = trace.casts
     assert cast.phase == "backward"
-    assert cast.reason.startswith("autograd brings the gradient to the dtype of what mul #")
+    assert cast.reason.startswith("autograd casts the gradient to the input dtype of mul #")
 
 
 @pytest.mark.parametrize("mode", ["fp32_accumulate", "native"])
@@ -163,7 +163,7 @@ def test_mixed_dtypes_of_one_op_are_no_promotion():
     trace = trace_step(model, lambda: model(x).float().square().sum())
     norm = next(record for record in trace if record.op == "batch_norm" and not record.folds)
     assert {info.dtype for info in norm.inputs} == {torch.float16, torch.float32}
-    assert norm.reason == "no op list applies: runs in the dtype it gets"
+    assert norm.reason == "no op list applies: runs in the dtype of its inputs"
 
 
 def reasons(trace, module):
@@ -180,7 +180,7 @@ def test_a_module_rule_is_the_reason_inside_and_at_its_borders(level):
     trace = trace_step(model, lambda: model(torch.ones(2, 4)).float().sum(), casting=session.casting())
     assert reasons(trace, "1") == [
         "your rule 1=float32: what 1 gets is cast to float32",
-        "your rule 1=float32 in 1: no casts: runs in the dtype it gets",
+        "your rule 1=float32 in 1: no casts: runs in the dtype of its inputs",
         "your rule 1=float32: what 1 returns is cast to float16",
     ]
     assert not any("rule" in reason for reason in (*reasons(trace, "0"), *reasons(trace, "2")))
@@ -219,7 +219,7 @@ def test_a_simulated_op_is_shown_as_simulated():
     model = Free(lambda w: F.linear(w, w))
     trace = trace_step(model, lambda: model().sum(), casting=CastingEngine(policy).active())
     backward = {record.reason for record in trace if record.phase == "backward" and record.op == "round_to_format"}
-    assert backward == {"simulated format: the gradient is rounded too"}
+    assert backward == {"simulated format: the gradient is rounded, too"}
 
 
 @pytest.mark.parametrize("engine", [None, "apex/float16", "apex/bfloat16"])
@@ -228,14 +228,14 @@ def test_records_are_the_same_in_whatever_order_they_are_read(scenario, every_mo
     context = {} if engine is None else {"casting": CastingEngine(PrecisionPolicy.parse(engine)).active()}
     events = record_step(model, loss, **context)
     whole = records_of(events)
-    backwards = records_when_read(events)
+    backwards = lazy_records_of(events)
     assert tuple(backwards[index] for index in reversed(range(len(events))))[::-1] == whole
     assert [record.line for record in backwards] == [record.line for record in whole]
-    assert records_when_read(events) == whole
+    assert lazy_records_of(events) == whole
 
 
 def test_a_long_run_of_promotions_is_read_from_its_end():
     """One record asks for what came before it: a thousand of them must not ask one after the other."""
     model = Free(lambda x: sum([x] * 1500, x))
     events = record_step(model, lambda: model().sum(), casting=CastingEngine().active())
-    assert "as they come" in records_when_read(events)[1499].reason
+    assert "already float" in lazy_records_of(events)[1499].reason

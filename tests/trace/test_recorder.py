@@ -44,15 +44,15 @@ def test_gradients_have_the_shapes_of_what_they_belong_to():
 def test_no_gradient_is_without_its_op(scenario, every_model, name):
     model, loss = scenario(name)
     for record in backward(trace_step(model, loss)):
-        assert "mirror of" in record.reason or "adds the gradient" in record.reason or record.op == "backward"
+        assert "gradient of" in record.reason or "adds the gradient" in record.reason or record.op == "backward"
 
 
 def test_mirrors_name_an_earlier_record_with_their_op_and_module(scenario, every_model):
     trace = trace_step(*scenario(every_model))
-    mirrors = [record for record in trace if record.reason.startswith("autograd's mirror of ")]
+    mirrors = [record for record in trace if record.reason.startswith("gradient of ")]
     assert len(mirrors) >= 3
     for record in mirrors:
-        op, number = record.reason.removeprefix("autograd's mirror of ").split(" #")
+        op, number = record.reason.removeprefix("gradient of ").split(" #")
         origin = trace.records[int(number)]
         assert (origin.op, origin.module) == (op, record.module)
         assert origin.index < record.index

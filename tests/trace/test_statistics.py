@@ -60,7 +60,7 @@ def test_every_op_of_every_model_against_numpy(scenario, every_model):
 
 @pytest.mark.parametrize("waits", [0, 2**40])
 def test_an_op_in_place_does_not_change_what_was_measured(monkeypatch, waits):
-    monkeypatch.setattr("amplab.trace.statistics._WAITS", waits)
+    monkeypatch.setattr("amplab.trace.statistics._MOST_BYTES", waits)
     model = nn.Linear(4, 4)
     found = xray(model, step=lambda: model(torch.ones(2, 4)).mul(0).add_(3).sum(), stats=True)
     measured = {row["op"]: row["statistics"][0] for row in found.rows() if row["phase"] == "forward"}
@@ -110,7 +110,7 @@ def test_sparse_gradients_are_counted_by_their_values():
 def test_it_says_when_the_slower_reference_has_measured(monkeypatch, status):
     monkeypatch.setattr("amplab.kernels.report", lambda: SimpleNamespace(status=status))
     found = xray(nn.Linear(2, 2), torch.ones(1, 2), stats=True)
-    assert ("Measured by the pure-torch reference" in str(found)) == (status != "built")
+    assert ("Measured by the PyTorch reference" in str(found)) == (status != "built")
     assert "reference" not in str(xray(nn.Linear(2, 2), torch.ones(1, 2)))
 
 

@@ -22,20 +22,20 @@ RECORDS = (
         3, "linear", "aten.addmm.default", "forward", "fc", (HALF, WEIGHT), (HALF,), "lower list", note=ACCUMULATED
     ),
     OpRecord(4, "mse_loss", "aten.mse_loss.default", "forward", "", (FLOAT, FLOAT), (SCALAR,), "fp32 list"),
-    OpRecord(5, "linear", "aten.mm.default", "backward", "fc", (HALF, WEIGHT), (HALF,), "mirror of linear #3"),
+    OpRecord(5, "linear", "aten.mm.default", "backward", "fc", (HALF, WEIGHT), (HALF,), "gradient of linear #3"),
     OpRecord(6, "linear", "aten.t.default", "backward", "fc", (HALF,), (HALF,), "a view", is_view=True),
-    OpRecord(7, "linear", "aten.mm.default", "backward", "fc", (HALF, HALF), (WEIGHT,), "mirror of linear #2"),
+    OpRecord(7, "linear", "aten.mm.default", "backward", "fc", (HALF, HALF), (WEIGHT,), "gradient of linear #2"),
 )
 
 TEXT = """\
-#  op         module  in                out      cast bytes  note                reason
+#  op         module  in                out      cast bytes  note              reason
 -- forward -----------------------------------------------------------------------------------------
-0  cast ×2    fc      float32           float16         576                      cast for linear
-3  linear     fc      float16, float16  float16              fp32 accumulate,    lower list
+0  cast ×2    fc      float32           float16         576                    cast for linear
+3  linear     fc      float16, float16  float16              fp32 accumulate,  lower list
                                                              rounded once
-4  mse_loss   -       float32, float32  float32                                  fp32 list
+4  mse_loss   -       float32, float32  float32                                fp32 list
 -- backward ----------------------------------------------------------------------------------------
-5  linear ×2  fc      float16, float16  float16                                  mirror of linear #3
+5  linear ×2  fc      float16, float16  float16                                gradient of linear #3
 6 ops: 4 forward, 2 backward; 2 casts, 576 bytes; 2 views and index ops folded"""
 
 
@@ -104,7 +104,7 @@ def test_only_neighbours_of_one_op_and_module_share_a_row():
         dataclasses.replace(linear, index=2),
         dataclasses.replace(linear, index=3, note=ACCUMULATED),
         dataclasses.replace(linear, index=4, outputs=(FLOAT,)),
-        dataclasses.replace(linear, index=5, reason="mirror of linear #9"),
+        dataclasses.replace(linear, index=5, reason="gradient of linear #9"),
     )
     assert [(row["index"], row["times"]) for row in Trace(apart).rows()] == [
         ("0", "1"),

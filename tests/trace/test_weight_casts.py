@@ -110,4 +110,4 @@ def test_the_row_and_the_text_say_so():
     rows = [row for row in found.rows(every=True) if row["from_cache"]]
     assert [name for row in rows for name in row["from_cache"]] == ["layer.weight", "layer.bias", "head.weight"]
     assert "cached: head.weight" in found.text(every=True)
-    assert "The weight cache spared 816 B of casts." in str(found)
+    assert "The weight cache avoided 816 B of casts." in str(found)

@@ -236,7 +236,7 @@ def test_a_model_that_is_initialized_is_looked_at_as_it_is(level):
 def test_a_level_on_top_of_one_is_refused():
     model = nn.Linear(2, 2)
     amp.initialize(model, opt_level="O1", verbosity=0)
-    with pytest.raises(ValueError, match=r"casts are in force already.*leave both out"):
+    with pytest.raises(ValueError, match=r"casts are already in force.*omit both"):
         xray(model, torch.ones(1, 2), opt_level="O0")
 
 
@@ -303,7 +303,7 @@ def test_a_packed_sequence_is_one_value():
 
 def test_contradicting_arguments():
     model, batch = nn.Linear(2, 2), torch.ones(1, 2)
-    with pytest.raises(ValueError, match="expected one of them"):
+    with pytest.raises(ValueError, match="expected only one of them"):
         xray(model, batch, opt_level="O1", autocast={})
     with pytest.raises(TypeError, match="autocast=3: expected the arguments"):
         xray(model, batch, autocast=3)

@@ -46,12 +46,15 @@ def test_the_figures_are_those_of_the_run(eventful: History) -> None:
         "memory": 4123,
         "memory_parts": "parameters 100 B · gradients 20 B · masters 3 B · optimizer state 4,000 B",
         "modes": "so",
+        "unknown": (),
     }
+    watched = summary(eventful, loss_scale=1.0, rate=None, memory=None, modes="so", unknown=("memory",))
+    assert (watched["memory"], watched["memory_parts"], watched["unknown"]) == (None, "", ("memory",))
 
 
 @pytest.mark.parametrize("status", ["reference", "building", "built", "failed"])
 def test_the_line_of_modes_names_kernels_and_arithmetic(status: str) -> None:
     line = modes_line(BuildReport(status, "CPU kernels", cause="no compiler", remedy="install g++"), "fp32_accumulate")
-    assert line.startswith("float16 on CPU: float32 accumulate, rounded once")
+    assert line.startswith("float16 on CPU: accumulated in float32 and rounded once")
     assert ("C++" in line) == (status != "reference")
     assert ("no compiler" in line and "install g++" in line) == (status == "failed")

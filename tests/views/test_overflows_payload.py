@@ -46,7 +46,7 @@ def test_nothing_skipped_is_explained() -> None:
     payload = overflows_payload(History())
     assert payload["rows"] == []
     assert payload["count"] == ""
-    assert payload["summary"].startswith("A dynamic scale skips")
+    assert payload["summary"].startswith("A dynamic loss scale skips")
 
 
 @pytest.mark.parametrize(("loss", "word"), [(math.nan, "NaN"), (math.inf, "inf")])
@@ -54,9 +54,7 @@ def test_a_loss_that_stays_broken_is_told_with_its_first_step(record, loss: floa
     history = History()
     for step in range(6):
         history.append(record(step, loss=loss if step in (1, 3, 4, 5) else 1.0))
-    assert overflows_payload(history)["summary"] == (
-        f"The loss is {word} since step 3: a static scale (or O3) let it into the weights; Reset begins anew."
-    )
+    assert overflows_payload(history)["summary"].startswith(f"The loss is {word} since step 3.")
 
 
 def test_a_skipped_or_past_nan_is_not_told(record, eventful: History) -> None:
@@ -65,9 +63,9 @@ def test_a_skipped_or_past_nan_is_not_told(record, eventful: History) -> None:
     eventful.append(record(10, loss=math.nan, skipped=True))
     assert "since step" not in overflows_payload(eventful)["summary"]
     eventful.append(record(11, loss=math.nan))
-    assert overflows_payload(eventful)["summary"].endswith(
-        "Reset begins anew. 3 steps skipped, 1 with an injected fault."
-    )
+    summary = overflows_payload(eventful)["summary"]
+    assert summary.startswith("The loss is NaN since step 10.")
+    assert summary.endswith("3 steps skipped, 1 with an injected fault.")
 
 
 def test_what_a_replay_found_stands_in_the_row(eventful: History) -> None:
@@ -80,8 +78,10 @@ def test_a_replay_in_a_few_words() -> None:
     experiment.step()
     experiment.inject("overflow")
     assert experiment.step().skipped
-    assert explanation(experiment.explain_skip()).startswith(("scale too large: ", "leaves float16", "not finite in"))
+    assert explanation(experiment.explain_skip()).startswith(
+        ("loss scale too large: ", "overflows float16", "not finite in")
+    )
     experiment.inject("nan")
     experiment.step()
     assert explanation(experiment.explain_skip()).startswith("batch not finite: batch['images']")
-    assert explanation(None) == "not found again: the weights have moved on"
+    assert explanation(None).startswith("not reproduced")

@@ -4,7 +4,7 @@ import threading
 import time
 from itertools import pairwise
 
-from amplab.views.ticker import Ticker
+from amplab.views.ticker import Pace, Ticker
 
 
 def test_many_changes_make_few_ticks_and_the_last_is_seen(until) -> None:
@@ -58,3 +58,18 @@ def test_closing_ends_the_thread_even_from_within(until) -> None:
     inside = Ticker(lambda: None, on_failure=print)
     inside.call(inside.close)
     until(lambda: not inside._thread.is_alive())
+
+
+def test_a_pace_postpones_a_drawing_and_skips_what_is_drawn() -> None:
+    woken: list[bool] = []
+    pace = Pace(0.2, lambda: woken.append(True))
+    assert pace.is_due("a")
+    assert not pace.is_due("a")
+    assert not woken, "nothing has changed"
+    assert not pace.is_due("b")
+    assert woken, "b must be drawn later"
+    time.sleep(0.25)
+    assert pace.is_due("b")
+    pace.forget()
+    time.sleep(0.25)
+    assert pace.is_due("b")

@@ -15,15 +15,15 @@ __all__ = [
     "place_of",
     "readers_by_op",
     "short_name",
+    "squares",
     "upstream",
     "vanishing_constant",
-    "widened_from_half",
     "writers",
 ]
 
 
 def short_name(record: OpRecord) -> str:
-    """The aten op without namespace, overload and the sign of working in place: `log`, `addmm`.
+    """The aten op without namespace, overload and trailing underscore: `log`, `addmm`.
 
     >>> short_name(OpRecord(0, "log", "aten.log_.default", "forward", "", (), (), ""))
     'log'
@@ -39,13 +39,13 @@ def forward_ops(step: ObservedStep) -> Iterator[OpRecord]:
 
 
 def computes_in_half(step: ObservedStep, op: int) -> bool:
-    """Whether all that an op reads and writes is half, and it reads something."""
+    """Whether an op has inputs, and all its inputs and outputs are float16."""
     values = (*step.inputs(op), *step.outputs(op))
     return bool(step.inputs(op)) and all(value.summary.is_half for value in values)
 
 
 def writers(step: ObservedStep, place: int) -> Iterator[int]:
-    """The ops that wrote the value at `place`, seen through pieces."""
+    """The ops that wrote the value at `place`, or the pieces it consists of."""
     waiting, seen = [place], {place}
     while waiting:
         value = step.values[waiting.pop()]
@@ -61,7 +61,7 @@ def line_of(record: OpRecord) -> str:
 
 
 def place_of(record: OpRecord) -> dict[str, str]:
-    """Where an op stands, in the words of a `Finding`: its op, module and line."""
+    """The op, module and line of a record, as fields of a `Finding`."""
     return {"op": record.op, "module": record.module, "line": line_of(record)}
 
 
@@ -97,12 +97,9 @@ def vanishing_constant(
     return None
 
 
-def widened_from_half(step: ObservedStep, place: int) -> int | None:
-    """The op that wrote a value in half, where the value itself is only a cast of it; None where it is not."""
-    op = step.values[place].op
-    while op is not None and step.trace.records[op].is_cast and step.ops[op].inputs:
-        source = step.values[step.ops[op].inputs[-1]]
-        if source.summary.is_half:
-            return source.op
-        op = source.op
-    return None
+def squares(step: ObservedStep, op: int) -> bool:
+    """Whether an op multiplies a tensor by itself."""
+    name, (places, _, numbers) = short_name(step.trace.records[op]), step.ops[op]
+    if name == "mul":
+        return len(places) == 2 and places[0] == places[1]
+    return name == "square" or (name == "pow" and 2.0 in numbers)

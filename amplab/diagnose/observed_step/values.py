@@ -27,7 +27,7 @@ from amplab.diagnose.observed_step.tensor_summary import MEASURED, Measurements,
 from amplab.policies.nested_tensors import named_tensors_in, tensors_in
 from amplab.trace import Trace
 from amplab.trace.lazy_tuple import LazyTuple
-from amplab.trace.reasons import records_when_read
+from amplab.trace.reasons import lazy_records_of
 from amplab.trace.recorder import Event
 from amplab.trace.step import record_step
 from amplab.trace.step_checks import check_step
@@ -260,7 +260,7 @@ class StepWatcher:
         self._measured.settle()
         gradients = tuple(dict(self._gradients).items())  # the last one counts: what was accumulated
         values = LazyTuple(len(self._made), lambda _, place: self._value(place))
-        trace = Trace(records_when_read(events))
+        trace = Trace(lazy_records_of(events))
         return ObservedStep(trace, tuple(self._ops), values, self._loss or 0, gradients, loss_scale, self._begun)
 
     def _value(self, place: int) -> Value:

@@ -1,171 +1,124 @@
-"""The same advice in the words of each face: code to paste, by who scales the loss.
+"""The APIs that a training loop may use for mixed precision, and text that differs between them.
 
-    face      who scales the loss       its settings
-    "apex"    amp.initialize            dynamic_init_scale, scale_window
-    "amplab"  amplab.GradScaler         init_scale, growth_interval
-    "torch"   torch.amp.GradScaler      init_scale, growth_interval
-    "none"    nobody                    a learning rate, a batch, a model
-    ""        it is not known           apex's words, the scalers' in a comment
+`ApiStyle` answers two questions about a loop, which are independent of each other: who multiplies the loss by a scale,
+and who chooses the dtype of each op.
 
-Where something is to be computed in float32 the words go by what casts, not by what scales: `remedies.float32`.
+    style         scales the loss                    chooses dtypes
+    APEX          amp.initialize, amp.scale_loss     amp at each op (O0 and O1): float32 weights
+    APEX_HALF     (is APEX)                          amp.initialize at O2 and O3: half weights
+    AMPLAB        amplab.GradScaler                  amplab.autocast
+    TORCH         torch.amp.GradScaler               torch.autocast
+    HALF          (is PLAIN)                         model.half(), without amp
+    PLAIN         nothing                            nothing
+    UNKNOWN       unknown                            unknown
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Literal
 
 import torch
 
 from amplab.amp import GradScaler, Session
 
-__all__ = [
-    "at_first_scale",
-    "clip_unscaled",
-    "face_of",
-    "look_at_step",
-    "look_while_it_happens",
-    "scaled_loss",
-    "scheduler_after_step",
-    "smaller_rate",
-    "step_before_scheduler",
-    "step_of",
-    "unscaled_once",
-    "unscaled_step",
-    "with_window",
-]
+__all__ = ["Api", "ApiStyle", "PerApi", "api_style_of", "by_casting", "by_scaling"]
 
 
-def face_of(amp: Session | torch.amp.GradScaler | None) -> str:
-    """Return the face of a session or scaler; a scaler that is not enabled scales nothing.
+class ApiStyle(StrEnum):
+    """One API for mixed precision; see the table at the top of this file."""
 
-    >>> face_of(GradScaler("cpu")), face_of(torch.amp.GradScaler("cpu")), face_of(None)
+    APEX = "apex"
+    APEX_HALF = "apex-half"
+    AMPLAB = "amplab"
+    TORCH = "torch"
+    HALF = "half"
+    PLAIN = "none"
+    UNKNOWN = ""
+
+
+def api_style_of(amp: Session | torch.amp.GradScaler | None) -> ApiStyle:
+    """Return who scales the loss; a disabled scaler does not.
+
+    >>> str(api_style_of(GradScaler("cpu"))), str(api_style_of(torch.amp.GradScaler("cpu"))), str(api_style_of(None))
     ('amplab', 'torch', 'none')
     """
     if isinstance(amp, Session):
-        return "apex"
+        return ApiStyle.APEX
     if amp is None or not amp.is_enabled():
-        return "none"
-    return "amplab" if isinstance(amp, GradScaler) else "torch"
+        return ApiStyle.PLAIN
+    return ApiStyle.AMPLAB if isinstance(amp, GradScaler) else ApiStyle.TORCH
 
 
-def with_window(face: str, window: int, level: str = "") -> str:
-    """Return the code that lets a scale grow after `window` clean steps.
+@dataclass(frozen=True)
+class Api:
+    """How one training loop uses mixed precision.
 
-    >>> with_window("torch", 1000)
-    'scaler = torch.amp.GradScaler(x.device.type, growth_interval=1000)'
+    Args:
+        scaling: who scales the loss: APEX, AMPLAB, TORCH, PLAIN or UNKNOWN.
+        casting: who chooses dtypes: APEX, APEX_HALF, AMPLAB, TORCH or HALF.
+        opt_level: of amp.initialize; empty where it is not used or not known.
     """
-    return _setting(face, f"scale_window={window}", f"growth_interval={window}", level)
+
+    scaling: ApiStyle = ApiStyle.UNKNOWN
+    casting: ApiStyle = ApiStyle.APEX
+    opt_level: str = ""
+
+    @classmethod
+    def of_opt_level(cls, opt_level: str, scaling: ApiStyle = ApiStyle.APEX) -> Api:
+        """Return the API of a loop that uses amp.initialize.
+
+        >>> Api.of_opt_level("O2").casting.name
+        'APEX_HALF'
+        """
+        casting = ApiStyle.APEX_HALF if opt_level in ("O2", "O3") else ApiStyle.APEX
+        return cls(scaling, casting, opt_level)
+
+    @property
+    def level(self) -> str:
+        """The opt_level for a remedy to pass to amp.initialize: O0 and an unknown one become O1."""
+        return self.opt_level if self.opt_level[:1] == "O" and self.opt_level != "O0" else "O1"
 
 
-def at_first_scale(face: str, scale: float, level: str = "") -> str:
-    """Return the code that begins with another scale.
+@dataclass(frozen=True)
+class PerApi:
+    """One text for each API style, with fields in braces as `str.format` takes them.
 
-    >>> at_first_scale("apex", 1024.0, "O2")
-    'model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dynamic_init_scale=1024)'
+    Args:
+        by: which of the two styles of an `Api` selects the text.
+        texts: style -> text.
+        otherwise: the text for every other style.
     """
-    return _setting(face, f"dynamic_init_scale={scale:.12g}", f"init_scale={scale:.12g}", level)
+
+    by: Literal["scaling", "casting"]
+    texts: Mapping[ApiStyle, str]
+    otherwise: str
+
+    def text(self, api: Api, fields: Mapping[str, Any]) -> str:
+        """Return the text for `api` with its fields filled in.
+
+        `level` and `level_argument` need not be given: they are the opt_level, and `opt_level="O1", ` or empty.
+        """
+        known = api.opt_level if api.opt_level[:1] == "O" else ""
+        level = {"level": api.level, "level_argument": f'opt_level="{known}", ' if known else ""}
+        return self.texts.get(getattr(api, self.by), self.otherwise).format_map(level | dict(fields))
 
 
-def _setting(face: str, of_apex: str, of_scaler: str, level: str) -> str:
-    if face in _MODULES:
-        return f"scaler = {_MODULES[face]}.GradScaler(x.device.type, {of_scaler})"
-    given = f'opt_level="{level}", ' if level[:1] == "O" else ""
-    other = "" if face else f"  # GradScaler: {of_scaler}"
-    return f"model, optimizer = amp.initialize(model, optimizer, {given}{of_apex}){other}"
+def by_scaling(otherwise: str, **texts: str) -> PerApi:
+    """Return texts selected by who scales the loss; the keywords are the names of styles in lower case.
+
+    >>> by_scaling("optimizer.step()", torch="scaler.step(optimizer)").text(Api(ApiStyle.TORCH), {})
+    'scaler.step(optimizer)'
+    """
+    return PerApi("scaling", _by_style(texts), otherwise)
 
 
-def scheduler_after_step(face: str) -> str:
-    """Return the lines that move a schedule only where the optimizer has stepped."""
-    if face == "torch":
-        return "scale = scaler.get_scale()\nscaler.update()\nif scaler.get_scale() >= scale:\n    scheduler.step()"
-    if face == "amplab":
-        return "if scaler.last_step.stepped:  # after scaler.update()\n    scheduler.step()"
-    if face == "none":
-        return "optimizer.step()\nscheduler.step()"
-    other = "" if face else "  # amplab.GradScaler: if scaler.last_step.stepped"
-    return f"if amp.last_step(optimizer).stepped:{other}\n    scheduler.step()"
+def by_casting(otherwise: str, **texts: str) -> PerApi:
+    """Return texts selected by who chooses dtypes; the keywords are the names of styles in lower case."""
+    return PerApi("casting", _by_style(texts), otherwise)
 
 
-def step_before_scheduler(face: str) -> str:
-    """Return the lines that step an optimizer, and then move its schedule."""
-    return f"{_STEPS.get(face, 'optimizer.step()')}\nscheduler.step()"
-
-
-def step_of(optimizer: str, face: str) -> str:
-    """Return the lines that step an optimizer, named as in the code, for a loss of its own."""
-    if face in _STEPS:
-        return f"scaler.step({optimizer})  # after the backward of its own loss, before scaler.update()"
-    if face == "apex":
-        block = f"with amp.scale_loss(loss, {optimizer}) as scaled_loss:  # its own loss\n    scaled_loss.backward()"
-        return f"{block}\n{optimizer}.step()"
-    return f"{optimizer}.step()  # after the backward of its own loss"
-
-
-def unscaled_step(face: str) -> tuple[str, str]:
-    """Return why an optimizer was stepped with scaled gradients, and the lines of a step that is not."""
-    if face in _STEPS:
-        cause = "optimizer.step() was called itself: it is scaler.step(optimizer) that divides by the scale, and skips."
-        return cause, f"{_STEPS[face]}  # in place of optimizer.step()"
-    return (
-        "The step lies inside the block of scale_loss, or this optimizer was not passed to it (to scaler.step).",
-        "with amp.scale_loss(loss, [optimizer_a, optimizer_b]) as scaled_loss:  # all that this backward reaches\n"
-        "    scaled_loss.backward()\noptimizer_a.step(); optimizer_b.step()  # after the block",
-    )
-
-
-def scaled_loss(face: str) -> str:
-    """Return the lines of a backward of the scaled loss, and its step."""
-    if face in _STEPS:
-        return f"scaler.scale(loss).backward()  # in place of loss.backward()\n{_STEPS[face]}"
-    return "with amp.scale_loss(loss, optimizer) as scaled_loss:\n    scaled_loss.backward()\noptimizer.step()"
-
-
-def unscaled_once(face: str) -> tuple[str, str]:
-    """Return why gradients were divided by the scale twice, and what to write in place of the division."""
-    by = "scaler.step" if face in _STEPS else "scale_loss" if face else "scale_loss or scaler.step"
-    instead = "scaler.unscale_(optimizer)  # in place of the division; scaler.step then divides no more"
-    if face == "apex":
-        instead = "# leave the division out: after the block of scale_loss gradients are unscaled"
-    return f"They were unscaled by hand, and once more by {by}.", instead
-
-
-def clip_unscaled(face: str) -> str:
-    """Return the lines that clip gradients of their true size."""
-    if face in _STEPS:
-        return "scaler.unscale_(optimizer)\ntorch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)"
-    if face == "none":
-        return "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)"
-    before = "" if face else "scaler.unscale_(optimizer)  # of a GradScaler; with scale_loss: clip after its block,\n"
-    after = "  # after the block of scale_loss" if face else ""
-    return f"{before}torch.nn.utils.clip_grad_norm_({_CLIPPABLE[bool(face)]}, max_norm){after}"
-
-
-def smaller_rate(face: str, rate: float | None) -> str:
-    """Return the lines that divide a learning rate by ten, and clip, as that is done under a face."""
-    lines = "for group in optimizer.param_groups:\n    group['lr'] = "
-    lines += "group['lr'] / 10" if rate is None else f"{rate / 10:.2g}"
-    return f"{lines}  # from the last good checkpoint\n{_CLIPPED[face]}"
-
-
-def look_while_it_happens(face: str) -> str:
-    """Return the line of a watch that looks at a bad step before it is taken; later its weights are gone."""
-    given = {"apex": ", scaler=amp", "none": "", "": ""}.get(face, ", scaler=scaler")
-    return f"amplab.watch(model, optimizer{given}, step=lambda batch: loss_of(model, batch))  # and w.batches(loader)"
-
-
-def look_at_step(face: str) -> str:
-    """Return the line that says which op of a step made inf or NaN."""
-    given = ", scaler=scaler" if face in _MODULES else ""
-    return f"print(amplab.first_nonfinite(model, step=loss_of{given}))"
-
-
-_MODULES = {"amplab": "amplab", "torch": "torch.amp"}
-_STEPS = dict.fromkeys(_MODULES, "scaler.step(optimizer)\nscaler.update()")
-
-_CLIPPABLE = {True: "amp.master_params(optimizer)", False: "model.parameters()"}  # of apex, of a face not known
-
-_CLIPPED = {
-    "": "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # unscaled; after amp.initialize: amp.master_params",
-    "apex": "torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)",
-    "none": "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
-    "amplab": "scaler.unscale_(optimizer)\ntorch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
-    "torch": "scaler.unscale_(optimizer)\ntorch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
-}
+def _by_style(texts: Mapping[str, str]) -> dict[ApiStyle, str]:
+    return {ApiStyle[name.upper()]: text for name, text in texts.items()}

@@ -1,11 +1,11 @@
-"""Code to paste: one place or one module computed in float32, in the words of what is in use.
+"""Code to paste that computes one op or one module in float32, for each API that chooses dtypes.
 
-level           weights   what casts            a place is mended by
-"O0" to "O1"    float32   amp, at each call     a rule of its policy, or a block of amp.disable_casts
-"O2", "O3"      half      nothing               .float() by hand, or a module rule
-"half"          half      nothing               .float() by hand
-"amplab"        float32   amplab.autocast       a block without amplab.autocast: torch's does not end it
-None            float32   torch.autocast        a block without torch.autocast: amplab's does not end it
+ApiStyle     weights   who casts              how an op is computed in float32
+APEX         float32   amp, at each op        a rule of its policy, or a block of amp.disable_casts
+APEX_HALF    half      nobody                 .float() by hand, or a rule for the module
+HALF         half      nobody                 .float() by hand
+AMPLAB       float32   amplab.autocast        a block without amplab.autocast; torch's block does not end it
+TORCH        float32   torch.autocast         a block without torch.autocast; amplab's block does not end it
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from __future__ import annotations
 from itertools import takewhile
 
 from amplab.diagnose.calls import float32_call
+from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.policies import PrecisionPolicy
 from amplab.trace import OpRecord
 
-__all__ = ["dynamic_scale", "fewer_casts", "in_float32", "kept_in_float32", "variance_in_float32"]
+__all__ = ["in_float32", "kept_in_float32", "variance_in_float32"]
 
 
-def in_float32(record: OpRecord, note: str = "", *, level: str | None = "O1", reader: OpRecord | None = None) -> str:
-    """Return the lines that let the op of `record`, or the module it is in, compute in float32.
+def in_float32(record: OpRecord, note: str = "", *, api: Api | None = None, reader: OpRecord | None = None) -> str:
+    """Return the lines that compute the op of `record`, or the module that contains it, in float32.
 
-    A module computed in float32 gives its output back in the model's format, so the rule is for the module that holds
-    both the op and its `reader`. Half weights (O2, O3) need the same of an op, where only O1 keeps results wide.
+    A module computed in float32 returns its output in the dtype of the model, so the rule is for the module that
+    contains both the op and its `reader`. With half weights the same holds for an op; only O1 keeps float32 results.
 
     Args:
         record: the op.
-        note: another way, added as a comment.
-        level: the opt_level to go on with; see the head of this file.
-        reader: the op that reads what this one wrote; None where that does not matter.
+        note: an alternative, added as a comment.
+        api: what the training loop uses.
+        reader: the op that reads the output of this one; None where that does not matter.
 
     >>> print(in_float32(OpRecord(0, "matmul", "aten.mm.default", "forward", "attn", (), (), "")))
     policy = amplab.policies.PrecisionPolicy(module_rules={'attn': 'float32'})
@@ -38,94 +39,70 @@ def in_float32(record: OpRecord, note: str = "", *, level: str | None = "O1", re
     with amp.disable_casts():
         y = torch.matmul(x.float(), other.float())
     """
+    api = api or Api()
     pattern = _pattern(record, reader)
-    if level == "half":
+    if api.casting is ApiStyle.HALF:
         lines = [_by_hand(record), "# or model.bfloat16(): it has the range of float32"]
         return "\n".join([*lines, f"# {note}"] if note else lines)
-    ruled = not record.is_cast and level not in _REGIONS and (pattern or _is_known(record.op))
-    if level in _HALF_WEIGHTS:
-        lines = _with_rule(record, pattern, level if pattern else "O1") if ruled else []
-        lines.append(_in_bfloat16(level, another=ruled))
+    ruled = not record.is_cast and api.casting not in _REGIONS and (pattern or _is_known(record.op))
+    if api.casting is ApiStyle.APEX_HALF:
+        lines = _with_rule(record, pattern, api.level if pattern else "O1") if ruled else []
+        lines.append(_in_bfloat16(api.level, another=ruled))
     else:
-        lines = [*_with_rule(record, pattern, level), "# or around that line alone:"] if ruled else []
-        lines += _around(record, level)
+        lines = [*_with_rule(record, pattern, api.level), "# or around that line alone:"] if ruled else []
+        lines += _around(record, api)
     return "\n".join([*lines, f"# {note}"] if note else lines)
 
 
-def kept_in_float32(record: OpRecord, note: str = "", *, level: str | None = "O1") -> str:
-    """Return the lines that compute an op in float32 and let what follows have the result: half would round it again.
+def kept_in_float32(record: OpRecord, note: str = "", *, api: Api | None = None) -> str:
+    """Return the lines that compute an op in float32 and keep the float32 result, which float16 would round again.
 
     Args:
-        record, note, level: as in `in_float32`.
+        record, note, api: as in `in_float32`.
 
-    >>> print(kept_in_float32(OpRecord(0, "sum", "aten.sum.default", "forward", "", (), (), ""), level="O2"))
-    y = torch.sum(x.float())  # go on in float32; y.to(x.dtype) where half weights read it
+    >>> record = OpRecord(0, "sum", "aten.sum.default", "forward", "", (), (), "")
+    >>> print(kept_in_float32(record, api=Api.of_opt_level("O2")))
+    y = torch.sum(x.float())  # continue in float32; use y.to(x.dtype) where half weights read it
     """
-    if level not in (*_HALF_WEIGHTS, "half"):
-        return in_float32(record, note, level=level)
+    api = api or Api()
+    if api.casting not in _HALF_WEIGHTS:
+        return in_float32(record, note, api=api)
     lines = [_by_hand(record)]
-    if level != "half" and (pattern := _pattern(record, None)):
-        lines += ["# or all of that module:", *_with_rule(record, pattern, level)]
+    if api.casting is not ApiStyle.HALF and (pattern := _pattern(record, None)):
+        lines += ["# or the whole module:", *_with_rule(record, pattern, api.level)]
     return "\n".join([*lines, f"# {note}"] if note else lines)
 
 
-def dynamic_scale(level: str | None) -> str:
-    """Return the line that gets a loss scale which moves.
-
-    >>> dynamic_scale("O2")
-    'model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic")'
-    """
-    if level in _REGIONS:
-        module = "torch.amp" if level is None else "amplab"
-        return f"scaler = {module}.GradScaler(x.device.type)  # scaler.scale(loss).backward(), scaler.step(optimizer)"
-    if level == "half":
-        return 'model, optimizer = amp.initialize(model.float(), optimizer, opt_level="O2")  # a dynamic scale, masters'
-    return f'model, optimizer = amp.initialize(model, optimizer, opt_level="{level}", loss_scale="dynamic")'
-
-
-def fewer_casts(level: str | None) -> str:
-    """Return the code that casts less often.
-
-    >>> fewer_casts("O1")
-    'model, optimizer = amp.initialize(model, optimizer, opt_level="O2")'
-    """
-    if level in _REGIONS:
-        module = "torch" if level is None else "amplab"
-        return f"with {module}.autocast(x.device.type, torch.float16):  # one region around all of the forward"
-    if level in (*_HALF_WEIGHTS, "half"):
-        return "# keep x in half between the ops: leave out .float() and .to(...) where nothing needs them"
-    return 'model, optimizer = amp.initialize(model, optimizer, opt_level="O2")'
-
-
-def variance_in_float32(record: OpRecord, *, level: str | None = "O1", reader: OpRecord | None = None) -> str:
-    """Return the lines that take a variance in float32, where `record` met that of a difference in half.
+def variance_in_float32(record: OpRecord, *, api: Api | None = None, reader: OpRecord | None = None) -> str:
+    """Return the lines that compute a variance in float32, where `record` read a difference of float16 numbers.
 
     Args:
         record: the op that read it.
-        level, reader: as in `in_float32`.
+        api, reader: as in `in_float32`.
 
     >>> print(variance_in_float32(OpRecord(0, "rsqrt", "aten.rsqrt.default", "forward", "", (), (), "")))
-    variance = x.float().var(-1, keepdim=True, unbiased=False)  # in place of the difference
+    variance = x.float().var(-1, keepdim=True, unbiased=False)  # instead of the difference
     """
-    back = ".to(x.dtype)" if level in (*_HALF_WEIGHTS, "half") else ""
-    line = f"variance = x.float().var(-1, keepdim=True, unbiased=False){back}  # in place of the difference"
+    api = api or Api()
+    back = ".to(x.dtype)" if api.casting in _HALF_WEIGHTS else ""
+    line = f"variance = x.float().var(-1, keepdim=True, unbiased=False){back}  # instead of the difference"
     pattern = _pattern(record, reader)
     return (
-        "\n".join([*_with_rule(record, pattern, level), "# or", line])
-        if pattern and level not in (*_REGIONS, "half")
+        "\n".join([*_with_rule(record, pattern, api.level), "# or", line])
+        if pattern and api.casting not in (*_REGIONS, ApiStyle.HALF)
         else line
     )
 
 
-_HALF_WEIGHTS = ("O2", "O3")
+_HALF_WEIGHTS = (ApiStyle.APEX_HALF, ApiStyle.HALF)
 _REGIONS = {
-    None: "torch.autocast(x.device.type, enabled=False)",
-    "amplab": "amplab.autocast(x.device.type, enabled=False)",
+    ApiStyle.TORCH: "torch.autocast(x.device.type, enabled=False)",
+    ApiStyle.AMPLAB: "amplab.autocast(x.device.type, enabled=False)",
 }
 _NO_CASTS = "amp.disable_casts()"
 
 
-def _with_rule(record: OpRecord, pattern: str, level: str | None) -> list[str]:
+def _with_rule(record: OpRecord, pattern: str, level: str) -> list[str]:
     rule = f"module_rules={{{pattern!r}: 'float32'}}" if pattern else f"op_rules={{{record.op!r}: 'float32'}}"
     return [
         f"policy = amplab.policies.PrecisionPolicy({rule})",
@@ -135,17 +112,17 @@ def _with_rule(record: OpRecord, pattern: str, level: str | None) -> list[str]:
 
 def _by_hand(record: OpRecord) -> str:
     value, first = _value(record)
-    return f"y = {value}  # {first}go on in float32; y.to(x.dtype) where half weights read it"
+    return f"y = {value}  # {first}continue in float32; use y.to(x.dtype) where half weights read it"
 
 
-def _around(record: OpRecord, level: str | None) -> list[str]:
+def _around(record: OpRecord, api: Api) -> list[str]:
     value, first = _value(record)
-    line = value if value != "x.float()" else f"{value}  # and {first}go on in float32"
-    return [f"with {_REGIONS.get(level, _NO_CASTS)}:", f"    y = {line}"]
+    line = value if value != "x.float()" else f"{value}  # and {first}continue in float32"
+    return [f"with {_REGIONS.get(api.casting, _NO_CASTS)}:", f"    y = {line}"]
 
 
 def _value(record: OpRecord) -> tuple[str, str]:
-    """The op's call in float32, or what it reads in float32 and the words for what is left to do."""
+    """The call of the op in float32; or only its input in float32, and what is left to do as text."""
     call = "" if record.is_cast else float32_call(record)
     return call or "x.float()", "" if call or record.is_cast else f"call {record.op} with it, "
 

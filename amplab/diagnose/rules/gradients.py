@@ -2,16 +2,16 @@
 
 Between backward and step a gradient is divided by the loss scale once, and may be clipped. So
 
-    norm at the step / norm delivered / what clipping did  =  1 / loss_scale
+    norm at the step / norm after backward / factor of the clipping  =  1 / loss_scale
 
 and a wrong loop shows as another power of the loss scale:
 
     stepped-with-scaled-gradients   1: a step inside the block of scale_loss, or an optimizer that was not passed to it
-    loss-not-scaled                 1 as well, and backward delivers the same at another scale
+    loss-not-scaled                 1 as well, and backward computes the same gradients at another loss scale
     unscaled-twice                  1 / loss_scale^2
-    clips-scaled-gradients          a clipping that found them at 1, and does something else at another scale
-    clips-model-gradients           a clipping that the masters never saw
-    accumulation-across-scales      gradients of backwards at several scales were added up
+    clips-scaled-gradients          a clipping while the ratio is 1, with another effect at another loss scale
+    clips-model-gradients           a clipping that does not reach the masters
+    accumulation-across-scales      gradients of backward passes with different loss scales were added up
 """
 
 from __future__ import annotations
@@ -19,43 +19,41 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from amplab.diagnose.finding import Finding
+from amplab.diagnose.catalogue import finding
+from amplab.diagnose.finding import Finding, Number
 from amplab.diagnose.rehearsal import Rehearsal
 from amplab.diagnose.rehearsed import GradientWrite, SteppedGradient
-from amplab.diagnose.remedies.api_styles import clip_unscaled, scaled_loss, unscaled_once, unscaled_step
+from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.display.numbers import power
 
 __all__ = ["GRADIENT_RULES", "gradient_findings", "may_be_scaled", "may_clip_scaled_gradients", "shared_module"]
 
 TOLERANCE = 0.1
-"""In log2: 7 %, what rounding to half and a weight decay added by hand stay below."""
+"""In log2: 7 %, more than rounding to float16 or a weight decay added by hand changes."""
 
 TOLD_APART = 4.0
-"""A loss scale below this cannot be told from an ordinary factor."""
+"""A smaller loss scale cannot be distinguished from an ordinary factor."""
 
 
-def gradient_findings(rehearsal: Rehearsal, face: str = "") -> list[Finding]:
-    """Apply every rule of this file; in the words of a face, see `remedies.api_styles`."""
-    return [finding for rule in GRADIENT_RULES for finding in rule(rehearsal, face)]
+def gradient_findings(rehearsal: Rehearsal, api: Api | None = None) -> list[Finding]:
+    """Apply every rule of this file, with remedies for `api`."""
+    return [found for rule in GRADIENT_RULES for found in rule(rehearsal, api or Api())]
 
 
-def clips_scaled_gradients(rehearsal: Rehearsal, face: str = "") -> Iterator[Finding]:
+def clips_scaled_gradients(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
     """Gradients were made smaller, not to unscale them, while they still were what backward had delivered."""
     scale = rehearsal.scale
     for write in _while_scaled(rehearsal):
         if not _unscales(rehearsal, write) and not _follows_the_scale(rehearsal, write):
-            yield Finding(
+            yield finding(
                 "clips-scaled-gradients",
-                "error",
-                f"Gradients of norm {write.norm:.4g} were clipped by a factor of {write.factor:.3g} while still "
-                f"multiplied by the loss scale, {power(scale)}.",
-                f"Their true norm is {write.norm / scale:.4g}; what the step sees is smaller than the limit by the "
-                "scale, and changes whenever the scale moves.",
-                clip_unscaled(face),
+                api=api,
                 op=write.op,
                 module=shared_module(write.names),
                 tensor=f"gradient of {write.names[0]}",
                 evidence={"norm": write.norm, "factor": write.factor, "loss_scale": scale},
+                scale=power(scale),
+                true_norm=write.norm / scale,
             )
             return
 
@@ -65,85 +63,62 @@ def may_clip_scaled_gradients(rehearsal: Rehearsal) -> bool:
     return any(not _unscales(rehearsal, write) for write in _while_scaled(rehearsal))
 
 
-def stepped_with_scaled_gradients(rehearsal: Rehearsal, face: str = "") -> Iterator[Finding]:
-    """An optimizer saw gradients that nobody had divided by the scale."""
-    yield from _wrong_power(
-        rehearsal,
-        1,
-        "stepped-with-scaled-gradients",
-        "was stepped with gradients still multiplied by the loss scale",
-        *unscaled_step(face),
-    )
+def stepped_with_scaled_gradients(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
+    """An optimizer was stepped with gradients that were not divided by the loss scale."""
+    yield from _wrong_power(rehearsal, api, 1, "stepped-with-scaled-gradients")
 
 
 def may_be_scaled(rehearsal: Rehearsal) -> bool:
-    """Whether gradients came to a step as backward delivered them, so that another scale must tell what they are."""
+    """Whether gradients reached a step unchanged: a rehearsal at another loss scale shows whether they are scaled."""
     return bool(_off_by(rehearsal, 1))
 
 
-def loss_not_scaled(rehearsal: Rehearsal, face: str = "") -> Iterator[Finding]:
-    """A scale is in force, and no backward of an optimizer's gradients has seen it: half loses what is below 2^-24."""
+def loss_not_scaled(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
+    """A loss scale is in use, but the gradients of an optimizer do not depend on it."""
     for number, off in _by_optimizer(_off_by(rehearsal, 1)).items():
         never = [each for each in off if _is_never_scaled(rehearsal, each.name)]
         if never:
-            lost = "What is below 2^-24 of a gradient in half is lost, and the scale is there to hold it."
-            yield Finding(
+            yield finding(
                 "loss-not-scaled",
-                "warning" if rehearsal.in_half else "note",
-                f"{len(never)} gradients of optimizer {number} are the same at any scale: nothing scales their loss.",
-                lost if rehearsal.in_half else "No op of this step writes half, so nothing is lost by that.",
-                scaled_loss(face)
-                if rehearsal.in_half
-                else f"# without half no scale is needed; with it:\n{scaled_loss(face)}",
+                "" if rehearsal.in_half else "no-half",
+                api=api,
+                severity="warning" if rehearsal.in_half else "note",
                 module=shared_module([each.name for each in never]),
                 tensor=f"gradient of {never[0].name}",
                 evidence={"optimizer": number, "gradients": len(never), "loss_scale": rehearsal.scale},
             )
 
 
-def unscaled_twice(rehearsal: Rehearsal, face: str = "") -> Iterator[Finding]:
-    """Gradients were divided by the scale two times."""
-    yield from _wrong_power(
-        rehearsal,
-        -1,
-        "unscaled-twice",
-        "was stepped with gradients divided by the loss scale twice",
-        *unscaled_once(face),
-    )
+def unscaled_twice(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
+    """Gradients were divided by the loss scale two times."""
+    unscaler = "scale_loss or scaler.step" if api.scaling is ApiStyle.UNKNOWN else "scale_loss"
+    yield from _wrong_power(rehearsal, api, -1, "unscaled-twice", unscaler=unscaler)
 
 
-def clips_model_gradients(rehearsal: Rehearsal, _face: str = "") -> Iterator[Finding]:
-    """Gradients of a step were clipped, and none of those of the masters was, in that write or in another."""
+def clips_model_gradients(rehearsal: Rehearsal, _api: Api) -> Iterator[Finding]:
+    """Gradients of a step were clipped, but none of those of the masters was, in that write or in another."""
     masters = {each.name for each in rehearsal.stepped if each.of_master}
     clips = [write for write in _clips(rehearsal) if _near(write.before, 1 / rehearsal.scale)]
     names = list(dict.fromkeys(name for write in clips for name in write.names))
     if masters and names and masters.isdisjoint(names):
-        yield Finding(
+        yield finding(
             "clips-model-gradients",
-            "warning",
-            f"{len(names)} gradients were clipped, and {len(masters)} that float32 masters are stepped with were not.",
-            "model.parameters() holds the half weights; their gradients have moved on to the masters.",
-            "torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)",
             op=clips[0].op,
             tensor=f"gradient of {names[0]}",
             evidence={"clipped": len(names), "masters": len(masters), "factor": clips[0].factor},
         )
     elif masters and rehearsal.clips_by_name and not _touches(rehearsal, masters):
-        yield Finding(
+        yield finding(
             "clips-model-gradients",
-            "warning",
-            f"{rehearsal.clips_by_name} is given the model's parameters, and the gradients of {len(masters)} float32 "
-            "masters are stepped with as they are.",
-            "After backward the gradients have moved on to the masters; those of the half weights are None.",
-            f"torch.nn.utils.{rehearsal.clips_by_name}(amp.master_params(optimizer), max_norm)",
-            "likely",
+            "by-name",
+            certainty="likely",
             op=rehearsal.clips_by_name,
             evidence={"masters": len(masters)},
         )
 
 
 def _touches(rehearsal: Rehearsal, masters: set[str]) -> bool:
-    """Whether a clipping has gone through the gradients of masters, whatever it left of them."""
+    """Whether a clipping read the gradients of masters, with or without changing them."""
     return not masters.isdisjoint(
         rehearsal.looked_through.union(*(write.names for write in _clips_of_masters(rehearsal)))
     )
@@ -153,18 +128,15 @@ def _clips_of_masters(rehearsal: Rehearsal) -> list[GradientWrite]:
     return [write for write in _clips(rehearsal) if not _near(write.factor, 1 / rehearsal.scale)]
 
 
-def accumulates_across_scales(rehearsal: Rehearsal, _face: str = "") -> Iterator[Finding]:
-    """A step whose gradients are of several backwards, between which the scale was moved."""
+def accumulates_across_scales(rehearsal: Rehearsal, _api: Api) -> Iterator[Finding]:
+    """A step whose gradients come from several backward passes, between which the loss scale changed."""
     for each in rehearsal.mixed:
-        yield Finding(
+        yield finding(
             "accumulation-across-scales",
-            "warning",
-            f"Optimizer {each.optimizer} was stepped with gradients scaled by {', '.join(map(power, each.scales))}, "
-            "added up.",
-            "The scale moved between two backwards of one step, so that some count more than others.",
-            "scaler.update()  # once for each optimizer step, after it, not for each backward",
             tensor=f"optimizer {each.optimizer}",
             evidence={"smallest_scale": min(each.scales), "largest_scale": max(each.scales)},
+            optimizer=each.optimizer,
+            scales=", ".join(map(power, each.scales)),
         )
 
 
@@ -217,7 +189,7 @@ def _clips(rehearsal: Rehearsal) -> list[GradientWrite]:
     ]
 
 
-GRADIENT_RULES: tuple[Callable[[Rehearsal, str], Iterator[Finding]], ...] = (
+GRADIENT_RULES: tuple[Callable[[Rehearsal, Api], Iterator[Finding]], ...] = (
     clips_scaled_gradients,
     stepped_with_scaled_gradients,
     loss_not_scaled,
@@ -227,25 +199,17 @@ GRADIENT_RULES: tuple[Callable[[Rehearsal, str], Iterator[Finding]], ...] = (
 )
 
 
-def _wrong_power(
-    rehearsal: Rehearsal, power: int, name: str, symptom: str, cause: str, remedy: str
-) -> Iterator[Finding]:
+def _wrong_power(rehearsal: Rehearsal, api: Api, power: int, name: str, **fields: str) -> Iterator[Finding]:
     scaled = [each for each in _off_by(rehearsal, power) if not _is_never_scaled(rehearsal, each.name)]
     for number, wrong in _by_optimizer(scaled).items():
-        yield Finding(
+        evidence: dict[str, Number] = {"optimizer": number, "gradients": len(wrong)}
+        yield finding(
             name,
-            "error",
-            f"Optimizer {number} {symptom}, {len(wrong)} of them.",
-            cause,
-            remedy,
+            api=api,
             module=shared_module([each.name for each in wrong]),
             tensor=f"gradient of {wrong[0].name}",
-            evidence={
-                "optimizer": number,
-                "gradients": len(wrong),
-                "ratio": wrong[0].ratio,
-                "loss_scale": rehearsal.scale,
-            },
+            evidence=evidence | {"ratio": wrong[0].ratio, "loss_scale": rehearsal.scale},
+            **fields,
         )
 
 

@@ -1,9 +1,9 @@
-"""Why a value left float32, and what mends it: no scale and no format does, so it is the weights, the batch or the op.
+"""Why a value overflowed in float32, where no dtype and no loss scale fixes it: the weights, the batch or the op.
 
-nothing to compute    a mean over no elements
-large weights         earlier steps have made them so: the learning rate
-a large batch         numbers that nobody has brought to a common size
-the op                exp of 89 is larger than any number of float32
+undefined             a mean over no elements
+weights               large weights: earlier steps made them so, with a learning rate that is too large
+batch                 a batch with large numbers, which was not normalized
+exp…, power           the op: exp of 89 is larger than any float32 number
 """
 
 from __future__ import annotations
@@ -11,56 +11,44 @@ from __future__ import annotations
 from amplab.diagnose.first_nonfinite import FirstNonfinite
 from amplab.diagnose.observed_step.dataflow import short_name
 from amplab.diagnose.observed_step.tensor_summary import TensorSummary
+from amplab.trace import OpRecord
 
 __all__ = ["why_out_of_float32"]
 
 LARGE = 1e3
-"""Weights from which on earlier steps are to blame, and a batch that was not normalized: both are about 1 as a rule."""
+"""Weights above this come from earlier steps, and a batch above this was not normalized: both are usually about 1."""
 
 _LIMITS = {"exp": 88.72, "expm1": 88.72, "exp2": 128.0, "sinh": 89.42, "cosh": 89.42}
 _POWERS = ("pow", "square", "mul", "prod", "cumprod")
-_SMALLER_RATE = "for group in optimizer.param_groups: group['lr'] /= 10  # from the last good checkpoint, and clip"
 
 
-def why_out_of_float32(found: FirstNonfinite) -> tuple[str, str]:
-    """Return cause and remedy, one or two sentences and code, for a value that float32 does not hold either."""
-    op, name = found.record.op, short_name(found.record)
+def why_out_of_float32(found: FirstNonfinite, record: OpRecord) -> tuple[str, dict[str, object]]:
+    """Return the case of `nonfinite-in-float32` for a value, and the fields of its sentences."""
+    name = short_name(record)
     if found.output.nans and not found.output.infs:
-        cause = f"{op} is not defined for what it read, such as a mean over no elements; no range was left."
-        return cause, "value = x.mean() if x.numel() else x.sum()  # where a selection may be empty"
+        return "undefined", {}
     weights, batch = _largest(found, "parameter"), _largest(found, "batch")
     if weights > LARGE:
-        cause = f"Neither the scale nor the format does it: weights have grown to {weights:.4g} in the steps before."
-        return cause, _SMALLER_RATE
+        return "weights", {"weights": weights}
     if name in _LIMITS and found.phase == "forward":
-        return _exponential(found, _LIMITS[name], weights)
+        limit = _LIMITS[name]
+        fine = f" The weights are not the cause: they are at most {weights:.4g}." if weights else ""
+        return _exponential(found, record), {"limit": limit, "most": limit * 0.9, "weights_are_fine": fine}
     if batch > LARGE:
-        cause = f"Neither the scale nor the format does it: the batch holds numbers up to {batch:.4g}."
-        return cause, "x = (x - x.mean(0)) / x.std(0).clamp_min(1e-5)  # of the training data, once, in the loader"
+        return "batch", {"batch": batch}
     if name in _POWERS and found.phase == "forward":
-        cause = f"{op} leaves float32, which ends at 3.4e+38; the weights are in order, up to {weights:.4g}."
-        return cause, f"y = {op}(x.clamp(-1e6, 1e6))  # or divide by the largest first: x / x.abs().amax()"
-    cause = "Neither the scale nor the format does it: the values themselves have grown out of range."
-    return cause, _SMALLER_RATE
+        return "power", {"weights": weights}
+    return "", {}
 
 
-def _exponential(found: FirstNonfinite, limit: float, weights: float) -> tuple[str, str]:
-    op = found.record.op
-    cause = (
-        f"{op} of more than {limit:g} is larger than 3.4e+38, float32's last number: no format and no scale mends it."
-    )
-    cause += f" The weights are in order, up to {weights:.4g}." if weights else ""
-    later = [short_name(record) for record in found.chain[1:]]
+def _exponential(found: FirstNonfinite, record: OpRecord) -> str:
+    """The case for an exponential, by the ops that follow it."""
+    later = [short_name(each) for each in found.chain[1:]]
     if "log1p" in later:
-        return cause, "y = F.softplus(x)  # log(1 + exp(x)), without forming exp(x)"
+        return "exp-log1p"
     if "log" in later:
-        return cause, "y = torch.logsumexp(x, dim=-1)  # F.softplus(x) for log(1 + exp(x)): neither forms exp(x)"
-    if "div" in later and op == "exp":
-        return cause, "y = torch.softmax(x, dim=-1)  # or torch.exp(x - x.amax(-1, keepdim=True)): a ratio is the same"
-    return (
-        cause,
-        f"y = {op}(x.clamp(max={limit * 0.9:.0f}))  # torch.exp(x - x.amax(-1, keepdim=True)) where a ratio follows",
-    )
+        return "exp-log"
+    return "exp-ratio" if "div" in later and record.op == "exp" else "exp"
 
 
 def _largest(found: FirstNonfinite, kind: str) -> float:

@@ -1,4 +1,4 @@
-"""What a step that raises says about itself: a finding from the message, for the errors that mixed precision knows."""
+"""Rules about a step that raises an exception: findings from the error messages that mixed precision can cause."""
 
 from __future__ import annotations
 
@@ -13,48 +13,27 @@ import torch
 from torch import nn
 
 import amplab
+from amplab.diagnose.catalogue import finding
 from amplab.diagnose.finding import Finding
 from amplab.trace import CodeLine
 
 __all__ = ["Raised", "finding_of_error"]
 
-_WITHOUT_OVERFLOW = re.compile(r"value cannot be converted to type (at::Half|c10::Half).* without overflow")
 _KNOWN = (
-    (
-        _WITHOUT_OVERFLOW,
-        "constant-overflows-half",
-        "A number in the code is larger than 65504, half's largest, and is written into a half tensor.",
-        "scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)",
-    ),
-    (
-        re.compile(r"binary_cross_entropy"),
-        "bce-after-sigmoid",
-        "Probabilities in half round to 0 and 1, where the loss is clamped and has no gradient.",
-        "loss = F.binary_cross_entropy_with_logits(logits, target)  # and no sigmoid before it",
-    ),
-    (
-        re.compile(r"inside of the block of scale_loss"),
-        "stepped-with-scaled-gradients",
-        "The gradients are unscaled at the end of the block of scale_loss; in it they are loss_scale times too large.",
-        "with amp.scale_loss(loss, optimizer) as scaled_loss:\n    scaled_loss.backward()\noptimizer.step()",
-    ),
+    (re.compile(r"cannot be converted to type (at::Half|c10::Half).* without overflow"), "constant-overflows-half"),
+    (re.compile(r"binary_cross_entropy"), "bce-after-sigmoid"),
+    (re.compile(r"\.step\(\).*scale_loss"), "stepped-with-scaled-gradients"),
     (
         re.compile(r"torch\.utils\.checkpoint: .*(have different metadata|different number of tensors)"),
         "recomputed-without-casts",
-        "torch.utils.checkpoint runs the block again in backward, where amplab's casts are over: in other dtypes.",
-        "hidden = amplab.checkpoint(block, hidden, use_reentrant=False)  # for torch.utils.checkpoint.checkpoint",
     ),
-    (
-        re.compile(r"unscale_\(\) has already been called"),
-        "unscaled-twice",
-        "unscale_ was called twice for one optimizer between two updates.",
-        "scaler.unscale_(optimizer)  # once, after the last backward and before clipping",
-    ),
+    (re.compile(r"unscale_\(\) has already been called"), "unscaled-twice"),
 )
+"""Part of the message of an error -> the finding."""
 
 
 class Raised:
-    """A function, with what it raised: to tell the step's own error from one about the way it was called.
+    """A function and the exception it raised, to distinguish an error of the step from one of the tool that calls it.
 
     >>> step = Raised(lambda: int("a"))
     >>> try:
@@ -78,11 +57,11 @@ class Raised:
 
 
 def finding_of_error(error: Exception, model: nn.Module | None = None, called: str = "step()") -> Finding:
-    """Return the finding for an error that a step raised, with the user's line, its op and its module of `model`.
+    """Return the finding for an error that a step raised, with the line of the user's code, the op and the module.
 
     Args:
         error: what was raised.
-        model: the model that was at work.
+        model: the model of the step.
         called: the call that raised it, as code.
 
     >>> finding_of_error(RuntimeError("value cannot be converted to type at::Half without overflow")).name
@@ -91,17 +70,10 @@ def finding_of_error(error: Exception, model: nn.Module | None = None, called: s
     message = " ".join(str(error).split())
     frame, line = _users_frame(error)
     place = {"line": "" if line is None else str(line), "op": _op_in(line), "module": _module_of(frame, model)}
-    for pattern, name, cause, remedy in _KNOWN:
+    for pattern, name in _KNOWN:
         if pattern.search(message):
-            return Finding(name, "error", f"The step raised: {message[:300]}", cause, remedy, **place)
-    return Finding(
-        "step-raised",
-        "error",
-        f"The step raised {type(error).__name__}: {message[:300]}",
-        "It cannot be looked at before it runs.",
-        f"{called}  # shows the traceback",
-        **place,
-    )
+            return finding(name, "raised", **place, message=message[:300])
+    return finding("step-raised", **place, error=type(error).__name__, message=message[:300], called=called)
 
 
 def _users_frame(error: Exception) -> tuple[FrameType | None, CodeLine | None]:
@@ -118,7 +90,7 @@ _LIBRARIES = tuple(f"{Path(module.__file__).parent}/" for module in (torch, ampl
 
 
 def _op_in(line: CodeLine | None) -> str:
-    """The op that a line names, of those which write a number into a tensor; empty for none."""
+    """The op in a line that writes a number into a tensor; empty for none."""
     named = re.search(r"\b(masked_fill|fill|where|full_like|full|clamp)_?\(", line.source if line else "")
     return named[1] if named else ""
 

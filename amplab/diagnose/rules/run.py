@@ -1,16 +1,15 @@
 """Rules about a run as a whole: pure functions from an `Observation` to findings.
 
-diverging                 the loss had been growing before anything overflowed, or was lost within the first steps that
-                          were taken: a learning rate that is too high
-scale-collapse            every recent step was skipped, and a smaller scale does not help
-loss-not-told             nobody said what the loss was
-nonfinite-loss            the loss itself is inf or NaN, and steps are not skipped for it
-window-too-short          steps are lost to a scale that grows too often
-window-too-long           the scale is low, gradients are lost, and it cannot grow back in time
-slow-start                the first steps were all skipped, because the scale began too high
-still-skipping            the last steps were all skipped, and nothing says yet that it will not end
-scheduler-before-step     the learning rate moved after a first step that was skipped
-accumulation-across-scales   gradients that were scaled differently were added up
+diverging                    the loss grew before anything overflowed, or became non-finite within the first steps taken
+scale-collapse               every recent step was skipped, and a smaller loss scale does not help
+loss-missing                 the losses are unknown
+nonfinite-loss               the loss itself is inf or NaN
+window-too-short             steps are lost because the loss scale grows too often
+window-too-long              the loss scale is small, gradients are lost, and it grows back too slowly
+slow-start                   the first steps were all skipped because the loss scale began too large
+still-skipping               the last steps were all skipped, and they may be followed by clean ones
+scheduler-counts-skips       the learning rate changed after a first step that was skipped
+accumulation-across-scales   gradients with different loss scales were added up
 """
 
 from __future__ import annotations
@@ -19,44 +18,37 @@ import statistics
 from collections.abc import Callable, Iterator
 
 from amplab.amp.apex.collapse import SKIPS_BEFORE_COLLAPSE
-from amplab.diagnose.finding import Finding
+from amplab.diagnose.catalogue import finding
+from amplab.diagnose.finding import Finding, Number
 from amplab.diagnose.observations import Observation, StepObservation
-from amplab.diagnose.remedies.api_styles import (
-    at_first_scale,
-    look_at_step,
-    look_while_it_happens,
-    scheduler_after_step,
-    smaller_rate,
-    with_window,
-)
-from amplab.diagnose.remedies.float32 import dynamic_scale
-from amplab.display.numbers import power
+from amplab.diagnose.remedies.api_styles import ApiStyle
+from amplab.display.numbers import count, power
 
 __all__ = ["RUN_RULES", "diverging", "lost_at_once", "run_findings"]
 
 GROWN = 4.0
-"""The median of the last losses over the largest of the first: four times cross entropy is far worse than guessing."""
+"""Ratio of the median of the last losses to the largest of the first. Guessing costs far less than this factor."""
 
 FEW, EXPLODED = 6, 100.0
-"""In fewer losses than this, batches alone could do it, and only growth by two orders of magnitude counts."""
+"""With fewer losses than this, single batches explain small growth: only two orders of magnitude count."""
 
 SPOILT = 10.0
-"""A loss this many times its best, and worse than at the start, has lost all that was learnt."""
+"""A loss this many times its best, and larger than at the start: all that was learned is lost."""
 
 AT_ONCE, LOST_FOR = 3, 3
-"""Steps taken within which a run that had a finite loss can lose it for good, and for how many steps it must have."""
+"""Steps taken before the loss stays non-finite, and for how many steps it must be so."""
 
 RECENT = 5
-"""Steps whose median stands for "now"; one odd batch does not move it."""
+"""Number of steps whose median is the present loss, so that one unusual batch does not matter."""
 
 LOST_STEPS = 0.02
-"""Share of steps skipped, after the start, above which skips cost more than they find out: 1 in 50."""
+"""Share of steps skipped after the start above which the loss scale probes too often: 1 in 50."""
 
 UNDERFLOW = 0.1
-"""Share of gradient elements lost above which a low scale does harm."""
+"""Share of gradient elements lost above which a small loss scale does harm."""
 
 START = 5
-"""Skips in a row at the start that are worth a word, a scale 2^5 too high; and as many values of a schedule lost."""
+"""Skips in a row at the start that are reported: a loss scale 2^5 too large, or as many values of a schedule lost."""
 
 
 def run_findings(run: Observation) -> list[Finding]:
@@ -83,15 +75,16 @@ def diverging(run: Observation) -> Iterator[Finding]:
     evidence = {"first_loss": losses[0], "best_loss": min(losses), "loss_now": now, "steps_taken": len(taken)}
     if len(norms) > 1:
         evidence["gradient_norm_growth"] = norms[-1] / norms[0] if norms[0] else float("inf")
-    rate = taken[-1].learning_rate
-    yield Finding(
-        "diverging",
-        "error",
-        f"The loss went from {losses[0]:.4g} to {now:.4g} in {len(taken)} steps that were taken, {_until(run)}.",
-        "The steps are too large. What overflows afterwards, in float32 sooner or later too, is a consequence.",
-        smaller_rate(run.scaling, rate),
-        "likely",
-        evidence=evidence | ({} if rate is None else {"learning_rate": rate}),
+    yield _diverging(run, "", evidence, taken[-1].learning_rate, until=_until(run))
+
+
+def _diverging(
+    run: Observation, case: str, evidence: dict[str, Number], rate: float | None, **fields: object
+) -> Finding:
+    known = {} if rate is None else {"learning_rate": rate}
+    smaller = "group['lr'] / 10" if rate is None else f"{rate / 10:.2g}"
+    return finding(
+        "diverging", case, api=run.api, certainty="likely", evidence=evidence | known, rate=smaller, **fields
     )
 
 
@@ -101,13 +94,13 @@ def _last_finite(run: Observation) -> int:
 
 def _until(run: Observation) -> str:
     lost = [step.step for step in run if not step.loss_is_finite]
-    return f"and is not finite in {len(lost)}, first in step {lost[0]}" if lost else "finite all the way"
+    return f"and is not finite in {len(lost)}, first in step {lost[0]}" if lost else "and is always finite"
 
 
 def lost_at_once(run: Observation) -> Iterator[Finding]:
-    """Within `AT_ONCE` steps taken the loss was finite, and in every step after, all skipped, it is not.
+    """The loss was finite within `AT_ONCE` steps taken; in every step after, all of them skipped, it is not.
 
-    Skipped steps leave the weights alone, so that the few which were taken brought them where no loss is finite.
+    Skipped steps do not change the weights, so the few steps taken moved them out of range.
     """
     finite = next((place for place, step in enumerate(run) if not step.loss_is_finite), len(run))
     before, after = run.steps[:finite], run.steps[finite:]
@@ -116,117 +109,93 @@ def lost_at_once(run: Observation) -> Iterator[Finding]:
     lost = told and len(after) >= LOST_FOR and all(step.skipped and not step.loss_is_finite for step in after)
     if not (lost and run[0].step == 0 and 0 < len(taken) <= AT_ONCE) or any(True for _ in diverging(run)):
         return
-    rate = taken[-1].learning_rate
-    evidence = {"first_loss": before[0].loss, "steps_taken": len(taken), "steps_lost": len(after)}
-    yield Finding(
-        "diverging",
-        "error",
-        f"The loss was {before[-1].loss:.4g} and is not finite in any of the {len(after)} steps since, after "
-        f"{len(taken)} that {'was' if len(taken) == 1 else 'were'} taken.",
-        "The first steps were too large: they brought the weights out of range. What overflows now is a consequence.",
-        smaller_rate(run.scaling, rate),
-        "likely",
-        evidence=evidence | ({} if rate is None else {"learning_rate": rate}),
-    )
+    evidence: dict[str, Number] = {"steps_taken": len(taken), "steps_lost": len(after)}
+    first, last = before[0].loss, before[-1].loss
+    if first is not None:
+        evidence["first_loss"] = first
+    steps = count(len(taken), "update step")
+    yield _diverging(run, "at-once", evidence, taken[-1].learning_rate, last_loss=last, taken=steps)
 
 
 def scale_collapse(run: Observation) -> Iterator[Finding]:
-    """As many skips in a row as `LossScaleCollapse` waits for, or skips at a scale of 1 and below."""
+    """As many skips in a row as `LossScaleCollapse` needs, or skips at a loss scale of at most 1."""
     skips = run.skips_at_the_end
     if not skips:
         return
     last = run[-1]
     if skips < SKIPS_BEFORE_COLLAPSE and last.loss_scale > 1:
         return
-    finite = last.loss_is_finite
-    yield Finding(
+    yield finding(
         "scale-collapse",
-        "error",
-        f"The last {skips} steps were all skipped; the loss scale is down to {power(last.loss_scale)}.",
-        "Gradients are not finite at a scale that makes nothing larger."
-        if finite
-        else "The loss is not finite before it is scaled, so no scale can help.",
-        f"{look_at_step(run.scaling)}  # names the op",
-        "certain",
+        "" if last.loss_is_finite else "loss",
+        api=run.api,
         tensor=f"gradient of {last.first_nonfinite}" if last.first_nonfinite else "",
         evidence={"skips": skips, "loss_scale": last.loss_scale} | ({} if last.loss is None else {"loss": last.loss}),
+        scale=power(last.loss_scale),
     )
 
 
 def nonfinite_loss(run: Observation) -> Iterator[Finding]:
     """A loss that is inf or NaN: an error in steps that were taken, a warning in steps that were skipped.
 
-    A scaler that looks at gradients lets a step go where those are finite; then the loss may be finite again.
+    A scaler checks gradients only: it takes a step with a non-finite loss if the gradients are finite.
     """
     bad = [step for step in run if not step.loss_is_finite]
     taken = [step for step in bad if not step.skipped]
     if not bad:
         return
     first = (taken or bad)[0]
-    checked = run.dynamic and run.scaling != "none"
-    passed = "was taken: its gradients were finite, or went past the scaler." if checked else _TAKEN
-    done = passed if taken else "was skipped; no scale is to blame."
-    yield Finding(
+    checked = run.dynamic and run.scaling != ApiStyle.PLAIN
+    passed = "was taken: its gradients were finite, or they bypassed the scaler." if checked else _TAKEN
+    yield finding(
         "nonfinite-loss",
-        "error" if taken and not (checked and run[-1].loss_is_finite) else "warning",
-        f"The loss is not finite in {len(bad)} of {len(run)} steps; step {first.step} {done}",
-        *_why_nonfinite(run, first),
+        _case_of_loss(run, first),
+        api=run.api,
+        severity="error" if taken and not (checked and run[-1].loss_is_finite) else "warning",
         tensor=f"gradient of {first.first_nonfinite}" if first.first_nonfinite else "",
         evidence={"steps": len(bad), "taken": len(taken), "first_step": first.step, "loss_scale": first.loss_scale},
+        all_steps=len(run),
+        outcome=passed if taken else "was skipped.",
+        scale=power(first.loss_scale),
     )
 
 
-def loss_not_told(run: Observation) -> Iterator[Finding]:
-    """Nobody said what the loss was, so that the rules about losses have nothing to go by."""
-    if len(run) >= START and all(step.loss is None for step in run):
-        yield Finding(
-            "loss-not-told",
-            "note",
-            f"None of the {len(run)} steps came with a loss.",
-            "torch's GradScaler and loops without one do not tell it; whether it grows or is inf stays unknown.",
-            "loss = w.loss(loss)  # w is the watch; before backward, in every step",
-            evidence={"steps": len(run)},
-        )
+_TAKEN = "was taken: without a dynamic loss scale, nothing keeps inf and NaN out of the weights."
 
 
-_TAKEN = "was taken: nothing keeps inf and NaN out of the weights."
-
-
-def _why_nonfinite(run: Observation, first: StepObservation) -> tuple[str, str]:
-    """Cause and remedy: a static scale lets what overflows into the weights, and then the next loss shows it."""
+def _case_of_loss(run: Observation, first: StepObservation) -> str:
+    """With a static loss scale an overflow reaches the weights, and then the next loss shows it."""
     before = run.steps[: run.steps.index(first)]
     if not run.dynamic and first.loss_scale > 1 and before and not first.skipped:
-        cause = f"Under a static scale, here {power(first.loss_scale)}, a step whose gradients overflow is taken: "
-        return cause + "then the weights hold NaN, and every loss after.", dynamic_scale(_words(run))
-    gone = not first.skipped and run.scaling and not run.dynamic  # the step has changed what it was made with
-    look = f"{look_at_step(run.scaling)}  # with the batch of that step: names the op"
-    look = look_while_it_happens(run.scaling) if gone else look
-    return "Scaling comes after the loss, so that a loss which is not finite has another cause.", look
+        return "static-scale"
+    gone = not first.skipped and run.scaling and not run.dynamic  # the step has changed the weights that caused it
+    return "taken" if gone else ""
 
 
-def _words(run: Observation) -> str | None:
-    return run.level or "O1" if run.scaling in ("apex", "") else run.scaling if run.scaling == "amplab" else None
+def loss_missing(run: Observation) -> Iterator[Finding]:
+    """No step has a loss, so the rules about losses cannot run."""
+    if len(run) >= START and all(step.loss is None for step in run):
+        yield finding("loss-missing", evidence={"steps": len(run)})
 
 
 def window_too_short(run: Observation) -> Iterator[Finding]:
     """More than `LOST_STEPS` of the steps after the start are skipped, each by a scale that had grown before.
 
-    A window of n clean steps costs 1 step in n + 1 once the scale has reached what the gradients bear.
+    A window of n clean steps costs 1 step in n + 1 once the loss scale has reached the largest that fits.
     """
     later = run.steps[run.skips_at_the_start :]
     skips, clean = _skips_after_growth(run), sum(not step.skipped for step in later)
     if len(skips) < 3 or len(skips) <= LOST_STEPS * len(later):
         return
     window = run.growth_interval or max(1, round(clean / len(skips)))
-    yield Finding(
+    yield finding(
         "window-too-short",
-        "warning",
-        f"{len(skips)} of {len(later)} steps were skipped because the scale had just grown.",
-        f"The scale grows after every {window} clean steps, and overflows again: one step in {window + 1} is lost.",
-        with_window(run.scaling, max(1000, 20 * window), run.level),
-        "certain" if run.growth_interval else "likely",
+        api=run.api,
+        certainty="certain" if run.growth_interval else "likely",
         tensor=f"gradient of {skips[-1].first_nonfinite}" if skips[-1].first_nonfinite else "",
         evidence={"skips": len(skips), "steps": len(later), "window": window, "share": len(skips) / len(later)},
+        one_in=window + 1,
+        new_window=max(1000, 20 * window),
     )
 
 
@@ -251,14 +220,14 @@ def window_too_long(run: Observation) -> Iterator[Finding]:
     highest = max(step.loss_scale for step in run)
     since = next(n for n, step in enumerate(reversed(run.steps)) if step.skipped)
     if run[-1].loss_scale < highest and since < run.growth_interval:
-        yield Finding(
+        yield finding(
             "window-too-long",
-            "warning",
-            f"{lost:.0%} of the gradient elements are 0 in half at a scale of {power(run[-1].loss_scale)}.",
-            f"The scale was {power(highest)} and grows back by one doubling in {run.growth_interval} clean steps.",
-            with_window(run.scaling, max(50, run.growth_interval // 10), run.level),
-            "likely",
+            api=run.api,
+            certainty="likely",
             evidence={"underflow": lost, "loss_scale": run[-1].loss_scale, "window": run.growth_interval},
+            scale=power(run[-1].loss_scale),
+            highest=power(highest),
+            new_window=max(50, run.growth_interval // 10),
         )
 
 
@@ -267,13 +236,11 @@ def slow_start(run: Observation) -> Iterator[Finding]:
     skips = run.skips_at_the_start
     if START <= skips < len(run) and all(step.loss_is_finite for step in run.steps[:skips]):
         fits = run[skips].loss_scale
-        yield Finding(
+        yield finding(
             "slow-start",
-            "note",
-            f"The first {skips} steps were skipped while the scale came down to {power(fits)}.",
-            "The scale began higher than these gradients bear; that is what a dynamic scale does.",
-            at_first_scale(run.scaling, fits, run.level),
+            api=run.api,
             evidence={"skips": skips, "first_scale": run[0].loss_scale, "fitting_scale": fits},
+            scale=power(fits),
         )
 
 
@@ -283,54 +250,59 @@ def still_skipping(run: Observation) -> Iterator[Finding]:
     if not skips or not run[-1].loss_is_finite or any(True for _ in scale_collapse(run)):
         return
     first = run[-1].first_nonfinite
-    last = "step was" if skips == 1 else f"{skips} steps were"
-    told = "" if run[-1].loss is None else ", with a finite loss"
-    yield Finding(
+    yield finding(
         "still-skipping",
-        "note",
-        f"The last {last} skipped{told}; the scale came down to {power(run[-1].loss_scale)}.",
-        "A scale that is too high skips until it fits. If that does not end, an op overflows whatever the scale.",
-        look_while_it_happens(run.scaling),
-        "possible",
+        api=run.api,
+        certainty="possible",
         tensor=f"gradient of {first}" if first else "",
         evidence={"skips": skips, "first_scale": run[-skips].loss_scale, "loss_scale": run[-1].loss_scale},
+        steps_were=_steps_were(skips),
+        finite="" if run[-1].loss is None else ", with a finite loss",
+        scale=power(run[-1].loss_scale),
     )
 
 
-def scheduler_before_step(run: Observation) -> Iterator[Finding]:
-    """The learning rate changed after a first step that was skipped: a scheduler that counts steps not taken.
+def _steps_were(skips: int) -> str:
+    return "step was" if skips == 1 else f"{skips} steps were"
 
-    Most loops are written so, and one value of a schedule is next to nothing; `START` of them are a warm-up.
+
+def scheduler_counts_skips(run: Observation) -> Iterator[Finding]:
+    """The learning rate changed after a first step that was skipped.
+
+    Most loops do this, and one value of a schedule hardly matters; `START` values are a large part of a warm-up.
     """
-    rates = [step.learning_rate for step in run]
-    if len(run) < 2 or run[0].step != 0 or not run[0].skipped or None in rates[:2] or rates[0] == rates[1]:
+    if len(run) < 2 or run[0].step != 0 or not run[0].skipped:
         return
-    skips = run.skips_at_the_start
-    moved = rates[min(skips, len(rates) - 1)]
-    now = rates[1] if moved is None else moved
-    yield Finding(
-        "scheduler-before-step",
-        "warning" if skips >= START else "note",
-        f"The first {'step was' if skips == 1 else f'{skips} steps were'} skipped, and the learning rate went from "
-        f"{rates[0]:g} to {now:g} all the same.",
-        "The scheduler counts steps that were not taken; torch warns of it, and a warm-up is shorter than meant.",
-        scheduler_after_step(run.scaling),
-        evidence={"rate_before": rates[0], "rate_after": now, "skips": skips},
+    before, after, skips = run[0].learning_rate, run[1].learning_rate, run.skips_at_the_start
+    if before is None or after is None or before == after:
+        return
+    moved = run[min(skips, len(run) - 1)].learning_rate
+    evidence: dict[str, Number] = {
+        "rate_before": before,
+        "rate_after": after if moved is None else moved,
+        "skips": skips,
+    }
+    yield finding(
+        "scheduler-counts-skips",
+        "run",
+        api=run.api,
+        severity="warning" if skips >= START else "note",
+        evidence=evidence,
+        steps_were=_steps_were(skips),
     )
 
 
 def accumulation_across_scales(run: Observation) -> Iterator[Finding]:
-    """A step added up gradients of backwards at different scales."""
+    """A step added up gradients of backward passes with different loss scales."""
     mixed = [step for step in run if len(set(step.backward_scales)) > 1]
     if mixed:
         scales = sorted(set(mixed[0].backward_scales))
-        yield Finding(
+        yield finding(
             "accumulation-across-scales",
-            "warning",
-            f"Step {mixed[0].step} accumulates gradients that were scaled by {', '.join(map(power, scales))}.",
-            "The scale moved between two backwards of one step, so that some count more than others.",
-            "scaler.update()  # once for each optimizer step, after it, not for each backward",
+            "run",
             evidence={"steps": len(mixed), "smallest_scale": scales[0], "largest_scale": scales[-1]},
+            step=mixed[0].step,
+            scales=", ".join(map(power, scales)),
         )
 
 
@@ -339,11 +311,11 @@ RUN_RULES: tuple[Callable[[Observation], Iterator[Finding]], ...] = (
     lost_at_once,
     scale_collapse,
     nonfinite_loss,
-    loss_not_told,
+    loss_missing,
     accumulation_across_scales,
     window_too_short,
     window_too_long,
-    scheduler_before_step,
+    scheduler_counts_skips,
     slow_start,
     still_skipping,
 )

@@ -1,59 +1,51 @@
-"""Rules about when a learning-rate schedule moves: pure functions from a `Rehearsal` to findings, notes all of them.
+"""Rules about when a learning-rate scheduler steps: pure functions from a `Rehearsal` to findings, all of them notes.
 
-    scheduler-before-step    it moves before its optimizer's step, whose first rate is never used
-    scheduler-counts-skips   it moves in a step that the loss scaler skips
+    scheduler-before-step    it steps before its optimizer, so its first learning rate is never used
+    scheduler-counts-skips   it advances in a step that the loss scaler skips
 
-A schedule is rarely worse for one value lost. Where skips have cost it a warm-up, `rules.run` says so.
+One lost value of a schedule rarely matters. `rules.run` reports skips that shorten a warm-up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from amplab.diagnose.catalogue import finding
 from amplab.diagnose.finding import Finding
 from amplab.diagnose.rehearsal import Rehearsal
-from amplab.diagnose.remedies.api_styles import scheduler_after_step, step_before_scheduler
+from amplab.diagnose.remedies.api_styles import Api
+from amplab.diagnose.train_step.schedules import ScheduleMove
 
 __all__ = ["SCHEDULE_RULES", "schedule_findings"]
 
 
-def schedule_findings(rehearsal: Rehearsal, face: str = "") -> list[Finding]:
-    """Apply every rule of this file; in the words of a face, see `remedies.api_styles`."""
-    return [finding for rule in SCHEDULE_RULES for finding in rule(rehearsal, face)]
+def schedule_findings(rehearsal: Rehearsal, api: Api) -> list[Finding]:
+    """Apply every rule of this file."""
+    return [found for rule in SCHEDULE_RULES for found in rule(rehearsal, api)]
 
 
-def moves_before_the_step(rehearsal: Rehearsal, face: str = "") -> Iterator[Finding]:
-    """A scheduler that had moved when its optimizer was stepped."""
+def moves_before_the_step(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
+    """A scheduler that had stepped before its optimizer did."""
     for move in rehearsal.schedules:
         if move.before_step:
-            yield Finding(
-                "scheduler-before-step",
-                "note",
-                f"{move.scheduler} moves before optimizer {move.optimizer} steps.",
-                "Its first learning rate is never used, and all others come one step early; torch warns of it.",
-                step_before_scheduler(face),
-                tensor=f"optimizer {move.optimizer}",
-                evidence={"optimizer": move.optimizer},
-            )
+            yield _finding("scheduler-before-step", move, api)
 
 
-def counts_skipped_steps(rehearsal: Rehearsal, face: str = "") -> Iterator[Finding]:
-    """A scheduler that moved in a step with an overflow, in which its optimizer's parameters did not."""
+def counts_skipped_steps(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
+    """A scheduler that advanced in a step with an overflow, in which its optimizer did not change the parameters."""
     for move in rehearsal.skipped.schedules if rehearsal.skipped else ():
         if move.without_step:
-            yield Finding(
-                "scheduler-counts-skips",
-                "note",
-                f"{move.scheduler} moves on in a step that is skipped for an overflow.",
-                "Most loops do so, and a skip now and then does no harm. Where the first steps are skipped, a warm-up "
-                "is shorter than meant, and torch warns.",
-                scheduler_after_step(face),
-                tensor=f"optimizer {move.optimizer}",
-                evidence={"optimizer": move.optimizer},
-            )
+            yield _finding("scheduler-counts-skips", move, api)
 
 
-SCHEDULE_RULES: tuple[Callable[[Rehearsal, str], Iterator[Finding]], ...] = (
+def _finding(name: str, move: ScheduleMove, api: Api) -> Finding:
+    number = move.optimizer
+    return finding(
+        name, api=api, tensor=f"optimizer {number}", evidence={"optimizer": number}, scheduler=move.scheduler
+    )
+
+
+SCHEDULE_RULES: tuple[Callable[[Rehearsal, Api], Iterator[Finding]], ...] = (
     moves_before_the_step,
     counts_skipped_steps,
 )

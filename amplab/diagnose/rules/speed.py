@@ -1,10 +1,10 @@
-"""Rules about why half is no faster: pure functions from a `Trace` to findings, notes all of them.
+"""Rules about why 16-bit dtypes are no faster: pure functions from a `Trace` to findings, all of them notes.
 
-    shapes-off-multiples-of-8   half products that tensor cores take in a slower way, or not at all
-    tiny-ops                    ops so small that starting them takes longer than computing them
-    cast-traffic                as many bytes moved by casts as by the ops themselves
+    shapes-not-multiple-of-8   16-bit products whose shapes tensor cores handle slowly, or not at all
+    tiny-ops                   ops so small that launching them takes longer than computing them
+    cast-traffic               casts that move many bytes compared with the ops
 
-They go by shapes and bytes, not by a clock: what they say holds for a GPU.
+The rules use shapes and bytes, not measured times, and apply to a GPU.
 """
 
 from __future__ import annotations
@@ -13,45 +13,46 @@ import math
 import statistics
 from collections.abc import Iterator
 
-from amplab.diagnose.finding import Finding
-from amplab.diagnose.remedies.float32 import fewer_casts
+from amplab.diagnose.catalogue import finding
+from amplab.diagnose.finding import Finding, Number
+from amplab.diagnose.remedies.api_styles import Api
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.trace import OpRecord, Trace
 
 __all__ = ["speed_findings"]
 
 MULTIPLE = 8
-"""Halves in 16 bytes, the width in which tensor cores are fed."""
+"""16-bit numbers in 16 bytes, the width of a tensor core's load."""
 
 OFF = 0.5
-"""Share of the multiply-adds in half from which on odd shapes decide about the time."""
+"""Share of the 16-bit multiply-adds above which odd shapes dominate the time."""
 
 TINY = 2**14
-"""Elements below which an op is taken for tiny: an assumption, not measured here. Their 64 KiB of float32, read and
-written at 1 TB/s, take 0.1 µs, and starting a kernel is commonly put at a few; so the rule says "possible", no more.
+"""Ops with fewer elements count as tiny. This is an assumption, not a measurement: to read and write 64 KiB of float32
+at 1 TB/s takes 0.1 µs, and a kernel launch is commonly said to take a few; so the certainty is "possible".
 """
 
 CASTS = 0.5
-"""Bytes moved by casts for each byte that ops move."""
+"""Ratio of the bytes moved by casts to those moved by other ops."""
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 _CONVOLUTION = "convolution"
 
 
-def speed_findings(trace: Trace, level: str | None = "O1") -> list[Finding]:
-    """Apply every rule of this file; a step that multiplies nothing in half has no speed-up to miss.
+def speed_findings(trace: Trace, api: Api | None = None) -> list[Finding]:
+    """Apply every rule of this file; without 16-bit products there are no findings.
 
     Args:
         trace: the step.
-        level: in whose words the remedies are, as `remedies.float32` takes it.
+        api: what the training loop uses, for the remedies.
     """
     if not any(_is_half_product(record) for record in trace):
         return []
-    return [*odd_shapes(trace), *tiny_ops(trace), *cast_traffic(trace, level)]
+    return [*odd_shapes(trace), *tiny_ops(trace), *cast_traffic(trace, api)]
 
 
 def odd_shapes(trace: Trace) -> Iterator[Finding]:
-    """Products in half with a side that is no multiple of 8, where they are most of the work."""
+    """16-bit products with a side that is not a multiple of 8, where they are most of the work."""
     products = [record for record in trace if _is_half_product(record)]
     work = {record.index: _multiply_adds(record) for record in products}
     odd = [record for record in products if any(side % MULTIPLE for side in _sides(record))]
@@ -59,13 +60,9 @@ def odd_shapes(trace: Trace) -> Iterator[Finding]:
     if odd and off > OFF * total:
         worst = max(odd, key=lambda record: work[record.index])
         sides = " x ".join(map(str, _sides(worst)))
-        yield Finding(
-            "shapes-off-multiples-of-8",
-            "note",
-            f"{off / total:.0%} of the multiply-adds in half are in products with a side that is no multiple of 8.",
-            "Tensor cores read 8 halves at a time; other shapes are padded, or computed without them.",
-            "# pad the vocabulary, the batch or the width: size = -(-size // 8) * 8",
-            "likely",
+        yield finding(
+            "shapes-not-multiple-of-8",
+            certainty="likely",
             op=worst.op,
             module=worst.module,
             evidence={"share": off / total, "sides": sides, "products": len(odd)},
@@ -73,21 +70,14 @@ def odd_shapes(trace: Trace) -> Iterator[Finding]:
 
 
 def tiny_ops(trace: Trace) -> Iterator[Finding]:
-    """A step whose middle op is smaller than `TINY`."""
+    """A step whose median op is smaller than `TINY`."""
     sizes = [max(info.numel for info in record.outputs) for record in trace if not record.folds and record.outputs]
     if sizes and statistics.median(sizes) < TINY:
-        yield Finding(
-            "tiny-ops",
-            "note",
-            f"Half of the {len(sizes):,} ops of a step write {statistics.median(sizes):,.0f} elements or fewer.",
-            "On a GPU starting such an op takes longer than computing it, in any format; casts add ops.",
-            "# a larger batch, CUDA graphs or torch.compile; half will not make this step faster",
-            "possible",
-            evidence={"median_elements": statistics.median(sizes), "ops": len(sizes)},
-        )
+        evidence: dict[str, Number] = {"median_elements": statistics.median(sizes), "ops": len(sizes)}
+        yield finding("tiny-ops", certainty="possible", evidence=evidence)
 
 
-def cast_traffic(trace: Trace, level: str | None = "O1") -> Iterator[Finding]:
+def cast_traffic(trace: Trace, api: Api | None = None) -> Iterator[Finding]:
     """Casts that move more than `CASTS` times the bytes of all other ops."""
     moved = sum(info.nbytes for record in trace if _computes(record) for info in (*record.inputs, *record.outputs))
     if moved and trace.cast_bytes > CASTS * moved:
@@ -95,15 +85,13 @@ def cast_traffic(trace: Trace, level: str | None = "O1") -> Iterator[Finding]:
         for record in trace.casts:
             modules[record.module] += record.cast_bytes
         worst = max(modules, key=lambda module: modules[module])
-        yield Finding(
+        yield finding(
             "cast-traffic",
-            "note",
-            f"Casts move {trace.cast_bytes:,} bytes, {trace.cast_bytes / moved:.0%} of what the ops themselves move.",
-            "Each change of dtype is a pass over memory; with half weights (O2) there are fewer.",
-            fewer_casts(level),
-            "likely",
+            api=api,
+            certainty="likely",
             module=worst,
             evidence={"cast_bytes": trace.cast_bytes, "op_bytes": moved, "casts": len(trace.casts)},
+            share=trace.cast_bytes / moved,
         )
 
 
@@ -127,7 +115,7 @@ def _sides(record: OpRecord) -> tuple[int, ...]:
 
 
 def _multiply_adds(record: OpRecord) -> int:
-    """Each element that is written takes one for each that it is made of."""
+    """The number of outputs times the number of inputs that each of them sums."""
     if record.aten.split(".")[1] == _CONVOLUTION:
         return record.outputs[0].numel * math.prod(record.inputs[1].shape[1:])
     return record.outputs[0].numel * _sides(record)[1]

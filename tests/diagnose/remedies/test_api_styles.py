@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import amplab
-from amplab.diagnose.remedies import api_styles
-from amplab.diagnose.remedies.api_styles import face_of
+from amplab.diagnose.catalogue import CATALOGUE
+from amplab.diagnose.remedies.api_styles import Api, ApiStyle, PerApi, api_style_of
 
 FACES = ("apex", "amplab", "torch", "none")
 WORDS = {
@@ -62,15 +62,26 @@ def loop(request):
     amplab.amp.reset()
 
 
+def text(name, part, style, case="", **fields):
+    """A sentence or remedy of the catalogue for a loop of one API."""
+    said = getattr(CATALOGUE[name].cases[case], part)
+    assert isinstance(said, PerApi)
+    return said.text(Api(ApiStyle(style), opt_level="O1" if style == "apex" else ""), fields)
+
+
+def remedy(name, style, **fields):
+    return text(name, "remedy", style, **fields)
+
+
 def speaks(face, code):
     return not any(word in code for word in WORDS[face])
 
 
 def test_clipping_runs_between_backward_and_step(loop):
-    for code in api_styles.smaller_rate(loop.face, 0.1), api_styles.clip_unscaled(loop.face):
+    for code in remedy("diverging", loop.face, rate="0.01"), remedy("clips-scaled-gradients", loop.face):
         assert speaks(loop.face, code)
     loop.backward()
-    exec(api_styles.smaller_rate(loop.face, 0.1), loop.names())
+    exec(remedy("diverging", loop.face, rate="0.01"), loop.names())
     assert loop.optimizer.param_groups[0]["lr"] == 0.01
     params = list(amplab.amp.master_params(loop.optimizer)) if loop.face == "apex" else loop.model.parameters()
     norm = torch.nn.utils.get_total_norm([each.grad for each in params])
@@ -78,13 +89,13 @@ def test_clipping_runs_between_backward_and_step(loop):
 
 
 def test_a_face_that_is_not_known_has_model_parameters():
-    for code in api_styles.smaller_rate("", 0.1), api_styles.clip_unscaled(""):
+    for code in remedy("diverging", "", rate="0.01"), remedy("clips-scaled-gradients", ""):
         assert "clip_grad_norm_(model.parameters()" in code
         compile(code, "remedy", "exec")
 
 
 def test_a_schedule_moves_where_the_optimizer_has_stepped(loop):
-    code = api_styles.scheduler_after_step(loop.face)
+    code = remedy("scheduler-counts-skips", loop.face)
     assert speaks(loop.face, code)
     for overflows in (False, True):
         before, rate = loop.model.weight.detach().clone(), loop.optimizer.param_groups[0]["lr"]
@@ -103,14 +114,14 @@ def test_a_schedule_moves_where_the_optimizer_has_stepped(loop):
 def test_a_step_before_its_schedule(loop):
     loop.backward()
     before = loop.model.weight.detach().clone()
-    exec(api_styles.step_before_scheduler(loop.face), loop.names())
+    exec(remedy("scheduler-before-step", loop.face), loop.names())
     assert loop.optimizer.param_groups[0]["lr"] == 0.05
     assert not torch.equal(before, loop.model.weight)
 
 
 @pytest.mark.parametrize("face", FACES[:3])
 def test_settings_of_a_scale(face):
-    for code in api_styles.with_window(face, 1000, "O1"), api_styles.at_first_scale(face, 512.0, "O1"):
+    for code in remedy("window-too-short", face, new_window=1000), remedy("slow-start", face, fitting_scale=512.0):
         assert speaks(face, code)
         names = Loop("none").names()
         try:
@@ -126,7 +137,7 @@ def test_settings_of_a_scale(face):
 
 
 def test_a_look_at_a_step(loop, capsys):
-    exec(api_styles.look_at_step(loop.face), loop.names())
+    exec(remedy("scale-collapse", loop.face), loop.names())
     assert capsys.readouterr().out == "None\n"
 
 
@@ -135,13 +146,13 @@ def test_a_step_that_is_unscaled(face):
     loop = Loop(face)
     loop.backward()
     before, gradient = loop.model.weight.detach().clone(), loop.model.weight.grad / loop.scaler.get_scale()
-    cause, code = api_styles.unscaled_step(face)
+    cause, code = (text("stepped-with-scaled-gradients", part, face) for part in ("cause", "remedy"))
     assert "scale_loss" not in cause + code
     exec(code, loop.names())
     torch.testing.assert_close(loop.model.weight.detach(), before - 0.1 * gradient)
 
 
 def test_each_face_is_told_by_its_scaler():
-    assert [face_of(Loop(face).scaler) for face in FACES[1:]] == list(FACES[1:])
-    assert face_of(amplab.amp.Session()) == "apex"
-    assert face_of(torch.amp.GradScaler("cpu", enabled=False)) == "none"
+    assert [api_style_of(Loop(face).scaler) for face in FACES[1:]] == list(FACES[1:])
+    assert api_style_of(amplab.amp.Session()) == "apex"
+    assert api_style_of(torch.amp.GradScaler("cpu", enabled=False)) == "none"

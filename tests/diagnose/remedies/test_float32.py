@@ -8,6 +8,7 @@ from torch import nn
 
 import amplab
 from amplab.amp import Session
+from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.diagnose.remedies.float32 import in_float32, kept_in_float32
 from amplab.trace import OpRecord
 
@@ -23,7 +24,7 @@ def test_it_can_be_run_as_it_stands(level, module):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     names = {"amplab": amplab, "amp": amplab.amp, "model": model, "optimizer": optimizer}
     try:
-        exec(in_float32(record(module=module), level=level).partition("# or")[0], names)
+        exec(in_float32(record(module=module), api=Api.of_opt_level(level)).partition("# or")[0], names)
         assert amplab.amp.default_session().opt_level == (level if module == "attention" else "O1")
         assert model["attention"].weight.dtype == torch.float32
     finally:
@@ -31,21 +32,21 @@ def test_it_can_be_run_as_it_stands(level, module):
 
 
 REGIONS = {
-    "O1": lambda session: session.casting(),
-    "amplab": lambda _: amplab.autocast("cpu", torch.float16),
-    None: lambda _: torch.autocast("cpu", torch.float16),
+    ApiStyle.APEX: lambda session: session.casting(),
+    ApiStyle.AMPLAB: lambda _: amplab.autocast("cpu", torch.float16),
+    ApiStyle.TORCH: lambda _: torch.autocast("cpu", torch.float16),
 }
 
 
-@pytest.mark.parametrize("level", REGIONS)
-def test_a_block_ends_the_casts_that_are_in_use(level):
+@pytest.mark.parametrize("casting", REGIONS)
+def test_a_block_ends_the_casts_that_are_in_use(casting):
     """What torch.autocast does is not ended by amplab's, nor the other way round."""
     session, x = Session(), torch.full((2, 4000), 60.0)
     session.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
-    block = in_float32(record(module=""), level=level).partition("# or around that line alone:\n")
+    block = in_float32(record(module=""), api=Api(casting=casting)).partition("# or around that line alone:\n")
     names = {"amplab": amplab, "amp": amplab.amp, "torch": torch, "x": x, "other": x.t()}
     try:
-        with REGIONS[level](session):
+        with REGIONS[casting](session):
             assert torch.matmul(x, x.t()).isinf().all()
             exec(block[2] or block[0], names)
         assert names["y"].dtype == torch.float32
@@ -55,14 +56,14 @@ def test_a_block_ends_the_casts_that_are_in_use(level):
 
 
 def test_torchs_face_has_no_policy_to_set():
-    assert in_float32(record(), level=None).startswith(
+    assert in_float32(record(), api=Api(casting=ApiStyle.TORCH)).startswith(
         "with torch.autocast(x.device.type, enabled=False):\n    y = torch.matmul(x.float(), other.float())"
     )
 
 
 def test_a_cast_is_left_out():
     assert in_float32(record("cast", is_cast=True), "note").splitlines()[1:] == [
-        "    y = x.float()  # and go on in float32",
+        "    y = x.float()  # and continue in float32",
         "# note",
     ]
 
@@ -91,13 +92,14 @@ TAKES = {  # op: (what the dispatcher calls it, the other operand of x of 4 x 4,
 
 
 @pytest.mark.parametrize("op", TAKES)
-@pytest.mark.parametrize("level", ["O1", "O2", "half", "amplab", None])
-def test_a_line_runs_with_nothing_but_x_and_other(op, level):
+@pytest.mark.parametrize("casting", ["APEX", "APEX_HALF", "HALF", "AMPLAB", "TORCH"])
+def test_a_line_runs_with_nothing_but_x_and_other(op, casting):
     """All of it compiles, and the line for the place alone gives what torch does in float32."""
     aten, other, expected = TAKES[op]
     called = OpRecord(0, op, aten, "forward", "", (), (), "")
     x = torch.linspace(-1, 1, 16).view(4, 4).half()
-    for code in in_float32(called, level=level), kept_in_float32(called, level=level):
+    api = Api(casting=ApiStyle[casting])
+    for code in in_float32(called, api=api), kept_in_float32(called, api=api):
         compile(code, "remedy", "exec")
         lines = [line for line in code.splitlines() if line.startswith(("with", "    y =", "y ="))]
         names = {"amplab": amplab, "amp": amplab.amp, "torch": torch, "x": x, "other": other}
@@ -195,7 +197,7 @@ def test_zeros_are_said_to_be_of_the_format_that_made_them():
             model, step=lambda: torch.log(torch.softmax(model(x).half(), -1).half() + 0.0).mean(), optimizer=optimizer
         )
         assert findings[0].name == "log-of-zero"
-        assert "round to 0 in half" in findings[0].cause
+        assert "round to 0 in float16" in findings[0].cause
     finally:
         amplab.amp.reset()
 
@@ -237,7 +239,7 @@ def test_pasted_it_makes_the_loss_finite(kind, level, words):
         loss, findings = overflowing(kind, level)
         assert not math.isfinite(loss)
         assert words in findings[0].remedy
-        assert ("A softmax reads them" in findings[0].cause) == (kind == "large")
+        assert ("A softmax reads it" in findings[0].cause) == (kind == "large")
         amplab.amp.reset()
         mended, _ = overflowing(kind, level, findings[0].remedy.partition("# or around")[0])
         assert math.isfinite(mended)
@@ -246,4 +248,4 @@ def test_pasted_it_makes_the_loss_finite(kind, level, words):
 
 
 def test_a_cast_under_half_weights_goes_to_bfloat16():
-    assert "cast_model_type=torch.bfloat16" in in_float32(record("cast", is_cast=True), level="O2")
+    assert "cast_model_type=torch.bfloat16" in in_float32(record("cast", is_cast=True), api=Api.of_opt_level("O2"))

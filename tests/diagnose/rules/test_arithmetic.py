@@ -7,6 +7,7 @@ from torch import nn
 import amplab
 from amplab.diagnose import doctor
 from amplab.diagnose.observed_step.values import observe_step
+from amplab.diagnose.remedies.api_styles import Api
 from amplab.diagnose.rules.arithmetic import arithmetic_findings
 
 SIZES_AND_SEEDS = [(16, 0), (16, 1), (16, 2), (64, 0), (64, 1), (64, 2)]
@@ -26,7 +27,7 @@ class Around(nn.Module):
 
 def found(function, x):
     model = Around(function)
-    return arithmetic_findings(observe_step(model, lambda: model(x.half()), detailed=True), "O2")
+    return arithmetic_findings(observe_step(model, lambda: model(x.half()), detailed=True), Api.of_opt_level("O2"))
 
 
 def numbers(size, seed):

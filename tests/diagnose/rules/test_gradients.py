@@ -9,6 +9,7 @@ import amplab
 from amplab.amp import Session
 from amplab.diagnose.rehearsal import rehearse
 from amplab.diagnose.rehearsals import rehearse_loop
+from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.diagnose.rules.gradients import gradient_findings
 from amplab.diagnose.rules.raised import finding_of_error
 
@@ -110,7 +111,7 @@ def test_a_scaler_that_no_loss_goes_through(scaler_type, clips, dtype):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
 
-    (found,) = gradient_findings(rehearse_loop(model, step, [optimizer], scaler=scaler), "torch")
+    (found,) = gradient_findings(rehearse_loop(model, step, [optimizer], scaler=scaler), Api(ApiStyle.TORCH))
     assert (found.name, found.severity) == ("loss-not-scaled", "warning" if dtype == torch.float16 else "note")
     loss, names = loss_of(model, x), {"scaler": scaler, "optimizer": optimizer}
     exec(found.remedy, names | {"loss": loss})
@@ -366,7 +367,7 @@ def test_a_scale_that_moves_between_backwards_of_one_step(make, keeps, moves):
         scaler.step(optimizer)
         scaler.update(256.0)
 
-    found = gradient_findings(rehearse_loop(model, step, [optimizer], scaler=scaler), "torch")
+    found = gradient_findings(rehearse_loop(model, step, [optimizer], scaler=scaler), Api(ApiStyle.TORCH))
     assert [each.name for each in found] == ["accumulation-across-scales"] * (moves and keeps)
     if found:
         assert (found[0].evidence["smallest_scale"], found[0].evidence["largest_scale"]) == (256.0, 1024.0)

@@ -77,7 +77,7 @@ def test_an_exponential_by_hand_is_named_with_what_replaces_it(function, mended,
     (first, *_) = examined(size, seed, function, level=level)
     assert (first.name, first.module, first.severity) == ("nonfinite-in-float32", "last", "error")
     assert first.op in ("exp", "cosh", "expm1")
-    assert "float32's last number" in first.cause
+    assert "3.4e+38" in first.cause
     assert "lr" not in first.remedy
     x = torch.tensor([[150.0, 155.0], [1.0, 2.0]])
     names = {"torch": torch, "F": F, "exp": torch.exp, "cosh": torch.cosh, "expm1": torch.expm1, "x": x}
@@ -100,7 +100,7 @@ def test_weights_that_have_grown_are_the_rates_fault(function, size, seed):
     with torch.no_grad():
         model.body.weight.mul_(1e25)
     first = doctor(model, step=lambda: model(x).mean(), batch=x)[0]
-    assert (first.name, "weights have grown" in first.cause) == ("nonfinite-in-float32", True)
+    assert (first.name, "made weights as large as" in first.cause) == ("nonfinite-in-float32", True)
     assert "group['lr'] /= 10" in first.remedy
 
 
@@ -109,7 +109,7 @@ def test_a_batch_that_nobody_brought_to_size(size, seed):
     torch.manual_seed(seed)
     model, x = Ends(size, torch.square, 0.0), torch.randn(16, size) * 1e25
     first = doctor(model, step=lambda: model(x).mean(), batch=x)[0]
-    assert "the batch holds numbers up to" in first.cause
+    assert "the batch contains numbers up to" in first.cause
     names = {"x": x}
     exec(first.remedy, names)
     assert math.isfinite(model(names["x"]).mean().item())

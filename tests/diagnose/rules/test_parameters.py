@@ -61,7 +61,7 @@ def test_frozen_and_unused_parameters_are_left_out_on_purpose():
 def test_an_optimizer_of_another_model():
     model, other = network(), network()
     (finding,) = found(model, [torch.optim.SGD(other.parameters(), lr=0.1)])
-    assert (finding.name, finding.severity) == ("optimizer-of-other-parameters", "error")
+    assert (finding.name, finding.severity) == ("optimizer-of-another-model", "error")
 
 
 def test_an_optimizer_of_something_else_is_none_of_ours():

@@ -113,12 +113,12 @@ def test_a_loss_that_is_not_finite():
 
 
 def test_a_loss_that_nobody_told_is_not_one_that_is_not_finite():
-    assert names(run_of([None] * 6)) == ["loss-not-told"]
+    assert names(run_of([None] * 6)) == ["loss-missing"]
     assert names(run_of([None, 0.5, 0.5, 0.4, 0.4])) == []
     assert names(run_of([None, math.nan])) == ["nonfinite-loss"]
     assert names(run_of([None] * 20, "x" * 20, [2.0 ** (40 - n) for n in range(21)])) == [
         "scale-collapse",
-        "loss-not-told",
+        "loss-missing",
     ]
     found = run_findings(run_of([None] * 6, ".xxxxx"))[-1]
     assert (found.name, "finite" in found.symptom) == ("still-skipping", False)
@@ -142,7 +142,7 @@ def test_a_static_scale_lets_what_overflows_into_the_weights():
         replace(run_of([2.3, math.nan], scales=[1.0] * 3), dynamic=False, scaling="none"),
     ):
         (found,) = run_findings(other)
-        assert "Scaling comes after the loss" in found.cause
+        assert "before it is scaled" in found.cause
 
 
 def test_a_loss_that_diverges_out_of_its_format_is_not_called_finite():
@@ -151,7 +151,7 @@ def test_a_loss_that_diverges_out_of_its_format_is_not_called_finite():
     assert "in 3 steps that were taken, and is not finite in 3, first in step 3" in found.symptom
     assert "amp." not in found.remedy
     assert "model.parameters()" in found.remedy
-    assert "finite all the way" in run_findings(run_of([0.5, 40.0, 3e9, 1e11]))[0].symptom
+    assert "always finite" in run_findings(run_of([0.5, 40.0, 3e9, 1e11]))[0].symptom
 
 
 def sawtooth(window, times):
@@ -193,14 +193,14 @@ def test_a_start_from_far_above_is_a_note():
 )
 def test_a_scheduler_that_counts_a_skipped_first_step(rates, mark, found):
     run = run_of([1.0, 1.0], f"{mark}.", [8.0, 4.0, 4.0], learning_rate=rates)
-    assert ("scheduler-before-step" in names(run)) == found
+    assert ("scheduler-counts-skips" in names(run)) == found
 
 
 @pytest.mark.parametrize(("skips", "severity"), [(1, "note"), (4, "note"), (5, "warning"), (8, "warning")])
 def test_a_schedule_that_loses_one_value_is_a_note_and_its_warm_up_a_warning(skips, severity):
     rates = [0.1 * (n + 1) for n in range(skips + 2)]
     run = run_of([1.0] * len(rates), "x" * skips + "..", learning_rate=rates)
-    (found,) = (each for each in run_findings(run) if each.name == "scheduler-before-step")
+    (found,) = (each for each in run_findings(run) if each.name == "scheduler-counts-skips")
     assert (found.severity, found.evidence["rate_after"]) == (severity, rates[skips])
 
 

@@ -12,7 +12,7 @@ import amplab
 from amplab.amp import Session
 from amplab.diagnose import doctor
 from amplab.diagnose.rehearsals import rehearse_loop
-from amplab.diagnose.remedies.api_styles import face_of
+from amplab.diagnose.remedies.api_styles import Api, api_style_of
 from amplab.diagnose.rules.schedule import schedule_findings
 from amplab.diagnose.train_step.schedules import schedulers_of
 
@@ -46,7 +46,9 @@ def loop(size, seed, kind, *, scale=1024.0, order="after", asks=False):
 
 
 def found(model, optimizer, scaler, step, stateful=()):
-    seen = schedule_findings(rehearse_loop(model, step, [optimizer], scaler=scaler, stateful=stateful), face_of(scaler))
+    seen = schedule_findings(
+        rehearse_loop(model, step, [optimizer], scaler=scaler, stateful=stateful), Api(api_style_of(scaler))
+    )
     assert all(each.severity == "note" for each in seen)
     return [each.name for each in seen]
 

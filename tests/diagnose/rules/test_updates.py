@@ -10,6 +10,7 @@ from amplab.amp import Session
 from amplab.diagnose import doctor
 from amplab.diagnose.observed_step.values import observe_step
 from amplab.diagnose.rehearsal import rehearse
+from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.diagnose.rules.updates import never_stepped, optimizers_left_out, updates_bound_to_be_lost, updates_lost
 
 SIZES_AND_SEEDS = [(16, 0), (16, 1), (40, 2), (40, 3)]
@@ -19,6 +20,8 @@ KINDS = {
     "adam": lambda params, rate: torch.optim.AdamW(params, lr=rate / 10, eps=1e-4),
     "fused": lambda params, rate: amplab.optimizers.FusedSGD(params, lr=rate, momentum=0.9),
 }
+
+PLAIN = Api(ApiStyle.PLAIN)
 
 
 def loop(size, seed, dtype, kind, rate):
@@ -51,7 +54,7 @@ def test_updates_below_half_the_last_bit(kind, dtype, size, seed, trained):
     for _ in range(trained):
         step()
     weights = [each.detach().clone() for each in model.parameters()]
-    found = doctor(model, step=loss_fn, train_step=step, optimizer=optimizer).named("updates-lost-in-weights")
+    found = doctor(model, step=loss_fn, train_step=step, optimizer=optimizer).named("updates-rounded-away")
     assert [(each.severity, each.certainty) for each in found] == [("warning", "certain")]
     assert all(map(torch.equal, weights, model.parameters()))
     (guessed,) = updates_bound_to_be_lost(model, [optimizer], observe_step(model, loss_fn))
@@ -68,7 +71,7 @@ def test_updates_below_half_the_last_bit(kind, dtype, size, seed, trained):
 def test_updates_that_weights_hold(kind, dtype, size, seed):
     model, optimizer, loss_fn, step = loop(size, seed, dtype, kind, 0.3)
     for _ in range(3):
-        assert not doctor(model, step=loss_fn, train_step=step, optimizer=optimizer).named("updates-lost-in-weights")
+        assert not doctor(model, step=loss_fn, train_step=step, optimizer=optimizer).named("updates-rounded-away")
         step()
 
 
@@ -108,7 +111,7 @@ def test_masters_and_float32_weights_lose_nothing(level):
     try:
         for given in ({"train_step": step}, {"step": loss_fn}):
             found = doctor(model, optimizer=optimizer, scaler=session, **given)
-            assert bool(found.named("updates-lost-in-weights")) == (level == "O3")
+            assert bool(found.named("updates-rounded-away")) == (level == "O3")
     finally:
         session.reset()
 
@@ -123,7 +126,7 @@ def test_pasted_the_remedy_makes_them_add_up(level):
     found = doctor(model, step=lambda: F.cross_entropy(model(x.to(dtype)).float(), y), optimizer=optimizer)
     names = {"amp": amplab.amp, "model": model, "optimizer": optimizer}
     try:
-        exec(found.named("updates-lost-in-weights")[0].remedy, names)
+        exec(found.named("updates-rounded-away")[0].remedy, names)
         before = [each.detach().clone() for each in amplab.amp.master_params(optimizer)]
         with amplab.amp.scale_loss(F.cross_entropy(model(x).float(), y), optimizer) as scaled:
             scaled.backward()
@@ -164,7 +167,7 @@ def gan_step(model, optimizers, stepped, *, zeroed=True):
 def test_an_optimizer_that_a_step_leaves_out(stepped, left_out):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
-    found = list(optimizers_left_out(rehearse(model, gan_step(model, optimizers, stepped), optimizers), "none"))
+    found = list(optimizers_left_out(rehearse(model, gan_step(model, optimizers, stepped), optimizers), PLAIN))
     assert [each.evidence["optimizer"] for each in found] == left_out
     for each in found:
         assert (each.name, each.module, each.certainty) == ("optimizer-never-stepped", str(left_out[0]), "likely")
@@ -183,7 +186,7 @@ def test_an_optimizer_whose_parameters_got_nothing_may_wait():
         model[1](model[0](torch.ones(2, 4)).detach()).square().mean().backward()
         optimizers[1].step()
 
-    assert not list(optimizers_left_out(rehearse(model, step, optimizers)))
+    assert not list(optimizers_left_out(rehearse(model, step, optimizers), PLAIN))
 
 
 class Adversaries:
@@ -226,10 +229,10 @@ def test_a_skipped_optimizer_is_not_left_out():
         optimizers[1].step()
         scaler.update()
 
-    assert not list(optimizers_left_out(rehearse(model, step, optimizers, scaler=scaler)))
+    assert not list(optimizers_left_out(rehearse(model, step, optimizers, scaler=scaler), PLAIN))
 
 
 @pytest.mark.parametrize(("steps", "severity"), [(8, "note"), (100, "note"), (101, "error")])
 def test_a_critic_may_begin_with_steps_of_its_own(steps, severity):
-    found = never_stepped(0, ["generator.weight"], "none", {"parameters": 1, "steps_of_others": steps})
+    found = never_stepped(0, ["generator.weight"], PLAIN, {"parameters": 1, "steps_of_others": steps})
     assert (found.severity, found.certainty) == (severity, "likely" if severity == "error" else "possible")

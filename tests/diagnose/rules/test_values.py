@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import amplab
 from amplab.diagnose.observed_step.values import observe_step
+from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.diagnose.rules.values import value_findings
 
 
@@ -53,17 +54,17 @@ WITH_ZEROS = RAMP.clone().index_fill(0, torch.tensor([3, 5]), 0)
 )
 def test_an_eps_that_is_zero_in_half(x, eps, expected):
     seen, _ = found(lambda x: x / (x + eps).clamp_min(eps).log().exp(), x)
-    assert ("constant-vanishes-in-half", expected) in seen or (expected is None and "vanishes" not in str(seen))
+    assert ("constant-underflows-half", expected) in seen or (expected is None and "vanishes" not in str(seen))
 
 
 def test_an_eps_that_torch_uses_in_float32_is_none_of_ours():
     seen, _ = found(lambda x: F.layer_norm(x, (16,), eps=1e-8), WITH_ZEROS)
-    assert "constant-vanishes-in-half" not in str(seen)
+    assert "constant-underflows-half" not in str(seen)
 
 
 def test_an_eps_in_float32_is_none_of_ours():
     seen, _ = found(lambda x: 1 / (x.float() + 1e-8), WITH_ZEROS)
-    assert "constant-vanishes-in-half" not in str(seen)
+    assert "constant-underflows-half" not in str(seen)
 
 
 def test_a_mask_that_is_inf_in_half_is_a_note():
@@ -85,9 +86,9 @@ def test_a_cast_that_overflows_is_a_note():
 @pytest.mark.parametrize("square", [torch.square, lambda x: x**2, lambda x: x * x])
 def test_squares_that_vanish(size, expected, square):
     seen, findings = found(square, RAMP * size)
-    assert (("square-vanishes-in-half", "warning") in seen) == expected
+    assert (("square-underflows-half", "warning") in seen) == expected
     if expected:
-        (finding,) = (each for each in findings if each.name == "square-vanishes-in-half")
+        (finding,) = (each for each in findings if each.name == "square-underflows-half")
         lost = int(((RAMP * size).half().square() == 0).sum())
         assert (finding.evidence["lost"], finding.module) == (lost, "inner")
 
@@ -231,18 +232,23 @@ def test_under_autocast_a_note_leaves_it(region):
             out = model(RAMP[None])
             return (out * out).float().sum()
 
-    (found_,) = amplab.doctor(model, step=loss_fn).named("square-vanishes-in-half")
+    (found_,) = amplab.doctor(model, step=loss_fn).named("square-underflows-half")
     module = "torch" if region is torch.autocast else "amplab"
     assert found_.remedy.startswith(f"with {module}.autocast(x.device.type, enabled=False):\n    y = ")
     assert "amp." not in found_.remedy
 
 
 @pytest.mark.parametrize(
-    ("level", "words"),
-    [("O2", 'opt_level="O2", loss_scale="dynamic"'), ("O1", 'opt_level="O1"'), (None, "GradScaler"), ("half", "O2")],
+    ("api", "words"),
+    [
+        (Api.of_opt_level("O2"), 'opt_level="O2", loss_scale="dynamic"'),
+        (Api.of_opt_level("O1"), 'opt_level="O1"'),
+        (Api(casting=ApiStyle.TORCH), "GradScaler"),
+        (Api(casting=ApiStyle.HALF), "O2"),
+    ],
 )
-def test_lost_gradients_get_the_scale_of_what_is_in_use(level, words):
+def test_lost_gradients_get_the_scale_of_what_is_in_use(api, words):
     model = Body(lambda x: (x.float() * torch.logspace(-9, -7, 16)).sum())
     step = observe_step(model, lambda: model(RAMP.half()), detailed=True)
-    (lost,) = (each for each in value_findings(step, level) if each.name == "gradients-underflow")
+    (lost,) = (each for each in value_findings(step, api) if each.name == "gradients-underflow")
     assert words in lost.remedy

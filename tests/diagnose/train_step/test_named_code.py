@@ -9,6 +9,7 @@ from torch.nn.utils import clip_grad_norm_
 from amplab.amp import Session
 from amplab.diagnose import doctor
 from amplab.diagnose.rehearsals import rehearse_loop
+from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.diagnose.rules.gradients import gradient_findings
 from amplab.diagnose.train_step.named_code import clips_of_model_parameters
 
@@ -68,7 +69,7 @@ def test_clipping_gradients_that_are_none(level, limit, name):
     training = Training(level, limit)
     try:
         seen = rehearse_loop(training.model, getattr(training, name), [training.optimizer], scaler=training.session)
-        found = gradient_findings(seen, "apex")
+        found = gradient_findings(seen, Api(ApiStyle.APEX))
         expected = [("clips-model-gradients", "warning", "likely")] * (name == "of_model" and level == "O2")
         assert [(each.name, each.severity, each.certainty) for each in found] == expected
         for each in found:

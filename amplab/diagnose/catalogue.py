@@ -1,0 +1,1243 @@
+"""The catalogue of findings: for each id its title, severities, sentences and remedies, and what it supersedes.
+
+A rule decides *whether* a finding applies and supplies the numbers. What the finding says, how severe it is, and which
+other findings it replaces is written here, once:
+
+    finding("window-too-short", api=run.api, evidence={...}, new_window="1000")
+
+`CATALOGUE` is that table; `python -c "from amplab.diagnose import CATALOGUE; print(CATALOGUE)"` prints it. Fields in
+braces are filled in by `str.format`, from the evidence and from what the rule adds. Where the code of a remedy depends
+on the op, the rule passes it as the field `code`; it comes from `remedies.float32`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from amplab.diagnose.finding import Certainty, Finding, Number, Severity
+from amplab.diagnose.remedies.api_styles import Api, PerApi, by_casting, by_scaling
+
+__all__ = ["CATALOGUE", "Case", "Catalogue", "CatalogueEntry", "causes_first", "finding"]
+
+# What shows in a run whatever the cause: left out where an error names the cause.
+OF_THE_RUN = ("scale-collapse", "nonfinite-loss", "still-skipping")
+SYMPTOMS = (*OF_THE_RUN, "nonfinite-parameter")
+
+
+class Case(NamedTuple):
+    """What a finding says in one situation.
+
+    Args:
+        symptom: what was observed, one sentence.
+        cause: why, one or two sentences.
+        remedy: code to paste.
+    """
+
+    symptom: str
+    cause: str | PerApi
+    remedy: str | PerApi
+
+
+@dataclass(frozen=True)
+class CatalogueEntry:
+    """One kind of finding.
+
+    Args:
+        id: lower-case words joined by hyphens.
+        title: what it means, in one line.
+        severities: the usual one first; a rule may choose a later one where a run shows less harm.
+        cases: situation -> what is said; "" is the usual one.
+        supersedes: ids that are left out wherever this one is found.
+        supersedes_as_error: ids that are left out where this one is an error.
+        explains: ids that this one may be the cause of: their certainty becomes "possible".
+    """
+
+    id: str
+    title: str
+    severities: tuple[Severity, ...]
+    cases: Mapping[str, Case]
+    supersedes: tuple[str, ...] = ()
+    supersedes_as_error: tuple[str, ...] = SYMPTOMS
+    explains: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        superseded = [*self.supersedes, *(f"{each} (as an error)" for each in self.supersedes_as_error)]
+        head = (f"{self.id} [{', '.join(self.severities)}]", f"  {self.title}")
+        left_out = f"  supersedes: {', '.join(superseded)}" if superseded and self.severities[0] == "error" else ""
+        return "\n".join(
+            filter(None, (*head, left_out, *(line for case in self.cases.items() for line in _shown(*case))))
+        )
+
+
+class Catalogue(Mapping[str, CatalogueEntry]):
+    """Id -> entry, in the order in which a person reads them; prints as text."""
+
+    def __init__(self, entries: Iterable[CatalogueEntry]) -> None:
+        self._entries = {each.id: each for each in entries}
+
+    def __getitem__(self, name: str) -> CatalogueEntry:
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self.values()))
+
+    def __repr__(self) -> str:
+        return f"<Catalogue: {len(self)} findings>"
+
+
+def _shown(name: str, case: Case) -> Iterator[str]:
+    """A case as lines of text: its sentences, and one remedy for each API style that has its own."""
+    yield f"  case {name}:" if name else ""
+    for word, said in (("seen", case.symptom), ("because", case.cause), ("to do", case.remedy)):
+        texts = {"": said} if isinstance(said, str) else {**said.texts, f"other {said.by}": said.otherwise}
+        for style, text in texts.items():
+            first = f"    {word} ({style}): " if style else f"    {word}: "
+            yield first + text.replace("\n", "\n" + " " * len(first))
+
+
+def finding(
+    name: str,
+    case: str = "",
+    /,
+    *,
+    api: Api | None = None,
+    severity: Severity | None = None,
+    certainty: Certainty = "certain",
+    op: str = "",
+    module: str = "",
+    tensor: str = "",
+    line: str = "",
+    evidence: Mapping[str, Number] | None = None,
+    **fields: Any,
+) -> Finding:
+    """Return a finding of the catalogue.
+
+    Args:
+        name: its id.
+        case: the situation, a key of the entry's `cases`.
+        api: what the training loop uses, for the remedy.
+        severity: one of the entry's severities; None for the first.
+        certainty, op, module, tensor, line, evidence: as in `Finding`.
+        fields: what the sentences need beside these.
+
+    Raises:
+        KeyError: no entry has this id or case, or a field of its sentences is missing.
+        ValueError: the entry does not have this severity.
+
+    >>> finding("tiny-ops", evidence={"ops": 12, "median_elements": 64.0}).severity
+    'note'
+    """
+    entry = CATALOGUE[name]
+    chosen = severity or entry.severities[0]
+    if chosen not in entry.severities:
+        raise ValueError(f"severity={chosen!r}: expected one of {', '.join(entry.severities)} for {name}.")
+    known = {"op": op, "module": module, "tensor": tensor, "line": line, **(evidence or {}), **fields}
+    symptom, cause, remedy = (
+        said.format_map(known) if isinstance(said, str) else said.text(api or Api(), known)
+        for said in entry.cases[case]
+    )
+    return Finding(
+        name, chosen, symptom, cause, remedy, certainty,
+        op=op, module=module, tensor=tensor, line=line, evidence=evidence or {},
+    )  # fmt: skip
+
+
+def causes_first(found: Iterable[Finding]) -> list[Finding]:
+    """Leave out the findings that another one supersedes, and lower the certainty of those that another explains.
+
+    A diverging run explains later overflows. If a step was run again in float32 and its loss had not grown, the
+    divergence itself becomes "possible" instead.
+
+    >>> left = causes_first([Finding("diverging", "error", "a", "b", "c", "likely"),
+    ...                      Finding("overflow-in-half", "error", "d", "e", "f", "certain")])
+    >>> [(each.name, each.certainty) for each in left]
+    [('diverging', 'likely'), ('overflow-in-half', 'possible')]
+    """
+    found = list(found)
+    superseded = {name for each in found for name in _superseded_by(each)}
+    kept = [each for each in found if each.name not in superseded]
+    for cause in [each for each in kept if each.severity == "error" and _entry(each.name).explains]:
+        explained = _entry(cause.name).explains
+        doubted = (cause.name,) if _is_refuted(cause, [each for each in kept if each.name in explained]) else explained
+        kept = [replace(each, certainty="possible") if each.name in doubted else each for each in kept]
+    return kept
+
+
+def _superseded_by(found: Finding) -> tuple[str, ...]:
+    """The ids that a finding leaves out, its own never."""
+    entry = _entry(found.name)
+    names = (*entry.supersedes, *(entry.supersedes_as_error if found.severity == "error" else ()))
+    return tuple(name for name in names if name != found.name)
+
+
+def _entry(name: str) -> CatalogueEntry:
+    """The entry of an id; of an id that is not in the catalogue, one that acts as any other cause."""
+    return CATALOGUE.get(name) or CatalogueEntry(name, name, ("error",), {})
+
+
+def _is_refuted(cause: Finding, consequences: Sequence[Finding]) -> bool:
+    """Whether a step that overflowed in its dtype has, in float32, no larger loss than the run began with."""
+    began = cause.evidence.get("first_loss", -math.inf)
+    again = (each.evidence.get("loss_in_float32") for each in consequences)
+    return isinstance(began, int | float) and any(isinstance(loss, int | float) and loss <= began for loss in again)
+
+
+# -- remedies that several findings share ------------------------------------------------------------------------------
+
+_FIRST_NONFINITE = by_scaling(
+    "print(amplab.first_nonfinite(model, step=loss_of))",
+    amplab="print(amplab.first_nonfinite(model, step=loss_of, scaler=scaler))",
+    torch="print(amplab.first_nonfinite(model, step=loss_of, scaler=scaler))",
+)
+_WATCHED = "step=lambda batch: loss_of(model, batch))  # and w.batches(loader)"
+_WATCH = by_scaling(
+    f"amplab.watch(model, optimizer, {_WATCHED}",
+    apex=f"amplab.watch(model, optimizer, scaler=amp, {_WATCHED}",
+    amplab=f"amplab.watch(model, optimizer, scaler=scaler, {_WATCHED}",
+    torch=f"amplab.watch(model, optimizer, scaler=scaler, {_WATCHED}",
+)
+"""A watch examines a bad step before it is taken; afterwards the weights that caused it are gone."""
+
+_DYNAMIC_SCALE = by_casting(
+    'model, optimizer = amp.initialize(model, optimizer, opt_level="{level}", loss_scale="dynamic")',
+    amplab="scaler = amplab.GradScaler(x.device.type)  # scaler.scale(loss).backward(), scaler.step(optimizer)",
+    torch="scaler = torch.amp.GradScaler(x.device.type)  # scaler.scale(loss).backward(), scaler.step(optimizer)",
+    half='model, optimizer = amp.initialize(model.float(), optimizer, opt_level="O2")  # dynamic loss scale, masters',
+)
+_SCALER_STEP = "scaler.step(optimizer)\nscaler.update()"
+_SCALED_LOSS = by_scaling(
+    "with amp.scale_loss(loss, optimizer) as scaled_loss:\n    scaled_loss.backward()\noptimizer.step()",
+    amplab=f"scaler.scale(loss).backward()  # instead of loss.backward()\n{_SCALER_STEP}",
+    torch=f"scaler.scale(loss).backward()  # instead of loss.backward()\n{_SCALER_STEP}",
+)
+_SCHEDULER_AFTER_STEP = by_scaling(
+    "if amp.last_step(optimizer).stepped:  # amplab.GradScaler: if scaler.last_step.stepped\n    scheduler.step()",
+    apex="if amp.last_step(optimizer).stepped:\n    scheduler.step()",
+    amplab="if scaler.last_step.stepped:  # after scaler.update()\n    scheduler.step()",
+    torch="scale = scaler.get_scale()\nscaler.update()\nif scaler.get_scale() >= scale:\n    scheduler.step()",
+    plain="optimizer.step()\nscheduler.step()",
+)
+_RATE = "for group in optimizer.param_groups:\n    group['lr'] = {rate}  # from the last good checkpoint\n"
+_CLIP_MODEL = "torch.nn.utils.clip_grad_norm_(model.parameters(), {most})"
+_CLIP_MASTERS = "torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), {most})"
+_CLIP_UNSCALED = f"scaler.unscale_(optimizer)\n{_CLIP_MODEL}"
+_SMALLER_RATE = by_scaling(
+    _RATE + _CLIP_MODEL.format(most=1.0) + "  # unscaled; after amp.initialize: amp.master_params",
+    apex=_RATE + _CLIP_MASTERS.format(most=1.0),
+    amplab=_RATE + _CLIP_UNSCALED.format(most=1.0),
+    torch=_RATE + _CLIP_UNSCALED.format(most=1.0),
+    plain=_RATE + _CLIP_MODEL.format(most=1.0),
+)
+_SMALLER_RATE_IN_FLOAT32 = (
+    "for group in optimizer.param_groups: group['lr'] /= 10  # from the last good checkpoint, and clip"
+)
+_MASKED_FILL = "scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)"
+_BCE_WITH_LOGITS = (
+    "loss = F.binary_cross_entropy_with_logits(logits.float(), target)  # and remove the sigmoid before it"
+)
+_UPDATE_ONCE = "scaler.update()  # once per optimizer step, after it; not after each backward"
+_SAFE_INPUT = "safe = torch.where(x > 0, x, 1.0)  # before {fn}; a where after it does not help backward"
+
+_RAISED = "The step raised: {message}"
+_CAME_IN = "{tensor_name} contained inf or NaN before the step began; {result} is not finite."
+_WROTE = "{fn} wrote {counted}"
+_ELEVEN_BITS = (
+    "float16 has 11 significant bits. Where E[x^2] and E[x]^2 are nearly equal, their difference is mostly rounding "
+    "error."
+)
+_TOO_LARGE_FORWARD = "The result is larger than 65504. What is divided by it becomes 0, and the loss may not show it."
+
+
+def _setting(of_apex: str, of_scaler: str) -> PerApi:
+    """The code that sets an argument of the loss scale."""
+    initialize = f"model, optimizer = amp.initialize(model, optimizer, {{level_argument}}{of_apex})"
+    return by_scaling(
+        f"{initialize}  # GradScaler: {of_scaler}",
+        apex=initialize,
+        amplab=f"scaler = amplab.GradScaler(x.device.type, {of_scaler})",
+        torch=f"scaler = torch.amp.GradScaler(x.device.type, {of_scaler})",
+        plain=initialize,
+    )
+
+
+def _with(before: str, code: PerApi, after: str = "") -> PerApi:
+    """The same code with text around it."""
+    texts = {style: f"{before}{text}{after}" for style, text in code.texts.items()}
+    return PerApi(code.by, texts, f"{before}{code.otherwise}{after}")
+
+
+_OWN_STEP = by_scaling(
+    "{name}.step()  # after the backward of its own loss",
+    apex="with amp.scale_loss(loss, {name}) as scaled_loss:  # its own loss\n    scaled_loss.backward()\n{name}.step()",
+    amplab="scaler.step({name})  # after the backward of its own loss, before scaler.update()",
+    torch="scaler.step({name})  # after the backward of its own loss, before scaler.update()",
+)
+_WINDOW = _setting("scale_window={new_window}", "growth_interval={new_window}")
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+_RUN = (
+    CatalogueEntry(
+        "diverging",
+        "The loss grows: the update steps are too large",
+        ("error",),
+        {
+            "": Case(
+                "The loss went from {first_loss:.4g} to {loss_now:.4g} in {steps_taken} steps that were taken, "
+                "{until}.",
+                "The update steps are too large. Later overflows are a consequence; float32 would overflow as well.",
+                _SMALLER_RATE,
+            ),
+            "at-once": Case(
+                "The loss was {last_loss:.4g} and, after {taken}, is not finite in any of the {steps_lost} steps that "
+                "follow.",
+                "The first update steps were too large and moved the weights out of range. Later overflows are a "
+                "consequence.",
+                _SMALLER_RATE,
+            ),
+        },
+        explains=(
+            *("overflow-in-half", "logits-overflow-half", "reduction-overflows-half", "nonfinite-in-float32"),
+            *("cast-overflows-half", "scale-collapse", "nonfinite-loss", "nonfinite-parameter"),
+        ),
+    ),
+    CatalogueEntry(
+        "scale-collapse",
+        "Every recent step was skipped, and a smaller loss scale does not help",
+        ("error",),
+        {
+            "": Case(
+                "The last {skips} steps were all skipped; the loss scale has fallen to {scale}.",
+                "The gradients stay non-finite while the loss scale falls, so the loss scale is not the cause.",
+                _with("", _FIRST_NONFINITE, "  # names the op"),
+            ),
+            "loss": Case(
+                "The last {skips} steps were all skipped; the loss scale has fallen to {scale}.",
+                "The loss is not finite before it is scaled, so no loss scale fixes this.",
+                _with("", _FIRST_NONFINITE, "  # names the op"),
+            ),
+        },
+        supersedes_as_error=("still-skipping",),
+    ),
+    CatalogueEntry(
+        "nonfinite-loss",
+        "The loss is inf or NaN",
+        ("error", "warning"),
+        {
+            "": Case(
+                "The loss is not finite in {steps} of {all_steps} steps; step {first_step} {outcome}",
+                "The loss is computed before it is scaled, so the loss scale is not the cause.",
+                _with("", _FIRST_NONFINITE, "  # with the batch of that step: names the op"),
+            ),
+            "taken": Case(
+                "The loss is not finite in {steps} of {all_steps} steps; step {first_step} {outcome}",
+                "The loss is computed before it is scaled, so the loss scale is not the cause.",
+                _WATCH,
+            ),
+            "static-scale": Case(
+                "The loss is not finite in {steps} of {all_steps} steps; step {first_step} {outcome}",
+                "A static loss scale, here {scale}, takes a step even if its gradients overflow. The weights then "
+                "contain NaN, and so does every later loss.",
+                _DYNAMIC_SCALE,
+            ),
+        },
+        supersedes_as_error=("still-skipping",),
+    ),
+    CatalogueEntry(
+        "loss-missing",
+        "The losses of the run are unknown",
+        ("note",),
+        {
+            "": Case(
+                "None of the {steps} steps reported a loss.",
+                "A torch.amp.GradScaler, or a loop without a scaler, does not report the loss, so nothing can be said "
+                "about its values.",
+                "loss = w.loss(loss)  # w is the watch; before backward, in every step",
+            )
+        },
+    ),
+    CatalogueEntry(
+        "window-too-short",
+        "The loss scale grows too often",
+        ("warning",),
+        {
+            "": Case(
+                "{skips} of {steps} steps were skipped because the loss scale had just grown.",
+                "The loss scale grows after every {window} clean steps and then overflows: one step in {one_in} is "
+                "lost.",
+                _WINDOW,
+            )
+        },
+    ),
+    CatalogueEntry(
+        "window-too-long",
+        "The loss scale recovers too slowly",
+        ("warning",),
+        {
+            "": Case(
+                "{underflow:.0%} of the gradient elements are 0 in float16 at a loss scale of {scale}.",
+                "The loss scale was {highest} before, and doubles only once in {window} clean steps.",
+                _WINDOW,
+            )
+        },
+    ),
+    CatalogueEntry(
+        "slow-start",
+        "The initial loss scale is too large",
+        ("note",),
+        {
+            "": Case(
+                "The first {skips} steps were skipped while the loss scale fell to {scale}.",
+                "The initial loss scale is too large for these gradients; a dynamic loss scale falls until it fits.",
+                _setting("dynamic_init_scale={fitting_scale:.12g}", "init_scale={fitting_scale:.12g}"),
+            )
+        },
+    ),
+    CatalogueEntry(
+        "still-skipping",
+        "The most recent steps were skipped",
+        ("note",),
+        {
+            "": Case(
+                "The last {steps_were} skipped{finite}; the loss scale has fallen to {scale}.",
+                "If the loss scale is too large, steps are skipped until it fits. If the skipping does not stop, an op "
+                "overflows at every loss scale.",
+                _WATCH,
+            )
+        },
+    ),
+    CatalogueEntry(
+        "scheduler-before-step",
+        "The learning-rate scheduler steps before the optimizer",
+        ("note",),
+        {
+            "": Case(
+                "{scheduler} steps before optimizer {optimizer}.",
+                "Its first learning rate is never used, and every other one comes one step early; torch warns about "
+                "it.",
+                by_scaling(
+                    "optimizer.step()\nscheduler.step()",
+                    amplab=f"{_SCALER_STEP}\nscheduler.step()",
+                    torch=f"{_SCALER_STEP}\nscheduler.step()",
+                ),
+            )
+        },
+    ),
+    CatalogueEntry(
+        "scheduler-counts-skips",
+        "The learning-rate scheduler advances in skipped steps",
+        ("note", "warning"),
+        {
+            "": Case(
+                "{scheduler} advances in a step that is skipped because of an overflow.",
+                "Most training loops do this, and an occasional skipped step does no harm. If the first steps are "
+                "skipped, a warm-up is shorter than intended, and torch warns about it.",
+                _SCHEDULER_AFTER_STEP,
+            ),
+            "run": Case(
+                "The first {steps_were} skipped, but the learning rate changed from {rate_before:g} to {rate_after:g}.",
+                "The scheduler counts steps that were not taken. A warm-up is then shorter than intended, and torch "
+                "warns about it.",
+                _SCHEDULER_AFTER_STEP,
+            ),
+        },
+    ),
+    CatalogueEntry(
+        "accumulation-across-scales",
+        "One step accumulates gradients with different loss scales",
+        ("warning",),
+        {
+            "": Case(
+                "Optimizer {optimizer} was stepped with a sum of gradients that were scaled by {scales}.",
+                "The loss scale changed between two backward passes of one step, so some gradients count more than "
+                "others.",
+                _UPDATE_ONCE,
+            ),
+            "run": Case(
+                "Step {step} accumulates gradients that were scaled by {scales}.",
+                "The loss scale changed between two backward passes of one step, so some gradients count more than "
+                "others.",
+                _UPDATE_ONCE,
+            ),
+        },
+    ),
+    CatalogueEntry(
+        "nonfinite-forward",
+        "A module's output is inf or NaN in forward",
+        ("error",),
+        {
+            "": Case(
+                "{skips} steps in a row were skipped, and the output of {output_of} is inf or NaN in forward.",
+                "The forward does not depend on the loss scale, so no loss scale fixes this. A replay of the step "
+                "names the op.",
+                _WATCH,
+            )
+        },
+    ),
+    CatalogueEntry(
+        "nonfinite-gradient",
+        "Every output is finite, and a gradient is not",
+        ("note",),
+        {
+            "": Case(
+                "{skips} steps in a row were skipped. In the next step every output is finite, and the gradient of "
+                "{parameter} is the first that is not.",
+                "Either the loss scale is still too large and falls until it fits, or the backward of an op overflows "
+                "at every loss scale. A replay of the step shows which.",
+                _WATCH,
+            )
+        },
+        supersedes=("still-skipping",),
+    ),
+)
+
+_GRADIENTS = (
+    CatalogueEntry(
+        "clips-scaled-gradients",
+        "Gradients are clipped while they are still scaled",
+        ("error",),
+        {
+            "": Case(
+                "Gradients with norm {norm:.4g} were clipped by a factor of {factor:.3g} while still multiplied by the "
+                "loss scale, {scale}.",
+                "Their true norm is {true_norm:.4g}. After the clipping they are too small by the loss scale, and they "
+                "change whenever the loss scale does.",
+                by_scaling(
+                    "scaler.unscale_(optimizer)  # with a GradScaler; with scale_loss: clip after its block,\n"
+                    + _CLIP_MODEL.format(most="max_norm"),
+                    apex=_CLIP_MASTERS.format(most="max_norm") + "  # after the block of scale_loss",
+                    amplab=_CLIP_UNSCALED.format(most="max_norm"),
+                    torch=_CLIP_UNSCALED.format(most="max_norm"),
+                    plain=_CLIP_MODEL.format(most="max_norm"),
+                ),
+            )
+        },
+    ),
+    CatalogueEntry(
+        "stepped-with-scaled-gradients",
+        "The optimizer uses gradients that are still scaled",
+        ("error",),
+        {
+            "": Case(
+                "Optimizer {optimizer} was stepped with {gradients} of its gradients still multiplied by the loss "
+                "scale.",
+                by_scaling(
+                    "The step is inside the block of scale_loss, or this optimizer was not passed to scale_loss (or to "
+                    "scaler.step).",
+                    amplab="The code calls optimizer.step(). Only scaler.step(optimizer) unscales the gradients and "
+                    "skips a step that overflows.",
+                    torch="The code calls optimizer.step(). Only scaler.step(optimizer) unscales the gradients and "
+                    "skips a step that overflows.",
+                ),
+                by_scaling(
+                    "with amp.scale_loss(loss, [optimizer_a, optimizer_b]) as scaled_loss:  # all optimizers that this "
+                    "backward reaches\n    scaled_loss.backward()\noptimizer_a.step(); optimizer_b.step()  # after the "
+                    "block",
+                    amplab=f"{_SCALER_STEP}  # instead of optimizer.step()",
+                    torch=f"{_SCALER_STEP}  # instead of optimizer.step()",
+                ),
+            ),
+            "raised": Case(
+                _RAISED,
+                "The gradients are unscaled at the end of the block of scale_loss; inside it they are still multiplied "
+                "by the loss scale.",
+                _SCALED_LOSS.otherwise,
+            ),
+        },
+        supersedes_as_error=(*SYMPTOMS, "diverging"),
+    ),
+    CatalogueEntry(
+        "loss-not-scaled",
+        "A loss is not scaled although a loss scale is in use",
+        ("warning", "note"),
+        {
+            "": Case(
+                "{gradients} gradients of optimizer {optimizer} do not depend on the loss scale: their loss is not "
+                "scaled.",
+                "Gradients below 2^-24 become 0 in float16; the loss scale is there to prevent that.",
+                _SCALED_LOSS,
+            ),
+            "no-half": Case(
+                "{gradients} gradients of optimizer {optimizer} do not depend on the loss scale: their loss is not "
+                "scaled.",
+                "No op of this step writes float16, so nothing is lost.",
+                _with("# without float16 no loss scale is needed; to use one:\n", _SCALED_LOSS),
+            ),
+        },
+    ),
+    CatalogueEntry(
+        "unscaled-twice",
+        "Gradients are divided by the loss scale twice",
+        ("error",),
+        {
+            "": Case(
+                "Optimizer {optimizer} was stepped with {gradients} of its gradients divided by the loss scale twice.",
+                by_scaling(
+                    "The code divides the gradients by the loss scale, and {unscaler} does so again.",
+                    apex="The code divides the gradients by the loss scale, and scale_loss does so again.",
+                    amplab="The code divides the gradients by the loss scale, and scaler.step does so again.",
+                    torch="The code divides the gradients by the loss scale, and scaler.step does so again.",
+                ),
+                by_scaling(
+                    "scaler.unscale_(optimizer)  # instead of the division; scaler.step then does not unscale again",
+                    apex="# remove the division: after the block of scale_loss the gradients are unscaled",
+                ),
+            ),
+            "raised": Case(
+                _RAISED,
+                "unscale_ was called twice for one optimizer between two calls of update.",
+                "scaler.unscale_(optimizer)  # once, after the last backward and before clipping",
+            ),
+        },
+        supersedes_as_error=(*SYMPTOMS, "diverging"),
+    ),
+    CatalogueEntry(
+        "clips-model-gradients",
+        "Clipping does not reach the gradients of the float32 masters",
+        ("warning",),
+        {
+            "": Case(
+                "{clipped} gradients were clipped, and none of the {masters} gradients of the float32 masters was.",
+                "model.parameters() returns the half weights; the optimizer uses the gradients of the masters.",
+                _CLIP_MASTERS.format(most="max_norm"),
+            ),
+            "by-name": Case(
+                "{op} receives the model's parameters, so the gradients of the {masters} float32 masters are not "
+                "clipped.",
+                "After backward the masters have the gradients; those of the half weights are None.",
+                "torch.nn.utils.{op}(amp.master_params(optimizer), max_norm)",
+            ),
+        },
+    ),
+)
+
+_PARAMETERS = (
+    CatalogueEntry(
+        "parameter-in-no-optimizer",
+        "A parameter has a gradient, but no optimizer updates it",
+        ("warning",),
+        {
+            "": Case(
+                "{names} received a gradient, but no optimizer updates {them}.",
+                "The optimizer was given other parameters, or was created before these parameters were.",
+                "{code}",
+            )
+        },
+    ),
+    CatalogueEntry(
+        "optimizer-of-another-model",
+        "An optimizer has none of the model's parameters",
+        ("error",),
+        {
+            "": Case(
+                "Optimizer {optimizer} ({kind}) updates {parameters} parameters, none of them of this model.",
+                "It was created for another object: a copy, or the model before .cuda(), .half() or a wrapper replaced "
+                "its parameters.",
+                "model = model.to(device)  # first\noptimizer = torch.optim.{kind}(model.parameters(), ...)  # then",
+            )
+        },
+    ),
+    CatalogueEntry(
+        "optimizer-never-stepped",
+        "An optimizer whose parameters have gradients is never stepped",
+        ("error", "note"),
+        {
+            "": Case(
+                "Optimizer {optimizer} was never stepped; {with_gradient} of its parameters have a gradient.",
+                "Another optimizer is stepped instead, or the call of its step is missing. Its parameters keep their "
+                "initial values.",
+                _OWN_STEP,
+            ),
+            "not-named": Case(
+                "Optimizer {optimizer} was never stepped; {with_gradient} of its parameters have a gradient.",
+                "The code of this step does not name the optimizer, so it may be stepped elsewhere. Its gradients add "
+                "up unless they are set to zero; .detach() what this loss reads from its module.",
+                _OWN_STEP,
+            ),
+        },
+    ),
+    CatalogueEntry(
+        "updates-rounded-away",
+        "16-bit weights do not change: their updates are too small for the dtype",
+        ("warning",),
+        {
+            "": Case(
+                "{share:.0%} of the {dtype} weights that optimizer {optimizer} updates do not change.",
+                "{dtype} has {bits} significant bits. An update smaller than half of the last bit of a weight is "
+                "rounded away; in float32 such updates add up.",
+                'model, optimizer = amp.initialize(model.float(), optimizer, opt_level="O2")  # float32 masters\n'
+                "# or float32 weights, model.float(), and torch.autocast around the forward",
+            )
+        },
+    ),
+    CatalogueEntry(
+        "adam-on-half",
+        "Adam updates half weights directly",
+        ("error",),
+        {
+            "": Case(
+                "{kind} updates {half_parameters} half parameters; its eps of {eps:g} is 0 in float16.",
+                "Second moments of gradients below 2.4e-4 are 0 in float16 as well, so the update is 0 / 0 or m / eps.",
+                "model = model.float()  # instead of model.half()\n"
+                'model, optimizer = amp.initialize(model, optimizer, opt_level="O2")  # half weights, float32 masters\n'
+                "# or keep half weights, with eps=1e-4",
+            )
+        },
+        supersedes_as_error=(*SYMPTOMS, "diverging"),
+    ),
+    CatalogueEntry(
+        "stale-masters",
+        "The model's half weights differ from their float32 masters",
+        ("error",),
+        {
+            "": Case(
+                "{parameters} half parameters differ from their float32 masters rounded to float16.",
+                "The model's weights were loaded or edited after the masters were created; the next step overwrites "
+                "them.",
+                "amp.initialize(model, optimizer, ...)  # again, after model.load_state_dict(...)",
+            )
+        },
+    ),
+    CatalogueEntry(
+        "nonfinite-buffer",
+        "A buffer contains inf or NaN",
+        ("error",),
+        {
+            "": Case(
+                "{names} {contain} inf or NaN.",
+                "A forward pass wrote it, and skipping a step does not undo that.{eval}",
+                "{code}  # or load the last good checkpoint\n"
+                "# and before the model receives a batch: assert torch.isfinite(x).all()",
+            ),
+            "came-in": Case(
+                _CAME_IN,
+                "A forward pass wrote it: BatchNorm adds each batch to its statistics before a step can be skipped.",
+                "model.get_submodule({module!r}).reset_running_stats()  # and check the batches",
+            ),
+        },
+    ),
+    CatalogueEntry(
+        "nonfinite-parameter",
+        "A weight contains inf or NaN",
+        ("error",),
+        {
+            "": Case(
+                _CAME_IN,
+                "An earlier step wrote it. The scaler checks gradients only, so the update itself produced it, or a "
+                "step did not go through the scaler.",
+                _with("", _SMALLER_RATE, "\n# always step through the scaler"),
+            ),
+            "unchecked": Case(
+                _CAME_IN,
+                "An earlier step wrote it: without a dynamic loss scale, a step is taken even if its gradients are not "
+                "finite.",
+                _with("", _DYNAMIC_SCALE, "\n# and load the last good checkpoint"),
+            ),
+            "no-half": Case(
+                _CAME_IN,
+                "An earlier step wrote it. No float16 is in this step, so no loss scale fixes this: the cause is the "
+                "data, the learning rate, or the gradient of an op.",
+                "# from the last good checkpoint; between backward and step, to stop at the first bad batch:\n"
+                "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)\n"
+                "# and with that batch: print(amplab.first_nonfinite(model, step=loss_of))",
+            ),
+        },
+        supersedes_as_error=OF_THE_RUN,
+    ),
+)
+
+_NONFINITE = (
+    CatalogueEntry(
+        "scale-too-large",
+        "The scaled gradients overflow float16",
+        ("error", "note"),
+        {
+            "": Case(
+                "{result} overflows at a loss scale of {scale} and is finite at {fits}.",
+                "The scaled gradients are too large for float16; at a smaller loss scale they are not. A static loss "
+                "scale lets them reach the weights.",
+                _with("", _DYNAMIC_SCALE, "\n# or loss_scale={fitting_scale:.12g}"),
+            ),
+            "dynamic": Case(
+                "{result} overflows at a loss scale of {scale} and is finite at {fits}.",
+                "The scaled gradients are too large for float16; at a smaller loss scale they are not. A dynamic loss "
+                "scale adapts by itself.",
+                "# nothing to do",
+            ),
+        },
+        supersedes=("still-skipping",),
+    ),
+    CatalogueEntry(
+        "nonfinite-batch",
+        "The batch contains inf or NaN",
+        ("error",),
+        {
+            "": Case(
+                _CAME_IN,
+                "The batch itself is the cause; no dtype and no loss scale fixes this.",
+                "assert torch.isfinite(x).all(), 'bad sample'  # in the loader; then drop or repair the sample",
+            )
+        },
+    ),
+    CatalogueEntry(
+        "nonfinite-input",
+        "A tensor from outside the step contains inf or NaN",
+        ("error",),
+        {
+            "": Case(
+                _CAME_IN,
+                "The tensor itself is the cause; no dtype and no loss scale fixes this.",
+                "assert torch.isfinite(x).all(), 'bad sample'  # where x is created; then drop or repair it",
+            )
+        },
+    ),
+    CatalogueEntry(
+        "inf-given",
+        "An op received inf from the code or as an input",
+        ("error",),
+        {
+            "": Case(
+                "{fn} received an inf that is written in the code or was passed to it, and wrote {counted}.",
+                "inf stays inf in every dtype, and becomes NaN where it is multiplied by 0 or meets another inf. No "
+                "loss scale fixes this.",
+                "assert torch.isfinite(x).all(), 'inf given'  # x: each factor and weight of that line, before it",
+            )
+        },
+    ),
+    CatalogueEntry(
+        "masked-row",
+        "A softmax received a row that is masked completely",
+        ("error",),
+        {
+            "": Case(
+                "{fn} received a row in which every element is masked with -inf, and wrote NaN.",
+                "A softmax over no elements is 0 / 0 in every dtype.",
+                "scores = scores.masked_fill(mask & ~mask.all(-1, keepdim=True), -torch.inf)",
+            )
+        },
+    ),
+    CatalogueEntry(
+        "nonfinite-in-float32",
+        "A value overflows in float32 as well",
+        ("error",),
+        {
+            "": Case(
+                _WROTE + " from finite inputs up to {input_absmax:.4g}, in float32 too.",
+                "Neither the loss scale nor the dtype is the cause: the values themselves have become too large.",
+                _SMALLER_RATE_IN_FLOAT32,
+            ),
+            "weights": Case(
+                _WROTE + " from finite inputs up to {input_absmax:.4g}, in float32 too.",
+                "Neither the loss scale nor the dtype is the cause: earlier steps made weights as large as "
+                "{weights:.4g}.",
+                _SMALLER_RATE_IN_FLOAT32,
+            ),
+            "batch": Case(
+                _WROTE + " from finite inputs up to {input_absmax:.4g}, in float32 too.",
+                "Neither the loss scale nor the dtype is the cause: the batch contains numbers up to {batch:.4g}.",
+                "x = (x - x.mean(0)) / x.std(0).clamp_min(1e-5)  # statistics of the training data, in the loader",
+            ),
+            "undefined": Case(
+                _WROTE + " from finite inputs up to {input_absmax:.4g}, in float32 too.",
+                "{fn} is not defined for its input, such as a mean over no elements; nothing overflowed.",
+                "value = x.mean() if x.numel() else x.sum()  # where a selection may be empty",
+            ),
+            "power": Case(
+                _WROTE + " from finite inputs up to {input_absmax:.4g}, in float32 too.",
+                "The result of {fn} is larger than 3.4e+38, the largest float32 number. The weights are not the cause: "
+                "they are at most {weights:.4g}.",
+                "y = {fn}(x.clamp(-1e6, 1e6))  # or divide by the largest first: x / x.abs().amax()",
+            ),
+            **{
+                follows: Case(
+                    _WROTE + " from finite inputs up to {input_absmax:.4g}, in float32 too.",
+                    "{fn} of a number above {limit:g} is larger than 3.4e+38, the largest float32 number: no dtype and "
+                    "no loss scale fixes this.{weights_are_fine}",
+                    remedy,
+                )
+                for follows, remedy in {
+                    "exp": "y = {fn}(x.clamp(max={most:.0f}))  # torch.exp(x - x.amax(-1, keepdim=True)) for a ratio",
+                    "exp-log1p": "y = F.softplus(x)  # log(1 + exp(x)) without computing exp(x)",
+                    "exp-log": "y = torch.logsumexp(x, dim=-1)  # F.softplus(x) for log(1 + exp(x)): neither computes "
+                    "exp(x)",
+                    "exp-ratio": "y = torch.softmax(x, dim=-1)  # or torch.exp(x - x.amax(-1, keepdim=True))",
+                }.items()
+            },
+        },
+    ),
+    CatalogueEntry(
+        "nonfinite-once",
+        "A repeated step is finite, so the cause cannot be tested",
+        ("error",),
+        {
+            "": Case(
+                _WROTE + " from inputs up to {input_absmax:.4g}; when the step is repeated, it is finite.",
+                "The step depends on state that amplab does not restore: a list or tensor that forward changes in "
+                "place, or a counter or generator outside the modules.",
+                "self.register_buffer('count', torch.zeros(()))  # buffers are restored, and saved",
+            )
+        },
+    ),
+    CatalogueEntry(
+        "log-of-zero",
+        "A logarithm received 0",
+        ("error",),
+        {
+            "": Case(
+                "{fn} received {input_zeros} zeros and wrote {counted}.",
+                "The input is 0 in {zero_dtype}{float32}.",
+                "y = x.float().clamp_min(1e-7).log()",
+            ),
+            "softmax": Case(
+                "{fn} received {input_zeros} zeros written by softmax, and wrote {counted}.",
+                "The smallest probabilities round to 0 in {zero_dtype}; log_softmax does not compute them.",
+                "log_probabilities = F.log_softmax(logits.float(), dim=-1)",
+            ),
+        },
+    ),
+    CatalogueEntry(
+        "division-by-zero",
+        "A division by 0",
+        ("error",),
+        {
+            "": Case(
+                "{fn} divided by 0 and wrote {counted}.",
+                "The divisor is 0 in {dtype}.",
+                "y = x / divisor.clamp_min(1e-5)",
+            )
+        },
+    ),
+    CatalogueEntry(
+        "gradient-undefined",
+        "The gradient of an op is infinite at 0",
+        ("error",),
+        {
+            "": Case(
+                "The gradient of {fn} is not finite where its input is 0, although the forward is finite.",
+                "{fn} has no finite derivative at 0.",
+                _SAFE_INPUT,
+            )
+        },
+    ),
+    CatalogueEntry(
+        "outside-domain",
+        "A root or logarithm received negative numbers",
+        ("error",),
+        {
+            "": Case(
+                "{fn} received negative numbers down to {lowest:.4g}, and wrote {counted}.",
+                "{fn} of a negative number is NaN in every dtype.{float32}",
+                _SAFE_INPUT,
+            ),
+            "gradient": Case(
+                "{fn} received negative numbers down to {lowest:.4g}, and wrote {counted}.",
+                "A where after it hides the NaN in forward; in backward, 0 times NaN is NaN.",
+                _SAFE_INPUT,
+            ),
+        },
+    ),
+)
+
+_VALUES = (
+    CatalogueEntry(
+        "constant-underflows-half",
+        "A constant, such as an eps, is 0 in float16",
+        ("error", "warning", "note"),
+        {
+            "": Case(
+                "{op} received {constant:g}, which is 0 in float16{then}.",
+                "float16 rounds magnitudes up to 2^-25 = 2.98e-08 to 0.",
+                "{code}",
+            ),
+            "nonfinite": Case(
+                "{fn} received 0: the constant {constant:g} of {op} before it is 0 in float16.",
+                "float16 rounds magnitudes up to 2^-25 = 2.98e-08 to 0; its smallest number is 5.96e-08.",
+                "{code}",
+            ),
+        },
+    ),
+    CatalogueEntry(
+        "constant-overflows-half",
+        "A constant, such as a mask of -1e9, is inf in float16",
+        ("error", "note"),
+        {
+            "": Case(
+                "{op} received {constant:g} and wrote {infs:,} inf.",
+                "The largest float16 number is 65504.",
+                _MASKED_FILL,
+            ),
+            "nonfinite": Case(
+                _WROTE + " in {dtype} from inputs up to {input_absmax:.4g}.",
+                "A number in the code is larger than 65504, the largest float16 number.",
+                _MASKED_FILL,
+            ),
+            "raised": Case(
+                _RAISED,
+                "A number in the code is larger than 65504, the largest float16 number, and is written into a float16 "
+                "tensor.",
+                _MASKED_FILL,
+            ),
+        },
+    ),
+    CatalogueEntry(
+        "cast-overflows-half",
+        "A cast to float16 overflows",
+        ("note",),
+        {
+            "": Case(
+                "A cast to float16 turned {lost:,} finite values into inf.",
+                "The largest of them is {input_absmax:.4g}; the largest float16 number is 65504.",
+                "{code}",
+            )
+        },
+    ),
+    CatalogueEntry(
+        "square-underflows-half",
+        "Squares of small numbers are 0 in float16",
+        ("warning",),
+        {
+            "": Case(
+                "{lost:,} of {nonzero:,} non-zero numbers have a square that is 0 in float16.",
+                "Squares of numbers below 2.4e-4 are smaller than the smallest float16 number; squares of numbers from "
+                "256 on overflow.",
+                "{code}",
+            )
+        },
+    ),
+    CatalogueEntry(
+        "overflow-in-half",
+        "A result is larger than 65504, the largest float16 number",
+        ("error", "warning", "note"),
+        {
+            "": Case(
+                "{op} wrote {infs:,} inf in float16 from inputs up to {input_absmax:.4g}.",
+                _TOO_LARGE_FORWARD,
+                "{code}",
+            ),
+            "nonfinite": Case(
+                _WROTE + " in {dtype} from inputs up to {input_absmax:.4g}.",
+                "The result is larger than 65504; the same step is finite in float32 {bfloat16}.",
+                "{code}",
+            ),
+        },
+    ),
+    CatalogueEntry(
+        "logits-overflow-half",
+        "The scores that a softmax reads overflow float16",
+        ("error",),
+        {
+            "nonfinite": Case(
+                _WROTE + " in {dtype} from inputs up to {input_absmax:.4g}.",
+                "The result is larger than 65504; the same step is finite in float32 {bfloat16}. A softmax reads it.",
+                "{code}",
+            )
+        },
+    ),
+    CatalogueEntry(
+        "reduction-overflows-half",
+        "A sum, mean or norm overflows float16",
+        ("error", "warning"),
+        {
+            "nonfinite": Case(
+                _WROTE + " in {dtype} from inputs up to {input_absmax:.4g}.",
+                "The result is larger than 65504; the same step is finite in float32 {bfloat16}.",
+                "{code}",
+            ),
+            "": Case(
+                "{op} wrote {infs:,} inf in float16 from inputs up to {input_absmax:.4g}.",
+                _TOO_LARGE_FORWARD,
+                "{code}",
+            ),
+        },
+    ),
+    CatalogueEntry(
+        "reduction-near-overflow",
+        "A sum, mean or norm is close to the largest float16 number",
+        ("note",),
+        {
+            "": Case(
+                "{op} over {reduced:,} elements is {result:.4g} in float16.",
+                "The largest float16 number is 65504; a longer row or larger values would overflow.",
+                "{code}",
+            )
+        },
+    ),
+    CatalogueEntry(
+        "variance-in-half",
+        "A variance by E[x^2] - E[x]^2 in float16 is rounding error",
+        ("error", "warning"),
+        {
+            "": Case(
+                "{op} of float16 numbers up to {input_absmax:.4g} gave a variance of at most {left:.4g}.",
+                _ELEVEN_BITS,
+                "{code}",
+            ),
+            "nonfinite": Case(
+                "{fn} received a difference of float16 numbers that is negative, down to {lowest:.4g}, and wrote "
+                "{counted}.",
+                f"{_ELEVEN_BITS} In float32 the step is finite.",
+                "{code}",
+            ),
+        },
+    ),
+    CatalogueEntry(
+        "exponential-in-half",
+        "An exponential or power comes close to an end of the float16 range",
+        ("note",),
+        {
+            "": Case(
+                "{op} in float16 {what} among {elements:,} elements.",
+                "float16 reaches from 6e-08, which is exp(-16.6), to 65504, which is exp(11.1).",
+                "{code}",
+            )
+        },
+    ),
+    CatalogueEntry(
+        "logarithm-in-half",
+        "A logarithm received float16 numbers with few bits",
+        ("note",),
+        {
+            "": Case(
+                "{op} received float16 numbers down to {smallest:.4g}.",
+                "Below 6.1e-05 float16 has fewer than 11 significant bits. Magnitudes up to 2.98e-08 are 0, and the "
+                "logarithm of 0 is -inf.",
+                "{code}",
+            )
+        },
+    ),
+    CatalogueEntry(
+        "softmax-in-half",
+        "A softmax in float16 rounds small probabilities to 0",
+        ("note",),
+        {
+            "": Case(
+                "softmax in float16 wrote {zeros:,} zeros among {elements:,} probabilities.",
+                "Probabilities up to 2^-25 are 0 in float16; the logarithm of 0 is -inf.",
+                "{code}",
+            )
+        },
+    ),
+    CatalogueEntry(
+        "bce-after-sigmoid",
+        "binary_cross_entropy reads a sigmoid, whose results round to 0 and 1",
+        ("error", "warning", "note"),
+        {
+            "": Case(
+                "binary_cross_entropy reads a sigmoid in {dtype}{saturated}.",
+                "float16 rounds probabilities to 1 from a logit of 8.3 on, float32 from 17 on. The loss is then "
+                "clamped and its gradient is 0.",
+                _BCE_WITH_LOGITS,
+            ),
+            "nonfinite": Case(
+                "The gradient of binary_cross_entropy overflows: {fn} wrote {counted}.",
+                "Where a probability rounds to 0 or 1, the gradient is about 1 / 1e-12.",
+                _BCE_WITH_LOGITS,
+            ),
+            "raised": Case(
+                _RAISED,
+                "Probabilities round to 0 and 1 in float16. The loss is then clamped and has no gradient.",
+                _BCE_WITH_LOGITS,
+            ),
+        },
+    ),
+    CatalogueEntry(
+        "gradients-underflow",
+        "Gradients become 0 in float16",
+        ("warning", "note"),
+        {
+            "": Case(
+                "{share:.0%} of the non-zero gradient elements are 0 in float16 at a loss scale of {scale}.",
+                "Even scaled they are not larger than 2^-25, which rounds to 0.",
+                _DYNAMIC_SCALE,
+            )
+        },
+    ),
+)
+
+_SPEED = (
+    CatalogueEntry(
+        "shapes-not-multiple-of-8",
+        "16-bit products have sizes that tensor cores handle slowly",
+        ("note",),
+        {
+            "": Case(
+                "{share:.0%} of the 16-bit multiply-adds are in products with a size that is not a multiple of 8.",
+                "Tensor cores read eight 16-bit numbers at a time; other shapes are padded or do not use tensor cores.",
+                "# pad the vocabulary, the batch or the width: size = -(-size // 8) * 8",
+            )
+        },
+    ),
+    CatalogueEntry(
+        "tiny-ops",
+        "Ops are too small for their dtype to matter",
+        ("note",),
+        {
+            "": Case(
+                "Half of the {ops:,} ops of a step write {median_elements:,.0f} elements or fewer.",
+                "On a GPU, launching such an op takes longer than computing it in any dtype, and casts add ops.",
+                "# use a larger batch, CUDA graphs or torch.compile; a 16-bit dtype does not make this step faster",
+            )
+        },
+    ),
+    CatalogueEntry(
+        "cast-traffic",
+        "Casts move many bytes compared with the ops",
+        ("note",),
+        {
+            "": Case(
+                "Casts move {cast_bytes:,} bytes, {share:.0%} of what the ops move.",
+                "Each change of dtype reads and writes the whole tensor; half weights (O2) need fewer casts.",
+                by_casting(
+                    'model, optimizer = amp.initialize(model, optimizer, opt_level="O2")',
+                    apex_half="# keep x in float16 between the ops: remove .float() and .to(...) where they are not "
+                    "needed",
+                    half="# keep x in float16 between the ops: remove .float() and .to(...) where they are not needed",
+                    amplab="with amplab.autocast(x.device.type, torch.float16):  # around the whole forward\n"
+                    "    loss = criterion(model(x), target)",
+                    torch="with torch.autocast(x.device.type, torch.float16):  # around the whole forward\n"
+                    "    loss = criterion(model(x), target)",
+                ),
+            )
+        },
+    ),
+)
+
+_RAISING = (
+    CatalogueEntry(
+        "recomputed-without-casts",
+        "torch.utils.checkpoint recomputes a block without amplab's casts",
+        ("error",),
+        {
+            "raised": Case(
+                _RAISED,
+                "torch.utils.checkpoint runs the block again in backward, where amplab's casts are not active, so its "
+                "dtypes differ.",
+                "hidden = amplab.checkpoint(block, hidden, use_reentrant=False)  # instead of torch.utils.checkpoint",
+            )
+        },
+    ),
+    CatalogueEntry(
+        "step-raised",
+        "The step raises an exception",
+        ("error",),
+        {
+            "": Case(
+                "The step raised {error}: {message}",
+                "A step that raises cannot be examined further.",
+                "{called}  # shows the traceback",
+            )
+        },
+    ),
+)
+
+CATALOGUE = Catalogue((*_RUN, *_GRADIENTS, *_PARAMETERS, *_NONFINITE, *_VALUES, *_SPEED, *_RAISING))
+"""Every finding of amplab by its id."""

@@ -1,0 +1,109 @@
+"""The catalogue names every finding once, with sentences and remedies that can be filled in for every API."""
+
+import ast
+import string
+from pathlib import Path
+
+import pytest
+
+import amplab
+from amplab.diagnose import CATALOGUE, Finding
+from amplab.diagnose.catalogue import causes_first, finding
+from amplab.diagnose.finding import SEVERITIES
+from amplab.diagnose.remedies.api_styles import Api, ApiStyle, PerApi
+
+PACKAGE = Path(amplab.__file__).parent
+
+
+def texts_of(name):
+    for case in CATALOGUE[name].cases.values():
+        for said in case:
+            yield from (said,) if isinstance(said, str) else (*said.texts.values(), said.otherwise)
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_an_entry_can_be_read(name):
+    entry = CATALOGUE[name]
+    assert entry.id == name
+    assert set(entry.severities) <= set(SEVERITIES)
+    assert list(entry.severities) == sorted(set(entry.severities), key=entry.severities.index)
+    assert not entry.title.endswith(".")
+    assert {*entry.supersedes, *entry.supersedes_as_error, *entry.explains} <= {*CATALOGUE}
+    for case in entry.cases.values():
+        assert isinstance(case.symptom, str)
+        assert case.symptom[-1] in ".}"
+    for text in texts_of(name):
+        assert all(field is None or field.isidentifier() for _, field, _, _ in string.Formatter().parse(text))
+    assert name in str(CATALOGUE)
+    assert entry.title in str(entry)
+
+
+@pytest.mark.parametrize("style", ApiStyle)
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_a_remedy_without_fields_compiles_for_every_api(name, style):
+    for case in CATALOGUE[name].cases.values():
+        api = Api(style, style)
+        try:
+            code = case.remedy.text(api, {}) if isinstance(case.remedy, PerApi) else case.remedy.format_map({})
+        except KeyError:
+            continue  # a field that the rule provides
+        compile(code.replace("...", "lr=0.1") if "torch.optim" in code else code, "remedy", "exec")
+
+
+def ids_in(path):
+    """The ids that the code of a file passes to `finding`."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        if called and node.func.id in ("finding", "_Verdict", "_finding") and node.args:
+            yield from (e.value for e in ast.walk(node.args[0]) if isinstance(e, ast.Constant) and "-" in str(e.value))
+
+
+def test_rules_take_from_the_catalogue_alone():
+    """No rule words a finding of its own."""
+    own = []
+    for path in (*PACKAGE.glob("diagnose/rules/*.py"), *PACKAGE.glob("lab/*.py")):
+        calls = (node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call))
+        own += [path.name for node in calls if getattr(node.func, "id", "") == "Finding" and node.args]
+        assert {*ids_in(path)} - {"nonfinite-"} <= {*CATALOGUE}, path
+    assert own == []
+
+
+def test_a_severity_that_the_entry_does_not_have_is_refused():
+    with pytest.raises(ValueError, match="'error'"):
+        finding("tiny-ops", severity="error", evidence={"ops": 1, "median_elements": 1})
+    with pytest.raises(KeyError):
+        finding("tiny-ops")
+    with pytest.raises(KeyError):
+        finding("no-such-finding")
+
+
+def made(name, severity="error", certainty="certain", **evidence):
+    return Finding(name, severity, "seen", "why", "code", certainty, evidence=evidence)
+
+
+@pytest.mark.parametrize(
+    ("found", "left"),
+    [
+        (("nonfinite-loss", "scale-collapse", "adam-on-half"), ["adam-on-half"]),
+        (("diverging", "adam-on-half"), ["adam-on-half"]),
+        (("nonfinite-parameter", "nonfinite-loss", "scale-collapse"), ["nonfinite-parameter"]),
+        (("nonfinite-loss", "scale-collapse"), ["nonfinite-loss", "scale-collapse"]),
+        (("a-finding-of-ones-own", "scale-collapse"), ["a-finding-of-ones-own"]),
+    ],
+)
+def test_what_an_error_supersedes(found, left):
+    assert [each.name for each in causes_first(map(made, found))] == left
+    assert [each.name for each in causes_first([*map(made, found), made("still-skipping", "note")])] == left
+
+
+def test_a_note_supersedes_what_its_entry_says():
+    skipping = made("still-skipping", "note")
+    assert causes_first([skipping, made("tiny-ops", "note")])[0] is skipping
+    for name in ("scale-too-large", "nonfinite-gradient"):
+        assert [each.name for each in causes_first([skipping, made(name, "note")])] == [name]
+
+
+@pytest.mark.parametrize(("in_float32", "doubted"), [(1e9, "overflow-in-half"), (1.0, "diverging")])
+def test_divergence_explains_an_overflow_unless_float32_refutes_it(in_float32, doubted):
+    found = causes_first([made("diverging", first_loss=2.0), made("overflow-in-half", loss_in_float32=in_float32)])
+    assert [each.name for each in found if each.certainty == "possible"] == [doubted]
