@@ -98,7 +98,11 @@ def _shown(name: str, case: Case) -> Iterator[str]:
     """A case as lines of text: its sentences, and one remedy for each API style that has its own."""
     yield f"  case {name}:" if name else ""
     for word, said in (("seen", case.symptom), ("because", case.cause), ("to do", case.remedy)):
-        texts = {"": said} if isinstance(said, str) else {**said.texts, f"other {said.by}": said.otherwise}
+        texts: dict[str, str] = (
+            {"": said} if isinstance(said, str) else {str(style): text for style, text in said.texts.items()}
+        )
+        if not isinstance(said, str):
+            texts[f"other {said.by}"] = said.otherwise
         for style, text in texts.items():
             first = f"    {word} ({style}): " if style else f"    {word}: "
             yield first + text.replace("\n", "\n" + " " * len(first))

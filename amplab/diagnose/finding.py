@@ -1,12 +1,12 @@
-"""What a rule has found: `Finding`, and `Findings`, the list of them that prints.
+"""`Finding`, the result of a rule, and `Findings`, a printable list of them.
 
-A finding says what was seen, why, on which evidence, what to do about it and how sure that is. Severity goes by harm:
+A finding says what was observed, why, with which numbers, what to do about it and how certain that is. Severities:
 
-    error     the run cannot learn, or learns something else: skipped for ever, NaN, weights that never move
-    warning   the run is worse for it: steps lost, gradients lost, results that differ from float32's
-    note      worth knowing; does no harm in this run
+    error     the run cannot learn, or learns the wrong thing: all steps skipped, NaN, weights that never change
+    warning   the run is worse: lost steps, lost gradients, results that differ from those in float32
+    note      useful to know; does no harm in this run
 
-The rules themselves are in the files named ``…_rules``.
+The rules are in `rules`; the sentences of each finding are in `catalogue`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, TypedDict, get_args, overload
 
 from amplab.diagnose.finding_html import finding_html
 from amplab.display.html import page
 from amplab.display.numbers import count, number
 from amplab.display.text import labelled
 
-__all__ = ["CERTAINTIES", "SEVERITIES", "Certainty", "Finding", "Findings", "Number", "Severity"]
+__all__ = ["CERTAINTIES", "SEVERITIES", "Certainty", "Finding", "Findings", "Number", "Place", "Severity"]
 
 Severity = Literal["error", "warning", "note"]
 Certainty = Literal["certain", "likely", "possible"]
@@ -31,25 +31,33 @@ SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 CERTAINTIES: tuple[Certainty, ...] = get_args(Certainty)
 
 
+class Place(TypedDict):
+    """The op, module and line of a finding, as keyword arguments of `Finding`."""
+
+    op: str
+    module: str
+    line: str
+
+
 @dataclass(frozen=True, repr=False)
 class Finding:
-    """One thing that a rule has found.
+    """One result of a rule.
 
     Args:
-        name: the rule's word for it, in lower case with hyphens: `scale-too-large`.
-        severity: "error", "warning" or "note"; see the head of this file.
-        symptom: what can be seen, one sentence.
-        cause: why it is so, one or two sentences.
-        remedy: code to paste; the first one is the one to try first.
+        name: its id, lower-case words joined by hyphens: `scale-too-large`.
+        severity: "error", "warning" or "note"; see the table at the top of this file.
+        symptom: what was observed, one sentence.
+        cause: why, one or two sentences.
+        remedy: code to paste; try the first suggestion first.
         certainty: "certain" (nothing else explains the numbers), "likely" or "possible".
-        op: the op it happened in, as a trace names it; empty where it is none's.
-        module: path of the module, empty outside of modules.
-        tensor: what it happened to: `input 0`, `weight`, `gradient of fc.weight`.
-        line: line of the user's code, `file.py:12`; empty where it is not known.
-        evidence: the numbers that it rests on, by name.
+        op: the op, as a trace names it; empty if it is about no single op.
+        module: path of the module; empty outside of modules.
+        tensor: the tensor: `input 0`, `weight`, `gradient of fc.weight`.
+        line: line of the user's code, `file.py:12`; empty if unknown.
+        evidence: name -> number that supports the finding.
 
     Raises:
-        ValueError: another word for severity or certainty, or a name that is none.
+        ValueError: an unknown severity or certainty, or a name that is not lower-case words joined by hyphens.
     """
 
     name: str
@@ -66,17 +74,17 @@ class Finding:
 
     def __post_init__(self) -> None:
         if self.severity not in SEVERITIES:
-            raise ValueError(
-                f"severity={self.severity!r}: expected one of {', '.join(SEVERITIES)}; go by the harm done."
-            )
+            raise ValueError(f"severity={self.severity!r}: expected one of {', '.join(SEVERITIES)}.")
         if self.certainty not in CERTAINTIES:
             raise ValueError(f"certainty={self.certainty!r}: expected one of {', '.join(CERTAINTIES)}.")
         if not self.name or self.name != self.name.lower() or not self.name.replace("-", "").isalnum():
-            raise ValueError(f"name={self.name!r}: expected words in lower case joined by hyphens, as scale-too-large.")
+            raise ValueError(
+                f"name={self.name!r}: expected lower-case words joined by hyphens, such as scale-too-large."
+            )
 
     @property
     def where(self) -> str:
-        """Op, module, tensor and line in one phrase; empty where it is about the run as a whole."""
+        """Op, module, tensor and line in one phrase; empty for a finding about the whole run."""
         parts = (self.op, f"in {self.module}" if self.module else "", self.tensor, self.line)
         return ", ".join(part for part in (" ".join(filter(None, parts[:2])), *parts[2:]) if part)
 
@@ -91,7 +99,7 @@ class Finding:
             labelled("seen", self.symptom),
             labelled("because", f"{self.cause} ({self.certainty})"),
             labelled("numbers", numbers) if numbers else "",
-            "  to do     " + self.remedy.replace("\n", "\n            "),  # code, which no line may break
+            "  to do     " + self.remedy.replace("\n", "\n            "),  # code, so its lines are not wrapped
         )
         return "\n".join(filter(None, lines))
 
@@ -104,7 +112,7 @@ class Finding:
 
 @dataclass(frozen=True, repr=False)
 class Findings(Sequence[Finding]):
-    """Findings, the ones to look at first in front: by severity, then by certainty, then in the order given.
+    """Findings, ordered by severity, then by certainty, then as given.
 
     >>> a = Finding("window-short", "note", "skips", "the window is short", "scale_window=2000")
     >>> b = Finding("data-nonfinite", "error", "NaN", "the batch holds NaN", "clean the batch")
@@ -116,7 +124,7 @@ class Findings(Sequence[Finding]):
 
     @classmethod
     def ranked(cls, found: Iterable[Finding]) -> Findings:
-        """Put `found` in order, each finding once, as severe as it was found."""
+        """Return `found` in order, each finding once, with its highest severity."""
         unique: dict[tuple[str, ...], Finding] = {}
         for each in sorted(found, key=_rank):
             unique.setdefault((each.name, each.op, each.module, each.tensor), each)
@@ -124,11 +132,11 @@ class Findings(Sequence[Finding]):
 
     @property
     def harmful(self) -> Findings:
-        """Those above "note"."""
+        """The findings that are not notes."""
         return Findings(tuple(each for each in self.found if each.severity != "note"))
 
     def named(self, name: str) -> Findings:
-        """Those of one rule."""
+        """The findings with one id."""
         return Findings(tuple(each for each in self.found if each.name == name))
 
     def as_dicts(self) -> list[dict[str, Any]]:
@@ -156,12 +164,12 @@ class Findings(Sequence[Finding]):
 
     @property
     def sentence(self) -> str:
-        """How many there are of each severity, in one line."""
+        """The number of findings of each severity, in one line."""
         times = Counter(each.severity for each in self.found)
         return ", ".join(count(times[each], each) for each in SEVERITIES if times[each]) or "nothing found"
 
     def _repr_html_(self) -> str:
-        """Notes are folded: they do no harm."""
+        """Return the findings as HTML, with notes collapsed."""
         if not self.found:
             return page("", '<p><span class="good">✓</span> nothing found</p>')
         return page(self.sentence, *(finding_html(each, is_open=each.severity != "note") for each in self.found))

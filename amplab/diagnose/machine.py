@@ -1,4 +1,4 @@
-"""The machine as mixed precision sees it: what is installed, what 16-bit arithmetic there is, whether kernels build."""
+"""What this machine offers for mixed precision: versions, 16-bit arithmetic, CUDA, the build of the kernels."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from amplab.policies import cpu_half_mode
 __all__ = ["MachineReport", "machine_report"]
 
 _HALF = {
-    "native": "native: this CPU multiplies halves itself",
-    "fp32_accumulate": "products of halves are accumulated in float32 and rounded once, as tensor cores do",
+    "native": "native: this CPU has float16 arithmetic",
+    "fp32_accumulate": "products are accumulated in float32 and rounded once, as on tensor cores",
 }
 
 
 @dataclass(frozen=True, repr=False)
 class MachineReport:
-    """Facts as (name, sentence), in reading order; prints as a table.
+    """Facts about the machine; prints as a table.
 
     Attributes:
-        facts: the rows.
+        facts: the rows, (name, sentence).
     """
 
     facts: tuple[tuple[str, str], ...]
@@ -44,7 +44,7 @@ class MachineReport:
 
 
 def machine_report() -> MachineReport:
-    """Look at the machine; builds nothing, loads a build that is there. Sync: none.
+    """Return the facts about this machine. Loads built kernels, but does not build any. Sync: none.
 
     >>> [name for name, _ in machine_report().facts]
     ['amplab', 'torch', 'CPU', 'float16 on CPU', 'bfloat16 on CPU', 'CUDA', 'kernels']
@@ -64,26 +64,27 @@ def machine_report() -> MachineReport:
 
 def _bfloat16() -> str:
     if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return "oneDNN multiplies it"
-    return "this CPU has no arithmetic for it: expect products slower than in float32"
+        return "computed by oneDNN"
+    return "this CPU has no bfloat16 arithmetic: products are slower than in float32"
 
 
 def _cuda() -> str:
     if torch.version.cuda is None:
-        return "none: this torch is built without it; everything runs on the CPU"
+        return "none: this torch is built without CUDA; everything runs on the CPU"
     if not torch.cuda.is_available():
-        return f"none: torch is built for CUDA {torch.version.cuda}, and there is no device or no driver"
+        return f"none: torch is built for CUDA {torch.version.cuda}, but no device or no driver was found"
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     bfloat16 = "with" if torch.cuda.is_bf16_supported() else "without"
     return f"{torch.version.cuda}, {', '.join(names)}, {bfloat16} bfloat16"
 
 
 def _kernels() -> str:
-    """How it stands, in words for somebody who has not asked for them yet."""
-    news = kernels.report()
+    """The build status, for a user who has not used the kernels yet."""
+    build = kernels.report()
     missing = obstacle()
-    if news.status == "reference" and missing is not None:
-        return f"cannot be built: {missing.cause}. To have them: {missing.remedy}. The reference has the same bits."
-    if news.status == "reference":
-        return "can be built, or loaded, at their first use; the reference serves until then, with the same bits"
-    return str(news).removeprefix("amplab kernels: ")
+    if build.status == "reference" and missing is not None:
+        same = "The PyTorch reference gives the same bits."
+        return f"cannot be built: {missing.cause}. To enable them: {missing.remedy}. {same}"
+    if build.status == "reference":
+        return "built or loaded at their first use; until then the PyTorch reference gives the same bits"
+    return str(build).removeprefix("amplab kernels: ")

@@ -1,8 +1,7 @@
-"""What a run looked like from outside: one `StepObservation` for each step, and `Observation`, the run so far.
+"""`StepObservation`, what is known of one training step, and `Observation`, the steps of a run so far.
 
-This is what the rules about runs read (`rules.run`) and what anything that follows a training loop writes: the lab's
-trainer, a watch around somebody's own loop, a log read back. Every field but the first three may be unknown, and a rule
-that needs one which is unknown finds nothing.
+`rules.run` reads them. Whatever follows a training loop writes them: the lab's trainer, a watch around a user's loop, a
+run log. Every field except the first three may be unknown; a rule that needs an unknown field finds nothing.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ class StepObservation:
 
     Args:
         step: its number, from 0.
-        loss: before it was scaled; NaN and inf are kept; None where nobody told it.
+        loss: before scaling, may be NaN or inf; None if unknown.
         loss_scale: the scale of this step's (last) backward; 1.0 without scaling.
-        skipped: the optimizer left the parameters alone because a gradient was not finite.
-        next_loss_scale: the scale that the next step will use; None where unknown.
-        first_nonfinite: name of the parameter whose non-finite gradient backward reached first; None where none was.
-        gradient_norm: L2 norm of all gradients, unscaled and not clipped; None where it was not measured.
-        underflow: share, in [0, 1], of the non-zero gradient elements that half turns into zero at `loss_scale`; None
-            where it was not measured.
-        learning_rate: of the first parameter group in this step; None where unknown.
-        backward_scales: the scale of each backward that this step accumulates, in order, as its gradients still have it
-            when they are added up; empty where unknown, and may be where all are the same. The apex face takes each
-            scale out before it adds, so it has none to tell; torch's GradScaler tells nobody.
+        skipped: the parameters were not updated because a gradient was not finite.
+        next_loss_scale: the scale that the next step will use; None if unknown.
+        first_nonfinite: name of the parameter whose non-finite gradient backward reached first; else None.
+        gradient_norm: L2 norm of all gradients, unscaled and not clipped; None if not measured.
+        underflow: share, in [0, 1], of the non-zero gradient elements that are 0 in float16 at `loss_scale`; None if
+            not measured.
+        learning_rate: of the first parameter group in this step; None if unknown.
+        backward_scales: the loss scale of each backward that this step accumulates, in order, if the gradients are
+            added while they are scaled; may be empty if unknown or if all are equal. amp.scale_loss unscales before it
+            adds, and torch.amp.GradScaler does not report its scales, so both leave it empty.
     """
 
     step: int
@@ -49,20 +48,20 @@ class StepObservation:
 
     @property
     def loss_is_finite(self) -> bool:
-        """Whether nothing is known against it: a loss that was told was a number."""
+        """Whether the loss is finite or unknown."""
         return self.loss is None or math.isfinite(self.loss)
 
 
 @dataclass(frozen=True)
 class Observation(Sequence[StepObservation]):
-    """Steps of one run in order, with what was set.
+    """Steps of one run in order, with its settings.
 
     Args:
-        steps: the steps that were seen; they need not begin at 0.
-        growth_interval: clean steps until a dynamic scale grows; None where unknown or static.
-        dynamic: whether the scale moves.
-        scaling: who scales the loss, see `api_styles`: "apex", "amplab", "torch" or "none"; empty where unknown.
-        level: the opt_level of apex's face, else empty.
+        steps: the steps observed; the first need not be step 0.
+        growth_interval: clean steps until a dynamic loss scale grows; None if unknown or static.
+        dynamic: whether the loss scale changes.
+        scaling: who scales the loss, see `api_styles`: "apex", "amplab", "torch" or "none"; empty if unknown.
+        level: the opt_level, if amp.initialize is used; else empty.
 
     >>> run = Observation().then(StepObservation(0, 2.3, 65536.0, skipped=True, next_loss_scale=32768.0))
     >>> len(run), run.skips, run.skips_at_the_end
@@ -97,12 +96,12 @@ class Observation(Sequence[StepObservation]):
 
     @property
     def skips(self) -> int:
-        """How many steps were skipped."""
+        """The number of skipped steps."""
         return sum(step.skipped for step in self.steps)
 
     @property
     def skips_at_the_end(self) -> int:
-        """How many of the last steps were skipped, without a clean one between."""
+        """The number of skipped steps after the last clean one."""
         count = 0
         for step in reversed(self.steps):
             if not step.skipped:
@@ -112,12 +111,12 @@ class Observation(Sequence[StepObservation]):
 
     @property
     def skips_at_the_start(self) -> int:
-        """How many steps were skipped before the first clean one."""
+        """The number of skipped steps before the first clean one."""
         return next((place for place, step in enumerate(self.steps) if not step.skipped), len(self.steps))
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """The finite losses in order, those of skipped steps too."""
+        """The finite losses in order, including those of skipped steps."""
         return tuple(step.loss for step in self.steps if step.loss is not None and step.loss_is_finite)
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
-"""What if this run had had another loss-scaling rule: `WhatIf` for one rule, `WhatIfs` for several side by side.
+"""Replay a run with another loss-scaling rule: `WhatIf` for one rule, `WhatIfs` for several.
 
-    what_if(record, rule).scales         the scale at every step
-    what_if(record, rule).lost_share     of the gradients, the share below half's range under those scales
+    what_if(record, rule).scales         the loss scale at every step
+    what_if(record, rule).lost_share     share of the gradients that float16 rounds to 0 at those scales
 
 Pure functions of a `ScaleHistory`; the replay itself is `amplab.scalers.replay`. Whether a larger scale overflows is
 decided from the largest gradient *of a parameter*: a larger gradient inside the model overflows earlier, and no run log
@@ -25,7 +25,7 @@ __all__ = ["ScaleHistory", "WhatIf", "WhatIfs", "named_rule", "what_if", "what_i
 
 @dataclass(frozen=True)
 class ScaleHistory:
-    """What a run has recorded of its scale and its gradients.
+    """The loss scales of a run, and what is needed to replay it with other ones.
 
     Raises:
         TypeError, ValueError: columns of different lengths, or fields of another type.
@@ -34,9 +34,9 @@ class ScaleHistory:
         scales: the loss scale of every step.
         skipped: whether the step was skipped.
         grad_exponents: floor(log2) of the largest unscaled gradient of every step, as `amplab.scalers.replay` takes it;
-            None where it was not measured.
+            None if not measured.
         samples: (step, histogram of all unscaled gradients) at some steps.
-        fmt: the format that gradients are computed in, and overflow in.
+        fmt: the format that the gradients are computed in.
     """
 
     scales: Sequence[float]
@@ -49,14 +49,12 @@ class ScaleHistory:
         columns = {name: getattr(self, name) for name in ("scales", "skipped", "grad_exponents")}
         for name, column in columns.items():
             if isinstance(column, str) or not hasattr(column, "__len__"):
-                raise TypeError(f"{name}={type(column).__name__}: expected a list with one value for each step.")
+                raise TypeError(f"{name}={type(column).__name__}: expected a list with one value per step.")
         if len({len(column) for column in columns.values()}) > 1:
             sizes = ", ".join(f"{name} of {len(column)}" for name, column in columns.items())
-            raise ValueError(f"{sizes}: expected one value for each step in all three.")
+            raise ValueError(f"{sizes}: expected one value per step in all three.")
         if not all(exponent is None or isinstance(exponent, Real) for exponent in self.grad_exponents):
-            raise TypeError(
-                "grad_exponents: expected numbers, floor(log2) of the largest gradient; None where unknown."
-            )
+            raise TypeError("grad_exponents: expected numbers, floor(log2) of the largest gradient; None if unknown.")
         if not all(step >= 0 and isinstance(taken, ExponentHistogram) for step, taken in self.samples):
             raise TypeError("samples: expected pairs (step, ExponentHistogram); see amplab.formats.exponent_histogram.")
         if not isinstance(self.fmt, FloatFormat):
@@ -65,12 +63,12 @@ class ScaleHistory:
 
 @dataclass(frozen=True, repr=False)
 class WhatIf:
-    """A recorded run under another rule.
+    """A recorded run with another rule.
 
     Attributes:
-        name: of the rule.
-        replay: the rule's run.
-        record: the recorded one.
+        name: the name of the rule.
+        replay: the run with this rule.
+        record: the recorded run.
     """
 
     name: str
@@ -79,46 +77,46 @@ class WhatIf:
 
     @property
     def scales(self) -> tuple[float, ...]:
-        """The scale at every step."""
+        """The loss scale at every step."""
         return self.replay.scales
 
     @property
     def skips(self) -> tuple[int, ...]:
-        """The steps that are left out."""
+        """The steps that are skipped."""
         return self.replay.skips
 
     @property
     def steps_lost(self) -> int:
-        """Skipped steps more than were recorded, those after the rule ended the run among them; < 0: gained."""
+        """Steps lost compared with the recorded run, including those after the rule ended the run; negative: gained."""
         never_made = len(self.record.scales) - len(self.replay.steps)
         return len(self.skips) + never_made - sum(self.record.skipped)
 
     @property
     def certain_until(self) -> int | None:
-        """How many steps are certain, from the first; None where all are.
+        """The number of steps, from the first, that the record determines; None if it determines all.
 
-        That is also the number of the first step of which the record cannot tell whether it overflows: its own scale
-        still follows from the record, and from the next one on the scale is a guess.
+        This is also the number of the first step for which the record does not show whether it overflows: its own
+        loss scale still follows from the record, the later ones are a guess.
         """
         return self.replay.doubtful[0] if self.replay.doubtful else None
 
     @property
     def _certain_steps(self) -> str:
-        """How far the record tells, in words."""
+        """How many steps the record determines, in words."""
         if self.certain_until is None:
             return "every step"
         return f"the first {self.certain_until:,}" if self.certain_until else "no step"
 
     @property
     def doubt(self) -> str | None:
-        """Why the record cannot tell there, None where it always can."""
+        """Why the record does not determine that step; None if it determines all."""
         return None if self.certain_until is None else self.replay.steps[self.certain_until].doubt
 
     @cached_property
     def lost_share(self) -> float | None:
-        """Mean share of non-zero gradient elements that the format flushes to zero under these scales.
+        """Mean share of the non-zero gradient elements that are 0 in the format at these scales.
 
-        Over the steps at which a histogram was taken; None where there is none.
+        The mean is over the steps with a histogram; None if there are none.
         """
         reached = [(self.scales[step], taken) for step, taken in self.record.samples if step < len(self.scales)]
         lost = (taken.lost_share(scale, self.record.fmt) for scale, taken in reached)
@@ -126,7 +124,7 @@ class WhatIf:
         return sum(shares) / len(shares) if shares else None
 
     def row(self) -> dict[str, str]:
-        """Return the figures as words, for a table."""
+        """Return the row of a table: column -> text."""
         return {
             "rule": self.name,
             "lowest": power(min(self.scales, default=math.nan)),
@@ -142,7 +140,7 @@ class WhatIf:
         return f"<WhatIf: {', '.join(f'{title} {cell}' for title, cell in self.row().items())}>"
 
     def __str__(self) -> str:
-        """The table's line, and why the record cannot tell where it cannot."""
+        """Return the row, and why later steps are a guess."""
         return str(WhatIfs((self,)))
 
     def _repr_html_(self) -> str:
@@ -151,7 +149,7 @@ class WhatIf:
 
 @dataclass(frozen=True, repr=False)
 class WhatIfs:
-    """One recorded run under several rules."""
+    """One recorded run with several rules."""
 
     runs: tuple[WhatIf, ...]
 
@@ -162,14 +160,14 @@ class WhatIfs:
         return len(self.runs)
 
     def __getitem__(self, name: str) -> WhatIf:
-        """The run under the rule of that name."""
+        """Return the run with the rule of this name."""
         for run in self.runs:
             if run.name == name:
                 return run
-        raise KeyError(f"{name!r}: not among these rules; choose from {', '.join(run.name for run in self.runs)}.")
+        raise KeyError(f"{name!r}: not one of these rules; choose from {', '.join(run.name for run in self.runs)}.")
 
     def rows(self) -> list[dict[str, str]]:
-        """One dict of words per rule."""
+        """Return one row per rule: column -> text."""
         return [run.row() for run in self.runs]
 
     def __str__(self) -> str:
@@ -204,16 +202,16 @@ class WhatIfs:
 
 
 def what_if(record: ScaleHistory, rule: ScaleRule | str, name: str | None = None) -> WhatIf:
-    """Run a rule over what a run has recorded.
+    """Replay a recorded run with one rule.
 
     Args:
-        record: of the run.
-        rule: a rule, one's own too, or the name of a published one: torch, apex, Ascend, jmp, Keras, DeepSpeed or
-            Megatron.
-        name: what to call it; by default the name, or the class of the rule.
+        record: the recorded run.
+        rule: a rule, which may be your own, or the name of a published one: torch, apex, Ascend, jmp, Keras, DeepSpeed
+            or Megatron.
+        name: the name in the table; by default the name or the class of the rule.
 
     Raises:
-        ValueError: no published rule has that name, or nothing was recorded.
+        ValueError: no published rule has that name, or the record has no step.
 
     Sync: none.
 
@@ -224,10 +222,10 @@ def what_if(record: ScaleHistory, rule: ScaleRule | str, name: str | None = None
     named, rule = named_rule(rule)
     if not isinstance(record, ScaleHistory):
         raise TypeError(
-            f"record={type(record).__name__}: expected a ScaleHistory; a recorded run makes its own, run.replay(rule)."
+            f"record={type(record).__name__}: expected a ScaleHistory; for a recorded run call run.replay(rule)."
         )
     if name is not None and not isinstance(name, str):
-        raise TypeError(f"name={name!r}: expected a word to call the rule, or None for its own.")
+        raise TypeError(f"name={name!r}: expected a name for the rule, or None for its own.")
     if not len(record.scales):
         raise ValueError("what_if: the run has no step yet; train first.")
     run = replay(rule, gradient_exponents=record.grad_exponents, recorded_scales=record.scales, fmt=record.fmt)
@@ -235,14 +233,14 @@ def what_if(record: ScaleHistory, rule: ScaleRule | str, name: str | None = None
 
 
 def what_ifs(record: ScaleHistory, rules: Mapping[str, ScaleRule] | None = None) -> WhatIfs:
-    """Run several rules over what a run has recorded, by default all published ones.
+    """Replay a recorded run with several rules, by default with all published ones.
 
     Args:
-        record: of the run.
+        record: the recorded run.
         rules: name -> rule, or name -> name of a published one.
 
     Raises:
-        TypeError, ValueError: as `what_if`; `rules` is no dict.
+        TypeError, ValueError: as `what_if`; `rules` is not a dict.
     """
     if rules is None:
         rules = PUBLISHED_RULES
@@ -255,7 +253,7 @@ def what_ifs(record: ScaleHistory, rules: Mapping[str, ScaleRule] | None = None)
 
 
 def named_rule(rule: ScaleRule | str) -> tuple[str, ScaleRule]:
-    """Return the name of a rule and the rule.
+    """Return a rule and its name.
 
     Raises:
         ValueError: no published rule has that name. TypeError: neither a name nor a rule.
@@ -271,5 +269,5 @@ def named_rule(rule: ScaleRule | str) -> tuple[str, ScaleRule]:
 
 
 def _more(steps: int) -> str:
-    """Steps lost more than were recorded, with their sign."""
+    """A number of lost steps with its sign."""
     return f"{steps:+,}".replace("-", "−") if steps else "0"

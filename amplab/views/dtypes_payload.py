@@ -55,13 +55,13 @@ def _row(row: dict[str, str], changed: bool) -> dict[str, Any]:
     }
 
 
-def _counted(dtypes: str) -> list[tuple[str, int]]:
+def _counted(dtypes: str) -> list[list[object]]:
     """Return dtypes in order, with the number of equal ones in succession.
 
     >>> _counted("float32, float32, float16")
-    [('float32', 2), ('float16', 1)]
+    [['float32', 2], ['float16', 1]]
     """
-    return [(name, len(list(group))) for name, group in groupby(dtypes.split(", "))] if dtypes else []
+    return [[name, len(list(group))] for name, group in groupby(dtypes.split(", "))] if dtypes else []
 
 
 def _sentence(rows: list[dict[str, Any]], trace: Trace, before: Trace | None, levels: tuple[str | None, str]) -> str:

@@ -47,7 +47,7 @@ def test_the_command_prints_it_one_fact_after_the_other():
 
 def test_without_a_compiler_it_says_what_to_install():
     printed = told_by_the_command(CXX="no-such-compiler")
-    said = "cannot be built: no C++ compiler: 'no-such-compiler' is not on PATH. To have them: "
+    said = "cannot be built: no C++ compiler: 'no-such-compiler' is not on PATH. To enable them: "
     assert said in " ".join(printed.split())
 
 

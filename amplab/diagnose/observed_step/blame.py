@@ -1,17 +1,17 @@
-"""Where inf and NaN come from: the way back from a loss or gradient that is not finite to the op that began it.
+"""Where inf and NaN come from: the path back from a non-finite loss or gradient to the op that caused it.
 
-Not every inf is a fault: a mask of -inf before a softmax, or the log of 0 that a `where` throws away later, do no harm.
+Not every inf does harm: a mask of -inf before a softmax does not, nor does the log of 0 that a later `where` discards.
 So the search does not take the first non-finite value of a step. It starts at the first *result* that is not finite,
 the loss or else the gradient of a parameter, and goes from each op to the inputs that explain its output:
 
     output holds NaN, an input holds NaN             NaN spreads: follow the NaN
     output is not finite, an input is inf            follow the inf
-    output is not finite, every input is finite      here it began
+    output is not finite, every input is finite      the cause
 
-A constant that somebody wrote as inf is no overflow. Where the search ends at nothing else, the op that made the first
-NaN of it is named: a softmax over a row that is masked from end to end.
+A constant inf in the code is not an overflow. If the search finds only such constants, the op that made the first NaN
+from one is named: a softmax over a row that is masked completely.
 
-Everything here is a pure function of an `ObservedStep`.
+All functions are pure functions of an `ObservedStep`.
 """
 
 from __future__ import annotations
@@ -29,27 +29,30 @@ from amplab.trace import OpRecord
 __all__ = ["Blame", "blame", "first_bad_result"]
 
 
+Kind = Literal["op", "given", "constant", "masked"]
+
+
 @dataclass(frozen=True)
 class Blame:
-    """Where it began, and how it got to the result.
+    """The first non-finite value, and the ops from there to the result.
 
     Args:
         result: "loss", or "gradient of NAME".
-        op: number of the op that wrote the first non-finite value; None where it was there before the step.
+        op: number of the op that wrote the first non-finite value; None if it existed before the step.
         value: the first non-finite value.
-        chain: numbers of the ops from there to the result, each reading what one before it wrote.
-        kind: "op" where finite inputs gave a non-finite output; "given" where a tensor came in non-finite; "constant"
-            where a number too large for its dtype became inf; "masked" where a written -inf became NaN.
+        chain: numbers of the ops from there to the result; each reads the output of an earlier one.
+        kind: "op" if finite inputs gave a non-finite output; "given" if a tensor was not finite before the step;
+            "constant" if a number too large for its dtype became inf; "masked" if a constant -inf became NaN.
     """
 
     result: str
     op: int | None
     value: Value
     chain: tuple[int, ...]
-    kind: Literal["op", "given", "constant", "masked"]
+    kind: Kind
 
     def records(self, step: ObservedStep) -> tuple[OpRecord, ...]:
-        """The records of the chain, views and casts of what is infinite already left out."""
+        """The records of the chain, without views and casts of values that are already infinite."""
         first = self.op
         return tuple(
             record
@@ -59,13 +62,14 @@ class Blame:
 
 
 def blame(step: ObservedStep) -> Blame | None:
-    """Return where the first non-finite loss or gradient of a step comes from; None where all are finite."""
+    """Return where the first non-finite loss or gradient of a step comes from; None if all are finite."""
     found = first_bad_result(step)
     if found is None:
         return None
     result, place = found
     cause = _causes(step, place)
     begun = sorted((place for place in cause if _begins(step, place)), key=lambda place: _when(step, place))
+    kind: Kind
     accidents = [place for place in begun if not _is_written_so(step, place)]
     if accidents:
         first = accidents[0]
@@ -77,7 +81,7 @@ def blame(step: ObservedStep) -> Blame | None:
 
 
 def first_bad_result(step: ObservedStep) -> tuple[str, int] | None:
-    """Return name and place of the loss, or of the first gradient that backward reached, that is not finite."""
+    """Return name and place of the loss if it is not finite, else of the first non-finite gradient in backward."""
     if not step.values[step.loss].summary.is_finite:
         return "loss", step.loss
     for name, place in step.gradients:
@@ -121,7 +125,7 @@ def _when(step: ObservedStep, place: int) -> int:
 
 
 def _is_written_so(step: ObservedStep, place: int) -> bool:
-    """Whether somebody wrote this inf: as a number in the code, or as a mask of -inf that came with the batch."""
+    """Whether this inf is intended: a number in the code, or a mask of -inf in the batch."""
     value = step.values[place]
     if value.op is None:
         return value.kind != "parameter" and value.summary.lowest == -math.inf and value.summary.highest <= 0
@@ -129,7 +133,7 @@ def _is_written_so(step: ObservedStep, place: int) -> bool:
 
 
 def _is_constant(step: ObservedStep, place: int) -> bool:
-    """Whether a finite number of the code is what left the range."""
+    """Whether a finite number in the code is too large for the dtype."""
     value = step.values[place]
     largest = torch.finfo(value.summary.dtype).max
     return value.op is not None and any(abs(number) > largest for number in step.ops[value.op].numbers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
+from amplab.diagnose.finding import Place
 from amplab.diagnose.observed_step.values import ObservedStep
 from amplab.trace import OpRecord
 
@@ -60,7 +61,7 @@ def line_of(record: OpRecord) -> str:
     return str(record.line) if record.line is not None else ""
 
 
-def place_of(record: OpRecord) -> dict[str, str]:
+def place_of(record: OpRecord) -> Place:
     """The op, module and line of a record, as fields of a `Finding`."""
     return {"op": record.op, "module": record.module, "line": line_of(record)}
 

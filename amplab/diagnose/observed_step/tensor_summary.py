@@ -1,8 +1,8 @@
-"""How large the elements of a tensor are: `TensorSummary`, measured without waiting, read all at once.
+"""`TensorSummary`: the range of a tensor and counts of special values, measured without a sync and read together.
 
-`extremes` is one pass (smallest, largest; NaN shows in both), `measure` counts too: two passes where the
-`tensor_stats` kernel is built, else fourteen. Both leave their figures on the tensor's device; `read` brings those of
-many tensors to the host together. `Measurements` is the two steps in one: nothing waits where a tensor is on the host.
+`extremes` is one pass (smallest and largest element; NaN makes both NaN). `measure` counts too: two passes if the
+`tensor_stats` kernel is built, else fourteen. Both return tensors on the same device; `read` copies those of many
+tensors to the host together. `Measurements` does both, and reads tensors on the host at once.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ __all__ = [
 ]
 
 MEASURED = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128))
-"""The dtypes that are measured; complex numbers by their real and imaginary parts."""
+"""The dtypes that are measured; of complex numbers the real and imaginary parts."""
 
 HALF_MAX = torch.finfo(torch.float16).max
 HALF_VANISHES = 2.0**-25
-"""The largest magnitude that rounds to zero in half: half of its smallest subnormal, a tie that goes to even."""
+"""The largest magnitude that float16 rounds to 0: half of its smallest subnormal number, a tie to even."""
 
 _COUNTED = ("zeros", "infs", "nans")
 
 
 @dataclass(frozen=True)
 class TensorSummary:
-    """Figures of one tensor.
+    """The range of one tensor, and counts of special values.
 
     Args:
         dtype: its dtype.
         numel: its number of elements.
-        lowest: the smallest element; NaN where one is NaN.
-        highest: the largest element; NaN where one is NaN.
-        absmax: the largest finite magnitude; where inf and NaN were not counted, the largest magnitude.
-        smallest: the smallest non-zero finite magnitude, inf where there is none; None where it was not measured.
-        zeros: how many elements are zero; None where it was not counted. infs, nans: the same of these.
+        lowest: the smallest element; NaN if any is NaN.
+        highest: the largest element; NaN if any is NaN.
+        absmax: the largest finite magnitude; without counts, the largest magnitude.
+        smallest: the smallest non-zero finite magnitude, inf if there is none; None if not measured.
+        zeros, infs, nans: the number of such elements; None if not counted.
     """
 
     dtype: torch.dtype
@@ -91,7 +91,7 @@ class TensorSummary:
 
 
 def extremes(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the smallest and the largest element on the tensor's device, NaN where one is. Sync: none."""
+    """Return the smallest and the largest element on the tensor's device, NaN if any is. Sync: none."""
     return torch.aminmax(_real(tensor))
 
 
@@ -110,7 +110,7 @@ def counts_by_kernel(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def counts_by_torch(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the same by torch's own ops, thirteen passes. Sync: none."""
+    """Return the same with torch ops, in thirteen passes. Sync: none."""
     magnitudes = tensor.abs()
     nans, infs, zeros = torch.isnan(tensor), torch.isinf(tensor), tensor == 0
     finite = magnitudes.masked_fill(nans | infs, 0)
@@ -123,19 +123,19 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def read(measured: Sequence[tuple[Tensor, ...]], kinds: Sequence[tuple[torch.dtype, int]]) -> list[TensorSummary]:
-    """Bring figures to the host.
+    """Copy measurements to the host.
 
     Args:
-        measured: what `extremes` or `measure` returned, for each tensor; all from one of the two.
+        measured: for each tensor the result of `extremes`, or for each that of `measure`.
         kinds: dtype and number of elements of each tensor.
 
-    Sync: one for each dtype and device among the figures.
+    Sync: one per dtype and device.
     """
     return [_summary(row, *kind) for row, kind in zip(_numbers(measured), kinds, strict=True)]
 
 
 def _numbers(measured: Sequence[tuple[Tensor, ...]]) -> list[list[float]]:
-    """The figures of rows that are equally long, on the host."""
+    """The numbers of equally long rows, on the host."""
     figures = [figure for row in measured for figure in row]
     alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for place, figure in enumerate(figures):
@@ -157,10 +157,10 @@ def _summary(row: Sequence[float], dtype: torch.dtype, numel: int) -> TensorSumm
 
 
 class Measurements:
-    """The figures of many tensors, each known by the place it was given.
+    """Summaries of many tensors, by index.
 
-    Figures of a tensor on the host are read at once, which is quicker than to gather them later; those of a device stay
-    there until `settle`.
+    A tensor on the host is read at once, which is faster than reading many later. Measurements on a device stay there
+    until `settle`.
     """
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ class Measurements:
         return len(self._rows)
 
     def add(self, tensor: Tensor, *, detailed: bool = False) -> int:
-        """Measure a tensor by `extremes`, or by `measure`, and return its place. Sync: none."""
+        """Measure a tensor with `extremes`, or with `measure` if `detailed`, and return its index. Sync: none."""
         figures = measure(tensor) if detailed else extremes(tensor)
         if tensor.is_cpu:
             self._rows.append([figure.item() for figure in figures])
@@ -183,7 +183,7 @@ class Measurements:
         return len(self._rows) - 1
 
     def settle(self) -> None:
-        """Bring what waits to the host. Sync: one for each dtype and device among the figures."""
+        """Copy all measurements to the host. Sync: one per dtype and device."""
         for width in {len(figures) for _, figures in self._waiting}:
             waiting = [each for each in self._waiting if len(each[1]) == width]
             for (place, _), row in zip(waiting, _numbers([figures for _, figures in waiting]), strict=True):
@@ -191,7 +191,7 @@ class Measurements:
         self._waiting = []
 
     def is_finite(self, place: int) -> bool | None:
-        """Whether a tensor held no inf and no NaN; None where that is not on the host yet."""
+        """Whether a tensor has no inf and no NaN; None if that is not on the host yet."""
         row = self._rows[place]
         return math.isfinite(row[0]) and math.isfinite(row[1]) if row else None
 
@@ -200,12 +200,12 @@ class Measurements:
         return self._kinds[place]
 
     def __getitem__(self, place: int) -> TensorSummary:
-        """The figures of one tensor; `settle` first."""
+        """The summary of one tensor; call `settle` first."""
         return _summary(self._rows[place], *self._kinds[place])
 
 
 def counted(tensors: Sequence[Tensor]) -> list[TensorSummary]:
-    """Measure tensors by `measure` and read the figures. Sync: one for each dtype and device among the figures."""
+    """Return the summaries of tensors, with counts. Sync: one per dtype and device."""
     measured = Measurements()
     places = [measured.add(tensor, detailed=True) for tensor in tensors]
     measured.settle()

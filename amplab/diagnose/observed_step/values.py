@@ -1,15 +1,15 @@
 """The values of one step: what every op read and wrote, how large it was, and which op had written it.
 
 `observe_step` traces a step with an observer that measures each tensor once and follows it from the op that writes it
-to the ops that read it: by its memory, so that views and writes in place are seen through. No tensor is kept, and
-records and values are made of what was noted when they are first read: of a long step few are.
+to the ops that read it. It follows the memory, so views and in-place writes are resolved. No tensor is kept. Records
+and values are created when they are first read, since few of a long step ever are.
 
     trace.records[i]       the op, its module, its phase, its dtypes
     ops[i].inputs          places in `values`: what it read
     values[k].op           the op that wrote it, None for what was there before the step
-    begun[i]               what it read and wrote, counted, where it made inf or NaN of finite numbers
+    begun[i]               counts of what it read and wrote, if it made inf or NaN from finite numbers
 
-What the values mean is in `blame` (where inf and NaN come from) and in the files named ``…_rules``.
+`blame` finds where inf and NaN come from; `rules` judges the values.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ __all__ = [
 
 _FILLS = frozenset(("masked_fill", "masked_fill_", "fill", "fill_", "full", "full_like", "new_full", "scalar_tensor"))
 _ALLOCATES = frozenset(("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"))
-_VIEWS = frozenset(("_unsafe_view", "detach", "lift_fresh", "_reshape_alias"))  # beside those that say so
+_VIEWS = frozenset(("_unsafe_view", "detach", "lift_fresh", "_reshape_alias"))  # beside those whose schema says so
 _ACCUMULATES = "torch::autograd::AccumulateGrad"
 _unseen_by_engines = torch._C.DisableTorchFunction
 
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor as it was at one moment.
+    """A tensor at one moment.
 
     Args:
         summary: how large its elements were.
-        op: number of the op that wrote it; None for what no op of the step wrote.
+        op: number of the op that wrote it; None if no op of the step did.
         name: of a parameter, a buffer or a tensor of the batch; empty for others.
-        kind: "parameter", "buffer", "batch", or "" for what an op wrote and for tensors of no known origin.
-        parts: places of the values that it is put together from, where it was written piece by piece, or of the one
-            that it is a piece of.
+        kind: "parameter", "buffer", "batch", or "" for the output of an op and for tensors of unknown origin.
+        parts: places of the values that it consists of, if it was written in pieces, or of the one that it is a piece
+            of.
     """
 
     summary: TensorSummary
@@ -88,7 +88,7 @@ class OpValues(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """What an op read and wrote that made inf or NaN of finite numbers.
+    """Inputs and outputs of an op that made inf or NaN from finite numbers, with counts.
 
     Args:
         inputs: of the floating-point tensors read, in argument order, counted.
@@ -110,8 +110,8 @@ class ObservedStep:
         loss: place of the loss in `values`.
         gradients: (parameter name, place in `values`), in the order in which backward reached them.
         loss_scale: what the loss was multiplied by.
-        begun: by number of the op, those whose finite inputs gave an output that is not, and whose tensors lie on the
-            CPU: there it is known while the tensors are still there.
+        begun: number of an op -> its tensors, for ops on the CPU with finite inputs and a non-finite output. On the CPU
+            this is known while the tensors still exist.
     """
 
     trace: Trace
@@ -135,20 +135,20 @@ def observe_step(
     model: nn.Module,
     loss_fn: Callable[[], Tensor],
     *,
-    casting: AbstractContextManager | None = None,
+    casting: AbstractContextManager[Any] | None = None,
     loss_scale: float = 1.0,
     batch: Any = None,
     detailed: bool = False,
 ) -> ObservedStep:
-    """Run one forward and backward and measure every tensor in it; the model is left as it was.
+    """Run one forward and backward and measure every tensor in it; all state is restored.
 
     Args:
         model: as `trace_step` takes it.
         loss_fn: as there: runs the forward on a batch of its own and returns the loss.
-        casting: context in which forward and backward run; the caller's own by default.
+        casting: context in which forward and backward run; by default that of the caller.
         loss_scale: what the loss is multiplied by before backward.
-        batch: the tensors of the batch, in any nesting of lists, tuples and dicts, to have them by name.
-        detailed: count zeros, subnormals, inf and NaN too, instead of smallest and largest alone.
+        batch: the batch, tensors in nested lists, tuples and dicts, so that they get names.
+        detailed: also count zeros, subnormals, inf and NaN; otherwise measure the smallest and largest element only.
 
     Raises:
         As `trace_step`.
@@ -170,14 +170,14 @@ def observe_step(
 
 
 class NamedMemory(NamedTuple):
-    """What lies in a piece of memory: its name, and the kind as `Value` has it."""
+    """The name and the kind of the tensor in a piece of memory, as in `Value`."""
 
     name: str
     kind: str
 
 
 def named_tensors(model: nn.Module, batch: Any) -> dict[int, NamedMemory]:
-    """Memory -> what lies in it."""
+    """Return memory -> the tensor in it, for parameters, buffers and the batch."""
     found = {memory_of(tensor): NamedMemory(name, "batch") for name, tensor in named_tensors_in(batch, "batch")}
     found |= {memory_of(tensor): NamedMemory(name, "buffer") for name, tensor in model.named_buffers()}
     found |= {memory_of(tensor): NamedMemory(name, "parameter") for name, tensor in model.named_parameters()}
@@ -186,13 +186,13 @@ def named_tensors(model: nn.Module, batch: Any) -> dict[int, NamedMemory]:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return where the memory of a tensor begins; 0 for one that has none of its own."""
+    """Return the address of the memory of a tensor; 0 for a tensor without its own."""
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 
 @dataclass
 class _Memory:
-    """What is known of one storage: values by region since the last write, and those that were there before."""
+    """The values in one storage: by region since the last write, and those written before."""
 
     regions: dict[tuple[int, int, torch.dtype], int] = field(default_factory=dict)
     before: tuple[int, ...] = ()
@@ -206,7 +206,7 @@ class StepWatcher:
     """The observer of `observe_step`; see `amplab.trace.recorder.Observer`.
 
     Args:
-        named: what lies in which memory, see `named_tensors`.
+        named: memory -> tensor, see `named_tensors`.
         detailed: count zeros, subnormals, inf and NaN of every tensor too.
     """
 
@@ -220,20 +220,21 @@ class StepWatcher:
         self._gradients: list[tuple[str, int]] = []
         self._loss: int | None = None
 
-    def before(self, overload: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Measure what an op will read and has not been measured."""
+    def before(self, overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Measure the inputs of an op that have not been measured yet."""
         given = (*args, *kwargs.values()) if kwargs else args
         if _kind(overload) == "allocates":
             return (), (), given
         tensors = measured_in(given)
-        # What an op in place reads is gone when it turns out that it is to be counted; on a device it is never counted.
+        # An in-place op overwrites its input before its output shows that counts are needed.
         read = [_counted(each) if each.is_cpu else each for each in tensors] if _overwrites(overload) else tensors
         return tuple(map(self._read, tensors)), read, given
 
     def after(self, seen: Any, event: Event, result: Any) -> None:
-        """Measure what it wrote."""
+        """Measure the outputs of the op."""
         inputs, read, given = seen
-        kind, tensors, outputs = _kind(event.overload), measured_in((result,)), ()
+        kind, tensors = _kind(event.overload), measured_in((result,))
+        outputs: tuple[int, ...] = ()
         if kind == "allocates":
             for tensor in tensors:
                 self._memories[memory_of(tensor)] = _Memory()
@@ -256,7 +257,7 @@ class StepWatcher:
             self._loss = known.regions.get(_region(loss), known.all[-1])
 
     def observed(self, events: Sequence[Event], loss_scale: float) -> ObservedStep:
-        """Read every measure, and put it beside the records of the events. Sync: one where tensors lie on a device."""
+        """Return the observed step with all measurements on the host. Sync: one if tensors are on a device."""
         self._measured.settle()
         gradients = tuple(dict(self._gradients).items())  # the last one counts: what was accumulated
         values = LazyTuple(len(self._made), lambda _, place: self._value(place))
@@ -268,7 +269,7 @@ class StepWatcher:
         return Value(self._measured[place], op, named.name, named.kind, parts)
 
     def _begins(self, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> bool:
-        """Whether finite inputs gave an output that is not; False where that is not known yet."""
+        """Whether all inputs are finite and an output is not; False if that is not known yet."""
         is_finite = self._measured.is_finite
         return any(is_finite(place) is False for place in outputs) and all(map(is_finite, inputs))
 
@@ -282,7 +283,7 @@ class StepWatcher:
         return place
 
     def _view(self, tensor: Tensor, inputs: tuple[int, ...]) -> int | None:
-        """A view of all of what was read is the same value; one of a piece is measured when it is read."""
+        """A view of the whole input is the same value; a view of a piece is measured when it is read."""
         known = self._memories.get(memory_of(tensor))
         whole = len(inputs) == 1 and tensor.numel() >= self._measured.kind(inputs[0])[1]
         if known is None or not whole:
@@ -317,7 +318,7 @@ def measured_in(values: Iterable[Any]) -> list[Tensor]:
 
 
 def writes_values(overload: torch._ops.OpOverload) -> bool:
-    """Whether an op writes values of its own: it is no view, and does not only allocate memory."""
+    """Whether an op writes values: it is not a view, and does more than allocate memory."""
     return _kind(overload) == "writes"
 
 
@@ -330,7 +331,7 @@ def _kind(overload: torch._ops.OpOverload) -> Literal["allocates", "view", "writ
 
 
 def _region(tensor: Tensor) -> tuple[int, int, torch.dtype]:
-    return tensor.storage_offset(), tensor.numel(), tensor.dtype
+    return int(tensor.storage_offset()), tensor.numel(), tensor.dtype
 
 
 @cache
@@ -339,12 +340,12 @@ def _overwrites(overload: torch._ops.OpOverload) -> bool:
 
 
 def _counted(tensor: Tensor | TensorSummary) -> TensorSummary:
-    """The figures of a tensor, counted; what has been counted before it was overwritten stays."""
+    """The summary of a tensor with counts; it may have been taken before the tensor was overwritten."""
     return tensor if isinstance(tensor, TensorSummary) else counted([tensor])[0]
 
 
-def _numbers(overload: torch._ops.OpOverload, given: tuple) -> tuple[float, ...]:
-    """Floats are values; so are whole numbers where the op is elementwise or fills. Elsewhere they are sizes."""
+def _numbers(overload: torch._ops.OpOverload, given: tuple[Any, ...]) -> tuple[float, ...]:
+    """Floats are values; integers are values in elementwise ops and fills, and sizes elsewhere."""
     kinds = _kinds_of_numbers(overload)
     return tuple(float(each) for each in given if type(each) in kinds)
 

@@ -44,7 +44,7 @@ def in_float32(record: OpRecord, note: str = "", *, api: Api | None = None, read
     if api.casting is ApiStyle.HALF:
         lines = [_by_hand(record), "# or model.bfloat16(): it has the range of float32"]
         return "\n".join([*lines, f"# {note}"] if note else lines)
-    ruled = not record.is_cast and api.casting not in _REGIONS and (pattern or _is_known(record.op))
+    ruled = not record.is_cast and api.casting not in _REGIONS and (bool(pattern) or _is_known(record.op))
     if api.casting is ApiStyle.APEX_HALF:
         lines = _with_rule(record, pattern, api.level if pattern else "O1") if ruled else []
         lines.append(_in_bfloat16(api.level, another=ruled))

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from amplab.diagnose.catalogue import finding
 from amplab.diagnose.finding import Finding, Number
@@ -199,7 +200,7 @@ GRADIENT_RULES: tuple[Callable[[Rehearsal, Api], Iterator[Finding]], ...] = (
 )
 
 
-def _wrong_power(rehearsal: Rehearsal, api: Api, power: int, name: str, **fields: str) -> Iterator[Finding]:
+def _wrong_power(rehearsal: Rehearsal, api: Api, power: int, name: str, **fields: Any) -> Iterator[Finding]:
     scaled = [each for each in _off_by(rehearsal, power) if not _is_never_scaled(rehearsal, each.name)]
     for number, wrong in _by_optimizer(scaled).items():
         evidence: dict[str, Number] = {"optimizer": number, "gradients": len(wrong)}
@@ -223,9 +224,11 @@ def _by_optimizer(gradients: Sequence[SteppedGradient]) -> dict[int, list[Steppe
 
 
 def _is_never_scaled(rehearsal: Rehearsal, name: str) -> bool:
-    """Whether backward delivers a gradient that is nearer to the same at another scale than to following it."""
+    """Whether a gradient after backward depends little on the loss scale, judged by a rehearsal at another one."""
     other = rehearsal.elsewhere
-    here, there = (_delivered(each, name) for each in (rehearsal, other)) if other is not None else (0.0, 0.0)
+    if other is None:
+        return False
+    here, there = _delivered(rehearsal, name), _delivered(other, name)
     if not (0 < here < math.inf and 0 < there < math.inf):
         return False
     return abs(math.log2(there / here)) < abs(math.log2(other.scale / rehearsal.scale)) / 2

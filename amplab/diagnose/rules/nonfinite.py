@@ -21,7 +21,7 @@ nonfinite-once              a repeated step is finite, so other dtypes and loss 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from amplab.diagnose.catalogue import finding
 from amplab.diagnose.finding import Finding, Number, Severity
@@ -55,13 +55,13 @@ class _Verdict(NamedTuple):
 
     name: str
     case: str = ""
-    fields: Mapping[str, object] = {}
+    fields: Mapping[str, Any] = {}
 
 
 def finding_of(found: FirstNonfinite) -> Finding:
     """Return the finding: an error, or a note for a skip that a dynamic loss scale corrects by itself."""
     verdict, place = _verdict(found), _place(found)
-    numbers: dict[str, object] = {"counted": "", "fn": "", "dtype": _dtype(found)}
+    numbers: dict[str, Any] = {"counted": "", "fn": "", "dtype": _dtype(found)}
     if found.record is not None:
         numbers |= {"counted": _counted(found), "fn": found.record.op}
     return finding(

@@ -8,6 +8,8 @@ exp…, power           the op: exp of 89 is larger than any float32 number
 
 from __future__ import annotations
 
+from typing import Any
+
 from amplab.diagnose.first_nonfinite import FirstNonfinite
 from amplab.diagnose.observed_step.dataflow import short_name
 from amplab.diagnose.observed_step.tensor_summary import TensorSummary
@@ -22,7 +24,7 @@ _LIMITS = {"exp": 88.72, "expm1": 88.72, "exp2": 128.0, "sinh": 89.42, "cosh": 8
 _POWERS = ("pow", "square", "mul", "prod", "cumprod")
 
 
-def why_out_of_float32(found: FirstNonfinite, record: OpRecord) -> tuple[str, dict[str, object]]:
+def why_out_of_float32(found: FirstNonfinite, record: OpRecord) -> tuple[str, dict[str, Any]]:
     """Return the case of `nonfinite-in-float32` for a value, and the fields of its sentences."""
     name = short_name(record)
     if found.output.nans and not found.output.infs:

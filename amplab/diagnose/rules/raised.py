@@ -14,7 +14,7 @@ from torch import nn
 
 import amplab
 from amplab.diagnose.catalogue import finding
-from amplab.diagnose.finding import Finding
+from amplab.diagnose.finding import Finding, Place
 from amplab.trace import CodeLine
 
 __all__ = ["Raised", "finding_of_error"]
@@ -69,7 +69,7 @@ def finding_of_error(error: Exception, model: nn.Module | None = None, called: s
     """
     message = " ".join(str(error).split())
     frame, line = _users_frame(error)
-    place = {"line": "" if line is None else str(line), "op": _op_in(line), "module": _module_of(frame, model)}
+    place: Place = {"line": "" if line is None else str(line), "op": _op_in(line), "module": _module_of(frame, model)}
     for pattern, name in _KNOWN:
         if pattern.search(message):
             return finding(name, "raised", **place, message=message[:300])
@@ -86,7 +86,7 @@ def _users_frame(error: Exception) -> tuple[FrameType | None, CodeLine | None]:
     return found
 
 
-_LIBRARIES = tuple(f"{Path(module.__file__).parent}/" for module in (torch, amplab))
+_LIBRARIES = tuple(f"{Path(each).parent}/" for each in (torch.__file__, amplab.__file__) if each)
 
 
 def _op_in(line: CodeLine | None) -> str:

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
+from typing import Any
 
-from amplab.amp.apex.collapse import SKIPS_BEFORE_COLLAPSE
+from amplab.amp.apex.loss_scaling import SKIPS_BEFORE_COLLAPSE
 from amplab.diagnose.catalogue import finding
 from amplab.diagnose.finding import Finding, Number
 from amplab.diagnose.observations import Observation, StepObservation
@@ -72,15 +73,14 @@ def diverging(run: Observation) -> Iterator[Finding]:
         return
     taken = [step for step in run.steps[: _last_finite(run) + 1] if not step.skipped]
     norms = [step.gradient_norm for step in taken if step.gradient_norm is not None]
-    evidence = {"first_loss": losses[0], "best_loss": min(losses), "loss_now": now, "steps_taken": len(taken)}
+    evidence: dict[str, Number] = {"first_loss": losses[0], "best_loss": min(losses), "loss_now": now}
+    evidence["steps_taken"] = len(taken)
     if len(norms) > 1:
         evidence["gradient_norm_growth"] = norms[-1] / norms[0] if norms[0] else float("inf")
     yield _diverging(run, "", evidence, taken[-1].learning_rate, until=_until(run))
 
 
-def _diverging(
-    run: Observation, case: str, evidence: dict[str, Number], rate: float | None, **fields: object
-) -> Finding:
+def _diverging(run: Observation, case: str, evidence: dict[str, Number], rate: float | None, **fields: Any) -> Finding:
     known = {} if rate is None else {"learning_rate": rate}
     smaller = "group['lr'] / 10" if rate is None else f"{rate / 10:.2g}"
     return finding(

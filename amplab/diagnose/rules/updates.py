@@ -100,27 +100,27 @@ def updates_bound_to_be_lost(
     largest = {id(each): gradients[name] for name, each in model.named_parameters() if name in gradients}
     for number, optimizer in enumerate(optimizers):
         pairs = [(group, each) for group in optimizer.param_groups for each in group["params"] if id(each) in largest]
-        halves = [(group, each) for group, each in pairs if each.dtype in _HALF_GAP and largest[id(each)] > 0]
-        bounds = [(each, _largest_update(group, each, largest[id(each)])) for group, each in halves]
+        low = [(group, each) for group, each in pairs if each.dtype in _HALF_GAP and largest[id(each)] > 0]
+        bounds = [(each, _largest_update(group, each, largest[id(each)])) for group, each in low]
         elements = sum(each.numel() for each, _ in bounds)
         stuck = sum(0 if bound is None else _stuck(each, bound) for each, bound in bounds)
         if elements and stuck > MOST * elements:
             evidence: dict[str, Number] = {
-                "weights": elements, "unmoved": stuck, "learning_rate": float(halves[0][0]["lr"])
+                "weights": elements, "unmoved": stuck, "learning_rate": float(low[0][0]["lr"])
             }  # fmt: skip
             # In float16, Adam's own arithmetic may differ from the bound.
-            certainty: Certainty = "possible" if "betas" in halves[0][0] else "likely"
-            yield _finding(number, stuck / elements, halves[0][1].dtype, certainty, evidence)
+            certainty: Certainty = "possible" if "betas" in low[0][0] else "likely"
+            yield _finding(number, stuck / elements, low[0][1].dtype, certainty, evidence)
 
 
 def _largest_update(group: dict[str, Any], weight: Tensor, gradient: float) -> float | None:
     """The largest change of an element in one step; None for an optimizer for which it is unknown."""
     rate = float(group["lr"])
-    decay = rate * float(group.get("weight_decay") or 0) * weight.detach().abs().max().item()
+    decay = rate * float(group.get("weight_decay") or 0) * float(weight.detach().abs().max().item())
     if "betas" in group:
         return rate + decay
     if "momentum" in group and group["momentum"] < 1 and "alpha" not in group:
-        return (rate * gradient + decay) / (1 - group["momentum"])
+        return (rate * gradient + decay) / (1 - float(group["momentum"]))
     return None
 
 

@@ -83,11 +83,12 @@ def constants_that_vanish(step: ObservedStep, api: Api) -> Iterator[Finding]:
             continue
         written = step.outputs(record.index)[0].summary
         sensitive = next((op for op in _downstream(readers, record.index, 4) if _divides(step, op)), None)
-        harmed = bool(written.zeros) and sensitive is not None
-        then = f"; {step.trace.records[sensitive].op} reads its {written.zeros:,} zeros" if harmed else ""
+        then = ""
+        if written.zeros and sensitive is not None:
+            then = f"; {step.trace.records[sensitive].op} reads its {written.zeros:,} zeros"
         yield finding(
             "constant-underflows-half",
-            severity="warning" if harmed else "note",
+            severity="warning" if then else "note",
             **place_of(record),
             evidence={"constant": constant, "zeros": written.zeros or 0, "elements": written.numel},
             then=then,

@@ -1,8 +1,8 @@
 """How much of an optimizer's step is lost because 16-bit weights round it away.
 
-A weight w moves by an update u only where |u| is at least about half the gap between w and its neighbour: 2^-12 |w| in
-half, 2^-9 |w| in bfloat16, at the least. Here the same step is taken twice, by the optimizer itself and by a copy of it
-with float32 weights and state, and what each weight moved by is compared. The rule about it is in `rules.parameters`.
+An update u changes a weight w only if |u| is at least about half the gap between w and the next number: 2^-12 |w| in
+float16, 2^-9 |w| in bfloat16, or more. The same step is taken twice, by the optimizer and by a copy of it with float32
+weights and state, and the changes of each weight are compared. The rule that uses this is in `rules.updates`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ __all__ = ["LostUpdates", "ShadowStep"]
 
 
 class LostUpdates(NamedTuple):
-    """What became of one step of 16-bit weights.
+    """How many updates of 16-bit weights one step lost.
 
     Args:
         optimizer: number of the optimizer.
         parameters: how many 16-bit parameters it stepped.
-        updated: elements that the step moves in float32.
-        unmoved: how many of them it leaves where they are in 16 bits.
-        norm_share: norm of the updates so lost, divided by that of all of them, in [0, 1].
+        updated: number of elements that the step changes in float32.
+        unmoved: how many of them it does not change in 16 bits.
+        norm_share: norm of the lost updates divided by the norm of all updates, in [0, 1].
         dtype: of the weights.
     """
 
@@ -41,12 +41,12 @@ class LostUpdates(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Share of the elements with an update that did not move."""
+        """Share of the updated elements that did not change."""
         return self.unmoved / max(self.updated, 1)
 
 
 class ShadowStep:
-    """A copy of an optimizer with float32 weights, from before its step, to take the same step beside it."""
+    """A copy of an optimizer with float32 weights, made before its step, that takes the same step."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._params = [each for each in _params(optimizer) if each.grad is not None]
@@ -58,13 +58,14 @@ class ShadowStep:
 
     @staticmethod
     def applies_to(optimizer: Optimizer) -> bool:
-        """Whether it steps 16-bit weights, with finite gradients. Sync: one for each of them."""
-        params = [each for each in _params(optimizer) if each.dtype in LOW_PRECISION_DTYPES and each.grad is not None]
-        return bool(params) and all(each.grad.layout is torch.strided and _is_finite(each.grad) for each in params)
+        """Whether the optimizer updates 16-bit weights with finite gradients. Sync: one per weight."""
+        low = (each for each in _params(optimizer) if each.dtype in LOW_PRECISION_DTYPES)
+        grads = [each.grad for each in low if each.grad is not None]
+        return bool(grads) and all(grad.layout is torch.strided and _is_finite(grad) for grad in grads)
 
     @torch.no_grad()
     def compared(self, number: int) -> LostUpdates | None:
-        """Take the step in float32 too, and say what the one in 16 bits has lost; None where nothing was to move."""
+        """Take the step in float32 too, and return what the 16-bit step lost; None if there was no update."""
         with torch.enable_grad():
             self._shadow.step()
         updated = unmoved = 0
@@ -83,7 +84,7 @@ class ShadowStep:
 
 
 def _widened(optimizer: Optimizer) -> tuple[Optimizer, list[Tensor]]:
-    """A copy without hooks, whose weights, gradients and 16-bit states are float32; and its weights, in order."""
+    """A copy without hooks with float32 weights, gradients and states; and its weights, in order."""
     shadow = copy.deepcopy(optimizer)
     for own, mine in zip(_params(optimizer), _params(shadow), strict=True):
         mine.grad = None

@@ -1,4 +1,4 @@
-"""What the code of a training step names, function by function, as far as it can be followed without running it."""
+"""The names in the code of a training step, function by function, found without running it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CLIPS = frozenset(("clip_grad_norm_", "clip_grad_value_"))
 
 
 def names_of_functions(train_step: Callable[[], Any]) -> list[frozenset[str]]:
-    """The names in each function that `train_step` reaches, those of functions defined inside of it with its own.
+    """The names in each function that `train_step` reaches; functions defined inside a function belong to it.
 
     >>> model = torch.nn.Linear(1, 1)
     >>> sorted(names_of_functions(lambda: model.zero_grad())[0])
@@ -29,7 +29,7 @@ def names_of_functions(train_step: Callable[[], Any]) -> list[frozenset[str]]:
 
 
 def clips_of_model_parameters(train_step: Callable[[], Any]) -> str:
-    """The clipping that a function calls which names `parameters`, where none names `master_params`; else empty."""
+    """The clipping that a function with the name `parameters` calls; empty if any function names `master_params`."""
     functions = names_of_functions(inspect.unwrap(train_step))
     if any("master_params" in names for names in functions):
         return ""
@@ -37,7 +37,7 @@ def clips_of_model_parameters(train_step: Callable[[], Any]) -> str:
 
 
 def leads_to(train_step: Callable[[], Any], wanted: object) -> bool:
-    """Whether the code of `train_step` names an object: a variable, an attribute, or a container that holds it.
+    """Whether the code of `train_step` names an object, by a variable, an attribute, or its container.
 
     >>> wanted = object()
     >>> leads_to(lambda: wanted, wanted), leads_to(lambda: None, wanted)
@@ -56,7 +56,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def _is_librarys(function: types.FunctionType) -> bool:
-    """Whether it is torch's or amplab's own, as `clip_grad_norm_` itself is, which names `parameters`."""
+    """Whether it belongs to torch or amplab, as `clip_grad_norm_` does, which names `parameters` itself."""
     return function.__code__.co_filename.startswith(_LIBRARIES)
 
 

@@ -1,4 +1,4 @@
-"""The learning-rate schedulers of a training step: which it reaches, and when they move in a rehearsed one."""
+"""The learning-rate schedulers of a training step: which ones its code uses, and when they step in a rehearsal."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 __all__ = ["ScheduleMove", "ScheduleWatch", "reached_from", "schedulers_of"]
 
 _DEPTH = 4
-"""Functions that call functions, and objects that hold objects, up to here from the step itself."""
+"""How many functions and objects away from the step the search goes."""
 
 
 class ScheduleMove(NamedTuple):
-    """What a scheduler did in a step.
+    """A change of a scheduler during a step.
 
     Args:
         scheduler: its class.
         optimizer: number of its optimizer.
-        before_step: it had moved when its optimizer was stepped first.
-        without_step: it has moved, and no parameter of its optimizer has.
+        before_step: it advanced before the first step of its optimizer.
+        without_step: it advanced although no parameter of its optimizer changed.
     """
 
     scheduler: str
@@ -33,7 +33,7 @@ class ScheduleMove(NamedTuple):
 
 
 def schedulers_of(train_step: Callable[[], Any], stateful: Sequence[Any] = ()) -> list[LRScheduler]:
-    """The schedulers in `stateful` and those that the code of `train_step` names: its variables, and what they hold.
+    """The schedulers in `stateful`, and those that the variables in the code of `train_step` lead to.
 
     Schedulers that follow a measured value are left out: they do not count steps.
 
@@ -48,7 +48,7 @@ def schedulers_of(train_step: Callable[[], Any], stateful: Sequence[Any] = ()) -
 
 
 def reached_from(train_step: Callable[[], Any], names: Container[str] | None = None) -> Iterator[Any]:
-    """What a function leads to by the names in its code, itself first: functions, and what they and objects hold.
+    """What a function can reach by the names in its code, itself first: functions, and the contents of objects.
 
     Args:
         train_step: the function.
@@ -66,7 +66,7 @@ def reached_from(train_step: Callable[[], Any], names: Container[str] | None = N
 
 
 def _named_in(value: Any, names: Container[str] | None) -> Iterator[Any]:
-    """What a function names, a method belongs to, a container or a plain object holds."""
+    """What a function names, the object of a method, the contents of a container or of a plain object."""
     if isinstance(value, partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, types.MethodType):
@@ -84,7 +84,7 @@ def _named_in(value: Any, names: Container[str] | None) -> Iterator[Any]:
 
 
 def _own_methods(method: types.MethodType) -> Iterator[types.MethodType]:
-    """The methods of the same object that a method of somebody's class names."""
+    """The methods of the same object that a method of a user's class names."""
     if _is_users(owner := method.__self__):
         for name in getattr(method.__func__, "__code__", _NO_CODE).co_names:
             if isinstance(getattr(type(owner), name, None), types.FunctionType):
@@ -103,13 +103,13 @@ def _in_cells(function: types.FunctionType) -> Iterator[Any]:
 
 
 def _is_users(value: Any) -> bool:
-    """Whether it is a plain object of a class that is not torch's: a trainer, a named bundle."""
+    """Whether it is a plain object of a class outside of torch and amplab, such as a trainer."""
     plain = not isinstance(value, type | types.ModuleType) and isinstance(getattr(value, "__dict__", None), dict)
     return plain and type(value).__module__.partition(".")[0] not in ("torch", "amplab", "builtins")
 
 
 class ScheduleWatch:
-    """Follows the counts of schedulers through one step."""
+    """Records when schedulers advance in one step."""
 
     def __init__(self, schedulers: Sequence[LRScheduler], optimizers: Sequence[Optimizer]) -> None:
         numbers = {id(optimizer): number for number, optimizer in enumerate(optimizers)}
@@ -118,11 +118,11 @@ class ScheduleWatch:
         self._at_step: dict[int, list[int]] = {}
 
     def at_step(self, optimizer: int) -> None:
-        """Take note that an optimizer is about to step; the first time counts."""
+        """Record that an optimizer is about to step; only the first time counts."""
         self._at_step.setdefault(optimizer, [each.last_epoch for each, _ in self._followed])
 
     def moves(self, unmoved: Sequence[bool]) -> tuple[ScheduleMove, ...]:
-        """What the schedulers did, given which optimizers' parameters are what they were; those that moved."""
+        """Return the schedulers that advanced; `unmoved` says by optimizer whether its parameters are unchanged."""
         return tuple(
             ScheduleMove(type(each).__name__, number, self._was_before(place, number), unmoved[number])
             for place, (each, number) in enumerate(self._followed)
