@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from amplab.diagnose.catalogue import finding
 from amplab.diagnose.finding import Finding, Number
 from amplab.diagnose.rehearsal import Rehearsal
 from amplab.diagnose.rehearsed import GradientWrite, SteppedGradient
-from amplab.diagnose.remedies.api_styles import Api, ApiStyle
+from amplab.diagnose.remedies.api_styles import Api
 from amplab.display.numbers import power
 
 __all__ = ["GRADIENT_RULES", "gradient_findings", "may_be_scaled", "may_clip_scaled_gradients", "shared_module"]
@@ -92,8 +91,7 @@ def loss_not_scaled(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
 
 def unscaled_twice(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
     """Gradients were divided by the loss scale two times."""
-    unscaler = "scale_loss or scaler.step" if api.scaling is ApiStyle.UNKNOWN else "scale_loss"
-    yield from _wrong_power(rehearsal, api, -1, "unscaled-twice", unscaler=unscaler)
+    yield from _wrong_power(rehearsal, api, -1, "unscaled-twice")
 
 
 def clips_model_gradients(rehearsal: Rehearsal, _api: Api) -> Iterator[Finding]:
@@ -200,7 +198,7 @@ GRADIENT_RULES: tuple[Callable[[Rehearsal, Api], Iterator[Finding]], ...] = (
 )
 
 
-def _wrong_power(rehearsal: Rehearsal, api: Api, power: int, name: str, **fields: Any) -> Iterator[Finding]:
+def _wrong_power(rehearsal: Rehearsal, api: Api, power: int, name: str) -> Iterator[Finding]:
     scaled = [each for each in _off_by(rehearsal, power) if not _is_never_scaled(rehearsal, each.name)]
     for number, wrong in _by_optimizer(scaled).items():
         evidence: dict[str, Number] = {"optimizer": number, "gradients": len(wrong)}
@@ -210,7 +208,6 @@ def _wrong_power(rehearsal: Rehearsal, api: Api, power: int, name: str, **fields
             module=shared_module([each.name for each in wrong]),
             tensor=f"gradient of {wrong[0].name}",
             evidence=evidence | {"ratio": wrong[0].ratio, "loss_scale": rehearsal.scale},
-            **fields,
         )
 
 
