@@ -84,7 +84,7 @@ def bench(options: argparse.Namespace) -> int:
     """Measure a suite and print its table; a figure below its goal does not change the exit status."""
     if options.suite == "gpu":
         return bench_gpu(options)
-    from amplab.amp.run_state.atomic_file import write_atomically
+    from amplab.amp.run_state.file_format import write_atomically
     from amplab.bench import as_json, as_text, run_suite
 
     if options.json is not None and not may_write(options.json):

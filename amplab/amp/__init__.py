@@ -5,15 +5,12 @@ one session for the whole program, then save_run_state and load_run_state, for a
 autocast, with what lets autograd functions and checkpointing heed it, and GradScaler, which stands on its own.
 """
 
-from amplab.amp import frontend
 from amplab.amp.apex.amp_state import amp_state as _amp_state
 from amplab.amp.apex.amp_state import init
-from amplab.amp.apex.collapse import LossScaleCollapse
-from amplab.amp.apex.default_sessions import default_session
-from amplab.amp.apex.function_casts import float_function, half_function, promote_function
 from amplab.amp.apex.functions import (
     clip_grad_norm_,
     combined_grads,
+    default_session,
     initialize,
     last_step,
     load_state_dict,
@@ -29,7 +26,10 @@ from amplab.amp.apex.functions import (
     state_dict,
     subscribe,
 )
+from amplab.amp.apex.loss_scaling import LossScaleCollapse
+from amplab.amp.apex.module_paths import frontend
 from amplab.amp.apex.opt_levels import OPT_LEVELS, OptLevel, OptProperties, explain_override
+from amplab.amp.apex.registered_functions import float_function, half_function, promote_function
 from amplab.amp.apex.session import Session
 from amplab.amp.backward.records import MemoryUse, ScaleRecord, StepOutcome
 from amplab.amp.pytorch.autocast import autocast, get_autocast_dtype, is_autocast_enabled

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from whole_table import MIXTURES, differences, outcome
 
-from amplab.kernels.recipe import obstacle
+from amplab.kernels.builder.recipe import obstacle
 from amplab.policies import (
     TABLES,
     CastingEngine,

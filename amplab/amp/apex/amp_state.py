@@ -11,7 +11,6 @@ Everything is read from the calling thread's session; nothing is kept here. What
 
 import contextlib
 import sys
-import weakref
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -20,34 +19,12 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from amplab.amp.apex.banner import is_first_rank
-from amplab.amp.apex.default_sessions import default_session
+from amplab.amp.apex.functions import default_session
 from amplab.amp.apex.opt_levels import OptProperties
-from amplab.amp.apex.session import Session
-from amplab.amp.backward.loss_scaler import LossScaler as OwnLossScaler
-from amplab.amp.scaler import LossScaler
+from amplab.amp.backward.loss_scaler import LossScaler
 from amplab.policies import casts_enabled, disable_casts
 
-__all__ = ["AmpHandle", "AmpState", "ScalerView", "amp_state", "init"]
-
-
-class ScalerView(LossScaler):
-    """One of `AmpState.loss_scalers`: apex's names for a loss scaler of a session."""
-
-    def __init__(self, session: Session, loss_id: int) -> None:
-        self._session, self._loss_id = weakref.ref(session), loss_id
-        self._stand_for(session.scalers[loss_id])
-
-    def update_scale(self) -> bool:
-        """Move the scale by the verdict in ``_overflow_buf``, and by the one that ``delay_overflow_check`` left.
-
-        Returns:
-            Whether the step should be skipped, which is then left to the caller.
-
-        Sync: one.
-        """
-        session = self._session()
-        waiting: Tensor | None = None if session is None else session.take_unchecked(self._loss_id)
-        return self._move(self._has_overflow or (waiting is not None and bool(waiting.any())))
+__all__ = ["AmpHandle", "AmpState", "amp_state", "init"]
 
 
 class AmpHandle:
@@ -108,10 +85,9 @@ class AmpState(ModuleType):
     def __init__(self) -> None:
         name = "amplab.amp._amp_state"
         super().__init__(name, type(self).__doc__)
-        views: weakref.WeakKeyDictionary[OwnLossScaler, ScalerView] = weakref.WeakKeyDictionary()
         vars(self).update(
             __spec__=ModuleSpec(name, None), AmpState=AmpState, _amp_state=self, hard_override=False,
-            allow_incoming_model_not_fp32=False, handle=AmpHandle(), _scaler_views=views,
+            allow_incoming_model_not_fp32=False, handle=AmpHandle(),
         )  # fmt: skip
 
     def maybe_print(self, msg: object, rank0: bool = False) -> None:
@@ -145,20 +121,16 @@ class AmpState(ModuleType):
         return session.properties
 
     @property
-    def loss_scalers(self) -> list[ScalerView]:
+    def loss_scalers(self) -> list[LossScaler]:
         """One for each ``loss_id``.
 
         Raises:
             AttributeError: before `initialize`, or with ``enabled=False``.
         """
-        session = default_session()
-        if not session.scalers:
-            raise AttributeError("loss_scalers")  # told by __getattr__
-        views = vars(self)["_scaler_views"]
-        for loss_id, scaler in enumerate(session.scalers):
-            if scaler not in views:
-                views[scaler] = ScalerView(session, loss_id)
-        return [views[scaler] for scaler in session.scalers]
+        scalers = default_session().scalers
+        if not scalers:
+            raise AttributeError("loss_scalers")  # __getattr__ raises the message
+        return list(scalers)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("__"):  # the import system marks its modules

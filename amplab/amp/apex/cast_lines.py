@@ -18,14 +18,14 @@ from amplab.policies import CastingEngine, CastPolicy, OpRule, PrecisionPolicy
 from amplab.policies.argument_casts import floating_tensors, widest
 from amplab.policies.half_on_cpu import HalfMode
 
-__all__ = ["TalkativeEngine"]
+__all__ = ["VerboseEngine"]
 
 _WORDS = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "Float"}
 
 _Step = Callable[..., Any]
 
 
-class TalkativeEngine(CastingEngine):
+class VerboseEngine(CastingEngine):
     """A `CastingEngine` that prints a line for every cast; copies of it in other processes are silent.
 
     Args:
@@ -33,7 +33,7 @@ class TalkativeEngine(CastingEngine):
     """
 
     def __init__(self, policy: PrecisionPolicy) -> None:
-        self._talking: dict[tuple[HalfMode, bool, bool], dict[Any, _Step]] = {}
+        self._verbose: dict[tuple[HalfMode, bool, bool], dict[Any, _Step]] = {}
         super().__init__(policy)
 
     def plan(self, half_mode: HalfMode, casts: bool, explained: bool) -> dict[Any, _Step]:
@@ -42,9 +42,9 @@ class TalkativeEngine(CastingEngine):
         if explained or not casts:
             return silent
         key = (half_mode, casts, explained)
-        if key not in self._talking:
-            self._talking[key] = {func: self._told(step, self.policy.explain(func)) for func, step in silent.items()}
-        return self._talking[key]
+        if key not in self._verbose:
+            self._verbose[key] = {func: self._told(step, self.policy.explain(func)) for func, step in silent.items()}
+        return self._verbose[key]
 
     def _told(self, step: _Step, rule: OpRule) -> _Step:
         target = _TARGETS.get(rule.cast)

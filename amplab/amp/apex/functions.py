@@ -13,17 +13,19 @@ experiments that share nothing make a `Session` of each.
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any
 
-from amplab.amp.apex.default_sessions import default_session, reset_default_session, session_to_initialize
+from amplab.amp.apex.registered_functions import RegisteredFunctions
 from amplab.amp.apex.session import Session
 from amplab.policies import CastPolicy
 
 __all__ = [
     "clip_grad_norm_",
     "combined_grads",
+    "default_session",
     "initialize",
     "last_step",
     "load_state_dict",
@@ -34,8 +36,10 @@ __all__ = [
     "register_half_function",
     "register_promote_function",
     "reset",
+    "reset_default_session",
     "scale_loss",
     "scaled_grad",
+    "session_to_initialize",
     "state_dict",
     "subscribe",
 ]
@@ -138,3 +142,54 @@ scale_loss = _of_the_default_session(Session.scale_loss)
 scaled_grad = _of_the_default_session(Session.scaled_grad)
 state_dict = _of_the_default_session(Session.state_dict)
 subscribe = _of_the_default_session(Session.subscribe)
+
+
+_REGISTERED = RegisteredFunctions()
+_PROGRAM = Session(_REGISTERED)
+_LOCK = threading.Lock()
+
+
+class _Owner:
+    """The thread that the program's session belongs to, while it lives and has not reset it."""
+
+    thread: threading.Thread | None = None
+
+
+class _OwnSession(threading.local):
+    """The session that this thread has for itself."""
+
+    session: Session | None = None
+
+
+_OWN = _OwnSession()
+
+
+def default_session() -> Session:
+    """Return the session behind the functions of this module, as seen from the calling thread.
+
+    It is the one that this thread has initialized, else the program's: that of the first thread that did.
+    """
+    own = _OWN.session
+    return _PROGRAM if own is None or not own.initialized else own
+
+
+def session_to_initialize() -> Session:
+    """Return the session that a call of `initialize` in this thread is meant for."""
+    if _OWN.session is not None:
+        return _OWN.session
+    with _LOCK:
+        owner = _Owner.thread
+        if owner is None or owner is threading.current_thread() or not owner.is_alive():
+            _Owner.thread = threading.current_thread()
+            return _PROGRAM
+    _OWN.session = Session(_REGISTERED)
+    return _OWN.session
+
+
+def reset_default_session() -> None:
+    """Undo everything that the calling thread's session has done, and forget the registered functions."""
+    session, _OWN.session = default_session(), None
+    session.reset()
+    with _LOCK:
+        if session is _PROGRAM:
+            _Owner.thread = None

@@ -1,14 +1,13 @@
-"""One optimizer under a session: its masters, its gradients around a backward, and its skipped steps.
+"""One optimizer of a session: its masters, its gradients around a backward, and its skipped steps.
 
-    enter scale_loss    gradients of earlier backwards are set aside
-    leave scale_loss    new gradients are unscaled and added to those; half ones go on to the masters
-    before step         a step that is skipped finds every gradient parked, and so changes nothing
-    after step          gradients are put back, or the masters rounded into the model
+    scale_loss      new gradients are unscaled and added to earlier ones; half ones go to the float32 masters
+    before step     for a skipped step every gradient is parked, so that the step changes nothing
+    after step      parked gradients are put back, or the masters are written back to the model
 
-What is written to the model's half weights before the first of these, such as the weights of rank 0, goes on to the
-masters. Where there are other ranks masters start from rounded weights, the only ones that ranks come to share.
+Values that are written to half weights before the first of these (rank 0's weights, for example) reach the masters.
+With several ranks masters start from rounded weights, since only rounded weights are sent between ranks.
 
-Official hooks of `torch.optim.Optimizer` only. The scale itself is in `loss_scaler`.
+Uses the official hooks of `torch.optim.Optimizer` only.
 """
 
 import itertools
@@ -30,12 +29,12 @@ from amplab.amp.backward.gradients import (
     add_scaled,
     add_unscaled,
     bookkeeping,
+    gradients_of,
     put_back,
     reached_first,
-    set_aside,
 )
 from amplab.amp.backward.loss_scaler import LossScaler
-from amplab.amp.backward.optimizer_params import cast_state, follow_model, params_of, replace_params
+from amplab.amp.backward.optimizer_params import cast_state, follow_model, replace_params
 from amplab.amp.backward.records import StepOutcome
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies.casting_mode import resume_casts, suspend_casts
@@ -49,8 +48,8 @@ _STEPPED = StepOutcome(True, "parameters updated")
 _NO_GRADIENT = StepOutcome(False, "no parameter had a gradient: no backward has reached one since they were cleared")
 
 
-class _Skip(NamedTuple):
-    """An overflow that the next step answers for."""
+class _Overflow(NamedTuple):
+    """The overflow for which the next step is skipped."""
 
     loss_id: int
     scaler: LossScaler
@@ -59,7 +58,7 @@ class _Skip(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A step that has begun: its frame, the gradients that it must not see, and whether there were any."""
+    """A step that is running: its frame, the gradients that are parked, and whether there were any gradients."""
 
     frame: FrameType
     parked: list[SetAside]
@@ -67,15 +66,20 @@ class _Step(NamedTuple):
 
 
 class HookedOptimizer:
-    """What a session keeps about one optimizer; it does not keep the optimizer alive.
+    """What a session knows about one optimizer. It holds the optimizer weakly.
 
     Args:
-        optimizer: any optimizer built on `torch.optim.Optimizer`.
-        uncast: what its parameters held before the model was cast, for those that were.
-        master_weights: let it step float32 masters of its half parameters.
-        casts_in_step: False runs ``step`` with casts disabled.
+        optimizer: any subclass of `torch.optim.Optimizer`.
+        uncast: the values of its parameters before the model was cast, for those that were.
+        master_weights: step float32 masters of its half parameters.
+        casts_in_step: whether ``step`` runs with casts.
         announce: print a line for each skipped step.
-        unscaler: makes what takes the scale out of gradients, one for the optimizer's own and one for the masters'.
+        unscaler: makes an unscaler; one is used for the optimizer's own gradients, one for those of the masters.
+
+    Attributes:
+        masters: the float32 masters of its half parameters.
+        outcome: of the last step.
+        copies_shared: as `ReachedGradients`.
     """
 
     def __init__(
@@ -94,10 +98,11 @@ class HookedOptimizer:
         self.outcome = _NO_STEP_YET
         self._master_weights, self._casts_in_step, self._announce = master_weights, casts_in_step, announce
         self._unscaler, self._into_masters = unscaler(), unscaler()
+        self.copies_shared = type(self._unscaler) is Unscaler
         self._params: list[Tensor] = []
         self._own: list[Tensor] = []
         self._scaled_by: float | None = None
-        self._skip: _Skip | None = None
+        self._overflow: _Overflow | None = None
         self._step: _Step | None = None
         self._in_closure, self._in_backward = False, False
         self._take_over(optimizer, uncast)
@@ -107,54 +112,129 @@ class HookedOptimizer:
             optimizer.register_step_post_hook(self._after_step),
         ]
 
+    def _take_over(self, optimizer: Optimizer, uncast: Mapping[Tensor, Uncast]) -> None:
+        self._refresh()
+        for pair in self.masters.pairs:
+            if pair.model in uncast:  # the values before rounding
+                values, grad = uncast[pair.model]
+                if not _has_other_ranks():
+                    pair.master.data = values.float()
+                pair.master.grad = None if grad is None else grad.float()
+                pair.model.grad = None
+        for param in self._own:
+            if param in uncast:
+                cast_state(optimizer, param)
+        self.masters.watch_model()
+
+    def release(self) -> None:
+        """Remove the hooks and return the model's parameters to the optimizer, with the masters' float32 values.
+
+        The caller casts the state of parameters that it casts back.
+        """
+        self._end_step()
+        self._follow_edits()
+        for handle in self._handles:
+            handle.remove()
+        if self._scaled_by is not None:
+            for param, grad in gradients_of(self._own):
+                param.grad = grad / self._scaled_by
+        by_master = {id(pair.master): pair.model for pair in self.masters.pairs}
+        for pair in self.masters.pairs:
+            pair.model.grad = None
+            set_values(pair.model, pair.master.data)
+            pair.model.grad = pair.master.grad
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            take_names_back(optimizer)
+            replace_params(optimizer, lambda param: by_master.get(id(param), param))
+
+    # -- its parameters ----------------------------------------------------------------------------
+
     @property
     def model_params(self) -> list[Tensor]:
-        """The parameters that a backward reaches, in the order of the groups: never masters."""
+        """The model's parameters in the order of the groups, without masters."""
         return list(itertools.chain.from_iterable(self._model_groups()))
 
     @property
-    def passes_gradients_through(self) -> bool:
-        """Whether at scale 1.0 there is nothing to do with its gradients."""
-        return not self.masters.pairs and self._scaled_by is None and type(self._unscaler) is Unscaler
-
-    @property
     def buffers(self) -> tuple[Tensor, ...]:
-        """The flat buffers that gradients lie in: those of its own, then those of its masters."""
+        """The flat gradient buffers: first those of parameters shared with the model, then those of masters."""
         return self._unscaler.buffers + self._into_masters.buffers
 
-    def set_grads_aside(self) -> list[SetAside]:
-        """Clear the way for a backward; the gradients that are there keep out of its unscaling."""
+    def _model_groups(self) -> list[list[Tensor]]:
+        optimizer = self._optimizer()
+        by_master = {id(pair.master): pair.model for pair in self.masters.pairs}
+        groups = [] if optimizer is None else optimizer.param_groups
+        return [[by_master.get(id(param), param) for param in group["params"]] for group in groups]
+
+    def _masters(self) -> list[Tensor]:
+        return [pair.master for pair in self.masters.pairs]
+
+    def _current_params(self) -> list[Tensor]:
+        optimizer = self._optimizer()
+        return [] if optimizer is None else [param for group in optimizer.param_groups for param in group["params"]]
+
+    def _refresh(self) -> None:
+        """Handle parameters that were added to a group, and masters whose model has moved to another device."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        for pair in self.masters.pairs:
+            if pair.model.device != pair.master.device or pair.model.dtype not in LOW_PRECISION_DTYPES:
+                follow_model(optimizer, pair.model, pair.master)
+        params = self._current_params()
+        if len(params) == len(self._params) and all(map(operator.is_, params, self._params)):
+            return
+        if self._master_weights:
+            replace_params(optimizer, lambda param: self.masters.add_pairs([param])[0])
+        masters = {id(pair.master) for pair in self.masters.pairs}
+        self._params = self._current_params()
+        self._own = [param for param in self._params if id(param) not in masters]
+
+    def _follow_edits(self) -> None:
+        """Copy what was written to the model since `initialize` or ``load_state_dict`` to the masters, once."""
+        self.masters.follow_edits()
+        self.masters.stop_watching()
+
+    def _flags(self) -> tuple[bool, bool]:
+        """Whether the next step is skipped, and whether gradients are still scaled."""
+        return self._overflow is not None, self._scaled_by is not None
+
+    # -- around a backward -------------------------------------------------------------------------
+
+    @property
+    def passes_gradients_through(self) -> bool:
+        """Whether its gradients need no work at scale 1.0."""
+        return not self.masters.pairs and self._scaled_by is None and type(self._unscaler) is Unscaler
+
+    def before_backward(self) -> list[Tensor]:
+        """Prepare for a backward; return the parameters whose gradients it may write."""
         if not self._in_closure:
-            self._leave_step()
+            self._end_step()
         self._in_backward = True
         self._refresh()
         self._follow_edits()
         halves = [pair.model for pair in self.masters.pairs]
         if self._scaled_by is None:
-            # Whatever lies on the half parameters came from a backward that belonged to other optimizers.
-            for param in halves:
+            for param in halves:  # gradients from a backward that belonged to other optimizers
                 param.grad = None
-        return set_aside([*self._own, *halves], copy_shared=type(self._unscaler) is Unscaler)
+        return [*self._own, *halves]
 
-    def put_grads_back(self, aside: list[SetAside]) -> None:
-        """Undo `set_grads_aside` after a backward that failed; what it left behind is dropped."""
+    def after_failed_backward(self) -> None:
+        """Undo `before_backward`; gradients have been put back."""
         self._in_backward = False
-        for param in [*self._own, *(pair.model for pair in self.masters.pairs)]:
-            param.grad = None
-        put_back(aside)
 
     @torch.no_grad()
     def keep_scaled(self, aside: list[SetAside], scale: float) -> None:
-        """Add up gradients that stay scaled by ``scale`` until a later backward unscales them all."""
+        """Add new gradients to those in ``aside``, all scaled by ``scale``, for a later backward to unscale."""
         add_scaled(aside, scale / (self._scaled_by or 1.0))
         self._scaled_by, self._in_backward = scale, False
 
     @torch.no_grad()
-    def unscale(self, aside: list[SetAside], scale: float, found_inf: Tensor | None) -> Tensor:
-        """Unscale the new gradients, and bring those of half parameters to their masters.
+    def unscale_new(self, aside: list[SetAside], scale: float, found_inf: Tensor | None) -> Tensor:
+        """Unscale the new gradients, add those in ``aside``, and bring half ones to the float32 masters.
 
         Returns:
-            ``(1,)`` float32, 1.0 where one of them is inf or NaN.
+            found_inf: ``(1,)`` float32, 1.0 if a gradient is inf or NaN.
 
         Sync: none.
         """
@@ -171,117 +251,45 @@ class HookedOptimizer:
             self._into_masters.settle(self._masters())
         return found_inf
 
-    def flat_grads(self) -> FlatGrads:
-        """What the optimizer is going to step with, in as few tensors as it lies in: flat buffers where combined.
-
-        Raises:
-            RuntimeError: gradients wait scaled.
-
-        Sync: none.
-        """
-        if self._scaled_by is not None:
-            raise RuntimeError(
-                f"The gradients are still scaled by {self._scaled_by}, after delay_unscale=True: clip them when the "
-                "last backward before the step has unscaled them."
-            )
-        self._refresh()
-        own, masters = self._unscaler.flat_grads(self._own), self._into_masters.flat_grads(self._masters())
-        return FlatGrads(own.tensors + masters.tensors, own.parts + masters.parts)
-
     def first_nonfinite(self) -> Tensor | None:
-        """Return the model's parameter whose non-finite gradient backward reached first. Sync: many."""
+        """Return the model's parameter whose non-finite gradient the backward reached first. Sync: many."""
         reached = reached_first(self._current_params())
         if reached is None:
             return None
         return next((pair.model for pair in self.masters.pairs if pair.master is reached), reached)
 
-    def skip_next_step(self, loss_id: int, scaler: LossScaler, loss_scale: float, first_nonfinite: str | None) -> None:
-        """Let the next step change nothing; of several overflows before it the first one counts.
+    def flat_grads(self) -> FlatGrads:
+        """Return the gradients that the optimizer will step with, in as few tensors as possible.
 
         Raises:
-            RuntimeError: called from the closure of a step, which cannot be skipped any more.
+            RuntimeError: gradients are still scaled.
+
+        Sync: none.
+        """
+        if self._scaled_by is not None:
+            raise RuntimeError(
+                f"Gradients are still scaled by {self._scaled_by}, after delay_unscale=True: clip them after the last "
+                "backward before the step, which unscales them."
+            )
+        self._refresh()
+        own, masters = self._unscaler.flat_grads(self._own), self._into_masters.flat_grads(self._masters())
+        return FlatGrads(own.tensors + masters.tensors, own.parts + masters.parts)
+
+    # -- a step, and a step that is skipped --------------------------------------------------------
+
+    def skip_next_step(self, loss_id: int, scaler: LossScaler, loss_scale: float, first_nonfinite: str | None) -> None:
+        """Skip the next step. After several overflows the first one is reported.
+
+        Raises:
+            RuntimeError: called in the closure of a step that is running.
         """
         if self._in_closure:
             raise RuntimeError(
                 f"The gradients overflowed at loss scale {loss_scale} inside the closure of "
-                f"{type(self._optimizer()).__name__}.step(), which cannot be skipped half-way. The scale is now "
+                f"{type(self._optimizer()).__name__}.step(), which cannot be skipped any more. The scale is now "
                 f"{scaler.scale}: call step(closure) again, or use a static loss_scale."
             )
-        self._skip = self._skip or _Skip(loss_id, scaler, loss_scale, first_nonfinite)
-
-    def release(self) -> Optimizer | None:
-        """Take the hooks off and give the optimizer back the model's parameters, with the masters' float32 values.
-
-        Returns:
-            The optimizer, if there still is one. State of parameters that are cast back later is left to do.
-        """
-        self._leave_step()
-        self._follow_edits()
-        for handle in self._handles:
-            handle.remove()
-        if self._scaled_by is not None:
-            for param, grad in set_aside(self._own):
-                param.grad = grad / self._scaled_by
-        by_master = {id(pair.master): pair.model for pair in self.masters.pairs}
-        for pair in self.masters.pairs:
-            pair.model.grad = None
-            set_values(pair.model, pair.master.data)
-            pair.model.grad = pair.master.grad
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            take_names_back(optimizer)
-            replace_params(optimizer, lambda param: by_master.get(id(param), param))
-        return optimizer
-
-    def _take_over(self, optimizer: Optimizer, uncast: Mapping[Tensor, Uncast]) -> None:
-        self._refresh()
-        for pair in self.masters.pairs:
-            if pair.model in uncast:  # the values that the model has rounded
-                values, grad = uncast[pair.model]
-                if not _has_other_ranks():
-                    pair.master.data = values.float()
-                pair.master.grad = None if grad is None else grad.float()
-                pair.model.grad = None
-        for param in self._own:
-            if param in uncast:
-                cast_state(optimizer, param)
-        self.masters.watch_model()
-
-    def _follow_edits(self) -> None:
-        """Let masters take what was written to the model since `initialize` or ``load_state_dict``; later edits not."""
-        self.masters.follow_edits()
-        self.masters.stop_watching()
-
-    def _model_groups(self) -> list[list[Tensor]]:
-        optimizer = self._optimizer()
-        by_master = {id(pair.master): pair.model for pair in self.masters.pairs}
-        groups = [] if optimizer is None else optimizer.param_groups
-        return [[by_master.get(id(param), param) for param in group["params"]] for group in groups]
-
-    def _masters(self) -> list[Tensor]:
-        return [pair.master for pair in self.masters.pairs]
-
-    def _flags(self) -> tuple[bool, bool]:
-        """Whether a skip is due, and whether gradients wait scaled."""
-        return self._skip is not None, self._scaled_by is not None
-
-    def _current_params(self) -> list[Tensor]:
-        optimizer = self._optimizer()
-        return [] if optimizer is None else list(params_of(optimizer))
-
-    def _refresh(self) -> None:
-        """Meet parameters that were added to a group since, and masters whose model has moved."""
-        optimizer, params = self._optimizer(), self._current_params()
-        for pair in self.masters.pairs if optimizer is not None else ():
-            if pair.model.device != pair.master.device or pair.model.dtype not in LOW_PRECISION_DTYPES:
-                follow_model(optimizer, pair.model, pair.master)
-        if optimizer is None or (len(params) == len(self._params) and all(map(operator.is_, params, self._params))):
-            return
-        if self._master_weights:
-            replace_params(optimizer, lambda param: self.masters.add_pairs([param])[0])
-        masters = {id(pair.master) for pair in self.masters.pairs}
-        self._params = self._current_params()
-        self._own = [param for param in self._params if id(param) not in masters]
+        self._overflow = self._overflow or _Overflow(loss_id, scaler, loss_scale, first_nonfinite)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # torch runs no hook after a step that raises, so state that is valid during the step is tied to its frame.
@@ -289,33 +297,64 @@ class HookedOptimizer:
         frame = sys._getframe(1)
         if self._step is not None and is_running(self._step.frame):
             return None
-        self._leave_step()
+        self._end_step()
         if self._in_backward:
             raise RuntimeError(
-                f"{type(optimizer).__name__}.step() inside of the block of scale_loss, where gradients are still "
-                "scaled: call it after the block."
+                f"{type(optimizer).__name__}.step() inside the block of scale_loss, where gradients are still scaled: "
+                "call it after the block."
             )
         if len(args) > 1 and args[1] is not None:
             return (args[0], self._watched(args[1]), *args[2:]), kwargs
         if kwargs.get("closure") is not None:
             return args, {**kwargs, "closure": self._watched(kwargs["closure"])}
         with bookkeeping():
-            if self._skip is not None or not self.passes_gradients_through:
+            if self._overflow is not None or not self.passes_gradients_through:
                 self._follow_edits()
                 self._refuse_scaled_grads(optimizer)
-            had_gradients = any(param.grad is not None for param in params_of(optimizer))
-            parked = set_aside(self._current_params()) if self._skip else []
-        self._step = _Step(frame, parked, had_gradients)
+            gradients = gradients_of(self._current_params())
+            self._step = _Step(frame, gradients if self._overflow else [], bool(gradients))
+            for param, _ in self._step.parked:  # a step without gradients changes nothing
+                param.grad = None
         if not self._casts_in_step:
             suspend_casts(frame)
         return None
 
+    def _after_step(self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        if self._step is not None and self._step.frame is not sys._getframe(1):
+            return
+        done = _STEPPED if self._step is None or self._step.had_gradients else _NO_GRADIENT
+        self._end_step()
+        overflow, self._overflow = self._overflow, None
+        if self.masters.pairs:
+            self._finish_masters(write_back=overflow is None)
+        if overflow is None:
+            self.outcome = done
+            return
+        self.outcome = _outcome_of_skip(overflow)
+        if self._announce:
+            _print_gradient_overflow(overflow)
+
+    def _finish_masters(self, *, write_back: bool) -> None:
+        with bookkeeping():
+            if write_back:
+                self.masters.copy_to_model()
+            for pair in self.masters.pairs:
+                pair.master.grad = None
+
+    def _end_step(self) -> None:
+        """Undo what `_before_step` did, at the end of the step or, if the step raised, at the next opportunity."""
+        if self._step is not None:
+            resume_casts(self._step.frame)
+            put_back(self._step.parked)
+            self._step = None
+
     def _watched(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return ``closure`` so wrapped that a backward inside it is known to run within a step."""
-        if self._skip is not None or self.masters.pairs:
+        """Return ``closure`` wrapped so that a backward in it is known to run inside a step."""
+        if self._overflow is not None or self.masters.pairs:
             raise RuntimeError(
                 "Currently, Amp does not support closure use with optimizers. Call step() without a closure, after "
-                "scale_loss; optimizers that need one work without masters (O0, O1, O3), with a static loss_scale."
+                "scale_loss; optimizers that need a closure work without masters (O0, O1, O3), with a static "
+                "loss_scale."
             )
 
         def run() -> Any:
@@ -328,7 +367,7 @@ class HookedOptimizer:
         return run
 
     def _refuse_scaled_grads(self, optimizer: Optimizer) -> None:
-        if self._scaled_by is not None and self._skip is None:
+        if self._scaled_by is not None and self._overflow is None:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() with gradients still scaled by {self._scaled_by}: the last "
                 "backward before a step must run in scale_loss without delay_unscale=True."
@@ -341,40 +380,21 @@ class HookedOptimizer:
                 "scaled_loss.backward()`."
             )
 
-    def _after_step(self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-        if self._step is not None and self._step.frame is not sys._getframe(1):
-            return
-        empty = self._step is not None and not self._step.had_gradients
-        self._leave_step()
-        if self.masters.pairs:
-            with bookkeeping():
-                if self._skip is None:
-                    self.masters.copy_to_model()
-                for pair in self.masters.pairs:
-                    pair.master.grad = None
-        done = _NO_GRADIENT if empty else _STEPPED
-        self.outcome = done if self._skip is None else self._skipped(self._skip)
-        self._skip = None
 
-    def _leave_step(self) -> None:
-        """End the step, or what is left of one that raised."""
-        step, self._step = self._step, None
-        if step is not None:
-            resume_casts(step.frame)
-            put_back(step.parked)
+def _outcome_of_skip(overflow: _Overflow) -> StepOutcome:
+    where = f", first in the gradient of {overflow.first_nonfinite}" if overflow.first_nonfinite else ""
+    reason = f"gradient overflow at loss scale {overflow.loss_scale} of loss scaler {overflow.loss_id}{where}"
+    return StepOutcome(False, reason, overflow.first_nonfinite)
 
-    def _skipped(self, skip: _Skip) -> StepOutcome:
-        where = f", first in the gradient of {skip.first_nonfinite}" if skip.first_nonfinite else ""
-        reason = f"gradient overflow at loss scale {skip.loss_scale} of loss scaler {skip.loss_id}{where}"
-        if self._announce:
-            print(  # noqa: T201  the line that apex prints
-                f"Gradient overflow.  Skipping step, loss scaler {skip.loss_id} "
-                f"reducing loss scale to {skip.scaler.scale}"
-            )
-        return StepOutcome(False, reason, skip.first_nonfinite)
+
+def _print_gradient_overflow(overflow: _Overflow) -> None:
+    print(  # noqa: T201  the line that apex prints
+        f"Gradient overflow.  Skipping step, loss scaler {overflow.loss_id} "
+        f"reducing loss scale to {overflow.scaler.scale}"
+    )
 
 
 def _has_other_ranks() -> bool:
-    """Whether a group of several processes runs, whose ranks a wrapper may give the half weights of rank 0."""
+    """Whether several processes train together; a wrapper may then send the half weights of rank 0 to the others."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

@@ -4,7 +4,7 @@ Putting hooks on and taking them off is here; what they do is in `hooked_model` 
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,20 +12,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amplab.amp.apex.forward_hooks import ForwardHooks
-from amplab.amp.apex.hooked_model import HookedModel
 from amplab.amp.apex.hooked_optimizer import HookedOptimizer
 from amplab.amp.apex.initialize_arguments import warn_of_vanishing_eps
 from amplab.amp.apex.level_policy import ruled_dtypes
-from amplab.amp.apex.memory import memory_use
-from amplab.amp.apex.model_weights import Uncast, cast_model
+from amplab.amp.apex.model_weights import Uncast, cast_model, set_values
 from amplab.amp.apex.opt_levels import OptProperties
+from amplab.amp.apex.saved_masters import SavedMasters
 from amplab.amp.backward.optimizer_params import cast_state, params_of
 from amplab.amp.backward.records import MemoryUse
 from amplab.formats import LOW_PRECISION_DTYPES
-from amplab.policies import CastingEngine, PrecisionPolicy
-from amplab.scalers import Unscaler
+from amplab.policies import CastingEngine, PrecisionPolicy, accept_half_input, register_module_rules
+from amplab.policies.nested_tensors import tensors_in
+from amplab.scalers import MasterWeights, Unscaler
 
-__all__ = ["Hooks"]
+__all__ = ["HookedModel", "Hooks", "memory_use"]
 
 
 class Hooks:
@@ -150,3 +150,102 @@ class Hooks:
                 hooked = self._optimizers.get(owner)
                 params.update(params_of(owner) if hooked is None else hooked.model_params)
         return params
+
+
+class HookedModel:
+    """What a session keeps about one model; it does not keep the model alive.
+
+    Args:
+        model: its weights cast already.
+        forward: the casts of its inputs and outputs.
+        policy: whose module rules it runs by.
+        weights_dtype: what its weights were cast to; None if they were not.
+        masters: the masters of every optimizer of the same call.
+        casts_around_functions: engines cast inside its forward (O1), so half may arrive at float32 weights.
+        prefix: what its parameters' names are told apart by, among several models.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: ForwardHooks,
+        policy: PrecisionPolicy,
+        *,
+        weights_dtype: torch.dtype | None,
+        masters: Sequence[MasterWeights],
+        casts_around_functions: bool,
+        prefix: str,
+    ) -> None:
+        self._half = weights_dtype in LOW_PRECISION_DTYPES
+        self._masters = tuple(masters)
+        self._prefix = prefix
+        self._forward = forward
+        self._handles = forward.register(model)
+        self._handles += register_module_rules(model, policy, weights_dtype=weights_dtype if self._half else None)
+        if self._half:
+            self._handles += SavedMasters(masters).register(model)
+        if casts_around_functions:
+            self._handles += accept_half_input(model)
+
+    def name_of(self, model: nn.Module, param: Tensor) -> str | None:
+        """Return the name of ``param`` in ``model``, None where it is not one of its parameters."""
+        names = (name for name, own in model.named_parameters() if own is param)
+        name = next(names, None)
+        return None if name is None else self._prefix + name
+
+    def release(self, model: nn.Module) -> set[Tensor]:
+        """Take everything off ``model``; its half weights become float32, from their masters where they have any.
+
+        Returns:
+            The parameters that were cast back.
+        """
+        self._forward.leave()
+        for handle in self._handles:
+            handle.remove()
+        if not self._half:
+            return set()
+        restored = {pair.model: pair.master for masters in self._masters for pair in masters.pairs}
+        for param in model.parameters():
+            if param.dtype in LOW_PRECISION_DTYPES and param in restored:  # its optimizer is gone, its masters are not
+                set_values(param, restored[param].data)
+        return set(cast_model(model, torch.float32))
+
+
+def memory_use(models: Iterable[nn.Module], optimizers: Iterable[tuple[Optimizer, HookedOptimizer]]) -> MemoryUse:
+    """Return the bytes of everything that belongs to ``models`` and ``optimizers``; shared tensors count once.
+
+    Sync: none.
+    """
+    optimizers = list(optimizers)
+    owned = [param for optimizer, _ in optimizers for param in params_of(optimizer)]
+    masters = [pair.master for _, hooked in optimizers for pair in hooked.masters.pairs]
+    params = [param for model in models for param in model.parameters()]
+    is_master = {id(master) for master in masters}
+    params += [param for param in owned if id(param) not in is_master]
+    grads = [param.grad for param in [*params, *masters] if param.grad is not None]
+    buffers = [buffer for _, hooked in optimizers for buffer in hooked.buffers]
+    return MemoryUse(
+        parameters=_bytes(params),
+        gradients=_bytes(grads),
+        masters=_bytes(masters),
+        optimizer_state=_bytes(tensor for optimizer, _ in optimizers for tensor in tensors_in(optimizer.state)),
+        gradient_buffers=_bytes(buffers) - _bytes(_inside(grads, buffers)),
+    )
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(_tensor_bytes(tensor) for tensor in {id(tensor): tensor for tensor in tensors}.values())
+
+
+def _tensor_bytes(tensor: Tensor) -> int:
+    if tensor.layout != torch.strided:
+        tensor = tensor.coalesce()
+        return tensor.indices().nbytes + tensor.values().nbytes
+    return tensor.nbytes
+
+
+def _inside(grads: Iterable[Tensor], buffers: Iterable[Tensor]) -> list[Tensor]:
+    """The gradients that lie in one of the buffers."""
+    memory = {buffer.untyped_storage().data_ptr() for buffer in buffers}
+    dense = [grad for grad in grads if grad.layout == torch.strided]
+    return [grad for grad in dense if grad.untyped_storage().data_ptr() in memory]

@@ -10,16 +10,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from amplab.amp.apex.opt_levels import checked_flag
+from amplab.amp.arguments import checked_flag
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.optimizers import FusedOptimizer
 
 __all__ = [
-    "as_list",
     "checked_cast_model_outputs",
     "checked_combined",
     "checked_models",
-    "checked_num_losses",
     "checked_optimizers",
     "checked_verbosity",
     "refuse_combined_ddp",
@@ -36,13 +34,6 @@ _DYNAMIC = {  # defaults of the arguments that a static scale has no use for
     "scale_backoff_factor": 0.5,
     "scale_window": 2000,
 }
-
-
-def as_list(value: Any) -> list[Any]:
-    """Return a list or tuple as a list, None as an empty one, anything else as a list of one."""
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def checked_models(models: Any) -> list[nn.Module]:
@@ -90,17 +81,6 @@ def checked_optimizers(optimizers: Any) -> list[Optimizer]:
                 f"Found {_kind(optimizer, optimizers)}; pass torch.optim.Optimizer."
             )
     return chosen
-
-
-def checked_num_losses(num_losses: Any) -> int:
-    """Return the number of loss scalers to make.
-
-    Raises:
-        ValueError: not a whole number above 0.
-    """
-    if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
-        raise ValueError(f"num_losses={num_losses!r}: expected a whole number >= 1; use 1 unless losses get a loss_id.")
-    return num_losses
 
 
 def checked_cast_model_outputs(dtype: Any) -> torch.dtype | None:

@@ -16,21 +16,20 @@ in `banner`.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from amplab.amp.arguments import checked_flag, scale_value
+
 __all__ = [
     "OPT_LEVELS",
     "OptLevel",
     "OptProperties",
-    "checked_flag",
     "explain_override",
     "opt_level_named",
-    "scale_value",
 ]
 
 
@@ -203,29 +202,6 @@ def explain_override(opt_level: str, name: str) -> str | None:
     return _SENSELESS.get((level.name, name))
 
 
-def scale_value(name: str, value: Any) -> float:
-    """Return ``value`` as a loss scale: a float, finite and above 0.
-
-    Args:
-        name: what the value is called where the user wrote it.
-        value: a number, or a string that holds one.
-
-    Raises:
-        ValueError: not a number, not finite, or not above 0.
-    """
-    try:
-        scale = float("no number" if isinstance(value, bool) else value)
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(
-            f'{name}={value!r}: expected "dynamic" or a number > 0; try "dynamic", or 128.0 for a static scale.'
-        ) from None
-    if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(
-            f"{name}={value!r}: expected a finite number > 0, since gradients are divided by it; 1.0 scales nothing."
-        )
-    return scale
-
-
 def _accept(_level: str | None, value: Any) -> Any:
     return value
 
@@ -277,18 +253,6 @@ def _checked_master_weights(opt_level: str | None, value: Any) -> Any:
             f"FP32. master_weights was {value}; leave it out, or use opt_level='O2'"
         )
     return checked_flag("master_weights", value)
-
-
-def checked_flag(name: str, value: Any) -> bool:
-    """Return True or False, also from these words, which a command line gives.
-
-    Raises:
-        TypeError: another value, whose truth nobody meant.
-    """
-    flag = {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value
-    if not isinstance(flag, bool):
-        raise TypeError(f"{name}={value!r}: expected True or False, or the string 'True' or 'False'.")
-    return flag
 
 
 def _checked_loss_scale(_level: str | None, value: Any) -> float | str:

@@ -1,4 +1,4 @@
-"""Session: the apex face of amplab for one experiment, with nothing ambient.
+"""Session: mixed precision with apex's levels for one experiment. Nothing in it is global.
 
     with session.casting():
         loss = criterion(model(x), y)
@@ -6,13 +6,13 @@
             scaled_loss.backward()
     optimizer.step()
 
-What a level means stands in `opt_levels`; `hooks` carries it out on models and optimizers. The module
-functions of `amplab.amp`, which drive one session for everybody, are in `apex_face`.
+The levels are in `opt_levels`, the block of `scale_loss` in `loss_scaling`, what a session puts on models and
+optimizers in `hooks`. The module functions of `amplab.amp` are in `functions`: they use one session for the program.
 """
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +20,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amplab.amp.apex.banner import banner, is_first_rank
-from amplab.amp.apex.collapse import OnCollapse, checked_on_collapse
+from amplab.amp.apex.cast_lines import VerboseEngine
+from amplab.amp.apex.hooks import Hooks
 from amplab.amp.apex.initialize_arguments import (
-    as_list,
     checked_cast_model_outputs,
     checked_combined,
     checked_models,
-    checked_num_losses,
     checked_optimizers,
     checked_verbosity,
     refuse_combined_ddp,
@@ -34,24 +33,40 @@ from amplab.amp.apex.initialize_arguments import (
     refuse_scripted,
     warn_of_unused,
 )
-from amplab.amp.apex.level_policy import checked_policies, with_registered
-from amplab.amp.apex.loss_argument import checked_loss, explaining_backward
-from amplab.amp.apex.loss_scaling import LossScaling
-from amplab.amp.apex.opt_levels import OptProperties, checked_flag, opt_level_named
+from amplab.amp.apex.level_policy import checked_policies, engine_policy, with_registered
+from amplab.amp.apex.loss_scaling import (
+    LossScaling,
+    OnCollapse,
+    checked_loss,
+    checked_on_collapse,
+    explaining_backward,
+    scaled_grad,
+)
+from amplab.amp.apex.opt_levels import OptProperties, opt_level_named
 from amplab.amp.apex.optimizer_names import refuse_taken_names
-from amplab.amp.apex.registered_functions import ALLOW_BANNED
-from amplab.amp.apex.session_gradients import SessionGradients, unscaler_maker
-from amplab.amp.backward.loss_scaler import LossScaler, scale_rule
+from amplab.amp.apex.registered_functions import ALLOW_BANNED, RegisteredFunctions, Registration, replace_attributes
+from amplab.amp.arguments import as_list, checked_flag, checked_num_losses
+from amplab.amp.backward.clipping import clip_by_norm_
+from amplab.amp.backward.gradients import bookkeeping
+from amplab.amp.backward.loss_scaler import LossScaler, load_scalers, save_scalers, scale_rule
+from amplab.amp.backward.optimizer_params import master_params
 from amplab.amp.backward.records import MemoryUse, ScaleRecord, StepOutcome
-from amplab.policies import CastPolicy, PrecisionPolicy
+from amplab.policies import CastingEngine, CastPolicy, PrecisionPolicy
+from amplab.scalers import CombinedUnscaler, Unscaler
 
 __all__ = ["Session"]
 
 
-class Session(SessionGradients):
+class Session:
     """Mixed precision for the models and optimizers of one experiment.
 
-    Two sessions share nothing; one session may be used from any thread, by one thread at a time.
+    Two sessions share nothing. A session may be used from any thread, but from one thread at a time.
+
+    Args:
+        registered: the functions that the user has registered; None for an empty list.
+
+    Attributes:
+        verbosity: the argument of the last `initialize`.
 
     >>> model = torch.nn.Linear(4, 2)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -60,6 +75,51 @@ class Session(SessionGradients):
     >>> model.weight.dtype, next(session.master_params(optimizer)).dtype
     (torch.float16, torch.float32)
     """
+
+    def __init__(self, registered: RegisteredFunctions | None = None) -> None:
+        self.registered = RegisteredFunctions() if registered is None else registered
+        self.verbosity = 1
+        self._hooks = Hooks()
+        self._engine: CastingEngine | None = None
+        self._subscribers: list[Callable[[ScaleRecord], object]] = []
+        self._properties: OptProperties | None = None
+        self._scaling: LossScaling | None = None
+        self._registrations: tuple[Registration, ...] = ()
+        self._undo_replacements: list[Callable[[], None]] = []
+
+    # -- settings in force ---------------------------------------------------------------------------
+
+    @property
+    def properties(self) -> OptProperties:
+        """The properties in force; everything is off before `initialize`."""
+        return self._properties or OptProperties()
+
+    @property
+    def initialized(self) -> bool:
+        """Whether `initialize` has been called since the last `reset`, also with ``enabled=False``."""
+        return self._properties is not None
+
+    @property
+    def opt_level(self) -> str | None:
+        """The name of the level, "O0" to "O3"; None before `initialize` and with ``enabled=False``."""
+        return self.properties.opt_level
+
+    @property
+    def scalers(self) -> tuple[LossScaler, ...]:
+        """The loss scaler of each ``loss_id``; empty before `initialize` and with ``enabled=False``."""
+        return () if self._scaling is None else self._scaling.scalers
+
+    @property
+    def engine(self) -> CastingEngine | None:
+        """The engine that casts, or that computes products of halves on the CPU; None if the level needs none."""
+        return self._engine
+
+    def _require_initialized(self, name: str, *, opening: str = "`") -> None:
+        if self._properties is None:  # apex opens its quotation of scale_loss with another sign
+            raise RuntimeError(
+                f"Invoked {opening}{name}`, but internal Amp state has not been initialized.  model, optimizer = "
+                f"amp.initialize(model, optimizer, opt_level=...) must be called before `{name}`."
+            )
 
     # -- before and after training -----------------------------------------------------------------
 
@@ -143,7 +203,7 @@ class Session(SessionGradients):
         allow_banned = checked_flag("allow_banned", allow_banned)
         if not checked_flag("enabled", enabled):
             self._hooks.release_connected(as_list(models), as_list(optimizers))
-            self._take_up(OptProperties(), None, verbosity=verbosity)
+            self._change_settings(OptProperties(), None, verbosity=verbosity)
             return arrived
         if not torch.backends.cudnn.enabled:
             raise RuntimeError("Amp requires torch.backends.cudnn.enabled = True")
@@ -171,7 +231,7 @@ class Session(SessionGradients):
         for model in chosen_models:
             refuse_scripted(model, properties.cast_model_type)
         policies = checked_policies(policy, chosen_models, properties.cast_model_type)
-        scalers = [LossScaler(rule) for _ in range(checked_num_losses(num_losses))]
+        scalers = [LossScaler.under(rule) for _ in range(checked_num_losses(num_losses))]
         self._hooks.release_connected(chosen_models, chosen_optimizers)
         for model in chosen_models:
             refuse_half(model)
@@ -194,18 +254,39 @@ class Session(SessionGradients):
             master_weights=bool(properties.master_weights),
         )
         registered = (*((ALLOW_BANNED,) if allow_banned else ()), *self.registered.all())
-        self._take_up(properties, scaling, *registered, verbosity=verbosity, policy=policy)
+        self._change_settings(properties, scaling, *registered, verbosity=verbosity, policy=policy)
         self._hooks.hook(
             chosen_models,
             chosen_optimizers,
             properties,
             [with_registered(each, registered) for each in policies],
             cast_model_outputs=cast_model_outputs,
-            engine=self._casts.engine,
+            engine=self._engine,
             announce=verbosity > 0,
-            unscaler=unscaler_maker(combine=combine, check=check),
+            unscaler=_unscaler_maker(combine=combine, check=check),
         )
         return arrived
+
+    def _change_settings(
+        self,
+        properties: OptProperties | None,
+        scaling: LossScaling | None,
+        *registrations: Registration,
+        verbosity: int = 1,
+        policy: PrecisionPolicy | None = None,
+    ) -> None:
+        self._properties, self._scaling, self.verbosity = properties, scaling, verbosity
+        self._registrations = registrations if self.properties.patch_torch_functions else ()
+        undo_old, self._undo_replacements = self._undo_replacements, replace_attributes(self._registrations)
+        for undo in undo_old:
+            undo()
+        policy = engine_policy(self.properties, policy, self._registrations)
+        kind = VerboseEngine if verbosity == 2 else CastingEngine
+        if self._engine is not None and (self._engine.policy != policy or type(self._engine) is not kind):
+            self._engine.uninstall()
+            self._engine = None
+        if self._engine is None and policy is not None:
+            self._engine = kind(policy)
 
     def register_function(self, cast: CastPolicy, module: Any, name: str) -> None:
         """Put ``module.name`` on a list of O1; `register_half_function` and its kin say the rest.
@@ -213,7 +294,7 @@ class Session(SessionGradients):
         After an `initialize` at O1 it has no effect before the next one, and warns of that.
         """
         registration = self.registered.add(cast, module, name)
-        late = self.properties.patch_torch_functions and not any(map(registration.same_as, self._casts.in_force))
+        late = self.properties.patch_torch_functions and not any(map(registration.same_as, self._registrations))
         if late:
             warnings.warn(
                 f"{name} is registered after amp.initialize, so it is not cast yet: call amp.initialize again with the "
@@ -229,7 +310,7 @@ class Session(SessionGradients):
         modules get theirs back. Afterwards `initialize` works at any level.
         """
         self._hooks.release_all()
-        self._take_up(None, None)
+        self._change_settings(None, None)
         self.registered.forget()
 
     # -- in every step -----------------------------------------------------------------------------
@@ -240,11 +321,12 @@ class Session(SessionGradients):
         At O2 and O3 the block computes products of halves on the CPU with float32 accumulation; the models
         do so in their own forward too. Nothing where the level casts nothing.
         """
-        return self._casts.scope()
+        return contextlib.nullcontext() if self._engine is None else self._engine.active()
 
     def install(self) -> None:
         """Leave the casts of O1 on in the calling thread until `reset` or another level; nothing at other levels."""
-        self._casts.install()
+        if self._engine is not None and self.properties.patch_torch_functions:
+            self._engine.install()
 
     @contextlib.contextmanager
     def scale_loss(
@@ -286,12 +368,136 @@ class Session(SessionGradients):
         with (
             explaining_backward(loss),
             self._scaling.scaled(loss, optimizers, loss_id, **delays) as scaled_loss,
-            self._casts.scope(),  # what a checkpoint computes again in the backward is cast as it was in the forward
+            self.casting(),  # a checkpoint recomputes in the backward with the casts of the forward
         ):
             try:
                 yield scaled_loss
             finally:
-                self._casts.drop_weight_casts()
+                if self._engine is not None:
+                    self._engine.clear_cache()  # of half weights, whose backward is over
+
+    def loss_scale(self, loss_id: int = 0) -> float:
+        """Return the factor of the next loss; 1.0 with ``enabled=False``. Sync: none."""
+        self._require_initialized("amp.loss_scale")
+        return 1.0 if self._scaling is None else self._scaling.scaler(loss_id).scale
+
+    # -- gradients outside scale_loss ------------------------------------------------------------------
+
+    def scaled_grad(
+        self, outputs: Tensor, inputs: Tensor | Sequence[Tensor], *, loss_id: int = 0, **options: Any
+    ) -> tuple[Tensor | None, ...]:
+        """Differentiate through half layers without losing small gradients: for penalties on gradients.
+
+            grads = autograd.grad(outputs * loss_scale, inputs) / loss_scale
+
+        No ``.grad`` is touched and no scale moves. A gradient that overflows is inf here, makes the penalty inf, and
+        so has the step skipped by the `scale_loss` around the penalty's own backward.
+
+        Args:
+            outputs: what to differentiate, any shape where ``grad_outputs`` is given, else one element.
+            inputs: with respect to what: a tensor or a sequence of them.
+            loss_id: whose scale to use.
+            options: those of `torch.autograd.grad`: ``grad_outputs``, ``create_graph=True`` for a penalty, ….
+
+        Returns:
+            The gradients in float32, one for each input; None where ``allow_unused`` allows it.
+
+        Raises:
+            RuntimeError: before `initialize`.
+            IndexError: no such ``loss_id``.
+            TypeError: ``outputs`` is no tensor.
+
+        Sync: none.
+        """
+        if not isinstance(outputs, Tensor):
+            raise TypeError(
+                f"scaled_grad got outputs of type {type(outputs).__name__}: expected a tensor; sum several of them."
+            )
+        return scaled_grad(outputs, inputs, self.loss_scale(loss_id), **options)
+
+    def master_params(self, optimizer: Optimizer) -> Iterator[Tensor]:
+        """Yield what ``optimizer`` steps, float32 masters included: the parameters to clip. Sync: none.
+
+        Raises:
+            TypeError: what is given has no ``param_groups``.
+        """
+        return master_params(optimizer)
+
+    def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients that ``optimizer`` is going to step with down to a norm of at most ``max_norm``.
+
+        ::
+
+            norm <- (sum |g|^p)^(1/p);   g <- g * min(1, max_norm / (norm + 1e-6))
+
+        Between `scale_loss` and ``step``. With ``combine_grad=True`` norm and product are a few calls on the flat
+        buffers, and the norm is summed in another order than over separate tensors: its last bits may differ.
+
+        Args:
+            optimizer: one that `initialize` was given.
+            max_norm: > 0.
+            norm_type: ``p`` > 0; inf for the largest magnitude.
+
+        Returns:
+            ``()``, the norm before.
+
+        Raises:
+            RuntimeError: an optimizer that was not part of `initialize`; gradients that ``delay_unscale`` left scaled.
+            ValueError: a ``max_norm`` or a ``norm_type`` that is not > 0.
+
+        Sync: none.
+
+        Reference: ``torch.nn.utils.clip_grad_norm_``, ``clip_optimizer_grad_norm_fused`` of Ascend's apex.
+        """
+        for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+            if not value > 0:
+                raise ValueError(f"{name}={value}: expected a number > 0, such as 1.0 for max_norm, 2.0 for norm_type.")
+        hooked = self._hooks.hooked(optimizer)
+        with bookkeeping():
+            grads = hooked.flat_grads()
+            return clip_by_norm_(grads.tensors, max_norm, norm_type, parts=grads.parts)
+
+    def combined_grads(self, optimizer: Optimizer) -> tuple[Tensor, ...]:
+        """Return the flat buffers that the gradients of ``optimizer`` lie in, one for each device and dtype.
+
+        First those of the parameters that it shares with the model, then those of float32 masters. Padding, and the
+        places of gradients that are None, are zero. What is written to a buffer is written to the gradients.
+
+        Returns:
+            Tensors ``(elements,)``; none before the first `scale_loss`, and without ``combine_grad=True``.
+
+        Raises:
+            RuntimeError: as `clip_grad_norm_`.
+
+        Sync: none.
+
+        Reference: ``optimizer.get_optimizer_combined_grads()`` of Ascend's apex.
+        """
+        hooked = self._hooks.hooked(optimizer)
+        with bookkeeping():
+            hooked.flat_grads()
+        return hooked.buffers
+
+    # -- checkpoints -----------------------------------------------------------------------------------
+
+    def state_dict(self, destination: Any = None) -> Any:
+        """Return ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, …}``; empty with ``enabled=False``.
+
+        Raises:
+            RuntimeError: before `initialize`.
+        """
+        self._require_initialized("amp.state_dict")
+        return save_scalers(self.scalers, destination)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned, here or in apex; entries go by the number in their key.
+
+        Raises:
+            RuntimeError: before `initialize`; or keys that are no loss scaler's.
+            ValueError: an entry without a positive ``loss_scale``.
+        """
+        self._require_initialized("amp.load_state_dict")
+        load_scalers(self.scalers, state_dict)
 
     # -- what has happened -------------------------------------------------------------------------
 
@@ -328,3 +534,15 @@ class Session(SessionGradients):
     def memory(self) -> MemoryUse:
         """Count the bytes of what this session has initialized. Sync: none."""
         return self._hooks.memory()
+
+
+def _unscaler_maker(*, combine: bool, check: bool) -> Callable[[], Unscaler]:
+    """Return what makes the unscalers of a session: with flat buffers or without, and who is told of those."""
+    if not combine:
+        return Unscaler
+    return lambda: CombinedUnscaler(_say if check else None)
+
+
+def _say(sentence: str) -> None:
+    if is_first_rank():
+        print(sentence)  # noqa: T201  as Ascend's apex does

@@ -1,14 +1,17 @@
-"""Gradients of several backwards kept apart, so that only the new ones are unscaled.
+"""Gradients around one backward of a scaled loss. Both faces of amp drive it; what follows from found_inf is theirs.
 
-aside = set_aside(params)              before the backward: every .grad becomes None
-put_back(aside)                        after an exception: as it was, new gradients dropped
-add_unscaled(aside, scale)             after the backward: .grad <- old + new / scale
-add_scaled(aside, factor)              the same, left scaled:  .grad <- old * factor + new
+    with ScaledBackward(optimizers) as backward:       set aside: every .grad becomes None
+        (loss * scale).backward()                      an exception: .grad is what it was before
+    found_inf = each.unscale_new(aside, scale, None)   unscale: .grad <- old + new / scale; the verdict is returned
+
+add_unscaled(params, aside, scale)    .grad <- old + new / scale
+add_scaled(aside, factor)             .grad <- old * factor + new, still scaled
 """
 
 import contextlib
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +19,18 @@ from torch import Tensor
 from amplab.kernels import unscale_add
 from amplab.scalers import Unscaler, inverse_scale
 
-__all__ = ["SetAside", "add_scaled", "add_unscaled", "bookkeeping", "put_back", "reached_first", "set_aside"]
+__all__ = [
+    "ReachedGradients",
+    "ScaledBackward",
+    "SetAside",
+    "add_scaled",
+    "add_unscaled",
+    "bookkeeping",
+    "gradients_of",
+    "put_back",
+    "reached_first",
+    "set_aside",
+]
 
 
 class SetAside(NamedTuple):
@@ -26,33 +40,108 @@ class SetAside(NamedTuple):
     grad: Tensor
 
 
+class ReachedGradients(Protocol):
+    """The gradients of one optimizer that a backward reaches.
+
+    Attributes:
+        copies_shared: copy a gradient that is a part of larger memory before the backward. If the memory is a bucket
+            of DistributedDataParallel, the next backward writes there. Not needed for buffers that no backward writes.
+    """
+
+    copies_shared: bool
+
+    def before_backward(self) -> list[Tensor]:
+        """Prepare for a backward; return the parameters whose gradients it may write."""
+
+    def after_failed_backward(self) -> None:
+        """Undo `before_backward`. Gradients have been put back."""
+
+    def unscale_new(self, aside: list[SetAside], scale: Any, found_inf: Tensor | None) -> Tensor:
+        """Divide new gradients by ``scale`` and add those in ``aside``. Return found_inf, 1.0 for inf or NaN."""
+
+
+Reached = TypeVar("Reached", bound=ReachedGradients)
+
+
+class ScaledBackward(Generic[Reached]):
+    """One backward of a scaled loss. If its block raises, every gradient is what it was before.
+
+    Args:
+        reached: the gradients of each optimizer whose parameters the backward reaches.
+
+    Attributes:
+        aside: the gradients that were there before, for each of ``reached``.
+    """
+
+    def __init__(self, reached: Sequence[Reached]) -> None:
+        self._reached = reached
+        self._begun: list[Reached] = []
+        self._params: list[Tensor] = []
+        self.aside: list[tuple[Reached, list[SetAside]]] = []
+
+    def __enter__(self) -> Self:
+        """Set the gradients aside. Sync: none."""
+        try:
+            with bookkeeping():
+                for each in self._reached:
+                    self._set_aside(each)
+        except BaseException:
+            self._put_back()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._put_back()
+
+    def _set_aside(self, each: Reached) -> None:
+        self._begun.append(each)
+        params = each.before_backward()
+        aside = gradients_of(params)
+        if each.copies_shared:
+            aside = [SetAside(param, _copied(grad)) for param, grad in aside]
+        self._params += params
+        self.aside.append((each, aside))  # before a gradient is taken off, so that an interrupt loses none
+        for param, _ in aside:
+            param.grad = None
+
+    def _put_back(self) -> None:
+        for param in self._params:
+            param.grad = None
+        for _, aside in self.aside:
+            put_back(aside)
+        for each in self._begun:
+            each.after_failed_backward()
+
+
 def bookkeeping() -> contextlib.AbstractContextManager[Any]:
-    """Let the block pass by every function mode: under an engine each look at a ``.grad`` would go through Python."""
+    """Bypass every function mode in the block: under an engine each access to ``.grad`` would go through Python."""
     return torch._C.DisableTorchFunction()
 
 
-def set_aside(params: Iterable[Tensor], *, copy_shared: bool = False) -> list[SetAside]:
-    """Take the gradients off ``params``. Sync: none.
-
-    Args:
-        params: any.
-        copy_shared: copy a gradient that is a part of larger memory: where that is one of DistributedDataParallel's
-            buckets the next backward writes there. Not for buffers of our own, which no backward writes.
-    """
-    aside = [SetAside(param, grad) for param in params if (grad := param.grad) is not None]
+def set_aside(params: Iterable[Tensor]) -> list[SetAside]:
+    """Take the gradients off ``params`` and return them. Sync: none."""
+    aside = gradients_of(params)
     for param, _ in aside:
         param.grad = None
-    return [SetAside(param, _copied(grad)) for param, grad in aside] if copy_shared else aside
+    return aside
+
+
+def gradients_of(params: Iterable[Tensor]) -> list[SetAside]:
+    """Return the parameters that have a gradient, with it. Sync: none."""
+    return [SetAside(param, grad) for param in params if (grad := param.grad) is not None]
 
 
 def _copied(grad: Tensor) -> Tensor:
-    """The gradient, or a copy where its memory holds more than it."""
+    """Return the gradient, or a copy if its memory holds more than it."""
     shares = grad.layout is torch.strided and grad.untyped_storage().nbytes() > grad.nbytes
     return grad.clone() if shares else grad
 
 
 def put_back(aside: Iterable[SetAside]) -> None:
-    """Give the parameters back the gradients that they had, in the place of any newer ones. Sync: none."""
+    """Give the parameters back the gradients that they had. Newer gradients are dropped. Sync: none."""
     for param, grad in aside:
         param.grad = grad
 
@@ -67,66 +156,56 @@ def add_unscaled(
     """Divide the new gradients of ``params`` by ``scale``, then add those that were set aside.
 
     Args:
-        params: everything that the backward may have reached.
-        aside: what `set_aside` took off them.
-        scale: that of the new gradients, a number or a one-element tensor on the device.
-        unscaler: kept from call to call, for its grouping of ``params``; it may leave gradients in flat buffers.
-        found_inf: ``(1,)`` float32 to go on with; None for a fresh one.
+        params: all parameters whose gradients the backward may have written.
+        aside: the gradients that they had before.
+        scale: the scale of the new gradients, a number or a one-element tensor on their device.
+        unscaler: keeps the grouping of ``params`` from call to call, and may keep gradients in flat buffers.
+        found_inf: ``(1,)`` float32 from gradients unscaled before; None to start from 0.0.
 
     Returns:
-        ``(1,)`` float32: 1.0 where a new gradient is inf or NaN.
+        ``(1,)`` float32: 1.0 if a new gradient is inf or NaN.
 
     Sync: none.
     """
-    found_inf = _add_unscaled(params, aside, scale, unscaler, found_inf)
+    if not aside:
+        found_inf = unscaler.unscale_(params, scale, found_inf=found_inf)
+        unscaler.settle(params)
+        return found_inf
+    # One pass divides and adds, except for sparse gradients.
+    sums = [(old, new) for old in aside if (new := old.param.grad) is not None and not _any_sparse(old.grad, new)]
+    summed = {id(old.param) for old, _ in sums}
+    found_inf = unscaler.unscale_([param for param in params if id(param) not in summed], scale, found_inf=found_inf)
+    for device in dict.fromkeys(old.grad.device for old, _ in sums):
+        here = [(new, old.grad) for old, new in sums if old.grad.device == device]
+        found_here = torch.zeros(1, device=device)
+        unscale_add([new for new, _ in here], [old for _, old in here], found_here, inverse_scale(scale, device))
+        found_inf = torch.maximum(found_inf, found_here.to(found_inf.device))
+    put_back(old for old, _ in sums)
+    add_scaled([old for old in aside if id(old.param) not in summed], 1.0)
     unscaler.settle(params)
     return found_inf
 
 
-def _add_unscaled(
-    params: list[Tensor],
-    aside: list[SetAside],
-    scale: float | Tensor,
-    unscaler: Unscaler,
-    found_inf: Tensor | None,
-) -> Tensor:
-    if not aside:
-        return unscaler.unscale_(params, scale, found_inf=found_inf)
-    # One pass over the gradients that have something to be added to, unless they are sparse.
-    sums = [old for old in aside if old.param.grad is not None and not (old.grad.is_sparse or old.param.grad.is_sparse)]
-    summed = {id(old.param) for old in sums}
-    found_inf = unscaler.unscale_([param for param in params if id(param) not in summed], scale, found_inf=found_inf)
-    for device, here in _by_device(sums).items():
-        found_here = torch.zeros(1, device=device)
-        inverse = inverse_scale(scale, device)
-        unscale_add([old.param.grad for old in here], [old.grad for old in here], found_here, inverse)
-        found_inf = torch.maximum(found_inf, found_here.to(found_inf.device))
-    put_back(sums)
-    add_scaled([old for old in aside if id(old.param) not in summed], 1.0)
-    return found_inf
+def _any_sparse(*grads: Tensor) -> bool:
+    return any(grad.is_sparse for grad in grads)
 
 
 def add_scaled(aside: Iterable[SetAside], factor: float) -> None:
-    """Add the gradients that were set aside, times ``factor``, to the new ones, whatever the scale of these.
-
-    Sync: none.
-    """
+    """Add the gradients that were set aside, times ``factor``, to the new ones, which stay as they are. Sync: none."""
     for param, old in aside:
         if factor != 1.0:
             old.mul_(factor)
         new = param.grad
         if new is None:
             param.grad = old
-        else:
-            param.grad = (
-                new + old if old.is_sparse else old.add_(new)
-            )  # torch adds sparse to dense, not dense to sparse
+        else:  # torch adds a sparse tensor to a dense one, not the reverse
+            param.grad = new + old if old.is_sparse else old.add_(new)
 
 
 def reached_first(params: Iterable[Tensor]) -> Tensor | None:
-    """Return the parameter nearest the loss whose gradient is not finite: the last one, in the order of the model.
+    """Return the last of ``params`` whose gradient is not finite: in the model's order the nearest to the loss.
 
-    Sync: one for each parameter that is looked at.
+    Sync: one for each parameter checked.
     """
     for param in reversed(list(params)):
         grad = param.grad
@@ -135,10 +214,3 @@ def reached_first(params: Iterable[Tensor]) -> Tensor | None:
         if grad is not None and not grad.isfinite().all():
             return param
     return None
-
-
-def _by_device(aside: list[SetAside]) -> dict[torch.device, list[SetAside]]:
-    groups: dict[torch.device, list[SetAside]] = {}
-    for old in aside:
-        groups.setdefault(old.grad.device, []).append(old)
-    return groups

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from amplab.amp.pytorch.autocast import autocast, is_autocast_enabled
-from amplab.amp.pytorch.autocast_arguments import named_by_a_string
+from amplab.amp.pytorch.autocast import autocast, is_autocast_enabled, named_by_a_string
 from amplab.policies import CastingState, casting_state
 
 __all__ = ["custom_bwd", "custom_fwd"]

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
-from amplab.amp.apex.opt_levels import checked_flag
+from amplab.amp.arguments import checked_flag
 from amplab.amp.backward.clipping import clip_by_norm_
 from amplab.amp.backward.loss_scaler import SMALLEST_SCALE
 from amplab.amp.backward.records import ScaleRecord, StepOutcome

@@ -16,12 +16,11 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from amplab.amp.apex.initialize_arguments import as_list, checked_num_losses
+from amplab.amp.arguments import as_list, checked_num_losses
 from amplab.amp.backward.gradients import SetAside, add_unscaled, bookkeeping, put_back, set_aside
 from amplab.amp.pytorch.grad_scaler_settings import GradScalerSettings
 from amplab.amp.pytorch.grad_scaler_state import checked_state
-from amplab.amp.pytorch.known_optimizers import KnownOptimizers
-from amplab.amp.pytorch.optimizer_gradients import UnscaledGradients
+from amplab.amp.pytorch.optimizer_gradients import KnownOptimizers, UnscaledGradients
 from amplab.scalers import ScaleRule
 
 __all__ = ["LossScale", "LossScales"]

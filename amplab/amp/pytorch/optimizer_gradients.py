@@ -9,6 +9,8 @@ finds out: it refuses a list before it writes anything. Where it is built it fin
 """
 
 import operator
+import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -20,7 +22,7 @@ from torch.optim import Optimizer
 from amplab.kernels import ParameterList, refusal_naming, unscale_
 from amplab.scalers import CombinedUnscaler, Unscaler, strided_grad
 
-__all__ = ["OptimizerGradients", "UnscaledGradients", "unscale_gradients_"]
+__all__ = ["KnownOptimizers", "OptimizerGradients", "UnscaledGradients", "unscale_gradients_"]
 
 FoundInf = dict[torch.device, Tensor]
 
@@ -252,3 +254,36 @@ def _factor_left(seen: _Unscaled, inv_scale: Tensor) -> tuple[Tensor, int]:
     if seen.unless is None:
         return one, 0
     return torch.where(seen.unless.to(inv_scale.device, non_blocking=True) > 0, inv_scale, one), id(seen.unless)
+
+
+class KnownOptimizers:
+    """What a scaler keeps of each optimizer; it keeps none of them alive.
+
+    Args:
+        combine: keep the gradients of each in flat buffers.
+    """
+
+    def __init__(self, *, combine: bool = False) -> None:
+        self._combine = combine
+        self._known: weakref.WeakKeyDictionary[Optimizer, OptimizerGradients] = weakref.WeakKeyDictionary()
+
+    def of(self, optimizer: Optimizer) -> OptimizerGradients:
+        """Return what is kept of ``optimizer``, its parameters as its groups list them now. Sync: none."""
+        known = self._known.get(optimizer)
+        if known is None:
+            known = self._known[optimizer] = OptimizerGradients(combine=self._combine)
+        known.refresh(optimizer)
+        return known
+
+    def kept(self, optimizer: Optimizer) -> OptimizerGradients:
+        """Return what `of` returned last, without another look at the groups. Sync: none."""
+        return self._known[optimizer]
+
+    def find_shared(self) -> None:
+        """Between two iterations: find out which parameters several optimizers step, where somebody is new."""
+        everyone = list(self._known.values())
+        if all(known.shared is not None for known in everyone):
+            return
+        steppers = Counter(id(param) for known in everyone for param in known.params)
+        for known in everyone:
+            known.shared = [param for param in known.params if steppers[id(param)] > 1]

@@ -9,10 +9,13 @@ What goes into it and comes out of it is in `run_state`.
 """
 
 import contextlib
+import os
 import pickle
+import secrets
+import stat
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,9 +24,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from amplab import __version__
-from amplab.amp.run_state.atomic_file import write_atomically
 
-__all__ = ["FORMAT", "RunStateError", "read_run_state", "write_run_state"]
+__all__ = ["FORMAT", "RunStateError", "read_run_state", "write_atomically", "write_run_state"]
 
 FORMAT = 1
 """Version of the file format, the value of "amplab_run_state"."""
@@ -152,3 +154,49 @@ def _listed(state: dict[Any, Any], limit: int = 6) -> str:
     names = [repr(key) for key in list(state)[:limit]]
     more = f" and {len(state) - limit} more" if len(state) > limit else ""
     return (", ".join(names) or "none") + more
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Let ``write`` fill a new file, and put it in the place of ``path`` once it is safe on the disk.
+
+    A write that fails leaves ``path`` as it was and nothing beside it. One that is killed leaves ``path`` as it was
+    and a hidden file ``.NAME.….partial`` beside it, which nobody needs.
+
+    Args:
+        path: what to write; need not exist, its folder must.
+        write: gets the file, open for writing bytes.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        OSError: ``path`` is there and no regular file, the disk is full, the folder is read-only, …
+    """
+    path = path.resolve()  # of a link, what it leads to
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path}: is no regular file, and would be replaced by one; name a file.")
+    folder = path.parent
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: there is no such folder to write {path.name} in; make it first.")
+    partial = folder / f".{path.name}.{secrets.token_hex(4)}.partial"
+    try:
+        with partial.open("xb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            partial.chmod(stat.S_IMODE(path.stat().st_mode))  # a private file stays one
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    _fsync_folder(folder)
+
+
+def _fsync_folder(folder: Path) -> None:
+    """Make the rename itself last; Windows opens no folders, and needs none of this."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -30,8 +30,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from amplab.amp.apex.functions import default_session
-from amplab.amp.apex.initialize_arguments import as_list
 from amplab.amp.apex.session import Session
+from amplab.amp.arguments import as_list
 from amplab.amp.run_state.checks import model_problems, optimizer_entry, optimizer_problems, scaler_problems
 from amplab.amp.run_state.file_format import RunStateError, read_run_state, write_run_state
 from amplab.amp.run_state.rng_state import capture_rng, checked_rng, restore_rng

@@ -18,7 +18,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from amplab.amp.apex.collapse import SKIPS_BEFORE_COLLAPSE
+from amplab.amp.apex.loss_scaling import SKIPS_BEFORE_COLLAPSE
 from amplab.diagnose.catalogue import finding
 from amplab.diagnose.finding import Finding, Number
 from amplab.diagnose.observations import Observation, StepObservation

@@ -266,4 +266,4 @@ def test_a_static_scaler_keeps_its_scale_over_a_dynamic_checkpoint(problem, caps
     amp.initialize(problem.model(), opt_level="O2", loss_scale=128.0, verbosity=0)
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0**20, "unskipped": 3}})
     assert amp.loss_scale() == 128.0
-    assert "static at 128.0" in capsys.readouterr().out
+    assert "stays 128.0 (static)" in capsys.readouterr().out

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from amplab import amp
-from amplab.amp.apex.cast_lines import TalkativeEngine
+from amplab.amp.apex.cast_lines import VerboseEngine
 from amplab.policies import PrecisionPolicy
 
 
@@ -64,7 +64,7 @@ def test_results_are_the_same(problem):
 
 
 def test_a_copy_in_another_process_is_silent():
-    engine = TalkativeEngine(PrecisionPolicy())
+    engine = VerboseEngine(PrecisionPolicy())
     again = pickle.loads(pickle.dumps(engine))
-    assert type(again) is not TalkativeEngine
+    assert type(again) is not VerboseEngine
     assert again.policy == engine.policy

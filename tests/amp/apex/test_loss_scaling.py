@@ -63,7 +63,7 @@ def test_a_loss_that_backward_cannot_run_from_says_so(session, level):
             run(scaled_loss)
 
     for dtype in (torch.int64, torch.bool, torch.complex64):
-        with pytest.raises(TypeError, match=f"^scale_loss got a loss of {dtype}: expected a floating tensor"):
+        with pytest.raises(TypeError, match=f"^scale_loss got a loss of {dtype}: expected a floating-point tensor"):
             backward(output.sum().detach().to(dtype))
     with pytest.raises(
         RuntimeError, match=r"^scale_loss got a loss of shape \(3, 2\): expected one .* scaled_loss.mean\("

@@ -365,7 +365,7 @@ def test_a_step_inside_the_block_is_refused(problem, level):
     session.initialize([model, another], [optimizer, other], opt_level=level, loss_scale=4.0, verbosity=0)
     for delay in (False, True):
         refused = pytest.raises(
-            RuntimeError, match=r"^SGD.step\(\) inside of the block of scale_loss, .* after the block\.$"
+            RuntimeError, match=r"^SGD.step\(\) inside the block of scale_loss, .* after the block\.$"
         )
         with refused, session.scale_loss(problem.loss(model, 0), optimizer) as scaled_loss:
             scaled_loss.backward()

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from amplab.amp import OPT_LEVELS, OptProperties, explain_override
-from amplab.amp.apex.opt_levels import opt_level_named, scale_value
+from amplab.amp.apex.opt_levels import opt_level_named
+from amplab.amp.arguments import scale_value
 
 LEVELS = ("O0", "O1", "O2", "O3")
 

@@ -73,14 +73,14 @@ def test_a_collapsed_scale_is_lifted_to_the_floor(prepared, capsys):
     session = prepared(min_loss_scale=4.0)
     session.load_state_dict({"loss_scaler0": entry(0.0)})
     assert session.loss_scale() == 4.0
-    assert capsys.readouterr().out == ("Warning: loss_scaler0 was saved at 0.0; it is at least 4.0 here and stays so\n")
+    assert capsys.readouterr().out == ("Warning: loss_scaler0 was saved at 0.0; its loss scale stays 4.0 (its floor)\n")
 
 
 def test_a_static_scale_stays_what_it_was_set_to(prepared, capsys):
     session = prepared(loss_scale=128.0)
     session.load_state_dict({"loss_scaler0": entry(65536.0)})
     assert session.loss_scale() == 128.0
-    assert "static at 128.0" in capsys.readouterr().out
+    assert "stays 128.0 (static)" in capsys.readouterr().out
 
 
 def test_nothing_to_load_when_disabled(session):
@@ -110,7 +110,7 @@ def test_strict_is_no_argument(prepared):
         (entry(2.0, INF), "expected {'loss_scale': float, 'unskipped': int}"),
         (entry(NAN), "loss_scale=nan: expected a finite number > 0"),
         (entry(INF), "loss_scale=inf: expected a finite number > 0"),
-        (entry(1e39), "loss_scale=1e+39: expected a number in the range of float32"),
+        (entry(1e39), "loss_scale=1e+39: expected a number that float32 can hold"),
     ],
 )
 @pytest.mark.parametrize("loss_scale", ["dynamic", 128.0])

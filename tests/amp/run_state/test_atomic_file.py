@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from amplab import amp
-from amplab.amp.run_state.atomic_file import write_atomically
+from amplab.amp.run_state.file_format import write_atomically
 
 ROOT = Path(__file__).resolve().parents[3]
 
