@@ -10,8 +10,8 @@ import dataclasses
 
 import torch
 
-from amplab.policies.engine import CastingEngine
-from amplab.policies.precision_policy import PrecisionPolicy
+from amplab.policies.casting.engine import CastingEngine
+from amplab.policies.policy.precision_policy import PrecisionPolicy
 
 __all__ = ["engine_for"]
 
