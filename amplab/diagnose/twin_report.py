@@ -226,7 +226,8 @@ def _cells(rows: list[TwinRow], drawing: Markup) -> tuple[str, ...]:
     """Return the cells of one tensor's line."""
     start = rows[0].module or "(model)", rows[-1].dtype
     if rows[0].cancels:
-        return *start, "", "0 except for rounding", *[""] * 4
+        said = "0 except for rounding"
+        return *start, Cell("", Markup(said)), Cell(said, Markup("")), *[""] * 4
     worst = max(rows, key=lambda row: row.error.relative).error
     shares = (_share(each) for each in (rows[0].error.relative, rows[-1].error.relative, worst.relative))
     ulps = f"{worst.ulps:,.2g}" if worst.ulps < 100 else f"{worst.ulps:,.0f}"

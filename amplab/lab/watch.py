@@ -9,7 +9,7 @@
     print(w.findings())
 
 The loop does not change. The watch uses optimizer hooks, a forward hook and the scaler's callbacks. `scale_probe`
-learns the outcome of a step, `gradient_sample` measures gradients, `step_replay` explains a skipped step.
+learns the outcome of a step, `optimizer_watch` measures gradients, `step_replay` explains a skipped step.
 """
 
 from __future__ import annotations
@@ -34,13 +34,11 @@ from amplab.display.html import page
 from amplab.display.numbers import count
 from amplab.formats import ExponentHistogram
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
-from amplab.lab.explained import logged, with_explained
-from amplab.lab.gradient_sample import GradientMeasure
+from amplab.lab.findings import LOOK_BACK, finding_to_log, observed_run, with_explained
 from amplab.lab.history import History, recorded
-from amplab.lab.idle_optimizers import IdleOptimizers
-from amplab.lab.observed_run import LOOK_BACK, observed_run
-from amplab.lab.recorder import Recorder
-from amplab.lab.scale_probe import Outcome, probe_of
+from amplab.lab.optimizer_watch import GradientMeasure, IdleOptimizers
+from amplab.lab.run_store import RunStore
+from amplab.lab.scale_probe import ScaledStep, probe_of
 from amplab.lab.step_check import StepCheck
 from amplab.lab.step_replay import StepReplay
 from amplab.lab.tensorboard_scalars import TensorBoardScalars
@@ -84,7 +82,7 @@ class Watch:
         self._probe = probe_of(scaler, optimizers[0])
         names = type(model).__name__, type(optimizers[0]).__name__
         self.config = WatchedRun(*names, self._probe.kind, self._probe.opt_level)
-        self._recorder = Recorder(self.config, log=log, on_failure=self._fail)
+        self._store = RunStore(self.config, log=log, on_failure=self._fail)
         self._every = every
         self._measure = GradientMeasure(optimizers)
         self._replay = StepReplay(model, loss, step, self._probe.amp)
@@ -126,7 +124,7 @@ class Watch:
         for end in reversed(self._ends):  # the probe first: it may report a last step
             end()
         self._ends = []
-        self._recorder.close()
+        self._store.close()
         if self._check is not None:
             self._check.end()
         if self._scalars is not None:
@@ -165,12 +163,12 @@ class Watch:
     @property
     def history(self) -> History:
         """Every step so far; ``history.replay()`` applies other scaling rules to it."""
-        return self._recorder.history
+        return self._store.history
 
     @property
     def log_path(self) -> PathLike[str] | None:
         """The file of the run log; None without a log and before the first step."""
-        return self._recorder.log_path
+        return self._store.log_path
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -249,14 +247,14 @@ class Watch:
         self._loss = _value(self._probe.loss() if self._loss is None else self._loss)
         return (self._loss is None or math.isfinite(self._loss)) and not self._probe.found_inf()
 
-    def _take(self, outcome: Outcome | ScaleRecord) -> None:
+    def _take(self, outcome: ScaledStep | ScaleRecord) -> None:
         row = self._row(outcome)
-        self._recorder.append_row(row)
+        self._store.append_row(row)
         self._rates.append((self._steps, float(self._optimizers[0].param_groups[0]["lr"])))
         if (histogram := self._measure.histogram) is not None:
             self._keep_measure(histogram, outcome.loss_scale)
         if len(outcome.backward_scales) > 1 and len(set(outcome.backward_scales)) > 1:
-            self._recorder.keep_scales(MixedScales(self._steps, outcome.backward_scales))
+            self._store.keep_scales(MixedScales(self._steps, outcome.backward_scales))
         is_told, self._loss = self._loss is not None or outcome.loss is not None, None
         self._steps += 1
         self._choose_hooks(is_told)
@@ -266,7 +264,7 @@ class Watch:
         if self._subscribers or self._scalars is not None:
             self._tell(recorded(row))
 
-    def _row(self, outcome: Outcome | ScaleRecord) -> StepRow:
+    def _row(self, outcome: ScaledStep | ScaleRecord) -> StepRow:
         """Return the values of a `StepRecord`; making one would take longer than all the rest."""
         loss = outcome.loss if self._loss is None else self._loss
         return (
@@ -292,7 +290,7 @@ class Watch:
             self._hooks.need("output", needed=False)
 
     def _keep_measure(self, histogram: ExponentHistogram, loss_scale: float) -> None:
-        self._recorder.keep(GradientSample(self._steps, loss_scale, histogram))
+        self._store.keep(GradientSample(self._steps, loss_scale, histogram))
         if self._measure.norm is not None:
             self._norms[self._steps] = self._measure.norm
         self._measure.forget()
@@ -327,7 +325,7 @@ class Watch:
 
     def _explain(self, step: int, found: Finding) -> None:
         self._explained.append(found)
-        self._recorder.note("finding", step=step, finding=logged(found))
+        self._store.note("finding", step=step, finding=finding_to_log(found))
 
     def _fail(self, text: str) -> None:
         self._failures.append(text)
