@@ -100,7 +100,7 @@ def built():
     Skips where AMPLAB_KERNELS forbids it, or a tool is missing: in CI that fails, since nobody would see the skip.
     """
     from amplab import kernels
-    from amplab.kernels.recipe import obstacle
+    from amplab.kernels.builder.recipe import obstacle
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # what it warns of is in the report

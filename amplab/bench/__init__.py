@@ -1,14 +1,12 @@
-"""Measurements that a user can repeat: two ways of doing the same, by turns in one run, and the ratio of their times.
+"""Measurements that a user can repeat: two implementations by turns in one run, and the ratio of their times.
 
-Reading order: Goal and Row (what a figure is), Case and measure (how it comes about), SUITES and run_suite (what
+Reading order: Goal and Row (a result), Case and measure (how it is measured), SUITES and run_suite (what
 ``amplab bench`` measures), as_text and as_json (what it prints).
 """
 
 from amplab.bench.interleaved import Case, Contestant, Pair, measure
-from amplab.bench.machine import machine_facts
-from amplab.bench.report import as_json, as_text
-from amplab.bench.rows import BenchResults, Goal, Row
-from amplab.bench.suites import SUITES, run_cases, run_suite
+from amplab.bench.rows import BenchResults, Goal, Row, as_json, as_text
+from amplab.bench.suites import SUITES, machine_facts, run_cases, run_suite
 
 __all__ = [
     "SUITES",

@@ -1,4 +1,4 @@
-"""What casting costs: whole training steps under amplab's engine, against torch.autocast and against float32."""
+"""Suite "casting": whole training steps under amplab's engines, against torch.autocast and against float32."""
 
 import contextlib
 from collections.abc import Callable
@@ -21,11 +21,11 @@ _ENGINES = (("engine", CastingEngine, 1.08, 1.25), ("compiled engine", CompiledE
 
 
 def casting_cases(width: int = 128, layers: int = 4) -> list[Case]:
-    """Return the cases of ``amplab bench casting``; all of them time forward, backward and optimizer.
+    """Return the cases of ``amplab bench casting``; each times forward, backward and optimizer.
 
     Args:
-        width: of the small transformer.
-        layers: of the same.
+        width: width of the small transformer.
+        layers: layers of the small transformer.
     """
 
     def transformer() -> Workload:

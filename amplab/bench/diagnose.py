@@ -1,7 +1,7 @@
-"""What looking after a run costs: each step of a loop that is watched, and finding the first non-finite op of one.
+"""Suite "diagnose": each step of a watched loop, and finding the first non-finite op of a step.
 
-A watched step is timed between samples of the gradients, with all that is kept to run it again: batch, random state,
-buffers. The step that is explained overflows in backward, at its loss scale alone; that takes the most replays.
+A watched step is timed between samples of the gradients, including what is kept to repeat it: batch, random state and
+buffers. The explained step overflows in backward because of its loss scale alone, which takes the most replays.
 """
 
 import itertools
@@ -34,8 +34,8 @@ def diagnose_cases(width: int = 128, layers: int = 4) -> list[Case]:
     """Return the cases of ``amplab bench diagnose``.
 
     Args:
-        width: of the small transformer.
-        layers: of the same.
+        width: width of the small transformer.
+        layers: layers of the small transformer.
     """
 
     def transformer() -> Workload:
@@ -59,10 +59,16 @@ def diagnose_cases(width: int = 128, layers: int = 4) -> list[Case]:
 
 
 def _session(work: Workload) -> Session:
-    """A session that scales and casts nothing."""
+    """Return a session that scales the loss and casts nothing."""
     session = Session()
-    options = {"loss_scale": "dynamic", "dynamic_init_scale": _SCALE, "verbosity": 0}
-    session.initialize(work.model, work.optimizer, opt_level="O0", **options)
+    session.initialize(
+        work.model,
+        work.optimizer,
+        opt_level="O0",
+        loss_scale="dynamic",
+        dynamic_init_scale=_SCALE,
+        verbosity=0,
+    )
     return session
 
 
@@ -81,7 +87,7 @@ def _against_the_loop(make: Callable[[], Workload], make_scaler: _MakeScaler) ->
 
 
 def _train(work: Workload, scaler: _Scaler, noted: Callable[[Tensor], Tensor]) -> None:
-    """One training step, its loss shown to `noted`."""
+    """Run one training step; its loss passes through `noted`."""
     loss = noted(work.loss())
     if scaler is None:
         loss.backward()
@@ -112,6 +118,6 @@ def _against_the_step(make: Callable[[], Workload]) -> Pair:
 
 
 def _loss_in_half(work: Workload) -> Tensor:
-    """The loss of outputs that were rounded to half, whose gradient is half then."""
+    """Return the loss of outputs rounded to float16, so that their gradient is float16."""
     outputs = work.model(work.inputs).half().float()
     return F.cross_entropy(outputs.flatten(0, -2), work.labels)

@@ -1,13 +1,13 @@
-"""Time two ways of doing the same, by turns, and keep the ratio of each round.
+"""Time two implementations by turns, and keep the ratio of each round.
 
     round 1: ours × n, theirs × n      median time of ours / median time of theirs = ratio 1
     round 2: theirs × n, ours × n      ratio 2
     …                                  the median of the ratios, and their quartiles
 
-A machine that slows down slows both sides of a round, so the ratio stands where times wander; a round that something
-else has disturbed is an outlier, which a median passes by. One thread: on a busy machine a parallel region waits for
-the scheduler, milliseconds whatever it computes. What a side needs before each run (fresh gradients, a scaler that has
-forgotten its last step) is prepared outside the time.
+A machine that slows down slows both sides of a round, so the ratio is stable when times are not. A round disturbed by
+another process is an outlier, which does not move the median. One thread is used, because on a busy machine a parallel
+region waits milliseconds for the scheduler. What a side needs before each run (new gradients, a scaler in its first
+state) is prepared outside the timed part.
 """
 
 import contextlib
@@ -21,21 +21,21 @@ import torch
 
 from amplab.bench.rows import Goal, Row
 
-__all__ = ["Case", "Contestant", "Pair", "measure", "one_thread"]
+__all__ = ["Case", "Contestant", "Pair", "measure", "one_thread", "quartiles"]
 
 _WARM_UP = 3
-_TURN_SECONDS = 0.02  # of one side in one round, where a single run is shorter
+_TURN_SECONDS = 0.02  # of one side in one round, if a single run is shorter
 _MOST_RUNS = 200
 _ROUNDS_BESIDE = 7
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way of doing it.
+    """One side of a comparison.
 
     Attributes:
         run: what is timed.
-        prepare: what has to happen before each run, and is not timed.
+        prepare: called before each run, not timed.
     """
 
     run: Callable[[], object]
@@ -44,14 +44,14 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two ways of doing the same, and the sizes of what they do it to.
+    """Both sides of a comparison, and the sizes of their inputs.
 
     Attributes:
-        ours: amplab's.
+        ours: amplab.
         theirs: what it is compared with.
         details: for the row.
-        beside: by name, what shows where the two stand, such as plain Python or the bandwidth bound: timed in the first
-            rounds, one run each, and told in the details as ``<name>_ms``.
+        beside: further references by name, such as plain Python or the bandwidth bound: timed in the first rounds, one
+            run each, and reported in the details as ``<name>_ms``.
     """
 
     ours: Contestant
@@ -62,13 +62,13 @@ class Pair:
 
 @dataclass(frozen=True)
 class Case:
-    """A comparison that can be measured.
+    """A comparison to measure.
 
     Attributes:
         name: what is timed.
         against: what it is compared with.
-        goal: what the ratio has to reach.
-        make: makes both sides; called when their turn has come, so that one case's memory is free before the next.
+        goal: the bound of the ratio.
+        make: makes both sides; called just before they are measured, after the memory of the case before is freed.
     """
 
     name: str
@@ -88,12 +88,12 @@ def measure(
 
     Args:
         case: what to compare.
-        rounds: how often each side has its turn, > 0.
+        rounds: how often each side is timed, > 0.
         on_round: called after each round with its number, from 1.
-        clock: the time, in seconds.
+        clock: returns the time in seconds.
 
     Raises:
-        ValueError: no round at all.
+        ValueError: ``rounds`` < 1.
     """
     if rounds < 1:
         raise ValueError(f"rounds={rounds}: expected a whole number > 0; 30 gives a steady median.")
@@ -120,12 +120,12 @@ def measure(
         **{f"{name}_ms": statistics.median(seconds) * 1e3 for name, seconds in beside.items()},
         **pair.details,
     }
-    return Row(case.name, case.against, ratio, _quartiles(ratios), case.goal, case.goal.met_by(ratio), details)
+    return Row(case.name, case.against, case.goal, ratio, quartiles(ratios), details)
 
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute with one thread inside the block."""
+    """Use one thread inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -136,7 +136,7 @@ def one_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Collect no garbage in the block."""
+    """Disable garbage collection inside the block."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -147,13 +147,13 @@ def _no_collection() -> Iterator[None]:
 
 
 def _runs_per_turn(side: Contestant, clock: Callable[[], float]) -> int:
-    """Warm up, and return how many runs make a turn long enough for a median."""
+    """Warm up, and return how many runs one turn needs for a stable median."""
     shortest = min(_seconds(side, 1, clock) for _ in range(_WARM_UP))
     return max(1, min(_MOST_RUNS, round(_TURN_SECONDS / max(shortest, 1e-9))))
 
 
 def _seconds(side: Contestant, runs: int, clock: Callable[[], float]) -> float:
-    """Return the median time of so many runs: one that the scheduler has broken into does not count."""
+    """Return the median time of the runs, which a run interrupted by the scheduler does not move."""
     times = []
     for _ in range(runs):
         if side.prepare is not None:
@@ -164,7 +164,8 @@ def _seconds(side: Contestant, runs: int, clock: Callable[[], float]) -> float:
     return statistics.median(times)
 
 
-def _quartiles(ratios: list[float]) -> tuple[float, float]:
+def quartiles(ratios: list[float]) -> tuple[float, float]:
+    """Return the first and the third quartile."""
     if len(ratios) == 1:
         return ratios[0], ratios[0]
     first, _, third = statistics.quantiles(ratios, n=4, method="inclusive")

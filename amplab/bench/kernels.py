@@ -1,27 +1,27 @@
-"""What the kernels reach: against the memory's own speed, against torch's fused operator, and against plain Python.
+"""Suite "kernels": each against memory bandwidth, torch's fused operators, and plain Python.
 
-``unscale_`` reads and writes every element once, as ``flat.mul_(s)`` over as many bytes does: no kernel can be faster
-than that, and for a list of tensors that lie apart from each other hardly any is as fast. Plain Python is
-``isfinite().all()`` and ``mul_`` for each tensor. Gradients lie on parameters, where a training step finds them.
+``unscale_`` reads and writes every element once, as ``flat.mul_(s)`` over as many bytes does: no kernel is faster than
+that. Plain Python is ``isfinite().all()`` and ``mul_`` for each tensor. Gradients are those of parameters, as in a
+training step. One pass of ``tensor_stats`` computes extremes, counts and exponents; ``amax`` reads the same memory and
+does little else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from amplab.bench.interleaved import Case, Contestant, Pair
-from amplab.bench.optimizer_rows import optimizer_cases
+from amplab.bench.optimizers import optimizer_cases, rule_cases
 from amplab.bench.rows import Goal
-from amplab.bench.rule_rows import rule_cases
-from amplab.bench.scaler import scaler_against_torch
-from amplab.bench.workloads import random_tensors, resnet50_shapes
-from amplab.kernels import ParameterList, TensorTable, unscale_, unscale_copy
+from amplab.bench.workloads import grads_of, random_tensors, resnet50_shapes
+from amplab.kernels import ParameterList, TensorTable, tensor_stats, unscale_, unscale_copy, update_scale_
+from amplab.kernels.update_scale import update_scale__reference
 
 __all__ = ["kernel_cases"]
 
-# Not 1.0, which torch's operator does not multiply by, and so near it that repeating leaves no subnormal numbers.
+# Not 1.0, by which torch's operator does not multiply; so close to 1 that repetition makes no subnormal numbers.
 _INVERSE = 1.0 - 2.0**-12
 _TORCHS = "torch._amp_foreach_non_finite_check_and_unscale_"
 
@@ -33,9 +33,9 @@ def kernel_cases(large: int = 2**26, many: int = 2000, elements: int = 1000, mod
 
     Args:
         large: elements of the one large tensor.
-        many: how many small tensors.
-        elements: of each small tensor.
-        model: shapes of the list that stands for a model; ResNet50's where None.
+        many: the number of small tensors.
+        elements: elements of each small tensor.
+        model: shapes of the parameters of a model; None for ResNet50.
     """
     shapes = list(resnet50_shapes()) if model is None else model
     small = [(elements,)] * many
@@ -54,16 +54,11 @@ def kernel_cases(large: int = 2**26, many: int = 2000, elements: int = 1000, mod
         Case("unscale_, ResNet50 bfloat16", _TORCHS, Goal("at least", 1.6), lambda: _in_place(shapes, torch.bfloat16)),
         Case(f"TensorTable.unscale_, {sizes}", _TORCHS, Goal("at least", 4.0), lambda: _in_place(small, table=True)),
         Case(f"unscale_, {sizes}", _TORCHS, Goal("at least", 1.8), lambda: _in_place(small)),
-        Case(
-            f"GradScaler.unscale_, {sizes}, fresh gradients",
-            "torch.amp.GradScaler.unscale_",
-            Goal("at least", 3.0),
-            lambda: scaler_against_torch(many, elements, fresh=True),
-        ),
         Case("unscale and norm, ResNet50 float32", clip, Goal("at least", 3.0), lambda: _with_norm(shapes)),
         Case(f"unscale and norm, {len(few)} × {elements}", clip, Goal("at least", 10.0), lambda: _with_norm(few)),
         *optimizer_cases(model, model),
         *rule_cases(model),
+        *_statistics_cases(large, many, elements, shapes),
     ]
 
 
@@ -80,19 +75,15 @@ def _elements(shapes: Shapes) -> int:
 
 
 def _on_parameters(shapes: Shapes, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    """Parameters that hold random gradients."""
+    """Return parameters with random gradients."""
     params = [nn.Parameter(each) for each in random_tensors(shapes, dtype)]
     for param, grad in zip(params, random_tensors(shapes, dtype), strict=True):
         param.grad = grad
     return params
 
 
-def _grads(params: list[nn.Parameter]) -> list[Tensor]:
-    return [param.grad for param in params]
-
-
 def _beside(tensors: list[Tensor]) -> dict[str, Contestant]:
-    """Plain Python on the same tensors, and the reading and writing of as many bytes in one piece."""
+    """Return plain Python on the same tensors, and a read and write of as many contiguous bytes."""
     size = sum(each.numel() * each.element_size() for each in tensors)
     flat = torch.ones(max(1, size // 4))
 
@@ -107,7 +98,7 @@ def _beside(tensors: list[Tensor]) -> dict[str, Contestant]:
 
 
 def _against_bound(shapes: Shapes) -> Pair:
-    """A single tensor is the bound's own memory: some places are faster than others."""
+    """Use the same memory for both sides if there is one tensor: some addresses are faster than others."""
     ours = random_tensors(shapes)
     flat = ours[0] if len(ours) == 1 else torch.cat([each.flatten() for each in ours])
     found_inf, inverse = _scalars()
@@ -120,9 +111,9 @@ def _against_bound(shapes: Shapes) -> Pair:
 
 
 def _in_place(shapes: Shapes, dtype: torch.dtype = torch.float32, *, table: bool = False) -> Pair:
-    """One list for both, so that neither has the better place in memory."""
+    """Use one list for both sides, so that neither has the faster addresses."""
     params = _on_parameters(shapes, dtype)
-    tensors = _grads(params)
+    tensors = grads_of(params)
     found_inf, inverse = _scalars()
     prepared = TensorTable(tensors)
     ours = prepared.unscale_ if table else partial(unscale_, tensors)
@@ -158,17 +149,71 @@ def _to_masters(shapes: Shapes) -> Pair:
 
 
 def _with_norm(shapes: Shapes) -> Pair:
-    """Nothing is clipped: amplab then has the norm and is done, where torch multiplies by 1."""
+    """Clip nothing: then amplab only computes the norm, and torch also multiplies by 1."""
     params = _on_parameters(shapes)
     known, norm = ParameterList(params), torch.zeros(())
     found_inf, inverse = _scalars()
 
     def ours() -> None:
         if known.unscale_grads_(found_inf, inverse, norm=norm) is None:
-            unscale_(_grads(params), found_inf, inverse, norm=norm)
+            unscale_(grads_of(params), found_inf, inverse, norm=norm)
 
     def torchs() -> None:
-        torch._amp_foreach_non_finite_check_and_unscale_(_grads(params), found_inf, inverse)
+        torch._amp_foreach_non_finite_check_and_unscale_(grads_of(params), found_inf, inverse)
         nn.utils.clip_grad_norm_(params, 1e9)
 
-    return Pair(Contestant(ours), Contestant(torchs), _sizes(shapes), {"bound": _beside(_grads(params))["bound"]})
+    return Pair(Contestant(ours), Contestant(torchs), _sizes(shapes), {"bound": _beside(grads_of(params))["bound"]})
+
+
+def _statistics_cases(large: int, many: int, elements: int, shapes: Shapes) -> list[Case]:
+    small = [(elements,)] * many
+    return [
+        Case(f"tensor_stats, {large:,} float32", "amax", Goal("at least", 0.5), lambda: _statistics([(large,)], _amax)),
+        Case("tensor_stats, ResNet50 float32", "amax", Goal("at least", 0.5), lambda: _statistics(shapes, _amax)),
+        Case(
+            "tensor_stats, ResNet50 float16",
+            "abs().max()",
+            Goal("at least", 1.5),
+            lambda: _statistics(shapes, _abs, torch.float16),
+        ),
+        Case(
+            f"tensor_stats, {many} × {elements} float32",
+            "_foreach_norm(inf)",
+            Goal("at least", 3.0),
+            lambda: _statistics(small, _norms),
+        ),
+        Case("update_scale_ with hysteresis and bounds", "the same in torch", Goal("at least", 3.0), _updates),
+    ]
+
+
+def _amax(tensors: list[Tensor]) -> None:
+    for each in tensors:
+        each.amax()
+
+
+def _abs(tensors: list[Tensor]) -> None:
+    for each in tensors:
+        each.abs().max()
+
+
+def _norms(tensors: list[Tensor]) -> None:
+    torch._foreach_norm(tensors, float("inf"))
+
+
+def _statistics(shapes: Shapes, theirs: Callable[[list[Tensor]], None], dtype: torch.dtype = torch.float32) -> Pair:
+    tensors = random_tensors(shapes, dtype)
+    sizes = {"tensors": len(tensors), "elements": sum(each.numel() for each in tensors)}
+    return Pair(Contestant(lambda: tensor_stats(tensors)), Contestant(lambda: theirs(tensors)), sizes)
+
+
+def _updates() -> Pair:
+    found_inf = torch.zeros(1)
+    ours, theirs = (
+        (torch.tensor(2.0**16), torch.zeros((), dtype=torch.int32), torch.full((), 2, dtype=torch.int32))
+        for _ in range(2)
+    )
+    return Pair(
+        Contestant(lambda: update_scale_(*ours, found_inf, 2.0, 0.5, 2000, 2, 1.0, 2.0**24)),
+        Contestant(lambda: update_scale__reference(*theirs, found_inf, 2.0, 0.5, 2000, 2, 1.0, 2.0**24)),
+        {"tensors": 1, "elements": 1},
+    )

@@ -1,6 +1,8 @@
-"""What loss scaling costs in Python: the whole call of unscale_, and clipping after it, against torch's GradScaler."""
+"""Suite "scaler": the whole call of unscale_, also with clipping, against torch's GradScaler."""
 
 from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -8,23 +10,25 @@ from torch.nn.utils import clip_grad_norm_
 from amplab.amp import GradScaler
 from amplab.bench.interleaved import Case, Contestant, Pair
 from amplab.bench.rows import Goal
-from amplab.bench.workloads import random_tensors
+from amplab.bench.workloads import grads_of, random_tensors
 
 __all__ = ["Gradients", "clipping_against_torch", "iteration", "scaler_against_torch", "scaler_cases", "torch_scaler"]
 
 _SCALE = 2.0**16
 _MAX_NORM = 1.0
 _THEIRS = "torch.amp.GradScaler.unscale_"
+_COMBINED_GOALS = (("kept", 2.5), ("fresh", 7.0), ("clip", 3.0))
+_Scaler = TypeVar("_Scaler", bound=torch.amp.GradScaler)
 
 
 class Gradients:
-    """Parameters of one optimizer, and the scaled gradients that a backward would leave on them.
+    """Parameters of one optimizer with scaled gradients, as after a backward.
 
     Args:
-        count: how many tensors.
-        elements: of each.
-        fresh: a new gradient tensor at each step, as after ``zero_grad()``; else the same one, filled anew.
-        device: of all of them.
+        count: the number of tensors.
+        elements: the elements of each.
+        fresh: make a new gradient tensor at each step, as after ``zero_grad()``; else refill the same one.
+        device: the device of all of them.
     """
 
     def __init__(self, count: int, elements: int, *, fresh: bool, device: str = "cpu") -> None:
@@ -36,11 +40,11 @@ class Gradients:
         self._give()
 
     def refill(self) -> None:
-        """Do what the backward of the next step would do."""
+        """Write the gradients of the next step, as its backward would."""
         if self._fresh:
             self._give()
         else:
-            torch._foreach_copy_([param.grad for param in self.params], self._values)
+            torch._foreach_copy_(grads_of(self.params), self._values)
 
     def _give(self) -> None:
         for param, values in zip(self.params, self._values, strict=True):
@@ -51,9 +55,9 @@ def scaler_cases(many: int = 2000, few: int = 200, elements: int = 1000) -> list
     """Return the cases of ``amplab bench scaler``.
 
     Args:
-        many: gradients of the cases that unscale alone.
-        few: gradients of the case that clips too.
-        elements: of each gradient, float32.
+        many: the number of gradients of the cases that only unscale.
+        few: the number of gradients of the case that also clips.
+        elements: the elements of each gradient, float32.
     """
     sizes = f"{many} × {elements} float32"
     whole = [
@@ -61,7 +65,7 @@ def scaler_cases(many: int = 2000, few: int = 200, elements: int = 1000) -> list
             f"GradScaler.unscale_, {sizes}, {kind} gradients",
             _THEIRS,
             Goal("at least", 3.0),
-            lambda kind=kind: scaler_against_torch(many, elements, fresh=kind == "fresh"),
+            partial(scaler_against_torch, many, elements, fresh=kind == "fresh"),
         )
         for kind in ("fresh", "kept")
     ]
@@ -71,22 +75,16 @@ def scaler_cases(many: int = 2000, few: int = 200, elements: int = 1000) -> list
         Goal("at least", 5.0),
         lambda: clipping_against_torch(few, elements),
     )
-    return [*whole, clipping, *combined_cases(many, few, elements)]
-
-
-def combined_cases(many: int, few: int, elements: int) -> list[Case]:
-    """Return the cases of combined gradients: kept ones lie in the buffers, fresh ones have to come in."""
-    goals = [(few, "kept", 2.5), (few, "fresh", 7.0), (few, "clip", 3.0)]
-    goals += [(many, "kept", 2.5), (many, "fresh", 7.0), (many, "clip", 3.0)]
-    return [_combined_case(count, kind, goal, elements) for count, kind, goal in goals]
+    combined = [_combined_case(many, kind, goal, elements) for kind, goal in _COMBINED_GOALS]
+    return [*whole, clipping, *combined]
 
 
 def combined_against_separate(count: int, elements: int, *, fresh: bool, clip: bool) -> Pair:
-    """The whole call of unscale_ (and clip) with ``combine_grad=True``, and without."""
-    sides = [
+    """Return the whole call of unscale_ (and clip) with ``combine_grad=True`` and without."""
+    ours, theirs = (
         _with_buffers(Gradients(count, elements, fresh=fresh), combine=combine, clip=clip) for combine in (True, False)
-    ]
-    return Pair(*sides, {"tensors": count, "elements": count * elements})
+    )
+    return Pair(ours, theirs, {"tensors": count, "elements": count * elements})
 
 
 def _with_buffers(gradients: Gradients, *, combine: bool, clip: bool) -> Contestant:
@@ -108,7 +106,7 @@ def _combined_case(count: int, kind: str, goal: float, elements: int) -> Case:
 
 
 def scaler_against_torch(count: int, elements: int, *, fresh: bool, device: str = "cpu") -> Pair:
-    """Both GradScalers' whole call of unscale_ on float32 gradients."""
+    """Return the whole call of unscale_ of both GradScalers, on float32 gradients."""
     ours, theirs = (Gradients(count, elements, fresh=fresh, device=device) for _ in range(2))
     return Pair(
         iteration(_our_scaler(device), ours, lambda scaler: scaler.unscale_(ours.optimizer)),
@@ -118,7 +116,7 @@ def scaler_against_torch(count: int, elements: int, *, fresh: bool, device: str 
 
 
 def clipping_against_torch(count: int, elements: int, *, device: str = "cpu") -> Pair:
-    """Unscaling and clipping to a norm of 1: one call of ours, two of torch's, on fresh float32 gradients."""
+    """Return unscaling and clipping to a norm of 1, on new float32 gradients: one call here, two in torch."""
     ours, theirs = (Gradients(count, elements, fresh=True, device=device) for _ in range(2))
 
     def torchs(scaler: torch.amp.GradScaler) -> None:
@@ -133,14 +131,12 @@ def clipping_against_torch(count: int, elements: int, *, device: str = "cpu") ->
 
 
 def torch_scaler(device: str = "cpu") -> torch.amp.GradScaler:
-    """Return torch's scaler at the scale of `Gradients`, where it stays."""
+    """Return torch's scaler with the constant scale of `Gradients`."""
     return torch.amp.GradScaler(device, init_scale=_SCALE, growth_interval=2**30)
 
 
-def iteration(
-    scaler: torch.amp.GradScaler, gradients: Gradients, run: Callable[[torch.amp.GradScaler], object]
-) -> Contestant:
-    """Return the contestant that times ``run(scaler)``, in an iteration that begins before and ends after the time."""
+def iteration(scaler: _Scaler, gradients: Gradients, run: Callable[[_Scaler], object]) -> Contestant:
+    """Return the side that times ``run(scaler)`` within a complete iteration."""
     scaler.scale(torch.zeros((), device=gradients.params[0].device))
     scaler.unscale_(gradients.optimizer)
 

@@ -1,8 +1,8 @@
-"""What is timed with: four models with their training step, and lists of gradients.
+"""The workloads: four models with their training step, and lists of gradients.
 
 =================  =========================================================================
 MLP 512            64-512-512-512-10, batch 64
-tiny MLP           64-32-10, batch 32: hardly any arithmetic, so that all overhead shows
+tiny MLP           64-32-10, batch 32: very little arithmetic, so that overhead dominates
 small CNN          two convolutions of 16 and 32 channels with BatchNorm on 8 × 8 pixels, batch 64
 small transformer  4 layers of width 128, 4 heads, 64 tokens of a vocabulary of 256, batch 8
 ResNet50 list      the 161 parameters of ResNet50, 25.6 M elements
@@ -10,26 +10,35 @@ ResNet50 list      the 161 parameters of ResNet50, 25.6 M elements
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["Workload", "mlp_512", "random_tensors", "resnet50_shapes", "small_cnn", "small_transformer", "tiny_mlp"]
+__all__ = [
+    "Workload",
+    "grads_of",
+    "mlp_512",
+    "random_tensors",
+    "resnet50_shapes",
+    "small_cnn",
+    "small_transformer",
+    "tiny_mlp",
+]
 
 _TOKENS, _VOCABULARY = 64, 256
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, an optimizer and one batch to train on again and again.
+    """A model, an optimizer and one batch to train on repeatedly.
 
     Attributes:
         model: in float32.
-        optimizer: SGD, which adds little of its own.
-        inputs: of the batch.
+        optimizer: SGD, which adds little time.
+        inputs: the inputs of the batch.
         labels: class indices, one for each row of the model's output.
     """
 
@@ -55,14 +64,15 @@ class _Transformer(nn.Module):
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(_VOCABULARY, width)
-        # Dropout draws random numbers, which would cost both sides the same and blur the ratio.
+        # Dropout draws random numbers, which would add the same time to both sides and blur the ratio.
         layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.head = nn.Linear(width, _VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens ``(batch, 64)`` int64 to logits ``(batch, 64, 256)``."""
-        return self.head(self.encoder(self.embedding(tokens)))
+        logits: Tensor = self.head(self.encoder(self.embedding(tokens)))
+        return logits
 
 
 def mlp_512() -> Workload:
@@ -77,7 +87,7 @@ def tiny_mlp() -> Workload:
 
 
 def small_cnn(batch: int = 64) -> Workload:
-    """Two convolutions with BatchNorm, and a classifier."""
+    """Two convolutions with BatchNorm, and a linear classifier."""
     torch.manual_seed(0)
     blocks = (
         layer
@@ -117,6 +127,11 @@ def random_tensors(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype = torch
     """Return normally distributed tensors, the same at every call."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def grads_of(params: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients that are not None."""
+    return [param.grad for param in params if param.grad is not None]
 
 
 def _classifier(model: nn.Module, *, batch: int) -> Workload:

@@ -1,7 +1,7 @@
-"""What an X-ray costs: one step seen through, with and without statistics, against the same step unseen.
+"""Suite "xray": one step under `xray`, with and without statistics, against the same step alone.
 
-A step is a forward and a backward. The goals with statistics are set for the built `tensor_stats` kernel; its
-reference counts the same in pure torch and takes several times as long.
+A step is a forward and a backward. The goals with statistics hold for the built `tensor_stats` kernel; the PyTorch
+reference takes several times as long.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ def xray_cases(width: int = 128, layers: int = 4) -> list[Case]:
     """Return the cases of ``amplab bench xray``.
 
     Args:
-        width: of the small transformer.
-        layers: of the same.
+        width: width of the small transformer.
+        layers: layers of the small transformer.
     """
 
     def transformer() -> Workload:

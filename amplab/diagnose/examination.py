@@ -10,7 +10,7 @@ This file applies the rules and ranks what they find; each rule is in the file o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -19,7 +19,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from amplab.amp import LossScaleCollapse, Session
-from amplab.diagnose.arguments import check_no_arguments, check_options
 from amplab.diagnose.catalogue import causes_first
 from amplab.diagnose.finding import Finding, Findings
 from amplab.diagnose.first_nonfinite import Setting, explain, setting_of
@@ -27,7 +26,6 @@ from amplab.diagnose.machine import MachineReport, machine_report
 from amplab.diagnose.observations import Observation
 from amplab.diagnose.observed_step.blame import blame
 from amplab.diagnose.observed_step.values import ObservedStep, observe_step
-from amplab.diagnose.rehearsals import rehearse_loop
 from amplab.diagnose.remedies.api_styles import Api, api_style_of
 from amplab.diagnose.rules.arithmetic import arithmetic_findings
 from amplab.diagnose.rules.gradients import gradient_findings
@@ -39,6 +37,7 @@ from amplab.diagnose.rules.schedule import schedule_findings
 from amplab.diagnose.rules.speed import speed_findings
 from amplab.diagnose.rules.updates import optimizers_left_out, updates_bound_to_be_lost, updates_lost
 from amplab.diagnose.rules.values import value_findings
+from amplab.diagnose.train_step.rehearse_loop import rehearse_loop
 from amplab.diagnose.train_step.schedules import schedulers_of
 from amplab.policies import PrecisionPolicy
 from amplab.trace.engines import compiled_functions_eagerly
@@ -54,6 +53,7 @@ from amplab.trace.handed_step import (
     scaler_in_use,
     shows_calls,
 )
+from amplab.trace.step_checks import check_loss_scale
 
 __all__ = ["doctor"]
 
@@ -115,7 +115,7 @@ def doctor(
     bias received a gradient, but no optimizer updates it.
     """
     if model is None:
-        check_no_arguments(
+        _check_no_arguments(
             batch=batch, loss=loss, step=step, train_step=train_step, optimizer=optimizer, scaler=scaler,
             opt_level=opt_level, policy=policy, autocast=autocast, loss_scale=loss_scale, run=run, stateful=stateful,
         )  # fmt: skip
@@ -123,7 +123,7 @@ def doctor(
     has_step = loss is not None or step is not None or (batch is not None and train_step is None)
     model = as_model(model, compiled=not has_step, values=has_step or train_step is not None)
     optimizers = optimizers_of(optimizer)
-    check_options(run=run, stateful=stateful, loss_scale=loss_scale)
+    _check_options(run=run, stateful=stateful, loss_scale=loss_scale)
     handed = None
     if has_step:
         handed = handed_step("doctor", model, batch, loss=loss, step=step)
@@ -149,6 +149,40 @@ def doctor(
     else:
         found += _look_at_loop(model, train_step, optimizers, in_use, stateful)
     return Findings.ranked(causes_first(found))
+
+
+def _check_no_arguments(**given: Any) -> None:
+    """Raise a TypeError for the first value that `doctor` was given without a model; None and () do not count."""
+    for name, value in given.items():
+        if value is not None and not (isinstance(value, tuple) and not value):
+            raise TypeError(
+                f"doctor got {name}, but no model: pass the model first, amplab.doctor(model, batch, loss=criterion) "
+                "or amplab.doctor(model, step=loss_of); without arguments it reports on the machine."
+            )
+
+
+def _check_options(*, run: Any, stateful: Any, loss_scale: Any) -> None:
+    """Raise for the first option that `doctor` cannot take; see there.
+
+    Raises:
+        TypeError, ValueError: one sentence each.
+
+    >>> _check_options(run=3, stateful=(), loss_scale=None)
+    Traceback (most recent call last):
+    TypeError: run=int: expected an amplab.diagnose.Observation, the steps so far, or None.
+    """
+    if run is not None and not isinstance(run, Observation):
+        raise TypeError(
+            f"run={type(run).__name__}: expected an amplab.diagnose.Observation, the steps so far, or None."
+        )
+    if not isinstance(stateful, Iterable) or not all(hasattr(each, "load_state_dict") for each in stateful):
+        kinds = f" of {', '.join(type(each).__name__ for each in stateful)}" if isinstance(stateful, list) else ""
+        raise TypeError(
+            f"stateful={type(stateful).__name__}{kinds}: expected a list of objects with state_dict and "
+            "load_state_dict, such as [scheduler]."
+        )
+    if loss_scale is not None:
+        check_loss_scale(loss_scale)
 
 
 def _with_api(run: Observation, scaler: Scaler | None) -> Observation:

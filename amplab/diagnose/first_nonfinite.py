@@ -1,7 +1,7 @@
 """`first_nonfinite`: which op made the first inf or NaN of a step, and whether the scale, the format or the model did.
 
 The step runs again with the present random state, and all state is restored. `blame` follows the values back to where
-they began, `reruns` runs a step in another format, `nonfinite_findings` writes the finding.
+they began, `reruns` runs a step in another format, `rules.nonfinite` writes the finding.
 
     began in forward    finite in float32: the format           else: the model (or the learning rate before it)
     began in backward   finite at scale 1: the scale            else: as above
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from amplab.diagnose.observed_step.blame import Blame, blame
 from amplab.diagnose.observed_step.tensor_summary import TensorSummary, counted
 from amplab.diagnose.observed_step.values import ObservedStep, measured_in, observe_step
 from amplab.diagnose.remedies.api_styles import ApiStyle, api_style_of
-from amplab.diagnose.reruns import Outcome, Room, probe, room
+from amplab.diagnose.reruns import Headroom, RerunResult, headroom, probe
 from amplab.policies import PrecisionPolicy
 from amplab.policies.nested_tensors import named_tensors_in
 from amplab.trace import OpRecord, trace_step
@@ -53,7 +53,7 @@ Cause = Literal["scale", "format", "model", "state", "batch", "buffer", "paramet
 
 @dataclass(frozen=True)
 class Setting:
-    """Under what a step runs: the casts around it and the scale of its loss.
+    """The conditions of a step: the casts around it and the scale of its loss.
 
     Args:
         loss_scale: what the loss is multiplied by.
@@ -86,21 +86,22 @@ class FirstNonfinite:
     """Where a step left the range of its numbers.
 
     Args:
-        result: what was not finite in the end: "loss", or "gradient of NAME".
+        result: the result that is not finite: "loss", or "gradient of NAME".
         cause: "scale" (gone at `fitting_scale`), "format" (gone in float32), "model" (not even finite in float32),
-            "state" (finite in a second run as it is, so that no other run tells anything), or what came in
-            non-finite: "batch", "buffer", "parameter", or "input" for a tensor of no known name.
-        record: the op that wrote the first non-finite value; None where it came in.
-        tensor: name of what came in, empty else.
-        inputs: statistics of what that op read; of what came in.
-        output: statistics of what it wrote.
+            "state" (finite in a second run under the same conditions, so other runs decide nothing), or the tensor
+            that was not finite before the step: "batch", "buffer", "parameter", or "input" for an unnamed tensor.
+        record: the op that wrote the first non-finite value; None if a tensor was not finite before the step.
+        tensor: the name of that tensor, else empty.
+        inputs: summaries of what the op read, or of that tensor.
+        output: the summary of what the op wrote.
         chain: the ops from there to the result.
-        fitting_scale: the largest power of two below it at which the step is finite, tried; None where none was.
-        in_bfloat16: whether the step is finite in bfloat16; None where it was not tried.
-        in_float32: what it comes to in float32; None where it was not tried.
+        fitting_scale: the largest power of two, below the scale of the step, at which the step is finite in a run;
+            None if there is none.
+        in_bfloat16: whether the step is finite in bfloat16; None if it did not run.
+        in_float32: the result in float32; None if it did not run.
         kind: see `Blame`.
-        step: the step as it was observed.
-        setting: casts and scale under which all this was seen.
+        step: the observed step.
+        setting: its casts and its scale.
     """
 
     result: str
@@ -112,14 +113,14 @@ class FirstNonfinite:
     chain: tuple[OpRecord, ...]
     fitting_scale: float | None
     in_bfloat16: bool | None
-    in_float32: Outcome | None
+    in_float32: RerunResult | None
     kind: str
     step: ObservedStep
     setting: Setting
 
     @property
     def phase(self) -> str:
-        """ "forward" or "backward"; empty where it came in."""
+        """ "forward" or "backward"; empty if a tensor was not finite before the step."""
         return self.record.phase if self.record else ""
 
     def __str__(self) -> str:
@@ -238,35 +239,44 @@ def _setting_in_force(scaler: Scaler | None, loss_scale: float | None) -> Settin
 
 def explain(
     model: nn.Module,
-    loss_fn: Callable[[], Tensor],
+    handed: HandedStep,
     setting: Setting,
     step: ObservedStep,
     blamed: Blame,
     *,
     batch: Any = None,
 ) -> FirstNonfinite:
-    """Decide on the cause by running the step under other conditions."""
-    rerun = _Rerun(model, loss_fn, setting)
-    begun = step.begun.get(blamed.op)
+    """Decide on the cause by running the step under other conditions.
+
+    Args:
+        model: the model.
+        handed: the step, to run again.
+        setting: the conditions of `step`.
+        step: the step as it was observed, and `blamed` where its first non-finite value began.
+        batch: the tensors of the batch, for their names.
+    """
+    rerun = _Rerun(model, handed, setting)
     record = None if blamed.op is None else step.trace.records[blamed.op]
     fitting = in_float32 = in_bfloat16 = None
+    cause: Cause
     if record is None:
-        cause = blamed.value.kind or "input"
+        cause = cast(Cause, blamed.value.kind or "input")
         given = _tensor_named(model, batch, blamed.value.name)
         output = blamed.value.summary if given is None else counted([given])[0]
         inputs: tuple[TensorSummary, ...] = (output,)
     else:
-        inputs, output = rerun.around(record.index) if begun is None else (begun.inputs, begun.outputs[0])
-        output = output or blamed.value.summary
+        begun = step.begun.get(record.index)
+        inputs, wrote = rerun.around(record.index) if begun is None else (begun.inputs, begun.outputs[0])
+        output = wrote or blamed.value.summary
         guess = _overflow_of_cast(record, inputs) if record.phase == "backward" else None
         fitting = rerun.fitting_scale(guess) if record.phase == "backward" else None
         cause = "scale"
         if fitting is None:
-            in_float32 = rerun.outcome(torch.float32)
+            in_float32 = rerun.result(torch.float32)
             cause = "format" if in_float32.is_finite else "model"
-        if cause != "model" and rerun.outcome(loss_scale=setting.loss_scale).is_finite:
+        if cause != "model" and rerun.result(loss_scale=setting.loss_scale).is_finite:
             cause, fitting, in_float32 = "state", None, None
-        in_bfloat16 = rerun.outcome(torch.bfloat16).is_finite if cause == "format" else None
+        in_bfloat16 = rerun.result(torch.bfloat16).is_finite if cause == "format" else None
     return FirstNonfinite(
         blamed.result, cause, record, blamed.value.name, inputs, output, blamed.records(step),
         fitting, in_bfloat16, in_float32, blamed.kind, step, setting,
@@ -274,60 +284,60 @@ def explain(
 
 
 class _Rerun:
-    """One step, run again and again under other conditions."""
+    """Runs one step under other conditions."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[[], Tensor], setting: Setting) -> None:
-        self._model, self._loss_fn, self._setting = model, loss_fn, setting
+    def __init__(self, model: nn.Module, step: HandedStep, setting: Setting) -> None:
+        self._model, self._step, self._setting = model, step, setting
 
-    def outcome(self, number_format: torch.dtype | None = None, loss_scale: float = 1.0) -> Outcome:
+    def result(self, number_format: torch.dtype | None = None, loss_scale: float = 1.0) -> RerunResult:
         casting = self._setting.casting()
-        return probe(self._model, self._loss_fn, casting=casting, loss_scale=loss_scale, number_format=number_format)
+        return probe(self._model, self._step, casting=casting, loss_scale=loss_scale, number_format=number_format)
 
     def around(self, op: int) -> tuple[tuple[TensorSummary, ...], TensorSummary | None]:
-        """Count what an op read and wrote, in a run that ends there: where the step itself has not, see `Begun`.
+        """Return summaries of what an op reads and writes, from a run that ends there; None if it is not reached.
 
-        None where this run does not come to that op.
+        Only for ops of which the observed step has no summaries, see `Begun`.
         """
         look = _Look(op)
         with contextlib.suppress(_Seen):
             casting, scale = self._setting.casting(), self._setting.loss_scale
-            trace_step(self._model, self._loss_fn, casting=casting, loss_scale=scale, observer=look)
+            trace_step(self._model, self._step, casting=casting, loss_scale=scale, observer=look)
         return tuple(counted(look.inputs)), next(iter(counted(look.outputs)), None)
 
     def fitting_scale(self, too_large_by: float | None) -> float | None:
-        """The largest power of two below the present scale at which the step is finite; None where 1 is too large.
+        """Return the largest power of two below the scale at which the step is finite; None if 1 is too large.
 
         Args:
-            too_large_by: what the scale has to be divided by for one value of backward at least; saves a run where
-                that value is the one that decides. None where no such value is known.
+            too_large_by: the least factor by which the scale must fall, known from one value of backward. It saves a
+                run if that value decides. None if it is unknown.
         """
         most = self._setting.loss_scale
         if most <= 1:
             return None
         scale = 1.0 if too_large_by is None else _power_below(min(most / too_large_by, most / 2))
-        found = self._room(scale)
-        if scale > 1 and not found.outcome.is_finite:
-            scale, found = 1.0, self._room(1.0)
+        found = self._headroom(scale)
+        if scale > 1 and not found.result.is_finite:
+            scale, found = 1.0, self._headroom(1.0)
         if found.factor is None:
             return None
         fits, tried = _power_below(min(scale * found.factor, most / 2)), scale
         for _ in range(_TRIES):
-            if fits <= tried or self.outcome(loss_scale=fits).is_finite:
+            if fits <= tried or self.result(loss_scale=fits).is_finite:
                 break
             fits /= 2
         return max(fits, tried)
 
-    def _room(self, loss_scale: float) -> Room:
-        return room(self._model, self._loss_fn, casting=self._setting.casting(), loss_scale=loss_scale)
+    def _headroom(self, loss_scale: float) -> Headroom:
+        return headroom(self._model, self._step, casting=self._setting.casting(), loss_scale=loss_scale)
 
 
 def _power_below(scale: float) -> float:
-    """The largest power of two that is not above a scale; 1 at least."""
+    """Return the largest power of two up to a scale; at least 1."""
     return 2.0 ** math.floor(math.log2(scale)) if scale >= 1 else 1.0
 
 
 def _overflow_of_cast(record: OpRecord, inputs: tuple[TensorSummary, ...]) -> float | None:
-    """By how much what a cast read is too large for what it wrote; None for other ops, whose results are not known."""
+    """Return by what factor the input of a cast leaves the range of its output; None for other ops."""
     if not record.is_cast or not inputs or not inputs[-1].is_finite:
         return None
     return inputs[-1].absmax / torch.finfo(record.outputs[0].dtype).max
@@ -337,18 +347,18 @@ _TRIES = 3
 
 
 class _Seen(Exception):
-    """The op that was waited for has run."""
+    """The op has run."""
 
 
 class _Look:
-    """Keep copies of what one op reads and writes, then end the run; see `amplab.trace.recorder.Observer`."""
+    """Copy what one op reads and writes, then end the run; an `amplab.trace.recorder.Observer`."""
 
     def __init__(self, op: int) -> None:
         self._left = op
         self.inputs: list[Tensor] = []
         self.outputs: list[Tensor] = []
 
-    def before(self, _overload: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    def before(self, _overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._left == 0:
             self.inputs = [each.clone() for each in measured_in((*args, *kwargs.values()))]
 

@@ -1,4 +1,4 @@
-"""Follow every step of a loop as it runs, and never run one again: for steps that cannot be, and for those who want it.
+"""`followed_step`: follow every step of a loop as it runs, for steps that cannot run again.
 
     for batch in loader:
         with amplab.diagnose.followed_step(model, batch) as step:
@@ -7,17 +7,17 @@
         if step.first is not None:
             print(step)
 
-It makes a step about twice as long, and that of a tiny net, which computes hardly anything, nine times: on one thread
-of a CPU 1.8 × for a small transformer, 2.1 × for an MLP 512 wide, 9 × for one of 64-32-10. Every tensor is measured by
-its smallest and largest element; what the op at fault read and wrote is counted too where it lies on the CPU.
-`first_nonfinite` costs nothing until something is wrong; it also finds out by other runs whether the scale, the format
-or the model is to blame, which one run alone cannot tell.
+It makes a step about twice as long: on one thread of a CPU 1.8 × for a small transformer, 2.1 × for an MLP 512 wide,
+and 9 × for a tiny MLP of 64-32-10. It records the smallest and the largest element of every tensor; on the CPU also
+full summaries of what the op at fault read and wrote. `first_nonfinite` costs nothing until a step goes wrong, and it
+decides by other runs whether the scale, the format or the model is the cause, which one run cannot show.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import cached_property
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ _unseen_by_engines = torch._C.DisableTorchFunction
 
 
 class FollowedStep:
-    """One forward and backward, followed while it runs; made by `followed_step`, used in a ``with`` block."""
+    """One forward and backward, followed while it runs; made by `followed_step`, for a ``with`` block."""
 
     def __init__(self, model: nn.Module, batch: Any) -> None:
         self._watcher = StepWatcher(_gradients_before(model) | named_tensors(model, batch))
@@ -45,21 +45,23 @@ class FollowedStep:
         self._ended = False
 
     def __enter__(self) -> FollowedStep:
-        """Begin to follow the ops of this thread, and those of its backward."""
+        """Start to follow the ops of this thread, and those of its backward."""
         if self._ended:
-            raise RuntimeError("this step was followed already: expected one `with` block for each followed_step(...).")
+            raise RuntimeError("this step was followed already: expected a new followed_step for each `with` block.")
         self._block.enter_context(compiled_functions_eagerly())
         self._block.enter_context(self._recorder.recording())
         self._block.enter_context(self._recorder.calls)
         return self
 
-    def __exit__(self, *failure: object) -> None:
-        """End; what the block raised goes on."""
-        self._block.__exit__(*failure)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        """Stop following."""
+        self._block.__exit__(kind, error, where)
         self._ended = True
 
     def loss(self, value: Tensor) -> Tensor:
-        """Take note of the loss, before it is scaled, and return it as it is. Without it gradients alone are judged."""
+        """Record the loss, before it is scaled, and return it. Without it only gradients are checked."""
         if not isinstance(value, Tensor):
             raise TypeError(f"loss({value!r}): expected the tensor that backward starts from, before .item().")
         with _unseen_by_engines():
@@ -71,31 +73,32 @@ class FollowedStep:
         """Every op with its values. Sync: one.
 
         Raises:
-            RuntimeError: the ``with`` block has not run yet, or no op ran in it.
+            RuntimeError: the ``with`` block has not ended, or no op ran in it.
         """
         if not (self._ended and self._recorder.events):
             state = "no op ran in its `with` block" if self._ended else "its `with` block has not ended"
-            raise RuntimeError(f"followed_step: {state}; expected a forward in it, and questions after it.")
+            raise RuntimeError(f"followed_step: {state}; expected a forward in it; read the result after the block.")
         return self._watcher.observed(self._recorder.events, 1.0)
 
     @cached_property
     def first(self) -> Blame | None:
-        """Where the first loss or gradient that is not finite comes from; None where all are finite. Sync: one."""
+        """The origin of the first loss or gradient that is not finite; None if all are finite. Sync: one."""
         return blame(self.observed)
 
     def __str__(self) -> str:
-        """Name the op, its module, its line, what it read and what it wrote."""
+        """Return the op, its module, its line, what it read and what it wrote."""
         found = self.first
         if found is None:
             return f"all finite: {len(self.observed.ops)} ops"
         if found.op is None and found.value.kind == _GRADIENT:
             held = "NaN" if found.value.summary.has_nan else "inf"
             return (
-                f"{found.result} is not finite: {found.value.name} held {held} before the step, and backward adds to "
-                "it; zero it first, optimizer.zero_grad()"
+                f"{found.result} is not finite: {found.value.name} contained {held} before the step, and backward adds "
+                "to it; call optimizer.zero_grad() first"
             )
         if found.op is None:
-            return f"{found.result} is not finite: {found.value.name or 'a tensor'} came in as {found.value.summary}"
+            name = found.value.name or "a tensor"
+            return f"{found.result} is not finite: {name} was not finite before the step: {found.value.summary}"
         record, begun = self.observed.trace.records[found.op], self.observed.begun.get(found.op)
         inputs = [value.summary for value in self.observed.inputs(found.op)] if begun is None else begun.inputs
         written = found.value.summary if begun is None else begun.outputs[0]
@@ -105,26 +108,27 @@ class FollowedStep:
 
 
 def _gradients_before(model: nn.Module) -> dict[int, NamedMemory]:
-    """What lies in the `.grad` of the parameters by its memory; backward adds to it."""
+    """Return the gradients before the step by their memory; backward adds to them."""
     held = ((f"{name}.grad", each.grad) for name, each in model.named_parameters() if each.grad is not None)
     return {memory_of(grad): NamedMemory(name, _GRADIENT) for name, grad in held if memory_of(grad)}
 
 
 def followed_step(model: nn.Module, batch: Any = None) -> FollowedStep:
-    """Return what follows the forward and the backward in its ``with`` block, op by op.
+    """Return a context manager that follows the forward and the backward in its ``with`` block, op by op.
 
-    The step computes what it computes unfollowed, bit by bit, but for an RNN that amplab runs in half on a CPU without
-    fp16 arithmetic. There an `nn.GRU` or `nn.LSTM` is one call, in float32 as a whole and rounded once at its end;
-    followed, its ops are seen one by one, and each rounds. Outputs up to 1 then differ by about 4.9e-4, one rounding.
+    The results of the step are bitwise the same as without it, except for an RNN that amplab runs in half on a CPU
+    without float16 arithmetic. There an `nn.GRU` or `nn.LSTM` is one call, computed in float32 and rounded once at its
+    end; when it is followed, its ops run one by one, and each rounds. Outputs up to 1 then differ by about 4.9e-4, one
+    rounding.
 
     Args:
         model: the model, or a ModuleList of several; not compiled.
-        batch: the tensors of the batch, nested as they are, to have them named.
+        batch: the tensors of the batch in any nesting, for their names in the result.
 
     Raises:
         TypeError, ValueError: as `amplab.trace.trace_step` of the model.
 
-    Sync: none in the block; one when it is asked.
+    Sync: none in the block; one when the result is read.
 
     >>> model = nn.Linear(2, 1)
     >>> with followed_step(model) as step:

@@ -1,9 +1,9 @@
-"""The ladder: a short training in each precision, from the fastest to the safest, and the first that holds.
+"""`ladder`: a short training in each precision, from the fastest to the safest, and the first that holds.
 
     O2 static 128 → O1 static 128 → O1 dynamic → bf16 → fp32
 
-Every rung starts from the same weights and sees the same batches. A rung holds if its weights stay finite, few steps
-were skipped, and its loss is as low as float32's within the tolerance.
+Every rung starts from the same weights and gets the same batches. A rung holds if its weights stay finite, few steps
+are skipped, and its loss is as low as float32's within the tolerance.
 """
 
 import copy
@@ -22,14 +22,17 @@ import torch
 from torch import Tensor, nn
 
 from amplab.amp.run_state.rng_state import capture_rng, restore_rng
-from amplab.diagnose.arguments import check_called_with, check_seed, check_steps, check_tolerance
 from amplab.diagnose.trial import (
     MakeOptimizer,
     Precision,
     Trial,
     TrialStep,
+    check_called_with,
     check_optimizer,
+    check_seed,
     check_step_of_copies,
+    check_steps,
+    check_tolerance,
     check_trained,
     no_casts_of_the_caller,
     precision_named,
@@ -51,10 +54,10 @@ RUNGS: dict[str, Precision] = {
     "bf16": "bf16",
     "fp32": "fp32",
 }
-"""The rungs, the last of which is what the others are held against."""
+"""The rungs; the last one is the reference."""
 
-_MOST_SKIPS = 0.1  # of the steps: more, and the learning rate schedule is another one
-_FEWEST = 5  # skips while a dynamic scale finds its place are normal
+_MOST_SKIPS = 0.1  # of the steps; with more the learning rate schedule differs
+_FEWEST = 5  # a dynamic scale that settles skips a few steps
 _COLUMNS = (
     Column("rung"),
     Column("loss, step by step"),
@@ -66,18 +69,18 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class LadderRung:
-    """What came of one precision.
+    """The result of one precision.
 
     Attributes:
         name: of the rung.
-        precision: what to pass on to `amp.initialize`, or the name of it.
-        steps: every step made; fewer than asked for where the weights were lost.
-        loss: mean of the last quarter's losses.
-        score: what `evaluate` gave, None without one.
+        precision: the arguments for `amp.initialize`, or the name of the precision.
+        steps: the steps made.
+        loss: the mean of the last quarter of the losses.
+        score: the result of `evaluate`, None without it.
         finite: whether the weights are finite at the end.
-        steps_per_second: over all steps but the first; of this machine.
-        state_bytes: weights, gradients, masters and optimizer state.
-        failure: why the rung does not hold; None where it does.
+        steps_per_second: over all steps except the first, on this machine.
+        state_bytes: of weights, gradients, masters and optimizer state.
+        failure: why the rung does not hold; None if it holds.
     """
 
     name: str
@@ -92,18 +95,18 @@ class LadderRung:
 
     @property
     def skipped(self) -> int:
-        """How many steps were skipped."""
+        """The number of skipped steps."""
         return sum(step.skipped for step in self.steps)
 
 
 @dataclass(frozen=True, repr=False)
 class LadderReport:
-    """Every rung, the recommended one, and why.
+    """The rungs, the recommended one, and why.
 
     Attributes:
         rungs: in the order of the ladder.
-        tolerance: relative, on the loss (and the score).
-        device: where they ran.
+        tolerance: relative, for the loss (and the score).
+        device: the device type that they ran on.
     """
 
     rungs: tuple[LadderRung, ...]
@@ -112,11 +115,11 @@ class LadderReport:
 
     @property
     def recommended(self) -> LadderRung:
-        """The first rung that holds; the last one where none does."""
+        """The first rung that holds; the last one if none does."""
         return next((rung for rung in self.rungs if rung.failure is None), self.rungs[-1])
 
     def text(self) -> str:
-        """The recommendation, and a line per rung."""
+        """Return the recommendation, and a line per rung."""
         return str(self._card())
 
     def __str__(self) -> str:
@@ -139,19 +142,19 @@ class LadderReport:
     def _sentences(self) -> Iterator[str]:
         chosen = self.recommended
         if chosen.failure is not None:
-            yield f"No rung holds, nor does {chosen.name} ({chosen.failure}): look at data and learning rate first."
+            yield f"No rung holds, not even {chosen.name} ({chosen.failure}): check data and learning rate first."
         else:
             before = [rung.name for rung in self.rungs[: self.rungs.index(chosen)]]
             but = f"; before it {', '.join(before)} did not" if before else ", the first of the ladder"
             yield f"Recommended: {chosen.name}. It holds{but}."
         if self._without_score():
             without = ", ".join(self._without_score())
-            yield f"evaluate gave NaN for {without}, so these do not hold: look at evaluate first."
+            yield f"evaluate returned NaN for {without}, so these do not hold: check evaluate first."
         if self.device == "cpu":
-            yield "Speed is this CPU's, which computes half through float32: it says nothing of a GPU."
+            yield "Speeds are those of this CPU, which computes half through float32. They say nothing about a GPU."
 
     def _without_score(self) -> list[str]:
-        """The rungs whose score is NaN."""
+        """Return the names of the rungs whose score is NaN."""
         return [rung.name for rung in self.rungs if rung.score is not None and math.isnan(rung.score)]
 
     def _cells(self, rung: LadderRung, drawing: Markup) -> tuple[str, ...]:
@@ -171,7 +174,7 @@ class LadderReport:
 
 
 def _against(loss: float, reference: float) -> str:
-    """How much higher than the reference's a loss is, relatively."""
+    """Return by how much a loss is above the reference's, in percent."""
     if not reference or not math.isfinite(loss):
         return "–"
     share = 100 * (loss / reference - 1)
@@ -185,7 +188,7 @@ def _verdict(failure: str | None) -> Cell:
 
 
 def _tell(line: str) -> None:
-    """Progress goes to standard error; in a notebook that is a red box, and looks like a failure."""
+    """Write progress to standard error; in a notebook to standard output, where it does not look like a failure."""
     stream = sys.stdout if type(sys.stdout).__module__.startswith("ipykernel.") else sys.stderr
     stream.write(f"{line}\n")
 
@@ -208,33 +211,34 @@ def ladder(
     rungs: Mapping[str, Precision] = RUNGS,
     tell: Callable[[str], object] | None = None,
 ) -> LadderReport:
-    """Train a little in every precision and recommend the first that holds.
+    """Train for a few steps in every precision and recommend the first that holds.
 
-    A session of `amp` and autocast regions that are in force around the call do not cast here.
+    A session of `amp` and autocast regions around the call do not cast here.
 
     Args:
-        make_model: returns a fresh float32 model; seeded before each call. Or a float32 model: each rung trains a deep
-            copy of it. What a forward keeps in plain attributes is each rung's own; what it keeps elsewhere, in a
-            global or a closure, goes from rung to rung.
+        make_model: a function that returns a new float32 model, called with the same seed for each rung; or a float32
+            model, of which each rung trains a deep copy. A state that forward keeps in a plain attribute belongs to
+            the rung; a state in a global or a closure is shared by all rungs.
         data: one batch (a tensor, a tuple or a mapping), a function of the step's number that returns one, or an
-            iterable of batches such as a list or a DataLoader, begun again when it ends. How a batch goes in: see
-            `amplab.xray`.
+            iterable of batches such as a list or a DataLoader, which starts again when it ends. See `amplab.xray` for
+            how the model is called with a batch.
         loss: a function of the output (and the batch); None for the output's own.
         step: in the place of `loss`, a function that is called as `step(model, batch)` with the model of the rung, runs
             its forward and returns the loss.
-        optimizer: makes one of the parameters it is given; by default ``AdamW(lr=1e-3)``.
-        evaluate: a score of the trained model, the larger the better; it then decides beside the loss. A rung whose
-            score is NaN or infinite does not hold.
+        optimizer: a function that makes an optimizer of the parameters it gets; by default ``AdamW(lr=1e-3)``.
+        evaluate: a function that returns a score of the trained model, the larger the better. The score then counts as
+            well as the loss; a rung whose score is NaN or infinite does not hold.
         steps: for each rung, at least 8.
-        tolerance: how much higher than float32's a loss may be, relatively.
+        tolerance: how far above float32's loss a loss may be, relatively.
         seed: of the weights, of dropout, and of a DataLoader's order.
         rungs: name -> precision, see `amplab.diagnose.trial`; the last one is the reference.
-        tell: is told how it goes, a line per rung; by default standard error, in a notebook the cell's output.
+        tell: called with a line of progress per rung; by default it goes to standard error, in a notebook to the
+            cell's output.
 
     Raises:
-        TypeError, ValueError: too few steps, no rung, no data, the same model twice, gradients that are off around the
-            call, or another argument that is none. Whatever the model, the loss or the optimizer raise in the
-            reference; a rung that raises fails with that sentence.
+        TypeError, ValueError: too few steps, no rung, no data, the same model twice, gradients that are disabled around
+            the call, or another wrong argument. What the model, the loss or the optimizer raise in the reference
+            passes through; in another rung it is the rung's failure.
 
     Sync: one per step.
     """
@@ -249,24 +253,26 @@ def ladder(
     _check_data(data)
     make_model = _factory(make_model)
     if isinstance(data, Iterator):
-        data = list(islice(data, steps))  # it can be read once, and every rung reads it
+        data = list(islice(data, steps))  # every rung reads it, and an iterator can be read only once
     make = optimizer or (lambda weights: torch.optim.AdamW(weights, lr=1e-3))
     tell = tell or _tell
     climbed: list[LadderRung] = []
-    model = None
+    model: nn.Module | None = None
+    device = "cpu"
     for number, (name, precision) in enumerate(rungs.items(), 1):
         tell(f"rung {number} of {len(rungs)}: {name}, {steps} steps")
         with _seeded(seed):
             model = _fresh(make_model(), model)
+            device = next(weight.device.type for weight in model.parameters())
             try:
                 trial = Trial(model, make, precision, loss=loss, step=step, tool="ladder", on_collapse="raise")
                 climbed.append(_climb(name, precision, trial, islice(_batches(data), steps), evaluate))
             except Exception as error:
-                if number == len(rungs):  # the reference: it is not the precision that fails
+                if number == len(rungs):  # the reference: the precision is not the reason
                     raise
                 climbed.append(_fallen(name, precision, error))
     judged = tuple(_judged(rung, climbed[-1], steps, tolerance) for rung in climbed)
-    return LadderReport(judged, tolerance, next((weight.device.type for weight in model.parameters()), "cpu"))
+    return LadderReport(judged, tolerance, device)
 
 
 def _climb(
@@ -281,9 +287,9 @@ def _climb(
         for batch in batches:
             steps.append(trial.train(batch))
             if len(steps) == 1:
-                began = time.perf_counter()  # the first step makes state and warms up
+                began = time.perf_counter()  # the first step allocates state
         if not steps:
-            raise ValueError("data: it gave no batch; expected at least one.")
+            raise ValueError("data: 0 batches; expected at least one.")
         seconds = time.perf_counter() - began
         size, finite = trial.state_bytes(), trial.is_finite()
     finally:
@@ -306,15 +312,15 @@ def _score(value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(
-            f"evaluate returned {type(value).__name__}: expected one number, the larger the better; float() takes it."
+            f"evaluate returned {type(value).__name__}: expected one number, which float() takes."
         ) from None
 
 
 def _fresh(model: Any, previous: nn.Module | None) -> nn.Module:
     if model is not None and model is previous:
         raise ValueError(
-            "make_model returned the same model twice: expected a fresh one for every rung, such as lambda: Net(); use "
-            "copy.deepcopy(model) to begin from trained weights."
+            "make_model returned the same model twice: expected a new one for every rung, such as lambda: Net(); to "
+            "start from trained weights, pass the model itself, amplab.ladder(model, data)."
         )
     return check_trained(model)
 
@@ -323,10 +329,10 @@ def _check_rungs(rungs: Any) -> None:
     if not isinstance(rungs, Mapping):
         raise TypeError(f"rungs={type(rungs).__name__}: expected a dict of name -> precision, such as {{'O1': 'O1'}}.")
     if not rungs:
-        raise ValueError("rungs: 0 rungs; expected at least one, the last of which the others are held against.")
+        raise ValueError("rungs: 0 rungs; expected at least one; the last one is the reference.")
     for name, precision in rungs.items():
         if not isinstance(name, str):
-            raise TypeError(f"rungs: the name {name!r} is {type(name).__name__}; expected names that are words.")
+            raise TypeError(f"rungs: the name {name!r} is {type(name).__name__}; expected strings as names.")
         precision_named(precision)
 
 
@@ -359,7 +365,7 @@ def _judged(rung: LadderRung, reference: LadderRung, steps: int, tolerance: floa
 
 
 def _failure(rung: LadderRung, reference: LadderRung, steps: int, tolerance: float) -> str | None:
-    """Why a rung does not hold, None where it does."""
+    """Return why a rung does not hold, None if it holds."""
     lost = next((place for place, step in enumerate(rung.steps) if not math.isfinite(step.loss)), None)
     if not rung.finite:
         return "weights are inf or NaN" + (f", the loss from step {lost} on" if lost is not None else "")
@@ -369,10 +375,10 @@ def _failure(rung: LadderRung, reference: LadderRung, steps: int, tolerance: flo
     if not rung.loss <= allowed:
         return f"loss {rung.loss:.4g}, float32 {reference.loss:.4g}"
     if rung.score is not None and not math.isfinite(rung.score):
-        return f"score {rung.score:.4g}: no number to go by"
+        return f"score {rung.score:.4g} is not finite"
     if reference.score is None or not math.isfinite(reference.score):
         return None
-    if rung.score < reference.score - tolerance * abs(reference.score):
+    if rung.score is not None and rung.score < reference.score - tolerance * abs(reference.score):
         return f"score {rung.score:.4g}, float32 {reference.score:.4g}"
     return None
 

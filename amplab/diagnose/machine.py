@@ -9,7 +9,7 @@ import torch
 
 from amplab import __version__, kernels
 from amplab.display.table import Card, Table
-from amplab.kernels.recipe import obstacle
+from amplab.kernels.builder.recipe import obstacle
 from amplab.policies import cpu_half_mode
 
 __all__ = ["MachineReport", "machine_report"]

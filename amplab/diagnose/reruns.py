@@ -1,12 +1,12 @@
-"""Run a step again under other conditions, to see whether what went wrong goes away: another scale, another format.
+"""Run a step again under other conditions, to see whether an inf or NaN goes away: another scale, another format.
 
-`in_format` takes float16 out of a step without a change to its code, whichever face put it there: halves that come in
-are widened, and casts to half go to the other dtype instead. It works below autograd and below every kind of autocast,
-at the one place that all ops pass.
+`in_format` replaces float16 and bfloat16 in a step without a change to its code: inputs of these dtypes are converted,
+and casts to them go to the other dtype. It works below autograd and below every kind of autocast, in the dispatcher,
+which all ops pass.
 
-    probe(model, loss_fn, loss_scale=1.0)                          is it gone at scale 1
-    probe(model, loss_fn, number_format=torch.float32)             is it gone in float32
-    room(model, loss_fn)                                           at which scale is it gone
+    probe(model, step, loss_scale=1.0)                      is it gone at scale 1
+    probe(model, step, number_format=torch.float32)         is it gone in float32
+    headroom(model, step)                                   at which scale is it gone
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from amplab.trace.engines import clear_cast_caches
 from amplab.trace.step_checks import check_loss, check_step
 from amplab.trace.untouched import untouched
 
-__all__ = ["Outcome", "Room", "in_format", "probe", "room"]
+__all__ = ["RerunResult", "Headroom", "in_format", "probe", "headroom"]
 
 _current_node = torch._C._current_autograd_node
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What one forward and backward came to.
+class RerunResult:
+    """The result of one forward and backward.
 
     Args:
         loss: before it was scaled.
@@ -50,99 +50,101 @@ class Outcome:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the loss and every gradient are numbers."""
+        """Whether the loss and every gradient are finite."""
         return math.isfinite(self.loss) and not self.bad_gradients
 
 
 def probe(
     model: nn.Module,
-    loss_fn: Callable[[], Tensor],
+    step: Callable[[], Tensor],
     *,
-    casting: AbstractContextManager | None = None,
+    casting: AbstractContextManager[object] | None = None,
     loss_scale: float = 1.0,
     number_format: torch.dtype | None = None,
-) -> Outcome:
-    """Run one forward and backward and say whether its results are finite; the model is left as it was.
+) -> RerunResult:
+    """Run one forward and backward and return whether loss and gradients are finite; all state is restored.
 
     Args:
         model: as `trace_step` takes it.
-        loss_fn: as there.
+        step: as there.
         casting: context in which forward and backward run; the caller's own by default.
         loss_scale: what the loss is multiplied by, in float32, before backward.
         number_format: run in this dtype what runs in float16 or bfloat16; None for no change.
 
     Raises:
-        TypeError, ValueError: as `trace_step`; a compiled model will do.
+        TypeError, ValueError: as `trace_step`; but the model may be compiled.
 
     Sync: one.
     """
-    check_step(model, loss_fn, loss_scale, compiled=True, values=True)
-    with _run(model, loss_fn, casting, loss_scale, whole=_chosen(model, number_format)) as loss:
-        return _outcome(model, loss, loss_scale)
+    check_step(model, step, loss_scale, compiled=True, values=True)
+    with _run(model, step, casting, loss_scale, whole=_chosen(model, number_format)) as loss:
+        return _result_of(model, loss, loss_scale)
 
 
 @dataclass(frozen=True)
-class Room:
-    """What one run leaves between its backward and the end of the range.
+class Headroom:
+    """How far the values of one backward are from the end of their range.
 
     Args:
-        outcome: what the run came to.
-        factor: by how much its loss could still be multiplied: backward is linear in the scale, so the first of its
-            values to leave its format says so. inf where backward makes nothing but zeros; None where an element of a
-            gradient is not finite as it is.
+        result: the result of the run.
+        factor: by how much its loss could still be multiplied. Backward is linear in the scale, so the value nearest
+            the end of its format decides. inf if backward produces only zeros; None if an element of a gradient is
+            not finite already.
     """
 
-    outcome: Outcome
+    result: RerunResult
     factor: float | None
 
 
-def room(
+def headroom(
     model: nn.Module,
-    loss_fn: Callable[[], Tensor],
+    step: Callable[[], Tensor],
     *,
-    casting: AbstractContextManager | None = None,
+    casting: AbstractContextManager[object] | None = None,
     loss_scale: float = 1.0,
-) -> Room:
-    """Run one forward and backward and measure what backward writes.
+) -> Headroom:
+    """Run one forward and backward and measure the values that backward writes.
 
     Args:
-        model, loss_fn, casting, loss_scale: as for `probe`.
+        model, step, casting, loss_scale: as for `probe`.
 
     Sync: two; one more for each other dtype.
     """
     seen = _Backward()
-    with _run(model, loss_fn, casting, loss_scale, backward=seen) as loss:
+    with _run(model, step, casting, loss_scale, backward=seen) as loss:
         ours = len(seen.measured)
         with torch._C.DisableTorchFunction():  # not to be cast
             seen.measure(each.grad for each in model.parameters() if each.grad is not None)
-        outcome = _outcome(model, loss, loss_scale)
+        result = _result_of(model, loss, loss_scale)
     seen.measured.settle()
     found = [seen.measured[place] for place in range(len(seen.measured))]
     if not all(each.is_finite for each in found[ours:]):
-        return Room(outcome, None)
+        return Headroom(result, None)
     sized = (each for each in found if each.absmax > 0 and each.is_finite)
-    return Room(outcome, min((torch.finfo(each.dtype).max / each.absmax for each in sized), default=math.inf))
+    return Headroom(result, min((torch.finfo(each.dtype).max / each.absmax for each in sized), default=math.inf))
 
 
 @contextmanager
 def _run(
     model: nn.Module,
-    loss_fn: Callable[[], Tensor],
-    casting: AbstractContextManager | None,
+    step: Callable[[], Tensor],
+    casting: AbstractContextManager[object] | None,
     loss_scale: float,
     *,
-    whole: AbstractContextManager | None = None,
-    backward: AbstractContextManager | None = None,
+    whole: AbstractContextManager[object] | None = None,
+    backward: AbstractContextManager[object] | None = None,
 ) -> Iterator[Tensor]:
-    """Run forward and backward, give the loss while the gradients are there, and leave the model as it was.
+    """Run forward and backward and yield the loss while the gradients exist; then restore all state.
 
-    The contexts are for the whole run, and for backward alone.
+    Args:
+        whole: context of the whole run.
+        backward: context of backward alone.
     """
     torch.clear_autocast_cache()
     with untouched(model) as gradients, whole or nullcontext(), casting or nullcontext():
         clear_cast_caches()
         try:
-            loss = loss_fn()
+            loss = step()
             check_loss(loss, model)
             gradients.park_leaves_of(loss)
             with backward or nullcontext():
@@ -154,17 +156,19 @@ def _run(
 
 
 class _Backward(TorchDispatchMode):
-    """Measure what backward writes, and nothing else: not what a checkpointed block computes again in it."""
+    """Measure what backward writes, without the forward that a checkpointed block computes again in it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no annotations
         self.measured = Measurements()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # the wrapper it stands for would import the compiler, seconds at the first op
+        return False  # its default wrapper imports the compiler, which takes seconds
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         result = func(*args, **kwargs) if kwargs else func(*args)
         if _current_node() is not None and not torch.is_grad_enabled() and writes_values(func):
             with torch._C.DisableTorchFunction():
@@ -181,12 +185,12 @@ def _chosen(model: nn.Module, number_format: torch.dtype | None) -> AbstractCont
 
 
 @torch.no_grad()
-def _outcome(model: nn.Module, loss: Tensor, loss_scale: float) -> Outcome:
+def _result_of(model: nn.Module, loss: Tensor, loss_scale: float) -> RerunResult:
     named = [(name, parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None]
     norms = [torch.linalg.vector_norm(_values(grad).float()).to(loss.device) for _, grad in named]
     figures = torch.stack([loss.detach().reshape(()).float(), *norms]).tolist()
     bad = tuple(name for (name, _), norm in zip(named, figures[1:], strict=True) if not math.isfinite(norm))
-    return Outcome(figures[0], bad, math.hypot(*figures[1:]) / loss_scale)
+    return RerunResult(figures[0], bad, math.hypot(*figures[1:]) / loss_scale)
 
 
 def _values(grad: Tensor) -> Tensor:
@@ -197,28 +201,30 @@ def _values(grad: Tensor) -> Tensor:
 def in_format(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Run in `dtype` what the block would run in float16 or bfloat16.
 
-    The model's own half weights are replaced for the length of the block, which must lie inside
-    `amplab.trace.untouched.untouched`: that puts them back.
+    The model's weights of these dtypes are replaced. The block must be inside of `amplab.trace.untouched.untouched`,
+    which restores them.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.dtype in LOW_PRECISION_DTYPES:
             tensor.data = tensor.data.to(dtype)
-    with _InsteadOfHalf(dtype):
+    with _OtherFormat(dtype):
         yield
 
 
-class _InsteadOfHalf(TorchDispatchMode):
-    """Widen halves that come in, and make what is asked for in half in `dtype`."""
+class _OtherFormat(TorchDispatchMode):
+    """Convert float16 and bfloat16 inputs to `dtype`, and create tensors in it that are requested in these dtypes."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no annotations
         self._dtype = dtype
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # the wrapper it stands for would import the compiler, seconds at the first op
+        return False  # its default wrapper imports the compiler, which takes seconds
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func.is_view:  # the same memory goes on
             return func(*args, **(kwargs or {}))
         args, kwargs = map_tensors((args, kwargs or {}), self._cast)

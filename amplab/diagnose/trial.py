@@ -1,11 +1,11 @@
-"""A model in training under one precision, with a session of its own: what twins and the ladder run.
+"""A model in training in one precision, with its own session: `twin` and `ladder` run these.
 
-precision        what `Session.initialize` gets
+precision        the arguments of `Session.initialize`
 "O0" … "O3"      that opt_level
-"bf16"           O1's lists with bfloat16 in the place of half, and no loss scale
+"bf16"           O1's lists with bfloat16 instead of float16, and no loss scale
 "fp32"           O0
 a policy         O1 with that policy, or its string form, such as "apex/bfloat16"
-a dict           as it stands, such as dict(opt_level="O1", loss_scale=128.0)
+a dict           these arguments, such as dict(opt_level="O1", loss_scale=128.0)
 """
 
 import math
@@ -29,8 +29,12 @@ __all__ = [
     "Precision",
     "Trial",
     "TrialStep",
+    "check_called_with",
     "check_optimizer",
+    "check_seed",
     "check_step_of_copies",
+    "check_steps",
+    "check_tolerance",
     "check_trained",
     "no_casts_of_the_caller",
     "precision_named",
@@ -40,7 +44,7 @@ MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 Precision = str | PrecisionPolicy | Mapping[str, Any]
 
 _BF16 = {"opt_level": "O1", "policy": PrecisionPolicy(compute_dtype=torch.bfloat16), "loss_scale": 1.0}
-_NAMED = {
+_NAMED: dict[str, dict[str, Any]] = {
     **{level: {"opt_level": level} for level in ("O0", "O1", "O2", "O3")},
     "fp32": {"opt_level": "O0"},
     "bf16": _BF16,
@@ -48,10 +52,10 @@ _NAMED = {
 
 
 def precision_named(precision: Precision) -> tuple[str, dict[str, Any]]:
-    """Return what a precision is called and the arguments of `Session.initialize` that make it.
+    """Return the name of a precision and the arguments of `Session.initialize` for it.
 
     Raises:
-        ValueError: no precision has that name. TypeError: of another type.
+        ValueError: no precision has this name. TypeError: another type.
 
     >>> precision_named("O2"), precision_named({"opt_level": "O1", "loss_scale": 128.0})[0]
     (('O2', {'opt_level': 'O2'}), 'opt_level=O1 loss_scale=128.0')
@@ -76,28 +80,69 @@ def check_trained(model: Any) -> nn.Module:
     """Return `model`, which a trial can train.
 
     Raises:
-        TypeError, ValueError: as `check_model`; or no parameter of it learns.
+        TypeError, ValueError: as `check_model`; or none of its parameters requires a gradient.
     """
-    check_model(model, values=True)
+    trained = check_model(model, values=True)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
-            f"model={type(model).__name__}: no parameter of it requires a gradient, so there is nothing to train; "
-            "expected one that does, parameter.requires_grad_(True)."
+            f"model={type(model).__name__}: no parameter requires a gradient, so there is nothing to train; expected "
+            "one that does, parameter.requires_grad_(True)."
         )
-    return model
+    return trained
 
 
 @contextmanager
 def no_casts_of_the_caller(model: nn.Module, *, none_at_all: bool = True) -> Iterator[None]:
-    """Keep what casts around the caller out of the block: each trial has a precision of its own.
+    """Disable the casts in force around the caller; each trial has its own precision.
 
     Args:
-        model: whose device's autocast is off.
-        none_at_all: whether nothing casts; without it a session that is entered inside does, and hides the others.
+        model: autocast is disabled on its device.
+        none_at_all: whether sessions do not cast either. If False, a session that is entered in the block casts, and
+            hides the others.
     """
     device = next((weight.device.type for weight in model.parameters()), "cpu")
     with torch.autocast(device, enabled=False), disable_casts() if none_at_all else nullcontext():
         yield
+
+
+def check_called_with(name: str, function: Any, given: int, such: str) -> None:
+    """Raise a TypeError unless `function` takes `given` arguments by place.
+
+    Args:
+        name: of the argument.
+        function: what was given for it.
+        given: how many values it will get.
+        such: what would do, as code.
+    """
+    if not callable(function):
+        raise TypeError(f"{name}={type(function).__name__}: expected a function, such as {such}.")
+    refused = accepts(function, given)
+    if refused is not None:
+        what = f"{given} argument{'s' * (given != 1)}" if given else "no argument"
+        raise TypeError(f"{name} is called with {what}, and {refused}: expected a function such as {such}.")
+
+
+def check_steps(steps: Any, least: int = 1) -> None:
+    """Raise a ValueError unless `steps` is a whole number of at least `least`."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < least:
+        wanted = "a whole number > 0, such as 10" if least == 1 else f"at least {least} steps, to see a loss fall"
+        raise ValueError(f"steps={steps!r}: expected {wanted}.")
+
+
+def check_tolerance(tolerance: Any) -> None:
+    """Raise unless `tolerance` is a finite number >= 0."""
+    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float):
+        raise TypeError(f"tolerance={tolerance!r}: expected a number >= 0, such as 0.05 for 5 %.")
+    if not 0 <= tolerance < math.inf:
+        raise ValueError(f"tolerance={tolerance}: expected a finite number >= 0, such as 0.05 for 5 %.")
+
+
+def check_seed(seed: Any) -> None:
+    """Raise unless `seed` is a whole number that torch takes."""
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed={seed!r}: expected a whole number, such as 0.")
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed={seed}: expected a whole number of 64 bits, such as 0.")
 
 
 def check_step_of_copies(tool: str, step: Any, batches: str) -> None:
@@ -112,17 +157,17 @@ def check_step_of_copies(tool: str, step: Any, batches: str) -> None:
 
 
 def check_optimizer(make_optimizer: Any) -> None:
-    """Refuse an optimizer in the place of what makes one. Raises: TypeError."""
+    """Raise a TypeError unless `make_optimizer` is None or a function of the parameters."""
     if make_optimizer is None:
         return
     if isinstance(make_optimizer, Optimizer) or not callable(make_optimizer):
         raise TypeError(
-            f"optimizer={type(make_optimizer).__name__}: expected a function that makes one of the parameters it is "
-            f"given, such as {_SUCH}."
+            f"optimizer={type(make_optimizer).__name__}: expected a function that makes an optimizer of the parameters "
+            f"it gets, such as {_SUCH}; each trained copy needs its own."
         )
     refused = accepts(make_optimizer, 1)
     if refused is not None:
-        raise TypeError(f"optimizer is called with the parameters, and {refused}: expected {_SUCH}, or the like.")
+        raise TypeError(f"optimizer is called with the parameters, and {refused}: expected a function such as {_SUCH}.")
 
 
 _SUCH = "lambda weights: torch.optim.SGD(weights, lr=0.1)"
@@ -133,7 +178,7 @@ def _made(make_optimizer: MakeOptimizer, weights: list[Tensor]) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer returned {type(optimizer).__name__}: expected a torch optimizer, such as {_SUCH}.")
     if not {*map(id, weights)}.issuperset(map(id, _stepped(optimizer))):
-        raise ValueError(f"optimizer steps parameters that it was not given: expected its own alone, such as {_SUCH}.")
+        raise ValueError(f"optimizer steps other parameters than it was given: expected only these, such as {_SUCH}.")
     return optimizer
 
 
@@ -148,9 +193,9 @@ class TrialStep:
     Attributes:
         loss: before scaling.
         loss_scale: what it was multiplied by.
-        found_inf: a gradient was inf or NaN.
-        skipped: the optimizer left the weights alone.
-        first_nonfinite: the parameter whose gradient was, the one nearest the loss.
+        found_inf: whether a gradient was inf or NaN.
+        skipped: whether the optimizer did not change the weights.
+        first_nonfinite: the parameter with such a gradient that is nearest the loss.
     """
 
     loss: float
@@ -161,11 +206,11 @@ class TrialStep:
 
 
 class Trial:
-    """A model and an optimizer under one precision.
+    """A model and an optimizer in one precision.
 
     Args:
-        model: float32; it is changed.
-        make_optimizer: given the parameters that are trained.
+        model: float32; it changes.
+        make_optimizer: called with the parameters that are trained.
         precision: see the module's table.
         loss, step: as `handed_step` takes them.
         tool: the tool that trains, for messages.
@@ -199,7 +244,7 @@ class Trial:
 
     @property
     def loss_scale(self) -> float:
-        """What the next loss is multiplied by."""
+        """What the next loss will be multiplied by."""
         return self._session.loss_scale()
 
     def train(self, batch: Any) -> TrialStep:
@@ -208,7 +253,7 @@ class Trial:
         return self.finish()
 
     def backward(self, batch: Any) -> None:
-        """Compute the gradients of one step and take the scale out of them."""
+        """Compute the unscaled gradients of one step."""
         self._optimizer.zero_grad()
         with no_casts_of_the_caller(self.model, none_at_all=not self._casts), self._session.casting():
             value = self._handed(self.model, batch)()
@@ -217,28 +262,30 @@ class Trial:
         self._loss = value.detach()
 
     def finish(self) -> TrialStep:
-        """Step the optimizer, and say what came of it."""
+        """Step the optimizer and return the result of the step."""
         self._optimizer.step()
         scaled = self._scaled
+        if scaled is None:
+            raise RuntimeError("finish() before backward(): expected the gradients of a step.")
         skipped = not self._session.last_step(self._optimizer).stepped
         return TrialStep(self._loss.item(), scaled.loss_scale, scaled.found_inf, skipped, scaled.first_nonfinite)
 
     def gradients(self) -> dict[str, Tensor]:
-        """The unscaled gradients of this step by parameter, the masters' where there are masters."""
+        """Return the unscaled gradients of this step by parameter; those of the masters if there are masters."""
         weights = zip(self._names, self._session.master_params(self._optimizer), strict=True)
         grads = {name: weight.grad for name, weight in weights if weight.grad is not None}
         return {name: grad.to_dense() if grad.is_sparse else grad for name, grad in grads.items()}
 
     def is_finite(self) -> bool:
-        """Whether every weight is."""
+        """Whether every weight is finite."""
         return all(math.isfinite(weight.detach().float().abs().sum()) for weight in self.model.parameters())
 
     def state_bytes(self) -> int:
-        """Bytes of weights, gradients, masters and optimizer state."""
+        """Return the bytes of weights, gradients, masters and optimizer state."""
         return self._session.memory().total
 
     def close(self) -> None:
-        """Take the precision off the model again."""
+        """Remove the precision from the model."""
         self._session.reset()
 
     def _remember(self, record: ScaleRecord) -> None:

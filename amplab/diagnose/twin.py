@@ -1,9 +1,9 @@
-"""Two copies of a model in lockstep, in two precisions: per module how far they are apart, and where they part.
+"""`twin`: train two copies of a model in lockstep, in two precisions, and report per module how far they differ.
 
-Each copy trains by itself, from the same weights, on the same batches, with the same random numbers; after every step
-the outputs of their modules, the gradients of these outputs and those of the parameters are held against each other.
-Where a dynamic scale was too large, that copy makes the step again with the next one, so that both make the same steps:
-a scale that finds its place is not a difference of the precisions. The model itself is not touched.
+Both copies start from the same weights and get the same batches and the same random numbers. After every step the
+outputs of their modules, the gradients of these outputs and the gradients of the parameters are compared. A copy whose
+dynamic scale was too large repeats the step with the next scale, so that both copies make the same steps: a dynamic
+scale that settles is not a difference of the precisions. The model itself does not change.
 """
 
 import copy
@@ -14,18 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amplab.diagnose.arguments import check_seed, check_steps, check_tolerance
 from amplab.diagnose.trial import (
     MakeOptimizer,
     Precision,
     Trial,
     TrialStep,
     check_optimizer,
+    check_seed,
     check_step_of_copies,
+    check_steps,
+    check_tolerance,
     check_trained,
 )
-from amplab.diagnose.twin_errors import twin_error
-from amplab.diagnose.twin_report import TwinReport, TwinRow, TwinStep
+from amplab.diagnose.twin_report import TwinReport, TwinRow, TwinStep, twin_error
 from amplab.policies.nested_tensors import floating_tensors_in
 from amplab.trace.handed_step import Loss, handed_step, shows_calls
 from amplab.trace.random_states import seed_all
@@ -34,7 +35,7 @@ from amplab.trace.untouched import untouched
 
 __all__ = ["twin"]
 
-_ROUNDING = 1e-5  # a sum of a million float32 values that cancel is not smaller against their norm
+_ROUNDING = 1e-5  # relative: a sum of a million float32 values that cancel is about this large against their norm
 
 
 @shows_calls(
@@ -56,27 +57,28 @@ def twin(
 ) -> TwinReport:
     """Train two copies of `model` in lockstep and report, per module, how far the right one is from the left one.
 
-    A session of `amp` and autocast regions that are in force around the call do not cast here.
+    A session of `amp` and autocast regions around the call do not cast here.
 
     Args:
-        model: float32, in no session; left as it is. Each side is a deep copy of it, plain attributes too: a state that
-            forward keeps in one is each side's own, goes on from step to step, and moves on too where a side makes a
-            step again. A tensor in it that hangs on the graph of the step before has to be detached.
-        batch: one batch, used in every step, or a function of the step's number that returns one. How a batch goes in:
-            see `amplab.xray`.
-        left, right: precisions: an opt_level, "bf16", "fp32", a `PrecisionPolicy`, or a dict of `amp.initialize`'s
-            arguments, such as ``dict(opt_level="O2", loss_scale=128.0)``.
-        steps: how many, > 0.
+        model: float32, in no session; it does not change. Each side is a deep copy of it, with its plain attributes: a
+            state that forward keeps in an attribute belongs to the side, and advances also when a step is repeated.
+            Detach a tensor in an attribute that is part of the graph of the step before.
+        batch: one batch, used in every step, or a function of the step's number that returns one; see `amplab.xray`
+            for how the model is called with it.
+        left, right: precisions: an opt_level, "bf16", "fp32", a `PrecisionPolicy` or its string form, or a dict of
+            `amp.initialize`'s arguments, such as ``dict(opt_level="O2", loss_scale=128.0)``.
+        steps: the number of steps, > 0.
         loss: a function of the output (and the batch); None for the output's own.
         step: in the place of `loss`, a function that is called as `step(model, batch)` with the copy that is trained,
             runs its forward and returns the loss.
-        optimizer: makes one of the parameters it is given; by default ``SGD(lr=0.01, momentum=0.9)``.
+        optimizer: a function that makes an optimizer of the parameters it gets; by default
+            ``SGD(lr=0.01, momentum=0.9)``.
         seed: of the random numbers in each forward, such as dropout's: those of torch, numpy and Python.
-        tolerance: the relative error from which on the two have parted.
+        tolerance: the relative error above which the two sides have parted.
 
     Raises:
-        TypeError, ValueError: an argument that is none, a model without parameters to train or that cannot be copied,
-            gradients that are off around the call, or what `amp.initialize` refuses.
+        TypeError, ValueError: a wrong argument, a model without parameters to train or that cannot be copied, gradients
+            that are disabled around the call, or what `amp.initialize` refuses.
 
     Sync: one per compared tensor.
 
@@ -106,8 +108,8 @@ def twin(
         finally:
             for side in pair:
                 side.close()
-    names, cuts = ([getattr(each, what) for each in pair] for what in ("name", "scale_cuts"))
-    return TwinReport(*names, made, tolerance, *cuts)
+    one, other = pair
+    return TwinReport(one.name, other.name, made, tolerance, one.scale_cuts, other.scale_cuts)
 
 
 def _copied(value: Any, name: str = "model") -> Any:
@@ -115,9 +117,9 @@ def _copied(value: Any, name: str = "model") -> Any:
         return copy.deepcopy(value)
     except Exception as refusal:
         raise ValueError(
-            f"{name}={type(value).__name__} cannot be copied, and each side needs one of its own "
-            f"({type(refusal).__name__}: {refusal}): expected one that copy.deepcopy takes; detach the tensors that "
-            "it keeps of a step, and take locks, files and iterators out of it."
+            f"{name}={type(value).__name__} cannot be copied ({type(refusal).__name__}: {refusal}): expected one that "
+            "copy.deepcopy takes, since each side trains a copy; detach the tensors that it keeps, and remove locks, "
+            "files and iterators."
         ) from refusal
 
 
@@ -146,7 +148,7 @@ def _rows(step: int, left: "_Side", right: "_Side") -> Iterator[TwinRow]:
 
 
 def _cancels(what: str, name: str, left: dict[tuple[str, str], Tensor]) -> bool:
-    """Whether a parameter's gradient is 0 but for rounding, as that of a bias before a BatchNorm: no error counts."""
+    """Whether a parameter's gradient is 0 except for rounding, as that of a bias before a BatchNorm."""
     outer = left.get(("output grad", name.rpartition(".")[0]))
     if what != "weight grad" or outer is None:
         return False
@@ -154,13 +156,19 @@ def _cancels(what: str, name: str, left: dict[tuple[str, str], Tensor]) -> bool:
 
 
 class _Side:
-    """One copy, and what was seen of its last step: {(what, name): tensor} in the order of execution."""
+    """One copy in training.
+
+    Attributes:
+        seen: the tensors of its last step, {(what, name): tensor} in the order of execution.
+        grad_dtypes: the dtypes of the gradients of outputs, which `seen` holds unscaled in float64.
+        scale_cuts: how many steps were repeated.
+    """
 
     def __init__(self, trial: Trial) -> None:
         self.trial = trial
         self.name = self.trial.name
         self.seen: dict[tuple[str, str], Tensor] = {}
-        self.grad_dtypes: dict[str, torch.dtype] = {}  # what they came in; they are kept unscaled, in float64
+        self.grad_dtypes: dict[str, torch.dtype] = {}
         self.scale_cuts = 0
         self._hooks = [
             module.register_forward_hook(self._see(path), with_kwargs=False)
@@ -168,7 +176,7 @@ class _Side:
         ]
 
     def step_in_range(self, batch: Any, seed: int) -> TrialStep:
-        """Train one step, again under a smaller scale where this one made a finite loss's gradients overflow."""
+        """Train one step; repeat it with a smaller scale if the loss is finite and the gradients overflowed."""
         while True:
             buffers = [(buffer, buffer.clone()) for buffer in self.trial.model.buffers()]
             seed_all(seed)
@@ -176,7 +184,7 @@ class _Side:
             if not (outcome.skipped and math.isfinite(outcome.loss) and outcome.loss_scale > 1):
                 return outcome
             self.scale_cuts += 1
-            for buffer, value in buffers:  # BatchNorm counts a batch once
+            for buffer, value in buffers:  # so that BatchNorm counts the batch once
                 buffer.copy_(value)
 
     def _step(self, batch: Any) -> TrialStep:
@@ -188,13 +196,13 @@ class _Side:
         return self.trial.finish()
 
     def close(self) -> None:
-        """Take the hooks and the precision off."""
+        """Remove the hooks and the precision."""
         for hook in self._hooks:
             hook.remove()
         self.trial.close()
 
     def _see(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001  the hook's own signature
+        def hook(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001  torch passes three
             for place, tensor in enumerate(floating_tensors_in(output)):
                 self._keep(path if place == 0 else f"{path}[{place}]", tensor)
 
@@ -203,10 +211,10 @@ class _Side:
     def _keep(self, name: str, output: Tensor) -> None:
         calls = 1
         first = name
-        while ("output", name) in self.seen:  # the same module once more
+        while ("output", name) in self.seen:  # the module was called before
             calls += 1
             name = f"{first} #{calls}"
-        self.seen["output", name] = output.detach().clone()  # an op in place may change it
+        self.seen["output", name] = output.detach().clone()  # an in-place op may change it
         if output.requires_grad:
             output.register_hook(lambda grad: self._keep_grad(name, grad))
 

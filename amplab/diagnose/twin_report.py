@@ -1,17 +1,27 @@
-"""What a pair of twins had to say: every error of every step, the table per module, and the place where they part."""
+"""The report of `twin`: every error of every step, a table per module, and where the two precisions part.
+
+    relative  ||b - a|| / ||a||                     0: equal;  inf: b is not finite where a is
+    ulps      median |b - a| / ulp_half(a)          0.5: as near as float16 can write a
+    cosine    a . b / (||a|| ||b||)                 1: the same direction
+
+Errors are computed in float64; where both tensors are 0 they are equal.
+"""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+from torch import Tensor
+
 from amplab.diagnose.trial import TrialStep
-from amplab.diagnose.twin_errors import TwinError
 from amplab.display.html import Markup, chip, name
 from amplab.display.numbers import power
 from amplab.display.table import Card, Cell, Column, Table
+from amplab.formats import FLOAT16
 
-__all__ = ["TwinReport", "TwinRow", "TwinStep"]
+__all__ = ["TwinError", "TwinReport", "TwinRow", "TwinStep", "twin_error"]
 
 _COLUMNS = (
     Column("module", as_html=name),
@@ -20,6 +30,47 @@ _COLUMNS = (
     *(Column(title, right=True) for title in ("first error", "last error", "worst error", "ulps of half", "cosine")),
 )
 _LOW, _HIGH, _WIDTH = -6, 1, 160  # powers of ten of an error that are drawn, pixels
+
+_LOWEST = FLOAT16.min_exponent
+_MANTISSA = FLOAT16.mantissa_bits
+
+
+@dataclass(frozen=True)
+class TwinError:
+    """The difference between a tensor and its twin; see the module's table."""
+
+    relative: float
+    ulps: float
+    cosine: float
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether both were finite."""
+        return math.isfinite(self.relative)
+
+
+def twin_error(left: Tensor, right: Tensor) -> TwinError:
+    """Return the error of `right` against `left`, of the same shape and any floating-point dtypes. Sync: one.
+
+    >>> twin_error(torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.0, 0.0, 1.5]))
+    TwinError(relative=0.5, ulps=0.0, cosine=1.0)
+    """
+    a, b = left.detach().double().flatten(), right.detach().double().flatten()  # (elements,)
+    difference = b - a
+    apart, size, other = (each.norm() for each in (difference, a, b))
+    ulps = (difference.abs() / _ulp_of_half(a)).median() if len(a) else apart
+    apart, size, other, product, ulps = torch.stack([apart, size, other, a @ b, ulps]).tolist()
+    if not math.isfinite(size) or not math.isfinite(other):
+        return TwinError(math.inf, math.inf, math.nan)
+    if apart == 0:
+        return TwinError(0.0, 0.0, 1.0)
+    relative = apart / size if size else math.inf
+    return TwinError(relative, ulps, product / (size * other) if size and other else 0.0)
+
+
+def _ulp_of_half(x: Tensor) -> Tensor:
+    exponent = torch.frexp(x).exponent - 1
+    return torch.ldexp(torch.ones_like(x), exponent.clamp(min=_LOWEST) - _MANTISSA)
 
 
 @dataclass(frozen=True)
@@ -30,9 +81,9 @@ class TwinRow:
         step: from 0.
         module: path of the module, or name of the parameter; empty for the model itself. "#2" is a second call.
         what: "output", "output grad" or "weight grad", without the loss scale.
-        dtype: of the right one.
-        error: how far it is from the left one.
-        cancels: it is 0 but for rounding, so that its error says nothing.
+        dtype: of the right side's tensor.
+        error: of the right side against the left.
+        cancels: the tensor is 0 except for rounding, so its error means nothing.
     """
 
     step: int
@@ -43,7 +94,7 @@ class TwinRow:
     cancels: bool = False
 
     def __str__(self) -> str:
-        """One sentence's worth."""
+        """Return one line."""
         e = self.error
         far = f"relative error {_share(e.relative)}, {e.ulps:.2g} ulps of half, cosine {e.cosine:.4f}"
         return f"step {self.step}, {self.what} of {self.module or 'the model'} ({self.dtype}): " + (
@@ -53,7 +104,7 @@ class TwinRow:
 
 @dataclass(frozen=True)
 class TwinStep:
-    """One step of both, and the rows of its comparison in the order of execution."""
+    """One step of both sides, and the rows of the comparison in the order of execution."""
 
     step: int
     left: TrialStep
@@ -68,8 +119,8 @@ class TwinReport:
     Attributes:
         left, right: their names.
         steps: every step.
-        tolerance: the relative error from which on they have parted.
-        left_cuts, right_cuts: how often a dynamic scale was too large and a step made again.
+        tolerance: the relative error above which they have parted.
+        left_cuts, right_cuts: how many steps were repeated because a dynamic scale was too large.
     """
 
     left: str
@@ -80,24 +131,24 @@ class TwinReport:
     right_cuts: int = 0
 
     def rows(self) -> list[TwinRow]:
-        """Every comparison of every step."""
+        """Return every comparison of every step."""
         return [row for step in self.steps for row in step.rows]
 
     @cached_property
     def parted(self) -> TwinRow | None:
-        """The first tensor, in the order of execution, that is farther away than the tolerance; None: they agree."""
+        """The first tensor, in the order of execution, whose error is above the tolerance; None if there is none."""
         return next((row for row in self._judged() if not row.error.relative <= self.tolerance), None)
 
     @property
     def worst(self) -> TwinRow:
-        """The tensor that is farthest away."""
+        """The tensor with the largest relative error."""
         return max(self._judged(), key=lambda row: row.error.relative)
 
     def _judged(self) -> Iterator[TwinRow]:
         return (row for row in self.rows() if not row.cancels)
 
     def text(self) -> str:
-        """Where they part, the losses, and a line per tensor: its error in the first, the last and the worst step."""
+        """Return where they part, the losses, and the errors of each tensor in the first, last and worst step."""
         return str(self._card())
 
     def __str__(self) -> str:
@@ -105,7 +156,7 @@ class TwinReport:
         return self.text()
 
     def __repr__(self) -> str:
-        return f"<TwinReport: {self.right} beside {self.left}: {self._outcome()}>"
+        return f"<TwinReport: {self.right} against {self.left}: {self._outcome()}>"
 
     def _repr_html_(self) -> str:
         return self._card().html()
@@ -124,7 +175,7 @@ class TwinReport:
         return Card(outcome, (which, *rest, table))
 
     def _drawing(self, rows: list[TwinRow]) -> Markup:
-        """The error of the first step as a ring, of the last as a dot, on a logarithmic line with the tolerance."""
+        """Draw the first error as a ring and the last as a dot, on a logarithmic line with the tolerance."""
         first, last = (_across(row.error.relative) for row in (rows[0], rows[-1]))
         limit, colour = _across(self.tolerance), "good" if rows[-1].error.relative <= self.tolerance else "error"
         said = f"from {_share(rows[0].error.relative)} to {_share(rows[-1].error.relative)}"
@@ -139,19 +190,19 @@ class TwinReport:
         )
 
     def _outcome(self) -> str:
-        return "they stay together" if self.parted is None else f"they part at {self.parted}"
+        return "they agree" if self.parted is None else f"they part at {self.parted}"
 
     def _sentences(self) -> Iterator[str]:
         last = self.steps[-1]
-        yield f"{self.right} beside {self.left}, {len(self.steps)} steps."
+        yield f"{self.right} against {self.left}, {len(self.steps)} steps."
         if self.parted is None:
-            yield f"They stay together: no relative error above {_share(self.tolerance)}; the largest: {self.worst}."
+            yield f"They agree: no relative error is above {_share(self.tolerance)}. The largest: {self.worst}."
         else:
             yield f"They part at {self.parted}."
         yield f"Loss in the last step: {last.left.loss:.6g} ({self.left}), {last.right.loss:.6g} ({self.right})."
         for side, cuts, step in ((self.left, self.left_cuts, last.left), (self.right, self.right_cuts, last.right)):
             if cuts:
-                yield f"{side}'s loss scale came down {cuts} times, to {power(step.loss_scale)} in the last step."
+                yield f"{side}'s loss scale was lowered {cuts} times, to {power(step.loss_scale)} in the last step."
         for side, skipped in ((self.left, self._skipped("left")), (self.right, self._skipped("right"))):
             if skipped:
                 where = f", where {skipped[0].first_nonfinite} was the first" if skipped[0].first_nonfinite else ""
@@ -161,7 +212,7 @@ class TwinReport:
         return [each for each in (getattr(step, side) for step in self.steps) if each.skipped]
 
     def _tensors(self) -> list[list[TwinRow]]:
-        """The rows of each tensor, step by step."""
+        """Return the rows of each tensor, step by step."""
         tensors: dict[tuple[str, str], list[TwinRow]] = {}
         for row in self.rows():
             tensors.setdefault((row.module, row.what), []).append(row)
@@ -172,10 +223,11 @@ _KINDS = ("output", "output grad", "weight grad")
 
 
 def _cells(rows: list[TwinRow], drawing: Markup) -> tuple[str, ...]:
-    """The cells of one tensor's line."""
+    """Return the cells of one tensor's line."""
     start = rows[0].module or "(model)", rows[-1].dtype
     if rows[0].cancels:
-        return *start, "", "0 but for rounding", *[""] * 4
+        said = "0 except for rounding"
+        return *start, Cell("", Markup(said)), Cell(said, Markup("")), *[""] * 4
     worst = max(rows, key=lambda row: row.error.relative).error
     shares = (_share(each) for each in (rows[0].error.relative, rows[-1].error.relative, worst.relative))
     ulps = f"{worst.ulps:,.2g}" if worst.ulps < 100 else f"{worst.ulps:,.0f}"
@@ -183,7 +235,7 @@ def _cells(rows: list[TwinRow], drawing: Markup) -> tuple[str, ...]:
 
 
 def _share(relative: float) -> str:
-    """A relative error in percent, to two digits.
+    """Format a relative error in percent, with two digits.
 
     >>> _share(0.00036), _share(0.042), _share(3.8), _share(2e-8), _share(math.nan)
     ('0.036 %', '4.2 %', '380 %', '2e-06 %', 'not finite')

@@ -21,10 +21,10 @@ _DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "1 2", "12 4", "6 2 1 2")
 
 
 def scale_drawing(curves: Mapping[str, Sequence[float]]) -> Markup:
-    """Draw loss scales over steps, each a staircase; below it a legend, where curves that are the same share a line.
+    """Draw loss scales over steps, with a legend in which equal curves share an entry.
 
     Args:
-        curves: name -> the scale at every step, finite and > 0; others are left out.
+        curves: name -> the scale at every step; scales that are not finite and > 0 are left out.
     """
     exponents = [math.log2(scale) for curve in curves.values() for scale in curve if 0.0 < scale < math.inf]
     if not exponents:
@@ -48,7 +48,7 @@ def scale_drawing(curves: Mapping[str, Sequence[float]]) -> Markup:
 
 
 def _stroke(number: int) -> str:
-    """How a curve is drawn; the first one, what was recorded, is broader."""
+    """The style of a curve; the first one, the recorded curve, is wider."""
     place = number % len(CURVES)
     light, _ = PALETTE[CURVES[place]]
     color = f'stroke="{light}" style="stroke:var(--amp-{CURVES[place]}, {light})"'
@@ -56,7 +56,7 @@ def _stroke(number: int) -> str:
 
 
 def _corners(curve: Sequence[float], low: int, high: int, steps: int) -> Iterator[str]:
-    """The points of a staircase; a curve of more corners than a screen shows is thinned evenly."""
+    """The points of a step function; one with too many corners is thinned evenly."""
     corners = [step for step, scale in enumerate(curve) if step == 0 or scale != curve[step - 1]]
     corners = corners[:: len(corners) // _MOST_CORNERS + 1]
     heights = [(step, _height(curve[step], low, high)) for step in corners if 0.0 < curve[step] < math.inf]
@@ -98,11 +98,12 @@ _MOST_POINTS = 120  # points; more are thinned evenly
 
 
 def loss_drawing(losses: Sequence[float], of_all: Sequence[Sequence[float]]) -> Markup:
-    """Draw losses step by step; a cross stands where they stop being finite.
+    """Draw losses step by step; a cross marks the first that is not finite.
 
     Args:
-        losses: of the run that is drawn.
-        of_all: of every run of the table; the last one, the reference, lies faintly behind.
+        losses: the losses of one run.
+        of_all: the losses of every run of the table, which share an axis; the last one, the reference, is drawn
+            faintly behind.
     """
     finite = [loss for run in of_all for loss in run if math.isfinite(loss)]
     if not finite or not losses:
@@ -126,7 +127,7 @@ def _line(losses: Sequence[float], low: float, high: float, steps: int, style: s
 
 
 def _end(losses: Sequence[float], low: float, high: float, steps: int) -> str:
-    """A cross after the last finite loss, where a loss that is not finite follows."""
+    """A cross after the last finite loss, if a loss that is not finite follows."""
     broken = next((step for step, loss in enumerate(losses) if not math.isfinite(loss)), None)
     if broken is None:
         return ""

@@ -1,7 +1,7 @@
-"""What a cell shows without a widget: tables, parts that fold, chips of dtypes. No script, and the page's own colours.
+"""Plain HTML for the output of a cell: tables, folded parts, dtypes on their colors. No scripts.
 
-Text is escaped here; what is HTML already is `Markup`, and goes in as it is. The style sheet, `page.css`, takes text
-and lines from the page, light or dark, and has colours of its own for dtypes and severities alone, the dashboard's.
+Text is escaped; `Markup` is HTML already and used unchanged. In the style sheet, `page.css`, text and lines have the
+colors of the page, light or dark; the colors of dtypes and severities are those of `palette.py`.
 """
 
 import re
@@ -13,11 +13,11 @@ from pathlib import Path
 
 from amplab.display.palette import palette_css
 
-__all__ = ["Markup", "chip", "dtype_chips", "figures", "folded_part", "html_table", "key", "markup", "name", "page",
+__all__ = ["Markup", "chip", "dtype_chips", "figures", "html_table", "key", "markup", "name", "page",
            "ribbon"]  # fmt: skip
 
 _DTYPE = re.compile(r"(\b(?:bfloat|float|complex|u?int)\d\w*|\bbool\b)")
-_PART = re.compile(r"[^./]{12,20}_|[^./]+[./]*|[./]+")  # where a path may break; long names after a "_", too
+_PART = re.compile(r"[^./]{12,20}_|[^./]+[./]*|[./]+")  # where a path may break; long names also after "_"
 
 
 class Markup(str):
@@ -27,12 +27,12 @@ class Markup(str):
 
 
 def markup(text: str) -> Markup:
-    """Return text as HTML: escaped, unless it is HTML already."""
+    """Return text as HTML: escaped, or unchanged if it is `Markup`."""
     return text if isinstance(text, Markup) else Markup(escape(text))
 
 
 def page(sentence: str, *parts: str) -> str:
-    """Return a piece of a page: a leading sentence, if any, and what follows, which is HTML."""
+    """Return a piece of a page: a leading sentence, if not empty, and parts of HTML."""
     lead = f'<p class="lead">{markup(sentence)}</p>' if sentence else ""
     return f'<style>{_style()}</style><div class="amplab-plain">{lead}{"".join(parts)}</div>'
 
@@ -46,15 +46,15 @@ def html_table(
     groups: Sequence[str] = (),
     chosen: Container[int] = (),
 ) -> Markup:
-    """Return lines of cells as a table that scrolls by itself where it is wide or long.
+    """Return lines of cells as a table, which scrolls if it is wide or long.
 
     Args:
         heads: titles of the columns.
         lines: cells, each text or `Markup`.
-        right: columns that hold numbers.
-        caption: what the table is, for those who cannot see it.
-        groups: a word for each line; where it changes, a line says so.
-        chosen: lines that stand out.
+        right: columns that are aligned to the right.
+        caption: what the table is, for screen readers.
+        groups: the group of each line; a heading comes before the first line of each.
+        chosen: lines to emphasize.
     """
     kinds = [' class="right"' if place in right else "" for place in range(len(heads))]
     titles = "".join(f'<th scope="col"{kind}>{markup(head)}</th>' for kind, head in zip(kinds, heads, strict=True))
@@ -66,13 +66,8 @@ def html_table(
     )
 
 
-def folded_part(title: str, body: str, *, is_open: bool = False) -> Markup:
-    """Return a part that folds under its title."""
-    return Markup(f"<details{' open' if is_open else ''}><summary>{markup(title)}</summary>{body}</details>")
-
-
 def figures(named: Mapping[str, str]) -> Markup:
-    """Return a few numbers in large type, each under its name."""
+    """Return a few numbers in large type, each below its name."""
     cells = (f"<div><dt>{markup(name)}</dt><dd>{markup(value)}</dd></div>" for name, value in named.items())
     return Markup(f'<dl class="figures">{"".join(cells)}</dl>')
 
@@ -83,7 +78,7 @@ def chip(dtype: str) -> Markup:
 
 
 def name(path: str, times: int = 1) -> Markup:
-    """Return an op's, a module's or a file's name as code, which may break between its parts; empty ones as a dash."""
+    """Return the name of an op, a module or a file as code that may break between its parts; an empty one as a dash."""
     parts = "<wbr>".join(map(escape, _PART.findall(path)))
     return Markup((f"<code>{parts}</code>" if path else "–") + (f"<small> ×{times}</small>" if times > 1 else ""))
 
@@ -95,12 +90,12 @@ def dtype_chips(text: str) -> Markup:
 
 
 def ribbon(runs: Iterable[tuple[str, bool, int, str]], label: str, *, turned: bool = False) -> Markup:
-    """Return dtypes in the order in which they come, as a band of colours.
+    """Return a sequence of dtypes as a band of colors.
 
     Args:
-        runs: dtype, whether it is a cast's, how many, and what to say of them.
-        label: what the band is, for those who cannot see it.
-        turned: from right to left.
+        runs: dtype, whether it is that of a cast, how many ops, and a description of them.
+        label: what the band is, for screen readers.
+        turned: whether it runs from right to left.
     """
     parts = "".join(
         f'<i class="tone{" cast" if is_cast else ""}" data-dtype="{escape(dtype)}" style="flex-grow:{times}" '
@@ -113,10 +108,8 @@ def ribbon(runs: Iterable[tuple[str, bool, int, str]], label: str, *, turned: bo
 
 
 def key(dtypes: Iterable[str], *, casts: bool) -> Markup:
-    """Return what the colours of a ribbon mean."""
-    shown = [(dtype, False, dtype) for dtype in dtypes] + (
-        [("", True, "a cast, in the dtype it makes")] if casts else []
-    )
+    """Return the legend of a ribbon."""
+    shown = [(dtype, False, dtype) for dtype in dtypes] + ([("", True, "a cast, in its output dtype")] if casts else [])
     parts = (f"<span>{ribbon([(dtype, is_cast, 1, '')], said)}{escape(said)}</span>" for dtype, is_cast, said in shown)
     return Markup(f'<div class="key" aria-hidden="true">{"".join(parts)}</div>')
 

@@ -21,7 +21,7 @@ _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def percent(share: float) -> str:
-    """Return a share in percent, small ones told apart from none.
+    """Return a share in percent; a small one is not rounded to zero.
 
     >>> percent(0.0), percent(0.0004), percent(0.25), percent(1.0)
     ('0 %', '<0.1 %', '25.0 %', '100 %')
@@ -32,7 +32,7 @@ def percent(share: float) -> str:
 
 
 def power(value: float, *, raised: bool = False) -> str:
-    """Return a number as a power of two if it is one, with the exponent raised for a page or plain for a terminal.
+    """Return a number as a power of two if it is one; `raised` writes its exponent in superscript digits.
 
     >>> power(65536.0), power(1000.0), power(1.0), power(2.0**-14, raised=True)
     ('2^16', '1000', '1', '2⁻¹⁴')
@@ -44,7 +44,7 @@ def power(value: float, *, raised: bool = False) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """Return how many of a thing.
+    """Return a number with a noun in the singular or plural.
 
     >>> count(1, "cast"), count(1200, "byte")
     ('1 cast', '1,200 bytes')
@@ -53,7 +53,7 @@ def count(number: int, noun: str) -> str:
 
 
 def size(nbytes: int) -> str:
-    """Return bytes in the unit that suits them; decimal units, as in the dashboard.
+    """Return a number of bytes in the decimal unit that fits.
 
     >>> size(0), size(640), size(102_840), size(2_500_000_000)
     ('0 B', '640 B', '103 kB', '2.50 GB')
@@ -66,7 +66,7 @@ def size(nbytes: int) -> str:
 
 
 def number(value: float | str) -> str:
-    """Return a number as a person writes it: groups of three digits, powers of two, four digits of what is left.
+    """Return a number for people: integers in groups of three digits, powers of two, else four significant digits.
 
     >>> number(9216), number(65536.0), number(2.0**-24), number(0.46973), number(1e-8), number("loss")
     ('9,216', '2^16', '2^-24', '0.4697', '1e-08', 'loss')
@@ -78,13 +78,15 @@ def number(value: float | str) -> str:
 
 
 def parse_number(text: str) -> float:
-    """Read a number, computing in float64.
+    """Read a number, such as 65504, 1e-8, 2^-24, 1 + 2^-11, 1/3, inf or nan, computing in float64.
+
+    Only arithmetic is evaluated; the text cannot run code.
 
     >>> parse_number("1 + 2^-11"), parse_number("-1e9"), parse_number("1/3")
     (1.00048828125, -1000000000.0, 0.3333333333333333)
 
     Raises:
-        ValueError: if the text is not a number, with examples of what is.
+        ValueError: if the text is not a number.
     """
     spelled = text.strip().replace("−", "-").replace("∞", "inf").replace("×", "*").replace("^", "**")
     try:
@@ -92,7 +94,7 @@ def parse_number(text: str) -> float:
             raise SyntaxError("too long")
         return float(_evaluate(ast.parse(spelled, mode="eval").body))
     except OverflowError as problem:
-        raise ValueError(f"{text.strip()!r} lies beyond float64; type inf for infinity.") from problem
+        raise ValueError(f"{text.strip()!r} is too large for float64; use inf for infinity.") from problem
     except (SyntaxError, TypeError, ZeroDivisionError, ValueError, RecursionError) as problem:
         raise ValueError(
             f"{text.strip()[:_LONGEST]!r} is not a number; try 0.1, 1e-8, 2^-24, 1 + 2^-11, 1/3, -inf, nan or 0x3c00."
@@ -113,7 +115,7 @@ def _evaluate(node: ast.expr) -> float:
 
 
 def value_text(value: float) -> str:
-    """Write a float64 so that it reads back the same.
+    """Write a float64 exactly: `parse_number` reads the same number.
 
     >>> value_text(65504.0), value_text(2.0**-24), value_text(-0.0), value_text(float("-inf"))
     ('65504', '5.960464477539063e-8', '-0', '-∞')
@@ -126,7 +128,7 @@ def value_text(value: float) -> str:
 
 
 def short_text(value: float, *, digits: int = 3) -> str:
-    """Write a number with a few significant digits, exponents without padding.
+    """Write a number with a few significant digits.
 
     >>> short_text(2.0**-14), short_text(65504.0), short_text(3.4e38)
     ('6.1e-5', '65504', '3.4e38')
@@ -139,13 +141,13 @@ def short_text(value: float, *, digits: int = 3) -> str:
 
 
 def _without_padding(text: str) -> str:
-    """1e-08 as 1e-8, 1e+38 as 1e38."""
+    """Write 1e-08 as 1e-8, and 1e+38 as 1e38."""
     mantissa, exponent_mark, exponent = text.partition("e")
     return f"{mantissa}e{int(exponent)}" if exponent_mark else mantissa
 
 
 def binary_power(exponent: int) -> str:
-    """Write a power of two with its exponent raised.
+    """Write a power of two with its exponent in superscript digits.
 
     >>> binary_power(-24)
     '2⁻²⁴'

@@ -7,24 +7,26 @@ from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 __all__ = ["WIDTH", "fitted", "labelled", "wrapped"]
 
 WIDTH = 100
-"""Columns of a page of text: what a notebook of 1000 pixels shows without breaking lines."""
+"""The number of columns that a notebook 1000 pixels wide shows without breaking lines."""
 
-# Columns that a wrapped cell keeps, and one that is cut short: that one gives first, the last pair where it must be.
+# Least widths of a wrapped cell and of one that is cut, tried in order: the cut ones shrink first.
 _FLOORS = ((WIDTH, 24), (13, 24), (9, 14))
-_BREAKS = re.compile(r"(?<=[./_])(?=[^\d\s])|(?<=[^\d\s][./_])(?=\d)|(?<=\s)")  # a path after a part, a number never
+_BREAKS = re.compile(
+    r"(?<=[./_])(?=[^\d\s])|(?<=[^\d\s][./_])(?=\d)|(?<=\s)"
+)  # after part of a path, not within a number
 _WORDS = re.compile(r"(?<=_)(?=[^\W_])|(?<=\s)")
 _FOLDERS = re.compile(r"(?<=[/\s])")
 _UNIT = re.compile(r"(?<=\d) (?=[kMGT]?B\b)")
 
 
 def wrapped(text: str, indent: int = 2) -> str:
-    """Return a sentence in lines of at most `WIDTH` columns, the later ones indented."""
-    bound = _UNIT.sub("\0", text)  # a number keeps its unit
+    """Return a sentence in lines of at most `WIDTH` columns, with all but the first indented."""
+    bound = _UNIT.sub("\0", text)  # no break between a number and its unit
     return textwrap.fill(bound, WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False).replace("\0", " ")
 
 
 def labelled(label: str, text: str) -> str:
-    """Return a text after its label, in lines of at most `WIDTH` columns that stand under each other."""
+    """Return a label and a text beside it, in lines of at most `WIDTH` columns."""
     first = f"  {label:<8}  "
     return textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent=" " * len(first), break_on_hyphens=False,
                          break_long_words=False)  # fmt: skip
@@ -33,10 +35,10 @@ def labelled(label: str, text: str) -> str:
 def fitted(
     lines: Sequence[Sequence[str]], right: Container[int] = (), cut: Collection[int] = ()
 ) -> Iterator[list[str]]:
-    """Yield for each line of cells the lines of text that it takes in a table of at most `WIDTH` columns.
+    """Yield for each line of cells its lines of text in a table of at most `WIDTH` columns.
 
-    Cells that are too wide go on below, paths broken after a dot; those of the columns in `cut` take no line more
-    than the others, and end in "…".
+    Cells that are too wide are wrapped, paths after a dot. Cells of the columns in `cut` take no more lines than the
+    others, and end in "…". Cells of the columns in `right` are aligned to the right.
     """
     columns = list(zip(*lines, strict=True))
     widths = [max(map(len, column)) for column in columns]
@@ -54,7 +56,7 @@ def fitted(
 
 
 def _narrow(widths: list[int], floors: Mapping[int, int]) -> None:
-    """Take from the widest column, until all fit or are at their floors."""
+    """Narrow the widest column until all fit or have their least width."""
     while sum(widths) + 2 * len(widths) - 2 > WIDTH:
         wide = [place for place, floor in floors.items() if widths[place] > floor]
         if not wide:
@@ -71,7 +73,7 @@ def _line(cells: Sequence[str], widths: Sequence[int], right: Container[int]) ->
 
 
 def _cut(lines: list[str], height: int, width: int) -> list[str]:
-    """The first lines of a cell, the last of them ending in dots where there are more."""
+    """The first lines of a cell, with dots at the end if there are more."""
     if len(lines) <= height:
         return lines
     last, following = lines[height - 1 : height + 1]
@@ -80,7 +82,7 @@ def _cut(lines: list[str], height: int, width: int) -> list[str]:
 
 
 def _broken(cell: str, width: int, breaks: re.Pattern[str] | None = None) -> list[str]:
-    """The lines that a cell takes, broken at spaces and within paths where no other places are given."""
+    """The lines of a cell, broken at `breaks`, by default at spaces and between the parts of paths."""
     if len(cell) <= width:
         return [cell]
     lines = [""]

@@ -1,14 +1,13 @@
-"""Fused operators beside their references, and the build that makes them fast."""
+"""Fused operators, each beside its PyTorch reference; `builder` compiles the C++ and CUDA kernels."""
 
 from amplab.kernels.adaptive_steps import adadelta_, adagrad_, rmsprop_
-from amplab.kernels.build import BuildReport, ensure, report
+from amplab.kernels.builder import BuildReport, ensure, report
 from amplab.kernels.dispatch_casts import DispatchCasts
 from amplab.kernels.layerwise_steps import lamb_, novograd_
 from amplab.kernels.list_checks import refusal_naming
-from amplab.kernels.parameter_list import ParameterList
 from amplab.kernels.steps import adam_, sgd_
 from amplab.kernels.tensor_stats import StatsTable, TensorStats, tensor_stats
-from amplab.kernels.tensor_table import TensorTable
+from amplab.kernels.tensor_table import ParameterList, TensorTable
 from amplab.kernels.unscale import unscale_, unscale_add, unscale_copy, unscaled_norm
 from amplab.kernels.update_scale import update_scale_
 

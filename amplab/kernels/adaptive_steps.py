@@ -1,12 +1,12 @@
-"""Step many parameters at once by Adagrad, Adadelta or RMSprop: a rate for each element, from its own gradients.
+"""Step many parameters at once by Adagrad, Adadelta or RMSprop, whose learning rates adapt element by element.
 
-Operators under ``torch.ops.amplab``, whose arguments and passes are those of ``steps.py``:
+Operators under ``torch.ops.amplab``, with the common arguments of ``steps.py``:
 
     multi_tensor_adagrad_     h <- h + g^2;   p <- p - lr g / (sqrt(h) + eps)
     multi_tensor_adadelta_    v <- rho v + (1 - rho) g^2;   d = g sqrt(u + eps) / sqrt(v + eps)
                               u <- rho u + (1 - rho) d^2;   p <- p - lr d
     multi_tensor_rmsprop_     v <- alpha v + (1 - alpha) g^2;   p <- p - lr g / (sqrt(v) + eps)
-        …_centered_           a <- a + (1 - alpha) (g - a);   sqrt(max(v - a^2, 0)) in the place of sqrt(v)
+        …_centered_           a <- a + (1 - alpha) (g - a);   sqrt(max(v - a^2, 0)) instead of sqrt(v)
         …_momentum_           b <- momentum b + g / (…);   p <- p - lr b
         …_centered_momentum_  both
 
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amplab.kernels import build
+from amplab.kernels import builder
 from amplab.kernels.step_reference import StepLists, check_step, register_step, square_root, step_reference
 
 __all__ = [
@@ -60,12 +60,12 @@ def adagrad_(
     Args:
         params: as in `amplab.kernels.sgd_`, as are grads, copies, maximize, grad_factor and found_inf.
         sums: as many, the sums of squared gradients.
-        steps: one float32 element each: how many steps there were; counted up.
+        steps: one float32 element each: the number of steps so far; incremented.
         lr: learning rate.
         eps: added to the root.
-        weight_decay: its factor.
+        weight_decay: weight decay factor.
         lr_decay: the learning rate of a step is ``lr / (1 + (step - 1) lr_decay)``.
-        decoupled: add the decay to the step, ``p - lr (… + weight_decay p)``, and not to the gradient.
+        decoupled: add the decay to the update, ``p - lr (… + weight_decay p)``, not to the gradient.
 
     Raises:
         RuntimeError: as `amplab.kernels.sgd_`.
@@ -79,7 +79,7 @@ def adagrad_(
     >>> weight.item()
     0.75
     """
-    build.settle()
+    builder.settle()
     rest = (steps, copies, grad_factor, found_inf, maximize)
     with torch.no_grad():
         _ADAGRAD_OP(params, grads, sums, *rest, lr, eps, weight_decay, lr_decay, decoupled)
@@ -106,11 +106,11 @@ def adadelta_(
     Args:
         params: as in `adagrad_`, as are grads, steps, copies, maximize, grad_factor and found_inf.
         square_avgs: as many, the running means of squared gradients.
-        acc_deltas: as many, the running means of squared steps.
+        acc_deltas: as many, the running means of squared updates.
         lr: learning rate.
         rho: decay of both means.
-        eps: added below both roots.
-        weight_decay: its factor; added to the gradient.
+        eps: added under both roots.
+        weight_decay: weight decay factor; added to the gradient.
 
     Raises:
         RuntimeError: as `adagrad_`.
@@ -119,7 +119,7 @@ def adadelta_(
 
     Reference: M. D. Zeiler, "ADADELTA: an adaptive learning rate method", 2012; ``torch.optim.Adadelta``.
     """
-    build.settle()
+    builder.settle()
     rest = (steps, copies, grad_factor, found_inf, maximize)
     with torch.no_grad():
         _ADADELTA_OP(params, grads, square_avgs, acc_deltas, *rest, lr, rho, eps, weight_decay)
@@ -146,31 +146,31 @@ def rmsprop_(
     grad_factor: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Step by RMSprop, as torch writes it or as TensorFlow does.
+    """Step by RMSprop, in the form of torch or of TensorFlow.
 
     Args:
         params: as in `adagrad_`, as are grads, steps, copies, maximize, grad_factor and found_inf.
         square_avgs: as many, the running means of squared gradients.
-        grad_avgs: as many, the running means of gradients; empty where those of squares are not centered by them.
+        grad_avgs: as many, the running means of gradients; empty if the means of squares are not centered.
         momentum_buffers: as many; empty for no momentum.
         lr: learning rate.
         alpha: decay of the running means.
         eps: added to the root.
-        weight_decay: its factor; added to the gradient.
+        weight_decay: weight decay factor; added to the gradient.
         momentum: decay of the buffers.
-        decoupled: take ``weight_decay p`` off the weight, not times lr, and add nothing to the gradient.
-        eps_in_root: add ``eps`` below the root.
-        lr_in_momentum: keep the learning rate of each step in the buffer: ``b <- momentum b + lr …;  p <- p - b``.
+        decoupled: subtract ``weight_decay p`` from the weight, without lr, instead of adding it to the gradient.
+        eps_in_root: add ``eps`` under the root.
+        lr_in_momentum: apply the learning rate of each step to the buffer: ``b <- momentum b + lr …;  p <- p - b``.
 
     Raises:
         RuntimeError: as `adagrad_`.
 
     Sync: none.
 
-    Reference: T. Tieleman, G. Hinton, Coursera lecture 6.5, 2012; ``torch.optim.RMSprop``; timm's ``RMSpropTF``. A
-    variance that rounding takes below 0 is 0 here, and NaN there.
+    Reference: T. Tieleman, G. Hinton, Coursera lecture 6.5, 2012; ``torch.optim.RMSprop``; timm's ``RMSpropTF``. If
+    rounding makes the variance negative, it is 0 here and NaN there.
     """
-    build.settle()
+    builder.settle()
     states = [each for each in (square_avgs, grad_avgs, momentum_buffers) if len(each) > 0] or [square_avgs]
     numbers = (lr, alpha, eps, weight_decay, momentum, decoupled, eps_in_root, lr_in_momentum)
     operator = _RMSPROP_OPS[len(grad_avgs) > 0, len(momentum_buffers) > 0]
@@ -179,24 +179,24 @@ def rmsprop_(
 
 
 def multi_tensor_adagrad__reference(*arguments: Any) -> None:
-    """Pure torch `adagrad_`, with the operator's arguments. Sync: none."""
+    """PyTorch reference of `adagrad_`, with the operator's arguments. Sync: none."""
     step_reference(_lists(1, arguments), functools.partial(_adagrad_rule, *arguments[8:]))
 
 
 def multi_tensor_adadelta__reference(*arguments: Any) -> None:
-    """Pure torch `adadelta_`, with the operator's arguments. Sync: none."""
+    """PyTorch reference of `adadelta_`, with the operator's arguments. Sync: none."""
     step_reference(_lists(2, arguments), functools.partial(_adadelta_rule, *arguments[9:]))
 
 
 def multi_tensor_rmsprop__reference(centered: bool, has_momentum: bool, *arguments: Any) -> None:
-    """Pure torch `rmsprop_`, with the arguments of the operator with or without the two states. Sync: none."""
+    """PyTorch reference of `rmsprop_`, with the arguments of one of the four operators. Sync: none."""
     states = 1 + centered + has_momentum
     rule = functools.partial(_rmsprop_rule, centered, *arguments[states + 7 :])
     step_reference(_lists(states, arguments), rule)
 
 
 def _lists(states: int, arguments: Sequence[Any]) -> StepLists:
-    """What the arguments of an operator with so many states hold before the numbers of its rule."""
+    """Return the tensors among the arguments of an operator with so many states; the rule's constants follow them."""
     params, grads, *rest = arguments
     return StepLists(params, grads, rest[:states], *rest[states : states + 5])
 
@@ -259,7 +259,7 @@ def _rmsprop_rule(
     new = [square_avg]
     if centered:
         new.append(states[1] + (grad - states[1]) * (1.0 - alpha))
-        variance = (square_avg - new[1] * new[1]).clamp_min(0.0)  # 0 for a constant gradient, but for rounding
+        variance = (square_avg - new[1] * new[1]).clamp_min(0.0)  # 0 for a constant gradient, apart from rounding
     update = grad / (square_root(variance + eps) if eps_in_root else square_root(variance) + eps)
     if len(states) == len(new):
         return param - update * lr, new

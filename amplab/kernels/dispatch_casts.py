@@ -1,9 +1,9 @@
-"""Casts inside PyTorch's dispatcher: a boxed kernel in C++ that carries out a plan, op by op.
+"""Casts inside PyTorch's dispatcher: a boxed C++ kernel that executes a cast plan, op by op.
 
-A plan is one mark for each registered overload (`CASTS`, with `PRODUCT` added where halves on a CPU may be multiplied
-with fp32 accumulation) and a dtype to compute in. The kernel hangs on an autocast key that PyTorch itself leaves
-empty, registered once per process and silent until a thread enters a plan; torch.autocast, which has keys of its own,
-is not touched. Who makes plans is `amplab.policies.CompiledEngine`.
+A plan is one mark for each registered overload (`CASTS`, plus `PRODUCT` if float16 on a CPU is multiplied with fp32
+accumulation) and a dtype to compute in. The kernel is registered once per process under an autocast key that PyTorch
+does not use, and does nothing until a thread enters a plan. torch.autocast has other keys and is not affected.
+`amplab.policies.CompiledEngine` makes the plans.
 
 Nothing is built or registered on import.
 """
@@ -17,13 +17,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from amplab.kernels.build import BuildReport, KernelLibrary
-from amplab.kernels.recipe import casts_recipe
+from amplab.kernels.builder import BuildReport, KernelLibrary
+from amplab.kernels.builder.recipe import casts_recipe
 
 __all__ = ["CASTS", "PRODUCT", "CastPlan", "DispatchCasts", "overloads"]
 
 CASTS = ("none", "lower", "float32", "set_dtype", "promote", "match_self", "banned", "banned_in_place")
-"""What a mark means, by its number; in the order of the C++ source."""
+"""The meaning of each mark; the order is that of the C++ source."""
 
 PRODUCT = 0x80
 """Added to the mark of an op that multiplies and accumulates."""
@@ -33,12 +33,12 @@ _LIBRARY = KernelLibrary(casts_recipe)
 
 
 class CastPlan:
-    """A plan as the kernel reads it; lives as long as this object.
+    """A plan in the form that the kernel reads; deleted with this object.
 
     Args:
         casts: one mark for each registered overload, in the order of registration.
         dtype: float16, bfloat16 or float32: what "lower" casts to.
-        accumulates: whether products of CPU halves are computed in float32 and rounded once.
+        accumulates: whether products of float16 on a CPU are computed in float32 and rounded once.
     """
 
     def __init__(self, library: ctypes.PyDLL, casts: bytes, dtype: torch.dtype, *, accumulates: bool) -> None:
@@ -50,10 +50,10 @@ class DispatchCasts:
     """The loaded kernel. One per process: `DispatchCasts.load()`.
 
     Attributes:
-        report: how it was built or loaded.
-        enter: (address of a plan or None, graph task) -> None: make it the calling thread's, for the ops of that graph
-            task; None ends it. Sync: none.
-        task: () -> int: the backward pass that the calling thread is in; -1 outside of one.
+        report: its build status.
+        enter: (address of a plan or None, graph task) -> None: make it the plan of the calling thread for the ops of
+            that graph task; None ends it. Sync: none.
+        task: () -> int: the backward pass of the calling thread; -1 outside of one.
     """
 
     _lock = threading.Lock()
@@ -63,15 +63,19 @@ class DispatchCasts:
         self.report = report
         [library] = report.libraries
         self._library = _typed(ctypes.PyDLL(str(library)))
-        self.enter, self.task = self._library.amplab_cast_enter, self._library.amplab_cast_task  # once a region: direct
+        # No wrapper: they are called once per region.
+        self.enter, self.task = (
+            self._library.amplab_cast_enter,
+            self._library.amplab_cast_task,
+        )
         self._places: dict[str, int] = {}
 
     @classmethod
     def load(cls) -> DispatchCasts:
-        """Return the kernel, built first where it is not there yet, once per machine.
+        """Return the kernel; build it first if this machine has no build.
 
         Raises:
-            RuntimeError: It cannot be built; says why and what to do.
+            RuntimeError: it cannot be built; the message gives the cause and the remedy.
         """
         with cls._lock:
             if cls._loaded is None:
@@ -79,11 +83,11 @@ class DispatchCasts:
             return cls._loaded
 
     def place(self, overload: str, refusal: str = "") -> int | None:
-        """Register an overload such as "add.Tensor" and return its place in a plan; None where torch has no such op.
+        """Register an overload such as "add.Tensor" and return its place in a plan; None if torch has no such op.
 
         Args:
             overload: name without "aten::".
-            refusal: what the error says where the op is banned.
+            refusal: the message of the error if the op is banned.
         """
         if overload not in self._places:
             self._places[overload] = self._library.amplab_cast_op(overload.encode(), refusal.encode())
@@ -91,20 +95,20 @@ class DispatchCasts:
         return None if place < 0 else place
 
     def plan(self, marks: dict[int, int], dtype: torch.dtype, *, accumulates: bool) -> CastPlan:
-        """Return a plan from place -> mark; places that are not named are left alone."""
+        """Return a plan from place -> mark; the mark of every other place is "none"."""
         casts = bytearray(len(self._places))
         for place, mark in marks.items():
             casts[place] = mark
         return CastPlan(self._library, bytes(casts), dtype, accumulates=accumulates)
 
     def clear(self) -> None:
-        """Drop the casts of weights that the calling thread keeps."""
+        """Drop the cached weight casts of the calling thread."""
         self._library.amplab_cast_clear()
 
     @property
     def kept(self) -> int:
-        """How many casts of weights the calling thread keeps."""
-        return self._library.amplab_cast_kept()
+        """The number of cached weight casts of the calling thread."""
+        return int(self._library.amplab_cast_kept())
 
 
 def overloads(names: Sequence[str]) -> Iterator[str]:
@@ -122,7 +126,7 @@ def overloads(names: Sequence[str]) -> Iterator[str]:
 
 
 def _typed(library: ctypes.PyDLL) -> ctypes.PyDLL:
-    """Say what the functions take and return; ctypes takes ints for C ints, and an address is longer."""
+    """Declare the types of the functions; by default ctypes passes C ints, which are too short for an address."""
     for name, result, *arguments in (
         ("amplab_cast_op", ctypes.c_int64, ctypes.c_char_p, ctypes.c_char_p),
         ("amplab_cast_plan", ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64),

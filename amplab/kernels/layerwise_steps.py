@@ -1,16 +1,16 @@
-"""Step many parameters at once by LAMB or NovoGrad: rules that look at a whole tensor before its first element moves.
+"""Step many parameters at once by LAMB or NovoGrad, which need norms of a whole tensor before they step it.
 
-Operators under ``torch.ops.amplab``, whose arguments and passes are those of ``steps.py``:
+Operators under ``torch.ops.amplab``, with the common arguments of ``steps.py``:
 
     multi_tensor_lamb_        m <- beta1 m + beta3 g;   v <- beta2 v + (1 - beta2) g^2
                               u  = m / c1 / (sqrt(v / c2) + eps) + weight_decay p
-                              p <- p - lr r u,     r = min(|p|, max_weight_norm) / |u|, or 1 where either norm is 0
+                              p <- p - lr r u,     r = min(|p|, max_weight_norm) / |u|, or 1 if either norm is 0
     multi_tensor_novograd_    n <- sqrt(beta2 n^2 + (1 - beta2) |g|^2);   d = n / sqrt(c2) + eps
                               m <- beta1 m + beta3 g;   p <- p - lr (m / c1 / d + weight_decay p)
 
-c = 1 - beta^step. Norms are summed in float64 and with them what is the same for all elements of a tensor, whose
-kernels, in ``layerwise_steps.cpp`` and ``layerwise_steps.cu``, sum in another order: where that moves the last bit of
-a float64, a result may differ by its own last bit.
+c = 1 - beta^step. Norms, and what is computed from them per tensor, are in float64. The kernels, in
+``layerwise_steps.cpp`` and ``layerwise_steps.cu``, sum in another order: if that changes the last bit of a float64, a
+result may differ in its own last bit.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amplab.kernels import build
+from amplab.kernels import builder
 from amplab.kernels.step_reference import StepLists, check_step, register_step, square_root, step_reference
 
 __all__ = [
@@ -69,11 +69,11 @@ def lamb_(
             and found_inf.
         lr: learning rate.
         betas: decay rates of the two moments.
-        beta3: share of the new gradient in the first moment; None for 1 - beta1.
+        beta3: weight of the new gradient in the first moment; None for 1 - beta1.
         eps: added to the root of the second moment.
-        weight_decay: its factor.
-        max_weight_norm: a weight's norm counts no more than this.
-        decoupled: add the decay to the step, else to the gradient.
+        weight_decay: weight decay factor.
+        max_weight_norm: upper bound of a weight's norm.
+        decoupled: add the decay to the update, else to the gradient.
         bias_correction: divide the moments by ``1 - beta^step``.
         adapt: False: r is 1.
 
@@ -85,7 +85,7 @@ def lamb_(
     Reference: Y. You et al., "Large batch optimization for deep learning: training BERT in 76 minutes", 2019; apex
     ``multi_tensor_lamb``.
     """
-    build.settle()
+    builder.settle()
     beta3 = 1.0 - betas[0] if beta3 is None else beta3
     numbers = (lr, *betas, beta3, eps, weight_decay, max_weight_norm, decoupled, bias_correction, adapt)
     with torch.no_grad():
@@ -116,13 +116,13 @@ def novograd_(
 
     Args:
         params: as in `lamb_`, as are grads, exp_avgs, steps, copies, maximize, grad_factor and found_inf.
-        norms: one float32 element each, the running norms of the gradients; below 0 for one that starts at its first.
+        norms: one float32 element each, the running norms of the gradients; < 0: start with the first gradient's.
         lr: learning rate.
         betas: decay rates of the moment and of the norm.
-        beta3: share of the new gradient in the moment; None for 1 - beta1.
+        beta3: weight of the new gradient in the moment; None for 1 - beta1.
         eps: added to the norm.
-        weight_decay: its factor.
-        decay_in_moment: let the moment be that of ``g / d + weight_decay p``, and step by ``lr m / c1``.
+        weight_decay: weight decay factor.
+        decay_in_moment: average ``g / d + weight_decay p`` in the moment, and step by ``lr m / c1``.
         maximum_norm: ``n <- beta2 n + (1 - beta2) max |g|``.
         bias_correction: False: c1 and c2 are 1.
 
@@ -134,7 +134,7 @@ def novograd_(
     Reference: B. Ginsburg et al., "Stochastic gradient methods with layer-wise adaptive moments", 2019; apex
     ``multi_tensor_novograd``.
     """
-    build.settle()
+    builder.settle()
     beta3 = 1.0 - betas[0] if beta3 is None else beta3
     numbers = (lr, *betas, beta3, eps, weight_decay, decay_in_moment, maximum_norm, bias_correction)
     with torch.no_grad():
@@ -142,7 +142,7 @@ def novograd_(
 
 
 class _Moments(NamedTuple):
-    """The numbers that both rules begin with."""
+    """The constants that both rules share."""
 
     lr: float
     beta1: float
@@ -151,32 +151,39 @@ class _Moments(NamedTuple):
     eps: float
     weight_decay: float
 
-    def corrections(self, step: Tensor, switch: bool) -> tuple[Tensor, Tensor]:
-        """``1 - beta1^step`` and ``sqrt(1 - beta2^step)`` in float64, or 1. Sync: none."""
+    def corrections(self, step: Tensor | None, switch: bool) -> tuple[Tensor, Tensor]:
+        """Return ``1 - beta1^step`` and ``sqrt(1 - beta2^step)`` in float64, or 1. Sync: none."""
+        if step is None:
+            raise RuntimeError("steps is empty: expected one float32 element for each parameter.")
         if not switch:
             return torch.ones_like(step), torch.ones_like(step)
         return 1.0 - self.beta1**step, (1.0 - self.beta2**step).sqrt()
 
 
 def multi_tensor_lamb__reference(*arguments: Any) -> None:
-    """Pure torch `lamb_`, with the operator's arguments. Sync: none."""
-    moments, switches = _Moments(*arguments[9:15]), arguments[15:]
+    """PyTorch reference of `lamb_`, with the operator's arguments. Sync: none."""
+    moments = _Moments(*arguments[9:15])
+    max_weight_norm, decoupled, bias_correction, adapt = arguments[15:]
 
-    def rule(grad: Tensor, param: Tensor, states: Sequence[Tensor], step: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        return _lamb_rule(moments, *switches, grad, param, states, step)
+    def rule(
+        grad: Tensor, param: Tensor, states: Sequence[Tensor], step: Tensor | None
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        return _lamb_rule(moments, max_weight_norm, decoupled, bias_correction, adapt, grad, param, states, step)
 
     step_reference(_lamb_lists(*arguments), rule)
 
 
 def multi_tensor_novograd__reference(*arguments: Any) -> None:
-    """Pure torch `novograd_`, with the operator's arguments. Sync: none."""
+    """PyTorch reference of `novograd_`, with the operator's arguments. Sync: none."""
     lists, norms = _novograd_lists(*arguments)
     _check_novograd(*arguments)
     moments, (inside, maximum, switch) = _Moments(*arguments[8:14]), arguments[14:17]
     news = [_next_norm(moments, maximum, lists, *each) for each in zip(lists.grads, lists.params, norms, strict=True)]
     remaining = iter(news)
 
-    def rule(grad: Tensor, param: Tensor, states: Sequence[Tensor], step: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+    def rule(
+        grad: Tensor, param: Tensor, states: Sequence[Tensor], step: Tensor | None
+    ) -> tuple[Tensor, Sequence[Tensor]]:
         first, second = moments.corrections(step, switch)
         denominator = next(remaining).double() / second + moments.eps
         return _novograd_rule(moments, inside, first, denominator, grad, param, states)
@@ -221,7 +228,7 @@ def _lamb_rule(
     grad: Tensor,
     param: Tensor,
     states: Sequence[Tensor],
-    step: Tensor,
+    step: Tensor | None,
 ) -> tuple[Tensor, Sequence[Tensor]]:
     dtype, decay = param.dtype, moments.weight_decay
     first, second = (each.reciprocal().to(dtype) for each in moments.corrections(step, bias_correction))
@@ -232,14 +239,14 @@ def _lamb_rule(
     update = exp_avg * first / (square_root(exp_avg_sq) * second + moments.eps)
     if decay != 0 and decoupled:
         update = update + param * decay
-    rate = moments.lr
+    rate: float | Tensor = moments.lr
     if adapt:
         rate = (_trust_ratio(param, update, max_weight_norm) * moments.lr).to(dtype)
     return param - update * rate, [exp_avg, exp_avg_sq]
 
 
 def _trust_ratio(param: Tensor, update: Tensor, max_weight_norm: float) -> Tensor:
-    """``min(|p|, max_weight_norm) / |u|``, or 1 where either norm is 0; ``()`` float64."""
+    """Return ``min(|p|, max_weight_norm) / |u|``, or 1 if either norm is 0; ``()`` float64."""
     weight, length = (torch.linalg.vector_norm(each, dtype=torch.float64) for each in (param, update))
     return torch.where((weight != 0) & (length != 0), weight.clamp(max=max_weight_norm) / length, 1.0)
 
@@ -247,7 +254,7 @@ def _trust_ratio(param: Tensor, update: Tensor, max_weight_norm: float) -> Tenso
 def _next_norm(
     moments: _Moments, maximum: bool, lists: StepLists, grad: Tensor, param: Tensor, before: Tensor
 ) -> Tensor:
-    """The running norm with this gradient in it, of the shape of the one before."""
+    """Return the running norm including this gradient, in the shape of the one before."""
     dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
     grad = grad.to(dtype) if lists.grad_factor is None else grad.to(dtype) * lists.grad_factor.to(dtype).reshape(())
     if maximum:

@@ -1,9 +1,9 @@
-"""What multi-tensor operators refuse, in the words that the kernels use (``tensor_lists.h``).
+"""The argument checks of multi-tensor operators, with the messages of the kernels (``tensor_lists.h``).
 
     input 3 is int64: expected float16, bfloat16, float32 or float64.
     input 2 and input 5 overlap in memory: list each tensor once, and no views that share elements.
 
-None of it looks at the numbers. Sync: none.
+No check reads values. Sync: none.
 """
 
 import re
@@ -20,7 +20,7 @@ _EXAMPLES = {torch.float32: "torch.zeros(1)", torch.int64: "torch.tensor(-1)"}
 
 
 class Extent(NamedTuple):
-    """The bytes of a tensor, in the order in which the kernels look through them."""
+    """The bytes of a tensor; the order of the fields is the order in which the kernels sort them."""
 
     begin: int
     only_read: bool
@@ -32,10 +32,10 @@ class Extent(NamedTuple):
 def check_lists(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None, found_inf: Tensor, inv_scale: Tensor
 ) -> None:
-    """Check the arguments of every operator; ``outputs is inputs`` for one in place, None for one that only reads.
+    """Check the lists of an operator: ``outputs is inputs`` for one in place, None for one that only reads.
 
     Raises:
-        RuntimeError: says which tensor, what it is and what to pass.
+        RuntimeError: names the tensor, what it is and what to pass.
     """
     _check_scalar("found_inf", found_inf, torch.float32, found_inf)
     _check_scalar("inv_scale", inv_scale, torch.float32, found_inf)
@@ -56,15 +56,17 @@ def check_lists(
 def check_memory(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None, scalars: Mapping[str, Tensor | None]
 ) -> None:
-    """Refuse to write an element twice, or one that is read for another; an output may be its own input.
+    """Raise if an element would be written twice, or read for one tensor and written for another.
+
+    An output may be its own input.
 
     Args:
         inputs: of the operator.
-        outputs: of the operator; None where it writes none, and the inputs may lie as they like.
+        outputs: of the operator; None if it writes none, and the inputs may overlap.
         scalars: the tensors beside the lists, by name; all but ``inv_scale`` are written.
 
     Raises:
-        RuntimeError: names the first two, by address, that overlap.
+        RuntimeError: names the first two tensors, by address, that overlap.
     """
     beside = [
         extent_of(tensor, name, place - len(scalars), only_read=name == "inv_scale")
@@ -75,12 +77,12 @@ def check_memory(
 
 
 def check_apart(extents: Iterable[Extent]) -> None:
-    """Refuse what is written twice, or read for one tensor and written for another.
+    """Raise if an element is written twice, or read for one tensor and written for another.
 
     Raises:
-        RuntimeError: names the first two, by address, that overlap.
+        RuntimeError: names the first two tensors, by address, that overlap.
     """
-    reached = {False: (0, ""), True: (0, "")}  # by "only what is written": the furthest byte yet, and whose it is
+    reached = {False: (0, ""), True: (0, "")}  # by "only what is written": the highest byte so far, and its tensor
     for begin, only_read, _, end, name in sorted(extents):
         limit, other = reached[only_read]
         if begin < limit:
@@ -92,9 +94,9 @@ def check_apart(extents: Iterable[Extent]) -> None:
 
 
 def extent_of(tensor: Tensor, name: str, place: int, *, only_read: bool) -> Extent:
-    """Return where a tensor lies; one with gaps by its first element alone.
+    """Return the bytes of a tensor; of one with gaps, only those of its first element.
 
-    Columns of one matrix interleave and do not overlap.
+    The columns of a matrix interleave, but do not overlap.
     """
     begin = tensor.data_ptr()
     numel = tensor.numel() if _is_gapless(tensor) else 1
@@ -104,10 +106,10 @@ def extent_of(tensor: Tensor, name: str, place: int, *, only_read: bool) -> Exte
 def check_measures(
     count: int, found_inf: Tensor, norm: Tensor | None, norms: Tensor | None, first_bad: Tensor | None
 ) -> None:
-    """Check the tensors that receive what a pass over ``count`` tensors finds.
+    """Check the tensors that receive the results of a pass over ``count`` tensors.
 
     Raises:
-        RuntimeError: says which, and what to pass.
+        RuntimeError: names the tensor and what to pass.
     """
     if norm is not None:
         _check_scalar("norm", norm, torch.float32, found_inf)
@@ -120,11 +122,11 @@ def check_measures(
 
 
 def refusal_naming(error: RuntimeError, inputs: Sequence[str]) -> RuntimeError:
-    """Say what an operator refused in the words of whoever made the list.
+    """Return the error of an operator with the caller's names of the inputs in its message.
 
     Args:
         error: of one of the operators.
-        inputs: what each input is.
+        inputs: the name of each input.
 
     >>> refusal_naming(RuntimeError("input 1 is int64: expected float16."), ["a", "the gradient of conv.bias"])
     RuntimeError('the gradient of conv.bias is int64: expected float16.')
@@ -162,14 +164,14 @@ def _named(dtype: torch.dtype) -> str:
 
 
 def _repeats(tensor: Tensor) -> bool:
-    """Whether the tensor was expanded, so that a write to one element changes others."""
+    """Return whether the tensor is expanded, so that a write to one element changes others."""
     if tensor.is_contiguous():
         return False
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _extents(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Iterator[Extent]:
-    """Yield the extents of all that hold elements; an output that is its own input once."""
+    """Yield the extents of all tensors with elements; an output that is its own input once."""
     side = "input" if outputs is inputs else "output"
     for index, (x, out) in enumerate(zip(inputs, outputs, strict=True)):
         if out.numel() == 0 or out.is_meta:
@@ -182,7 +184,7 @@ def _extents(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Iterator[Ex
 
 
 def _is_gapless(tensor: Tensor) -> bool:
-    """Whether the elements fill their piece of memory, in whatever order: contiguous, channels_last, transposed…"""
+    """Return whether the elements fill their memory in any order: contiguous, channels_last, transposed…"""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:

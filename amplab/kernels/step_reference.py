@@ -1,11 +1,11 @@
-"""What every multi-tensor step does around its rule, in pure torch: the checks, the widening, the skip, the copies.
+"""The part that all multi-tensor steps share, as PyTorch reference: checks, arithmetic dtype, skip and copies.
 
     grad    <- grad * grad_factor  (* -1 to maximize)      in float32; in float64 for float64 parameters
-    rule(grad, param, states, step)                        whatever the optimizer is
-    written <- found_inf ? as it was : round(new)          params, states, steps and copies alike
+    rule(grad, param, states, step)                        the optimizer
+    written <- found_inf ? unchanged : round(new)          for params, states, steps and copies
 
-A rule is a function of one tensor with the operations of its counterpart in ``steps.h``, one after the other, so that
-both have the same bits.
+A rule is a function of one tensor. It performs the operations of its counterpart in ``steps.h`` in the same order, so
+that both give the same bits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from amplab.kernels.list_checks import Extent, check_apart, extent_of
 
-__all__ = ["StepLists", "StepRule", "check_step", "register_step", "square_root", "step_reference"]
+__all__ = ["StepLists", "StepOperator", "StepRule", "check_step", "register_step", "square_root", "step_reference"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
+StepOperator = Callable[..., None]
 # (grad, param, states, step) -> (param, states); step is () float64, 1 for the first, or None.
 StepRule = Callable[[Tensor, Tensor, Sequence[Tensor], Tensor | None], tuple[Tensor, Sequence[Tensor]]]
 
@@ -32,12 +32,12 @@ class StepLists(NamedTuple):
     Args:
         params: float16, bfloat16, float32 or float64, any shapes and strides, on one device; each listed once.
         grads: as many, of the same shapes, of any of the four dtypes.
-        states: one list for each state of the rule, as long; empty lists where the rule does without.
-        steps: one float32 element for each parameter, how often it was stepped; empty where the rule does not count.
+        states: one list of the same length for each state of the rule; empty lists for states that are not used.
+        steps: one float32 element for each parameter, its number of steps; empty if the rule does not count.
         copies: as many tensors of any of the four dtypes, which receive the new parameters; or none.
         grad_factor: one float32 element; None for 1.
-        found_inf: one float32 element: anything but 0, and nothing is written; None for 0.
-        maximize: go up the gradient.
+        found_inf: one float32 element: if it is not 0, nothing is written; None for 0.
+        maximize: ascend instead of descend.
     """
 
     params: Sequence[Tensor]
@@ -51,10 +51,10 @@ class StepLists(NamedTuple):
 
 
 def step_reference(lists: StepLists, rule: StepRule) -> None:
-    """Let ``rule`` step every parameter. Sync: none.
+    """Step every parameter by ``rule``. Sync: none.
 
     Raises:
-        RuntimeError: what the kernels refuse, in the same words.
+        RuntimeError: as the kernels, with the same messages.
     """
     check_step(lists)
     check_apart(_extents(lists))
@@ -64,7 +64,7 @@ def step_reference(lists: StepLists, rule: StepRule) -> None:
     for param, grad, state, step, copy in zip(lists.params, lists.grads, states, steps, copies, strict=False):
         new_param, new_states, new_step = _stepped(lists, rule, param, grad, state, step)
         for old, new in ((param, new_param), *zip(state, new_states, strict=True), (copy, new_param), (step, new_step)):
-            if old is not None:
+            if old is not None and new is not None:
                 old.copy_(new if found is None else torch.where(found, old, new.to(old.dtype)))
 
 
@@ -73,19 +73,19 @@ def _stepped(
 ) -> tuple[Tensor, Sequence[Tensor], Tensor | None]:
     dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
     sign = -1.0 if lists.maximize else 1.0
-    factor = sign if lists.grad_factor is None else lists.grad_factor.to(dtype).reshape(()) * sign
+    factor: float | Tensor = sign if lists.grad_factor is None else lists.grad_factor.to(dtype).reshape(()) * sign
     count = None if step is None else step.reshape(()).double() + 1
     new_param, new_states = rule(grad.to(dtype) * factor, param.to(dtype), [each.to(dtype) for each in state], count)
     return new_param, new_states, None if step is None else step + 1
 
 
 def square_root(x: Tensor) -> Tensor:
-    """The root rounded once, which ``x.sqrt()`` on the CPU is not: for float32 by way of float64. Sync: none."""
+    """Return the root, rounded once: through float64, since ``x.sqrt()`` of float32 on the CPU is not. Sync: none."""
     return x.double().sqrt().to(x.dtype)
 
 
 def check_step(lists: StepLists) -> None:
-    """Refuse what the kernels refuse, in the same words."""
+    """Raise for what the kernels refuse, with the same messages."""
     params = lists.params
     named = [("grads", lists.grads), ("copies", lists.copies), ("steps", lists.steps)]
     for name, tensors in (*named, *(("states", each) for each in lists.states)):
@@ -103,7 +103,7 @@ def check_step(lists: StepLists) -> None:
 
 
 def _extents(lists: StepLists) -> Iterator[Extent]:
-    """Yield where all that holds elements lies; only gradients are not written."""
+    """Yield the extents of all tensors with elements; only gradients are not written."""
     written = [("state", each) for each in lists.states]
     sides = [("param", lists.params), *written, ("copy", lists.copies), ("step", lists.steps), ("grad", lists.grads)]
     for rank, (side, tensors) in enumerate(sides):
@@ -133,16 +133,17 @@ def _check_tensor(side: str, index: int, tensor: Tensor, params: Sequence[Tensor
         )
 
 
-def register_step(name: str, schema: str, reference: Callable[..., None], fake: Callable[..., None]) -> OpOverload:
+def register_step(name: str, schema: str, reference: Callable[..., None], fake: Callable[..., None]) -> StepOperator:
     """Define ``amplab::name`` with the reference as the implementation that every device falls back to.
 
     Args:
-        name: of the operator.
-        schema: its arguments, in the order that ``step_lists.h`` reads them.
-        reference: takes them.
-        fake: takes them and checks; nothing is returned, so a fake tensor needs no more.
+        name: the name of the operator.
+        schema: its arguments, in the order in which ``step_lists.h`` reads them.
+        reference: takes these arguments.
+        fake: takes these arguments and checks them; nothing is returned, so a fake tensor needs nothing else.
     """
     torch.library.define(f"amplab::{name}", schema)
     torch.library.impl(f"amplab::{name}", "default", reference)
     torch.library.register_fake(f"amplab::{name}", fake)
-    return getattr(torch.ops.amplab, name).default
+    operator: StepOperator = getattr(torch.ops.amplab, name).default
+    return operator

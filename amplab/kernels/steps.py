@@ -1,15 +1,15 @@
-"""Step many parameters at once, with the unscaling, the clipping, the skip and the model's copy in the same pass.
+"""Step many parameters at once; unscaling, clipping, skipping and the copy to the model are part of the same pass.
 
-Two operators under ``torch.ops.amplab``, whose gradients are multiplied by ``grad_factor`` (1 / loss scale × the
-clipping coefficient) where they are used, and written nowhere; a ``found_inf`` that is not 0 leaves all as it is:
+Two operators under ``torch.ops.amplab``. They multiply gradients by ``grad_factor`` (1 / loss scale × the clipping
+coefficient) when they use them, and do not write gradients. If ``found_inf`` is not 0, nothing changes:
 
     multi_tensor_sgd_     g <- g + weight_decay p;  b <- first ? g : momentum b + (1 - dampening) g
                           p <- p - lr (nesterov ? g + momentum b : b)
     multi_tensor_adam_    m <- beta1 m + (1 - beta1) g;  v <- beta2 v + (1 - beta2) g^2
                           p <- p (1 - lr weight_decay) - lr / c1 m / (sqrt(v / c2) + eps),   c = 1 - beta^step
 
-in float32 (float64 for float64 parameters), every operation rounded by itself. Parameters, states and copies are
-rounded once from that. The schemas and references are here; the kernels, with the same bits, in ``steps.cpp`` and
+in float32 (float64 for float64 parameters), each operation rounded. Parameters, states and copies are rounded once from
+that. The schemas and references are here; the kernels, with the same bits, in ``steps.cpp`` and
 ``steps.cu`` over the per-element code of ``steps.h``. How a rule is added is in ``step_driver.h``.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amplab.kernels import build
+from amplab.kernels import builder
 from amplab.kernels.step_reference import StepLists, check_step, register_step, square_root, step_reference
 
 __all__ = ["adam_", "multi_tensor_adam__reference", "multi_tensor_sgd__reference", "sgd_"]
@@ -58,23 +58,23 @@ def sgd_(
 
     Args:
         params: float16, bfloat16, float32 or float64, any shape and strides, on one device; each listed once.
-        grads: as many, of the same shapes, of any of the four dtypes; not changed.
+        grads: as many, of the same shapes, of any of the four dtypes; not modified.
         momentum_buffers: as many; empty for no momentum.
-        copies: as many, which receive the new parameters too, such as the float16 weights of float32 masters; or none.
+        copies: as many, which also receive the new parameters, such as the float16 weights of float32 masters; or none.
         lr: learning rate.
-        momentum: its factor.
-        dampening: of the momentum.
-        weight_decay: its factor.
-        nesterov: look ahead.
-        wd_after_momentum: decay the weights beside the momentum, and not through it.
-        first: the buffers hold nothing yet, and become the gradients.
-        maximize: go up.
-        grad_factor: one float32 element on the same device, by which the gradients are multiplied; None for 1.
-        found_inf: one float32 element: anything but 0, and nothing is written; None for 0.
+        momentum: momentum factor.
+        dampening: dampening of the momentum.
+        weight_decay: weight decay factor.
+        nesterov: use Nesterov momentum.
+        wd_after_momentum: add the weight decay after the momentum instead of to the gradient.
+        first: this is the first step: the buffers are not initialized and become the gradients.
+        maximize: ascend instead of descend.
+        grad_factor: one float32 element on the same device that multiplies the gradients; None for 1.
+        found_inf: one float32 element: if it is not 0, nothing is written; None for 0.
 
     Raises:
-        RuntimeError: lists that do not fit together, a tensor of another device, dtype or layout, or two that overlap
-            in memory where one is written (named by their index); a momentum without buffers.
+        RuntimeError: lists of different lengths or shapes, a tensor of another device, dtype or layout, or two that
+            overlap in memory if one is written (named by index); a momentum without buffers.
 
     Sync: none.
 
@@ -90,7 +90,7 @@ def sgd_(
             f"momentum={momentum} without momentum_buffers: expected one for each of the {len(params)} params; pass "
             "torch.zeros_like of each, or momentum=0."
         )
-    build.settle()
+    builder.settle()
     with torch.no_grad():
         _SGD_OP(
             params,
@@ -136,16 +136,16 @@ def adam_(
         grads: as in `sgd_`.
         exp_avgs: as many, the first moments.
         exp_avg_sqs: as many, the second moments.
-        steps: one float32 element each, on the same device: how many steps there were; counted up.
+        steps: one float32 element each, on the same device: the number of steps so far; incremented.
         copies: as in `sgd_`.
         lr: learning rate.
         betas: decay rates of the moments.
         eps: added to the root of the second moment.
-        weight_decay: its factor.
-        decoupled: decay the weights beside the moments (AdamW), else through the gradient (Adam).
+        weight_decay: weight decay factor.
+        decoupled: decay the weights directly (AdamW), else through the gradient (Adam).
         bias_correction: divide the moments by ``1 - beta^step``.
-        eps_inside_sqrt: add ``eps`` below the root: ``sqrt(v + eps) / sqrt(c2)``.
-        maximize: go up.
+        eps_inside_sqrt: add ``eps`` under the root: ``sqrt(v + eps) / sqrt(c2)``.
+        maximize: as in `sgd_`.
         grad_factor: as in `sgd_`.
         found_inf: as in `sgd_`.
 
@@ -156,7 +156,7 @@ def adam_(
 
     Reference: D. P. Kingma, J. Ba, 2015; I. Loshchilov, F. Hutter, 2019; ``torch.optim.AdamW``, apex ``FusedAdam``.
     """
-    build.settle()
+    builder.settle()
     with torch.no_grad():
         _ADAM_OP(
             params,
@@ -179,13 +179,13 @@ def adam_(
 
 
 def multi_tensor_sgd__reference(*arguments: Any) -> None:
-    """Pure torch `sgd_`, with the operator's arguments. Sync: none."""
+    """PyTorch reference of `sgd_`, with the operator's arguments. Sync: none."""
     lists, numbers = _sgd_lists(*arguments)
     step_reference(lists, functools.partial(_sgd_rule, *numbers))
 
 
 def multi_tensor_adam__reference(*arguments: Any) -> None:
-    """Pure torch `adam_`, with the operator's arguments. Sync: none."""
+    """PyTorch reference of `adam_`, with the operator's arguments. Sync: none."""
     lists, numbers = _adam_lists(*arguments)
     step_reference(lists, functools.partial(_adam_rule, *numbers))
 
@@ -250,7 +250,10 @@ def _adam_rule(
     states: Sequence[Tensor],
     step: Tensor | None,
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    step_size, root_factor = (lr, 1.0) if not bias_correction else _corrections(lr, beta1, beta2, step, grad.dtype)
+    step_size: float | Tensor = lr
+    root_factor: float | Tensor = 1.0
+    if bias_correction and step is not None:
+        step_size, root_factor = _corrections(lr, beta1, beta2, step, grad.dtype)
     if weight_decay != 0 and not decoupled:
         grad = grad + param * weight_decay
     exp_avg = states[0] * beta1 + grad * (1.0 - beta1)
@@ -264,7 +267,7 @@ def _adam_rule(
 
 
 def _corrections(lr: float, beta1: float, beta2: float, step: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``lr / c1`` and ``1 / sqrt(c2)``, computed in float64. Sync: none."""
+    """Return ``lr / c1`` and ``1 / sqrt(c2)``, computed in float64. Sync: none."""
     step_size = lr / (1.0 - beta1**step)
     return step_size.to(dtype), (1.0 - beta2**step).sqrt().reciprocal().to(dtype)
 

@@ -1,11 +1,11 @@
-"""What the numbers of many tensors look like, in one pass that waits for nothing: how large, how small, how many lost.
+"""Statistics of many tensors in one pass without a sync: largest, smallest, and how many values float16 loses.
 
 One operator, ``torch.ops.amplab.tensor_stats``, and one int64 table, a row for each tensor:
 
     absmax | smallest_nonzero | zeros | half_subnormals | half_flushed | half_overflows | infs | nans | bins …
 
 The first two are float64 in the same 8 bytes. The bins count the finite non-zero elements by floor(log2|x|). The
-schema, the pure-torch reference and the values that are read from a table are here; ``tensor_stats.cpp`` and
+schema, the PyTorch reference and the classes that read a table are here; ``tensor_stats.cpp`` and
 ``tensor_stats.cu`` hold the kernels that a build registers under the same name, with the same counts.
 """
 
@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
 from amplab.formats import ExponentHistogram
-from amplab.kernels import build
+from amplab.kernels import builder
 
 __all__ = ["StatsTable", "TensorStats", "tensor_stats", "tensor_stats_reference"]
 
@@ -27,24 +28,24 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _LAYOUTS = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64, 52, 1023)}  # mantissa bits, bias
 _HEAD = 8  # columns before the bins
 _SMALLEST_NORMAL_HALF = 2.0**-14
-_FLUSHED = 2.0**-25  # half of half's smallest subnormal; the tie goes to zero, which is even
-_OVERFLOWS = 65520.0  # halfway from half's largest number to the next power of two
+_FLUSHED = 2.0**-25  # half of float16's smallest subnormal; the tie rounds to zero, which is even
+_OVERFLOWS = 65520.0  # halfway from float16's largest number to the next power of two
 
-_LOW, _BINS = -47, 64  # the last bin holds what lies beyond half's binades: 2^16 and more
+_LOW, _BINS = -47, 64  # the last bin counts what is beyond float16's binades: 2^16 and more
 
 
 @dataclass(frozen=True)
 class TensorStats:
-    """What one tensor looks like.
+    """The statistics of one tensor.
 
     Attributes:
-        absmax: the largest finite magnitude; 0.0 where no element is finite and non-zero.
-        smallest_nonzero: the smallest magnitude that is not zero; inf where no element is finite and non-zero.
-        half_subnormals: elements with 0 < ``|x|`` < 2^-14, which half holds with fewer bits or not at all.
-        half_flushed: those of them with ``|x|`` <= 2^-25, which become zero in half.
-        half_overflows: finite elements with ``|x|`` >= 65520, which become infinite in half.
-        exponents: the elements by power of two, beside the zeros, infs and nans; the first and the last bin also hold
-            what lies beyond them.
+        absmax: the largest finite magnitude; 0.0 if no element is finite and non-zero.
+        smallest_nonzero: the smallest non-zero magnitude; inf if no element is finite and non-zero.
+        half_subnormals: elements with 0 < ``|x|`` < 2^-14, which float16 represents with fewer bits or not at all.
+        half_flushed: those of them with ``|x|`` <= 2^-25, which become zero in float16.
+        half_overflows: finite elements with ``|x|`` >= 65520, which become inf in float16.
+        exponents: the elements by power of two, and the zeros, infs and nans; the first and the last bin also count
+            what is beyond them.
     """
 
     absmax: float
@@ -71,7 +72,7 @@ class TensorStats:
 
     @property
     def numel(self) -> int:
-        """All elements."""
+        """The number of elements."""
         return self.exponents.total
 
 
@@ -80,7 +81,7 @@ class StatsTable:
     """The statistics of many tensors, on their device until they are read.
 
     Attributes:
-        table: int64 ``(tensors, 8 + bins)``, a row for each tensor as this module lays it out.
+        table: int64 ``(tensors, 8 + bins)``, a row for each tensor; the columns are in this module's docstring.
         low: exponent of the first bin.
     """
 
@@ -88,7 +89,7 @@ class StatsTable:
     low: int
 
     def __len__(self) -> int:
-        """How many tensors."""
+        """Return the number of tensors."""
         return self.table.shape[0]
 
     @property
@@ -98,7 +99,7 @@ class StatsTable:
 
     @property
     def smallest_nonzero(self) -> Tensor:
-        """float64 ``(tensors,)``, on the device: the smallest magnitude that is not zero, or inf. Sync: none."""
+        """float64 ``(tensors,)``, on the device: the smallest non-zero magnitude, or inf. Sync: none."""
         return self.table.view(torch.float64)[:, 1]
 
     @property
@@ -112,7 +113,7 @@ class StatsTable:
         return self.table[:, _HEAD:]
 
     def cpu(self) -> "StatsTable":
-        """Return the same on the CPU, copied at once. Sync: one, or none where it is there."""
+        """Return a copy on the CPU. Sync: one; none if the table is on the CPU."""
         return StatsTable(self.table.cpu(), self.low)
 
     def read(self) -> tuple[TensorStats, ...]:
@@ -126,25 +127,26 @@ class StatsTable:
         bins = table[:, _HEAD:].numpy().copy()
         return tuple(map(self._row, extremes, counts, bins))
 
-    def _row(self, extremes: list[float], counts: list[int], bins: np.ndarray) -> TensorStats:
+    def _row(self, extremes: list[float], counts: list[int], bins: NDArray[np.int64]) -> TensorStats:
         zeros, subnormals, flushed, overflows, infs, nans = counts
         total = int(bins.sum()) + zeros + infs + nans
         histogram = ExponentHistogram(bins, self.low, zeros, infs, nans, total)
-        return TensorStats(*extremes, subnormals, flushed, overflows, histogram)
+        absmax, smallest = extremes
+        return TensorStats(absmax, smallest, subnormals, flushed, overflows, histogram)
 
 
 def tensor_stats(tensors: Sequence[Tensor], *, low: int = _LOW, bins: int = _BINS) -> StatsTable:
-    """Count and measure the elements of every tensor, all of them in one pass.
+    """Compute the statistics of every tensor, all in one pass.
 
-    By default 64 bins from 2^-47 to 2^16: half's numbers, what a loss scale of 2^22 would still lift into half, and in
-    the last bin what lies beyond. ``low=LOWEST_EXPONENT, bins=BINS`` of `amplab.formats.exponents` are all of
-    float32's binades.
+    By default 64 bins from 2^-47 to 2^16: the range of float16, what a loss scale of 2^22 would move into it, and in
+    the last bin everything larger. ``low=LOWEST_EXPONENT, bins=BINS`` of `amplab.formats.exponents` are all binades of
+    float32.
 
     Args:
-        tensors: float16, bfloat16, float32 or float64, mixed as they come, any shape and strides, expanded ones too,
-            on one device; they are only read.
+        tensors: float16, bfloat16, float32 or float64, in any mixture, any shape and strides, also expanded, on one
+            device; not modified.
         low: exponent of the first bin, which also counts what is smaller; -4096 to 4096.
-        bins: how many, 1 to 4096; the last one also counts what is larger.
+        bins: the number of bins, 1 to 4096; the last one also counts what is larger.
 
     Raises:
         RuntimeError: an integer, complex or sparse tensor, or one on another device (named by its index); ``low`` or
@@ -159,13 +161,13 @@ def tensor_stats(tensors: Sequence[Tensor], *, low: int = _LOW, bins: int = _BIN
     >>> stats.exponents.span
     (-30, 16)
     """
-    build.settle()
+    builder.settle()
     with torch.no_grad():
         return StatsTable(_STATS(tensors, low, bins), low)
 
 
 def tensor_stats_reference(tensors: Sequence[Tensor], low: int, bins: int) -> Tensor:
-    """Pure torch `tensor_stats`; returns the table. Sync: none."""
+    """PyTorch reference of `tensor_stats`; returns the table. Sync: none."""
     _check_arguments(tensors, low, bins)
     table = _empty_table(tensors, bins)
     for row, x in zip(table, tensors, strict=True):
@@ -178,7 +180,7 @@ def _fill(row: Tensor, x: Tensor, low: int) -> None:
     magnitude = (x if x.dtype == torch.float64 else x.float()).abs()
     counted = (magnitude > 0) & (magnitude < math.inf)
     extremes, bins = row.view(torch.float64), row[_HEAD:]
-    # One element more, so that there is an extreme where there is no element.
+    # One element more, so that there is an extreme if there is no element.
     extremes[0] = F.pad(torch.where(counted, magnitude, 0.0), (0, 1), value=0.0).amax()
     extremes[1] = F.pad(torch.where(counted, magnitude, math.inf), (0, 1), value=math.inf).amin()
     row[2] = (magnitude == 0).count_nonzero()
@@ -191,7 +193,7 @@ def _fill(row: Tensor, x: Tensor, low: int) -> None:
 
 
 def _exponents(magnitude: Tensor) -> Tensor:
-    """floor(log2) of each, int64, from the bits; of no meaning where it is not finite or zero."""
+    """Return floor(log2) of each, int64, from the bits; undefined for zeros and for what is not finite."""
     integer, mantissa, bias = _LAYOUTS[magnitude.dtype]
     subnormal = magnitude < torch.finfo(magnitude.dtype).smallest_normal
     normal = torch.where(subnormal, magnitude * 2.0**mantissa, magnitude)
@@ -204,7 +206,7 @@ def _empty_table(tensors: Sequence[Tensor], bins: int) -> Tensor:
 
 
 def _check_arguments(tensors: Sequence[Tensor], low: int, bins: int) -> None:
-    """Refuse what the kernels refuse, in the same words."""
+    """Raise for what the kernels refuse, with the same messages."""
     if not 1 <= bins <= 4096:
         raise RuntimeError(f"bins={bins}: expected 1 to 4096; 64 from low=-47 are half's range and what is near.")
     if not -4096 <= low <= 4096:

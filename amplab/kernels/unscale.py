@@ -1,4 +1,4 @@
-"""Unscale many gradients at once, say whether any of them was not finite, and how long they are.
+"""Unscale many gradients at once, and report whether any of them was not finite and what their norms are.
 
 Four operators under ``torch.ops.amplab``, one arithmetic:
 
@@ -6,27 +6,26 @@ Four operators under ``torch.ops.amplab``, one arithmetic:
     multi_tensor_unscale_                x      <- round(product)
     multi_tensor_unscale_copy            output <- round(product)
     multi_tensor_unscale_add             output <- round(output + product)
-    multi_tensor_norm                    nothing is written but what was found
+    multi_tensor_norm                    no tensor of the list is written
 
-What is found is asked for by passing a tensor to receive it, and costs no second pass:
+Pass an output tensor to request each optional result; none of them needs a second pass:
 
-    found_inf   <- 1.0 where something is not finite           always; never cleared
-    first_bad   <- min(first_bad, index of the first tensor in which it is)       -1: none so far
-    norms[i]    <- sqrt(sum(v * v)), v what was written to tensor i (or its product, where nothing is written)
+    found_inf   <- 1.0 if anything is not finite, never cleared; required
+    first_bad   <- min(first_bad, index of the first tensor that is not finite); -1: none so far
+    norms[i]    <- sqrt(sum(v * v)), v what was written to tensor i (its product if nothing is written)
     norm        <- sqrt(sum(norms * norms))
 
 Squares are summed in float64, in an order that does not depend on the number of threads. The schemas and the
-pure-torch reference are here; ``unscale.cpp`` and ``unscale.cu`` hold the kernels that a build registers under the
-same names, with the same bits. What is refused is in ``list_checks.py``, building in ``build.py``.
+PyTorch reference are here; ``unscale.cpp`` and ``unscale.cu`` hold the kernels that a build registers under the same
+names, with the same bits. The argument checks are in ``list_checks.py``, the build is in ``builder``.
 """
 
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
-from amplab.kernels import build
+from amplab.kernels import builder
 from amplab.kernels.list_checks import check_lists, check_measures, check_memory
 
 __all__ = [
@@ -44,6 +43,7 @@ _FOUND = "Tensor(c!)? norm=None, Tensor(d!)? norms=None, Tensor(e!)? first_bad=N
 _IN_PLACE = f"(Tensor(a!)[] tensors, Tensor(b!) found_inf, Tensor inv_scale, *, {_FOUND}) -> ()"
 _INTO_OUTPUTS = f"(Tensor[] inputs, Tensor(a!)[] outputs, Tensor(b!) found_inf, Tensor inv_scale, *, {_FOUND}) -> ()"
 _READ_ONLY = f"(Tensor[] tensors, Tensor(b!) found_inf, Tensor inv_scale, *, {_FOUND}) -> ()"
+_Operator = Callable[..., None]
 _NO_INDEX = torch.iinfo(torch.int64).max
 
 
@@ -56,30 +56,30 @@ def unscale_(
     norms: Tensor | None = None,
     first_bad: Tensor | None = None,
 ) -> None:
-    """Multiply every tensor by ``inv_scale`` in place; set ``found_inf`` to 1.0 where anything is not finite.
+    """Multiply every tensor by ``inv_scale`` in place; set ``found_inf`` to 1.0 if anything is not finite.
 
     ``x <- round(x * inv_scale)``, the product in float32 (float64 for float64 tensors), rounded once.
     ``found_inf`` is sticky: it is written only when an element or its product is inf or NaN, never cleared.
 
     Args:
-        tensors: float16, bfloat16, float32 or float64, mixed as they come, any shape and strides, on one device;
-            each listed once.
+        tensors: float16, bfloat16, float32 or float64, in any mixture, any shape and strides, on one device; each
+            listed once.
         found_inf: ``(1,)`` or ``()``, float32, on the same device.
         inv_scale: ``(1,)`` or ``()``, float32, on the same device; 1 / loss scale.
-        norm: ``(1,)`` or ``()``, float32; receives the 2-norm of all that was written, taken together. inf or NaN
-            where an element is.
+        norm: ``(1,)`` or ``()``, float32; receives the 2-norm of everything that was written. inf or NaN if an
+            element is.
         norms: ``(len(tensors),)``, float32; receives the 2-norm of each tensor.
-        first_bad: ``(1,)`` or ``()``, int64; receives the index of the first tensor that made found_inf 1.0. It
-            keeps the smallest index of several calls, and -1 where there was none: begin with -1.
+        first_bad: ``(1,)`` or ``()``, int64; receives the index of the first tensor that made found_inf 1.0. Over
+            several calls it is the smallest index. Initialize it with -1, which means none.
 
     Raises:
         RuntimeError: an integer, complex, expanded or sparse tensor, one on another device, or two that overlap in
-            memory; named by index. found_inf, norm, norms or first_bad that share elements with each other, with
-            inv_scale or with the list.
+            memory; the message gives the index. Also if found_inf, norm, norms or first_bad share elements with each
+            other, with inv_scale or with the list.
 
     Sync: none.
 
-    Reference: ``torch._amp_foreach_non_finite_check_and_unscale_``, which looks at the input alone;
+    Reference: ``torch._amp_foreach_non_finite_check_and_unscale_``, which checks only the input;
     ``amp_C.multi_tensor_l2norm`` of apex.
 
     >>> grads = [torch.tensor([6.0, 8.0]), torch.tensor([float("inf")], dtype=torch.float16)]
@@ -88,7 +88,7 @@ def unscale_(
     >>> grads[0].tolist(), found_inf.item(), norms.tolist(), first_bad.item()
     ([3.0, 4.0], 1.0, [5.0, inf], 1)
     """
-    build.settle()
+    builder.settle()
     with torch.no_grad():
         _UNSCALE(tensors, found_inf, inv_scale, norm=norm, norms=norms, first_bad=first_bad)
 
@@ -103,15 +103,14 @@ def unscale_copy(
     norms: Tensor | None = None,
     first_bad: Tensor | None = None,
 ) -> None:
-    """Write ``inputs * inv_scale`` into ``outputs`` of any floating dtype: half gradients to float32 masters.
+    """Write ``inputs * inv_scale`` to ``outputs`` of any floating dtype, such as float16 gradients to float32 masters.
 
-    ``output <- round(input * inv_scale)``; ``found_inf`` becomes 1.0 where an input is not finite or the product
-    leaves the output's range.
+    ``output <- round(input * inv_scale)``; ``found_inf`` becomes 1.0 if an input is not finite or the product
+    exceeds the output's range.
 
     Args:
-        inputs: as the tensors of `unscale_`; not changed.
-        outputs: as many, of the same shapes, on the same device; overwritten whatever they held. An output may be
-            its own input.
+        inputs: as the tensors of `unscale_`; not modified.
+        outputs: as many, of the same shapes, on the same device; overwritten. An output may be its own input.
         found_inf: ``(1,)`` or ``()``, float32.
         inv_scale: ``(1,)`` or ``()``, float32.
         norm: as `unscale_`, of the outputs.
@@ -123,7 +122,7 @@ def unscale_copy(
 
     Sync: none.
     """
-    build.settle()
+    builder.settle()
     with torch.no_grad():
         _UNSCALE_COPY(inputs, outputs, found_inf, inv_scale, norm=norm, norms=norms, first_bad=first_bad)
 
@@ -141,9 +140,8 @@ def unscale_add(
     """Add ``inputs * inv_scale`` to ``outputs``: gradient accumulation over several backward passes.
 
     ``output <- round(output + input * inv_scale)``; product and sum are each rounded in float32 (float64).
-    ``found_inf`` becomes 1.0 where this call brings in what is not finite: a product that is inf or NaN, or a
-    finite output that overflows. An output that was already inf is the business of the call that made it so; it
-    shows in the norms all the same.
+    ``found_inf`` becomes 1.0 if this call adds a product that is inf or NaN, or makes a finite output overflow. An
+    output that was already inf does not set it, but does show in the norms.
 
     Args and Raises: as `unscale_copy`; the norms are those of the sums.
 
@@ -151,7 +149,7 @@ def unscale_add(
 
     Reference: apex's ``amp_C.multi_tensor_axpby`` with its check on the incoming gradients.
     """
-    build.settle()
+    builder.settle()
     with torch.no_grad():
         _UNSCALE_ADD(inputs, outputs, found_inf, inv_scale, norm=norm, norms=norms, first_bad=first_bad)
 
@@ -165,13 +163,14 @@ def unscaled_norm(
     norms: Tensor | None = None,
     first_bad: Tensor | None = None,
 ) -> None:
-    """Find what `unscale_` would find, and leave the tensors as they are: for a step that folds the factor in.
+    """Compute the results of `unscale_` without writing the tensors, for a step that applies the factor itself.
 
-    Everything is of ``x * inv_scale`` in float32 (float64 for float64 tensors), not rounded to the tensor's dtype.
+    All results are those of ``x * inv_scale`` in float32 (float64 for float64 tensors), not rounded to the tensor's
+    dtype.
 
     Args:
-        tensors: as `unscale_`; not changed, so they may overlap and be expanded.
-        found_inf: ``(1,)`` or ``()``, float32; 1.0 where an element or its product is not finite, never cleared.
+        tensors: as `unscale_`; not modified, so they may overlap and be expanded.
+        found_inf: ``(1,)`` or ``()``, float32; becomes 1.0 if an element or its product is not finite, never cleared.
         inv_scale: ``(1,)`` or ``()``, float32.
         norm: as `unscale_`, of the products.
         norms: as `unscale_`, of the products.
@@ -187,7 +186,7 @@ def unscaled_norm(
     >>> norm.item()
     5.0
     """
-    build.settle()
+    builder.settle()
     with torch.no_grad():
         _NORM(tensors, found_inf, inv_scale, norm=norm, norms=norms, first_bad=first_bad)
 
@@ -195,7 +194,7 @@ def unscaled_norm(
 def multi_tensor_unscale__reference(
     tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor, **receivers: Tensor | None
 ) -> None:
-    """Pure torch `unscale_`. Sync: none."""
+    """PyTorch reference of `unscale_`. Sync: none."""
     multi_tensor_unscale_copy_reference(tensors, tensors, found_inf, inv_scale, **receivers)
 
 
@@ -206,7 +205,7 @@ def multi_tensor_unscale_copy_reference(
     inv_scale: Tensor,
     **receivers: Tensor | None,
 ) -> None:
-    """Pure torch `unscale_copy`. Sync: none."""
+    """PyTorch reference of `unscale_copy`. Sync: none."""
     found = _Found(inputs, outputs, found_inf, inv_scale, **receivers)
     for x, out in zip(inputs, outputs, strict=True):
         out.copy_(_product(x, out, inv_scale))
@@ -221,7 +220,7 @@ def multi_tensor_unscale_add_reference(
     inv_scale: Tensor,
     **receivers: Tensor | None,
 ) -> None:
-    """Pure torch `unscale_add`. Sync: none."""
+    """PyTorch reference of `unscale_add`. Sync: none."""
     found = _Found(inputs, outputs, found_inf, inv_scale, **receivers)
     for x, out in zip(inputs, outputs, strict=True):
         product = _product(x, out, inv_scale)
@@ -234,7 +233,7 @@ def multi_tensor_unscale_add_reference(
 def multi_tensor_norm_reference(
     tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor, **receivers: Tensor | None
 ) -> None:
-    """Pure torch `unscaled_norm`. Sync: none."""
+    """PyTorch reference of `unscaled_norm`. Sync: none."""
     found = _Found(tensors, None, found_inf, inv_scale, **receivers)
     for x in tensors:
         product = _product(x, x, inv_scale)
@@ -243,7 +242,7 @@ def multi_tensor_norm_reference(
 
 
 class _Found:
-    """What one pass over a list finds, gathered tensor by tensor and written at the end. Checks the arguments."""
+    """The results of one pass over a list, collected tensor by tensor and written at the end. Checks the arguments."""
 
     def __init__(
         self,
@@ -264,13 +263,13 @@ class _Found:
         self._lengths: list[Tensor] = []
 
     def add(self, bad: Tensor, values: Tensor) -> None:
-        """Take the verdict ``()`` bool of the next tensor, and measure its ``values``."""
+        """Add the next tensor: ``bad``, ``()`` bool, and the norm of its ``values``."""
         self._bad.append(bad)
         if self._norm is not None or self._norms is not None:
             self._lengths.append(torch.linalg.vector_norm(values, dtype=torch.float64))
 
     def write(self) -> None:
-        """Fill the tensors that were given to receive it."""
+        """Write the output tensors."""
         if self._bad:
             bad = torch.stack(self._bad)  # (tensors,)
             self._found_inf.masked_fill_(bad.any(), 1.0)
@@ -285,7 +284,7 @@ class _Found:
 
 
 def _lower(first_bad: Tensor, bad: Tensor) -> None:
-    """``first_bad <- min(first_bad, first index of bad)``, where -1 is more than any index, and stays if none is."""
+    """Set ``first_bad <- min(first_bad, first index of bad)``; -1 counts as more than any index and means none."""
     places = torch.arange(len(bad), device=bad.device)
     index = places.where(bad, _NO_INDEX).min()
     before = first_bad.where(first_bad >= 0, _NO_INDEX)
@@ -294,13 +293,13 @@ def _lower(first_bad: Tensor, bad: Tensor) -> None:
 
 
 def _product(x: Tensor, out: Tensor, inv_scale: Tensor) -> Tensor:
-    """``x * inv_scale`` in float32, or in float64 where ``x`` or ``out`` is float64."""
+    """Return ``x * inv_scale`` in float32, or in float64 if ``x`` or ``out`` is float64."""
     arithmetic = torch.promote_types(torch.promote_types(x.dtype, out.dtype), torch.float32)
     return x.to(arithmetic) * inv_scale.to(arithmetic).reshape(())
 
 
 def _nonfinite(x: Tensor) -> Tensor:
-    """A bool of shape ``()``: x * 0 sums to 0, or to NaN where an element is inf or NaN; far cheaper than isfinite."""
+    """Return a bool ``()``: the sum of x * 0 is 0, or NaN if an element is inf or NaN; much cheaper than isfinite."""
     arithmetic = torch.promote_types(x.dtype, torch.float32)
     return x.to(arithmetic).mul(0).sum() != 0
 
@@ -315,17 +314,18 @@ def _check(
     norms: Tensor | None = None,
     first_bad: Tensor | None = None,
 ) -> None:
-    """Refuse what the kernels refuse; all that a fake tensor needs, since nothing is returned."""
+    """Raise for what the kernels refuse. A fake tensor needs nothing else, since nothing is returned."""
     check_lists(inputs, outputs, found_inf, inv_scale)
     check_measures(len(inputs), found_inf, norm, norms, first_bad)
 
 
-def _register(name: str, schema: str, reference: Callable[..., None], fake: Callable[..., None]) -> OpOverload:
+def _register(name: str, schema: str, reference: Callable[..., None], fake: Callable[..., None]) -> _Operator:
     """Define an operator with the reference as the implementation that every device falls back to."""
     torch.library.define(f"amplab::{name}", schema)
     torch.library.impl(f"amplab::{name}", "default", reference)
     torch.library.register_fake(f"amplab::{name}", fake)
-    return getattr(torch.ops.amplab, name).default
+    operator: _Operator = getattr(torch.ops.amplab, name).default
+    return operator
 
 
 _UNSCALE = _register(

@@ -1,4 +1,4 @@
-"""Move the loss scale on the device: growth, backoff, patience and bounds, without a look from the host.
+"""Update the loss scale on the device: growth, backoff, hysteresis and bounds, without a sync.
 
     found_inf:  growth_tracker = 0;  hysteresis_tracker -= 1
                 if hysteresis_tracker <= 0:  scale = max(floor, round(scale * backoff_factor))
@@ -8,17 +8,18 @@
                     scale = grown if it is finite;  growth_tracker = 0
                 hysteresis_tracker = hysteresis
 
-The product is taken in float64 and rounded to the scale's dtype. The schema and the pure-torch reference are here;
+The product is computed in float64 and rounded to the scale's dtype. The schema and the PyTorch reference are here;
 ``update_scale.cpp`` and ``update_scale.cu`` hold the kernels. The rules that give the constants are in
 `amplab.scalers`.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from amplab.kernels import build
+from amplab.kernels import builder
 
 __all__ = ["update_scale_", "update_scale__reference"]
 
@@ -45,26 +46,25 @@ def update_scale_(
     keeps_finite: bool = True,
     refills_at_growth: bool = False,
 ) -> None:
-    """Back off where ``found_inf`` is not 0, else count and grow; everything in place, all on one device.
+    """Back off if ``found_inf`` is not 0, else count and grow; everything in place, all on one device.
 
     Without bounds and with ``hysteresis_tracker=None`` this is torch's update; with a tracker, apex's. (Both compare
-    the count with ``==``, so one that was loaded above the interval never grows there; here it does at once.)
+    the count with ``==``, so a count loaded above the interval never grows there; here it grows at once.)
 
     Args:
         scale: one element, float32 or float64; the loss scale.
         growth_tracker: one element, int32; clean steps since the scale last moved or overflowed.
-        hysteresis_tracker: one element, int32; overflows that are still let pass, plus one. None: none is.
+        hysteresis_tracker: one element, int32; overflows still tolerated, plus one; None to back off at each.
         found_inf: one element, float32; 0.0 for finite gradients.
-        growth_factor: what the scale is multiplied by after ``growth_interval`` clean steps.
-        backoff_factor: what it is multiplied by at an overflow.
+        growth_factor: multiplies the scale after ``growth_interval`` clean steps.
+        backoff_factor: multiplies the scale at an overflow.
         growth_interval: clean steps before the scale grows, >= 1.
-        hysteresis: what the tracker is refilled to, >= 1.
+        hysteresis: the value to which the tracker is reset, >= 1.
         floor: backing off goes no lower; 0.0 for no floor.
         ceiling: growing goes no higher; inf for no ceiling.
         divides: divide by ``backoff_factor`` instead, as jmp does.
         keeps_finite: drop growth that is not finite.
-        refills_at_growth: refill the tracker only where the scale would grow, as Megatron does, and not at every clean
-            step.
+        refills_at_growth: reset the tracker only if the scale would grow, as Megatron does, not at every clean step.
 
     Raises:
         RuntimeError: a tensor of another dtype, size or device; an interval or a hysteresis below 1.
@@ -83,7 +83,7 @@ def update_scale_(
     (512.0, 1, 2)
     """
     _check_numbers(growth_factor, backoff_factor, floor, ceiling)
-    build.settle()
+    builder.settle()
     with torch.no_grad():
         _UPDATE(
             scale,
@@ -117,11 +117,11 @@ def update_scale__reference(
     keeps_finite: bool = True,
     refills_at_growth: bool = False,
 ) -> None:
-    """Pure torch `update_scale_`; where torch's own operator is this rule, that operator. Sync: none."""
+    """PyTorch reference of `update_scale_`; calls torch's own operator if that is the same rule. Sync: none."""
     _check_arguments(scale, growth_tracker, hysteresis_tracker, found_inf, growth_interval, hysteresis)
     plain = keeps_finite and not divides and floor == 0.0 and ceiling == math.inf and growth_interval < 2**31
     if plain and hysteresis_tracker is None and scale.dtype == torch.float32:
-        growth_tracker.clamp_max_(growth_interval - 1)  # torch's operator never grows from beyond
+        growth_tracker.clamp_max_(growth_interval - 1)  # torch's operator never grows from above it
         torch._amp_update_scale_(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
         return
     bad = found_inf.reshape(scale.shape) != 0
@@ -144,12 +144,12 @@ def update_scale__reference(
 
 
 def _check_numbers(growth_factor: float, backoff_factor: float, floor: float, ceiling: float) -> None:
-    """Refuse numbers that make a scale no scale, before the kernel or the reference sees them."""
+    """Raise for constants that would make the scale invalid, in the kernel and the reference alike."""
     for name, factor in (("growth_factor", growth_factor), ("backoff_factor", backoff_factor)):
         if not 0.0 < factor < math.inf:
             raise ValueError(f"{name}={factor}: expected a finite number > 0, such as 2.0 to grow and 0.5 to back off.")
     if not floor <= ceiling:
-        raise ValueError(f"floor={floor}, ceiling={ceiling}: expected floor <= ceiling; 0.0 and inf are no bounds.")
+        raise ValueError(f"floor={floor}, ceiling={ceiling}: expected floor <= ceiling; 0.0 and inf mean no bounds.")
 
 
 def _check_arguments(
@@ -160,7 +160,7 @@ def _check_arguments(
     growth_interval: int,
     hysteresis: int,
 ) -> None:
-    """Refuse what the kernels refuse, in the same words."""
+    """Raise for what the kernels refuse, with the same messages."""
     if scale.numel() != 1 or scale.dtype not in (torch.float32, torch.float64):
         raise RuntimeError("scale: expected one float32 or float64 element, such as torch.tensor(65536.0).")
     if growth_tracker.numel() != 1 or growth_tracker.dtype != torch.int32:
@@ -182,8 +182,8 @@ def _check_arguments(
         raise RuntimeError(f"hysteresis={hysteresis}: expected 1, which backs off at every overflow, or more.")
 
 
-def _fake(*arguments: Tensor | float | None) -> None:
-    """Nothing is returned, so a fake tensor needs no more than the checks."""
+def _fake(*arguments: Any) -> None:
+    """Check the arguments; nothing is returned, so a fake tensor needs nothing else."""
     _check_arguments(*arguments[:4], *arguments[6:8])
 
 

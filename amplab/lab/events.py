@@ -1,12 +1,16 @@
-"""What the trainer says: frozen records, published at step boundaries and never changed afterwards.
+"""What the trainer publishes, and to whom: frozen records, sent to every callback at a step boundary.
 
-`StepRecord` is one training step, `StateChanged` and `ConfigChanged` say what the run became, `TraceReady`,
-`GradientsReady` and `SkipExplained` answer requests, `Failed` carries a traceback or a sentence. The column store of
-many steps is in `history.py`, the file on disk in `run_log.py`.
+`StepRecord` is one training step. `StateChanged` and `ConfigChanged` say what changed. `TraceReady`, `GradientsReady`
+and `SkipExplained` answer requests. `Failed` carries an error message, with its traceback if there is one. `Publisher`
+calls the subscribers. All steps of a run are in `history.py`, the file on disk is in `run_log.py`.
 """
 
 from __future__ import annotations
 
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "STATES",
+    "Callback",
     "ConfigChanged",
     "Event",
     "Failed",
@@ -25,6 +30,7 @@ __all__ = [
     "GradientSample",
     "GradientsReady",
     "MixedScales",
+    "Publisher",
     "SkipExplained",
     "StateChanged",
     "StepRecord",
@@ -34,25 +40,27 @@ __all__ = [
 
 STATES = ("ready", "running", "paused", "stopped", "failed")
 
+_FAILURES_KEPT = 20
+
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One training step, as it happened.
+    """One training step.
 
     Attributes:
         step: Number of the step, from 0.
-        loss: Training loss before scaling and before any injected shrinking; NaN and inf are kept. NaN, too, where a
-            watch was not told it; `History.untold_losses` knows which.
+        loss: Training loss before scaling and before any injected shrinking; NaN and inf are kept. Also NaN if a watch
+            did not get the loss; `History.missing_losses` says where.
         loss_scale: Scale that multiplied the loss of this step.
         next_loss_scale: Scale that the next step will use.
-        skipped: Whether the optimizer left the weights alone because a gradient was not finite.
-        first_nonfinite: Name of the first parameter with a non-finite gradient, None when all were finite.
+        skipped: Whether the optimizer left the weights unchanged because a gradient was not finite.
+        first_nonfinite: Name of the first parameter with a non-finite gradient, None if all were finite.
         opt_level: "O0" to "O3".
-        accuracy: Share of held-out images classified correctly, in [0, 1]; None where it was not measured.
-        seconds: Wall clock since the first step of the run began.
+        accuracy: Share of held-out images classified correctly, in [0, 1]; None if not measured.
+        seconds: Wall-clock time since the first step of the run began.
         injected: "overflow", "underflow", "nan", two of them joined by "+", or None.
-        grad_exponent: floor(log2) of the largest unscaled gradient; -inf where all are zero, inf where one was not
-            finite, None where it was not measured.
+        grad_exponent: floor(log2) of the largest unscaled gradient; -inf if all are zero, inf if one was not finite,
+            None if not measured.
     """
 
     step: int
@@ -69,15 +77,15 @@ class StepRecord:
 
 
 StepRow = tuple[int, float | None, float, float, bool, str | None, str, float | None, float, str | None, float | None]
-"""The values of a `StepRecord` in its order, the loss None where nobody told it.
+"""The values of a `StepRecord` in its order; the loss is None if it is missing.
 
-This is what is made between two steps, where every microsecond counts.
+A row is made between two steps, where every microsecond counts.
 """
 
 
 @dataclass(frozen=True)
 class GradientSample:
-    """Exponents of all unscaled gradients together, as they were at one step."""
+    """Exponents of all unscaled gradients together at one step."""
 
     step: int
     loss_scale: float
@@ -86,7 +94,7 @@ class GradientSample:
 
 @dataclass(frozen=True)
 class MixedScales:
-    """The scale of each backward that one step accumulated, in order, where they were not all the same."""
+    """The scale of each backward of one step, in order, if the step accumulated backwards at different scales."""
 
     step: int
     scales: tuple[float, ...]
@@ -94,10 +102,11 @@ class MixedScales:
 
 @dataclass(frozen=True)
 class GradientRecord:
-    """Exponents of the gradients that the next step will see, computed in float32 and not scaled.
+    """Exponents of the gradients of the next step, computed in float32 and not scaled.
 
-    The scaled gradients are ``histogram.shifted(log2(loss_scale))``; what of them leaves float16's range is then a
-    prediction from exact exponents, with the zeros of the model (dead units, blank pixels) told apart from underflow.
+    The scaled gradients are ``histogram.shifted(log2(loss_scale))``. The share of them outside float16's range is
+    therefore a prediction from exact exponents, and zeros of the model itself (dead units, blank pixels) are not
+    counted as underflow.
 
     Attributes:
         step: Step whose batch was used.
@@ -118,7 +127,7 @@ class GradientRecord:
 
 @dataclass(frozen=True)
 class StateChanged:
-    """The trainer is now ``state`` (one of `STATES`); ``note`` says why where that is not obvious."""
+    """The trainer is now ``state`` (one of `STATES`); ``note`` says why if that is not obvious."""
 
     state: str
     step: int
@@ -127,7 +136,7 @@ class StateChanged:
 
 @dataclass(frozen=True)
 class ConfigChanged:
-    """``config`` holds from ``step`` on; ``reset`` says that the run began anew, with an empty history."""
+    """``config`` is in effect from ``step`` on; ``reset`` means that the run starts again with an empty history."""
 
     config: ExperimentConfig
     previous: ExperimentConfig
@@ -137,7 +146,7 @@ class ConfigChanged:
 
 @dataclass(frozen=True)
 class TraceReady:
-    """One forward and backward of the current model, recorded op by op; the run was not touched."""
+    """One forward and backward of the current model, recorded op by op; the run was not changed."""
 
     trace: Trace
     step: int
@@ -146,14 +155,14 @@ class TraceReady:
 
 @dataclass(frozen=True)
 class GradientsReady:
-    """The gradient exponents that were asked for."""
+    """The requested exponents of the gradients."""
 
     record: GradientRecord
 
 
 @dataclass(frozen=True)
 class SkipExplained:
-    """The last skipped step was run again; ``found`` is None where it does not overflow at the present weights."""
+    """The last skipped step was run again; ``found`` is None if it does not overflow at the current weights."""
 
     step: int
     found: FirstNonfinite | None
@@ -161,10 +170,10 @@ class SkipExplained:
 
 @dataclass(frozen=True)
 class Failed:
-    """Something went wrong: ``text`` is a sentence, followed by the traceback where there is one.
+    """Something went wrong: ``text`` is a sentence, followed by the traceback if there is one.
 
-    ``fatal`` is True when training cannot go on without a reset, False when the run goes on (a callback that raised, a
-    log that cannot be written). ``damaged`` is True when it goes on with NaN or inf in the model.
+    ``fatal`` is True if training cannot continue without a reset, False if the run continues (a callback that raised, a
+    log that cannot be written). ``damaged`` is True if it continues with NaN or inf in the model.
     """
 
     text: str
@@ -173,8 +182,70 @@ class Failed:
 
     @property
     def of_run(self) -> bool:
-        """Whether a reset mends it."""
+        """Whether a reset removes the cause."""
         return self.fatal or self.damaged
 
 
 Event = StepRecord | StateChanged | ConfigChanged | TraceReady | GradientsReady | SkipExplained | Failed
+
+Callback = Callable[[Event], object]
+
+
+class Publisher:
+    """Calls subscribers with events; they can be added and removed at any time from any thread.
+
+    Callbacks run in the thread that publishes, between two steps: they should store the event and return.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._callbacks: dict[int, Callback] = {}
+        self._next_token = 0
+        self._reported: dict[int, set[str]] = {}  # the exceptions of each callback
+        self._failures: deque[Failed] = deque(maxlen=_FAILURES_KEPT)
+
+    @property
+    def failures(self) -> tuple[Failed, ...]:
+        """The last published failures, for later subscribers."""
+        return tuple(self._failures)
+
+    def forget_run(self) -> None:
+        """Forget the failures whose cause a reset removes."""
+        self._failures = deque((past for past in self._failures if not past.of_run), maxlen=_FAILURES_KEPT)
+
+    def subscribe(self, callback: Callback) -> Callable[[], None]:
+        """Call `callback` with every event from now on; return a function that ends this and may be called twice."""
+        with self._lock:
+            token = self._next_token
+            self._next_token += 1
+            self._callbacks = {**self._callbacks, token: callback}
+        return lambda: self._unsubscribe(token)
+
+    def publish(self, event: Event) -> None:
+        """Call every callback with an event; report a callback that raises to all of them.
+
+        Each different exception of a callback is reported once, at most 20 in all. So a callback that raises whenever
+        it gets such a report does not loop for ever.
+        """
+        if isinstance(event, Failed):
+            self._failures.append(event)
+        for token, callback in self._callbacks.items():
+            try:
+                callback(event)
+            except Exception as error:  # noqa: BLE001 - whatever a subscriber raises, the run goes on
+                self._report(token, callback, event, error)
+
+    def _unsubscribe(self, token: int) -> None:
+        with self._lock:
+            self._callbacks = {other: callback for other, callback in self._callbacks.items() if other != token}
+
+    def _report(self, token: int, callback: Callback, event: Event, error: Exception) -> None:
+        reported = self._reported.setdefault(token, set())
+        if repr(error) in reported or len(reported) == _FAILURES_KEPT:
+            return
+        reported.add(repr(error))
+        text = (
+            f"callback {callback!r} raised {type(error).__name__} on {type(event).__name__}. The run continues; the "
+            f"same exception of this callback is not reported again.\n{''.join(traceback.format_exception(error))}"
+        )
+        self.publish(Failed(text))

@@ -1,7 +1,7 @@
-"""The whole of a run in memory: one growing numpy column per field of `StepRecord`, written by one thread, read by any.
+"""A whole run in memory: one growing numpy column per field of `StepRecord`, written by one thread, read by any.
 
-Nothing is dropped and NaN and inf are kept as they are. Words (opt_level, injected, the first non-finite parameter) are
-kept as codes. `thinned` picks the rows that a screen can show; the file on disk is in `run_log.py`.
+Nothing is dropped, and NaN and inf are kept. Words (opt_level, injected, the first non-finite parameter) are stored as
+codes. `History.thinned` picks the rows that a screen can show; `thin` is how. The file on disk is in `run_log.py`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import numpy as np
 from amplab.diagnose import ScaleHistory, WhatIf, WhatIfs, what_if, what_ifs
 from amplab.formats import FLOAT16, FLOAT32
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
-from amplab.lab.thinning import BlockExtremes, thin
 from amplab.scalers import ScaleRule
 
-__all__ = ["COLUMNS", "History", "recorded", "row_of"]
+__all__ = ["BLOCK", "COLUMNS", "BlockExtremes", "History", "extreme_rows", "recorded", "row_of", "thin"]
 
 COLUMNS: dict[str, type] = {
     "step": np.int64,
@@ -35,11 +34,10 @@ COLUMNS: dict[str, type] = {
     "injected": np.int32,
     "grad_exponent": np.float64,
 }
-"""Column of each field of `StepRecord`, in its order, and its type; those of int32 are codes of words."""
+"""The type of the column of each field of `StepRecord`, in its order; int32 columns are codes of words."""
 
 _WORDS = tuple(name for name, kind in COLUMNS.items() if kind is np.int32)
 _UNMEASURED = ("accuracy", "grad_exponent")  # NaN where they are None
-_ACCURACY = list(COLUMNS).index("accuracy")
 _FIRST_CAPACITY = 1024
 _PENDING = 256
 
@@ -48,15 +46,14 @@ row_of: Callable[[StepRecord], StepRow] = attrgetter(*COLUMNS)
 
 
 def recorded(row: StepRow) -> StepRecord:
-    """Return the record of a step from its values; a loss that nobody told is NaN in it."""
-    step, loss, *rest = row
-    return StepRecord(step, math.nan if loss is None else loss, *rest)
+    """Return the record of a step from its values; a missing loss is NaN in it."""
+    return StepRecord(row[0], math.nan if row[1] is None else row[1], *row[2:])
 
 
 class History:
     """Every step of one run, in order.
 
-    One thread appends; any thread may read, and gets copies.
+    One thread appends. Any thread can read and gets copies.
 
     >>> history = History()
     >>> history.append(StepRecord(0, 2.3, 65536.0, 65536.0, False, None, "O1", None, 0.0, None))
@@ -69,12 +66,14 @@ class History:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._length = 0
-        self._columns = {name: np.empty(_FIRST_CAPACITY, dtype=kind) for name, kind in COLUMNS.items()}
+        self._columns: dict[str, np.ndarray] = {
+            name: np.empty(_FIRST_CAPACITY, dtype=kind) for name, kind in COLUMNS.items()
+        }
         self._pending: list[StepRow] = []  # appended, not yet in the columns
         self._codes: dict[str | None, int] = {None: 0}
         self._words: list[str | None] = [None]
         self._skipped: list[int] = []
-        self._untold: set[int] = set()  # rows whose loss nobody told; NaN in the column, as one that is NaN
+        self._missing: set[int] = set()  # rows without a loss; NaN in the column, as a loss that is NaN
         self._levels: list[tuple[int, str]] = []
         self._extremes: dict[str, BlockExtremes] = {}
         self._samples: list[GradientSample] = []
@@ -87,11 +86,12 @@ class History:
         self.append_row(row_of(record))
 
     def append_row(self, row: StepRow) -> None:
-        """Add the next step as its values, its loss None where nobody told it; the columns are filled later."""
-        self._pending.append(row)  # in one piece, so that a reader needs the lock and this does not
+        """Add the next step as its values, with None for a missing loss; the columns are filled later."""
+        self._pending.append(row)  # atomic, so that a reader needs the lock and this does not
         self._last = row
-        if row[_ACCURACY] is not None:
-            self._last_accuracy = row[_ACCURACY]
+        accuracy = row[7]  # as in `StepRow`
+        if accuracy is not None:
+            self._last_accuracy = accuracy
         if len(self._pending) >= _PENDING:
             with self._lock:
                 self._fill()
@@ -108,22 +108,22 @@ class History:
             return tuple(self._samples)
 
     def keep_scales(self, mixed: MixedScales) -> None:
-        """Add the scales of one step's backwards, which were not all the same."""
+        """Add the scales of a step whose backwards had different ones."""
         with self._lock:
             self._mixed.append(mixed)
 
     @property
     def mixed_scales(self) -> tuple[MixedScales, ...]:
-        """The steps that accumulated backwards at different scales, in their order."""
+        """The steps that accumulated backwards at different scales, in order."""
         with self._lock:
             return tuple(self._mixed)
 
     def replay(self, rule: ScaleRule | str | None = None) -> WhatIf | WhatIfs:
-        """Return this run as it would have gone under another loss-scaling rule.
+        """Return what this run would have been under another loss-scaling rule.
 
         Args:
-            rule: a rule, one's own too, or the name of a published one (see `amplab.scalers.PUBLISHED_RULES`); None for
-                all published ones side by side.
+            rule: a rule, or the name of a published one (see `amplab.scalers.PUBLISHED_RULES`); None for all published
+                ones side by side.
 
         Raises:
             ValueError: No rule has that name, or the run has no step yet.
@@ -146,22 +146,22 @@ class History:
 
     @property
     def last(self) -> StepRecord | None:
-        """The newest step, None before the first."""
+        """The last step, None before the first."""
         return None if self._last is None else recorded(self._last)
 
     @property
     def last_accuracy(self) -> float | None:
-        """The newest accuracy that was measured, None before the first."""
+        """The last measured accuracy, None before the first."""
         return self._last_accuracy
 
     @property
     def skip_count(self) -> int:
-        """How many steps were skipped."""
+        """The number of skipped steps."""
         with self._filled():
             return len(self._skipped)
 
     def column(self, name: str) -> np.ndarray:
-        """Return a copy of one column, `(steps,)`; words as an object array, an accuracy not measured as NaN."""
+        """Return a copy of one column, `(steps,)`: words as an object array, NaN where no accuracy was measured."""
         with self._filled():
             return self._take(name, np.arange(self._length))
 
@@ -184,19 +184,19 @@ class History:
         with self._filled():
             return [self._record(row) for row in self._skipped[start:]]
 
-    def untold_losses(self) -> frozenset[int]:
-        """Return the steps whose loss nobody told: it reads NaN, and is not known to be."""
+    def missing_losses(self) -> frozenset[int]:
+        """Return the steps without a loss; their records hold NaN, as those of a loss that is NaN."""
         with self._filled():
-            return frozenset(self._columns["step"][sorted(self._untold)].tolist())
+            return frozenset(self._columns["step"][sorted(self._missing)].tolist())
 
     def forget_losses(self) -> None:
-        """Take every loss so far for one that nobody told."""
+        """Mark the loss of every step so far as missing."""
         with self._filled():
             self._columns["loss"][: self._length] = math.nan
-            self._untold.update(range(self._length))
+            self._missing.update(range(self._length))
 
     def level_changes(self) -> list[tuple[int, str]]:
-        """Return (step, opt_level) of the first step and of each whose level is not that of the step before."""
+        """Return (step, opt_level) of the first step and of each step whose level differs from the one before."""
         with self._filled():
             return list(self._levels)
 
@@ -211,10 +211,10 @@ class History:
             return (len(seconds) - 1 - first) / span if span > 0 else None
 
     def thinned(self, columns: Sequence[str], limit: int) -> dict[str, np.ndarray]:
-        """Return some columns thinned to what a screen can show, with "step" and "skipped" always among them.
+        """Return some columns thinned to what a screen can show, always with "step" and "skipped".
 
         Kept are the first and last row, every skipped step, and of each bucket of rows the smallest, the largest and
-        the non-finite values of each column asked for; see `thinning.py`. Same rows in every column.
+        the non-finite values of each requested column; see `thin`. The rows are the same in every column.
 
         Args:
             columns: Names of `COLUMNS`.
@@ -224,10 +224,10 @@ class History:
             ValueError: An unknown column, or a limit below 16.
         """
         if limit < 16:
-            raise ValueError(f"limit={limit}: expected at least 16 rows; use column() for a single value.")
+            raise ValueError(f"limit={limit}: expected at least 16 rows; use record() for a single row.")
         unknown = [name for name in columns if name not in COLUMNS]
         if unknown:
-            raise ValueError(f"{unknown[0]!r}: not a column of a history; choose from {', '.join(COLUMNS)}.")
+            raise ValueError(f"{unknown[0]!r}: expected a column of a history; choose from {', '.join(COLUMNS)}.")
         with self._filled():
             names = dict.fromkeys(["step", *columns, "skipped"])
             rows = self._rows_to_show([name for name in columns if COLUMNS[name] is np.float64], limit)
@@ -241,7 +241,7 @@ class History:
             yield
 
     def _fill(self) -> None:
-        """Move the pending steps into the columns; more may come meanwhile, and stay."""
+        """Move the pending steps into the columns; steps that are added meanwhile stay pending."""
         fresh = self._pending[:]
         if not fresh:
             return
@@ -253,7 +253,7 @@ class History:
         for name, column in values.items():
             self._columns[name][start:end] = [self._code(word) for word in column] if name in _WORDS else column
         self._skipped += [row for row, skipped in enumerate(values["skipped"], start) if skipped]
-        self._untold.update(row for row, loss in enumerate(values["loss"], start) if loss is None)
+        self._missing.update(row for row, loss in enumerate(values["loss"], start) if loss is None)
         for step, level in zip(values["step"], values["opt_level"], strict=True):
             if not self._levels or self._levels[-1][1] != level:
                 self._levels.append((step, level))
@@ -272,8 +272,11 @@ class History:
         return thin(values, candidates=candidates, marked=np.array(self._skipped, dtype=np.int64), limit=limit)
 
     def _take(self, name: str, rows: np.ndarray) -> np.ndarray:
-        values = self._columns[name][rows]
-        return np.array(self._words, dtype=object)[values] if name in _WORDS else values
+        values: np.ndarray = self._columns[name][rows]
+        if name not in _WORDS:
+            return values
+        words: np.ndarray = np.array(self._words, dtype=object)[values]
+        return words
 
     def _record(self, row: int) -> StepRecord:
         values = {name: column[row].item() for name, column in self._columns.items()}
@@ -288,3 +291,97 @@ class History:
             code = self._codes[word] = len(self._words)
             self._words.append(word)
         return code
+
+
+# Thinning: which rows of a long run a screen needs, namely those that a drawing of all rows would show.
+#
+# The rows are cut into buckets of equal length. Of each bucket these are kept, for every column: the first row, the
+# smallest and the largest finite value, and the first NaN, the first inf and the first -inf, because these are drawn at
+# the edge. Marked rows (skipped steps) are all kept while they fit into half of the limit; beyond that, the first of
+# each bucket. Long columns are searched through `BlockExtremes`, which grows with the run, so the cost does not.
+
+BLOCK = 64
+"""Rows per block of `BlockExtremes`."""
+
+
+def extreme_rows(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Return the positions that represent each bucket: smallest and largest finite, first NaN, first inf, first -inf.
+
+    Args:
+        values: `(rows,)`, numbers.
+        starts: `(buckets,)`, increasing positions where buckets begin, the first 0; no bucket is empty.
+
+    Returns:
+        Sorted unique positions, at most five for each bucket.
+    """
+    lengths = np.diff(starts, append=len(values))
+    bucket = np.repeat(np.arange(len(starts)), lengths)
+    finite = np.isfinite(values)
+    low = np.minimum.reduceat(np.where(finite, values, np.inf), starts)
+    high = np.maximum.reduceat(np.where(finite, values, -np.inf), starts)
+    wanted = [finite & (values == low[bucket]), finite & (values == high[bucket])]
+    if not finite.all():
+        wanted += [np.isnan(values), values == np.inf, values == -np.inf]
+    rows: np.ndarray = np.unique(np.concatenate([_first_of_each(mask, bucket) for mask in wanted]))
+    return rows
+
+
+def _first_of_each(mask: np.ndarray, bucket: np.ndarray) -> np.ndarray:
+    """Return, for each bucket with a True, the position of its first one."""
+    rows = np.flatnonzero(mask)
+    first: np.ndarray = rows[_starts(bucket[rows])]
+    return first
+
+
+def _starts(values: np.ndarray) -> np.ndarray:
+    """Return the positions where a sorted array has a value for the first time."""
+    return np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
+
+
+class BlockExtremes:
+    """The extreme rows of every complete block of `BLOCK` rows of one column, extended as the column grows."""
+
+    def __init__(self) -> None:
+        self._rows: list[np.ndarray] = []
+        self._done = 0
+
+    def rows(self, column: np.ndarray) -> np.ndarray:
+        """Return the sorted candidate rows of `column`: the extremes of its complete blocks, and its tail in full."""
+        complete = len(column) - len(column) % BLOCK
+        if complete > self._done:
+            fresh = column[self._done : complete]
+            self._rows.append(extreme_rows(fresh, np.arange(0, len(fresh), BLOCK)) + self._done)
+            self._done = complete
+        if len(self._rows) > 1:
+            self._rows = [np.concatenate(self._rows)]
+        return np.concatenate([*self._rows, np.arange(self._done, len(column))])
+
+
+def thin(columns: list[np.ndarray], *, candidates: list[np.ndarray], marked: np.ndarray, limit: int) -> np.ndarray:
+    """Return the sorted rows to draw, about `limit` of them, or all rows if they fit.
+
+    Args:
+        columns: The columns to draw, each `(rows,)`.
+        candidates: For each column the sorted rows that can be extremes (`BlockExtremes.rows`).
+        marked: Sorted rows that must be drawn.
+        limit: Number of rows, at least 16. Columns with many NaN or inf among finite values can exceed it.
+    """
+    total = len(columns[0])
+    if total <= limit:
+        return np.arange(total)
+    if len(marked) > limit // 2:
+        marked = _spread(marked, total, limit // 2)
+    per_bucket = 1 + 2 * len(columns)
+    buckets = max(1, (limit - len(marked)) // per_bucket)
+    width = -(-total // buckets)
+    kept: list[np.ndarray] = [np.arange(0, total, width), np.array([total - 1]), marked]
+    for column, rows in zip(columns, candidates, strict=True):
+        owner = rows // width
+        kept.append(rows[extreme_rows(column[rows], _starts(owner))])
+    return np.unique(np.concatenate(kept)).astype(np.int64)
+
+
+def _spread(marked: np.ndarray, total: int, buckets: int) -> np.ndarray:
+    """Return the first marked row of each of `buckets` equal buckets."""
+    first: np.ndarray = marked[_starts(marked * buckets // total)]
+    return first

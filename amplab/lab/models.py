@@ -122,5 +122,5 @@ def build_model(name: str, hidden: int, seed: int) -> nn.Module:
     if name not in MODELS:
         raise ValueError(f"model={name}: expected one of {', '.join(MODELS)}.")
     with torch.random.fork_rng(devices=[]):
-        torch.random.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # CPU only: torch.manual_seed seeds every device
         return MODELS[name].build(hidden)

@@ -1,7 +1,7 @@
-"""The door from a notebook: `open()` gives a dashboard of this kernel's one experiment.
+"""How a notebook opens the lab: `open()` returns a dashboard of this kernel's one experiment.
 
-The widgets are imported when a dashboard is opened, not before: everything else in `lab` works without Jupyter. The
-function takes this module's place as `amplab.lab.open`.
+The widgets are imported when a dashboard is opened: everything else in `lab` works without Jupyter. The function hides
+this module as `amplab.lab.open`.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ __all__ = ["active", "attach", "open"]
 
 
 class _Kernel:
-    """The one experiment of this process, so that a cell that is run again finds it instead of starting another."""
+    """The one experiment of this process: a cell that runs again finds it instead of starting another."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.trainer: Trainer | None = None
 
     def obtain(self, config: ExperimentConfig | None) -> tuple[Trainer, bool]:
-        """Return the experiment that has begun and True, else one that has not (of `config`) and False."""
+        """Return the experiment and True if it runs or is paused, else one of `config` that is ready and False."""
         with self._lock:
             old = self.trainer
             if old is not None and old.state in ("running", "paused"):
                 return old, True
-            if old is None or old.state != "ready" or config not in (None, old.config):
-                self.trainer = Trainer(config, log=runs_directory())
-                if old is not None:
-                    old.stop()
-            return self.trainer, False
+            if old is not None and old.state == "ready" and config in (None, old.config):
+                return old, False
+            self.trainer = new = Trainer(config, log=runs_directory())
+            if old is not None:
+                old.stop()
+            return new, False
 
 
 _kernel = _Kernel()
@@ -49,14 +50,13 @@ def active() -> Trainer | None:
 
 
 def open(config: str | ExperimentConfig | None = None) -> Dashboard:
-    """Return a dashboard of this kernel's experiment; a cell that ends with it shows it.
+    """Return a dashboard of this kernel's experiment; a cell that ends with it displays it.
 
-    Where an experiment has begun (running or paused) the dashboard is one of that experiment, which goes on untouched,
-    and it asks whether to go on or to begin the one asked for. Otherwise a new experiment is made, with its run log in
-    `runs_directory()`.
+    If an experiment is running or paused, the dashboard shows that experiment, unchanged, and asks whether to continue
+    it or to start the one of `config`. Otherwise it shows a new experiment, with its run log in `runs_directory()`.
 
     Args:
-        config: An `ExperimentConfig`, or its string as a dashboard's `config()` gives it; None for the default one.
+        config: An `ExperimentConfig`, or its string as a dashboard's `config()` returns it; None for the default one.
 
     Raises:
         ValueError: The config cannot be read.
@@ -64,7 +64,7 @@ def open(config: str | ExperimentConfig | None = None) -> Dashboard:
     """
     wanted = ExperimentConfig.parse(config) if isinstance(config, str) else config
     if not isinstance(wanted, ExperimentConfig | None):
-        raise TypeError(f"open({config!r}): expected an ExperimentConfig, or its string as config() gives it.")
+        raise TypeError(f"open({config!r}): expected an ExperimentConfig, or its string from a dashboard's config().")
     dashboard, _ = _widgets()
     trainer, has_begun = _kernel.obtain(wanted)
     opened = dashboard(trainer)
@@ -74,11 +74,11 @@ def open(config: str | ExperimentConfig | None = None) -> Dashboard:
 
 
 def attach(run: Trainer | Watch | Run | None = None) -> Dashboard | RunView:
-    """Return a dashboard of a trainer of your own, None for this kernel's; it asks nothing.
+    """Return a dashboard of your own trainer, or of this kernel's experiment.
 
     Args:
-        run: a `Trainer`; or a `Watch` around a loop of your own, or a `Run` read back with `load_run`, which are shown
-            on the same charts without controls.
+        run: a `Trainer`, or None for this kernel's. A `Watch` around a loop of your own, or a `Run` from `load_run`, is
+            shown on the same charts without controls.
 
     Raises:
         RuntimeError: No experiment is open in this kernel.
@@ -98,6 +98,6 @@ def _widgets() -> tuple[type[Dashboard], type[RunView]]:
         from amplab.views import Dashboard, RunView
     except ImportError as error:
         raise ImportError(
-            f'the dashboard needs {error.name}, which is not installed; run: python -m pip install "amplab[lab]"'
+            f'{error.name} is not installed; the dashboard needs it. Run: python -m pip install "amplab[lab]"'
         ) from error
     return Dashboard, RunView

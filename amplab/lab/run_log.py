@@ -1,14 +1,14 @@
-"""A run on disk as it happens: JSON lines, append-only, readable after a kill.
+"""A run on disk while it happens: JSON lines, append-only, readable after a kill.
 
     {"amplab_run": 3, "amplab": "0.1.0", "started": "…", "config": "amplab/1 task=digits …", "columns": ["step", …]}
     [0,2.31,65536.0,65536.0,false,null,"O1",null,0.0021,null,-5.0]
     {"event": "config", "step": 120, "config": "amplab/1 task=digits model=mlp opt_level=O2"}
 
-The first line is the header, an array is a step (in the order of "columns"), an object is an event: a changed config,
-an injection, a histogram of the gradients, or the scales of a step that accumulated backwards at several. Every line is
-valid JSON: NaN and inf are the words "nan", "inf" and "-inf", and a loss that a watch was not told is null (up to
-format 2 it was "nan", too). Lines reach the operating system at least four times a second, so what a killed process
-loses is less than that, and a line cut in the middle.
+The first line is the header. An array is a step, in the order of "columns". An object is an event: a changed config,
+an injection, a finding, a histogram of the gradients, or the scales of a step whose backwards had different ones. Every
+line is valid JSON: NaN and inf are the words "nan", "inf" and "-inf", and a missing loss is null (up to format 2 it was
+"nan" too). Lines reach the operating system at least four times a second; a killed process loses less than that, and
+its last line may be cut off.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
@@ -30,9 +31,8 @@ from amplab.diagnose import Findings, WhatIf, WhatIfs, run_findings
 from amplab.formats import ExponentHistogram
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
-from amplab.lab.explained import read_back, with_explained
+from amplab.lab.findings import finding_from_log, observed_run, with_explained
 from amplab.lab.history import COLUMNS, History, row_of
-from amplab.lab.observed_run import observed_run
 from amplab.lab.watched_run import WatchedRun
 from amplab.scalers import ScaleRule
 
@@ -57,14 +57,16 @@ def runs_directory() -> Path:
 
 def new_path(directory: Path, config: ExperimentConfig | WatchedRun) -> Path:
     """Return a free path in `directory`, named by the time, what is trained and how."""
-    watched = isinstance(config, WatchedRun)
-    what = f"{config.model}-{config.scaling}" if watched else f"{config.task}-{config.model}-{config.opt_level}"
+    if isinstance(config, WatchedRun):
+        what = f"{config.model}-{config.scaling}"
+    else:
+        what = f"{config.task}-{config.model}-{config.opt_level}"
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{what}.jsonl"
     return free_path(directory / name)
 
 
 def free_path(path: Path) -> Path:
-    """Return `path`, or where a file is there already, the first of path-2, path-3, … that is free."""
+    """Return `path`, or if it exists, the first of path-2, path-3, … that does not."""
     candidate, number = path, 1
     while candidate.exists():
         number += 1
@@ -73,14 +75,14 @@ def free_path(path: Path) -> Path:
 
 
 class RunLog:
-    """The log of one run, open for appending; never writes over another file.
+    """The log of one run, open for appending; it never overwrites another file.
 
     Args:
-        path: A file that is not there yet; its folder is made.
+        path: A file that does not exist yet; its folder is created.
         config: What the run starts with.
 
     Raises:
-        OSError: The file cannot be made or written (FileExistsError where it is there).
+        OSError: The file cannot be created or written (FileExistsError if it exists).
     """
 
     def __init__(self, path: Path, config: ExperimentConfig | WatchedRun) -> None:
@@ -94,17 +96,17 @@ class RunLog:
         self.flush()
 
     def append(self, record: StepRecord) -> None:
-        """Take one step; it is written with the next ones, within `FLUSH_SECONDS`."""
+        """Add one step; it is written together with the next ones, within `FLUSH_SECONDS`."""
         self.append_row(row_of(record))
 
     def append_row(self, row: StepRow) -> None:
-        """Take one step as its values."""
+        """Add one step as its values."""
         self._pending.append(row)
         if time.monotonic() - self._flushed > FLUSH_SECONDS:
             self.flush()
 
     def note(self, event: str, *, step: int, **details: object) -> None:
-        """Write an event at `step`: what it is, and words or numbers that describe it."""
+        """Write an event at `step`: its name, and words or numbers that describe it."""
         self.flush()
         self._write({"event": event, "step": step, **details})
         self.flush()
@@ -114,18 +116,18 @@ class RunLog:
         self.note("gradients", step=sample.step, loss_scale=_number(sample.loss_scale), **_bins(sample.histogram))
 
     def keep_scales(self, mixed: MixedScales) -> None:
-        """Write the scales of one step's backwards as an event."""
+        """Write the scales of a step whose backwards had different ones as an event."""
         self.note("scales", step=mixed.step, scales=[_number(scale) for scale in mixed.scales])
 
     def flush(self) -> None:
-        """Hand every step to the operating system."""
+        """Pass every step to the operating system."""
         self._flushed = time.monotonic()
         fresh, self._pending = self._pending, []
         self._file.writelines(_encode(_entries(row)) + "\n" for row in fresh)
         self._file.flush()
 
     def close(self) -> None:
-        """Flush and close; again is harmless."""
+        """Flush and close; no effect if closed already."""
         if not self._file.closed:
             try:
                 self.flush()
@@ -143,36 +145,36 @@ class Run:
     Attributes:
         path: The file.
         config: What the run started with, or what was watched.
-        last_config: What held at its end.
+        last_config: The config in effect at its end.
         history: Every step.
-        events: The events, as they were written: dicts with "event" and "step".
-        truncated: Whether the last line was cut off (and dropped), as a kill leaves it.
+        events: The events as they were written: dicts with "event" and "step".
+        truncated: Whether the last line was cut off, as after a kill; it is dropped.
         started: Time of the start, ISO 8601, UTC.
-        version: The amplab that wrote it.
+        version: The version of amplab that wrote the log.
     """
 
     path: Path
     config: ExperimentConfig | WatchedRun
     last_config: ExperimentConfig | WatchedRun
     history: History
-    events: tuple[dict[str, object], ...]
+    events: tuple[dict[str, Any], ...]
     truncated: bool
     started: str
     version: str
 
     def findings(self) -> Findings:
-        """Return what the rules find in it, and what was found out about its skipped steps, the worst first."""
-        explained = [read_back(event["finding"]) for event in self.events if event["event"] == "finding"]
+        """Return what the rules find in the run, with the explanations of its skipped steps, the worst first."""
+        explained = [finding_from_log(event["finding"]) for event in self.events if event["event"] == "finding"]
         return with_explained(run_findings(observed_run(self.history, self.last_config)), explained)
 
     def replay(self, rule: ScaleRule | str | None = None) -> WhatIf | WhatIfs:
-        """Return this run as it would have gone under another loss-scaling rule; see `History.replay`."""
+        """Return what this run would have been under another loss-scaling rule; see `History.replay`."""
         return self.history.replay(rule)
 
     def __str__(self) -> str:
-        """Return one line: what the run was, how far it came, and whether its last line was lost."""
+        """Return one line: what the run was, its numbers of steps and skips, and whether its last line was cut off."""
         steps, skips = len(self.history), self.history.skip_count
-        cut = "; the last line was cut off and is left out" if self.truncated else ""
+        cut = "; the last line was cut off and is dropped" if self.truncated else ""
         return f"{self.config}: {steps} steps, {skips} skipped{cut}"
 
 
@@ -180,46 +182,21 @@ def load_run(path: str | os.PathLike[str]) -> Run:
     """Read a run log.
 
     Returns:
-        The run; a cut-off last line is dropped and `truncated` says so.
+        The run; if its last line is cut off, that line is dropped and `truncated` is True.
 
     Raises:
         ValueError: Not a run log, one of another format version, or one with a damaged line before the last.
-        OSError: The file cannot be read (FileNotFoundError where there is none).
+        OSError: The file cannot be read (FileNotFoundError if it does not exist).
     """
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"load_run({path!r}): expected the path of a run log; look in {runs_directory()}.")
+        raise TypeError(f"load_run({path!r}): expected the path of a run log, such as one in {runs_directory()}.")
     path = Path(path)
     if path.is_dir():
-        raise ValueError(f"{path}: is a folder: expected one run log in it, such as {path / 'run.jsonl'}.")
+        raise ValueError(f"{path}: a folder; expected the path of one run log in it, such as {path / 'run.jsonl'}.")
     with path.open("rb") as file:
         header = _read_header(path, file.readline(_LONGEST_HEADER))
         config = _read_config(path, header["config"])
-        columns = _COLUMNS_OF[header["amplab_run"]]
-        history, events, truncated = History(), [], False
-        for number, line, is_last in _lines(file):
-            if not line.strip():  # as an editor leaves one
-                continue
-            entry = _read_line(line, columns)
-            if entry is None and is_last:
-                truncated = True
-            elif entry is None:
-                raise ValueError(
-                    f"{path}: line {number} is damaged, and it is not the last one; "
-                    f"the {len(history)} steps before it are intact: delete from there on to load them."
-                )
-            elif isinstance(entry, tuple):
-                if entry[0] != len(history):
-                    raise ValueError(
-                        f"{path}: line {number} holds step {entry[0]} where step {len(history)} was expected: lines "
-                        f"were lost or doubled; delete from there on to load the steps before it."
-                    )
-                history.append_row(entry)
-            elif isinstance(entry, GradientSample):
-                history.keep(entry)
-            elif isinstance(entry, MixedScales):
-                history.keep_scales(entry)
-            else:
-                events.append(entry)
+        history, events, truncated = _read_entries(path, file, _COLUMNS_OF[header["amplab_run"]])
     if header["amplab_run"] < FORMAT and isinstance(config, WatchedRun) and np.isnan(history.column("loss")).all():
         history.forget_losses()
     configs = [event["config"] for event in events if event["event"] == "config"]
@@ -235,7 +212,37 @@ def load_run(path: str | os.PathLike[str]) -> Run:
     )
 
 
-def _lines(file: Iterator[bytes]) -> Iterator[tuple[int, bytes, bool]]:
+def _read_entries(path: Path, file: BinaryIO, columns: list[str]) -> tuple[History, list[dict[str, Any]], bool]:
+    """Return the steps and the events of a log, and whether its last line was cut off."""
+    history, events = History(), list[dict[str, Any]]()
+    for number, line, is_last in _lines(file):
+        if not line.strip():  # as an editor leaves one
+            continue
+        match _read_line(line, columns):
+            case None if is_last:
+                return history, events, True
+            case None:
+                raise ValueError(
+                    f"{path}: line {number} is damaged; expected damage in the last line only. The {len(history)} "
+                    f"steps before it are intact: to load them, delete line {number} and all lines after it."
+                )
+            case GradientSample() as sample:
+                history.keep(sample)
+            case MixedScales() as mixed:
+                history.keep_scales(mixed)
+            case tuple() as row if row[0] == len(history):
+                history.append_row(row)
+            case tuple() as row:
+                raise ValueError(
+                    f"{path}: line {number} holds step {row[0]}; expected step {len(history)}, since lines are missing "
+                    f"or repeated. To load the steps before it, delete line {number} and all lines after it."
+                )
+            case event:
+                events.append(event)
+    return history, events, False
+
+
+def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:
     """Yield (line number, line, whether it is the last) from the second line of a file on."""
     previous = next(file, None)
     number = 2
@@ -245,23 +252,23 @@ def _lines(file: Iterator[bytes]) -> Iterator[tuple[int, bytes, bool]]:
         previous, number = following, number + 1
 
 
-def _read_header(path: Path, line: bytes) -> dict[str, object]:
+def _read_header(path: Path, line: bytes) -> dict[str, Any]:
     header = _json(line)
     if not isinstance(header, dict) or "amplab_run" not in header:
-        what = "is empty" if not line else "does not start with the header of a run"
+        what = "an empty file" if not line else "no run log"
         raise ValueError(
-            f"{path}: {what}: expected a run log of amplab, a .jsonl file whose first line holds "
-            f'"amplab_run"; look in {runs_directory()}.'
+            f"{path}: {what}; expected a run log of amplab, a .jsonl file whose first line holds "
+            f'"amplab_run". The default folder of run logs is {runs_directory()}.'
         )
     columns = _COLUMNS_OF.get(header["amplab_run"])
     if columns is None:
         raise ValueError(
             f"{path}: a run log of format {header['amplab_run']}, written by amplab {header.get('amplab', '?')}: "
-            f"this amplab {__version__} reads formats {' and '.join(map(str, _COLUMNS_OF))}; load it with the amplab "
-            f"that wrote it."
+            f"amplab {__version__} reads formats {', '.join(map(str, _COLUMNS_OF))}; load it with the version that "
+            f"wrote it."
         )
     if header.get("columns") != columns or not isinstance(header.get("config"), str):
-        raise ValueError(f"{path}: the header is damaged: expected a config and the columns {', '.join(columns)}.")
+        raise ValueError(f"{path}: the header is damaged; expected a config and the columns {', '.join(columns)}.")
     return header
 
 
@@ -277,38 +284,41 @@ def _read_config(path: Path, text: object) -> ExperimentConfig | WatchedRun:
 _KINDS = {"step": int, "skipped": bool, "opt_level": str}
 
 
-_Entry = StepRow | GradientSample | MixedScales | dict[str, object]
+_Entry = StepRow | GradientSample | MixedScales | dict[str, Any]
 
 
 def _read_line(line: bytes, columns: list[str]) -> _Entry | None:
-    """Return the step, the histogram, the scales or the event of a line, None when it is none of them."""
+    """Return the step, the histogram, the scales or the event of a line; None if it is damaged."""
     entry = _json(line)
     if isinstance(entry, dict) and isinstance(entry.get("event"), str):
-        read = {"gradients": _read_sample, "scales": _read_scales}.get(entry["event"])
-        return entry if read is None else read(entry)
-    if not isinstance(entry, list) or len(entry) != len(columns):
-        return None
-    values = dict(zip(columns, entry, strict=True))
-    exponent = values.get("grad_exponent")
-    if exponent is not None and (exponent := _float(exponent)) is None:
-        return None
-    told = ("loss",) if values["loss"] is not None else ()
-    numbers = {name: _float(values[name]) for name in (*told, "loss_scale", "next_loss_scale", "seconds")}
+        if entry["event"] == "gradients":
+            return _read_sample(entry)
+        return _read_scales(entry) if entry["event"] == "scales" else entry
+    if isinstance(entry, list) and len(entry) == len(columns):
+        return _read_step(dict(zip(columns, entry, strict=True)))
+    return None
+
+
+def _read_step(values: dict[str, Any]) -> StepRow | None:
+    """Return the row of a step from the values of its line; None if it is damaged."""
+    nullable = {name: values.get(name) for name in ("loss", "grad_exponent")}
+    given = [name for name, value in nullable.items() if value is not None]
+    numbers = {name: _float(values[name]) for name in (*given, "loss_scale", "next_loss_scale", "seconds")}
     if None in numbers.values() or not all(isinstance(values[name], kind) for name, kind in _KINDS.items()):
         return None
-    read = {**values, **numbers, "grad_exponent": exponent}
-    return tuple(read[name] for name in COLUMNS)
+    row = {**values, **nullable, **numbers}
+    return cast(StepRow, tuple(row[name] for name in COLUMNS))
 
 
 def _bins(histogram: ExponentHistogram) -> dict[str, object]:
-    """A histogram as JSON: its occupied bins, and what lies in none."""
+    """Return a histogram as JSON: its occupied bins, and the numbers of zeros, infs and NaNs."""
     low, high = histogram.span or (0, -1)
     counts = histogram.counts[low - histogram.low : high - histogram.low + 1].tolist() if low <= high else []
     return {"low": low, "counts": counts, "zeros": histogram.zeros, "infs": histogram.infs, "nans": histogram.nans}
 
 
-def _read_sample(entry: dict[str, object]) -> GradientSample | None:
-    """Return what `RunLog.keep` wrote, None when it is damaged."""
+def _read_sample(entry: dict[str, Any]) -> GradientSample | None:
+    """Return what `RunLog.keep` wrote, None if it is damaged."""
     try:
         counts = np.array(entry["counts"], dtype=np.int64)
         rest = {name: int(entry[name]) for name in ("zeros", "infs", "nans")}
@@ -319,8 +329,8 @@ def _read_sample(entry: dict[str, object]) -> GradientSample | None:
         return None
 
 
-def _read_scales(entry: dict[str, object]) -> MixedScales | None:
-    """Return what `RunLog.keep_scales` wrote, None when it is damaged."""
+def _read_scales(entry: dict[str, Any]) -> MixedScales | None:
+    """Return what `RunLog.keep_scales` wrote, None if it is damaged."""
     try:
         return MixedScales(int(entry["step"]), tuple(float(scale) for scale in entry["scales"]))
     except (KeyError, TypeError, ValueError):
@@ -328,7 +338,7 @@ def _read_scales(entry: dict[str, object]) -> MixedScales | None:
 
 
 def _json(line: bytes) -> object:
-    """Return what a line says, None when it is not JSON."""
+    """Return the value of a line, None if it is not JSON."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
@@ -336,7 +346,7 @@ def _json(line: bytes) -> object:
 
 
 def _entries(row: StepRow) -> list[object]:
-    """Return a step as the values of its line, which JSON can hold."""
+    """Return a step as the values of its line, with NaN and inf as words."""
     return [_number(value) if isinstance(value, float) else value for value in row]
 
 
@@ -344,5 +354,5 @@ def _number(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
 
-def _float(value: object) -> float | None:
+def _float(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) or value in ("nan", "inf", "-inf") else None

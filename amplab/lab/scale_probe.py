@@ -1,17 +1,17 @@
-"""How a watch learns what became of a step, whoever scales the loss: one probe for each kind of scaler.
+"""How a watch learns the result of a step: one probe for each kind of scaler.
 
 ===============  ===========================================  ==============================================
 scaler           a step is over when                          it was skipped when
 ===============  ===========================================  ==============================================
-apex session     the optimizer's ``step`` has returned        the session says so
-amplab's         ``update`` has moved the scale               the scaler says so
-torch's          the next forward begins, or the watch ends   the optimizer did not step and the scale fell
+apex session     the optimizer's ``step`` has returned        the session reports it
+amplab's         ``update`` has updated the scale             the scaler reports it
+torch's          the next forward starts, or the watch ends   the scale fell
 none             the optimizer's ``step`` has returned        never
 ===============  ===========================================  ==============================================
 
-torch's scaler has no hook, and an optimizer that it skips is not called: what happened shows in its scale alone, which
-is read once per step. So of the scales of several backwards of one step only amplab's tells. A session unscales the
-gradients of each backward before it adds them up: whatever the scales were, they do not mix.
+torch's scaler has no hook, and it does not call an optimizer whose step it skips. The only evidence is its scale, which
+is read once per step. Therefore only amplab's scaler reports the scales of several backwards of one step. A session
+unscales the gradients of each backward before it adds them, so that different scales do not mix.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from amplab.amp import GradScaler, ScaleRecord, Session, default_session
 from amplab.lab.watched_run import NO_LEVEL
 from amplab.scalers import DynamicScale
 
-__all__ = ["Outcome", "ScaleProbe", "probe_of"]
+__all__ = ["ScaleProbe", "ScaledStep", "probe_of"]
 
 
-class Outcome(NamedTuple):
-    """What the scaler says of one step; a tuple, since one is made between any two steps."""
+class ScaledStep(NamedTuple):
+    """What the scaler reports of one step; a tuple, which is made faster than a dataclass, between any two steps."""
 
     loss_scale: float = 1.0
     next_loss_scale: float = 1.0
@@ -41,18 +41,18 @@ class Outcome(NamedTuple):
     backward_scales: tuple[float, ...] = ()
 
 
-Tell = Callable[[Outcome | ScaleRecord], None]  # a record has all that an outcome has
+Report = Callable[[ScaledStep | ScaleRecord], None]  # a record has all attributes of a scaled step
 
 
 class ScaleProbe:
-    """Follows no scaler: every step of the optimizer counts. The others are below.
+    """The probe without a scaler: every step of the optimizer counts. The other probes are below.
 
     Attributes:
         kind: "none", "apex", "amplab" or "torch".
-        dynamic: whether the scale moves.
-        growth_interval: clean steps until it grows, None where it does not.
+        dynamic: whether the scale changes.
+        growth_interval: steps without overflow until the scale grows, None if it does not.
         opt_level: of a session, else `NO_LEVEL`.
-        amp: the session or the scaler itself, None for neither.
+        amp: the session or the scaler itself, None without either.
         waits_for_forward: whether `at_forward` does anything.
     """
 
@@ -63,25 +63,25 @@ class ScaleProbe:
     amp: Session | torch.amp.GradScaler | None = None
     waits_for_forward = False
 
-    def follow(self, optimizer: Optimizer, tell: Tell) -> Callable[[], None]:
-        """Call `tell` after every step; return what ends this."""
-        unscaled = Outcome()
-        return optimizer.register_step_post_hook(lambda *_: tell(unscaled)).remove
+    def follow(self, optimizer: Optimizer, report: Report) -> Callable[[], None]:
+        """Call `report` after every step; return a function that ends this."""
+        unscaled = ScaledStep()
+        return optimizer.register_step_post_hook(lambda *_: report(unscaled)).remove
 
     def scale(self) -> float:
-        """The scale in effect. Sync: one where it lies on a device."""
+        """Return the scale in effect. Sync: one if it is on a device."""
         return 1.0
 
     def loss(self) -> Tensor | None:
-        """The loss of this step, where it is told before the optimizer steps. Sync: none."""
+        """Return the loss of this step if the scaler reports it before the optimizer steps. Sync: none."""
         return None
 
     def found_inf(self) -> bool:
-        """Whether this step's gradients are known not to be finite. Sync: none."""
+        """Return whether this step is known to have gradients that are not finite. Sync: none."""
         return False
 
     def at_forward(self) -> None:
-        """Take note that the next iteration begins."""
+        """Note that the next iteration starts."""
 
 
 class _ApexProbe(ScaleProbe):
@@ -95,10 +95,10 @@ class _ApexProbe(ScaleProbe):
         self.opt_level = session.opt_level or NO_LEVEL
         self._records: list[ScaleRecord] = []  # one for each backward since the last step
 
-    def follow(self, optimizer: Optimizer, tell: Tell) -> Callable[[], None]:
+    def follow(self, optimizer: Optimizer, report: Report) -> Callable[[], None]:
         ends = [
-            self._session.subscribe(self._hear),
-            optimizer.register_step_post_hook(lambda *_: tell(self._outcome(optimizer))).remove,
+            self._session.subscribe(self._records.append),
+            optimizer.register_step_post_hook(lambda *_: report(self._scaled_step(optimizer))).remove,
         ]
 
         def end() -> None:
@@ -116,17 +116,14 @@ class _ApexProbe(ScaleProbe):
     def found_inf(self) -> bool:
         return any(record.found_inf for record in self._records)
 
-    def _hear(self, record: ScaleRecord) -> None:
-        self._records.append(record)
-
-    def _outcome(self, optimizer: Optimizer) -> Outcome:
-        said, records = self._session.last_step(optimizer), self._records
-        self._records = []
+    def _scaled_step(self, optimizer: Optimizer) -> ScaledStep:
+        last, records = self._session.last_step(optimizer), self._records.copy()
+        self._records.clear()
         if not records:  # a loss that was not scaled
-            return Outcome(self.scale(), self.scale(), said.first_nonfinite is not None, said.first_nonfinite)
-        bad = [each for each in records if each.found_inf and not said.stepped]  # without gradients none steps, either
+            return ScaledStep(self.scale(), self.scale(), last.first_nonfinite is not None, last.first_nonfinite)
+        bad = [each for each in records if each.found_inf and not last.stepped]  # without gradients none steps either
         first = bad[0].first_nonfinite if bad else None
-        return Outcome(records[-1].loss_scale, self.scale(), bool(bad), first, records[-1].loss)
+        return ScaledStep(records[-1].loss_scale, self.scale(), bool(bad), first, records[-1].loss)
 
 
 class _AmplabProbe(ScaleProbe):
@@ -137,7 +134,7 @@ class _AmplabProbe(ScaleProbe):
         self.dynamic = scaler.is_enabled()
         self.growth_interval = scaler.get_growth_interval() if self.dynamic else None
 
-    def follow(self, optimizer: Optimizer, tell: Tell) -> Callable[[], None]:
+    def follow(self, optimizer: Optimizer, report: Report) -> Callable[[], None]:
         stepped = False
 
         def step(*_: object) -> None:
@@ -147,7 +144,7 @@ class _AmplabProbe(ScaleProbe):
         def hear(record: ScaleRecord) -> None:
             nonlocal stepped
             if stepped or record.skipped:  # an update that sets the scale is no step
-                tell(record)
+                report(record)
             stepped = False
 
         ends = self._scaler.subscribe(hear), optimizer.register_step_post_hook(step).remove
@@ -172,15 +169,15 @@ class _TorchProbe(ScaleProbe):
         self.growth_interval = scaler.get_growth_interval()
         self._scale = scaler.get_scale()
         self._stepped = False
-        self._tell: Tell | None = None
+        self._report: Report | None = None
 
-    def follow(self, optimizer: Optimizer, tell: Tell) -> Callable[[], None]:
-        self._tell = tell
+    def follow(self, optimizer: Optimizer, report: Report) -> Callable[[], None]:
+        self._report = report
         remove = optimizer.register_step_post_hook(self._take_step).remove
 
         def end() -> None:
             self.at_forward()
-            self._tell = None
+            self._report = None
             remove()
 
         return end
@@ -192,28 +189,29 @@ class _TorchProbe(ScaleProbe):
         scale = self._scaler.get_scale()
         stepped, was = self._stepped, self._scale
         self._stepped, self._scale = False, scale
-        if self._tell is not None and (stepped or scale < was):
-            # A fused optimizer is called in a skipped step too, and does nothing there.
-            self._tell(Outcome(was, scale, scale < was))
+        if self._report is not None and (stepped or scale < was):
+            # A fused optimizer is called in a skipped step too and does nothing there.
+            self._report(ScaledStep(was, scale, scale < was))
 
     def _take_step(self, *_: object) -> None:
         self._stepped = True
 
 
 def probe_of(scaler: Session | torch.amp.GradScaler | object | None, optimizer: Optimizer) -> ScaleProbe:
-    """Return what follows a scaler.
+    """Return the probe that follows a scaler.
 
     Args:
         scaler: a `Session`, the module ``amp`` (its session), a GradScaler of amplab or torch, or None: the
-            apex session of this thread where the optimizer is part of it, else nothing is scaled.
-        optimizer: whose steps count.
+            apex session of this thread if the optimizer is part of it, else the loop without a scale.
+        optimizer: the optimizer whose steps count.
 
     Raises:
-        TypeError: something else. RuntimeError: a session that the optimizer is no part of.
+        TypeError: something else. RuntimeError: a session that does not include the optimizer.
     """
     if isinstance(scaler, torch.amp.GradScaler):
-        probe = _AmplabProbe if isinstance(scaler, GradScaler) else _TorchProbe
-        return probe(scaler) if scaler.is_enabled() else ScaleProbe()
+        if not scaler.is_enabled():
+            return ScaleProbe()
+        return _AmplabProbe(scaler) if isinstance(scaler, GradScaler) else _TorchProbe(scaler)
     if scaler is None:
         session = default_session()
         return _ApexProbe(session) if _knows(session, optimizer) else ScaleProbe()

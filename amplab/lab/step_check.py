@@ -1,4 +1,4 @@
-"""One look at a step that cannot be run again: the first module output, and the first gradient, that is inf or NaN."""
+"""Check one step that cannot run again: the first module output, and the first gradient, that is inf or NaN."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ __all__ = ["Seen", "StepCheck"]
 
 
 class Seen(NamedTuple):
-    """What one step showed.
+    """What was not finite in one step.
 
     Attributes:
-        output: path of the first module whose output was not finite, the model's own as "(model)"; None: all were.
-        gradient: the first parameter, in the order of backward, whose gradient was not finite; None: all were.
+        output: path of the first module whose output was not finite, "(model)" for the model; None if all were finite.
+        gradient: the first parameter, in the order of backward, whose gradient was not finite; None if all were
+            finite.
     """
 
     output: str | None
@@ -29,7 +30,7 @@ class Seen(NamedTuple):
 
 
 class StepCheck:
-    """Looks at every module's output and at every parameter's gradient until it is asked, then takes its hooks off.
+    """Checks every module's output and every parameter's gradient until `seen` is called, which removes the hooks.
 
     Sync: one, when `seen` is called.
     """
@@ -44,19 +45,19 @@ class StepCheck:
         ]
 
     def seen(self) -> Seen:
-        """Return what there was to see."""
+        """Return the result and remove the hooks."""
         self.end()
         return Seen(_first_bad(self._outputs), _first_bad(self._gradients))
 
     def findings(self, record: StepRecord, skips: int) -> list[Finding]:
-        """Return what that tells of `skips` skipped steps in a row, the step of `record` being the next."""
+        """Return the findings about `skips` skipped steps in a row, of which the step of `record` is the next."""
         seen = self.seen()
         if seen.output is not None:
             return [_in_forward(record, skips, seen.output)]
         return [] if seen.gradient is None else [_in_backward(record, skips, seen.gradient)]
 
     def end(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -69,7 +70,7 @@ class StepCheck:
 
     def _take(self, name: str) -> Callable[[Tensor], None]:
         def hook(weight: Tensor) -> None:
-            if weight.grad is not None:  # a hook before this one may have taken it
+            if weight.grad is not None:  # an earlier hook may have taken it
                 self._gradients.append((name, _is_finite(weight.grad)))
 
         return hook

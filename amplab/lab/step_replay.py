@@ -1,6 +1,6 @@
-"""A skipped step run again: what it began with is kept until it is over, and then `first_nonfinite`.
+"""Run a skipped step again with `first_nonfinite`, from the state that it began with.
 
-A step that accumulates has several batches, each with the random state it began with; buffers are those of the first.
+A step that accumulates gradients has several batches, each with its own random state, and the buffers of the first.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from amplab.trace.handed_step import Loss, Scaler
 __all__ = ["StepReplay"]
 
 _HAS_CUDA = torch.backends.cuda.is_built()
-_AT = (1, 5)  # the first skip may be the scale finding its place; five in a row are not
-_MOST = 6  # replays in one watch: each costs three to six steps' time, of a net of microseconds twenty-five
+_AT = (1, 5)  # skips in a row: the first may be a scale that settles, five are not
+_MOST = 6  # replays in one watch: each costs three to six steps, of a net of microseconds twenty-five
 
-_BATCHES = 64  # of one step; of a loop that never steps not all that it has ever seen
+_BATCHES = 64  # kept of one step, so that a loop which never steps does not keep all
 
 
 class _Begun(NamedTuple):
-    """What one forward began with."""
+    """The batch and the random state of one forward."""
 
     batch: Any
     random: list[Tensor]
 
 
 class StepReplay:
-    """Keeps what a step began with, and explains it.
+    """Keeps the state that a step began with, and explains the step.
 
     Args:
         model: the model.
-        loss, step: as `first_nonfinite` takes them; where both are None, steps cannot run again.
-        scaler: whose casts and scale hold, as `first_nonfinite` takes it.
+        loss, step: as `first_nonfinite` takes them; if both are None, steps cannot run again.
+        scaler: as `first_nonfinite` takes it.
 
     Attributes:
-        is_possible: whether a step can be run again: there is a function for it, and batches were told.
-        at_work: whether one is being run just now.
+        is_possible: whether a step can run again: there is a loss or a step, and batches are known.
+        at_work: whether a step is running again now.
     """
 
     def __init__(self, model: nn.Module, loss: Loss | None, step: Loss | None, scaler: Scaler | None) -> None:
@@ -66,17 +66,17 @@ class StepReplay:
         self.is_possible = True
 
     def forget(self) -> None:
-        """Let go of the batches: their step is over."""
+        """Drop the batches: their step is over."""
         self._begun.clear()
 
     def is_worth_it(self, skips_in_a_row: int) -> bool:
-        """Whether this skip is to be explained: it can be, and not every one of a long row is."""
+        """Whether to explain this skip: it is possible, and only some skips of a long row are explained."""
         return self.is_possible and skips_in_a_row in _AT and self._made < _MOST
 
     def explain(self, loss_scale: float) -> Finding | None:
-        """Run the remembered step again under its scale, batch by batch; None where each is finite then.
+        """Run the kept step again at its scale, batch by batch; None if all are finite.
 
-        Sync: those of several steps, for each batch up to the one that is not finite.
+        Sync: those of several steps, for each batch up to the first that is not finite.
         """
         self._made += 1
         for begun in tuple(self._begun):

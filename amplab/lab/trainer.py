@@ -1,9 +1,9 @@
-"""The trainer: one experiment in a thread of its own, driven from any thread, telling what happens and drawing nothing.
+"""The trainer: one experiment in its own thread, controlled from any thread; it publishes events and draws nothing.
 
-Controls return at once. The state changes in the call; what touches the experiment (a changed config, a fault, a trace,
+Controls return at once. The state changes in the call. What touches the experiment (a changed config, a fault, a trace,
 a reset) waits in a queue for the next step boundary, where the trainer's thread does it, in order. All events come from
-that thread. A single step is in `experiment.py`, the thread in `worker.py`, the subscribers in `publisher.py`, what is
-kept in `recorder.py`.
+that thread. A single step is in `experiment.py`, the thread in `worker.py`, the subscribers in `events.py`, the history
+and the log of the run in `run_store.py`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,26 @@ from pathlib import Path
 from amplab import kernels
 from amplab.amp import MemoryUse
 from amplab.lab.config import ExperimentConfig
-from amplab.lab.events import ConfigChanged, Event, Failed, GradientsReady, SkipExplained, StateChanged, TraceReady
+from amplab.lab.events import (
+    Callback,
+    ConfigChanged,
+    Event,
+    Failed,
+    GradientsReady,
+    Publisher,
+    SkipExplained,
+    StateChanged,
+    TraceReady,
+)
 from amplab.lab.experiment import GRADIENTS_EVERY, Experiment, check_fault
 from amplab.lab.history import History
-from amplab.lab.publisher import Callback, Publisher
-from amplab.lab.recorder import Recorder
+from amplab.lab.run_store import RunStore
 from amplab.lab.worker import Worker
 
 __all__ = ["STEP_LIMIT", "Trainer"]
 
 STEP_LIMIT = 1_000_000
-"""Steps after which a run pauses by itself, so that a forgotten one fills no disk."""
+"""Steps after which a run pauses by itself, so that a forgotten run does not fill the disk."""
 
 _EXIT_SECONDS = 5.0
 
@@ -38,20 +47,20 @@ _EXIT_SECONDS = 5.0
 class Trainer:
     """Runs one experiment.
 
-    States: "ready" (nothing has run), "running", "paused", "stopped" (the log is closed), "failed". A reset leads from
-    any of them to "ready".
+    States: "ready" (no step yet), "running", "paused", "stopped" (the log is closed), "failed". A reset leads from any
+    of them to "ready".
 
     The trainer's thread computes with one intra-op thread, which makes runs repeatable and leaves the other cores to
-    the page; other threads keep their number.
+    the browser. Other threads keep their number.
 
     Args:
         config: The experiment; None for the default one.
-        log: Folder or .jsonl file of the run log, None for no log. A file that is there is never written over.
+        log: Folder or .jsonl file of the run log, None for no log. An existing file is never overwritten.
         step_limit: Steps after which a run pauses by itself.
 
     Raises:
         ImportError: The task's data are not installed.
-        ValueError: The batch is larger than the task.
+        ValueError: The batch is larger than the training set.
 
     >>> trainer = Trainer(ExperimentConfig(hidden=16))
     >>> trainer.run(3)
@@ -72,14 +81,14 @@ class Trainer:
         self._log = log
         self._step_limit = step_limit
         self._publisher = Publisher()
-        self._recorder = self._new_recorder()
+        self._store = self._new_store()
         self._worker = Worker(step=self._train, is_wanted=lambda: self._state == "running", on_error=self._fail)
-        self._turn = self._worker.turn  # guards the four below
+        self._lock = self._worker.lock  # guards the four attributes below
         self._wanted = self._experiment.config
         self._state = "ready"
-        self._budget: int | None = None  # steps until it pauses, None for no end
-        self._asked: set[str] = set()  # requests that wait in the queue
-        self._has_told_kernels = self._has_told_buffers = False
+        self._steps_left: int | None = None  # until it pauses; None for no limit
+        self._requests: set[str] = set()  # that wait in the queue
+        self._has_reported_kernels = self._has_reported_buffers = False
         kernels.ensure(on_report=_no_warning)
         _LIVE.add(self)
 
@@ -90,18 +99,18 @@ class Trainer:
 
     @property
     def config(self) -> ExperimentConfig:
-        """What is in effect; a change takes effect at the next step boundary."""
+        """The config in effect; a change takes effect at the next step boundary."""
         return self._experiment.config
 
     @property
     def history(self) -> History:
-        """The run so far; a reset begins a new one and leaves the old one as it is."""
-        return self._recorder.history
+        """The run so far; a reset starts a new history and leaves the old one unchanged."""
+        return self._store.history
 
     @property
     def log_path(self) -> Path | None:
-        """The file of the run log, None before the first step and where there is none."""
-        return self._recorder.log_path
+        """The file of the run log, None before the first step and without a log."""
+        return self._store.log_path
 
     @property
     def loss_scale(self) -> float:
@@ -124,7 +133,7 @@ class Trainer:
 
     def accuracy(self) -> float:
         """Measure the share of held-out images classified correctly, at the next step boundary, and return it."""
-        return self._worker.ask(lambda: self._experiment.accuracy())  # noqa: PLW0108  a reset makes another one
+        return self._worker.ask(lambda: self._experiment.accuracy())  # noqa: PLW0108  a reset replaces the experiment
 
     def __repr__(self) -> str:
         """Return one line with the state and the config."""
@@ -135,53 +144,53 @@ class Trainer:
         return self._publisher.subscribe(callback)
 
     def start(self, steps: int | None = None) -> None:
-        """Train, until paused or for `steps` more steps.
+        """Train until paused, or for `steps` more steps.
 
         Raises:
-            RuntimeError: Stopped or failed; reset() first.
+            RuntimeError: The run has stopped or failed; call reset() first.
             ValueError: `steps` is not a whole number > 0.
         """
         if steps is not None:
             _check_steps(steps)
-        with self._turn:
+        with self._lock:
             self._refuse_unless_alive("start()")
-            self._budget = steps
+            self._steps_left = steps
             self._enter("running")
 
     def resume(self) -> None:
-        """Train on after a pause: `start()` by another name."""
+        """Continue after a pause; the same as `start()`."""
         self.start()
 
     def pause(self) -> None:
-        """Rest at the next step boundary; harmless when nothing runs."""
-        with self._turn:
+        """Stop training at the next step boundary; no effect if nothing runs."""
+        with self._lock:
             if self._state == "running":
                 self._enter("paused")
 
     def step(self) -> None:
-        """Make one step, then rest.
+        """Train one step, then pause.
 
         Raises:
-            RuntimeError: Stopped or failed; reset() first.
+            RuntimeError: The run has stopped or failed; call reset() first.
         """
-        with self._turn:
+        with self._lock:
             self._refuse_unless_alive("step()")
             self._worker.post(self._train_once)
             self._enter("paused")
 
     def stop(self) -> None:
-        """End the run: rest and close the log. A reset begins a new one."""
-        with self._turn:
+        """End the run and close its log. A reset starts a new run."""
+        with self._lock:
             self._enter("stopped")
-            self._worker.post(lambda: self._recorder.close())  # noqa: PLW0108  as above
+            self._worker.post(lambda: self._store.close())  # noqa: PLW0108  a reset replaces the store
 
     def reset(self, config: ExperimentConfig | None = None) -> None:
-        """Begin anew from the seed: fresh weights, an empty history, a new log.
+        """Start again from the seed: new weights, an empty history, a new log.
 
         Args:
-            config: The new experiment; None for the present one.
+            config: The new experiment; None for the current one.
         """
-        with self._turn:
+        with self._lock:
             self._wanted = config or self._wanted
             self._worker.post(partial(self._rebuild, self._wanted))
             self._enter("ready", again=True)
@@ -189,19 +198,19 @@ class Trainer:
     def change(self, **fields: object) -> None:
         """Change fields of the config at the next step boundary; weights and optimizer state are kept.
 
-        A new opt_level drops the overrides that make no sense there.
+        A new opt_level drops the overrides that have no meaning there.
 
         Raises:
-            ValueError: An unknown field, a value that it may not hold, or a field that needs new weights.
+            ValueError: An unknown field, a value that the field does not accept, or a field that needs new weights.
         """
-        with self._turn:
+        with self._lock:
             config = self._wanted.changed(**fields)
             self._experiment.check_switch(self._wanted, config)
             self._wanted = config
             self._worker.post(partial(self._switch, config))
 
     def inject(self, fault: str, *, on: bool | None = None) -> None:
-        """Disturb the next step: "overflow", "nan", or "underflow", which stays on until switched off.
+        """Disturb the next step: "overflow", "nan", or "underflow", which stays on until it is switched off.
 
         Args:
             fault: One of `FAULTS`; see `Experiment.inject`.
@@ -214,27 +223,29 @@ class Trainer:
         self._worker.post(partial(self._disturb, fault, on))
 
     def request_trace(self) -> None:
-        """Ask for a `TraceReady` at the next step boundary, at once when nothing runs."""
-        self._ask("trace", lambda: TraceReady(self._experiment.trace(), len(self.history), self.config.opt_level))
+        """Request a `TraceReady` at the next step boundary, which is now if nothing runs."""
+        self._request("trace", lambda: TraceReady(self._experiment.trace(), len(self.history), self.config.opt_level))
 
     def request_gradients(self) -> None:
-        """Ask for a `GradientsReady` at the next step boundary, at once when nothing runs."""
-        self._ask("gradients", lambda: GradientsReady(self._experiment.gradients()))
+        """Request a `GradientsReady` at the next step boundary, which is now if nothing runs."""
+        self._request("gradients", lambda: GradientsReady(self._experiment.gradients()))
 
     def request_explanation(self) -> None:
-        """Ask for a `SkipExplained` of the last skipped step (there must be one); it takes several steps' time."""
-        self._ask("explanation", lambda: SkipExplained(self.history.skips()[-1].step, self._experiment.explain_skip()))
+        """Request a `SkipExplained` of the last skipped step, which must exist; it takes the time of several steps."""
+        self._request(
+            "explanation", lambda: SkipExplained(self.history.skips()[-1].step, self._experiment.explain_skip())
+        )
 
     def run(self, steps: int) -> History:
         """Train `steps` steps and return the history when they are done; an interrupt pauses at a step boundary.
 
         Raises:
-            RuntimeError: It is running already, stopped or failed, or it fails on the way.
+            RuntimeError: The experiment is running already, has stopped or failed, or fails in one of these steps.
             ValueError: `steps` is not a whole number > 0.
         """
         _check_steps(steps)
         try:
-            with self._turn:
+            with self._lock:
                 if self._state == "running":
                     raise RuntimeError(f"run({steps}): the experiment is running already; call pause() first.")
                 self.start(steps)
@@ -248,7 +259,7 @@ class Trainer:
         return self.history
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until nothing runs and every control has taken effect; return whether that came within `timeout` s.
+        """Wait until nothing runs and every control has taken effect; return whether that took at most `timeout` s.
 
         Raises:
             RuntimeError: Called in a callback, that is in the trainer's own thread.
@@ -259,59 +270,60 @@ class Trainer:
 
     def _refuse_unless_alive(self, call: str) -> None:
         if self._state in ("stopped", "failed"):
-            raise RuntimeError(f"{call}: the run has {self._state}; call reset() to begin anew.")
+            raise RuntimeError(f"{call}: the run has {self._state}; call reset() to start again.")
 
     def _enter(self, state: str, note: str = "", *, again: bool = False) -> None:
         if self._state != state or again:
             self._state = state
             self._worker.post(partial(self._announce, state, note))
 
-    def _ask(self, name: str, answer: Callable[[], Event]) -> None:
+    def _request(self, name: str, answer: Callable[[], Event]) -> None:
         def publish() -> None:
-            self._asked.discard(name)
-            self._attempt(f"{name} failed; the run is not touched.", lambda: self._publisher.publish(answer()))
+            self._requests.discard(name)
+            self._attempt(f"{name} failed; the run is not changed.", lambda: self._publisher.publish(answer()))
 
-        with self._turn:
-            if name not in self._asked:
-                self._asked.add(name)
+        with self._lock:
+            if name not in self._requests:
+                self._requests.add(name)
                 self._worker.post(publish)
 
     # The trainer's thread, between two steps
 
     def _train(self) -> None:
         if self._experiment.steps_done % GRADIENTS_EVERY == 0:
-            self._attempt("gradients failed.", lambda: self._recorder.keep(self._experiment.gradients().sample))
+            self._attempt("gradients failed.", lambda: self._store.keep(self._experiment.gradients().sample))
         record = self._experiment.step()
-        self._recorder.append(record)
+        self._store.append(record)
         self._publisher.publish(record)
         if record.accuracy is not None:
-            self._tell_kernels()
+            self._report_kernels()
         if not math.isfinite(record.loss):
-            self._tell_buffers(record.step)
-        if self._budget is not None:
-            self._count_down()
+            self._report_buffers(record.step)
+        self._count_down()
         if self._experiment.steps_done >= self._step_limit:
             self._end_at_limit()
 
     def _train_once(self) -> None:
-        if self._state != "failed":  # in the meantime
+        if self._state != "failed":  # since step() was called
             self._train()
 
     def _count_down(self) -> None:
-        with self._turn:
-            self._budget -= 1
-            if self._budget <= 0:
-                self.pause()
+        with self._lock:
+            if self._steps_left is not None:
+                self._steps_left -= 1
+                if self._steps_left <= 0:
+                    self.pause()
 
     def _end_at_limit(self) -> None:
-        with self._turn:
+        with self._lock:
             if self._state == "running":
-                self._enter("paused", f"{self._step_limit} steps are done, the limit of one run; reset() begins anew.")
+                note = f"{self._step_limit} steps are done, the limit of one run; call reset() to start again."
+                self._enter("paused", note)
 
     def _announce(self, state: str, note: str) -> None:
-        self._tell_kernels()
+        self._report_kernels()
         if state != "running":
-            self._recorder.flush()
+            self._store.flush()
         self._publisher.publish(StateChanged(state, len(self.history), note))
 
     def _switch(self, config: ExperimentConfig) -> None:
@@ -319,59 +331,59 @@ class Trainer:
         if config == previous:
             return
         self._experiment.switch(config)
-        self._recorder.note("config", step=step, config=str(config))
+        self._store.note("config", step=step, config=str(config))
         self._publisher.publish(ConfigChanged(config, previous, step))
 
     def _rebuild(self, config: ExperimentConfig) -> None:
         previous = self.config
-        self._recorder.close()
+        self._store.close()
         self._experiment = Experiment(config)
-        self._has_told_buffers = False
+        self._has_reported_buffers = False
         self._publisher.forget_run()
-        self._recorder = self._new_recorder()
+        self._store = self._new_store()
         self._publisher.publish(ConfigChanged(config, previous, 0, reset=True))
 
     def _disturb(self, fault: str, on: bool | None) -> None:
         self._experiment.inject(fault, on=on)
         armed = self._experiment.shrinking if fault == "underflow" else on is not False
-        self._recorder.note("inject", step=len(self.history), fault=fault, on=armed)
+        self._store.note("inject", step=len(self.history), fault=fault, on=armed)
 
-    def _tell_kernels(self) -> None:
-        """Tell once that a build of the kernels has failed."""
+    def _report_kernels(self) -> None:
+        """Report once that a build of the kernels has failed."""
         report = kernels.report()
-        if report.status == "failed" and not self._has_told_kernels:
-            self._has_told_kernels = True
+        if report.status == "failed" and not self._has_reported_kernels:
+            self._has_reported_kernels = True
             self._publisher.publish(Failed(str(report)))
 
-    def _tell_buffers(self, step: int) -> None:
-        """Tell once that a bad batch has stayed in the model although its step was skipped."""
-        if self._has_told_buffers or not (names := self._experiment.nonfinite_buffers()):
+    def _report_buffers(self, step: int) -> None:
+        """Report once that a bad batch has changed the model although its step was skipped."""
+        if self._has_reported_buffers or not (names := self._experiment.nonfinite_buffers()):
             return
-        self._has_told_buffers = True
+        self._has_reported_buffers = True
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         text = (
-            f"Step {step} left NaN or inf in {names[0]}{more}: BatchNorm takes a batch into its running statistics "
-            f"in the forward pass, before a step can be skipped. Accuracy is measured with these: reset to begin "
-            f"anew; in a loop of your own check the batch first."
+            f"Step {step} left NaN or inf in {names[0]}{more}: BatchNorm updates its running statistics in the forward "
+            f"pass, before a step can be skipped. Accuracy is measured with these statistics. Reset to start again; in "
+            f"a loop of your own check the batch before the forward pass."
         )
         self._publisher.publish(Failed(text, damaged=True))
 
-    def _new_recorder(self) -> Recorder:
-        def tell(text: str) -> None:
+    def _new_store(self) -> RunStore:
+        def report(text: str) -> None:
             self._publisher.publish(Failed(text))
 
-        return Recorder(self._experiment.config, log=self._log, on_failure=tell)
+        return RunStore(self._experiment.config, log=self._log, on_failure=report)
 
     def _attempt(self, what: str, act: Callable[[], None]) -> None:
         try:
             act()
-        except Exception:  # noqa: BLE001 - a trace is a look at the run, never its end
+        except Exception:  # noqa: BLE001 - a trace that fails does not end the run
             self._publisher.publish(Failed(f"{what}\n{traceback.format_exc()}"))
 
     def _fail(self, text: str) -> None:
-        with self._turn:
+        with self._lock:
             self._enter("failed")
-        self._recorder.flush()
+        self._store.flush()
         self._publisher.publish(Failed(f"The run failed at step {len(self.history)}.\n{text}", fatal=True))
 
 
@@ -384,15 +396,15 @@ _LIVE: weakref.WeakSet[Trainer] = weakref.WeakSet()
 
 
 def _no_warning(report: kernels.BuildReport) -> None:
-    """Take the place of the warning that a failed build gives in the midst of a step; trainers tell it as an event."""
+    """Replace the warning that a failed build gives during a step; trainers publish an event instead."""
 
 
 def _stop_all() -> None:
-    """End what still runs when Python exits: the log is closed, and no thread is inside torch when it goes away."""
+    """End what still runs when Python exits: close the log, and let no thread be inside torch when torch goes away."""
     for trainer in list(_LIVE):
         if trainer.state == "running":
             trainer.stop()
-        trainer._worker.end(_EXIT_SECONDS)  # one at rest may be answering a request
+        trainer._worker.end(_EXIT_SECONDS)  # a paused trainer may be answering a request
 
 
 atexit.register(_stop_all)

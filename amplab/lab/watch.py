@@ -1,4 +1,4 @@
-"""Watch a training loop of your own: what the lab records of its experiments, recorded of yours, at hardly any cost.
+"""`watch`: record of your own training loop what the lab records of its experiments, at a small cost.
 
     with amplab.watch(model, optimizer, scaler=scaler) as w:
         for batch in w.batches(loader):
@@ -8,9 +8,8 @@
             scaler.update()
     print(w.findings())
 
-The loop is not changed and nothing in it is replaced: optimizer hooks, a forward hook, and what the scaler tells. How a
-step's outcome is learned is in `scale_probe.py`, what is measured of gradients in `gradient_sample.py`, how a skipped
-step is explained in `step_replay.py`.
+The loop does not change. The watch uses optimizer hooks, a forward hook and the scaler's callbacks. `scale_probe`
+learns the outcome of a step, `optimizer_watch` measures gradients, `step_replay` explains a skipped step.
 """
 
 from __future__ import annotations
@@ -26,36 +25,42 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from amplab.amp import ScaleRecord
 from amplab.diagnose import Finding, Findings, Observation, run_findings
 from amplab.diagnose.rules.parameters import adam_on_half, nonfinite_buffers
 from amplab.display.html import page
 from amplab.display.numbers import count
+from amplab.formats import ExponentHistogram
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
-from amplab.lab.explained import logged, with_explained
-from amplab.lab.gradient_sample import GradientMeasure
+from amplab.lab.findings import LOOK_BACK, finding_to_log, observed_run, with_explained
 from amplab.lab.history import History, recorded
-from amplab.lab.idle_optimizers import IdleOptimizers
-from amplab.lab.observed_run import LOOK_BACK, observed_run
-from amplab.lab.recorder import Recorder
-from amplab.lab.scale_probe import Outcome, probe_of
+from amplab.lab.optimizer_watch import GradientMeasure, IdleOptimizers
+from amplab.lab.run_store import RunStore
+from amplab.lab.scale_probe import ScaledStep, probe_of
 from amplab.lab.step_check import StepCheck
 from amplab.lab.step_replay import StepReplay
 from amplab.lab.tensorboard_scalars import TensorBoardScalars
-from amplab.lab.watch_arguments import check_options, check_replayed, check_watched
-from amplab.lab.watch_hooks import WatchHooks
 from amplab.lab.watched_run import WatchedRun
-from amplab.trace.handed_step import Loss, Scaler, shows_calls
+from amplab.trace.handed_step import (
+    Loss,
+    Scaler,
+    bound_to_batch,
+    check_loss_function,
+    optimizers_of,
+    shows_calls,
+)
+from amplab.trace.step_checks import check_values
 
-__all__ = ["Watch", "watch"]
+__all__ = ["Watch", "check_options", "watch"]
 
 T = TypeVar("T")
-_LOOK_AT = 5  # skips in a row after which a step that cannot be run again is looked at
+_LOOK_AT = 5  # skips in a row after which a step that cannot run again is checked
 
 
 class Watch:
-    """A training loop that is followed, from `watch`; use it in a ``with`` block.
+    """Follows a training loop; made by `watch`, for a ``with`` block.
 
     Attributes:
         config: what is watched, a `WatchedRun`.
@@ -77,7 +82,7 @@ class Watch:
         self._probe = probe_of(scaler, optimizers[0])
         names = type(model).__name__, type(optimizers[0]).__name__
         self.config = WatchedRun(*names, self._probe.kind, self._probe.opt_level)
-        self._recorder = Recorder(self.config, log=log, on_failure=self._fail)
+        self._store = RunStore(self.config, log=log, on_failure=self._fail)
         self._every = every
         self._measure = GradientMeasure(optimizers)
         self._replay = StepReplay(model, loss, step, self._probe.amp)
@@ -90,7 +95,7 @@ class Watch:
         self._failures: list[str] = []
         self._subscribers: list[Callable[[StepRecord], object]] = []
         self._ends: list[Callable[[], None]] = []
-        self._hooks = WatchHooks(
+        self._hooks = _Hooks(
             forward=lambda: model.register_forward_pre_hook(self._see_forward),
             output=lambda: model.register_forward_hook(self._see_output),
             gradients=lambda: optimizers[0].register_step_pre_hook(self._see_gradients),
@@ -104,9 +109,9 @@ class Watch:
     # -- in the loop -------------------------------------------------------------------------------
 
     def __enter__(self) -> Watch:
-        """Begin to follow."""
+        """Start to follow the loop."""
         if self._ends:
-            raise RuntimeError("this watch follows already: expected one `with` block for each amplab.watch(...).")
+            raise RuntimeError("this watch is in use: expected a new amplab.watch(...) for each `with` block.")
         self._began = time.perf_counter_ns()
         self._hooks.need("forward", self._probe.waits_for_forward)
         self._hooks.need("output")
@@ -115,43 +120,41 @@ class Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop following and close the log; the hooks are off."""
-        for end in reversed(self._ends):  # the probe first: it may have a last step to tell
+        """Remove the hooks and close the log."""
+        for end in reversed(self._ends):  # the probe first: it may report a last step
             end()
         self._ends = []
-        self._recorder.close()
+        self._store.close()
         if self._check is not None:
             self._check.end()
         if self._scalars is not None:
             self._scalars.close()
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield the batches of a loader, and keep those of a step until it is over, to run it again if it is skipped.
+        """Yield the batches of a loader; keep those of a step until it is over, to run it again if it is skipped.
 
         Sync: none.
         """
         if not isinstance(loader, Iterable):
-            raise TypeError(
-                f"batches({type(loader).__name__}): expected what a for loop goes through, such as a loader."
-            )
+            raise TypeError(f"batches({type(loader).__name__}): expected an iterable of batches, such as a loader.")
         self._hooks.need("forward", needed=False)
         try:
             for batch in loader:
-                self._probe.at_forward()  # the step before this is over
+                self._probe.at_forward()  # the step before is over
                 self._replay.remember(batch)
                 yield batch
         finally:
             self._hooks.need("forward", self._probe.waits_for_forward and bool(self._ends))
 
     def loss(self, value: Tensor) -> Tensor:
-        """Take note of the loss of this step, before it is scaled, and return it as it is. Sync: none.
+        """Record the loss of this step, before it is scaled, and return it. Sync: none.
 
-        Needed for torch's scaler and for none, unless the model's output holds a "loss"; amplab's two faces tell the
-        loss themselves.
+        Needed with torch's scaler and without a scaler, unless the model's output has a "loss". amplab's session and
+        scaler report the loss themselves.
         """
         if not isinstance(value, Tensor):
             raise TypeError(f"loss({value!r}): expected the tensor that backward starts from, before .item().")
-        # On the host it is read while it is at hand; on a device later, so that nothing waits in the middle of a step.
+        # A loss on a device is read later, so that nothing waits in the middle of a step.
         self._loss = value.item() if value.is_cpu and value.numel() == 1 else value.detach()
         return value
 
@@ -159,22 +162,22 @@ class Watch:
 
     @property
     def history(self) -> History:
-        """Every step so far; ``history.replay()`` runs it under other rules."""
-        return self._recorder.history
+        """Every step so far; ``history.replay()`` applies other scaling rules to it."""
+        return self._store.history
 
     @property
     def log_path(self) -> PathLike[str] | None:
-        """The file of the run log; None before the first step and without a log."""
-        return self._recorder.log_path
+        """The file of the run log; None without a log and before the first step."""
+        return self._store.log_path
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """What went wrong with the watching itself, in sentences."""
+        """What failed in the watch itself, one sentence each."""
         return tuple(self._failures)
 
     @property
     def observation(self) -> Observation:
-        """The last steps, as the rules about runs read them."""
+        """The last steps, for the rules about runs."""
         return observed_run(
             self.history,
             self.config,
@@ -185,20 +188,20 @@ class Watch:
         )
 
     def findings(self) -> Findings:
-        """Return what the rules find in the skipped steps that were explained and in the run, the worst first."""
+        """Return the findings about the explained steps and the run, the most harmful first."""
         found = (*run_findings(self.observation), *self._idle.findings(self._model, self._probe.kind, self._steps))
         of_weights = (*nonfinite_buffers(self._model), *adam_on_half(self._model, self._optimizers))
         return with_explained(found, (*self._explained, *of_weights))
 
     def subscribe(self, callback: Callable[[StepRecord], object]) -> Callable[[], None]:
-        """Call `callback` with every `StepRecord`, in the loop's thread; return a function that ends this."""
+        """Call `callback` with every `StepRecord`, in the loop's thread; return a function that unsubscribes it."""
         if not callable(callback):
             raise TypeError(f"subscribe({callback!r}): expected a function of a StepRecord, such as print.")
         self._subscribers.append(callback)
         return lambda: self._subscribers.remove(callback) if callback in self._subscribers else None
 
     def __repr__(self) -> str:
-        """Return one line: what is watched and how far it came."""
+        """Return one line: what is watched, and the number of steps."""
         return f"<Watch: {self.config}: {self.history}>"
 
     def __str__(self) -> str:
@@ -216,7 +219,7 @@ class Watch:
             self._probe.at_forward()
 
     def _see_output(self, module: nn.Module, _args: object, output: object) -> None:
-        """Take the loss that models of transformers return themselves."""
+        """Take the loss that models of transformers return."""
         if not module.training or isinstance(output, Tensor) or self._replay.at_work:
             return
         loss = output.get("loss") if isinstance(output, Mapping) else None
@@ -224,34 +227,34 @@ class Watch:
             self._loss, self._output_tells = loss.detach(), True
 
     def _see_gradients(self, *_: object) -> None:
-        """Just before the optimizer's step, when the gradients are there."""
+        """Called before the optimizer's step, when the gradients exist."""
         if self._steps % self._every == 0:
             self._measure.take()
         if self._looks_ahead and (self._measure.is_finite is False or not self._is_finite_so_far()):
             self._bad_in_a_row += 1
-            if self._bad_in_a_row == 1:  # after it the weights hold NaN
+            if self._bad_in_a_row == 1:  # after this step the weights contain NaN
                 self._replay_once(1, self._probe.scale(), self._steps)
         else:
             self._bad_in_a_row = 0
 
     @property
     def _looks_ahead(self) -> bool:
-        """Whether a bad step is to be run again before it is taken: afterwards its weights are gone."""
+        """Whether a bad step runs again before the optimizer steps: if nothing skips it, its weights are lost."""
         return self._replay.is_possible and not self._probe.dynamic
 
     def _is_finite_so_far(self) -> bool:
-        """Whether the loss of this step is, and what its scaler has seen of its gradients. Sync: as `_value`."""
+        """Whether the loss of this step is finite, and the gradients as far as the scaler knows. Sync: as `_value`."""
         self._loss = _value(self._probe.loss() if self._loss is None else self._loss)
         return (self._loss is None or math.isfinite(self._loss)) and not self._probe.found_inf()
 
-    def _take(self, outcome: Outcome | ScaleRecord) -> None:
+    def _take(self, outcome: ScaledStep | ScaleRecord) -> None:
         row = self._row(outcome)
-        self._recorder.append_row(row)
+        self._store.append_row(row)
         self._rates.append((self._steps, float(self._optimizers[0].param_groups[0]["lr"])))
-        if self._measure.histogram is not None:
-            self._keep_measure(outcome.loss_scale)
+        if (histogram := self._measure.histogram) is not None:
+            self._keep_measure(histogram, outcome.loss_scale)
         if len(outcome.backward_scales) > 1 and len(set(outcome.backward_scales)) > 1:
-            self._recorder.keep_scales(MixedScales(self._steps, outcome.backward_scales))
+            self._store.keep_scales(MixedScales(self._steps, outcome.backward_scales))
         is_told, self._loss = self._loss is not None or outcome.loss is not None, None
         self._steps += 1
         self._choose_hooks(is_told)
@@ -261,8 +264,8 @@ class Watch:
         if self._subscribers or self._scalars is not None:
             self._tell(recorded(row))
 
-    def _row(self, outcome: Outcome | ScaleRecord) -> StepRow:
-        """The values of a `StepRecord`, which itself would take longer to make than all the rest of it."""
+    def _row(self, outcome: ScaledStep | ScaleRecord) -> StepRow:
+        """Return the values of a `StepRecord`; making one would take longer than all the rest."""
         loss = outcome.loss if self._loss is None else self._loss
         return (
             self._steps,
@@ -279,16 +282,17 @@ class Watch:
         )
 
     def _choose_hooks(self, loss_is_told: bool) -> None:
-        """Keep the hooks that the next step needs; outputs tell nothing more where loop or scaler tell the loss."""
+        """Keep the hooks that the next step needs; the output's is not needed if loop or scaler report the loss."""
         since = self._steps % self._every
         if since <= 1:
             self._hooks.need("gradients", since == 0 or self._looks_ahead)
         if self._steps == 1 and loss_is_told and not self._output_tells:
             self._hooks.need("output", needed=False)
 
-    def _keep_measure(self, loss_scale: float) -> None:
-        self._recorder.keep(GradientSample(self._steps, loss_scale, self._measure.histogram))
-        self._norms[self._steps] = self._measure.norm
+    def _keep_measure(self, histogram: ExponentHistogram, loss_scale: float) -> None:
+        self._store.keep(GradientSample(self._steps, loss_scale, histogram))
+        if self._measure.norm is not None:
+            self._norms[self._steps] = self._measure.norm
         self._measure.forget()
 
     def _tell(self, record: StepRecord) -> None:
@@ -298,7 +302,7 @@ class Watch:
             self._scalars.write(record, self._norms.get(record.step))
 
     def _look_into(self, record: StepRecord) -> None:
-        """Explain a skipped step by running it again, or have the next one looked at."""
+        """Explain a skipped step by running it again, or check the next one."""
         if self._check is not None:
             for found in self._check.findings(record, _LOOK_AT):
                 self._explain(record.step, found)
@@ -313,7 +317,7 @@ class Watch:
             return
         try:
             found = self._replay.explain(loss_scale)
-        except Exception as error:  # noqa: BLE001  the loop goes on whatever becomes of the look at it
+        except Exception as error:  # noqa: BLE001  a failed explanation must not end the loop
             self._fail(f"step {step} could not be run again: {type(error).__name__}: {error}")
         else:
             if found is not None:
@@ -321,14 +325,39 @@ class Watch:
 
     def _explain(self, step: int, found: Finding) -> None:
         self._explained.append(found)
-        self._recorder.note("finding", step=step, finding=logged(found))
+        self._store.note("finding", step=step, finding=finding_to_log(found))
 
     def _fail(self, text: str) -> None:
         self._failures.append(text)
 
 
+class _Hooks:
+    """Hooks of a watch by name, registered only while they are needed: torch calls a module without hooks faster.
+
+    Args:
+        register: for each name the function that registers the hook.
+    """
+
+    def __init__(self, **register: Callable[[], RemovableHandle]) -> None:
+        self._register = register
+        self._handles: dict[str, RemovableHandle] = {}
+
+    def need(self, name: str, needed: bool = True) -> None:
+        """Register a hook or remove it, unless that is done."""
+        if needed and name not in self._handles:
+            self._handles[name] = self._register[name]()
+        elif not needed and name in self._handles:
+            self._handles.pop(name).remove()
+
+    def end(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles = {}
+
+
 def _value(loss: float | Tensor | None) -> float | None:
-    """What is recorded of a loss; None for none, and for one of several elements. Sync: one where it is on a device."""
+    """Return a loss as a number; None for none, and for several elements. Sync: one if it is on a device."""
     if isinstance(loss, Tensor):
         return loss.item() if loss.numel() == 1 else None
     return loss
@@ -376,9 +405,40 @@ def watch(
     >>> len(w.history), w.history.skip_count, len(w.findings())
     (3, 0, 0)
     """
-    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    check_watched(model, optimizers)
+    optimizers = optimizers_of(optimizer)
+    _check_watched(model, optimizers)
     check_options(log=log, every=every, tensorboard=tensorboard)
-    check_replayed(loss, step)
+    _check_replayed(loss, step)
     scalars = None if tensorboard is None else TensorBoardScalars(tensorboard)
     return Watch(model, optimizers, scaler=scaler, loss=loss, step=step, log=log, every=every, scalars=scalars)
+
+
+def _check_watched(model: Any, optimizers: Sequence[Optimizer]) -> None:
+    """Raise unless `model` is a module that takes hooks, with at least one optimizer."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={type(model).__name__}: expected a torch.nn.Module.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ValueError("the model is scripted and takes no hooks: expected the module that was passed to torch.jit.")
+    check_values(f"model={type(model).__name__}", list(model.parameters()))
+    if not optimizers:
+        raise TypeError("0 optimizers: expected a torch.optim.Optimizer, or a list of them.")
+
+
+def _check_replayed(loss: Any, step: Any) -> None:
+    """Raise a TypeError unless `loss` and `step` can run a step again."""
+    if step is not None:
+        if loss is not None:
+            raise TypeError("loss= together with step=: expected one of them; a step computes the loss itself.")
+        bound_to_batch("watch", "step", step, None, (), such="lambda batch: loss_of(model, batch)")
+    elif loss is not None:
+        check_loss_function(loss)
+
+
+def check_options(*, log: Any, every: Any, tensorboard: Any) -> None:
+    """Raise a TypeError or ValueError for the first wrong option of `watch`."""
+    if log is not None and not isinstance(log, str | PathLike):
+        raise TypeError(f"log={log!r}: expected a folder or a .jsonl file, or None for no log.")
+    if tensorboard is not None and not isinstance(tensorboard, str | PathLike):
+        raise TypeError(f"tensorboard={tensorboard!r}: expected a folder, or None for no scalars.")
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(f"every={every!r}: expected a whole number of steps > 0, such as 50.")

@@ -1,10 +1,10 @@
-"""A watch as a callback, for trainers that own the loop: transformers' ``Trainer`` and what calls back like it.
+"""A watch as a callback, for trainers that own the loop: transformers' ``Trainer`` and others with its callbacks.
 
     callback = amplab.lab.WatchCallback(log="runs")
     Trainer(..., callbacks=[callback]).train()
     print(callback.watch.findings())
 
-transformers is not needed to import this: its handler asks for methods, not for a base class.
+This does not import transformers: its handler needs the methods, not the base class.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from amplab.lab.watch import Watch, watch
-from amplab.lab.watch_arguments import check_options
+from amplab.lab.watch import Watch, check_options, watch
 
 __all__ = ["WatchCallback"]
 
 
 class WatchCallback:
-    """Watches from the begin of training to its end.
+    """Watches from the start of training to its end.
 
     Args:
         log, every, tensorboard: as `watch` takes them.
 
     Raises:
-        TypeError, ValueError: one of them is none.
+        TypeError, ValueError: a wrong option.
 
     Attributes:
         watch: the watch; None before training has begun.
@@ -42,13 +41,13 @@ class WatchCallback:
         tensorboard: str | PathLike[str] | None = None,
     ) -> None:
         check_options(log=log, every=every, tensorboard=tensorboard)
-        self._options = {"log": log, "every": every, "tensorboard": tensorboard}
+        self._options: dict[str, Any] = {"log": log, "every": every, "tensorboard": tensorboard}
         self.watch: Watch | None = None
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Optimizer, **_: Any
     ) -> None:
-        """Begin; an optimizer that accelerate has wrapped is followed inside, with the scaler it was given.
+        """Start a watch; of an optimizer that accelerate has wrapped, follow the inner one with its scaler.
 
         Raises:
             TypeError, ValueError: as `watch`.
@@ -56,19 +55,19 @@ class WatchCallback:
         del args, state, control
         if optimizer is None:
             raise TypeError(
-                "optimizer=None: expected a torch.optim.Optimizer; the trainer calls back before it has one."
+                "optimizer=None: expected a torch.optim.Optimizer; the trainer calls this before it has one."
             )
         inner, scaler = (vars(optimizer).get(name) for name in ("optimizer", "scaler"))
         self.watch = watch(model, inner or optimizer, scaler=scaler, **self._options)
         self.watch.__enter__()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """End."""
+        """End the watch."""
         if self.watch is not None:
             self.watch.__exit__(None, None, None)
 
     def _pass(self, *_: Any, **__: Any) -> None:
-        """Nothing is done at this event."""
+        """Ignore this event."""
 
     on_init_end = on_epoch_begin = on_epoch_end = on_step_begin = on_step_end = on_substep_end = _pass
     on_pre_optimizer_step = on_optimizer_step = on_evaluate = on_predict = on_prediction_step = _pass

@@ -1,4 +1,4 @@
-"""What the header of a run log says of a run that was watched rather than trained here.
+"""The header of a run log for a run that was watched, not trained by the lab.
 
 watched/1 model=Seq2Seq optimizer=Adam scaling=apex opt_level=O1
 """
@@ -10,20 +10,20 @@ from dataclasses import dataclass, fields
 __all__ = ["NO_LEVEL", "WatchedRun"]
 
 NO_LEVEL = "–"
-"""The opt_level of a run in which there are none."""
+"""The opt_level of a run without one."""
 
 _START = "watched/1"
 
 
 @dataclass(frozen=True)
 class WatchedRun:
-    """A training loop of somebody's own, in the words that a log keeps of it.
+    """A watched training loop, as its log describes it.
 
     Attributes:
         model: class of the model.
         optimizer: class of the (first) optimizer.
         scaling: what scaled the loss: "apex", "amplab", "torch" or "none".
-        opt_level: of the apex face; "–" elsewhere.
+        opt_level: of the session; "–" without one.
 
     >>> WatchedRun.parse(str(WatchedRun("Net", "Adam", "apex", "O1"))).opt_level
     'O1'
@@ -35,7 +35,7 @@ class WatchedRun:
     opt_level: str = NO_LEVEL
 
     def __str__(self) -> str:
-        """The form that `parse` reads back."""
+        """Return the form that `parse` reads."""
         return " ".join([_START, *(f"{each.name}={getattr(self, each.name)}" for each in fields(self))])
 
     @classmethod
@@ -43,7 +43,7 @@ class WatchedRun:
         """Read a header.
 
         Raises:
-            ValueError: it is none of a watched run.
+            ValueError: it is not the header of a watched run.
         """
         start, *words = text.split()
         pairs = dict(word.split("=", 1) for word in words if "=" in word)
@@ -53,5 +53,5 @@ class WatchedRun:
 
     @classmethod
     def is_header(cls, text: str) -> bool:
-        """Whether a header says that the run was watched."""
+        """Whether a header is that of a watched run."""
         return text.startswith("watched/")

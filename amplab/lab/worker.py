@@ -1,9 +1,8 @@
-"""A daemon thread that does queued commands in order and, between two of them, steps for as long as it is wanted.
+"""A daemon thread that runs queued commands in order and repeats a step between them while it is wanted.
 
 It computes with one intra-op thread. `torch.set_num_threads` sets the calling thread's own number and the number that
-threads started later begin with; the starting thread therefore puts the latter back, and nothing outside the worker
-changes. The thread ends after some idle seconds and is started again when there is work, so that a forgotten worker is
-no leak.
+later threads start with; the starting thread therefore restores the latter, and nothing outside the worker changes. The
+thread ends after some idle seconds and starts again when there is work, so that a forgotten worker is no leak.
 """
 
 from __future__ import annotations
@@ -23,25 +22,25 @@ __all__ = ["Worker"]
 Answer = TypeVar("Answer")
 
 _IDLE_SECONDS = 5.0
-_WAIT_SECONDS = 0.5  # an endless wait could not be interrupted on every system
+_WAIT_SECONDS = 0.5  # an endless wait cannot be interrupted on every system
 
 
 class Worker:
     """A thread for one owner.
 
     Args:
-        step: Called again and again while `is_wanted()`.
-        is_wanted: Whether to step; called under `turn`.
-        on_error: Called with the traceback when a command or a step raises; the thread goes on.
+        step: Called repeatedly while `is_wanted()`.
+        is_wanted: Whether to step; called under `lock`.
+        on_error: Called with the traceback if a command or a step raises; the thread continues.
 
     Attributes:
-        turn: The lock (re-entrant) that guards the queue and the owner's own state; held for moments only.
+        lock: The re-entrant lock that guards the queue and the owner's own state; held for moments only.
     """
 
     def __init__(
         self, *, step: Callable[[], None], is_wanted: Callable[[], bool], on_error: Callable[[str], None]
     ) -> None:
-        self.turn = threading.Condition()
+        self.lock = threading.Condition()
         self._step = step
         self._is_wanted = is_wanted
         self._on_error = on_error
@@ -50,44 +49,44 @@ class Worker:
         self._thread: threading.Thread | None = None
 
     def post(self, command: Callable[[], None]) -> None:
-        """Have `command` done at the next boundary, at once when nothing runs; from any thread."""
-        with self.turn:
+        """Queue `command` for the next step boundary, which is now if nothing runs; callable from any thread."""
+        with self.lock:
             if not self._has_ended:
                 self._queue.append(command)
                 self.wake()
 
     def wake(self) -> None:
-        """Look again whether a step is wanted."""
-        with self.turn:
+        """Check again whether a step is wanted."""
+        with self.lock:
             if self._thread is None:
                 self._thread = _started(self._work)
-            self.turn.notify_all()
+            self.lock.notify_all()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until nothing is wanted or queued; return whether that came within `timeout` seconds.
+        """Wait until nothing is wanted or queued; return whether that happened within `timeout` seconds.
 
         Raises:
             RuntimeError: Called in the worker's own thread.
         """
         if threading.current_thread() is self._thread:
-            raise RuntimeError("wait() in a callback would wait for itself; call it, or run(), in another thread.")
+            raise RuntimeError("wait() in a callback would wait for itself; call wait() or run() in another thread.")
         end = None if timeout is None else time.monotonic() + timeout
-        with self.turn:
+        with self.lock:
             while self._busy or self._queue or self._is_wanted():
                 left = _WAIT_SECONDS if end is None else min(end - time.monotonic(), _WAIT_SECONDS)
                 if left <= 0:
                     return False
-                self.turn.wait(left)
+                self.lock.wait(left)
         return True
 
     def end(self, timeout: float) -> None:
-        """Wait, then take no more commands: a thread that Python's end meets inside torch brings the process down."""
-        with self.turn:
+        """Wait, then accept no more commands: a thread still inside torch when Python exits crashes the process."""
+        with self.lock:
             self.wait(timeout)
             self._has_ended = True
 
     def ask(self, question: Callable[[], Answer]) -> Answer:
-        """Have `question` answered at the next boundary and return the answer; what it raises is raised here."""
+        """Call `question` at the next step boundary and return its answer, or raise what it raises."""
         if threading.current_thread() is self._thread:
             return question()
         answer: Future[Answer] = Future()
@@ -95,7 +94,7 @@ class Worker:
         def reply() -> None:
             try:
                 answer.set_result(question())
-            except Exception as error:  # noqa: BLE001 - raised again where it was asked
+            except Exception as error:  # noqa: BLE001 - raised again in the calling thread
                 answer.set_exception(error)
 
         self.post(reply)
@@ -103,7 +102,7 @@ class Worker:
 
     def _work(self) -> None:
         while True:
-            with self.turn:
+            with self.lock:
                 self._busy = False
                 if not self._has_work() and not self._rest():
                     self._thread = None
@@ -112,24 +111,24 @@ class Worker:
                 command = self._queue.popleft() if self._queue else self._step
             try:
                 command()
-            except Exception:  # noqa: BLE001 - the owner tells it; the thread lives on for a reset
+            except Exception:  # noqa: BLE001 - the owner reports it; the thread must survive for a reset
                 self._on_error(traceback.format_exc())
 
     def _has_work(self) -> bool:
         return bool(self._queue) or self._is_wanted()
 
     def _rest(self) -> bool:
-        """Wait for work, under `turn`; return whether some came."""
-        self.turn.notify_all()
-        return self.turn.wait_for(self._has_work, timeout=_IDLE_SECONDS)
+        """Wait for work, under `lock`; return whether there is some."""
+        self.lock.notify_all()
+        return self.lock.wait_for(self._has_work, timeout=_IDLE_SECONDS)
 
 
 def _started(work: Callable[[], None]) -> threading.Thread:
-    """Return a running daemon thread that computes with one intra-op thread, all others left as they are."""
+    """Return a running daemon thread that computes with one intra-op thread; other threads keep their number."""
     is_set = threading.Event()
 
     def run() -> None:
-        torch.get_num_threads()  # takes over the process's number, which would otherwise happen in the first op
+        torch.get_num_threads()  # takes the process's number now; otherwise the first op would
         torch.set_num_threads(1)
         is_set.set()
         work()

@@ -10,19 +10,9 @@ from amplab.policies.applied_policy import AppliedPolicy, apply_policy
 from amplab.policies.aten_accumulate import accumulate_fp32
 from amplab.policies.cast_cache import CastCache
 from amplab.policies.cast_policy import CastPolicy
-from amplab.policies.casting_state import CastingState, casting_state
 from amplab.policies.compiled_engine import CompiledEngine
 from amplab.policies.decision import Decision, Explanation
-from amplab.policies.engine import (
-    CastingEngine,
-    casting_engine,
-    casts_enabled,
-    cpu_half,
-    cpu_half_mode,
-    disable_casts,
-    explaining,
-    thread_engines,
-)
+from amplab.policies.engine import CastingEngine
 from amplab.policies.module_regions import module_rule_at_work, register_module_rules
 from amplab.policies.module_rules import ModuleRule
 from amplab.policies.nested_tensors import cast_tree
@@ -33,6 +23,17 @@ from amplab.policies.policy_rows import PolicyRows
 from amplab.policies.precision_policy import PrecisionPolicy
 from amplab.policies.precisions import Precision
 from amplab.policies.rnn_input import accept_half_input, match_rnn_input
+from amplab.policies.thread_scopes import (
+    CastingState,
+    casting_engine,
+    casting_state,
+    casts_enabled,
+    cpu_half,
+    cpu_half_mode,
+    disable_casts,
+    explaining,
+    thread_engines,
+)
 from amplab.policies.torch_cpu_table import TORCH_CPU
 from amplab.policies.torch_cuda_table import TORCH_CUDA
 

@@ -14,9 +14,9 @@ from torch import nn
 
 from amplab.policies.engine import CastingEngine
 from amplab.policies.module_regions import register_module_rules
-from amplab.policies.open_scopes import OpenScopes
 from amplab.policies.precision_policy import PrecisionPolicy
 from amplab.policies.rnn_input import accept_half_input
+from amplab.policies.thread_scopes import HookScopes
 
 __all__ = ["AppliedPolicy", "apply_policy"]
 
@@ -98,7 +98,7 @@ class _UnderEngine:
 
     def __init__(self, engine: CastingEngine) -> None:
         self._engine = engine
-        self._scopes = OpenScopes()
+        self._scopes = HookScopes()
 
     def before_forward(self, _model: nn.Module, _args: tuple[Any, ...]) -> None:
         """Enter the engine."""
@@ -116,4 +116,4 @@ class _UnderEngine:
         return {"_engine": self._engine}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _scopes=OpenScopes())
+        self.__dict__.update(state, _scopes=HookScopes())

@@ -16,13 +16,15 @@ from amplab.kernels import DispatchCasts
 from amplab.kernels.dispatch_casts import CASTS, PRODUCT, CastPlan, overloads
 from amplab.policies.apex_table import APEX
 from amplab.policies.cast_policy import CastPolicy
-from amplab.policies.casting_mode import THREAD
+from amplab.policies.casting_mode import CastingMode
+from amplab.policies.decision import Explanation
 from amplab.policies.engine import CastingEngine
 from amplab.policies.half_on_cpu import PRODUCTS, HalfMode
 from amplab.policies.op_table import OpRule, OpTable, resolve
 from amplab.policies.precision_policy import PrecisionPolicy
+from amplab.policies.thread_scopes import THREAD
 
-__all__ = ["CompiledEngine"]
+__all__ = ["CompiledEngine", "CompiledMode"]
 
 _MARKS = {
     CastPolicy.LOWER_PRECISION_FP: "lower",
@@ -66,28 +68,12 @@ class CompiledEngine(CastingEngine):
                 "torch; use CastingEngine, which carries out all of it."
             )
         self._casts = DispatchCasts.load()
+        self._compiled_plans: dict[tuple[HalfMode, bool], CastPlan] = {}
         super().__init__(policy)
 
     def __reduce__(self) -> tuple[type[CompiledEngine], tuple[PrecisionPolicy]]:
         """Pickle the policy alone."""
         return CompiledEngine, (self.policy,)
-
-    def active(self) -> _Region:
-        """Cast in the calling thread inside the block. Re-entrant; ends with the block, exceptions included.
-
-        The outermost block of this engine in the thread clears the cache as it ends. Sync: none.
-        """
-        return _Region(self)
-
-    def plan(self, half_mode: HalfMode, casts: bool, explained: bool) -> CastPlan:
-        """The plan in the form that the kernel reads, built on first use."""
-        key = (half_mode, casts, explained)
-        if key not in self._plans:
-            marks = dict(self._marks(self.policy.table if casts else None))
-            self._plans[key] = self._casts.plan(
-                marks, self.policy.compute_dtype, accumulates=half_mode == "fp32_accumulate"
-            )
-        return self._plans[key]
 
     def require_reasons(self) -> None:
         """Raise RuntimeError: this engine gives none."""
@@ -98,10 +84,9 @@ class CompiledEngine(CastingEngine):
 
     def install(self) -> None:
         """Cast in the calling thread until `uninstall`; does nothing where installed already. Sync: none."""
+        THREAD.drop_ended()
         if not self.installed:
-            mode = _CompiledMode(self, self._casts)
-            THREAD.modes.insert(len(THREAD.installed), mode)
-            THREAD.installed.append(mode)
+            THREAD.installed.append(CompiledMode(self, self._casts))
             THREAD.refresh()
 
     def clear_cache(self) -> None:
@@ -113,26 +98,42 @@ class CompiledEngine(CastingEngine):
         """How many casts of weights the calling thread keeps."""
         return self._casts.kept
 
-    def _is_live(self) -> bool:
-        # In a backward pass (a recomputation) the region around it casts nothing: it is entered anew.
-        live = THREAD.modes[-1] if THREAD.modes else None
-        return live is not None and live.plans is self and live.task == self._casts.task()
+    def is_live(self) -> bool:
+        """Whether the topmost mode of the calling thread is one of this engine, entered in the same backward pass."""
+        # In a backward pass (a recomputation) the region around it casts nothing, so the engine is entered anew.
+        top = THREAD.modes[-1] if THREAD.modes else None
+        return isinstance(top, CompiledMode) and top.engine is self and top.task == self._casts.task()
 
-    def _push(self) -> _CompiledMode:
-        thread = THREAD
-        if thread.explanation is not None:
+    def push(self, mode: CastingMode | CompiledMode) -> None:
+        """Do nothing: the kernel sees every op."""
+
+    def new_mode(self) -> CompiledMode:
+        """Return a mode of this engine that casts nothing yet."""
+        if THREAD.explanation is not None:
             self.require_reasons()
-        mode = _CompiledMode(self, self._casts)
-        thread.modes.append(mode)
-        thread.refresh()
-        return mode
+        return CompiledMode(self, self._casts)
 
-    def _withdraw(self, mode: _CompiledMode) -> None:
-        mode.plan = None
-        modes = THREAD.modes
-        modes.remove(mode)
-        if modes:
-            THREAD.refresh()
+    def withdraw(self, mode: CastingMode | CompiledMode) -> None:
+        """End the mode; does nothing the second time."""
+        mode.rest()
+
+    def give_plan(self, mode: CastingMode | CompiledMode, half_mode: HalfMode, casts: bool, explained: bool) -> None:  # noqa: ARG002  there are no explanations
+        """Give `mode` the plan for this combination of switches."""
+        if isinstance(mode, CompiledMode):
+            mode.cast_by(self._compiled_plan(half_mode, casts))
+
+    def _build_first_plan(self) -> None:
+        """Do nothing: the kernel's plan is built on first use."""
+
+    def _compiled_plan(self, half_mode: HalfMode, casts: bool) -> CastPlan:
+        """The plan in the form that the kernel reads, built on first use."""
+        key = (half_mode, casts)
+        if key not in self._compiled_plans:
+            marks = dict(self._marks(self.policy.table if casts else None))
+            self._compiled_plans[key] = self._casts.plan(
+                marks, self.policy.tensor_dtype, accumulates=half_mode == "fp32_accumulate"
+            )
+        return self._compiled_plans[key]
 
     def _marks(self, table: OpTable | None) -> Iterator[tuple[int, int]]:
         """Yield place and mark of every overload that the table or the multiplication of CPU halves is about."""
@@ -146,48 +147,35 @@ class CompiledEngine(CastingEngine):
                     yield place, mark
 
 
-class _Region:
-    """A block in which an engine casts; what a generator would cost is much of what casting costs here."""
-
-    __slots__ = ("_engine", "_mode")
-
-    def __init__(self, engine: CompiledEngine) -> None:
-        self._engine = engine
-
-    def __enter__(self) -> None:
-        self._mode = self._engine.enter()
-
-    def __exit__(self, *_error: object) -> None:
-        self._engine.leave(self._mode)
-
-
-class _CompiledMode:
+class CompiledMode:
     """An entry of the thread's list of modes whose plan lives in C++.
 
     Attributes:
-        plans: the engine.
+        engine: the engine whose plan the mode carries.
         task: the backward pass it was entered in, -1 outside of one.
+        live: whether this is the mode that casts, for its device type.
         explanation: None; the thread sets it.
     """
 
-    __slots__ = ("_enter", "_plan", "explanation", "live", "plans", "task")
+    __slots__ = ("_enter", "_plan", "engine", "explanation", "live", "task")
 
-    def __init__(self, plans: CompiledEngine, casts: DispatchCasts) -> None:
-        self.plans, self.task, self._enter = plans, casts.task(), casts.enter
+    def __init__(self, engine: CompiledEngine, casts: DispatchCasts) -> None:
+        self.engine, self.task, self._enter = engine, casts.task(), casts.enter
         self._plan: CastPlan | None = None
-        self.live, self.explanation = False, None
+        self.live = False
+        self.explanation: Explanation | None = None
 
-    @property
-    def plan(self) -> CastPlan | dict:
-        """What the thread's ops are cast by; empty while another mode is live."""
-        return self._plan or {}
+    def cast_by(self, plan: CastPlan) -> None:
+        """Cast the thread's ops by `plan` from here on."""
+        if plan is not self._plan:
+            self._plan = plan
+            self._enter(plan.address, self.task)
 
-    @plan.setter
-    def plan(self, plan: CastPlan | dict) -> None:
-        wanted = plan or None
-        if wanted is not self._plan:
-            self._plan = wanted
-            self._enter(wanted and wanted.address, self.task)
+    def rest(self) -> None:
+        """Cast nothing until the next plan."""
+        if self._plan is not None:
+            self._plan = None
+            self._enter(None, self.task)
 
 
 def _claims(rows: Iterable[OpRule]) -> dict[str, OpRule]:

@@ -1,35 +1,27 @@
-"""CastingEngine: carries out a PrecisionPolicy on the ops of a thread; and the scoped switches beside it.
+"""CastingEngine: carries out a PrecisionPolicy on the ops of a thread.
 
     with CastingEngine(PrecisionPolicy()).active():
         loss = F.mse_loss(model(x), y)      # linear in float16, mse_loss in float32
 
-An engine pushes a torch function mode, which torch.compile traces without a graph break. All
-state is per thread: an engine active in one thread casts nothing in another.
+An engine pushes a torch function mode, which torch.compile traces without a graph break. All state is per thread: an
+engine that is active in one thread casts nothing in another. What is active in a thread is in `thread_scopes`.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from amplab.policies.cast_cache import CastCache, NoCastCache
-from amplab.policies.casting_mode import THREAD, CastingMode, insert_above_device, is_pushed, remove
+from amplab.policies.casting_mode import CastingMode, function_modes, insert_above_device, remove
 from amplab.policies.casting_plan import Plan, build_plan, on_device
-from amplab.policies.decision import Explanation
-from amplab.policies.half_on_cpu import DEFAULT_HALF_MODE, HalfMode
+from amplab.policies.half_on_cpu import HalfMode
 from amplab.policies.precision_policy import PrecisionPolicy
+from amplab.policies.thread_scopes import THREAD, Scope, cpu_half_mode
 
-__all__ = [
-    "CastingEngine",
-    "casting_engine",
-    "casts_enabled",
-    "cpu_half",
-    "cpu_half_mode",
-    "disable_casts",
-    "explaining",
-    "thread_engines",
-]
+if TYPE_CHECKING:
+    from amplab.policies.compiled_engine import CompiledMode
+
+__all__ = ["CastingEngine"]
 
 
 class CastingEngine:
@@ -70,7 +62,7 @@ class CastingEngine:
         self.cache_enabled = cache_enabled
         self._cache = CastCache() if cache_enabled else NoCastCache()
         self._plans: dict[tuple[HalfMode, bool, bool], Plan] = {}
-        self.plan(cpu_half_mode(), casts=True, explained=False)  # torch.compile can trace `active`, not this
+        self._build_first_plan()
 
     def __repr__(self) -> str:
         """Show the policy in its string form."""
@@ -84,30 +76,12 @@ class CastingEngine:
         """Pickle the arguments alone; what is active or cached stays with the process."""
         return _rebuilt, (self.policy, self.device_type, self.cache_enabled)
 
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """Cast in the calling thread inside the block. Re-entrant; ends with the block, exceptions included.
+    def active(self) -> Scope:
+        """Return a block in which the calling thread casts. Re-entrant; blocks of two engines may end in any order.
 
         The outermost block of this engine in the thread clears the cache as it ends. Sync: none.
         """
-        mode = self.enter()
-        try:
-            yield
-        finally:
-            self.leave(mode)
-
-    def enter(self) -> CastingMode | None:
-        """Begin what `active` does in its block; give `leave` what this returns, in the same thread."""
-        THREAD.entered.append(self)
-        return None if self._is_live() else self._push()
-
-    def leave(self, mode: CastingMode | None) -> None:
-        """End what `enter` began. Blocks of two engines may end in any order."""
-        if mode is not None:
-            self._withdraw(mode)
-        THREAD.entered.remove(self)
-        if self not in THREAD.entered:
-            self.clear_cache()
+        return Scope(self)
 
     def install(self) -> None:
         """Cast in the calling thread until `uninstall`; does nothing where installed already.
@@ -115,25 +89,26 @@ class CastingEngine:
         The mode goes to the bottom of the thread's stack, so contexts of other modes that are open
         now can close in their own order. Sync: none.
         """
-        if self.installed:
-            return
-        mode = CastingMode(self)
-        insert_above_device(mode)
-        THREAD.modes.insert(len(THREAD.installed), mode)  # under the modes of open `active()` blocks
-        THREAD.installed.append(mode)
-        THREAD.refresh()
+        THREAD.drop_ended()
+        if not self.installed:
+            mode = CastingMode(self)
+            THREAD.installed.append(mode)
+            insert_above_device(mode)
+            THREAD.refresh()
 
     def uninstall(self) -> None:
         """Undo `install` in the calling thread and clear the cache; does nothing where not installed."""
-        for mode in [mode for mode in THREAD.installed if mode.plans is self]:
+        THREAD.drop_ended()
+        for mode in [mode for mode in THREAD.installed if mode.engine is self]:
             THREAD.installed.remove(mode)
-            self._withdraw(mode)
+            self.withdraw(mode)
+        THREAD.refresh()
         self.clear_cache()
 
     @property
     def installed(self) -> bool:
         """Whether this engine is installed in the calling thread."""
-        return any(mode.plans is self for mode in THREAD.installed)
+        return self in [mode.engine for mode in THREAD.installed]
 
     def clear_cache(self) -> None:
         """Drop the kept casts of Parameters, e.g. after an optimizer step. Sync: none."""
@@ -149,113 +124,51 @@ class CastingEngine:
         """How many casts of Parameters are kept."""
         return len(self._cache)
 
+    def require_reasons(self) -> None:
+        """Raise RuntimeError where an engine gives no reasons; this one does."""
+
+    def is_live(self) -> bool:
+        """Whether the topmost mode of the calling thread is one of this engine, and sees the next op."""
+        top = THREAD.modes[-1] if THREAD.modes else None
+        return top is not None and top.engine is self and _is_pushed(top)
+
+    def new_mode(self) -> CastingMode | CompiledMode:
+        """Return a mode of this engine that casts nothing yet."""
+        return CastingMode(self)
+
+    def push(self, mode: CastingMode | CompiledMode) -> None:
+        """Let a mode of this engine see the ops of the calling thread; `THREAD.refresh` gives it its plan."""
+        if isinstance(mode, CastingMode):
+            mode.__enter__()
+
+    def withdraw(self, mode: CastingMode | CompiledMode) -> None:
+        """Take a mode of this engine off again; does nothing the second time."""
+        mode.rest()
+        if isinstance(mode, CastingMode):
+            mode.withdrawn = True
+            if not remove(mode):  # perhaps it handles a call, after which torch pushes it again
+                THREAD.may_be_pushed_again = True
+
+    def give_plan(self, mode: CastingMode | CompiledMode, half_mode: HalfMode, casts: bool, explained: bool) -> None:
+        """Give `mode` the plan for this combination of switches."""
+        if isinstance(mode, CastingMode):
+            mode.plan = self.plan(half_mode, casts, explained)
+
+    def _build_first_plan(self) -> None:
+        self.plan(cpu_half_mode(), casts=True, explained=False)  # torch.compile can trace `active`, not this
+
     def plan(self, half_mode: HalfMode, casts: bool, explained: bool) -> Plan:
-        """The plan that this engine's modes run, built on first use."""
+        """The plan for this combination of switches, built on first use."""
         key = (half_mode, casts, explained)
         if key not in self._plans:
             plan = build_plan(self.policy, self._cache, half_mode, casts, explained)
             self._plans[key] = plan if self.device_type is None else on_device(plan, self.device_type)
         return self._plans[key]
 
-    def require_reasons(self) -> None:
-        """Raise RuntimeError where an engine gives no reasons; this one does."""
 
-    def _is_live(self) -> bool:
-        return bool(THREAD.modes) and THREAD.modes[-1].plans is self and is_pushed(THREAD.modes[-1])
-
-    def _push(self) -> CastingMode:
-        mode = CastingMode(self)
-        mode.__enter__()
-        THREAD.modes.append(mode)
-        THREAD.refresh()
-        return mode
-
-    def _withdraw(self, mode: CastingMode) -> None:
-        remove(mode)
-        THREAD.modes.remove(mode)
-        THREAD.refresh()
+def _is_pushed(mode: object) -> bool:
+    return any(other is mode for other in function_modes())
 
 
 def _rebuilt(policy: PrecisionPolicy, device_type: str | None, cache_enabled: bool) -> CastingEngine:
     return CastingEngine(policy, device_type=device_type, cache_enabled=cache_enabled)
-
-
-def casting_engine(device_type: str) -> CastingEngine | None:
-    """The engine that decides about ops on `device_type` in the calling thread, e.g. "cpu"; None without one."""
-    engine = THREAD.live(device_type)
-    return engine if isinstance(engine, CastingEngine) else None
-
-
-def thread_engines() -> tuple[CastingEngine, ...]:
-    """The engines at work in the calling thread, outermost first; the last one is the one that casts."""
-    return tuple(mode.plans for mode in THREAD.modes if isinstance(mode.plans, CastingEngine))
-
-
-@contextlib.contextmanager
-def disable_casts() -> Iterator[None]:
-    """No engine of this thread casts inside the block, not even one entered in it. Nests; exception-safe.
-
-    Products of CPU halves are still computed as `cpu_half_mode()` says. Sync: none.
-    """
-    THREAD.disabled += 1
-    THREAD.refresh()
-    try:
-        yield
-    finally:
-        THREAD.disabled -= 1
-        THREAD.refresh()
-
-
-def casts_enabled() -> bool:
-    """Whether engines of this thread may cast: no `disable_casts` block is open, and no optimizer step is running."""
-    return THREAD.casts()
-
-
-@contextlib.contextmanager
-def cpu_half(mode: HalfMode) -> Iterator[None]:
-    """How engines of this thread multiply CPU halves inside the block.
-
-    Args:
-        mode: "fp32_accumulate" (float32 products and sums, one rounding) or "native" (the CPU's half kernel).
-
-    Raises:
-        ValueError: another word was given.
-    """
-    if mode not in ("fp32_accumulate", "native"):
-        raise ValueError(
-            f"cpu_half({mode!r}): expected 'fp32_accumulate' or 'native'; "
-            "use 'fp32_accumulate' on a CPU without fp16 arithmetic."
-        )
-    outer, THREAD.half_mode = THREAD.half_mode, mode
-    THREAD.refresh()
-    try:
-        yield
-    finally:
-        THREAD.half_mode = outer
-        THREAD.refresh()
-
-
-def cpu_half_mode() -> HalfMode:
-    """How this thread multiplies CPU halves: the innermost `cpu_half`, else what suits the CPU."""
-    return THREAD.half_mode or DEFAULT_HALF_MODE
-
-
-@contextlib.contextmanager
-def explaining() -> Iterator[Explanation]:
-    """Yield an Explanation whose `.decision` follows the engines of this thread, op by op.
-
-    A block inside another yields the same Explanation. Costs nothing outside the block.
-
-    Raises:
-        RuntimeError: an engine that gives no reasons is at work (`CompiledEngine`).
-    """
-    for engine in thread_engines():
-        engine.require_reasons()
-    outer = THREAD.explanation
-    THREAD.explanation = explanation = outer or Explanation()
-    THREAD.refresh()
-    try:
-        yield explanation
-    finally:
-        THREAD.explanation = outer
-        THREAD.refresh()

@@ -17,9 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 import torch
@@ -27,14 +25,15 @@ from torch import Tensor, nn
 
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies.apex_table import APEX
-from amplab.policies.casting_mode import THREAD, is_pushed, remove
+from amplab.policies.casting_mode import remove
 from amplab.policies.decision import Decision
-from amplab.policies.engine import CastingEngine, casts_enabled, thread_engines
+from amplab.policies.engine import CastingEngine
 from amplab.policies.explained_plan import decided
 from amplab.policies.module_rules import RuledModule, ruled_modules
 from amplab.policies.nested_tensors import cast_tree, floating_tensors_in
 from amplab.policies.precision_policy import PrecisionPolicy
 from amplab.policies.precisions import Precision, precision_name, tensor_dtype
+from amplab.policies.thread_scopes import THREAD, Scope, casts_enabled, thread_engines
 from amplab.policies.would_be_dtypes import WouldBeDtypes
 
 __all__ = ["ModuleRegion", "module_rule_at_work", "register_module_rules"]
@@ -96,29 +95,29 @@ class ModuleRegion:
 
     def before_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Cast what goes in, then begin to compute by the rule."""
-        _leave_interrupted()
-        visit = _Visit(self, _policy_at_work(), sys._getframe(1))
+        THREAD.drop_ended()
+        frame = sys._getframe(1)
+        around = _policy_at_work()
         by_op = self._outside_dtype is None
         if by_op and not casts_enabled():
-            _AT_WORK.visits.append(visit)
+            _Visit(self, around).enter(frame, by_hook=True)
             return None
         with self._explained("gets", self._inside_dtype):
             target = self._entry_dtype if by_op else self._inside_dtype
             cast = cast_tree(args, target), cast_tree(kwargs, target)
-        follows = by_op and self._inside_dtype is torch.float32
-        inputs = (
-            list(zip(floating_tensors_in(cast), floating_tensors_in((args, kwargs)), strict=True)) if follows else None
-        )
-        visit.enter(self.engine.active(), inputs)
+        visit = _Visit(self, around, self.engine)
+        if by_op and self._inside_dtype is torch.float32:
+            visit.follow(list(zip(floating_tensors_in(cast), floating_tensors_in((args, kwargs)), strict=True)))
+        visit.enter(frame, by_hook=True)
         return cast
 
     def after_forward(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         """Leave the rule, then cast what comes out; called with None where forward has raised."""
-        visit = _AT_WORK.visits[-1] if _AT_WORK.visits else None
+        visit = _innermost_visit()
         if visit is None or visit.region is not self:  # a hook before ours has raised
             return output
         visit.leave()
-        if visit.casting is None:
+        if visit.engine is None:
             return output
         around = self._outside_dtype or visit.around.tensor_dtype
         with self._explained("returns", around):
@@ -128,7 +127,7 @@ class ModuleRegion:
 
     def leave(self) -> None:
         """Leave what this thread is still in: an interrupt in forward lets no hook run."""
-        for visit in [visit for visit in reversed(_AT_WORK.visits) if visit.region is self]:
+        for visit in [visit for visit in reversed(_visits()) if visit.region is self]:
             visit.leave()
 
     def _entry_dtype(self, tensor: Tensor) -> torch.dtype:
@@ -141,7 +140,8 @@ class ModuleRegion:
 
     def _tell_around(self, output: Any, cast: Any) -> None:
         """Let a float32 module around know that what came out of this one in 16 bits is no float32 by its ops."""
-        following = _AT_WORK.visits[-1].would_be if _AT_WORK.visits else None
+        visit = _innermost_visit()
+        following = None if visit is None else visit.would_be
         if following is not None and self._inside_dtype in LOW_PRECISION_DTYPES:
             for before, after in zip(floating_tensors_in(output), floating_tensors_in(cast), strict=True):
                 if before.dtype is self._inside_dtype:
@@ -176,67 +176,50 @@ class _RegionHandles:
             handle.remove()
 
 
-class _Visit:
+class _Visit(Scope):
     """One forward of a ruled module, in one thread."""
 
-    def __init__(self, region: ModuleRegion, around: PrecisionPolicy, frame: FrameType) -> None:
+    def __init__(self, region: ModuleRegion, around: PrecisionPolicy, engine: CastingEngine | None = None) -> None:
+        super().__init__(engine)
         self.region = region
         self.around = around
-        self.frame = frame
-        self.casting: contextlib.AbstractContextManager[None] | None = None
         self.would_be: WouldBeDtypes | None = None
 
-    def enter(
-        self, casting: contextlib.AbstractContextManager[None], inputs: list[tuple[Tensor, Tensor]] | None
-    ) -> None:
-        """Switch on: the engine, and under it what follows the dtypes of `inputs`, given as (inside, around)."""
-        _AT_WORK.visits.append(self)
-        if inputs is not None and (
-            self.around.tensor_dtype in LOW_PRECISION_DTYPES or any(a is not b for a, b in inputs)
-        ):
+    def follow(self, inputs: list[tuple[Tensor, Tensor]]) -> None:
+        """Follow the dtypes that `inputs`, given as (inside, around), and what is computed from them would have."""
+        if self.around.tensor_dtype in LOW_PRECISION_DTYPES or any(a is not b for a, b in inputs):
             self.would_be = WouldBeDtypes(self.around)
             for inside, around in inputs:
                 self.would_be.note(inside, around.dtype)
-            self.would_be.__enter__()
-        casting.__enter__()
-        self.casting = casting
 
-    def leave(self) -> None:
-        """Switch off, wherever on the stack the modes lie by now."""
-        _AT_WORK.visits.remove(self)
-        if self.casting is not None:
-            self.casting.__exit__(None, None, None)
-        if self.would_be is not None and is_pushed(self.would_be):
+    def _begin(self) -> None:
+        if self.would_be is not None:
+            self.would_be.__enter__()  # under the mode that casts
+        super()._begin()
+
+    def _end(self) -> None:
+        if self.would_be is not None:
             remove(self.would_be)
+        super()._end()
 
 
-class _VisitsAtWork(threading.local):
+def _visits() -> list[_Visit]:
     """The forwards of ruled modules that this thread is in, innermost last."""
-
-    def __init__(self) -> None:
-        self.visits: list[_Visit] = []
+    return [scope for scope in THREAD.scopes if isinstance(scope, _Visit)]
 
 
-_AT_WORK = _VisitsAtWork()
-
-
-def _leave_interrupted() -> None:
-    """Leave the forwards that an interrupt has ended: their frames run no longer."""
-    if not _AT_WORK.visits:
-        return
-    running = set()
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        running.add(frame)
-        frame = frame.f_back
-    for visit in [visit for visit in reversed(_AT_WORK.visits) if visit.frame not in running]:
-        visit.leave()
+def _innermost_visit() -> _Visit | None:
+    for scope in reversed(THREAD.scopes):
+        if isinstance(scope, _Visit):
+            return scope
+    return None
 
 
 def module_rule_at_work() -> str:
     """The module rule that the calling thread computes by: "blocks.*=float32 in blocks.0"; empty for none."""
-    visit = _AT_WORK.visits[-1] if _AT_WORK.visits else None
-    return "" if visit is None or visit.casting is None else str(visit.region)
+    THREAD.drop_ended()
+    visit = _innermost_visit()
+    return "" if visit is None or visit.engine is None else str(visit.region)
 
 
 def _policy_at_work() -> PrecisionPolicy:

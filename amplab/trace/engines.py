@@ -10,8 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from amplab.policies import CastingEngine, OpTable, casts_enabled
-from amplab.policies.casting_mode import THREAD
+from amplab.policies import OpTable, casts_enabled, thread_engines
 
 __all__ = [
     "REQUESTS_DTYPE",
@@ -37,20 +36,17 @@ def current_table(autocast: bool) -> str | None:
     NO_TABLE if the innermost engine has none or casts are disabled. Without an engine, TORCH_AUTOCAST if `autocast` is
     set, else NO_ENGINE. Sync: none.
     """
-    if not THREAD.modes:
+    engines = thread_engines()
+    if not engines:
         return TORCH_AUTOCAST if autocast else NO_ENGINE
-    engine = THREAD.modes[-1].plans
-    if not isinstance(engine, CastingEngine) or not casts_enabled():
-        return NO_TABLE
-    table = engine.policy.table
-    return table.name if isinstance(table, OpTable) else NO_TABLE
+    table = engines[-1].policy.table
+    return table.name if isinstance(table, OpTable) and casts_enabled() else NO_TABLE
 
 
 def clear_cast_caches() -> None:
     """Empty the weight caches of this thread's engines, so that a trace shows every cast of one step. Sync: none."""
-    for mode in THREAD.modes:
-        if isinstance(mode.plans, CastingEngine):
-            mode.plans.clear_cache()
+    for engine in thread_engines():
+        engine.clear_cache()
 
 
 def compiled_functions_eagerly() -> AbstractContextManager[None]:

@@ -31,7 +31,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -329,7 +329,7 @@ def _check_given(loss: Loss, given: int, what: str) -> None:
         raise TypeError(f"loss is given {what}, and {refused}; wrap it, e.g. loss=lambda out: criterion(out, target).")
 
 
-def _check_call(model: nn.Module, args: tuple, kwargs: dict[str, Any], batch: Any) -> None:
+def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> None:
     """Raise a TypeError unless forward takes these arguments; a hook may change them first."""
     if model._forward_pre_hooks:
         return
@@ -349,7 +349,7 @@ def _words(model: nn.Module) -> str:
     return f"{type(model).__name__}.forward({', '.join(inspect.signature(model.forward).parameters)})"
 
 
-def _called(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the model; what it raises says with what it was called."""
     try:
         return model(*args, **kwargs)
@@ -370,7 +370,9 @@ def _described(value: Any, *, shape: bool = True) -> str:
     return f"{str(value.dtype).removeprefix('torch.')}{sizes} on {value.device}"
 
 
-def _parts(model: nn.Module, batch: Any, wants: list[inspect.Parameter]) -> tuple[tuple, dict[str, Any], tuple]:
+def _parts(
+    model: nn.Module, batch: Any, wants: list[inspect.Parameter]
+) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
     """What the model is given by place and by name, and what the loss is given beside the output."""
     whole = (batch,) if len(wants) > 1 else ()
     if isinstance(batch, Mapping):
@@ -443,7 +445,7 @@ def _loss_in(output: Any) -> tuple[Tensor, str]:
             f"the model returned {_described(output)} without a floating-point tensor: expected one to start backward "
             "from; pass loss=, a function of the output."
         )
-    return sum(tensor.float().sum() for tensor in tensors), "the sum of the output, as no loss is given"
+    return cast(Tensor, sum(tensor.float().sum() for tensor in tensors)), "the sum of the output, as no loss is given"
 
 
 def _name_of(func: Callable[..., Any]) -> str:

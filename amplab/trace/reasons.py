@@ -166,7 +166,7 @@ def _policy_reason(event: Event, follows_a_cast: Callable[[], bool]) -> str:
     if len(dtypes) > 1 and torch.Tag.pointwise in event.overload.tags:
         promoted = f"{listed}: torch promotes {' and '.join(dtypes)} to {event.outputs[0].dtype_name}"
         return _with_module_rule(place, promoted)
-    return _with_module_rule(place, f"{listed}: runs in the dtype of its inputs")
+    return _with_module_rule(place, f"{listed}: runs in its input dtype")
 
 
 def _with_module_rule(place: Place, reason: str) -> str:

@@ -20,14 +20,14 @@ from amplab.trace.untouched import ParkedGradients, untouched
 
 __all__ = ["record_step", "trace_step"]
 
-_AS_IT_IS = nullcontext()
+_AS_IT_IS: AbstractContextManager[object] = nullcontext()
 
 
 def trace_step(
     model: nn.Module,
     step: Callable[[], Tensor],
     *,
-    casting: AbstractContextManager = _AS_IT_IS,
+    casting: AbstractContextManager[object] = _AS_IT_IS,
     loss_scale: float = 1.0,
     observer: Observer | None = None,
 ) -> Trace:
@@ -65,7 +65,7 @@ def record_step(
     model: nn.Module,
     step: Callable[[], Tensor],
     *,
-    casting: AbstractContextManager = _AS_IT_IS,
+    casting: AbstractContextManager[object] = _AS_IT_IS,
     loss_scale: float = 1.0,
     observer: Observer | None = None,
     kept: KeptTensors | None = None,

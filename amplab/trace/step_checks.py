@@ -189,13 +189,14 @@ def _plainly_accepts(function: Callable[..., Any], given: int) -> bool:
     code = getattr(function, "__code__", None)
     if code is None or code.co_kwonlyargcount > len(function.__kwdefaults__ or ()):
         return False
-    most = code.co_argcount - bound
-    return most - len(function.__defaults__ or ()) <= given <= most
+    most: int = code.co_argcount - bound
+    least: int = most - len(function.__defaults__ or ())
+    return least <= given <= most
 
 
 def _taken(signature: inspect.Signature) -> str:
     """The arguments of a signature by name alone."""
-    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     return f"({', '.join(stars.get(each.kind, '') + each.name for each in signature.parameters.values())})"
 
 

@@ -117,7 +117,7 @@ def _cells(group: Sequence[OpRecord], xray: "XRay") -> tuple[str, ...]:
         moved,
         values,
         counts,
-        Cell(_GRADIENT_OF.sub(r"gradient of \1", reason), markup(reason)),
+        Cell(_GRADIENT_OF.sub(r"grad of \1", reason), markup(reason)),
     )
 
 

@@ -42,8 +42,8 @@ def test_the_command_knows_the_suites():
         (["dance"], ["'dance'", "scaler", "casting", "kernels"]),
         ([], ["scaler|casting|kernels|xray|diagnose"]),
         (["scaler", "--rounds", "0"], ["'0'", "whole number > 0"]),
-        (["scaler", "--json", "{}"], ["--json", "expected a file in a folder"]),
-        (["scaler", "--json", "{}/nowhere/figures.json"], ["nowhere", "expected a file in a folder"]),
+        (["scaler", "--json", "{}"], ["--json", "writable folder"]),
+        (["scaler", "--json", "{}/nowhere/figures.json"], ["nowhere", "writable folder"]),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(capsys, tmp_path, arguments, said):

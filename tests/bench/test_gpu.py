@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from amplab import kernels
-from amplab.bench import Contestant, Goal, gpu, gpu_checks, gpu_clock, gpu_step_checks
-from amplab.bench.gpu_checks import Check, run_checks
-from amplab.bench.gpu_clock import measure_case, unmeasured
-from amplab.bench.gpu_rows import FULL, NOT_MEASURED, SMALL, GpuCase, GpuRow, gpu_cases
-from amplab.bench.gpu_step_checks import run_step_checks
+from amplab.bench import Contestant, Goal, Row, gpu, gpu_checks
+from amplab.bench.gpu import measure_case, unmeasured
+from amplab.bench.gpu_cases import FULL, SMALL, GpuCase, gpu_cases
+from amplab.bench.gpu_checks import Check, run_checks, run_step_checks
+from amplab.bench.interleaved import quartiles
 from amplab.cli import main as amplab
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -31,7 +31,7 @@ def test_without_a_gpu_one_sentence_and_no_file(capsys, tmp_path, start):
     assert start(["--json", str(tmp_path / "figures.json")]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert re.fullmatch(r"amplab bench gpu: no CUDA device here, so nothing was measured; [^.]*\.\n", printed.err)
+    assert re.fullmatch(r"amplab bench gpu: no CUDA device found, so nothing was measured; [^.]*\.\n", printed.err)
     assert list(tmp_path.iterdir()) == []
     assert sorted(gpu.RESULTS.iterdir()) == before
 
@@ -39,7 +39,7 @@ def test_without_a_gpu_one_sentence_and_no_file(capsys, tmp_path, start):
 def test_the_cpu_checks_and_rehearses_and_has_no_figures(capsys):
     assert gpu.main(["--device", "cpu", "--small"]) == 0
     printed = capsys.readouterr().out
-    assert printed.count(NOT_MEASURED) == len([row for case in gpu_cases(SMALL) for row in case.goals])
+    assert printed.count("not measured") == len([row for case in gpu_cases(SMALL) for row in case.goals])
     assert "66 of 66 checks passed" in printed
     assert not re.search(r"\b(met|missed)\b", printed)
 
@@ -48,7 +48,7 @@ def test_the_cpu_checks_and_rehearses_and_has_no_figures(capsys):
     ("words", "said"),
     [
         (["--device", "cpu"], "add --small"),
-        (["--device", "cpu", "--small", "--json", "nvidia-h200.json"], "figures are of a GPU alone"),
+        (["--device", "cpu", "--small", "--json", "nvidia-h200.json"], "figures are only written for a GPU"),
     ],
 )
 def test_the_cpu_is_refused_a_file_of_figures(capsys, tmp_path, monkeypatch, words, said):
@@ -83,7 +83,7 @@ def test_sides_take_turns_and_each_round_has_its_ratio():
     goals = {"torch": Goal("at least", 2.0), "copy": Goal("at least", 0.92)}
     rows = measure_case(GpuCase("a", goals, True, 0, lambda device: sides), clock, 3, device="cpu")
     assert log[-9:] == ["amplab", "torch", "copy", "torch", "copy", "amplab", "copy", "amplab", "torch"]
-    assert [(row.against, row.value, row.spread, row.met) for row in rows] == [
+    assert [(row.against, row.ratio, row.spread, row.met) for row in rows] == [
         ("torch", 3.0, (3.0, 3.0), True),
         ("copy", 0.5, (0.5, 0.5), False),
     ]
@@ -94,28 +94,31 @@ def test_too_little_memory_is_no_figure(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 2**40))
     goal = {"torch": Goal("at least", 2.0)}
     (row,) = measure_case(GpuCase("a", goal, False, 3 * 2**30, pytest.fail), pytest.fail, 3)
-    assert row.value is None
+    assert row.ratio is None
     assert row.details == {"why": "needs 3 GiB of device memory, 1 are free"}
 
 
 def test_json_and_table_say_what_was_not_measured():
     goal = Goal("at least", 0.92)
-    rows = [GpuRow("a", "b", goal, 0.95, (0.94, 0.96), {"ours_ms": 1.0}), *unmeasured(case(torch=2.0), "no memory")]
+    rows = [Row("a", "b", goal, 0.95, (0.94, 0.96), {"ours_ms": 1.0}), *unmeasured(case(torch=2.0), "no memory")]
     checks = [Check("unscale_", 3), Check("unscale_add", 2, "list 1: tensor 0")]
-    whole = json.loads(gpu.as_json(rows, checks, {"device": "Abacus"}))
+    text, written = gpu.report(rows, checks, {"device": "Abacus"})
+    whole = json.loads(written)
     assert whole["machine"] == {"device": "Abacus"}
-    assert [(row["value"], row["met"], row["goal"]) for row in whole["rows"]] == [
+    assert [(row["ratio"], row["met"], row["goal"]) for row in whole["rows"]] == [
         (0.95, True, "≥ 0.92"),
-        (NOT_MEASURED, NOT_MEASURED, "≥ 2"),
+        (None, None, "≥ 2"),
     ]
+    assert whole["rows"][1]["details"] == {"why": "no memory"}
     assert whole["checks"][1]["failure"] == "list 1: tensor 0"
-    assert gpu.as_text(rows, checks) == (
-        "what  against  times as fast  goal\n"
-        "a     b        0.95           ≥ 0.92  met\n"
-        "a     torch    not measured   ≥ 2\n"
-        "1 of 2 checks passed.\n"
-        "unscale_add: list 1: tensor 0"
-    )
+    lines = text.splitlines()
+    assert lines[0] == "what  against  ratio         quartiles  goal"
+    assert lines[2:4] == [
+        "a     b        0.95          0.94–0.96  ≥ 0.92  met",
+        "a     torch    not measured             ≥ 2",
+    ]
+    assert "1 of 1 goals met" in text
+    assert lines[-2:] == ["1 of 2 checks passed.", "unscale_add: list 1: tensor 0"]
 
 
 def test_what_is_recorded_was_measured_on_a_named_device(tmp_path):
@@ -124,7 +127,7 @@ def test_what_is_recorded_was_measured_on_a_named_device(tmp_path):
         assert {"device", "driver", "torch", "cuda", "date"} <= set(each["machine"])
         assert all(check["failure"] == "" for check in each["checks"])
     assert gpu.recorded_results(tmp_path) == {}
-    (tmp_path / "abacus.json").write_text(gpu.as_json([], [], {"device": "Abacus"}))
+    (tmp_path / "abacus.json").write_text(gpu.report([], [], {"device": "Abacus"})[1])
     assert set(gpu.recorded_results(tmp_path)) == {"Abacus"}
 
 
@@ -188,7 +191,7 @@ def leave_the_copies(*lists, **numbers):
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        (forget_the_overflow, "wrote something though found_inf was 1"),
+        (forget_the_overflow, "wrote something although found_inf was 1"),
         (leave_the_copies, "not the parameter, rounded"),
         (step_twice, "from float64"),
     ],
@@ -199,7 +202,7 @@ def test_a_broken_step_is_caught(monkeypatch, broken, said):
         right = lists[0][0].dtype == torch.float64
         (kernels.adam_ if right else broken)(*lists, **numbers)
 
-    rules = gpu_step_checks.RULES
+    rules = gpu_checks.RULES
     monkeypatch.setitem(rules, "adam_", dataclasses.replace(rules["adam_"], step=on_one_device))
     failed = [check for check in run_step_checks("cpu", lists=2, largest=50) if check.failure]
     assert {check.name.split()[0] for check in failed} == {"adam_"}
@@ -208,5 +211,5 @@ def test_a_broken_step_is_caught(monkeypatch, broken, said):
 
 
 def test_quartiles():
-    assert gpu_clock.quartiles([2.0]) == (2.0, 2.0)
-    assert gpu_clock.quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 4.0)
+    assert quartiles([2.0]) == (2.0, 2.0)
+    assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 4.0)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from amplab.bench import optimizer_rows
+from amplab.bench import optimizers
 
 SHAPES = ((5, 3), (40,))
 
@@ -13,8 +13,8 @@ def weights(monkeypatch):
     """A function of a case and a side: what three runs leave of the weights."""
     made = []
     for name in ("_Training", "_Masters"):
-        kept = getattr(optimizer_rows, name)
-        monkeypatch.setattr(optimizer_rows, name, lambda *args, kept=kept: made.append(kept(*args)) or made[-1])
+        kept = getattr(optimizers, name)
+        monkeypatch.setattr(optimizers, name, lambda *args, kept=kept: made.append(kept(*args)) or made[-1])
 
     def run(case, name):
         made.clear()
@@ -31,8 +31,8 @@ def weights(monkeypatch):
 
 @pytest.mark.parametrize("index", range(5))
 def test_both_sides_step_to_the_same_weights(weights, index):
-    case = optimizer_rows.optimizer_cases(SHAPES, SHAPES)[index]
-    start = optimizer_rows.random_tensors(SHAPES)
+    case = optimizers.optimizer_cases(SHAPES, SHAPES)[index]
+    start = optimizers.random_tensors(SHAPES)
     ours, theirs = weights(case, "ours"), weights(case, "theirs")
     for mine, other in zip(ours, theirs, strict=True):
         assert torch.allclose(mine, other, rtol=1e-5, atol=1e-6)
@@ -40,6 +40,6 @@ def test_both_sides_step_to_the_same_weights(weights, index):
 
 
 def test_the_small_list_is_the_transformers():
-    small = [case for case in optimizer_rows.optimizer_cases(SHAPES) if "small" in case.name]
+    small = [case for case in optimizers.optimizer_cases(SHAPES) if "small" in case.name]
     assert [case.make().ours.run() for case in small] == [None, None]
     assert all(case.make().details["elements"] > 800_000 for case in small)

@@ -3,9 +3,9 @@
 import io
 
 from amplab.bench import Goal, Row
-from amplab.bench.progress import Progress
+from amplab.bench.suites import Progress
 
-ROW = Row("a", "b", 2.0, (1.9, 2.1), Goal("at least", 3.0), False)
+ROW = Row("a", "b", Goal("at least", 3.0), 2.0, (1.9, 2.1))
 
 
 class Terminal(io.StringIO):

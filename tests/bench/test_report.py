@@ -5,8 +5,8 @@ import json
 from amplab.bench import BenchResults, Goal, Row, as_json, as_text
 
 ROWS = (
-    Row("unscale_", "torch's", 3.456, (3.1, 3.9), Goal("at least", 3.0), True, {"ours_ms": 0.5, "tensors": 7}),
-    Row("engine, MLP", "torch.autocast", 1.1, (1.0, 1.25), Goal("at most", 1.08), False),
+    Row("unscale_", "torch's", Goal("at least", 3.0), 3.456, (3.1, 3.9), {"ours_ms": 0.5, "tensors": 7}),
+    Row("engine, MLP", "torch.autocast", Goal("at most", 1.08), 1.1, (1.0, 1.25)),
 )
 RESULTS = BenchResults("scaler", {"cpu": "Abacus", "threads": 1, "load": 0.5}, ROWS)
 
@@ -25,10 +25,9 @@ def test_table():
 
 
 def test_columns_of_what_was_timed_beside():
-    beside = Row(
-        "unscale_", "torch's", 2.0, (2.0, 2.0), Goal("at least", 1.8), True, {"ours_ms": 2.0, "python_ms": 25.0}
-    )
-    bound = Row("copy", "torch's", 2.0, (2.0, 2.0), Goal("at least", 1.8), True, {"ours_ms": 2.0, "bound_ms": 1.5})
+    goal = Goal("at least", 1.8)
+    beside = Row("unscale_", "torch's", goal, 2.0, (2.0, 2.0), {"ours_ms": 2.0, "python_ms": 25.0})
+    bound = Row("copy", "torch's", goal, 2.0, (2.0, 2.0), {"ours_ms": 2.0, "bound_ms": 1.5})
     assert as_text(BenchResults("kernels", {}, (beside, bound))).splitlines()[:4] == [
         "what      against  ratio  quartiles  goal        python  of bound",
         "-----------------------------------------------------------------",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from amplab.bench import rule_rows
+from amplab.bench import optimizers
 
 SHAPES = ((5, 3), (40,))
 RUNS = 3
@@ -12,8 +12,8 @@ RUNS = 3
 @pytest.fixture
 def trained(monkeypatch):
     """A function of a case and a side: what some runs leave of the weights and, by its names, of the state."""
-    kept = rule_rows.random_tensors
-    monkeypatch.setattr(rule_rows, "random_tensors", lambda *args: torch.manual_seed(0) and kept(*args))
+    kept = optimizers.random_tensors
+    monkeypatch.setattr(optimizers, "random_tensors", lambda *args: torch.manual_seed(0) and kept(*args))
 
     def run(case, name):
         side = getattr(case.make(), name)
@@ -29,7 +29,7 @@ def trained(monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("case", rule_rows.rule_cases(SHAPES), ids=lambda case: case.name.split()[0])
+@pytest.mark.parametrize("case", optimizers.rule_cases(SHAPES), ids=lambda case: case.name.split()[0])
 def test_both_sides_step_to_the_same_weights(trained, case):
     ours, theirs = trained(case, "ours"), trained(case, "theirs")
     assert ours.keys() == theirs.keys()
@@ -40,6 +40,6 @@ def test_both_sides_step_to_the_same_weights(trained, case):
 
 
 def test_every_case_names_a_rule_of_its_own():
-    cases = rule_rows.rule_cases(SHAPES)
+    cases = optimizers.rule_cases(SHAPES)
     assert len({case.name for case in cases}) == len(cases)
     assert [case.make().details for case in cases] == [{"tensors": 2, "elements": 55}] * len(cases)

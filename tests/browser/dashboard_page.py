@@ -7,7 +7,7 @@ from playwright.sync_api import Locator, expect
 
 __all__ = ["DashboardPage"]
 
-# Columns of a canvas in which the given colour is painted.
+# Columns of a canvas in which the given color is painted.
 PAINTED = """(canvas, [red, green, blue]) => {
   const { width, height } = canvas;
   const pixels = canvas.getContext("2d").getImageData(0, 0, width, height).data;

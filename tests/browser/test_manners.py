@@ -85,7 +85,7 @@ def test_keys_drive_it_and_stay_in_it(dashboard: DashboardPage) -> None:
     assert dashboard.step == before + 1
 
 
-def test_overrides_that_make_no_sense_are_greyed_with_the_reason(dashboard: DashboardPage) -> None:
+def test_overrides_without_meaning_are_disabled_with_the_reason(dashboard: DashboardPage) -> None:
     masters = dashboard.root.get_by_label("master_weights")
     expect(masters).to_be_disabled()
     expect(dashboard.root.locator(".amp-off", has_text="master_weights")).to_contain_text("need no masters")

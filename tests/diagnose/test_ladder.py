@@ -79,7 +79,7 @@ def test_gradients_that_vanish_climb_to_the_dynamic_scale():
 def test_a_run_that_float32_cannot_do_either_is_not_recommended():
     report = climb(healthy, optimizer=lambda weights: torch.optim.SGD(weights, lr=1e30))
     assert report.recommended.failure is not None
-    assert str(report).startswith("No rung holds, nor does fp32")
+    assert str(report).startswith("No rung holds, not even fp32")
 
 
 def test_a_score_decides_too():
@@ -105,7 +105,7 @@ def test_every_rung_starts_alike_and_leaves_the_random_numbers():
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
-    [({"steps": 3}, "at least 8 steps"), ({"rungs": {}}, "0 rungs"), ({"data": iter(())}, "no batch")],
+    [({"steps": 3}, "at least 8 steps"), ({"rungs": {}}, "0 rungs"), ({"data": iter(())}, "0 batches")],
 )
 def test_refusals(changes, sentence):
     with pytest.raises(ValueError, match=sentence):
@@ -165,9 +165,9 @@ def scored(*scores):
 
 def test_a_score_that_is_nan_does_not_win():
     report = climb(healthy, evaluate=scored(math.nan, 0.5), rungs=TWO)
-    assert report.rungs[0].failure == "score nan: no number to go by"
+    assert report.rungs[0].failure == "score nan is not finite"
     assert report.recommended.name == "fp32"
-    assert "evaluate gave NaN for O1, so these do not hold: look at evaluate first." in str(report)
+    assert "evaluate returned NaN for O1, so these do not hold: check evaluate first." in str(report)
 
 
 @pytest.mark.parametrize("score", [math.inf, -math.inf])
@@ -177,8 +177,8 @@ def test_nor_does_one_that_is_infinite(score):
 
 def test_a_reference_without_a_score_lets_the_losses_decide():
     report = climb(healthy, evaluate=scored(0.5, math.nan), rungs=TWO)
-    assert [rung.failure for rung in report.rungs] == [None, "score nan: no number to go by"]
-    assert "evaluate gave NaN for fp32" in str(report)
+    assert [rung.failure for rung in report.rungs] == [None, "score nan is not finite"]
+    assert "evaluate returned NaN for fp32" in str(report)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_a_reference_without_a_score_lets_the_losses_decide():
         ({"data": None}, TypeError, "data=NoneType: expected one batch (a tensor, a tuple or a dict), a list"),
         ({"data": "batch"}, TypeError, "data=str: expected one batch"),
         ({"data": lambda: 0}, TypeError, "data is called with 1 argument, and lambda() takes fewer"),
-        ({"optimizer": "sgd"}, TypeError, "optimizer=str: expected a function that makes one"),
+        ({"optimizer": "sgd"}, TypeError, "optimizer=str: expected a function that makes an optimizer"),
         ({"optimizer": lambda: 0}, TypeError, "optimizer is called with the parameters, and lambda() takes fewer"),
         ({"optimizer": lambda weights: None}, TypeError, "optimizer returned NoneType: expected a torch optimizer"),
     ],
@@ -223,7 +223,7 @@ def test_a_class_that_needs_arguments_makes_no_model():
 
 def test_the_same_model_for_every_rung_is_refused():
     model = healthy()
-    with pytest.raises(ValueError, match="make_model returned the same model twice: expected a fresh one"):
+    with pytest.raises(ValueError, match="make_model returned the same model twice"):
         ladder(lambda: model, batch, loss=F.cross_entropy, tell=str, steps=8)
 
 

@@ -3,7 +3,7 @@
 import pytest
 from html_outline import outline
 
-from amplab.display.html import chip, dtype_chips, figures, folded_part, html_table, key, name, page, ribbon
+from amplab.display.html import chip, dtype_chips, figures, html_table, key, name, page, ribbon
 from amplab.display.palette import PALETTE
 
 EVIL = '<b onclick="x">&'
@@ -12,11 +12,11 @@ EVIL = '<b onclick="x">&'
 def test_what_a_user_calls_things_cannot_write_into_the_page():
     table = html_table([EVIL], [[EVIL]], caption=EVIL, groups=[EVIL])
     band = ribbon([(EVIL, True, 1, EVIL)], EVIL)
-    parts = (table, band, figures({EVIL: EVIL}), folded_part(EVIL, ""), chip(EVIL), dtype_chips(EVIL), name(EVIL),
+    parts = (table, band, figures({EVIL: EVIL}), chip(EVIL), dtype_chips(EVIL), name(EVIL),
              key([EVIL], casts=True))  # fmt: skip
     read = outline(page(EVIL, *parts))
     assert "b" not in read.counts
-    assert read.text.count(EVIL) == 12
+    assert read.text.count(EVIL) == 11
     assert {each["data-dtype"] for _, each in read.tags if "data-dtype" in each} == {EVIL, ""}
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from amplab import kernels
-from amplab.kernels import BuildReport, build, cache, recipe
-from amplab.kernels.build import KernelLibrary
+from amplab.kernels.builder import BuildReport, KernelLibrary, cache, recipe
+from amplab.kernels.builder import library as build
 
 PARTS = 2  # libraries that are compiled side by side
 
@@ -347,11 +347,11 @@ def test_every_source_is_in_one_part():
 
 
 def test_a_cuda_source_is_in_the_part_of_what_it_is_called_by(tmp_path):
-    cpp = tuple(tmp_path / f"{name}.cpp" for name in ("remembered_cuda", "steps", "unscale"))
+    cpp = tuple(tmp_path / f"{name}.cpp" for name in ("tensor_table_cuda", "steps", "unscale"))
     cuda = tuple(tmp_path / f"{name}.cu" for name in ("layerwise_steps", "unscale"))
     parts = recipe.Recipe(cpp, cuda, (), (), (), ()).parts
     assert [{path.name for path in part} for part in parts] == [
-        {"remembered_cuda.cpp", "unscale.cpp", "unscale.cu"},
+        {"tensor_table_cuda.cpp", "unscale.cpp", "unscale.cu"},
         {"steps.cpp", "layerwise_steps.cu"},
     ]
 
@@ -524,14 +524,14 @@ def test_an_untrusted_build_is_named_in_one_warning(library, tmp_path, monkeypat
 IMPOSTORS = ("amplab", "ninja", "setuptools", "shlex", "torch")
 BUILD_ELSEWHERE = """
 import os, sys
-from amplab.kernels import build, recipe
+from amplab.kernels.builder import KernelLibrary, recipe
 made = recipe.current_recipe()
 made.__dict__["key"] = "no-such-key"
 os.chdir(sys.argv[1])
 sys.path[:0] = ["", sys.argv[1]]
 os.environ["PYTHONPATH"] = os.pathsep.join(["", ".", sys.argv[1], os.environ["PYTHONPATH"]])
 try:
-    build.KernelLibrary(lambda: made).require()
+    KernelLibrary(lambda: made).require()
 except RuntimeError as error:
     print(error)
 """

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from amplab.kernels import recipe
+from amplab.kernels.builder import recipe
 
-KERNELS = Path(recipe.__file__).parent
+KERNELS = recipe.SOURCES
 SOURCES = sorted(KERNELS.glob("*.cu"))
 # What is assembled from which PTX: three compilations, since each takes longer than the assembly.
 ARCHITECTURES = {75: (75,), 80: (80, 86, 89), 90: (90, 100, 120)}
@@ -65,7 +65,7 @@ def compiled(request, tmp_path_factory):
     whole = folder / "cuda.cu"
     whole.write_text("\n".join(path.read_text() for path in SOURCES))  # as load_inline does
     codes = ",".join(f"sm_{architecture}" for architecture in ARCHITECTURES[request.param])
-    include = [f"-I{KERNELS}", f"-I{Path(torch.__file__).parent / 'include'}"]
+    include = [*recipe.INCLUDES, f"-I{Path(torch.__file__).parent / 'include'}"]
     command = [nvcc, *FLAGS, f"-gencode=arch=compute_{request.param},code=[{codes}]", *include]
     command += ["--keep", "--keep-dir", str(folder), "-fatbin", str(whole), "-o", str(folder / "all.fatbin")]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -147,7 +147,7 @@ def test_the_cpp_side_of_a_cuda_build_compiles(tmp_path, part):
     whole.write_text(
         "\n".join(path.read_text() for path in recipe.current_recipe().parts[part] if path.suffix == ".cpp")
     )
-    include = [f"-I{KERNELS}", f"-I{Path(torch.__file__).parent / 'include'}"]
+    include = [*recipe.INCLUDES, f"-I{Path(torch.__file__).parent / 'include'}"]
     command = [compiler, "-std=c++20", "-DUSE_CUDA", *include, "-fsyntax-only", str(whole)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

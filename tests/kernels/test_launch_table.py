@@ -4,11 +4,10 @@ import ctypes
 import random
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
-from amplab.kernels import recipe
+from amplab.kernels.builder import recipe
 
 SOURCE = """
 #include "launch_table.h"
@@ -67,8 +66,7 @@ def header(tmp_path_factory):
     source, library = folder / "table.cpp", folder / "table.so"
     source.write_text(SOURCE)
     flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    include = f"-I{Path(recipe.__file__).parent}"
-    subprocess.run([compiler, *flags, include, str(source), "-o", str(library)], check=True)
+    subprocess.run([compiler, *flags, *recipe.INCLUDES, str(source), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))
 
 

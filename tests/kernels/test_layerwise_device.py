@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from amplab.kernels import layerwise_steps
+from amplab.kernels.builder import recipe
 from amplab.kernels.layerwise_steps import multi_tensor_lamb__reference, multi_tensor_novograd__reference
 
 HERE = Path(__file__).parent
@@ -26,7 +26,7 @@ def device(tmp_path_factory):
         pytest.skip("no C++ compiler on PATH")
     library = tmp_path_factory.mktemp("on_host") / "layerwise.so"
     flags = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", "-U_FORTIFY_SOURCE"]
-    include = [f"-I{HERE}", f"-I{Path(layerwise_steps.__file__).parent}"]
+    include = [f"-I{HERE}", *recipe.INCLUDES]
     subprocess.run([compiler, *flags, *include, str(HERE / "layerwise_on_host.cpp"), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))
 

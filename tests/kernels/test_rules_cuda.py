@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from amplab.kernels import adaptive_steps, layerwise_steps, recipe
+from amplab.kernels import adaptive_steps, layerwise_steps
+from amplab.kernels.builder import recipe
 
-FOLDER = Path(recipe.__file__).parent
+FOLDER = recipe.SOURCES
 FLAGS = ["-std=c++17", "-O3", "-DNDEBUG", "-DUSE_CUDA", "--expt-relaxed-constexpr", "--fmad=false"]
 # How many kernels each source makes: rules in floats and doubles, dense and strided, and what they share.
 KERNELS = {"adaptive_steps": 6 * 2 * 2 + 1, "layerwise_steps": 2 * 2 * 3 + 2 + 2 + 1}
@@ -24,7 +25,7 @@ def compiled(request, tmp_path_factory):
     if nvcc is None:
         pytest.skip("no nvcc on PATH")
     source, folder = FOLDER / f"{request.param}.cu", tmp_path_factory.mktemp("cuda")
-    include = [f"-I{Path(torch.__file__).parent / 'include'}", f"-I{FOLDER}"]
+    include = [f"-I{Path(torch.__file__).parent / 'include'}", *recipe.INCLUDES]
     kept = ["--keep", "--keep-dir", str(folder), "-cubin", str(source), "-o", str(folder / "a.cubin")]
     command = [nvcc, *FLAGS, "-arch=sm_90", "-Xptxas", "-v", *include, *kept]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

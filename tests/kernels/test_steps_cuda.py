@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from amplab.kernels import recipe
+from amplab.kernels.builder import recipe
 
-SOURCE = Path(recipe.__file__).with_name("steps.cu")
+SOURCE = recipe.SOURCES / "steps.cu"
 FLAGS = ["-std=c++17", "-O3", "-DNDEBUG", "-DUSE_CUDA", "--expt-relaxed-constexpr", "--fmad=false"]
 RULES = ("PlainSgd", "MomentumSgd", "Adam")
 
@@ -22,7 +22,7 @@ def compiled(tmp_path_factory):
     if nvcc is None:
         pytest.skip("no nvcc on PATH")
     folder = tmp_path_factory.mktemp("cuda")
-    include = [f"-I{Path(torch.__file__).parent / 'include'}", f"-I{SOURCE.parent}"]
+    include = [f"-I{Path(torch.__file__).parent / 'include'}", *recipe.INCLUDES]
     kept = ["--keep", "--keep-dir", str(folder), "-cubin", str(SOURCE), "-o", str(folder / "a.cubin")]
     command = [nvcc, *FLAGS, "-arch=sm_90", "-Xptxas", "-v", *include, *kept]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

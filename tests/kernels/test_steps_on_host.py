@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from amplab.kernels import adaptive_steps, steps
+from amplab.kernels.builder import recipe
 
 HERE = Path(__file__).parent
 STORED = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3, None: 4}
@@ -40,7 +41,7 @@ def device(tmp_path_factory):
         pytest.skip("no C++ compiler on PATH")
     library = tmp_path_factory.mktemp("on_host") / "steps.so"
     flags = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", "-U_FORTIFY_SOURCE"]
-    include = [f"-I{HERE}", f"-I{Path(steps.__file__).parent}"]
+    include = [f"-I{HERE}", *recipe.INCLUDES]
     subprocess.run([compiler, *flags, *include, str(HERE / "steps_on_host.cpp"), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))
 

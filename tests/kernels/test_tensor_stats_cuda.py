@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from amplab.kernels import recipe
+from amplab.kernels.builder import recipe
 
-FOLDER = Path(recipe.__file__).parent
+FOLDER = recipe.SOURCES
 FLAGS = ["-std=c++17", "-O3", "-DNDEBUG", "-DUSE_CUDA", "--expt-relaxed-constexpr", "-arch=sm_90", "-Xptxas", "-v"]
 ENTRIES = {"tensor_stats": 4 + 1, "update_scale": 2}  # a kernel for each dtype; one that clears the table
 
@@ -23,7 +23,7 @@ def compiled(request, tmp_path_factory):
         pytest.skip("no nvcc on PATH")
     folder = tmp_path_factory.mktemp("cuda")
     source = FOLDER / f"{request.param}.cu"
-    include = [f"-I{Path(torch.__file__).parent / 'include'}", f"-I{FOLDER}"]
+    include = [f"-I{Path(torch.__file__).parent / 'include'}", *recipe.INCLUDES]
     keep = ["--keep", "--keep-dir", str(folder)]
     command = [nvcc, *FLAGS, *include, *keep, "-cubin", str(source), "-o", str(folder / "a.cubin")]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

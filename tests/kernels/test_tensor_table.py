@@ -21,7 +21,7 @@ def served(request, monkeypatch):
     if request.param == "kernel":
         request.getfixturevalue("built")
     else:
-        monkeypatch.setattr("amplab.kernels.remembered.Remembered._is_known", lambda self: False)
+        monkeypatch.setattr("amplab.kernels.tensor_table.TensorTableHandle.is_ready", lambda self: False)
     return request.param
 
 
@@ -142,8 +142,8 @@ def test_gradients_that_share_memory_are_left_to_the_operator_that_names_them(bu
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
-        (torch.ones(2), "TensorTable got a Tensor: expected a list of them"),
-        ([torch.ones(2), None], r"tensors\[1\] is a NoneType: TensorTable expected tensors"),
+        (torch.ones(2), "TensorTable got a Tensor: expected a list"),
+        ([torch.ones(2), None], r"tensors\[1\] is a NoneType: expected a tensor"),
     ],
 )
 def test_what_is_no_list_of_tensors_is_refused(tensors, words):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from amplab.kernels import recipe
+from amplab.kernels.builder import recipe
 from amplab.kernels.tensor_stats import tensor_stats_reference
 
 WRAPPER = """
@@ -63,9 +63,8 @@ def header(request, tmp_path_factory):
     source, library = folder / "wrapper.cpp", folder / "wrapper.so"
     source.write_text(WRAPPER)
     warnings = ["-Wall", "-Wextra", "-Werror", "-Wno-ignored-attributes"]
-    include = f"-I{recipe.current_recipe().headers[0].parent}"
     options = ["-std=c++17", "-O2", *warnings, "-ffp-contract=off", "-shared", "-fPIC", *flags]
-    subprocess.run([compiler, *options, include, str(source), "-o", str(library)], check=True)
+    subprocess.run([compiler, *options, *recipe.INCLUDES, str(source), "-o", str(library)], check=True)
     loaded = ctypes.CDLL(str(library))
     assert loaded.has_lanes() == lanes
     return loaded

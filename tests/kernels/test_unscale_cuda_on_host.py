@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from amplab.kernels import unscale
+from amplab.kernels.builder import recipe
 
 HERE = Path(__file__).parent
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -61,7 +62,7 @@ def kernels(tmp_path_factory):
     folder = tmp_path_factory.mktemp("on_host")
     source, library = HERE / "unscale_on_host.cpp", folder / "kernels.so"
     flags = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", "-U_FORTIFY_SOURCE"]
-    include = [f"-I{HERE}", f"-I{Path(unscale.__file__).parent}"]
+    include = [f"-I{HERE}", *recipe.INCLUDES]
     subprocess.run([compiler, *flags, *include, str(source), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))
 

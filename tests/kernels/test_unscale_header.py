@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from amplab.kernels import recipe
+from amplab.kernels.builder import recipe
 
 WRAPPER = """
 #include "unscale.h"
@@ -40,8 +40,7 @@ def header(tmp_path_factory):
     source, library = folder / "wrapper.cpp", folder / "wrapper.so"
     source.write_text(WRAPPER)
     flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-shared", "-fPIC"]
-    include = f"-I{recipe.current_recipe().headers[0].parent}"
-    subprocess.run([compiler, *flags, include, str(source), "-o", str(library)], check=True)
+    subprocess.run([compiler, *flags, *recipe.INCLUDES, str(source), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))
 
 

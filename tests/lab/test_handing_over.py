@@ -170,7 +170,7 @@ def test_a_scaler_and_autocast_go_together():
     found = amplab.first_nonfinite(
         net(), X, loss=lambda out: out.sum() * 4, scaler=torch.amp.GradScaler("cpu"), autocast={"dtype": torch.float16}
     )
-    assert (found.cause, found.setting.face, found.setting.loss_scale) == ("scale", "torch", 2.0**16)
+    assert (found.cause, found.setting.api_style.value, found.setting.loss_scale) == ("scale", "torch", 2.0**16)
 
 
 @pytest.mark.parametrize("tool", ["first_nonfinite", "doctor"])

@@ -16,8 +16,8 @@ import torch
 from amplab.formats import exponent_histogram
 from amplab.lab import ExperimentConfig, GradientSample, RunLog, StepRecord, load_run, runs_directory
 from amplab.lab.events import MixedScales
+from amplab.lab.findings import observed_run
 from amplab.lab.history import row_of
-from amplab.lab.observed_run import observed_run
 from amplab.lab.run_log import free_path, new_path
 from amplab.lab.watched_run import WatchedRun
 
@@ -114,7 +114,7 @@ def loaded(tmp_path, losses, version, config=WATCHED):
 )
 def test_a_loss_that_was_not_told_comes_back_as_none(tmp_path, version, losses, untold):
     run = loaded(tmp_path, losses, version)
-    assert run.history.untold_losses() == untold
+    assert run.history.missing_losses() == untold
     steps = observed_run(run.history, run.config)
     assert [step.loss is None for step in steps] == [number in untold for number in range(3)]
     assert [math.isnan(record.loss) for record in run.history.records()] == [each != "0.5" for each in losses]
@@ -127,7 +127,7 @@ def test_a_loss_that_was_not_told_is_null_in_the_log(tmp_path):
     log.append_row((0, None, *row_of(RECORDS[0])[2:]))
     log.close()
     assert json.loads((tmp_path / "told.jsonl").read_text(encoding="utf-8").splitlines()[1])[1] is None
-    assert load_run(tmp_path / "told.jsonl").history.untold_losses() == {0}
+    assert load_run(tmp_path / "told.jsonl").history.missing_losses() == {0}
 
 
 def test_the_scales_of_a_step_come_back_in_a_line_of_their_own(tmp_path):
@@ -174,7 +174,7 @@ def test_cut_anywhere_in_the_last_line_it_loads_and_says_so(path, tmp_path):
         cut.write_bytes(data[:end])
         run = load_run(cut)
         assert (len(run.history), run.truncated) == (4, True), end
-    assert str(run).endswith("; the last line was cut off and is left out")
+    assert str(run).endswith("; the last line was cut off and is dropped")
     cut.write_bytes(data[:-1])  # only the newline is missing: the line is whole
     assert (len(load_run(cut).history), load_run(cut).truncated) == (5, False)
 
@@ -182,12 +182,12 @@ def test_cut_anywhere_in_the_last_line_it_loads_and_says_so(path, tmp_path):
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (b"", "is empty: expected a run log of amplab"),
-        (b"step,loss\n0,2.3\n", "does not start with the header of a run: expected a run log of amplab"),
-        (b"\x89PNG\r\n\x1a\n\xff\xfe", "does not start with the header of a run"),
-        (b'{"cells": []}\n', "does not start with the header of a run"),
-        (b'{"amplab_run": 1, "amplab": "0.1', "does not start with the header of a run"),
-        (b'{"amplab_run": 9, "amplab": "7.0"}\n', "a run log of format 9, written by amplab 7.0: this amplab"),
+        (b"", "empty file; expected a run log of amplab"),
+        (b"step,loss\n0,2.3\n", "no run log; expected a run log of amplab"),
+        (b"\x89PNG\r\n\x1a\n\xff\xfe", "no run log"),
+        (b'{"cells": []}\n', "no run log"),
+        (b'{"amplab_run": 1, "amplab": "0.1', "no run log"),
+        (b'{"amplab_run": 9, "amplab": "7.0"}\n', "a run log of format 9, written by amplab 7.0"),
         (b'{"amplab_run": 1, "columns": ["step"], "config": ""}\n', "the header is damaged"),
     ],
 )
@@ -211,7 +211,7 @@ def test_a_blank_line_at_the_end_does_no_harm(path):
 
 
 def test_a_folder_is_no_run_log(tmp_path):
-    with pytest.raises(ValueError, match="is a folder: expected one run log in it"):
+    with pytest.raises(ValueError, match="a folder; expected the path of one run log"):
         load_run(tmp_path)
 
 
@@ -231,7 +231,7 @@ def test_damage_before_the_last_line_is_named(path, damage):
     lines = path.read_text(encoding="utf-8").splitlines()
     lines[2] = damage
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="line 3 is damaged, and it is not the last one; the 1 steps before it"):
+    with pytest.raises(ValueError, match="line 3 is damaged"):
         load_run(path)
 
 
@@ -242,7 +242,7 @@ def test_steps_that_were_lost_or_doubled_are_named(tmp_path, kept, held):
     with_steps.close()
     rows = [f'[{step},1.0,2.0,2.0,false,null,"O1",null,0.1,null,-3.0]\n' for step in kept]
     path.write_text(path.read_text(encoding="utf-8") + "".join(rows), encoding="utf-8")
-    with pytest.raises(ValueError, match=rf"holds step {held} where step \d was expected: lines were lost or doubled"):
+    with pytest.raises(ValueError, match=rf"holds step {held}; expected step \d"):
         load_run(path)
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from amplab.lab.thinning import BLOCK, BlockExtremes, extreme_rows, thin
+from amplab.lab.history import BLOCK, BlockExtremes, extreme_rows, thin
 
 NONFINITE = [math.nan, math.inf, -math.inf]
 VALUES = st.lists(st.floats(-1e3, 1e3, width=16) | st.sampled_from(NONFINITE), min_size=1, max_size=300)

@@ -35,9 +35,9 @@ def test_options_of_both(options, error, words):
     ("model", "optimizer", "error", "words"),
     [
         (None, None, TypeError, "model=NoneType: expected a torch.nn.Module."),
-        (nn.ReLU(), None, TypeError, "optimizer=NoneType: expected a torch.optim.Optimizer"),
-        (nn.ReLU(), [], TypeError, "optimizer=an empty list: expected a torch.optim.Optimizer"),
-        (nn.ReLU(), [3, "sgd"], TypeError, "optimizer=int, str: expected a torch.optim.Optimizer"),
+        (nn.ReLU(), None, TypeError, "0 optimizers: expected a torch.optim.Optimizer"),
+        (nn.ReLU(), [], TypeError, "0 optimizers: expected a torch.optim.Optimizer"),
+        (nn.ReLU(), [3, "sgd"], TypeError, "optimizer=list of int, str: expected a torch.optim.Optimizer"),
         (nn.Linear(1, 1, device="meta"), None, ValueError, "model=Linear has tensors on the meta device"),
     ],
 )
@@ -60,7 +60,7 @@ def test_a_trainer_that_has_no_optimizer_yet():
 
 def test_methods():
     with watch(*loop()) as w:
-        with pytest.raises(TypeError, match=r"batches\(int\): expected what a for loop goes through"):
+        with pytest.raises(TypeError, match=r"batches\(int\): expected an iterable"):
             next(w.batches(3))
         with pytest.raises(TypeError, match=r"subscribe\(3\): expected a function of a StepRecord"):
             w.subscribe(3)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from amplab.kernels.recipe import obstacle
+from amplab.kernels.builder.recipe import obstacle
 from amplab.policies import (
     CastingEngine,
     CompiledEngine,

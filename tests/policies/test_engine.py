@@ -271,14 +271,15 @@ def test_installed_in_one_thread_is_not_installed_in_another(engine):
 
 def test_blocks_of_two_engines_end_in_any_order(engine):
     other, weight = CastingEngine(BFLOAT16), torch.nn.Parameter(torch.ones(2, 2))
-    mode = engine.enter()
+    scope, inner = engine.active(), other.active()
+    scope.__enter__()
     _ = X @ weight
-    inner = other.enter()
-    engine.leave(mode)
+    inner.__enter__()
+    scope.leave()
     assert engine.cache_size == 0
     assert dtype() is torch.bfloat16
     _ = X @ weight
-    other.leave(inner)
+    inner.leave()
     assert other.cache_size == 0
 
 

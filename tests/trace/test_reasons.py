@@ -45,9 +45,9 @@ def test_a_listed_op_gives_its_list_and_row():
 
 def test_an_op_in_no_list_falls_through():
     (relu,) = forward(torch.relu, policy=O1)
-    assert relu.reason == "in no list: runs in the dtype of its inputs"
+    assert relu.reason == "in no list: runs in its input dtype"
     *_, relu = forward(lambda w: torch.relu(w.half()), policy=O1)
-    assert relu.reason == "in no list: runs in the dtype of its inputs"
+    assert relu.reason == "in no list: runs in its input dtype"
     assert relu.outputs[0].dtype == torch.float16
 
 
@@ -65,7 +65,7 @@ def test_promotion_by_the_list_and_by_torch():
 def test_without_a_table_every_op_runs_as_it_comes():
     for policy in (None, PrecisionPolicy(table=None)):
         (product,) = forward(lambda w: w @ w, policy=policy, dtype=torch.float16)
-        assert product.reason == "no op list applies: runs in the dtype of its inputs"
+        assert product.reason == "no op list applies: runs in its input dtype"
 
 
 def test_casts_disabled_is_no_table_at_work():
@@ -74,7 +74,7 @@ def test_casts_disabled_is_no_table_at_work():
             return w @ w
 
     (product,) = forward(run, policy=O1)
-    assert product.reason == "no op list applies: runs in the dtype of its inputs"
+    assert product.reason == "no op list applies: runs in its input dtype"
     assert product.outputs[0].dtype == torch.float32
 
 
@@ -163,7 +163,7 @@ def test_mixed_dtypes_of_one_op_are_no_promotion():
     trace = trace_step(model, lambda: model(x).float().square().sum())
     norm = next(record for record in trace if record.op == "batch_norm" and not record.folds)
     assert {info.dtype for info in norm.inputs} == {torch.float16, torch.float32}
-    assert norm.reason == "no op list applies: runs in the dtype of its inputs"
+    assert norm.reason == "no op list applies: runs in its input dtype"
 
 
 def reasons(trace, module):
@@ -180,7 +180,7 @@ def test_a_module_rule_is_the_reason_inside_and_at_its_borders(level):
     trace = trace_step(model, lambda: model(torch.ones(2, 4)).float().sum(), casting=session.casting())
     assert reasons(trace, "1") == [
         "your rule 1=float32: what 1 gets is cast to float32",
-        "your rule 1=float32 in 1: no casts: runs in the dtype of its inputs",
+        "your rule 1=float32 in 1: no casts: runs in its input dtype",
         "your rule 1=float32: what 1 returns is cast to float16",
     ]
     assert not any("rule" in reason for reason in (*reasons(trace, "0"), *reasons(trace, "2")))

@@ -11,7 +11,7 @@ HALF, FLOAT, INDEX = (TensorInfo(dtype, (2, 3)) for dtype in (torch.float16, tor
 
 
 def record(op, inputs, outputs, *, module="fc", phase="forward", **more):
-    given = {"aten": f"aten.{op}.default", "reason": "in no list: runs in the dtype of its inputs", **more}
+    given = {"aten": f"aten.{op}.default", "reason": "in no list: runs in its input dtype", **more}
     return OpRecord(0, op, phase=phase, module=module, inputs=inputs, outputs=outputs, **given)
 
 

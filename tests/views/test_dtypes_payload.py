@@ -30,7 +30,7 @@ def test_a_row_for_each_op_that_computes(traces: dict[str, Trace]) -> None:
     assert linear["module"] == "hidden1"
 
 
-def test_equal_neighbours_alone_are_counted_together(traces: dict[str, Trace]) -> None:
+def test_only_equal_neighbors_are_counted_together(traces: dict[str, Trace]) -> None:
     sides = [row[side] for row in dtypes_payload(traces["O1"])["rows"] for side in ("inputs", "outputs")]
     assert all(left[0] != right[0] for side in sides for left, right in pairwise(side))
 

@@ -6,7 +6,6 @@ Official hooks of `torch.nn.Module`, so a copied model runs as the original does
 pickled one under an equal one. The weights are cast in `model_weights`; engines are in `amplab.policies`.
 """
 
-import contextlib
 import copy
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from amplab.policies import CastingEngine, cast_tree
-from amplab.policies.open_scopes import OpenScopes
+from amplab.policies.thread_scopes import HookScopes
 
 __all__ = ["ForwardHooks", "input_edits"]
 
@@ -44,7 +43,7 @@ class ForwardHooks:
         self.output_dtype = output_dtype
         self.engine = engine
         self.on_cpu_only = on_cpu_only
-        self._scopes = OpenScopes()
+        self._scopes = HookScopes()
 
     def register(self, model: nn.Module) -> list[RemovableHandle]:
         """Hang the hooks on ``model``, inside of any hooks that it has; empty where there is nothing to do."""
@@ -57,14 +56,12 @@ class ForwardHooks:
 
     def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Enter the engine, then cast the inputs."""
-        scope = contextlib.ExitStack()
-        self._scopes.enter(scope)
-        if self.engine is not None and not (self.on_cpu_only and not _on_cpu(model)):
-            scope.enter_context(self.engine.active())
+        engine_rests = self.engine is None or (self.on_cpu_only and not _on_cpu(model))
+        self._scopes.enter(*(() if engine_rests else (self.engine.active(),)))
         if self.input_dtype is None:
             return None
         cast = cast_tree(args, self.input_dtype), cast_tree(kwargs, self.input_dtype)
-        scope.enter_context(input_edits((args, kwargs), cast, self._outward))
+        self._scopes.add(input_edits((args, kwargs), cast, self._outward))
         return cast
 
     def after_forward(self, _model: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
@@ -83,7 +80,7 @@ class ForwardHooks:
         return {**self.__dict__, "_scopes": None}  # the engine pickles as its policy
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _scopes=OpenScopes())
+        self.__dict__.update(state, _scopes=HookScopes())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ForwardHooks":
         return ForwardHooks(

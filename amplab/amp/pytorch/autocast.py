@@ -7,6 +7,7 @@ The checks of its arguments are in `autocast_arguments`, what it does to functio
 """
 
 import dataclasses
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -14,11 +15,13 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from amplab.amp.pytorch.decorated_calls import run_inside
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies import TORCH_CUDA, CastingEngine, PrecisionPolicy, casting_engine, casts_enabled
 from amplab.policies.region_engines import engine_for
+from amplab.policies.thread_scopes import Scope
 
 __all__ = [
     "autocast",
@@ -126,7 +129,10 @@ class autocast:
     def __enter__(self) -> "autocast":
         """Cast from here on, in this thread."""
         engine = self._engine()
-        _THREAD.entries.append((self, engine, None if engine is None else engine.enter()))
+        scope = None if engine is None else engine.active()
+        _THREAD.entries.append((self, engine, scope))
+        if scope is not None:
+            scope.enter(None if is_dynamo_compiling() else sys._getframe(1))
         return self
 
     def __exit__(
@@ -138,11 +144,11 @@ class autocast:
         """Be again as before the last `__enter__` of this instance in this thread."""
         entries = _THREAD.entries
         for index in range(len(entries) - 1, -1, -1):
-            region, engine, mode = entries[index]
+            region, _, scope = entries[index]
             if region is self:
                 del entries[index]
-                if engine is not None:
-                    engine.leave(mode)
+                if scope is not None:
+                    scope.leave()
                 return False
         raise RuntimeError(f"{self!r} is left in a thread that is not in it; leave it in the thread that entered it.")
 
@@ -180,7 +186,7 @@ class _AutocastThread(threading.local):
     """The regions that this thread is in, innermost last, each with its engine and what ends it."""
 
     def __init__(self) -> None:
-        self.entries: list[tuple[autocast, CastingEngine | None, Any]] = []
+        self.entries: list[tuple[autocast, CastingEngine | None, Scope | None]] = []
 
 
 _THREAD = _AutocastThread()

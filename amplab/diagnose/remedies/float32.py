@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from itertools import takewhile
 
-from amplab.diagnose.calls import float32_call
 from amplab.diagnose.remedies.api_styles import Api, ApiStyle
+from amplab.diagnose.remedies.float32_call import float32_call
 from amplab.policies import PrecisionPolicy
 from amplab.trace import OpRecord
 

@@ -22,9 +22,8 @@ from typing import Any
 
 from amplab.diagnose.catalogue import finding
 from amplab.diagnose.finding import Finding, Number
-from amplab.diagnose.rehearsal import Rehearsal
-from amplab.diagnose.rehearsed import GradientWrite, SteppedGradient
 from amplab.diagnose.remedies.api_styles import Api, ApiStyle
+from amplab.diagnose.train_step.rehearsal import GradientWrite, Rehearsal, SteppedGradient
 from amplab.display.numbers import power
 
 __all__ = ["GRADIENT_RULES", "gradient_findings", "may_be_scaled", "may_clip_scaled_gradients", "shared_module"]

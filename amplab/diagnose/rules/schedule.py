@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 
 from amplab.diagnose.catalogue import finding
 from amplab.diagnose.finding import Finding
-from amplab.diagnose.rehearsal import Rehearsal
 from amplab.diagnose.remedies.api_styles import Api
+from amplab.diagnose.train_step.rehearsal import Rehearsal
 from amplab.diagnose.train_step.schedules import ScheduleMove
 
 __all__ = ["SCHEDULE_RULES", "schedule_findings"]

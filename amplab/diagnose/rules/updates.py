@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from amplab.diagnose.catalogue import finding
 from amplab.diagnose.finding import Certainty, Finding, Number
 from amplab.diagnose.observed_step.values import ObservedStep
-from amplab.diagnose.rehearsal import Rehearsal
 from amplab.diagnose.remedies.api_styles import Api
 from amplab.diagnose.rules.gradients import shared_module
 from amplab.diagnose.train_step.lost_updates import LostUpdates
+from amplab.diagnose.train_step.rehearsal import Rehearsal
 
 __all__ = ["never_stepped", "optimizers_left_out", "updates_bound_to_be_lost", "updates_lost"]
 

@@ -48,7 +48,7 @@ function signature(row) {
 
 function opRow(row) {
   const times = row.times > 1 ? h("small", { class: "amp-times" }, ` ×${row.times}`) : null;
-  const note = row.changed ? h("span", { class: "amp-changed", title: "Different from the opt_level before" }, "changed") : null;
+  const note = row.changed ? h("span", { class: "amp-changed", title: "Differs from the previous opt_level" }, "changed") : null;
   return h("tr", { class: [row.cast ? "amp-cast" : "", row.changed ? "amp-row-changed" : ""].join(" ").trim(), "data-phase": row.phase },
     h("td", { class: "amp-num" }, row.index),
     h("td", {}, h("code", { title: `${row.aten}  ${row.shapes}` }, row.op), times, note),
@@ -67,7 +67,7 @@ function dtypePanel() {
   const fill = () => {
     filter.show(phase);
     const shown = rows.filter(kept);
-    made.body.replaceChildren(...(shown.length ? shown.map(opRow) : [emptyRow(5, rows.length ? "No row of this kind." : "The step is being traced …")]));
+    made.body.replaceChildren(...(shown.length ? shown.map(opRow) : [emptyRow(5, rows.length ? "No such row." : "Tracing one step …")]));
   };
   const show = (payload) => {
     rows = payload.rows ?? [];

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import amplab
 from amplab import amp
-from amplab.kernels.recipe import obstacle
+from amplab.kernels.builder.recipe import obstacle
 from amplab.policies import CastingEngine, CompiledEngine, PrecisionPolicy, cpu_half, disable_casts
 
 HALF, BFLOAT16 = torch.float16, torch.bfloat16

@@ -7,11 +7,11 @@ from torch.nn import functional as F
 
 import amplab
 from amplab.amp import Session
-from amplab.diagnose.rehearsal import rehearse
-from amplab.diagnose.rehearsals import rehearse_loop
 from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.diagnose.rules.gradients import gradient_findings
 from amplab.diagnose.rules.raised import finding_of_error
+from amplab.diagnose.train_step.rehearsal import rehearse
+from amplab.diagnose.train_step.rehearse_loop import rehearse_loop
 
 SCALERS = [torch.amp.GradScaler, amplab.GradScaler]
 

@@ -11,9 +11,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, Re
 import amplab
 from amplab.amp import Session
 from amplab.diagnose import doctor
-from amplab.diagnose.rehearsals import rehearse_loop
 from amplab.diagnose.remedies.api_styles import Api, api_style_of
 from amplab.diagnose.rules.schedule import schedule_findings
+from amplab.diagnose.train_step.rehearse_loop import rehearse_loop
 from amplab.diagnose.train_step.schedules import schedulers_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")

@@ -8,10 +8,10 @@ from torch.nn.utils import clip_grad_norm_
 
 from amplab.amp import Session
 from amplab.diagnose import doctor
-from amplab.diagnose.rehearsals import rehearse_loop
 from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.diagnose.rules.gradients import gradient_findings
 from amplab.diagnose.train_step.named_code import clips_of_model_parameters
+from amplab.diagnose.train_step.rehearse_loop import rehearse_loop
 
 
 class Training:

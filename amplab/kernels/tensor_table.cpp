@@ -1,18 +1,18 @@
-// The kernels that work on remembered tensors; schemas are in remembered.py.
-#include "remembered.h"
+// The kernels that work on remembered tensors; schemas are in tensor_table.py.
+#include "tensor_table.h"
 
 #include "unscale_spans.h"
 
 namespace amplab {
 namespace {
 
-void forget_tensors(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
+void delete_tensor_table(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
   const Handle here(stack[1]);
-  delete &remembered(stack[0]);
+  delete &table_of(stack[0]);
 }
 
-void unscale_remembered(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
-  Remembered& list = remembered(stack[0]);
+void unscale_table(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
+  TensorTable& list = table_of(stack[0]);
   const Handle found_inf(stack[1]);
   const Handle inv_scale(stack[2]);
   const Receivers receivers{take_optional(stack[5]), take_optional(stack[6]), take_optional(stack[7])};
@@ -30,8 +30,8 @@ void unscale_remembered(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*out
 }
 
 // Writes the 2-norm of float32 gradients and scales them down to max_norm.
-void clip_remembered(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
-  Remembered& list = remembered(stack[0]);
+void clip_table(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
+  TensorTable& list = table_of(stack[0]);
   const Handle norm(stack[1]);
   const double max_norm = torch::stable::detail::to<double>(stack[2]);
   const auto is_float = [](const TypedSpan& typed) { return typed.input_dtype == kFloat; };
@@ -54,10 +54,10 @@ void clip_remembered(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*output
 }
 
 STABLE_TORCH_LIBRARY_IMPL(amplab, CPU, m) {
-  m.impl("remember_tensors", &remember_tensors);
-  m.impl("forget_tensors", &forget_tensors);
-  m.impl("unscale_remembered_", &unscale_remembered);
-  m.impl("clip_remembered_", &clip_remembered);
+  m.impl("make_tensor_table", &make_tensor_table);
+  m.impl("delete_tensor_table", &delete_tensor_table);
+  m.impl("unscale_table_", &unscale_table);
+  m.impl("clip_table_", &clip_table);
 }
 
 }  // namespace

@@ -1,12 +1,14 @@
-"""What rules read of a watched run: losses as far as they were told, who scaled them, and what skipped steps left."""
+"""What the rules read of a run: the losses that it has, who scaled them, and what skipped steps left."""
 
 import math
 
+import pytest
 import torch
 from torch import nn
 
 import amplab
-from amplab.lab import watch
+from amplab.lab import ExperimentConfig, Trainer, load_run, watch
+from amplab.lab.findings import observed_run
 
 
 def test_a_loss_that_nobody_tells_is_no_loss_of_nan():
@@ -49,3 +51,37 @@ def test_statistics_that_a_skipped_step_has_spoilt_stay_in_sight():
             scaler.step(optimizer)
             scaler.update()
     assert ("nonfinite-buffer", "0") in [(each.name, each.module) for each in w.findings().harmful]
+
+
+@pytest.mark.parametrize(
+    ("fields", "dynamic"),
+    [
+        ({"opt_level": "O0"}, False),
+        ({"opt_level": "O1"}, True),
+        ({"opt_level": "O3"}, False),
+        ({"opt_level": "O3", "loss_scale": "dynamic"}, True),
+        ({"opt_level": "O2", "loss_scale": 128}, False),
+        ({"opt_level": "O2", "loss_scale": 128.0}, False),
+    ],
+)
+def test_a_run_is_dynamic_only_where_its_scale_changes(fields, dynamic, tmp_path):
+    trainer = Trainer(ExperimentConfig(hidden=16, **fields), log=tmp_path / "run.jsonl")
+    trainer.run(1)
+    trainer.stop()
+    trainer.wait()
+    assert load_run(tmp_path / "run.jsonl").config.is_dynamic == dynamic
+    assert observed_run(trainer.history, trainer.config).dynamic == dynamic
+
+
+@pytest.mark.parametrize("scale", [128, 128.0])
+def test_nan_in_the_weights_is_blamed_on_a_static_scale(scale, tmp_path):
+    trainer = Trainer(ExperimentConfig(hidden=16, opt_level="O2", loss_scale=scale), log=tmp_path / "run.jsonl")
+    trainer.run(3)
+    trainer.inject("overflow")
+    trainer.run(6)
+    trainer.stop()
+    trainer.wait()
+    (found,) = [each for each in load_run(tmp_path / "run.jsonl").findings() if each.name == "nonfinite-loss"]
+    assert found.severity == "error"
+    assert "static" in found.cause
+    assert 'loss_scale="dynamic"' in found.remedy

@@ -21,11 +21,11 @@ inline size_t find_tensor_word(const void* const* object, const c10::TensorImpl*
   return found <= object + kLast ? found - object : 0;
 }
 
-class Remembered {
+class TensorTable {
  public:
   // Without `objects`, holds the tensors. With them, the Python objects that do: a count of our own would stop
   // torch.utils.swap_tensors, and with it module.to(). Whoever calls keeps the objects alive.
-  Remembered(std::vector<Handle> tensors, const std::vector<int64_t>& objects) {
+  TensorTable(std::vector<Handle> tensors, const std::vector<int64_t>& objects) {
     tensors_.reserve(tensors.size());
     for (const Handle& tensor : tensors) {
       tensors_.push_back(&tensor.impl());
@@ -138,19 +138,19 @@ class Remembered {
 };
 
 // What an operator answers: how many tensors it worked on, or why it wrote nothing.
-inline int64_t reply(const Remembered& list, const std::vector<TypedSpan>* spans) {
+inline int64_t reply(const TensorTable& list, const std::vector<TypedSpan>* spans) {
   constexpr int64_t kRefused = -1;  // the general operator has to do it
   constexpr int64_t kChanged = -2;  // torch.utils.swap_tensors exchanged a tensor: remember them anew
   return spans != nullptr ? static_cast<int64_t>(spans->size()) : list.is_current() ? kRefused : kChanged;
 }
 
-inline Remembered& remembered(StableIValue value) {
-  return *reinterpret_cast<Remembered*>(torch::stable::detail::to<int64_t>(value));
+inline TensorTable& table_of(StableIValue value) {
+  return *reinterpret_cast<TensorTable*>(torch::stable::detail::to<int64_t>(value));
 }
 
-inline void remember_tensors(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
+inline void make_tensor_table(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
   std::vector<Handle> tensors = take_list(stack[0]);
-  auto* list = new Remembered(std::move(tensors), torch::stable::detail::to<std::vector<int64_t>>(stack[1]));
+  auto* list = new TensorTable(std::move(tensors), torch::stable::detail::to<std::vector<int64_t>>(stack[1]));
   stack[0] = torch::stable::detail::from(reinterpret_cast<int64_t>(list));
 }
 

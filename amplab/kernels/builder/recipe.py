@@ -1,6 +1,6 @@
-"""What is built: sources and flags, and the key that changes whenever either, torch, Python or the CPU does.
+"""What is built: sources and flags, and a key that changes whenever these, torch, Python or the CPU change.
 
-Where the result is kept is in ``cache.py``; who compiles it, in ``compilation.py``.
+Where the result is kept is in ``cache.py``, how it is compiled in ``compilation.py``.
 """
 
 import hashlib
@@ -18,11 +18,24 @@ from pathlib import Path
 import torch
 from torch.torch_version import TorchVersion
 
-__all__ = ["LIBRARY", "Obstacle", "Recipe", "casts_recipe", "current_recipe", "obstacle", "search_path"]
+__all__ = [
+    "INCLUDES",
+    "LIBRARY",
+    "SOURCES",
+    "Obstacle",
+    "Recipe",
+    "casts_recipe",
+    "current_recipe",
+    "obstacle",
+    "search_path",
+]
 
 LIBRARY = "amplab_kernels"
-_HERE = Path(__file__).parent
-_SCALING = ("remembered", "unscale", "update_scale")
+SOURCES = Path(__file__).parents[1]
+"""The folder of the sources; the headers that several of them include are in ``include``."""
+
+INCLUDES = (f"-I{SOURCES}", f"-I{SOURCES / 'include'}")
+_SCALING = ("tensor_table", "unscale", "update_scale")
 
 
 @dataclass(frozen=True)
@@ -38,10 +51,10 @@ class Recipe:
 
     @property
     def parts(self) -> tuple[tuple[Path, ...], ...]:
-        """The sources that are compiled together, each part on a core of its own: the scaling, and all the others.
+        """The sources that are compiled together, each part on a core of its own: scaling, and all others.
 
-        The parts take about as long as each other. More of them would read torch's headers more often, two seconds a
-        time. What one source calls of another is in the same part.
+        Both parts take about the same time. More parts would read torch's headers more often, which takes two seconds
+        each. A source is in the same part as the sources that it calls.
         """
         sources = (*self.cpp, *self.cuda)
         scaling = tuple(path for path in sources if path.stem.startswith(_SCALING))
@@ -50,14 +63,14 @@ class Recipe:
 
     @property
     def what(self) -> str:
-        """In words, for the report."""
+        """A description for the report."""
         devices = "CPU and CUDA" if self.cuda else "CPU"
         sources = (*self.cpp, *self.cuda)
         return f"{devices} kernels from {sources[0].name if len(sources) == 1 else f'{len(sources)} sources'}"
 
     @cached_property
     def key(self) -> str:
-        """The name of the cached build: sha256 over everything that may change its machine code."""
+        """The name of the cached build: sha256 of everything that can change its machine code."""
         digest = hashlib.sha256()
         for path in (*self.cpp, *self.cuda, *self.headers):
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -68,36 +81,36 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why nothing can be built, and what to do about it."""
+    """Why nothing can be built, and the remedy."""
 
     cause: str
     remedy: str
 
 
 def current_recipe() -> Recipe:
-    """The recipe for this machine: CUDA too where there is a CUDA device and nvcc. Sync: none."""
+    """Return the recipe for this machine, with CUDA if there are a CUDA device and nvcc. Sync: none."""
     with_cuda = torch.version.cuda is not None and torch.cuda.device_count() > 0 and _nvcc() is not None
     return Recipe(
-        cpp=tuple(sorted(p for p in _HERE.glob("*.cpp") if p.name != "dispatch_casts.cpp")),
-        cuda=tuple(sorted(_HERE.glob("*.cu"))) if with_cuda else (),
-        headers=tuple(sorted(_HERE.glob("*.h"))),
+        cpp=tuple(sorted(p for p in SOURCES.glob("*.cpp") if p.name != "dispatch_casts.cpp")),
+        cuda=tuple(sorted(SOURCES.glob("*.cu"))) if with_cuda else (),
+        headers=tuple(sorted([*SOURCES.glob("*.h"), *(SOURCES / "include").glob("*.h")])),
         cflags=_cflags() + (("-DUSE_CUDA",) if with_cuda else ()),
-        # A product and a sum must be rounded one after the other, as the reference rounds them.
+        # A product and a sum must be rounded separately, as the reference rounds them.
         cuda_cflags=("-O3", "-DNDEBUG", "-DUSE_CUDA", "--expt-relaxed-constexpr", "--fmad=false"),
         ldflags=() if sys.platform == "win32" else ("-Wl,-s",) if sys.platform == "linux" else (),
     )
 
 
 def casts_recipe() -> Recipe:
-    """The recipe of the casts in the dispatcher; they are the same for every device. Sync: none."""
-    return replace(current_recipe(), cpp=(_HERE / "dispatch_casts.cpp",), cuda=(), headers=(), cflags=_cflags())
+    """Return the recipe of the casts in the dispatcher, which is the same for every device. Sync: none."""
+    return replace(current_recipe(), cpp=(SOURCES / "dispatch_casts.cpp",), cuda=(), headers=(), cflags=_cflags())
 
 
 def obstacle() -> Obstacle | None:
-    """The first thing that is missing for a build, found without compiling anything; None if all is there."""
-    if TorchVersion(torch.__version__) < (2, 10):
+    """Return the first thing that is missing for a build, or None; compiles nothing."""
+    if TorchVersion(torch.__version__) < "2.10":
         return Obstacle(
-            f"the kernels are written for the stable C interface of torch 2.10, and this is torch {torch.__version__}",
+            f"the kernels need the stable C interface of torch 2.10, but this is torch {torch.__version__}",
             "python -m pip install 'torch>=2.10'",
         )
     if find_spec("setuptools") is None:
@@ -111,7 +124,7 @@ def obstacle() -> Obstacle | None:
 
 
 def search_path() -> str:
-    """PATH, and after it the folders where pip puts programs: ninja is found in a venv that is not activated."""
+    """Return PATH plus the folders where pip installs programs: ninja is found in a venv that is not activated."""
     folders = [os.environ.get("PATH", ""), os.path.dirname(sys.executable), sysconfig.get_path("scripts")]
     return os.pathsep.join(folder for folder in folders if folder)
 
@@ -120,12 +133,12 @@ def _cflags() -> tuple[str, ...]:
     if sys.platform == "win32":
         return ("/O2", "/DNDEBUG")
     native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-    # A product and a sum must be rounded one after the other, as torch rounds them.
+    # A product and a sum must be rounded separately, as torch rounds them.
     return ("-O2", native, "-DNDEBUG", "-ffp-contract=off")
 
 
 def _compiler() -> str:
-    """The program that torch will call."""
+    """Return the compiler that torch will call."""
     if sys.platform == "win32":
         return "cl"
     return shlex.split(os.environ.get("CXX") or "c++")[0]
@@ -140,7 +153,7 @@ def _compiler_remedy() -> str:
 
 
 def _nvcc() -> str | None:
-    """Where nvcc lies, by torch's own rules: CUDA_HOME, then PATH, then /usr/local/cuda."""
+    """Return the path of nvcc by torch's own rules: CUDA_HOME, then PATH, then /usr/local/cuda."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if home:
         return shutil.which("nvcc", path=os.path.join(home, "bin"))
@@ -148,7 +161,7 @@ def _nvcc() -> str | None:
 
 
 def _cpu_features() -> str:
-    """What -march=native depends on."""
+    """Return the CPU features that -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -32,8 +32,8 @@ from typing import Literal
 
 import torch
 
-from amplab.kernels import cache
-from amplab.kernels.recipe import Obstacle, Recipe, current_recipe, obstacle
+from amplab.kernels.builder import cache
+from amplab.kernels.builder.recipe import Obstacle, Recipe, current_recipe, obstacle
 
 __all__ = ["BuildReport", "KernelLibrary", "ensure", "report", "settle"]
 
@@ -275,7 +275,7 @@ sys.path += [folder for folder in folders if folder not in sys.path]
 spec = spec_from_file_location("amplab", package + "/__init__.py", submodule_search_locations=[package])
 sys.modules["amplab"] = module_from_spec(spec)
 spec.loader.exec_module(sys.modules["amplab"])
-from amplab.kernels.compilation import compile_key
+from amplab.kernels.builder.compilation import compile_key
 
 compile_key(key)
 """
@@ -293,7 +293,7 @@ class _Builder:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed when the report is made)
         self._process: subprocess.Popen[bytes] | None = None
         self._failure: Obstacle | None = None
-        package = str(Path(__file__).parents[1])
+        package = str(Path(__file__).parents[2])
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _START, recipe.key, package, *_other_folders(sys.path)],
@@ -374,7 +374,7 @@ def _explain(recipe: Recipe, log: bytes) -> Obstacle:
 
 def _frames_to_caller() -> int:
     """Return the stacklevel at which a warning points at the first line outside this package."""
-    package = str(Path(__file__).parents[1]) + os.sep
+    package = str(Path(__file__).parents[2]) + os.sep
     frame: FrameType | None = sys._getframe(1)
     level = 1
     while frame is not None and frame.f_code.co_filename.startswith(package):

@@ -1,4 +1,4 @@
-"""What is measured on a GPU: the cases, their sides, and rows that say "not measured" until they are.
+"""The cases that are measured on a GPU.
 
 ===================================================  =========================  ========
 unscale float32, float16, float16 → float32          copy_ of as many bytes     ≥ 0.92
@@ -8,28 +8,26 @@ unscale and clip                                     torch's two calls          
 the step of FusedAdam                                torch's fused AdamW        ≥ 1
 ===================================================  =========================  ========
 
-Every value is a ratio of times in one run, theirs / ours. How they are timed is in ``gpu_clock.py``.
+Every value is a ratio of times in one run, theirs / ours. How they are timed is in ``gpu.py``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from amplab.bench.interleaved import Contestant
+from amplab.bench.interleaved import Contestant, Pair
 from amplab.bench.rows import Goal
 from amplab.bench.scaler import clipping_against_torch, scaler_against_torch
 from amplab.bench.workloads import resnet50_shapes
 from amplab.kernels import unscale_, unscale_copy
 from amplab.optimizers import FusedAdam
 
-__all__ = ["FULL", "NOT_MEASURED", "SMALL", "GpuCase", "GpuRow", "Sizes", "gpu_cases"]
+__all__ = ["FULL", "SMALL", "GpuCase", "Sides", "Sizes", "gpu_cases"]
 
-NOT_MEASURED = "not measured"
-
-# Not 1.0, which torch's operator does not multiply by, and so near it that repeating leaves no subnormal numbers.
+# Not 1.0, by which torch's operator does not multiply; so close to 1 that repetition makes no subnormal numbers.
 _INVERSE = 1.0 - 2.0**-12
 _ITEM_SIZE = {torch.float16: 2, torch.float32: 4}
 
@@ -39,12 +37,12 @@ Sides = Mapping[str, Contestant]
 
 @dataclass(frozen=True)
 class Sizes:
-    """The lists that are worked on, by name; tests take small ones.
+    """The sizes of the tensor lists; tests take small ones.
 
     Attributes:
-        lists: shapes of the lists that kernels and optimizers work on.
-        calls: (tensors, elements of each) of whole calls.
-        clipped: the same, of what is clipped.
+        lists: shapes of the lists of kernels and optimizers, by name.
+        calls: (tensors, elements of each) of the whole calls.
+        clipped: (tensors, elements of each) of the call that clips.
     """
 
     lists: Mapping[str, Shapes]
@@ -62,14 +60,14 @@ SMALL = Sizes({"few": [(3, 5), (1030,), (1,)], "many": [(7,)] * 5}, ((3, 5), (8,
 
 @dataclass(frozen=True)
 class GpuCase:
-    """Something of ours and what it is compared with.
+    """One of amplab's operations and what it is compared with.
 
     Attributes:
         name: what is timed.
-        goals: by the name of the other side, what theirs / ours has to reach.
-        whole_call: timed by the host's clock, Python and waiting for the device included; else on the device alone.
+        goals: by the name of the other side, the bound of theirs / ours.
+        whole_call: timed by the host's clock, including Python and waiting for the device; else on the device.
         needs: bytes of device memory.
-        make: the sides on a device, ours under "amplab"; called when their turn has come.
+        make: returns the sides on a device, ours under "amplab"; called just before they are measured.
     """
 
     name: str
@@ -77,42 +75,6 @@ class GpuCase:
     whole_call: bool
     needs: int
     make: Callable[[str], Sides]
-
-
-@dataclass(frozen=True)
-class GpuRow:
-    """One comparison, measured or not.
-
-    Attributes:
-        value: median over the rounds of theirs / ours; None where it was not measured.
-        spread: first and third quartile of the same.
-        details: median milliseconds of both, rounds; or why it was not measured.
-    """
-
-    name: str
-    against: str
-    goal: Goal
-    value: float | None = None
-    spread: tuple[float, float] | None = None
-    details: Mapping[str, float | int | str] = field(default_factory=dict)
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the goal is reached; None where nothing was measured."""
-        return None if self.value is None else self.goal.met_by(self.value)
-
-    def entry(self) -> dict[str, object]:
-        """What the JSON says of it."""
-        measured = self.value is not None
-        return {
-            "name": self.name,
-            "against": self.against,
-            "goal": str(self.goal),
-            "value": self.value if measured else NOT_MEASURED,
-            "met": self.met if measured else NOT_MEASURED,
-            "spread": list(self.spread) if self.spread else None,
-            "details": dict(self.details),
-        }
 
 
 def gpu_cases(sizes: Sizes = FULL) -> list[GpuCase]:
@@ -123,7 +85,9 @@ def gpu_cases(sizes: Sizes = FULL) -> list[GpuCase]:
         ("unscale_copy float16 → float32", torch.float16, torch.float32, 1.3),
     )
     cases = [
-        _unscale_case(f"{what}, {name}", shapes, *kind) for name, shapes in sizes.lists.items() for what, *kind in kinds
+        _unscale_case(f"{what}, {name}", shapes, dtype, output, faster)
+        for name, shapes in sizes.lists.items()
+        for what, dtype, output, faster in kinds
     ]
     for count, elements in sizes.calls:
         name = f"GradScaler.unscale_, the whole call, {count} × {elements} float32"
@@ -154,16 +118,16 @@ def _unscale_case(name: str, shapes: Shapes, dtype: torch.dtype, output: torch.d
         found_inf, inverse = torch.zeros(1, device=device), torch.full((1,), _INVERSE, device=device)
         torchs = torch._amp_foreach_non_finite_check_and_unscale_
         inputs = _random(shapes, dtype, device)
+        others = _random(shapes, output, device)
         if dtype == output:
-            others = _random(shapes, dtype, device)
-            ours, theirs = partial(unscale_, inputs, found_inf, inverse), partial(torchs, others, found_inf, inverse)
+            ours = partial(unscale_, inputs, found_inf, inverse)
         else:
-            masters, others = _random(shapes, output, device), _random(shapes, output, device)
-            ours = partial(unscale_copy, inputs, masters, found_inf, inverse)
+            ours = partial(unscale_copy, inputs, _random(shapes, output, device), found_inf, inverse)
 
-            def theirs() -> None:
+        def theirs() -> None:
+            if dtype != output:
                 torch._foreach_copy_(others, inputs)
-                torchs(others, found_inf, inverse)
+            torchs(others, found_inf, inverse)
 
         copy, operator = goals
         return {
@@ -175,7 +139,7 @@ def _unscale_case(name: str, shapes: Shapes, dtype: torch.dtype, output: torch.d
     return GpuCase(name, goals, False, 4 * moved, make)
 
 
-def _call_case(name: str, against: str, goal: float, needs: int, pair: Callable[..., object]) -> GpuCase:
+def _call_case(name: str, against: str, goal: float, needs: int, pair: Callable[..., Pair]) -> GpuCase:
     def make(device: str) -> Sides:
         both = pair(device=device)
         return {"amplab": both.ours, against: both.theirs}

@@ -1,4 +1,4 @@
-"""Compile the kernels in a process of its own, which ``build.py`` starts.
+"""Compile the kernels in a process of its own, which ``library.py`` starts.
 
 A separate process, because `torch.utils.cpp_extension.load_inline` wants ninja on PATH, prints, remembers failures and
 waits forever for the lock of a builder that was killed. None of this may reach the process that trains. The builder
@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from torch.utils.cpp_extension import load_inline
 
-from amplab.kernels.cache import BUILT, building, find, no_folder, publish, writable_folder
-from amplab.kernels.recipe import LIBRARY, Recipe, casts_recipe, current_recipe, search_path
+from amplab.kernels.builder.cache import BUILT, building, find, no_folder, publish, writable_folder
+from amplab.kernels.builder.recipe import LIBRARY, SOURCES, Recipe, casts_recipe, current_recipe, search_path
 
 __all__ = ["compile_key", "compile_libraries"]
 
@@ -82,7 +82,7 @@ def _compile(recipe: Recipe, scratch: Path, part: int) -> Path:
         extra_cflags=list(recipe.cflags),
         extra_cuda_cflags=list(recipe.cuda_cflags),
         extra_ldflags=list(recipe.ldflags),
-        extra_include_paths=[str(Path(__file__).parent)],
+        extra_include_paths=[str(SOURCES), str(SOURCES / "include")],
         build_directory=str(place),
         is_python_module=False,
         no_implicit_headers=True,

@@ -1,4 +1,4 @@
-// What unscale.cu does for tensors that were found already, as in remembered_cuda.cpp. Sync: none.
+// What unscale.cu does for tensors that were found already, as in tensor_table_cuda.cpp. Sync: none.
 #pragma once
 
 #include <vector>

@@ -1,6 +1,6 @@
-"""What is kept of a run: its history in memory, and its log on disk where one is wanted and can be written.
+"""Where a run is kept: its history in memory, and its log on disk if one is wanted and can be written.
 
-A log that cannot be made or written is told through `on_failure`, once, and the run goes on without it.
+A log that cannot be created or written is reported once, through `on_failure`, and the run continues without it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from amplab.lab.history import History, row_of
 from amplab.lab.run_log import RunLog, free_path, new_path
 from amplab.lab.watched_run import WatchedRun
 
-__all__ = ["Recorder"]
+__all__ = ["RunStore"]
 
 
-class Recorder:
+class RunStore:
     """Keeps the steps and the events of one run.
 
-    The log is opened at the first step or event, so a run that never began leaves no file.
+    The log is opened at the first step or event, so a run that never started leaves no file.
 
     Args:
         config: What the run starts with.
-        log: A folder (a new file is named in it), a file (path-2, path-3, … where it is there), or None for no log.
-        on_failure: Called with a sentence when the log fails.
+        log: A folder (a new file is named in it), a file (path-2, path-3, … if it exists), or None for no log.
+        on_failure: Called with a sentence if the log fails.
     """
 
     def __init__(
@@ -46,51 +46,51 @@ class Recorder:
 
     @property
     def log_path(self) -> Path | None:
-        """The file of the log, None before the first step and where there is none."""
+        """The file of the log, None before the first step and without a log."""
         return self._path
 
     def append(self, record: StepRecord) -> None:
-        """Keep one step."""
+        """Add one step."""
         self.append_row(row_of(record))
 
     def append_row(self, row: StepRow) -> None:
-        """Keep one step as its values."""
+        """Add one step as its values."""
         self.history.append_row(row)
         if self._wanted is not None:
-            self._write(RunLog.append_row, row)
+            self._write(self._wanted, RunLog.append_row, row)
 
     def keep(self, sample: GradientSample) -> None:
-        """Keep a histogram of the gradients."""
+        """Add a histogram of the gradients."""
         self.history.keep(sample)
         if self._wanted is not None:
-            self._write(lambda log: log.keep(sample))
+            self._write(self._wanted, RunLog.keep, sample)
 
     def keep_scales(self, mixed: MixedScales) -> None:
-        """Keep the scales of one step's backwards, which were not all the same."""
+        """Add the scales of a step whose backwards had different ones."""
         self.history.keep_scales(mixed)
         if self._wanted is not None:
-            self._write(lambda log: log.keep_scales(mixed))
+            self._write(self._wanted, RunLog.keep_scales, mixed)
 
     def note(self, event: str, *, step: int, **details: object) -> None:
-        """Keep an event; only the log has a place for it."""
+        """Write an event to the log; the history has no place for it."""
         if self._wanted is not None:
-            self._write(lambda log: log.note(event, step=step, **details))
+            self._write(self._wanted, lambda log: log.note(event, step=step, **details))
 
     def flush(self) -> None:
-        """Hand what is written to the operating system."""
-        if self._log is not None:
-            self._write(RunLog.flush)
+        """Pass what is written to the operating system."""
+        if self._wanted is not None and self._log is not None:
+            self._write(self._wanted, RunLog.flush)
 
     def close(self) -> None:
-        """Flush and close the log; what comes later is kept in memory alone."""
-        if self._log is not None:
-            self._write(RunLog.close)
+        """Flush and close the log; later steps are kept in memory only."""
+        if self._wanted is not None and self._log is not None:
+            self._write(self._wanted, RunLog.close)
         self._wanted = self._log = None
 
-    def _write(self, write: Callable[..., object], *values: object) -> None:
+    def _write(self, wanted: Path, write: Callable[..., object], *values: object) -> None:
         try:
             if self._log is None:
-                self._log = self._open(self._wanted)
+                self._log = self._open(wanted)
             write(self._log, *values)
         except OSError as error:
             self._give_up(error)
@@ -108,6 +108,6 @@ class Recorder:
             with suppress(OSError):  # what could not be written before cannot be written now
                 log.close()
         self._on_failure(
-            f"log: cannot write {where} ({error.strerror or error}). The run goes on without a log; to have one, "
-            f"name a folder that can be written in the environment variable AMPLAB_RUNS and begin anew."
+            f"log: cannot write {where} ({error.strerror or error}). The run continues without a log. For a log, set "
+            f"the environment variable AMPLAB_RUNS to a writable folder and reset."
         )

@@ -1,11 +1,11 @@
-"""Run somebody's whole training step once, watch what happens to the gradients on their way, and undo it.
+"""`rehearse`: run a whole train step once, record what happens to its gradients, and restore all state.
 
-    backward     delivers a gradient: its norm is noted
-    a write      anything that changes gradients in place: unscaling, clipping; the factor is noted
-    step         the optimizer sees a gradient: its norm is noted; what its 16-bit weights lose is counted
-    a schedule   whether it moves before the step, and where there is none
+    backward     delivers a gradient: its norm is recorded
+    a write      changes gradients in place, such as unscaling or clipping: the factor is recorded
+    step         the optimizer gets a gradient: its norm is recorded, and what 16-bit weights lose is counted
+    a schedule   moves: whether it does so before the step, or without one
 
-What a gradient was multiplied by between backward and step follows from the norms alone, whichever functions did it.
+The norms alone show what a gradient was multiplied by between backward and step, whichever functions did it.
 The rules about it are in `rules.gradients`, `rules.updates` and `rules.schedule`; which rehearsals a loop needs, in
 `rehearsals`.
 """
@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,38 +25,107 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amplab.diagnose.loop_state import kept, scales_of, set_scale
-from amplab.diagnose.rehearsed import GradientWrite, MixedStep, SteppedGradient, UnsteppedOptimizer
 from amplab.diagnose.rules.parameters import model_parameters
+from amplab.diagnose.train_step.loop_state import kept, scales_of, set_scale
 from amplab.diagnose.train_step.lost_updates import LostUpdates, ShadowStep
 from amplab.diagnose.train_step.named_code import clips_of_model_parameters, leads_to
 from amplab.diagnose.train_step.schedules import ScheduleMove, ScheduleWatch, schedulers_of
 from amplab.trace.handed_step import Scaler
 from amplab.trace.untouched import untouched
 
-__all__ = ["Rehearsal", "rehearse"]
+__all__ = ["GradientWrite", "MixedStep", "Rehearsal", "SteppedGradient", "UnsteppedOptimizer", "rehearse"]
 
 _current_node = torch._C._current_autograd_node
 
 
+class GradientWrite(NamedTuple):
+    """An op outside of autograd that changed gradients in place.
+
+    Args:
+        op: the aten op.
+        names: of the parameters whose gradients it changed.
+        before: their norm before, divided by the norm that backward had delivered.
+        factor: norm after divided by norm before.
+        norm: norm before.
+    """
+
+    op: str
+    names: tuple[str, ...]
+    before: float
+    factor: float
+    norm: float
+
+
+class SteppedGradient(NamedTuple):
+    """A gradient at the step of an optimizer.
+
+    Args:
+        name: of the parameter; for a master, of the model's parameter.
+        optimizer: the optimizer's number.
+        ratio: its norm divided by the norm that backward delivered; NaN if one of them is 0 or not finite.
+        backwards: how many backwards delivered one since the last step.
+        clipped: the factor of all writes that are not a power of two.
+        scaled_inside: whether the optimizer itself unscales.
+        of_master: whether it is the gradient of a float32 master.
+        delivered: its norm when backward delivered it.
+    """
+
+    name: str
+    optimizer: int
+    ratio: float
+    backwards: int
+    clipped: float
+    scaled_inside: bool
+    of_master: bool
+    delivered: float
+
+
+class MixedStep(NamedTuple):
+    """A step of an optimizer with gradients of several scales.
+
+    Args:
+        optimizer: its number.
+        scales: the distinct scales of the backwards that were added up, in order.
+    """
+
+    optimizer: int
+    scales: tuple[float, ...]
+
+
+class UnsteppedOptimizer(NamedTuple):
+    """An optimizer that was not stepped.
+
+    Args:
+        optimizer: its number.
+        names: its parameters with a gradient.
+        others: how many other optimizers were stepped.
+        named: whether the code of the train step names it, for example to set its gradients to zero.
+    """
+
+    optimizer: int
+    names: tuple[str, ...]
+    others: int
+    named: bool = True
+
+
 @dataclass(frozen=True)
 class Rehearsal:
-    """What one training step did with its gradients.
+    """What one train step does with its gradients.
 
     Args:
         scales: the loss scales in force.
         writes: in order.
         stepped: in order, one for each parameter and step.
-        overflowed: backward delivered inf or NaN, or was made to.
-        lost: what 16-bit weights have lost of each optimizer's step.
+        overflowed: whether backward delivered inf or NaN, or was forced to.
+        lost: what 16-bit weights lose of each optimizer's step.
         schedules: the schedulers that moved.
         unstepped: the optimizers that were not stepped, though their parameters got gradients and still have them.
         mixed: the steps that added up gradients of several scales.
-        in_half: an op wrote float16.
-        looked_through: parameters whose gradients a clipping went through and left as they were.
-        clips_by_name: the clipping that the step's code gives the model's parameters; empty for none.
-        elsewhere: the same at another loss scale, where it was looked at.
-        skipped: the same with an overflow, where it was looked at.
+        in_half: whether an op wrote float16.
+        looked_through: parameters whose gradients a clipping read and did not change.
+        clips_by_name: the clipping function that the step's code calls with the model's parameters; empty for none.
+        elsewhere: a rehearsal at another loss scale, if there was one.
+        skipped: a rehearsal with an overflow, if there was one.
     """
 
     scales: tuple[float, ...]
@@ -89,54 +158,54 @@ def rehearse(
     loss_scale: float | None = None,
     overflows: bool = False,
 ) -> Rehearsal:
-    """Run `train_step` once and say what it did with the gradients; then everything is put back.
+    """Run `train_step` once and return what it does with the gradients; then restore all state.
 
-    Put back are parameters, masters, buffers, gradients, optimizer states, loss scales, random states, schedulers that
-    the step's code names, and what `stateful` names. A batch that `train_step` draws from an iterator is drawn.
+    Restored are parameters, masters, buffers, gradients, optimizer states, loss scales, random states, schedulers that
+    the step's code names, and `stateful`. A batch that `train_step` takes from an iterator is gone.
 
     Args:
-        model: the model, or a ModuleList of several.
-        train_step: forward, backward, step, and whatever lies between.
+        model: the model, or several in one module.
+        train_step: a whole iteration: forward, backward, optimizer step, and what is between them.
         optimizers: those that it steps.
         scaler: the session or GradScaler in it.
-        stateful: anything else that it changes and that has state_dict and load_state_dict: schedulers, averages.
+        stateful: other objects that it changes and that have state_dict and load_state_dict: schedulers, averages.
         loss_scale: run it at this scale; None for the present one.
-        overflows: let every gradient be inf, whatever the scale.
+        overflows: set every gradient to inf.
 
-    Sync: many; this is for a look at a loop, once.
+    Sync: many.
     """
     schedulers = schedulers_of(train_step, stateful)
     named = {id(each) for each in stateful}
-    watch = _Watch(model, optimizers, ScheduleWatch(schedulers, optimizers), scaler, overflows=overflows)
+    recorder = _Recorder(model, optimizers, ScheduleWatch(schedulers, optimizers), scaler, overflows=overflows)
     with ExitStack() as undo:
         others = [each for each in schedulers if id(each) not in named]
         before = undo.enter_context(kept(optimizers, scaler, [*stateful, *others]))
         undo.enter_context(untouched(model))
-        undo.enter_context(watch.watching())
+        undo.enter_context(recorder.recording())
         if loss_scale is not None:
             set_scale(scaler, loss_scale)
-        scales = watch.scales = scales_of(scaler)
+        scales = recorder.scales = scales_of(scaler)
         train_step()
-        moves = watch.schedules.moves([each.is_unmoved() for each in before])
-        left_out = [(each, leads_to(train_step, optimizers[each.optimizer])) for each in watch.unstepped()]
+        moves = recorder.schedules.moves([each.is_unmoved() for each in before])
+        left_out = [(each, leads_to(train_step, optimizers[each.optimizer])) for each in recorder.unstepped()]
     return Rehearsal(
         scales,
-        tuple(watch.writes),
-        tuple(watch.stepped),
-        watch.overflowed,
-        tuple(watch.lost),
+        tuple(recorder.writes),
+        tuple(recorder.stepped),
+        recorder.overflowed,
+        tuple(recorder.lost),
         moves,
         tuple(each._replace(named=named) for each, named in left_out),
-        tuple(watch.mixed),
-        watch.in_half,
-        frozenset(watch.looked_through),
+        tuple(recorder.mixed),
+        recorder.in_half,
+        frozenset(recorder.looked_through),
         clips_of_model_parameters(train_step),
     )
 
 
 @dataclass
-class _Way:
-    """What is known of one gradient since its last step."""
+class _GradientState:
+    """What is known of one gradient since the last step with it."""
 
     gradient: Tensor | None = None
     scales: tuple[float, ...] = ()  # of the backwards that this gradient adds up
@@ -145,8 +214,8 @@ class _Way:
     clipped: float = 1.0
 
 
-class _Watch:
-    """Follows the gradients of a model's parameters, by the name of the parameter."""
+class _Recorder:
+    """Records what happens to the gradients of a model's parameters, by the parameter's name."""
 
     def __init__(
         self,
@@ -160,8 +229,8 @@ class _Watch:
         self._named = dict(model.named_parameters())
         self._names = {id(parameter): name for name, parameter in self._named.items()}
         self._optimizers = list(optimizers)
-        self._ways: dict[str, _Way] = {name: _Way() for name in self._named}
-        self._begun: set[int] = set()  # gradients of masters that were written since the last step
+        self._states: dict[str, _GradientState] = {name: _GradientState() for name in self._named}
+        self._written_masters: set[int] = set()  # ids of masters' gradients that were written since the last step
         self._overflows = overflows
         self._shadows: dict[int, ShadowStep] = {}
         self.scales: tuple[float, ...] = (1.0,)
@@ -179,20 +248,20 @@ class _Watch:
         )  # a session adds up what is unscaled
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         with ExitStack() as undo:
             for name, parameter in self._named.items():
                 if parameter.requires_grad:
                     hook = parameter.register_post_accumulate_grad_hook(lambda each, n=name: self._delivered(n, each))
                     undo.callback(hook.remove)
-            # A global hook comes before those of the optimizer, which may hide gradients from a skipped step.
+            # A global hook runs before those of the optimizer, which may hide gradients in a skipped step.
             undo.callback(register_optimizer_step_pre_hook(self._stepping).remove)
             undo.callback(register_optimizer_step_post_hook(self._has_stepped).remove)
             undo.enter_context(_Writes(self))
             yield
 
     def grads(self) -> dict[int, tuple[str, Tensor]]:
-        """Memory -> whose gradient lies there; a master's goes by the name of its half parameter."""
+        """Return {address: (name, gradient)}; the gradient of a master has the name of the model's parameter."""
         found = {}
         for name, parameter in (*self._named.items(), *self._stepped_params()):
             grad = parameter.grad
@@ -201,8 +270,8 @@ class _Watch:
         return found
 
     def unstepped(self) -> Iterator[UnsteppedOptimizer]:
-        """The optimizers left out, with those of their parameters that no other one has stepped either."""
-        waiting = {id(self._named[name]): name for name, way in self._ways.items() if way.delivered > 0}
+        """Yield the optimizers that were not stepped, with their parameters that no other optimizer stepped."""
+        waiting = {id(self._named[name]): name for name, state in self._states.items() if state.delivered > 0}
         for number, optimizer in enumerate(self._optimizers):
             names = [waiting[id(own)] for own in model_parameters(optimizer) if id(own) in waiting]
             kept = any(each.grad is not None for group in optimizer.param_groups for each in group["params"])
@@ -210,33 +279,33 @@ class _Watch:
                 yield UnsteppedOptimizer(number, tuple(names), len(self._called))
 
     def has_values(self, name: str, grad: Tensor) -> bool:
-        """Whether a gradient holds numbers: that of a master does not before the first write to it."""
+        """Whether a gradient has values: a master's has none before the first write to it."""
         parameter = self._named[name]
-        if grad is parameter.grad or id(grad) in self._begun:
+        if grad is parameter.grad or id(grad) in self._written_masters:
             return True
-        self._begun.add(id(grad))
+        self._written_masters.add(id(grad))
         return False
 
     def written(self, op: str, touched: list[tuple[str, Tensor]], before: list[float]) -> None:
-        """Take note of a write to gradients, whose norms were `before`."""
+        """Record a write to gradients, whose norms were `before`."""
         after = [_norm(grad) for _, grad in touched]
         was, now = math.hypot(*before), math.hypot(*after)
         for name, _ in touched if now == 0 else ():
-            self._ways[name].scales = ()
+            self._states[name].scales = ()
         if now == was and any(word in op for word in ("mul", "clamp")):
             self.looked_through.update(name for name, _ in touched)
         if not was or not math.isfinite(was) or not math.isfinite(now) or now == was:
             return
         names = tuple(name for name, _ in touched)
-        delivered = math.hypot(*(self._ways[name].delivered for name in names if name in self._ways))
+        delivered = math.hypot(*(self._states[name].delivered for name in names if name in self._states))
         factor = now / was
-        if not self._unscales(factor, [grad.dtype for _, grad in touched]):  # which the ratio at the step shows
+        if not self._unscales(factor, [grad.dtype for _, grad in touched]):  # the ratio at the step shows unscaling
             for name in names:
-                self._ways[name].clipped *= factor
+                self._states[name].clipped *= factor
         self.writes.append(GradientWrite(op, names, was / delivered if delivered else math.nan, factor, was))
 
     def _unscales(self, factor: float, dtypes: list[torch.dtype]) -> bool:
-        """Whether a factor is a power of two, as scales are, or one over the scale; a division by 1000 rounds."""
+        """Whether a factor is a power of two, or one over a scale up to rounding."""
         rounding = 2e-4 if torch.float32 in dtypes else 2 * max(torch.finfo(dtype).eps for dtype in dtypes)
         divides = factor > 0 and any(abs(math.log2(factor * scale)) < rounding for scale in self.scales)
         return divides or _is_power_of_two(factor)
@@ -249,16 +318,19 @@ class _Watch:
                     yield self._names[id(own)], parameter
 
     def _delivered(self, name: str, parameter: Tensor) -> None:
-        if self._overflows and parameter.grad.layout is torch.strided:
-            parameter.grad.fill_(math.inf)
-        way = self._ways[name]
+        grad = parameter.grad
+        if grad is None:  # another hook has taken it
+            return
+        if self._overflows and grad.layout is torch.strided:
+            grad.fill_(math.inf)
+        state = self._states[name]
         if self._scaler is not None:
-            before = way.scales if way.gradient is parameter.grad else ()
-            way.gradient, way.scales = parameter.grad, (*before, self._scaler.get_scale())
-        way.delivered, way.backwards, way.clipped = _norm(parameter.grad), way.backwards + 1, 1.0
-        self.overflowed |= not math.isfinite(way.delivered)
+            before = state.scales if state.gradient is grad else ()
+            state.gradient, state.scales = grad, (*before, self._scaler.get_scale())
+        state.delivered, state.backwards, state.clipped = _norm(grad), state.backwards + 1, 1.0
+        self.overflowed |= not math.isfinite(state.delivered)
 
-    def _stepping(self, optimizer: Optimizer, _args: tuple, kwargs: dict[str, Any]) -> None:
+    def _stepping(self, optimizer: Optimizer, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         number = self._number(optimizer)
         if number is None:
             return
@@ -272,28 +344,29 @@ class _Watch:
         for parameter, own in zip(stepped, model_parameters(optimizer), strict=True):
             name = self._names.get(id(own))
             if name is not None and parameter.grad is not None:
-                way = self._ways[name]
-                ratio, master = _ratio(_norm(parameter.grad), way.delivered), own is not parameter
-                known = name, number, ratio, way.backwards, way.clipped, inside, master, way.delivered
+                state = self._states[name]
+                ratio, master = _ratio(_norm(parameter.grad), state.delivered), own is not parameter
+                known = name, number, ratio, state.backwards, state.clipped, inside, master, state.delivered
                 self.stepped.append(SteppedGradient(*known))
-                self._ways[name] = _Way()
-                self._begun.discard(id(parameter.grad))
+                self._states[name] = _GradientState()
+                self._written_masters.discard(id(parameter.grad))
 
     def _compare_scales(self, optimizer: Optimizer, number: int) -> None:
         own = [self._names[id(each)] for each in model_parameters(optimizer) if id(each) in self._names]
-        several = [self._ways[name].scales for name in own if len(set(self._ways[name].scales)) > 1]
+        several = [self._states[name].scales for name in own if len(set(self._states[name].scales)) > 1]
         if several:
             self.mixed.append(MixedStep(number, tuple(dict.fromkeys(several[0]))))
 
     def _begin_shadow(self, optimizer: Optimizer, number: int) -> None:
-        """Make ready to compare the step of 16-bit weights; an optimizer that cannot be copied is left alone."""
+        """Prepare to compare a step of 16-bit weights; skip an optimizer that cannot be copied."""
         if ShadowStep.applies_to(optimizer):
             with contextlib.suppress(Exception):
                 self._shadows[number] = ShadowStep(optimizer)
 
     def _has_stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        shadow = self._shadows.pop(number, None) if (number := self._number(optimizer)) is not None else None
-        if shadow is not None:
+        number = self._number(optimizer)
+        shadow = None if number is None else self._shadows.pop(number, None)
+        if number is not None and shadow is not None:
             with contextlib.suppress(Exception):
                 self.lost += filter(None, [shadow.compared(number)])
 
@@ -302,34 +375,36 @@ class _Watch:
 
 
 class _Writes(TorchDispatchMode):
-    """Show a watch every op outside of autograd that writes to a gradient."""
+    """Reports every op outside of autograd that writes to a gradient."""
 
-    def __init__(self, watch: _Watch) -> None:
-        super().__init__()
-        self._watch = watch
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no annotations
+        self._recorder = recorder
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # the wrapper it stands for would import the compiler, seconds at the first op
+        return False  # its default wrapper imports the compiler, which takes seconds
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if not func._schema.is_mutable or _current_node() is not None:
             result = func(*args, **kwargs)
-            self._watch.in_half |= isinstance(result, Tensor) and result.dtype == torch.float16
+            self._recorder.in_half |= isinstance(result, Tensor) and result.dtype == torch.float16
             return result
-        grads = self._watch.grads()
+        grads = self._recorder.grads()
         written = [grads[each.data_ptr()] for each in _written_by(func, args, kwargs) if each.data_ptr() in grads]
-        touched = [(name, grad) for name, grad in written if self._watch.has_values(name, grad)]
+        touched = [(name, grad) for name, grad in written if self._recorder.has_values(name, grad)]
         before = [_norm(grad) for _, grad in touched]
         result = func(*args, **kwargs)
         if touched:
-            self._watch.written(str(func), touched, before)
+            self._recorder.written(str(func), touched, before)
         return result
 
 
-def _written_by(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """The tensors that an op writes to, after its schema."""
+def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors that an op writes to, by its schema."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
@@ -341,7 +416,8 @@ def _written_by(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[Tens
 @torch.no_grad()
 def _norm(grad: Tensor) -> float:
     values = grad.coalesce().values() if grad.is_sparse else grad
-    return torch.linalg.vector_norm(values, dtype=torch.float64).item()
+    norm: float = torch.linalg.vector_norm(values, dtype=torch.float64).item()
+    return norm
 
 
 def _ratio(seen: float, delivered: float) -> float:
@@ -350,5 +426,5 @@ def _ratio(seen: float, delivered: float) -> float:
 
 
 def _is_power_of_two(factor: float) -> bool:
-    """Whether a factor is one, up to the rounding of two norms."""
+    """Whether a factor is a power of two up to the rounding of two norms."""
     return factor > 0 and abs(math.log2(factor) - round(math.log2(factor))) < 1e-4

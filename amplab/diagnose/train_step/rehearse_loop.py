@@ -1,11 +1,11 @@
-"""As many rehearsals of a loop as it takes: one, and others where that one cannot tell.
+"""`rehearse_loop`: rehearse a train step once, and again if one rehearsal does not decide.
 
-    overflowed           again at lower scales, until backward is finite
-    clipped while scaled again at another scale: a limit that moves with the scale does the same, a fixed one does not
-    stepped while scaled again at another scale: gradients that are the same at both were never scaled
-    schedulers moved     again with an overflow: do they move where the optimizer is held back
+    overflowed             again at lower scales, until backward is finite
+    clipped while scaled   again at another scale: a limit that moves with the scale does the same, a fixed one does not
+    stepped while scaled   again at another scale: gradients that are the same at both were never scaled
+    schedulers moved       again with an overflow: whether they move when the optimizer's step is skipped
 
-Each is undone, and what they print is not shown again. One that fails is as if it had not been asked for.
+All state is restored after each. Only the first prints; a later one that fails is ignored.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from amplab.amp import Session
-from amplab.diagnose.rehearsal import Rehearsal, rehearse
 from amplab.diagnose.rules.gradients import may_be_scaled, may_clip_scaled_gradients
+from amplab.diagnose.train_step.rehearsal import Rehearsal, rehearse
 from amplab.trace.handed_step import Scaler
 
 __all__ = ["rehearse_loop"]
 
-STEP_OF_SCALE, TRIES = 16.0, 4
-"""To another scale, and how often to a lower one: down by 2^16 in all."""
+_SCALE_FACTOR, _TRIES = 16.0, 4  # from one scale to the next, and how often to a lower one: by 2^16 in all
 
 
 def rehearse_loop(
@@ -39,25 +38,25 @@ def rehearse_loop(
     scaler: Scaler | None = None,
     stateful: Sequence[Any] = (),
 ) -> Rehearsal:
-    """Rehearse `train_step`, arguments as in `rehearse`, and again where that is needed; `Rehearsal.elsewhere`.
+    """Rehearse `train_step`, and again if one rehearsal does not decide; arguments as for `rehearse`.
 
     Raises:
-        What `train_step` raises in the first rehearsal.
+        Exception: what `train_step` raises in the first rehearsal.
 
     Sync: many.
     """
     again = partial(_again, model, train_step, optimizers, scaler=scaler, stateful=stateful)
     first = found = rehearse(model, train_step, optimizers, scaler=scaler, stateful=stateful)
     scale = first.scale
-    for _ in range(TRIES):
+    for _ in range(_TRIES):
         if not found.overflowed or scale <= 1:
             break
-        scale = max(scale / STEP_OF_SCALE, 1.0)
+        scale = max(scale / _SCALE_FACTOR, 1.0)
         found = again(loss_scale=scale) or found
     if found.overflowed:
         found = first
     if may_clip_scaled_gradients(found) or may_be_scaled(found):
-        other = found.scale / STEP_OF_SCALE if found.scale >= STEP_OF_SCALE else found.scale * STEP_OF_SCALE
+        other = found.scale / _SCALE_FACTOR if found.scale >= _SCALE_FACTOR else found.scale * _SCALE_FACTOR
         found = replace(found, elsewhere=again(loss_scale=other))
     if found.schedules and _is_dynamic(scaler) and first.scale > 1:
         found = replace(found, skipped=first if first.overflowed else again(overflows=True))
@@ -68,7 +67,7 @@ def _again(*given: Any, **options: Any) -> Rehearsal | None:
     with contextlib.redirect_stdout(io.StringIO()):
         try:
             return rehearse(*given, **options)
-        except Exception:  # noqa: BLE001  of the first rehearsal the caller has heard
+        except Exception:  # noqa: BLE001  the first rehearsal has raised what the caller needs to know
             return None
 
 

@@ -1,7 +1,7 @@
-// As remembered.cpp, for tensors on a CUDA device. Not in a .cu file: nvcc takes half a minute for c10's classes.
+// As tensor_table.cpp, for tensors on a CUDA device. Not in a .cu file: nvcc takes half a minute for c10's classes.
 #if defined(USE_CUDA)
 
-#include "remembered.h"
+#include "tensor_table.h"
 #include "unscale_cuda.h"
 
 namespace amplab::unscale_cuda {
@@ -10,7 +10,7 @@ namespace {
 using torch::stable::detail::to;
 
 void unscale(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
-  Remembered& list = remembered(stack[0]);
+  TensorTable& list = table_of(stack[0]);
   const Handle found_inf(stack[1]);
   const Handle inv_scale(stack[2]);
   const Receivers receivers{take_optional(stack[5]), take_optional(stack[6]), take_optional(stack[7])};
@@ -31,7 +31,7 @@ void unscale(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
 void clip(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
   const Handle norm(stack[1]);
   const auto max_norm = static_cast<float>(to<double>(stack[2]));
-  Remembered& list = remembered(stack[0]);
+  TensorTable& list = table_of(stack[0]);
   const auto is_float = [](const TypedSpan& typed) { return typed.input_dtype == kFloat; };
   const auto* spans = list.lay_out(true, false);
   if (spans != nullptr && !std::all_of(spans->begin(), spans->end(), is_float)) {
@@ -44,9 +44,9 @@ void clip(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(amplab, CUDA, m) {
-  m.impl("remember_tensors", &remember_tensors);
-  m.impl("unscale_remembered_", &unscale);
-  m.impl("clip_remembered_", &clip);
+  m.impl("make_tensor_table", &make_tensor_table);
+  m.impl("unscale_table_", &unscale);
+  m.impl("clip_table_", &clip);
 }
 
 }  // namespace

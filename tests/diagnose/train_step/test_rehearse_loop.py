@@ -7,9 +7,9 @@ from torch.nn import functional as F
 
 import amplab
 from amplab.amp import Session
-from amplab.diagnose.rehearsal import rehearse
-from amplab.diagnose.rehearsals import rehearse_loop
 from amplab.diagnose.rules.gradients import gradient_findings
+from amplab.diagnose.train_step.rehearsal import rehearse
+from amplab.diagnose.train_step.rehearse_loop import rehearse_loop
 
 SCALERS = [torch.amp.GradScaler, amplab.GradScaler]
 

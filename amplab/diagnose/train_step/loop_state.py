@@ -1,4 +1,4 @@
-"""What a training step changes beside the model: optimizers, loss scales, schedules; kept, and put back."""
+"""What a train step changes besides the model: optimizers, loss scales, schedules; saved and restored."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["OptimizerState", "kept", "scales_of", "set_scale"]
 def kept(
     optimizers: Sequence[Optimizer], scaler: Scaler | None, stateful: Sequence[Any]
 ) -> Iterator[list[OptimizerState]]:
-    """Put everything back that the block changes; gives the optimizers as they were, in their order.
+    """Restore what the block changes; yield the saved states of the optimizers, in their order.
 
     Args:
         optimizers: with their parameters and gradients.
         scaler: the session or scaler, with its loss scales.
-        stateful: whatever else has state_dict and load_state_dict.
+        stateful: other objects with state_dict and load_state_dict.
     """
     saved = [OptimizerState.of(optimizer) for optimizer in optimizers]
     scalers = [(each, each.state) for each in scaler.scalers] if isinstance(scaler, Session) else []
@@ -41,12 +41,12 @@ def kept(
         for scale, before in scalers:
             scale.state = before
         for each, state in states:
-            if state:  # that of a disabled scaler is empty
+            if state:  # empty for a disabled scaler
                 each.load_state_dict(state)
 
 
 def scales_of(scaler: Scaler | None) -> tuple[float, ...]:
-    """The loss scales in force, each once; 1.0 without scaling."""
+    """Return the distinct loss scales in force; 1.0 without scaling."""
     if scaler is None:
         return (1.0,)
     scales = [each.scale for each in scaler.scalers] if isinstance(scaler, Session) else [scaler.get_scale()]
@@ -54,7 +54,7 @@ def scales_of(scaler: Scaler | None) -> tuple[float, ...]:
 
 
 def set_scale(scaler: Scaler | None, scale: float) -> None:
-    """Let every loss scale of a session or a scaler be `scale`, a static one too."""
+    """Set every loss scale of a session or a scaler to `scale`, also a static one."""
     if isinstance(scaler, Session):
         for each in scaler.scalers:
             each.state = replace(each.state, scale=scale)
@@ -72,7 +72,7 @@ class OptimizerState(NamedTuple):
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> OptimizerState:
-        """Take note of everything; tensors are copied."""
+        """Save everything; tensors are copied."""
         params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         values = [(each, each.detach().clone(), each.grad) for each in params]
         state = {parameter: _copied(state) for parameter, state in optimizer.state.items()}
@@ -82,12 +82,12 @@ class OptimizerState(NamedTuple):
         return cls(optimizer, values, state, groups)
 
     def is_unmoved(self) -> bool:
-        """Whether every parameter is what it was. Sync: one for each."""
+        """Whether no parameter has changed. Sync: one for each."""
         return all(torch.equal(parameter, value) for parameter, value, _ in self.values)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put it back."""
+        """Restore it."""
         for parameter, value, grad in self.values:
             parameter.copy_(value)
             parameter.grad = grad

@@ -1,0 +1,103 @@
+"""What the rules of `amplab.diagnose` find in a run: its history as they read it, and findings in a run log."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from amplab.diagnose import Finding, Findings, Observation, StepObservation
+from amplab.diagnose.catalogue import causes_first
+from amplab.formats import FLOAT16
+from amplab.lab.config import ExperimentConfig
+from amplab.lab.events import StepRecord
+from amplab.lab.history import History
+from amplab.lab.watched_run import NO_LEVEL, WatchedRun
+
+__all__ = ["LOOK_BACK", "finding_from_log", "finding_to_log", "observed_run", "with_explained"]
+
+LOOK_BACK = 2000
+"""Number of steps at the end of a run that the rules read."""
+
+
+def observed_run(
+    history: History,
+    config: ExperimentConfig | WatchedRun | None = None,
+    *,
+    growth_interval: int | None = None,
+    dynamic: bool | None = None,
+    norms: Mapping[int, float] | None = None,
+    rates: Mapping[int, float] | None = None,
+) -> Observation:
+    """Return the last steps of a run as the rules read them.
+
+    Args:
+        history: the run. Its gradient samples give the share of gradients that underflow in float16.
+        config: what was run, which says who scaled the losses; None if unknown.
+        growth_interval: steps without overflow until the scale grows, None if unknown.
+        dynamic: whether the scale changes; None takes it from the config.
+        norms, rates: gradient norm and learning rate by step, as far as they are known.
+    """
+    records = history.records(max(0, len(history) - LOOK_BACK))
+    lost = {taken.step: taken.histogram.lost_share(taken.loss_scale, FLOAT16) for taken in history.gradient_samples}
+    mixed = {each.step: each.scales for each in history.mixed_scales}
+    missing = history.missing_losses()
+    norms, rates = norms or {}, rates or {}
+
+    def observed(record: StepRecord) -> StepObservation:
+        return StepObservation(
+            record.step,
+            None if record.step in missing else record.loss,
+            record.loss_scale,
+            record.skipped,
+            record.next_loss_scale,
+            record.first_nonfinite,
+            gradient_norm=norms.get(record.step),
+            underflow=lost.get(record.step),
+            learning_rate=rates.get(record.step),
+            backward_scales=mixed.get(record.step, ()),
+        )
+
+    scaling, level = _scaling(config)
+    changes = _is_dynamic(config) if dynamic is None else dynamic
+    return Observation(tuple(map(observed, records)), growth_interval, changes, scaling, level)
+
+
+def with_explained(found: Iterable[Finding], explained: Iterable[Finding]) -> Findings:
+    """Return the findings in a run and those of its explained steps, the worst first; of equal ones only the last."""
+    last = {(each.name, each.module, each.op): each for each in explained}
+    return Findings.ranked(causes_first((*found, *last.values())))
+
+
+def finding_to_log(finding: Finding) -> dict[str, Any]:
+    """Return a finding as JSON for a run log; inf and NaN, which JSON does not have, become text."""
+    evidence = {name: _plain(value) for name, value in finding.evidence.items()}
+    return {**finding.as_dict(), "evidence": evidence}
+
+
+def finding_from_log(fields: Mapping[str, Any]) -> Finding:
+    """Return the finding that `finding_to_log` wrote.
+
+    >>> finding = Finding("a", "note", "seen", "why", "code", evidence={"absmax": math.inf})
+    >>> finding_from_log(finding_to_log(finding)).evidence
+    {'absmax': 'inf'}
+    """
+    return Finding(**fields)
+
+
+def _scaling(config: ExperimentConfig | WatchedRun | None) -> tuple[str, str]:
+    """Return the API style that scaled the losses, and the opt_level; empty if unknown."""
+    if isinstance(config, WatchedRun):
+        return config.scaling, config.opt_level.replace(NO_LEVEL, "")
+    return ("", "") if config is None else ("apex", config.opt_level)
+
+
+def _is_dynamic(config: ExperimentConfig | WatchedRun | None) -> bool:
+    """Whether the scale changes: in a watched run unless nothing scales, since its header does not say more."""
+    if isinstance(config, ExperimentConfig):
+        return config.is_dynamic
+    return config is None or config.scaling != "none"
+
+
+def _plain(value: float | str) -> float | str:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,480 @@
+"""What a thread has switched on: its open scopes, and the plan that each of its modes gets from them.
+
+A scope is one entry into something that changes how the ops of a thread are cast: an engine, `disable_casts`,
+`cpu_half`, `explaining`. It ends with its block, or, if a hook enters it, with the call that the hook is part of.
+
+Neither end is certain: torch skips the hook after a call that is interrupted, and an interrupt may come before the
+first line of `__exit__`. Therefore every scope keeps the frame that it ends with. A frame that no longer runs has
+ended its scopes. `THREAD.drop_ended` removes them: whenever scopes are entered, left or read, and before each op
+while casts are off or while an engine casts that a hook has entered. Other ops pay nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import opcode
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch.compiler import is_dynamo_compiling
+
+from amplab.policies.casting_mode import CastingMode, StepLookup, function_modes, remove, set_function_modes
+from amplab.policies.casting_steps import Step
+from amplab.policies.decision import Explanation
+from amplab.policies.half_on_cpu import DEFAULT_HALF_MODE, HalfMode
+
+if TYPE_CHECKING:
+    from amplab.policies.compiled_engine import CompiledMode
+    from amplab.policies.engine import CastingEngine
+
+__all__ = [
+    "THREAD",
+    "CastingState",
+    "HookScopes",
+    "Scope",
+    "casting_engine",
+    "casting_state",
+    "casts_enabled",
+    "cpu_half",
+    "cpu_half_mode",
+    "disable_casts",
+    "explaining",
+    "is_running",
+    "resume_casts",
+    "suspend_casts",
+    "thread_engines",
+]
+
+_SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+def is_running(frame: FrameType) -> bool:
+    """Return whether `frame` is on the stack of the calling thread. Takes time in proportion to the frames above."""
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None:
+        if caller is frame:
+            return True
+        caller = caller.f_back
+    return False
+
+
+class Scope:
+    """A block, or a call, in which a thread casts in another way. Enter an instance once; it decorates functions, too.
+
+    Args:
+        engine: the engine that casts inside.
+        disables: whether no engine casts inside.
+        half_mode: how CPU halves are multiplied inside; None for no change.
+        explanation: where steps report to inside; None for no change.
+
+    Attributes:
+        mode: the mode that the engine has pushed; None where the engine was casting already.
+        frame: the frame that the scope ends with; None where only leaving ends it.
+    """
+
+    def __init__(
+        self,
+        engine: CastingEngine | None = None,
+        *,
+        disables: bool = False,
+        half_mode: HalfMode | None = None,
+        explanation: Explanation | None = None,
+    ) -> None:
+        self.engine, self.disables, self.half_mode, self.explanation = engine, disables, half_mode, explanation
+        self.mode: CastingMode | CompiledMode | None = None
+        self.frame: FrameType | None = None
+        self.by_hook = self._left = False
+        self._caller: FrameType | None = None
+        self._place = 0
+
+    def __enter__(self) -> Any:
+        """Enter, until the block ends."""
+        return self.enter(None if is_dynamo_compiling() else sys._getframe(1))
+
+    def __exit__(self, *_error: object) -> None:
+        self.leave()
+
+    def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `func` with its body inside the scope."""
+
+        @functools.wraps(func)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with copy.copy(self):
+                return func(*args, **kwargs)
+
+        return inside
+
+    def enter(self, frame: FrameType | None, *, by_hook: bool = False) -> Any:
+        """Enter, until `leave` or until `frame` ends.
+
+        Args:
+            frame: the frame with the `with` statement; for a hook, the frame that runs the call. A generator does not
+                count, since its frame does not run while the code around it does.
+            by_hook: whether a hook enters the scope for the length of a call.
+        """
+        if frame is not None and (by_hook or not frame.f_code.co_flags & _SUSPENDABLE):
+            self.frame, self.by_hook = frame, by_hook
+            self._caller = frame.f_back if by_hook else frame
+            self._place = -1 if self._caller is None else self._caller.f_lasti
+        try:
+            THREAD.drop_ended()
+            self._begin()
+            THREAD.refresh()
+        except BaseException:
+            self.leave()
+            raise
+        return self.explanation
+
+    def leave(self) -> None:
+        """Leave; does nothing if the scope has ended already. Scopes may end in any order.
+
+        In another thread, where the garbage collector may close a generator, the scope ends at its own thread's next
+        call of amplab.
+        """
+        self._left = True
+        try:
+            self._end()
+        except BaseException:  # an interrupt: finish
+            self._end()
+            raise
+
+    def has_ended(self) -> bool:
+        """Whether the frame that this scope ends with no longer runs."""
+        if self._left or self.frame is None or is_running(self.frame):
+            return self._left
+        if self.by_hook or _is_with_statement(self.frame, self._place):
+            return True
+        self.frame = None  # entered by a call, such as ExitStack.enter_context: the frame says nothing
+        return False
+
+    def seems_ended(self) -> bool:
+        """Whether a call has surely ended, by a sign that takes no walk along the stack: its caller has moved on.
+
+        torch's module call handles exceptions, so it moves on after each call. A walk before each op would take about
+        1 us, this takes 0.1 us.
+        """
+        return self._caller is not None and self._caller.f_lasti != self._place
+
+    def _begin(self) -> None:
+        pushes = self.engine is not None and not self.engine.is_live()
+        THREAD.scopes.append(self)
+        if pushes:
+            self.mode = self.engine.new_mode()
+            self.engine.push(self.mode)
+
+    def _end(self) -> None:
+        scopes = THREAD.scopes
+        if self in scopes:
+            if self.mode is not None:
+                self.mode.engine.withdraw(self.mode)
+            THREAD.scopes = [scope for scope in scopes if scope is not self]
+        THREAD.refresh()
+        if self.engine is not None and self.engine not in [scope.engine for scope in THREAD.scopes]:
+            self.engine.clear_cache()
+
+
+def _is_with_statement(frame: FrameType, place: int) -> bool:
+    code = frame.f_code.co_code
+    return 0 <= place < len(code) and opcode.opname[code[place]] == "BEFORE_WITH"
+
+
+class _CheckedPlan:
+    """Stands in for a plan that is valid while a scope lasts, and checks before each op that it does."""
+
+    __slots__ = ("_has_ended", "_mode", "_plan")
+
+    def __init__(self, mode: CastingMode, plan: StepLookup, has_ended: Callable[[], bool]) -> None:
+        self._mode, self._plan, self._has_ended = mode, plan, has_ended
+
+    def get(self, func: Callable[..., Any], /) -> Step | None:
+        """Return the step of `func` in the plan that is valid now."""
+        if is_dynamo_compiling() or not self._has_ended():
+            return self._plan.get(func)
+        THREAD.drop_ended()
+        return None if self._mode.plan is self else self._mode.plan.get(func)
+
+
+class _CastingThread(threading.local):
+    """The open scopes of a thread, and what follows from them.
+
+    Attributes:
+        scopes: the scopes that are open, in the order in which they were entered.
+        installed: the modes of installed engines, the last one above the others.
+        modes: the modes of installed engines, then those of the scopes; the last one casts.
+        disabled: the scopes in which no engine casts.
+        half_mode: how CPU halves are multiplied; None for the default.
+        explanation: where steps report to; None while nobody reads explanations.
+        may_be_pushed_again: whether a mode may be on the stack of function modes that its engine has withdrawn.
+    """
+
+    def __init__(self) -> None:
+        self.scopes: list[Scope] = []
+        self.installed: list[CastingMode | CompiledMode] = []
+        self.modes: list[CastingMode | CompiledMode] = []
+        self.disabled: list[Scope] = []
+        self.half_mode: HalfMode | None = None
+        self.explanation: Explanation | None = None
+        self.may_be_pushed_again = False
+
+    def drop_ended(self) -> None:
+        """Leave the scopes whose frame no longer runs: nobody else is going to."""
+        if is_dynamo_compiling():
+            return
+        for scope in [scope for scope in reversed(self.scopes) if scope.has_ended()]:
+            scope.leave()
+        if self.may_be_pushed_again:
+            for mode in [mode for mode in function_modes() if isinstance(mode, CastingMode) and mode.withdrawn]:
+                remove(mode)
+                self.may_be_pushed_again = False
+
+    def refresh(self) -> None:
+        """Take up what the open scopes say: give the live modes their plans, and every other mode the empty plan."""
+        modes, disabled, half_mode, explanation = list(self.installed), [], None, None
+        for scope in self.scopes:
+            if scope.mode is not None:
+                modes.append(scope.mode)
+            if scope.disables:
+                disabled.append(scope)
+            half_mode = scope.half_mode or half_mode
+            explanation = scope.explanation or explanation
+        self.modes, self.disabled, self.half_mode, self.explanation = modes, disabled, half_mode, explanation
+        if len(modes) == 1:  # a region that is entered every step
+            self._give_plan(modes[0], live=True)
+        elif modes:
+            self._give_plans()
+
+    def _give_plans(self) -> None:
+        """Only the topmost mode casts, so that an op is cast once; modes with a device type each meet different ops."""
+        seen: set[str | None] = set()
+        live, resting = [], []
+        for mode in reversed(self.modes):
+            device_type = mode.engine.device_type
+            casts = not seen or not (device_type in seen or device_type is None or None in seen)
+            (live if casts else resting).append(mode)
+            seen.add(device_type)
+        for mode in resting:  # before the live ones: the modes of compiled engines share one place
+            self._give_plan(mode, live=False)
+        for mode in live:
+            self._give_plan(mode, live=True)
+
+    def _give_plan(self, mode: CastingMode | CompiledMode, *, live: bool) -> None:
+        mode.live, mode.explanation = live, self.explanation
+        if not live:
+            mode.rest()
+            return
+        half_mode, explained = self.half_mode or DEFAULT_HALF_MODE, self.explanation is not None
+        mode.engine.give_plan(mode, half_mode, not self.disabled, explained)
+        if isinstance(mode, CastingMode) and (has_ended := self._end_of_plan(mode)) is not None:
+            mode.plan = _CheckedPlan(mode, mode.plan, has_ended)
+
+    def _end_of_plan(self, mode: CastingMode) -> Callable[[], bool] | None:
+        """What tells that the plan of `mode` is no longer valid, though nothing was left."""
+        for scope in reversed(self.disabled):
+            if scope.frame is not None:
+                return scope.has_ended
+        for scope in self.scopes:
+            if scope.mode is mode and scope.by_hook:
+                return scope.seems_ended
+        return None
+
+
+THREAD = _CastingThread()
+
+
+class _OpenCall(NamedTuple):
+    frame: FrameType | None
+    scopes: ExitStack
+
+
+class HookScopes(threading.local):
+    """The scopes that the hook before a call enters and the hook after it leaves, each thread for itself."""
+
+    def __init__(self) -> None:
+        self._calls: list[_OpenCall] = []
+
+    def enter(self, *scopes: AbstractContextManager[Any] | Scope) -> None:
+        """Enter `scopes` until the call ends that the calling hook is part of."""
+        frame = None if is_dynamo_compiling() else sys._getframe(2)
+        while self._calls and (last := self._calls[-1].frame) is not None and not is_running(last):
+            self._leave_last()
+        call = _OpenCall(frame, ExitStack())
+        self._calls.append(call)
+        for scope in scopes:
+            if isinstance(scope, Scope):
+                call.scopes.callback(scope.leave)
+                scope.enter(frame, by_hook=True)
+            else:
+                call.scopes.enter_context(scope)
+
+    def add(self, scope: AbstractContextManager[Any]) -> None:
+        """Enter one more context manager for the innermost call."""
+        self._calls[-1].scopes.enter_context(scope)
+
+    def leave(self) -> None:
+        """Leave what was entered for the call that the calling hook is part of; does nothing where that has ended."""
+        frame = None if is_dynamo_compiling() else sys._getframe(2)
+        for place in reversed(range(len(self._calls))):
+            own = self._calls[place].frame
+            if own is None or frame is None or own is frame or own.f_back is frame:  # the caller's, after an exception
+                while len(self._calls) > place:
+                    self._leave_last()
+                return
+
+    def leave_all(self) -> None:
+        """Leave everything that this thread has entered."""
+        while self._calls:
+            self._leave_last()
+
+    def _leave_last(self) -> None:
+        self._calls.pop().scopes.close()
+
+
+def suspend_casts(frame: FrameType) -> None:
+    """Cast nothing in this thread until the call that `frame` runs has ended in any way. Sync: none."""
+    Scope(disables=True).enter(frame, by_hook=True)
+
+
+def resume_casts(frame: FrameType) -> None:
+    """Undo `suspend_casts` for `frame`; does nothing if that has happened already. Sync: none."""
+    for scope in [scope for scope in THREAD.disabled if scope.by_hook and scope.frame is frame]:
+        scope.leave()
+
+
+def disable_casts() -> Scope:
+    """Return a block in which no engine of this thread casts, not even one that is entered inside. Blocks nest.
+
+    Products of CPU halves are still computed as `cpu_half_mode()` says. Sync: none.
+    """
+    return Scope(disables=True)
+
+
+def casts_enabled() -> bool:
+    """Whether engines of this thread may cast: no `disable_casts` block is open, and no optimizer step is running."""
+    THREAD.drop_ended()
+    return not THREAD.disabled
+
+
+def cpu_half(mode: HalfMode) -> Scope:
+    """Return a block in which engines of this thread multiply CPU halves in this way.
+
+    Args:
+        mode: "fp32_accumulate" (float32 products and sums, one rounding) or "native" (the CPU's half kernel).
+
+    Raises:
+        ValueError: `mode` is neither.
+    """
+    if mode not in ("fp32_accumulate", "native"):
+        raise ValueError(
+            f"cpu_half({mode!r}): expected 'fp32_accumulate' or 'native'; "
+            "use 'fp32_accumulate' on a CPU without fp16 arithmetic."
+        )
+    return Scope(half_mode=mode)
+
+
+def cpu_half_mode() -> HalfMode:
+    """How this thread multiplies CPU halves: the innermost `cpu_half`, else the default for this CPU."""
+    THREAD.drop_ended()
+    return THREAD.half_mode or DEFAULT_HALF_MODE
+
+
+def explaining() -> Scope:
+    """Return a block that yields an Explanation whose `.decision` follows the engines of this thread, op by op.
+
+    A block inside another yields the same Explanation. Ops outside the block pay nothing.
+
+    Raises:
+        RuntimeError: an engine that gives no reasons is active (`CompiledEngine`).
+    """
+    for engine in thread_engines():
+        engine.require_reasons()
+    return Scope(explanation=THREAD.explanation or Explanation())
+
+
+def thread_engines() -> tuple[CastingEngine, ...]:
+    """The engines that are active in the calling thread, outermost first; the last one casts."""
+    THREAD.drop_ended()
+    return tuple(mode.engine for mode in THREAD.modes)
+
+
+def casting_engine(device_type: str) -> CastingEngine | None:
+    """The engine that decides about ops on `device_type` in the calling thread, e.g. "cpu"; None without one."""
+    THREAD.drop_ended()
+    for mode in reversed(THREAD.modes):
+        if mode.live and mode.engine.device_type in (None, device_type):
+            return mode.engine
+    return None
+
+
+class CastingState(NamedTuple):
+    """What decides about the casts of a thread, to be restored later, in that thread or in another.
+
+    Code that runs a second time (the recomputation of a checkpoint, the backward of an autograd function) must cast
+    as it did the first time, whatever is active around it by then.
+
+    Attributes:
+        engines: the active engines, outermost first.
+        disabled: whether casts are disabled.
+        half_mode: the argument of the innermost `cpu_half`; None outside.
+    """
+
+    engines: tuple[CastingEngine, ...]
+    disabled: bool
+    half_mode: HalfMode | None
+
+    def active(self) -> Scope:
+        """Return a block in which the calling thread casts as in this state, and in no other way. Sync: none."""
+        return _StateScope(self)
+
+
+class _StateScope(Scope):
+    """A block that replaces all scopes of the thread by those of a state."""
+
+    def __init__(self, state: CastingState) -> None:
+        super().__init__()
+        self._state = state
+        self._outer: _Outer | None = None
+
+    def _begin(self) -> None:
+        outer = _Outer(THREAD.scopes, THREAD.installed, function_modes())
+        self._outer = outer
+        for mode in THREAD.modes:
+            mode.rest()  # modes of compiled engines cast without being on the stack
+        set_function_modes([mode for mode in outer.function_modes if not isinstance(mode, CastingMode)])
+        THREAD.scopes, THREAD.installed = [self], []
+        THREAD.refresh()
+        Scope(disables=self._state.disabled, half_mode=self._state.half_mode).enter(None)
+        for engine in self._state.engines:
+            Scope(engine).enter(None)
+
+    def _end(self) -> None:
+        if self._outer is None:
+            return
+        for mode in THREAD.modes:
+            mode.rest()
+        THREAD.scopes, THREAD.installed = self._outer.scopes, self._outer.installed
+        set_function_modes(self._outer.function_modes)
+        THREAD.refresh()
+        self._outer = None
+        for engine in self._state.engines:
+            if engine not in [scope.engine for scope in THREAD.scopes] and engine not in thread_engines():
+                engine.clear_cache()
+
+
+class _Outer(NamedTuple):
+    scopes: list[Scope]
+    installed: list[CastingMode | CompiledMode]
+    function_modes: list[Any]
+
+
+def casting_state() -> CastingState:
+    """The state of the calling thread. Sync: none."""
+    THREAD.drop_ended()
+    # autograd hands the stack of function modes to its threads, and not THREAD: there the stack itself is read.
+    modes = THREAD.modes or [mode for mode in function_modes() if isinstance(mode, CastingMode)]
+    return CastingState(tuple(mode.engine for mode in modes), bool(THREAD.disabled), THREAD.half_mode)

@@ -1,0 +1,252 @@
+"""Scopes end with their block or call, however it ends: by leaving, by an exception, by an interrupt in any line."""
+
+import contextlib
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+
+import amplab
+from amplab.policies import (
+    CastingEngine,
+    PrecisionPolicy,
+    apply_policy,
+    casting_state,
+    casts_enabled,
+    cpu_half,
+    cpu_half_mode,
+    disable_casts,
+    explaining,
+    module_rule_at_work,
+    thread_engines,
+)
+from amplab.policies.thread_scopes import is_running
+
+X = torch.ones(2, 2)
+BFLOAT16 = PrecisionPolicy(compute_dtype=torch.bfloat16)
+PACKAGE = str(Path(amplab.__file__).parent)
+
+
+def dtype():
+    return (X @ X).dtype
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left():
+    yield
+    assert thread_engines() == ()
+    assert casts_enabled()
+    assert _get_current_function_mode_stack() == []
+
+
+def own_frame():
+    return sys._getframe()
+
+
+def test_a_caller_runs_and_a_call_that_returned_does_not():
+    assert is_running(sys._getframe())
+    assert all(map(is_running, [sys._getframe(), sys._getframe(1)]))
+    assert not is_running(own_frame())
+
+
+def test_a_call_that_raised_does_not_run_while_its_traceback_is_kept():
+    def fails():
+        frames.append(sys._getframe())
+        raise ValueError("no")
+
+    frames = []
+    with pytest.raises(ValueError, match="no") as kept:
+        fails()
+    assert kept.traceback
+    assert not is_running(frames[0])
+
+
+class Interrupted(nn.Module):
+    """A forward that an interrupt ends: torch then runs no hook."""
+
+    def forward(self, x):
+        self.inside = (x @ x).dtype
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("rules", [{}, {"": "float32"}], ids=["policy", "module rule"])
+def test_an_interrupted_forward_ends_its_policy_before_the_next_op(rules):
+    model = Interrupted()
+    apply_policy(PrecisionPolicy(module_rules=rules), model)
+    with pytest.raises(KeyboardInterrupt) as kept:
+        model(X)
+    assert kept.traceback
+    assert model.inside is (torch.float32 if rules else torch.float16)
+    assert dtype() is torch.float32
+    assert torch.softmax(X.half(), 0).dtype is torch.float16
+    assert module_rule_at_work() == ""
+
+
+def test_an_interrupted_forward_inside_a_region_leaves_the_region_on():
+    model = Interrupted()
+    apply_policy(BFLOAT16, model)
+    with CastingEngine().active():
+        with pytest.raises(KeyboardInterrupt):
+            model(X)
+        assert dtype() is torch.float16
+
+
+def test_a_forward_that_raises_in_another_forward_of_the_same_module_ends_alone():
+    class Recursive(nn.Module):
+        def forward(self, x, depth=0):
+            if depth == 2:
+                raise ZeroDivisionError
+            if depth == 1:
+                with contextlib.suppress(ZeroDivisionError):
+                    self(x, 2)
+                return x @ x
+            inner = self(x, 1)
+            return inner, x @ x
+
+    model = Recursive()
+    apply_policy(BFLOAT16, model)
+    assert [out.dtype for out in model(X)] == [torch.bfloat16, torch.bfloat16]
+    assert dtype() is torch.float32
+
+
+def test_scopes_that_an_exit_stack_enters_last_until_it_closes():
+    def enter(stack):
+        stack.enter_context(CastingEngine().active())
+        stack.enter_context(disable_casts())
+
+    with contextlib.ExitStack() as stack:
+        enter(stack)
+        assert thread_engines()
+        assert not casts_enabled()
+        assert dtype() is torch.float32
+        stack.enter_context(casting_state().active())
+        assert not casts_enabled()
+
+
+def test_a_scope_in_a_generator_lasts_while_the_generator_is_suspended():
+    @contextlib.contextmanager
+    def region():
+        with CastingEngine().active(), disable_casts():
+            yield
+
+    with region():
+        assert thread_engines()
+        assert dtype() is torch.float32
+        assert not casts_enabled()
+
+
+def test_a_generator_that_another_thread_closes_leaves_this_thread_at_its_next_call():
+    def region():
+        with CastingEngine().active():
+            yield
+
+    suspended = region()
+    next(suspended)
+    assert dtype() is torch.float16
+    thread = threading.Thread(target=suspended.close)
+    thread.start()
+    thread.join()
+    assert thread_engines() == ()
+
+
+class Interrupting:
+    """Raise KeyboardInterrupt before line number `at` of amplab, the first line of each call included."""
+
+    def __init__(self, at):
+        self.at, self.lines = at, 0
+
+    def __call__(self, frame, event, _arg):
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return self if event == "call" else None
+        if event in ("line", "call"):
+            self.lines += 1
+            if self.lines == self.at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+
+def interrupted(block, at):
+    watch = Interrupting(at)
+    sys.settrace(watch)
+    try:
+        block()
+    except KeyboardInterrupt as kept:
+        return watch.lines, kept
+    finally:
+        sys.settrace(None)
+    return watch.lines, None
+
+
+def with_engine(engine):
+    with engine.active():
+        X @ X
+
+
+def with_casts_disabled(engine):
+    with engine.active(), disable_casts():
+        X @ X
+
+
+def with_switches(engine):
+    with cpu_half("native"), explaining(), engine.active():
+        X @ X
+
+
+def with_region(_engine):
+    with amplab.autocast("cpu", torch.float16), amplab.autocast("cpu", enabled=False):
+        X @ X
+
+
+INNER = CastingEngine(BFLOAT16)
+
+
+def with_another_state(engine):
+    with engine.active():
+        state = casting_state()
+    with INNER.active(), state.active():
+        X @ X
+
+
+BLOCKS = (with_engine, with_casts_disabled, with_switches, with_region, with_another_state)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_an_interrupt_in_any_line_ends_the_block_before_the_next_call(block):
+    engine, half_mode = CastingEngine(), cpu_half_mode()
+    block(engine)
+    for at in range(1, 4000):
+        lines, kept = interrupted(lambda: block(engine), at)
+        assert thread_engines() == (), f"after an interrupt in line {at}"
+        assert casts_enabled()
+        assert cpu_half_mode() == half_mode
+        assert dtype() is torch.float32
+        assert _get_current_function_mode_stack() == []
+        if kept is None:
+            assert lines < at
+            return
+    pytest.fail("the block has no end")
+
+
+def test_an_interrupt_in_any_line_of_disabled_casts_ends_them_before_the_next_op():
+    engine = CastingEngine()
+    engine.install()
+
+    def block():
+        with disable_casts():
+            X @ X
+
+    block()
+    try:
+        for at in range(1, 4000):
+            _, kept = interrupted(block, at)
+            assert dtype() is torch.float16, f"after an interrupt in line {at}"
+            if kept is None:
+                return
+    finally:
+        engine.uninstall()
+    pytest.fail("the block has no end")
