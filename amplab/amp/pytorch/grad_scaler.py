@@ -220,7 +220,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         products = map(self.scale, outputs)  # not map_tensors: torch's contract takes any iterable, lazily
         if isinstance(outputs, tuple) and hasattr(type(outputs), "_make"):  # namedtuple, by its public protocol
-            return type(outputs)._make(products)
+            return type(outputs)._make(products)  # type: ignore[attr-defined]  # a namedtuple has it
         return type(outputs)(products) if isinstance(outputs, (list, tuple)) else products
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -352,7 +352,7 @@ class GradScaler(torch.amp.GradScaler):
     @staticmethod
     def _found_inf(rows: Iterable[dict[str, Any]], device: torch.device) -> Tensor:
         """Return ``()`` float32 on ``device``: > 0 if found_inf of one optimizer is; 0 for none."""
-        verdicts = [each for row in rows for each in row["found_inf_per_device"].values()]
+        verdicts: list[Tensor] = [each for row in rows for each in row["found_inf_per_device"].values()]
         verdicts = [each.to(device, non_blocking=True).reshape(()) for each in verdicts]
         if len(verdicts) == 1:
             return verdicts[0]
@@ -425,7 +425,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> Any:
         if not isinstance(optimizer, FusedOptimizer) and wants_scaler(optimizer):
             self._last = STEPPED
-            return optimizer.step(*args, **kwargs, grad_scaler=self)
+            return optimizer.step(*args, **kwargs, grad_scaler=self)  # type: ignore[call-overload]  # its own keyword
         known = self._known.of(optimizer)
         if row["stage"] is OptState.READY and self._done.holds_any(known.params):
             self._unscale(optimizer, row, scale, allow_half=True)  # shared with an optimizer that has unscaled

@@ -174,7 +174,7 @@ class LossScale:
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's five entries, and ``rule_state`` under a rule. Sync: two, after the first loss."""
-        state = {
+        state: dict[str, Any] = {
             "scale": self.value(),
             "growth_factor": self.growth_factor,
             "backoff_factor": self.backoff_factor,
@@ -199,7 +199,7 @@ class LossScale:
             self.growth_tracker.fill_(self.init_growth_tracker)
 
     def _load_rule_state(self, start: ScaleState, saved: Mapping[str, Any]) -> None:
-        values = {"scale": float(saved["scale"]), "clean_steps": int(saved["_growth_tracker"])}
+        values: dict[str, Any] = {"scale": float(saved["scale"]), "clean_steps": int(saved["_growth_tracker"])}
         values |= saved.get("rule_state", {})
         known = {field.name for field in fields(start)}
         state = replace(start, **{name: value for name, value in values.items() if name in known})

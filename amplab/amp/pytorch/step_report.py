@@ -140,7 +140,7 @@ class ScaleSubscribers:
         """Return the scale of each loss in this iteration, before an update moves it. Sync: none.
 
         Args:
-            scales: ``()``, one for each loss; None where a loss has not been used. The losses noted belong to the first.
+            scales: ``()``, one for each loss; None for a loss not used yet. The losses noted belong to the first.
         """
         first, *others = [None if each is None else _kept(each) for each in scales]
         return [first if self._scale is None else self._scale, *others]
@@ -148,7 +148,7 @@ class ScaleSubscribers:
     def tell(
         self,
         loss_ids: Sequence[int],
-        scales: Iterable[float | Tensor],
+        scales: Iterable[float | Tensor | None],
         last: StepOutcome,
         *,
         stepped: bool,
@@ -164,7 +164,7 @@ class ScaleSubscribers:
 
         Sync: one where the scales lie on a device.
         """
-        values = _read([*scales, *(self._scales if stepped else ())])
+        values = _read([each for each in (*scales, *(self._scales if stepped else ())) if each is not None])
         scaled_by = tuple(values[3 * len(loss_ids) :])
         self._scale = None
         if stepped:
@@ -185,7 +185,8 @@ def _kept(scale: Tensor) -> float | Tensor:
 
 def _read(values: list[float | Tensor]) -> list[float]:
     """Bring numbers to the host: one by one where nothing waits for it, since stacking takes longer."""
-    device = values[1].device
-    if device.type != "cpu":
-        return torch.stack([torch.as_tensor(value, device=device) for value in values]).tolist()
-    return [value if isinstance(value, float) else value.item() for value in values]
+    device = next((value.device for value in values if isinstance(value, Tensor) and not value.is_cpu), None)
+    if device is None:
+        return [float(value) for value in values]
+    numbers: list[float] = torch.stack([torch.as_tensor(value, device=device) for value in values]).tolist()
+    return numbers
