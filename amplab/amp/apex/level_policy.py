@@ -10,7 +10,7 @@ The borders of ruled modules are in `amplab.policies.module_regions`.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from amplab.amp.apex.model_weights import refuse_torn_params
 from amplab.amp.apex.opt_levels import OptProperties
 from amplab.amp.apex.registered_functions import Registration, table_with
 from amplab.formats import LOW_PRECISION_DTYPES
-from amplab.policies import ModuleRule, OpTable, PrecisionPolicy
+from amplab.policies import OpTable, PrecisionPolicy
 from amplab.policies.module_rules import names_in, precisions_by_module
 from amplab.policies.precisions import tensor_dtype
 
@@ -42,7 +42,7 @@ def with_registered(policy: PrecisionPolicy, registrations: Sequence[Registratio
     """Return ``policy`` with the rows of registered functions before those of its table."""
     if not any(each.spellings for each in registrations):
         return policy
-    return dataclasses.replace(policy, table=table_with(_table_of(policy), registrations))
+    return dataclasses.replace(policy, table=table_with(policy.table or OpTable("none", ()), registrations))
 
 
 def checked_policies(policy: Any, models: Sequence[nn.Module], cast_model_type: Any) -> list[PrecisionPolicy]:
@@ -69,12 +69,11 @@ def checked_policies(policy: Any, models: Sequence[nn.Module], cast_model_type: 
             f"policy {policy} computes in another dtype than the model is cast to, {cast_model_type}; at O2 and O3 "
             f"give cast_model_type the dtype, and of the policy op_rules and module_rules alone."
         )
-    rules = _rules_of(policy)
-    for rule in rules:
+    for rule in policy.module_rules:
         if not any(names_in(model, rule) for model in models):
             precisions_by_module(models[0], [rule])  # which says what is there
     chosen = [
-        dataclasses.replace(policy, module_rules=tuple(each for each in rules if names_in(model, each)))
+        dataclasses.replace(policy, module_rules=tuple(each for each in policy.module_rules if names_in(model, each)))
         for model in models
     ]
     for model, own in zip(models, chosen, strict=True):
@@ -85,13 +84,5 @@ def checked_policies(policy: Any, models: Sequence[nn.Module], cast_model_type: 
 
 def ruled_dtypes(model: nn.Module, policy: PrecisionPolicy) -> Mapping[nn.Module, torch.dtype]:
     """Return the dtype of the weights of each module that a module rule reaches, where weights are cast."""
-    ruled = precisions_by_module(model, _rules_of(policy))
+    ruled = precisions_by_module(model, policy.module_rules)
     return {module: tensor_dtype(rule.precision) for module, rule in ruled.items()}
-
-
-def _rules_of(policy: PrecisionPolicy) -> tuple[ModuleRule, ...]:
-    return cast("tuple[ModuleRule, ...]", policy.module_rules)  # what PrecisionPolicy makes of its argument
-
-
-def _table_of(policy: PrecisionPolicy) -> OpTable:
-    return cast("OpTable | None", policy.table) or OpTable("none", ())
