@@ -1,7 +1,4 @@
-"""`trace_step`: record one forward and backward of a model, and leave nothing behind.
-
-The optimizer's step is not part of it: a trace ends where the gradients are there.
-"""
+"""`trace_step`: record one forward and backward of a model and restore it; the optimizer does not step."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -31,24 +28,24 @@ def trace_step(
     loss_scale: float = 1.0,
     observer: Observer | None = None,
 ) -> Trace:
-    """Run one forward and backward of `model` and return every op with its dtypes, its place and the reason.
+    """Run one forward and backward of `model` and return every op with its dtypes, its module and the reason.
 
-    Parameters, buffers, gradients, training flags and random states are afterwards what they were; no hook stays. Two
-    calls give equal traces.
+    Parameters, buffers, gradients, training flags and random states are restored; all hooks are removed. Two calls
+    return equal traces.
 
     Args:
-        model: the module whose submodules give ops their path. Not compiled, its lazy parameters initialised;
-            compiled functions that it calls run as they are written.
-        step: runs the forward on a batch of its own and returns the loss, one floating-point number.
+        model: the module whose submodules name the ops. It is not compiled, and its lazy parameters are initialized;
+            compiled functions that it calls run eagerly.
+        step: runs the forward and returns the loss, one floating-point number.
         casting: context in which forward and backward run, e.g. `engine.active()`; the caller's own context by default.
         loss_scale: what the loss is multiplied by before backward, > 0.
-        observer: is shown the tensors of every op as it runs, see `recorder.Observer`.
+        observer: reads the tensors of every op as it runs, see `recorder.Observer`.
 
     Raises:
-        TypeError: `model`, `step` or what it returns is of another type.
-        ValueError: a loss that is no single number or hangs on no parameter, a loss scale out of range, a model that is
-            compiled, scripted or not yet initialised, or gradients that are off around the call. What `step` raises
-            passes through, with everything put back.
+        TypeError: if `model`, `step` or its result has another type.
+        ValueError: for a loss that is not a single number or depends on no parameter, an invalid loss scale, a model
+            that is compiled, scripted or not initialized, or gradients that are disabled around the call. Exceptions
+            of `step` pass through after all state is restored.
 
     Sync: none.
 
@@ -71,12 +68,12 @@ def record_step(
     kept: KeptTensors | None = None,
     before_restoring: Callable[[], object] | None = None,
 ) -> list[Event]:
-    """Run the step as `trace_step` does and return what was seen, not yet in words (`reasons.records_of`).
+    """Run the step as `trace_step` does and return its events, of which `reasons.records_of` makes records.
 
     Args:
         kept: counts what is saved for backward.
-        before_restoring: called after backward, while the gradients are there.
-        model, step, casting, loss_scale, observer: as `trace_step`; checked already, see `step_checks`.
+        before_restoring: called after backward, before gradients are restored.
+        model, step, casting, loss_scale, observer: see `trace_step`; not checked again.
 
     Sync: none.
     """
@@ -114,9 +111,9 @@ def _run(
 def _backward(loss: Tensor) -> None:
     try:
         torch.autograd.backward(loss)
-    except CheckpointError as error:  # torch's knows of torch.autocast alone
+    except CheckpointError as error:  # torch's checkpoint restores only torch.autocast
         error.add_note(
-            "torch.utils.checkpoint runs the block again in backward, where amplab's casts are over: use "
-            "amplab.checkpoint in its place, which enters them again."
+            "torch.utils.checkpoint runs the block again in backward, outside of amplab's casts; use "
+            "amplab.checkpoint instead, which enters them again."
         )
         raise
