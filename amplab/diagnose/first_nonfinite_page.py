@@ -67,7 +67,7 @@ def _origin(found: FirstNonfinite) -> str:
     """The first op whose output is not finite, with its inputs and output; or the tensor that was passed in."""
     record = found.record
     if record is None:
-        begin = name(found.tensor)
+        begin: str = name(found.tensor)
     else:
         begin = _op(record.op, record.module) + _phase(record.phase, "") + _line(record)
     read = "".join(f'<p><span class="faint">read</span> {dtype_chips(str(each))}</p>' for each in found.inputs)
