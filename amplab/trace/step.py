@@ -1,11 +1,7 @@
-<<<<<<< HEAD
-"""`trace_step`: record one forward and backward of a model and restore it; the optimizer does not step."""
-=======
 """`trace_step`: record one forward and backward of a model, and restore all state.
 
 The optimizer's step is not part of a trace.
 """
->>>>>>> main
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -35,26 +31,8 @@ def trace_step(
     loss_scale: float = 1.0,
     observer: Observer | None = None,
 ) -> Trace:
-    """Run one forward and backward of `model` and return every op with its dtypes, its module and the reason.
+    """Run one forward and backward of `model` and return every op with its dtypes, its place and the reason.
 
-<<<<<<< HEAD
-    Parameters, buffers, gradients, training flags and random states are restored; all hooks are removed. Two calls
-    return equal traces.
-
-    Args:
-        model: the module whose submodules name the ops. It is not compiled, and its lazy parameters are initialized;
-            compiled functions that it calls run eagerly.
-        step: runs the forward and returns the loss, one floating-point number.
-        casting: context in which forward and backward run, e.g. `engine.active()`; the caller's own context by default.
-        loss_scale: what the loss is multiplied by before backward, > 0.
-        observer: reads the tensors of every op as it runs, see `recorder.Observer`.
-
-    Raises:
-        TypeError: if `model`, `step` or its result has another type.
-        ValueError: for a loss that is not a single number or depends on no parameter, an invalid loss scale, a model
-            that is compiled, scripted or not initialized, or gradients that are disabled around the call. Exceptions
-            of `step` pass through after all state is restored.
-=======
     Parameters, buffers, gradients, training flags, random states and hooks are restored. Two calls return equal traces.
 
     Args:
@@ -70,7 +48,6 @@ def trace_step(
         ValueError: a loss that is not a single number or depends on no parameter, a loss scale out of range, a model
             that is compiled, scripted or not yet initialized, or gradients that are disabled around the call. What
             `step` raises passes through.
->>>>>>> main
 
     Sync: none.
 
@@ -93,21 +70,12 @@ def record_step(
     kept: KeptTensors | None = None,
     before_restoring: Callable[[], object] | None = None,
 ) -> list[Event]:
-<<<<<<< HEAD
-    """Run the step as `trace_step` does and return its events, of which `reasons.records_of` makes records.
-
-    Args:
-        kept: counts what is saved for backward.
-        before_restoring: called after backward, before gradients are restored.
-        model, step, casting, loss_scale, observer: see `trace_step`; not checked again.
-=======
     """Run the step as `trace_step` does and return the events, from which `reasons.records_of` makes records.
 
     Args:
         kept: counts what is saved for backward.
         before_restoring: called after backward, while the gradients exist.
         model, step, casting, loss_scale, observer: as `trace_step`; checked already, see `step_checks`.
->>>>>>> main
 
     Sync: none.
     """
@@ -145,16 +113,9 @@ def _run(
 def _backward(loss: Tensor) -> None:
     try:
         torch.autograd.backward(loss)
-<<<<<<< HEAD
-    except CheckpointError as error:  # torch's checkpoint restores only torch.autocast
-        error.add_note(
-            "torch.utils.checkpoint runs the block again in backward, outside of amplab's casts; use "
-            "amplab.checkpoint instead, which enters them again."
-=======
     except CheckpointError as error:  # torch's checkpoint restores torch.autocast only
         error.add_note(
             "torch.utils.checkpoint runs the block again in backward, without amplab's casts: use amplab.checkpoint, "
             "which restores them."
->>>>>>> main
         )
         raise
