@@ -1,7 +1,7 @@
-"""Half precision by hand, as scripts did it before ``amp.initialize``: ``from apex.fp16_utils import *``.
+"""Manual mixed precision from before ``amp.initialize``: ``from apex.fp16_utils import *``.
 
-Models cast to half are in `conversion`, float32 copies of their parameters in `param_lists`, an optimizer that keeps
-such copies and scales losses in `fp16_optimizer`. New code uses `amplab.amp`.
+`conversion` casts models to float16, `param_lists` has float32 copies of their parameters, and `fp16_optimizer` an
+optimizer with such copies and a loss scale. New code uses `amplab.amp`.
 """
 
 from amplab.fp16_utils.conversion import (

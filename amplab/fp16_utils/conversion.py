@@ -1,6 +1,6 @@
-"""Models cast to half by hand, BatchNorm kept float32.
+"""Cast models to float16 and keep BatchNorm in float32.
 
-BatchNorm's weights and running statistics are never rounded on the way. (apex halves the whole network first.)
+BatchNorm's weights and running statistics are never rounded. (apex casts the whole network to float16 first.)
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ __all__ = ["BN_convert_float", "FP16Model", "convert_module", "convert_network",
 
 
 class tofp16(nn.Module):
-    """A layer that casts its input to half."""
+    """A layer that casts its input to float16."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input`` as float16."""
@@ -22,7 +22,7 @@ class tofp16(nn.Module):
 
 
 def BN_convert_float(module: nn.Module) -> nn.Module:
-    """Cast the BatchNorm layers of ``module`` that have weights of their own to float32, in place; return it."""
+    """Cast the affine BatchNorm layers of ``module`` to float32 in place; return it."""
     for layer in module.modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.affine:
             layer.float()
@@ -30,7 +30,7 @@ def BN_convert_float(module: nn.Module) -> nn.Module:
 
 
 def network_to_half(network: nn.Module) -> nn.Module:
-    """Cast ``network`` to half in place, BatchNorm aside; return it behind a layer that casts its input.
+    """Cast ``network`` to float16 in place, except BatchNorm; return it after a layer that casts its input.
 
     >>> half = network_to_half(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     >>> [param.dtype for param in half.parameters()]
@@ -40,7 +40,7 @@ def network_to_half(network: nn.Module) -> nn.Module:
 
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the floating parameters, gradients and buffers of ``module`` itself, not of its children, in place."""
+    """Cast the floating-point parameters, gradients and buffers of ``module``, not of its children, in place."""
     children = dict(module._modules)
     module._modules.clear()
     try:
@@ -50,16 +50,16 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast ``network`` to ``dtype`` in place, BatchNorm that has weights aside; return it."""
+    """Cast ``network`` to ``dtype`` in place, except affine BatchNorm; return it."""
     cast_model(network, dtype, keep_batchnorm_fp32=True)
     return network
 
 
 class FP16Model(nn.Module):
-    """A network cast to half, and its positional inputs with it; what it returns is left as it is.
+    """A network cast to float16, which casts its positional inputs as well; outputs are not cast.
 
     Args:
-        network: cast in place, BatchNorm aside.
+        network: cast in place, except BatchNorm.
     """
 
     def __init__(self, network: nn.Module) -> None:

@@ -1,10 +1,10 @@
-"""FP16_Optimizer: an optimizer with float32 masters and a loss scale, as scripts used it before ``amp.initialize``.
+"""FP16_Optimizer: an optimizer with float32 masters and a loss scale, from before ``amp.initialize``.
 
     optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), dynamic_loss_scale=True)
     optimizer.zero_grad();  optimizer.backward(loss);  optimizer.step()
 
-Half weights that are written before the first backward, by an init or by DistributedDataParallel, reach the masters.
-Masters are `amplab.scalers.MasterWeights`, the scale is that of `loss_scaler`.
+If float16 weights are written before the first backward, by an initializer or DistributedDataParallel, the masters
+follow. The masters are `amplab.scalers.MasterWeights`, the scale is that of `loss_scaler`.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,17 +23,17 @@ __all__ = ["FP16_Optimizer"]
 
 
 class FP16_Optimizer:
-    """Steps float32 masters of half parameters, with gradients of a scaled loss.
+    """Steps float32 masters of 16-bit parameters with gradients of a scaled loss.
 
     Args:
-        init_optimizer: any optimizer; it owns the masters from here on.
+        init_optimizer: any optimizer; its parameters are replaced by the masters.
         static_loss_scale: the scale, unless ``dynamic_loss_scale``.
         dynamic_loss_scale: back off at overflows, and skip their steps.
         dynamic_loss_args: arguments of `DynamicLossScaler`.
         verbose: print a line for each skipped step.
 
-    Reference: apex ``fp16_utils.FP16_Optimizer``. Gradients of float32 parameters add up over several backwards as
-    those of half ones do; there they were unscaled again at each.
+    Reference: apex ``fp16_utils.FP16_Optimizer``. Gradients of float32 parameters accumulate over several
+    backwards like those of 16-bit ones; apex unscales them again at each.
 
     >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
     >>> optimizer = FP16_Optimizer(torch.optim.SGD([weight], lr=2**-13), static_loss_scale=128.0)
@@ -72,17 +72,17 @@ class FP16_Optimizer:
 
     @property
     def loss_scale(self) -> float:
-        """What the next loss is multiplied by."""
+        """The factor of the next loss."""
         return self.loss_scaler.loss_scale
 
     @property
     def state(self) -> Any:
-        """The state of the optimizer inside."""
+        """The state of the inner optimizer."""
         return self.optimizer.state
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the optimizer inside: masters, and float32 parameters."""
+        """The groups of the inner optimizer: masters, and float32 parameters."""
         return self.optimizer.param_groups
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:
@@ -95,11 +95,11 @@ class FP16_Optimizer:
                 param.grad = torch.zeros_like(param.grad)
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
-        """Run backward from ``loss`` times the scale; gradients of several calls add up.
+        """Run backward from ``loss`` times the scale; gradients of several calls accumulate.
 
         Args:
-            loss: any shape that backward takes.
-            update_master_grads: unscale them into the masters now; False leaves that to a later call.
+            loss: a scalar.
+            update_master_grads: unscale into the masters now; False: call `update_master_grads` later.
             retain_graph: as in torch.
 
         Sync: one with a dynamic scale.
@@ -113,29 +113,29 @@ class FP16_Optimizer:
 
     @torch.no_grad()
     def update_master_grads(self) -> None:
-        """Unscale what backwards have left on the model into the masters. Sync: one with a dynamic scale."""
+        """Unscale the model's gradients into the masters. Sync: one with a dynamic scale."""
         aside, self._aside = self._aside or [], None
         found_inf = add_unscaled(self._own, aside, self.loss_scale, self._unscaler, None)
         found_inf = self._masters.unscale_grads(self.loss_scale, found_inf=found_inf)
         self.overflow = self.dynamic_loss_scale and bool(found_inf)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Tensor | float:
-        """Clip the gradients that are stepped; return their norm, or -1 after an overflow."""
+        """Clip the gradients of the masters; return their norm, or -1 after an overflow."""
         if self.overflow:
             return -1
         return torch.nn.utils.clip_grad_norm_(list(params_of(self.optimizer)), max_norm, norm_type)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
-        """Return the gradients that are stepped, a list for each group; None after an overflow."""
+        """Return the gradients of the masters, a list for each group; None after an overflow."""
         if self.overflow:
             return None
         return [[param.grad for param in group["params"]] for group in self.param_groups]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step, and round the masters into the model; change nothing after an overflow.
+        """Step, and round the masters into the model; after an overflow, change nothing.
 
         Args:
-            closure: calls ``optimizer.backward(loss)`` and returns the loss; with a static scale alone.
+            closure: calls ``optimizer.backward(loss)`` and returns the loss; only with a static scale.
 
         Raises:
             TypeError: a closure with a dynamic scale.
@@ -155,7 +155,7 @@ class FP16_Optimizer:
         return result
 
     def _refreshing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Let the model follow the masters before each call of ``closure``, as some optimizers make several."""
+        """Round the masters into the model before each call of ``closure``; some optimizers call it several times."""
 
         def run() -> Any:
             with torch.no_grad():
@@ -166,7 +166,7 @@ class FP16_Optimizer:
         return run
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything to resume from, the masters included."""
+        """Return everything that is needed to resume, including the masters."""
         self._masters.follow_edits()
         return {
             "loss_scaler": self.loss_scaler.state_dict(),
@@ -179,14 +179,14 @@ class FP16_Optimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned; masters and model continue bitwise.
+        """Load the result of `state_dict`; training continues bitwise.
 
         Raises:
-            ValueError: masters of another model.
+            ValueError: masters of other shapes.
         """
         saved, own = state_dict["fp32_from_fp16"], self._masters_by_group()
         if [[each.shape for each in group] for group in saved] != [[each.shape for each in group] for group in own]:
-            raise ValueError("fp32_from_fp16: expected masters of the shapes of this model's; load its own checkpoint.")
+            raise ValueError("fp32_from_fp16: expected masters with the shapes of this model; load its own checkpoint.")
         self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
         self.overflow = bool(state_dict["overflow"])
         self.first_closure_call_this_step = bool(state_dict["first_closure_call_this_step"])
@@ -198,7 +198,7 @@ class FP16_Optimizer:
         self._masters.watch_model()
 
     def _follow_edits(self) -> None:
-        """Let masters take what was written to the model since the start or `load_state_dict`; later edits not."""
+        """Copy edits of the model since the start or `load_state_dict` to the masters; ignore later edits."""
         self._masters.follow_edits()
         self._masters.stop_watching()
 

@@ -1,4 +1,4 @@
-"""What scripts import from ``apex.fp16_utils.fp16util``: the models and lists of parameters of this room."""
+"""The names of ``apex.fp16_utils.fp16util``: those of `conversion` and `param_lists`."""
 
 from amplab.fp16_utils.conversion import (
     BN_convert_float,

@@ -1,7 +1,9 @@
-"""The loss scalers of the years before ``amp.initialize``: a rule of `amplab.scalers` behind apex's old methods.
+"""The loss scalers of ``apex.fp16_utils``: rules of `amplab.scalers` with apex's old methods.
 
 DynamicLossScaler   on inf:    scale = max(1, scale / scale_factor)
                     on clean:  scale = scale * scale_factor, after scale_window clean steps
+
+The scaler of ``amp.initialize`` is another class of the same name, in `amplab.amp`.
 """
 
 from collections.abc import Iterable
@@ -31,7 +33,7 @@ class _Fp16UtilsScale(RecurrentRule):
 
 
 class LossScaler:
-    """A loss scale that stays.
+    """A constant loss scale.
 
     Args:
         scale: > 0.
@@ -41,33 +43,33 @@ class LossScaler:
     """
 
     def __init__(self, scale: float = 1) -> None:
-        self._take_up(StaticScale(float(scale)))
+        self._begin(StaticScale(float(scale)))
 
-    def _take_up(self, rule: ScaleRule) -> None:
+    def _begin(self, rule: ScaleRule) -> None:
         self._rule, self._state = rule, rule.start()
 
     @property
     def loss_scale(self) -> float:
-        """What the next loss is multiplied by."""
+        """The factor of the next loss."""
         return self._state.scale
 
     cur_scale = loss_scale
 
     @property
     def dynamic(self) -> bool:
-        """Whether an overflow moves it, and skips a step."""
+        """Whether an overflow changes the scale and skips the step."""
         return self._rule.skips_on_overflow
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Say whether a gradient of ``params`` is inf or NaN; a static scaler does not look. Sync: one each."""
+        """Return whether a gradient of ``params`` is inf or NaN; always False for a static scale. Sync: one each."""
         return self.dynamic and any(not param.grad.isfinite().all() for param in params if param.grad is not None)
 
     def update_scale(self, overflow: bool) -> None:
-        """Go on after a step that overflowed, or did not. Sync: none."""
+        """Update the scale after a step. Sync: none."""
         self._state = self._rule.next(self._state, bool(overflow))
 
     def scale_gradient(self, _module: Any, grad_in: Iterable[Tensor], _grad_out: Any) -> tuple[Tensor, ...]:
-        """Multiply gradients by the scale: a backward hook of a module."""
+        """Multiply gradients by the scale; for use as a backward hook of a module."""
         return tuple(self.loss_scale * grad for grad in grad_in)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
@@ -79,17 +81,17 @@ class LossScaler:
         return {"loss_scale": self._state.scale, "unskipped": self._state.clean_steps}
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
-        """Load what `state_dict` returned."""
+        """Load the result of `state_dict`."""
         self._state = type(self._state)(float(state_dict["loss_scale"]), int(state_dict["unskipped"]))
 
 
 class DynamicLossScaler(LossScaler):
-    """A loss scale that backs off at overflows, to 1 at the least, and grows after clean steps.
+    """A loss scale that backs off at overflows, but not below 1, and grows after clean steps.
 
     Args:
-        init_scale: where it starts.
-        scale_factor: > 1, both ways.
-        scale_window: clean steps until it grows.
+        init_scale: the first scale.
+        scale_factor: > 1, for growth and backoff.
+        scale_window: clean steps before the scale grows.
 
     >>> scaler = DynamicLossScaler(scale_window=1)
     >>> scaler.update_scale(True)
@@ -98,4 +100,4 @@ class DynamicLossScaler(LossScaler):
     """
 
     def __init__(self, init_scale: float = 2**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
-        self._take_up(_Fp16UtilsScale(float(init_scale), float(scale_factor), int(scale_window)))
+        self._begin(_Fp16UtilsScale(float(init_scale), float(scale_factor), int(scale_window)))

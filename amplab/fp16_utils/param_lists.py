@@ -1,10 +1,10 @@
-"""Two lists of parameters, the model's and float32 copies of them, and the two ways between.
+"""Two lists of parameters, the model's and float32 copies of them, and the copies between them.
 
     model_params, master_params = prep_param_lists(model)
     loss.backward();  model_grads_to_master_grads(model_params, master_params)
     optimizer.step(); master_params_to_model_params(model_params, master_params)
 
-With ``flat_master=True`` the copy is one vector. `amplab.scalers.MasterWeights` is what amplab itself uses.
+With ``flat_master=True`` the copy is one vector. amplab itself uses `amplab.scalers.MasterWeights`.
 """
 
 from collections.abc import Sequence
@@ -29,8 +29,8 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
     """Return the trainable parameters of ``model``, and float32 copies of them for an optimizer.
 
     Args:
-        model: of any dtype.
-        flat_master: one copy of all, flattened; the parameters must be of one dtype.
+        model: any model.
+        flat_master: return one flattened copy of all; the parameters must have one dtype.
 
     Raises:
         ValueError: ``flat_master`` with parameters of several dtypes.

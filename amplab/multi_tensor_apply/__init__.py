@@ -1,7 +1,7 @@
-"""apex's ``multi_tensor_applier``, which says that the kernels of ``amp_C`` are not there.
+"""apex's ``multi_tensor_applier``, which reports that the kernels of ``amp_C`` are unavailable.
 
-Scripts ask ``multi_tensor_applier.available`` and otherwise take their own way in torch. amplab's fused kernels take a
-list of tensors by themselves: `amplab.kernels`.
+Scripts check ``multi_tensor_applier.available`` and otherwise use torch. amplab's own fused kernels take lists of
+tensors; they are in `amplab.kernels`.
 """
 
 from amplab.multi_tensor_apply.multi_tensor_apply import MultiTensorApply

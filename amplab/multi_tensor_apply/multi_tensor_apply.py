@@ -6,10 +6,10 @@ __all__ = ["MultiTensorApply"]
 
 
 class MultiTensorApply:
-    """What applied an ``amp_C`` kernel to lists of tensors, in chunks; without these kernels it says so.
+    """Applies an ``amp_C`` kernel to lists of tensors in apex; here these kernels are unavailable.
 
     Args:
-        chunk_size: elements that one block of a kernel works on.
+        chunk_size: elements per block of a kernel.
 
     >>> MultiTensorApply(65536).available
     False
@@ -21,12 +21,12 @@ class MultiTensorApply:
         self.chunk_size = chunk_size
 
     def check_avail(self) -> None:
-        """Raise RuntimeError: there is no ``amp_C``."""
+        """Raise RuntimeError: ``amp_C`` is unavailable."""
         raise RuntimeError(
-            "multi_tensor_applier needs the kernels of apex's amp_C, which amplab does not have: ask "
+            "multi_tensor_applier needs the kernels of apex's amp_C, which are unavailable in amplab: check "
             "multi_tensor_applier.available first, and use torch._foreach_* or amplab.kernels instead."
         )
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Raise RuntimeError: there is no ``amp_C``."""
+        """Raise RuntimeError: ``amp_C`` is unavailable."""
         self.check_avail()

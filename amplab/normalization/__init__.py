@@ -1,4 +1,4 @@
-"""Layer and root-mean-square normalization under apex's names, over torch's own operations."""
+"""Layer and root-mean-square normalization under apex's names, implemented by torch's operators."""
 
 from amplab.normalization.fused_layer_norm import (
     FusedLayerNorm,

@@ -1,4 +1,4 @@
-"""apex's fused normalizations: float32 arithmetic inside, and a rule for the dtype of the result.
+"""apex's fused normalizations: float32 arithmetic, and a rule for the dtype of the result.
 
     FusedLayerNorm, FusedRMSNorm              the dtype of the input
     MixedFusedLayerNorm, MixedFusedRMSNorm    the dtype of the weight
@@ -6,7 +6,7 @@
     layer norm   (x - mean) / sqrt(var + eps) * weight + bias
     rms norm     x / sqrt(mean(x^2) + eps) * weight
 
-over the last ``len(normalized_shape)`` dimensions. torch fuses them itself, so ``memory_efficient`` changes nothing.
+over the last ``len(normalized_shape)`` dimensions. torch fuses them itself, so ``memory_efficient`` has no effect.
 """
 
 from collections.abc import Sequence
@@ -95,37 +95,37 @@ def mixed_dtype_fused_rms_norm_affine(
 
 
 class FusedLayerNormAffineFunction:
-    """`fused_layer_norm_affine` as scripts call apex's autograd function: ``.apply(x, weight, bias, shape, eps)``."""
+    """`fused_layer_norm_affine` under the name of apex's autograd function: ``.apply(x, weight, bias, shape, eps)``."""
 
     apply = staticmethod(fused_layer_norm_affine)
 
 
 class FusedLayerNormFunction:
-    """`fused_layer_norm` as scripts call apex's autograd function."""
+    """`fused_layer_norm` under the name of apex's autograd function."""
 
     apply = staticmethod(fused_layer_norm)
 
 
 class FusedRMSNormAffineFunction:
-    """`fused_rms_norm_affine` as scripts call apex's autograd function."""
+    """`fused_rms_norm_affine` under the name of apex's autograd function."""
 
     apply = staticmethod(fused_rms_norm_affine)
 
 
 class FusedRMSNormFunction:
-    """`fused_rms_norm` as scripts call apex's autograd function."""
+    """`fused_rms_norm` under the name of apex's autograd function."""
 
     apply = staticmethod(fused_rms_norm)
 
 
 class FusedLayerNorm(nn.LayerNorm):
-    """Layer normalization whose result has the dtype of its input, whatever the dtype of its weights.
+    """Layer normalization whose result has the dtype of its input.
 
     Args:
         normalized_shape: sizes of the last dimensions.
         eps: added to the variance.
-        elementwise_affine: have a weight and a bias.
-        memory_efficient: accepted; torch decides what it keeps.
+        elementwise_affine: use a weight and a bias.
+        memory_efficient: ignored; torch decides what it saves.
 
     Reference: apex ``FusedLayerNorm``.
 
@@ -145,7 +145,7 @@ class FusedLayerNorm(nn.LayerNorm):
 
 
 class MixedFusedLayerNorm(FusedLayerNorm):
-    """`FusedLayerNorm` whose result has the dtype of its weight; it always has one.
+    """`FusedLayerNorm` whose result has the dtype of its weight, which it always has.
 
     Reference: apex ``MixedFusedLayerNorm``.
     """
@@ -167,8 +167,8 @@ class FusedRMSNorm(nn.RMSNorm):
     Args:
         normalized_shape: sizes of the last dimensions.
         eps: added to the mean square.
-        elementwise_affine: have a weight.
-        memory_efficient: accepted; torch decides what it keeps.
+        elementwise_affine: use a weight.
+        memory_efficient: ignored; torch decides what it saves.
 
     Reference: apex ``FusedRMSNorm``.
     """
@@ -185,7 +185,7 @@ class FusedRMSNorm(nn.RMSNorm):
 
 
 class MixedFusedRMSNorm(FusedRMSNorm):
-    """`FusedRMSNorm` whose result has the dtype of its weight; it always has one.
+    """`FusedRMSNorm` whose result has the dtype of its weight, which it always has.
 
     Reference: apex ``MixedFusedRMSNorm``.
     """
@@ -212,15 +212,16 @@ def _require_affine(name: str, kwargs: dict[str, Any]) -> None:
 
 
 def _layer_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Shape, eps: float) -> Tensor:
-    return F.layer_norm(_wide(input), _sizes(shape), _wide(weight), _wide(bias), eps)
+    weight, bias = (None if each is None else _wide(each) for each in (weight, bias))
+    return F.layer_norm(_wide(input), _sizes(shape), weight, bias, eps)
 
 
-def _rms_norm(input: Tensor, weight: Tensor | None, shape: Shape, eps: float) -> Tensor:
-    return F.rms_norm(_wide(input), _sizes(shape), _wide(weight), eps)
+def _rms_norm(input: Tensor, weight: Tensor | None, shape: Shape, eps: float | None) -> Tensor:
+    return F.rms_norm(_wide(input), _sizes(shape), None if weight is None else _wide(weight), eps)
 
 
-def _wide(tensor: Tensor | None) -> Tensor | None:
-    return tensor.float() if tensor is not None and tensor.dtype in LOW_PRECISION_DTYPES else tensor
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in LOW_PRECISION_DTYPES else tensor
 
 
 def _sizes(shape: Shape) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Optimizers that scripts import from ``apex.optimizers``, those of Ascend's apex, and LARC.
 
-Each has the arguments, defaults and refusals of its namesake, and unscales, skips and steps in one pass of the kernels.
-Those with a twin in ``torch.optim`` load its checkpoints, and it theirs.
+Each has the arguments, defaults and errors of its namesake, and unscales, skips and steps in one pass of the kernels.
+If ``torch.optim`` has the same rule, checkpoints are interchangeable.
 """
 
 from amplab.optimizers.fused_adadelta import FusedAdadelta

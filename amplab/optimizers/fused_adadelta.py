@@ -18,26 +18,26 @@ __all__ = ["FusedAdadelta"]
 
 
 class FusedAdadelta(FusedOptimizer, torch.optim.Adadelta):
-    """``torch.optim.Adadelta``, with the unscaling and the skip of a mixed-precision step in its one pass.
+    """``torch.optim.Adadelta`` whose one pass over the tensors also unscales and skips.
 
-    Its ``state_dict`` is that of ``torch.optim.Adadelta``: either loads the other's and goes on.
+    Its ``state_dict`` is that of ``torch.optim.Adadelta``: each loads the other's.
 
     Args:
-        params: parameters or groups of them: float16, bfloat16, float32 or float64. The state of 16-bit ones, and the
-            arithmetic, is float32.
+        params: parameters or groups of them: float16, bfloat16, float32 or float64. The state of 16-bit ones,
+            and the arithmetic, are float32.
         lr: learning rate.
         rho: decay of the running means.
-        eps: added below the roots.
-        weight_decay: its factor; added to the gradient.
-        set_grad_none: what `zero_grad` leaves: None, or zeros.
-        maximize: go up the gradient.
+        eps: added under the roots.
+        weight_decay: weight decay factor; added to the gradient.
+        set_grad_none: `zero_grad` sets gradients to None; False: to zeros.
+        maximize: ascend instead of descend.
         max_grad_norm: clip the norm of all gradients to this; None for no clipping.
-        master_weights: keep a float32 master of every 16-bit parameter in the state, and step that.
+        master_weights: keep a float32 master of every 16-bit parameter in the state, and step the master.
 
     Raises:
         ValueError: a number out of its range.
 
-    Sync: none, for an ``lr`` that is a number.
+    Sync: none if ``lr`` is a number.
 
     Reference: ``torch.optim.Adadelta``.
     """

@@ -17,28 +17,28 @@ __all__ = ["FusedAdagrad"]
 
 
 class FusedAdagrad(FusedOptimizer, torch.optim.Adagrad):
-    """``torch.optim.Adagrad``, with the unscaling and the skip of a mixed-precision step in its one pass.
+    """``torch.optim.Adagrad`` whose one pass over the tensors also unscales and skips.
 
-    Its ``state_dict`` is that of ``torch.optim.Adagrad``: either loads the other's and goes on.
+    Its ``state_dict`` is that of ``torch.optim.Adagrad``: each loads the other's.
 
     Args:
-        params: parameters or groups of them: float16, bfloat16, float32 or float64. The state of 16-bit ones, and the
-            arithmetic, is float32.
+        params: parameters or groups of them: float16, bfloat16, float32 or float64. The state of 16-bit ones,
+            and the arithmetic, are float32.
         lr: learning rate.
         eps: added to the root.
-        weight_decay: its factor.
-        set_grad_none: what `zero_grad` leaves: None, or zeros.
-        adagrad_w_mode: add the decay to the step, p <- p - lr (... + weight_decay p), and not to the gradient.
+        weight_decay: weight decay factor.
+        set_grad_none: `zero_grad` sets gradients to None; False: to zeros.
+        adagrad_w_mode: add the decay to the update, p <- p - lr (... + weight_decay p), not to the gradient.
         lr_decay: the learning rate of a step is lr / (1 + (step - 1) lr_decay).
-        initial_accumulator_value: where h starts.
-        maximize: go up the gradient.
+        initial_accumulator_value: initial value of h.
+        maximize: ascend instead of descend.
         max_grad_norm: clip the norm of all gradients to this; None for no clipping.
-        master_weights: keep a float32 master of every 16-bit parameter in the state, and step that.
+        master_weights: keep a float32 master of every 16-bit parameter in the state, and step the master.
 
     Raises:
         ValueError: a number out of its range.
 
-    Sync: none, for an ``lr`` that is a number.
+    Sync: none if ``lr`` is a number.
 
     Reference: apex ``FusedAdagrad``, ``torch.optim.Adagrad``.
 
@@ -71,16 +71,16 @@ class FusedAdagrad(FusedOptimizer, torch.optim.Adagrad):
     _leading_state = "sum"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take up a state, of torch's optimizer, too."""
+        """Set the state, also of torch's optimizer."""
         super().__setstate__(state)
         for group in self.param_groups:
-            group["fused"] = None  # torch's has no fused step on every device, and would look here
+            group["fused"] = None  # torch's Adagrad checks this, and has no fused step on every device
 
     def _begin_state(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> bool:
-        if "sum" not in state:  # of a group that was added later, or state that was cleared
+        if "sum" not in state:  # a group added later, or cleared state
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
             state["sum"] = new_state(param).fill_(group["initial_accumulator_value"])
-        self._adopt_state(param, group, state)  # torch begins it in the constructor, in the dtype of the parameter
+        self._adopt_state(param, group, state)  # torch makes it in the constructor, in the dtype of the parameter
         return False
 
     def _run(self, batch: StepBatch, grads: list[Tensor], factor: Tensor | None, found_inf: Tensor | None) -> None:

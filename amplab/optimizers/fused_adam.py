@@ -20,7 +20,7 @@ __all__ = ["FusedAdam", "FusedAdamW"]
 
 
 class _FusedAdam(FusedOptimizer, torch.optim.Adam):
-    """The rule, for both."""
+    """The rule of both classes."""
 
     def _begin_state(self, param: Tensor, _group: dict[str, Any], state: dict[str, Any]) -> bool:
         if "exp_avg" not in state:
@@ -52,36 +52,36 @@ class _FusedAdam(FusedOptimizer, torch.optim.Adam):
 
     def _adopt_state(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         if "exp_avg" in state:
-            state.setdefault("step", group.get("step", 0.0))  # apex counts once for a whole group
+            state.setdefault("step", group.get("step", 0.0))  # apex has one count for a whole group
         super()._adopt_state(param, group, state)
 
 
 class FusedAdamW(_FusedAdam, torch.optim.AdamW):
-    """``torch.optim.AdamW``, with the unscaling, the clipping and the skip of a mixed-precision step in its one pass.
+    """``torch.optim.AdamW`` whose one pass over the tensors also unscales, clips and skips.
 
-    Its ``state_dict`` is that of ``torch.optim.AdamW``: either loads the other's and goes on.
+    Its ``state_dict`` is that of ``torch.optim.AdamW``: each loads the other's.
 
     Args:
-        params: parameters or groups of them: float16, bfloat16, float32 or float64. The state of 16-bit ones, and the
-            arithmetic, is float32.
+        params: parameters or groups of them: float16, bfloat16, float32 or float64. The state of 16-bit ones,
+            and the arithmetic, are float32.
         lr: learning rate.
         betas: decay rates of the two moments.
         eps: added to the denominator.
-        weight_decay: its factor.
-        amsgrad: True is refused.
-        maximize: go up the gradient.
-        foreach: True is refused.
-        capturable: accepted; the step count is on the parameter's device in any case.
-        differentiable: True is refused.
-        fused: False is refused.
+        weight_decay: weight decay factor.
+        amsgrad: must be False.
+        maximize: ascend instead of descend.
+        foreach: must not be True.
+        capturable: ignored; the step count is always on the parameter's device.
+        differentiable: must be False.
+        fused: must not be False.
         max_grad_norm: clip the norm of all gradients to this; None for no clipping.
-        master_weights: keep a float32 master of every 16-bit parameter in the state, and step that.
+        master_weights: keep a float32 master of every 16-bit parameter in the state, and step the master.
 
     Raises:
-        RuntimeError: what is refused, with what to use.
+        RuntimeError: an unsupported argument; the message names the alternative.
         ValueError: a number out of its range.
 
-    Sync: none, for an ``lr`` that is a number.
+    Sync: none if ``lr`` is a number.
 
     Reference: ``torch.optim.AdamW``.
 
@@ -129,9 +129,9 @@ class FusedAdamW(_FusedAdam, torch.optim.AdamW):
 
 
 class FusedAdam(_FusedAdam):
-    """Adam or AdamW in one pass, with apex's arguments, those of the years before ``amp.initialize`` too.
+    """Adam or AdamW in one pass, with apex's arguments, including those from before ``amp.initialize``.
 
-    Its ``state_dict`` is that of ``torch.optim.Adam`` and ``AdamW``: each loads the other's and goes on.
+    Its ``state_dict`` is that of ``torch.optim.Adam`` and ``AdamW``: each loads the other's.
 
     Args:
         params: as `FusedAdamW`.
@@ -139,30 +139,30 @@ class FusedAdam(_FusedAdam):
         bias_correction: divide the moments by ``1 - beta^step``.
         betas: decay rates of the two moments.
         eps: added to the denominator.
-        adam_w_mode: decay the weights beside the moments; False: through the gradient.
-        weight_decay: its factor.
-        amsgrad: refused, as in apex.
-        set_grad_none: what `zero_grad` leaves: None, or zeros.
-        capturable: accepted; the step count is on the parameter's device in any case.
-        master_weights: keep a float32 master of every 16-bit parameter in the state, and step that; the parameter is
-            written in the same pass.
+        adam_w_mode: decay the weights directly; False: through the gradient.
+        weight_decay: weight decay factor.
+        amsgrad: must be False, as in apex.
+        set_grad_none: `zero_grad` sets gradients to None; False: to zeros.
+        capturable: ignored; the step count is always on the parameter's device.
+        master_weights: keep a float32 master of every 16-bit parameter in the state, and step the master; the
+            parameter is written in the same pass.
         max_grad_norm: clip the norm of all gradients to this; 0 for no clipping.
-        eps_inside_sqrt: add ``eps`` below the root, ``sqrt((v + eps) / c2)``.
-        use_mt: accepted; there is one pass in any case.
+        eps_inside_sqrt: add ``eps`` under the root, ``sqrt((v + eps) / c2)``.
+        use_mt: ignored; there is always one pass.
 
     Raises:
         RuntimeError: ``amsgrad=True``.
         ValueError: a number out of its range.
 
-    Sync: none, for an ``lr`` that is a number.
+    Sync: none if ``lr`` is a number.
 
-    Reference: apex ``FusedAdam`` (also that of ``apex.contrib``, for the last three).
+    Reference: apex ``FusedAdam`` (the last three: ``apex.contrib``).
     """
 
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -197,7 +197,7 @@ class FusedAdam(_FusedAdam):
         """Step once, as `FusedAdamW`.
 
         Raises:
-            RuntimeError: arguments of the years before ``amp.initialize``.
+            RuntimeError: an argument of apex's versions before ``amp.initialize``.
         """
         if any(value is not None for value in old.values()):
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""FusedAdamP: Adam without the part of its step that only lengthens a weight."""
+"""FusedAdamP: Adam without the part of its update that only changes the length of a weight."""
 
 import functools
 import math
@@ -17,7 +17,7 @@ __all__ = ["FusedAdamP"]
 
 @dataclass(frozen=True)
 class _Rule:
-    """The numbers of one group; see `FusedAdamP`."""
+    """The settings of one group; see `FusedAdamP`."""
 
     lr: float
     beta1: float
@@ -30,7 +30,7 @@ class _Rule:
 
 
 class FusedAdamP(FusedOptimizer):
-    """AdamP: Adam for weights whose length does not matter, as under a normalization.
+    """AdamP: Adam for weights whose length has no effect, as before a normalization.
 
     ::
 
@@ -44,11 +44,11 @@ class FusedAdamP(FusedOptimizer):
         lr: learning rate.
         betas: decay rates of the two moments.
         eps: added to denominators and norms.
-        weight_decay: its factor.
-        delta: how nearly orthogonal gradient and weight must be.
-        wd_ratio: share of the decay that projected weights get.
-        nesterov: look ahead.
-        set_grad_none: what `zero_grad` leaves: None, or zeros.
+        weight_decay: weight decay factor.
+        delta: bound of the cosine between gradient and weight.
+        wd_ratio: factor of the decay of projected weights.
+        nesterov: use Nesterov momentum.
+        set_grad_none: `zero_grad` sets gradients to None; False: to zeros.
 
     Raises:
         ValueError: a number out of its range.
@@ -91,8 +91,10 @@ class FusedAdamP(FusedOptimizer):
 
 
 def _adamp_rule(
-    rule: _Rule, grad: Tensor, param: Tensor, states: Sequence[Tensor], step: Tensor
+    rule: _Rule, grad: Tensor, param: Tensor, states: Sequence[Tensor], step: Tensor | None
 ) -> tuple[Tensor, Sequence[Tensor]]:
+    if step is None:
+        raise RuntimeError("steps is empty: expected one float32 element for each parameter.")
     exp_avg = states[0] * rule.beta1 + grad * (1.0 - rule.beta1)
     exp_avg_sq = states[1] * rule.beta2 + grad * (1.0 - rule.beta2) * grad
     root = exp_avg_sq.sqrt() / (1.0 - rule.beta2**step).sqrt().to(param.dtype)
@@ -105,27 +107,25 @@ def _adamp_rule(
 
 
 def _projected(param: Tensor, grad: Tensor, update: Tensor, rule: _Rule) -> tuple[Tensor, Tensor]:
-    """The step without its part along the weight, row by row or else as a whole, and the share of the decay."""
+    """Return the update without its part along the weight, by row or as a whole, and the factor of the decay."""
     p, g, u = (each.flatten(1) for each in (param, grad, update))  # (rows, elements of a row)
     sums = torch.stack([(p * p).sum(1), (g * g).sum(1), (g * p).sum(1), (p * u).sum(1)])  # (4, rows)
-    by_row, rows_fit = _part_along(*sums, p.shape[1], rule)
-    as_one, whole_fits = _part_along(*sums.sum(1, keepdim=True), p.numel(), rule)
+    by_row, rows_fit = _part_along(sums, p.shape[1], rule)
+    as_one, whole_fits = _part_along(sums.sum(1, keepdim=True), p.numel(), rule)
     part = torch.where(rows_fit, by_row, torch.where(whole_fits, as_one, 0.0))
     share = torch.where(rows_fit | whole_fits, rule.wd_ratio, 1.0).to(param.dtype)
     return torch.addcmul(u, p, part.unsqueeze(1), value=-1).reshape_as(param), share
 
 
-def _part_along(
-    weights: Tensor, grads: Tensor, across: Tensor, along: Tensor, elements: int, rule: _Rule
-) -> tuple[Tensor, Tensor]:
-    """How much of each weight is in its step, and whether every gradient is nearly orthogonal to its weight.
+def _part_along(sums: Tensor, elements: int, rule: _Rule) -> tuple[Tensor, Tensor]:
+    """Return the part of each weight in its update, and whether every gradient is almost orthogonal to its weight.
 
     Args:
-        weights, grads: ``(rows,)``, the sums of squares.
-        across, along: ``(rows,)``, the products of gradient and weight, and of weight and step.
-        elements: of a row.
-        rule: numbers.
+        sums: ``(4, rows)``, p . p, g . g, g . p and p . u of each row.
+        elements: the elements of a row.
+        rule: the settings.
     """
+    weights, grads, across, along = sums
     length = weights.sqrt() + rule.eps
     cosine = across.abs() / (grads.sqrt() + rule.eps) / length
     return along / (length * length), cosine.max() < rule.delta / math.sqrt(elements)

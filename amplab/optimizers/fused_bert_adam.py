@@ -1,4 +1,4 @@
-"""FusedBertAdam: the Adam that BERT was trained with, its learning rate on a schedule of its own."""
+"""FusedBertAdam: the Adam of BERT's training, with a learning-rate schedule."""
 
 import functools
 import math
@@ -15,8 +15,7 @@ from amplab.optimizers.fused_optimizer import FusedOptimizer, StepBatch, new_sta
 
 __all__ = ["FusedBertAdam"]
 
-# What the learning rate is multiplied by after the warm-up; x is the share of all steps that are done, w that of the
-# warm-up.
+# The factor of the learning rate after the warm-up; x is the completed share of all steps, w that of the warm-up.
 _SCHEDULES: dict[str, Callable[[Tensor, float], Tensor]] = {
     "warmup_cosine": lambda x, _: 0.5 * (1.0 + torch.cos(math.pi * x)),
     "warmup_constant": lambda x, _: torch.ones_like(x),
@@ -28,7 +27,7 @@ _NEVER = -1
 
 @dataclass(frozen=True)
 class _Rule:
-    """The numbers of one group; see `FusedBertAdam`."""
+    """The settings of one group; see `FusedBertAdam`."""
 
     lr: float
     b1: float
@@ -47,19 +46,19 @@ class FusedBertAdam(FusedOptimizer):
 
         m <- b1 m + (1 - b1) g;   v <- b2 v + (1 - b2) g^2
         p <- p - lr s(x) (m / (sqrt(v) + e) + weight_decay p)
-        x = steps so far / t_total;   s(x) = x / warmup up to there, then the schedule
+        x = steps so far / t_total;   s(x) = x / warmup during the warm-up, then the schedule
 
     Args:
         params: parameters or groups of them.
-        lr: highest learning rate.
-        warmup: share of ``t_total`` in which the rate rises from 0; -1 for none.
+        lr: maximum learning rate.
+        warmup: fraction of ``t_total`` in which the rate rises from 0; -1 for none.
         t_total: number of steps; -1 for a constant rate.
         schedule: "warmup_linear" (to 0 at ``t_total``), "warmup_cosine", "warmup_constant" or "warmup_poly" (a root).
         b1, b2: decay rates of the two moments.
         e: added to the denominator.
-        weight_decay: its factor.
-        max_grad_norm: the 2-norm that all gradients together are brought down to; -1 for no limit.
-        set_grad_none: what `zero_grad` leaves: None, or zeros.
+        weight_decay: weight decay factor.
+        max_grad_norm: clip the 2-norm of all gradients to this; -1 for no clipping.
+        set_grad_none: `zero_grad` sets gradients to None; False: to zeros.
 
     Raises:
         ValueError: an unknown schedule, or a number out of its range.
@@ -93,7 +92,7 @@ class FusedBertAdam(FusedOptimizer):
     _leading_state = "next_m"
 
     def get_lr(self) -> list[float]:
-        """Return the learning rate that the next step gives each parameter with a gradient; [0] before the first.
+        """Return the learning rate of the next step for each parameter with a gradient; [0] before the first step.
 
         Sync: one for each parameter.
         """
@@ -114,16 +113,17 @@ class FusedBertAdam(FusedOptimizer):
 
     def _run(self, batch: StepBatch, grads: list[Tensor], factor: Tensor | None, found_inf: Tensor | None) -> None:
         rule = _rule_of(batch.group)
-        moments, steps = [batch.state("next_m"), batch.state("next_v")], batch.state("step")
+        next_m, next_v, steps = batch.state("next_m"), batch.state("next_v"), batch.state("step")
         rate = _shared_rate(rule, steps)
         if rate is None:
-            lists = StepLists(batch.params, grads, moments, steps, batch.copies, factor, found_inf)
+            lists = StepLists(batch.params, grads, [next_m, next_v], steps, batch.copies, factor, found_inf)
             step_reference(lists, functools.partial(_bert_adam_rule, rule))
             return
         lamb_(
             batch.params,
             grads,
-            *moments,
+            next_m,
+            next_v,
             steps,
             batch.copies,
             lr=rate,
@@ -143,7 +143,7 @@ def _rule_of(group: dict[str, Any]) -> _Rule:
 
 
 def _rate(rule: _Rule, done: Tensor) -> Tensor:
-    """The learning rate after ``done`` steps, ``()`` float64."""
+    """Return the learning rate after ``done`` steps, ``()`` float64."""
     if rule.t_total == _NEVER:
         return torch.full_like(done, rule.lr)
     progress = done / rule.t_total
@@ -152,7 +152,7 @@ def _rate(rule: _Rule, done: Tensor) -> Tensor:
 
 
 def _shared_rate(rule: _Rule, steps: list[Tensor]) -> float | None:
-    """The learning rate of all of them; None where it differs, or follows from counts that are on a device."""
+    """Return the learning rate of all; None if it differs, or if the step counts are on a device."""
     if rule.t_total == _NEVER:
         return rule.lr
     if steps[0].device.type != "cpu":
@@ -162,8 +162,10 @@ def _shared_rate(rule: _Rule, steps: list[Tensor]) -> float | None:
 
 
 def _bert_adam_rule(
-    rule: _Rule, grad: Tensor, param: Tensor, states: Sequence[Tensor], step: Tensor
+    rule: _Rule, grad: Tensor, param: Tensor, states: Sequence[Tensor], step: Tensor | None
 ) -> tuple[Tensor, Sequence[Tensor]]:
+    if step is None:
+        raise RuntimeError("steps is empty: expected one float32 element for each parameter.")
     next_m = states[0] * rule.b1 + grad * (1.0 - rule.b1)
     next_v = states[1] * rule.b2 + grad * (1.0 - rule.b2) * grad
     update = next_m / (square_root(next_v) + rule.e) + param * rule.weight_decay

@@ -21,32 +21,32 @@ __all__ = ["FusedLAMB", "FusedMixedPrecisionLamb"]
 
 
 class FusedLAMB(FusedOptimizer):
-    """LAMB: Adam's step with a rate for each tensor, from the norms of its weight and of its step.
+    """LAMB: Adam's step with a rate for each tensor, from the norms of its weight and its update.
 
-    The ratio |p| / |u| is 1 where either norm is 0, and for groups without decay unless ``use_nvlamb``.
+    The ratio |p| / |u| is 1 if either norm is 0, and for groups without decay unless ``use_nvlamb``.
 
     Args:
-        params: parameters or groups of them: float16, bfloat16, float32 or float64. The state of 16-bit ones, and the
-            arithmetic, is float32.
+        params: parameters or groups of them: float16, bfloat16, float32 or float64. The state of 16-bit ones,
+            and the arithmetic, are float32.
         lr: learning rate.
         bias_correction: divide the moments by ``1 - beta^step``.
         betas: decay rates of the two moments.
         eps: added to the denominator.
-        weight_decay: its factor.
-        amsgrad: refused, as in apex.
-        adam_w_mode: False adds the decay to the gradient and not to the step.
-        grad_averaging: False adds the whole gradient to the first moment, not its share of 1 - beta1.
-        set_grad_none: what `zero_grad` leaves: None, or zeros.
+        weight_decay: weight decay factor.
+        amsgrad: must be False, as in apex.
+        adam_w_mode: add the decay to the update; False: to the gradient.
+        grad_averaging: weight the gradient by 1 - beta1 in the first moment; False: by 1.
+        set_grad_none: `zero_grad` sets gradients to None; False: to zeros.
         max_grad_norm: clip the norm of all gradients to this; 0 for no clipping.
-        use_nvlamb: adapt the groups without decay, too.
-        max_weight_norm: a weight's norm counts no more than this.
-        master_weights: keep a float32 master of every 16-bit parameter in the state, and step that.
+        use_nvlamb: also adapt groups without decay.
+        max_weight_norm: upper bound of a weight's norm.
+        master_weights: keep a float32 master of every 16-bit parameter in the state, and step the master.
 
     Raises:
         RuntimeError: ``amsgrad=True``.
         ValueError: a number out of its range.
 
-    Sync: none, for an ``lr`` that is a number.
+    Sync: none if ``lr`` is a number.
 
     Reference: apex ``FusedLAMB``; Y. You et al., "Large batch optimization for deep learning: training BERT in 76
     minutes", 2019, which is ``max_grad_norm=0, use_nvlamb=True``.
@@ -75,9 +75,9 @@ class FusedLAMB(FusedOptimizer):
             raise RuntimeError(f"{name} does not support the AMSGrad variant; use FusedLAMB without, or FusedAdam.")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         own = {"bias_correction": bias_correction, "grad_averaging": grad_averaging, "set_grad_none": set_grad_none}
-        own.update(max_weight_norm=max_weight_norm, master_weights=master_weights)
-        own.update(adam_w_mode=bool(adam_w_mode), use_nvlamb=bool(use_nvlamb))
-        self._add_defaults(own, max_grad_norm)
+        norms = {"max_weight_norm": max_weight_norm, "master_weights": master_weights}
+        modes = {"adam_w_mode": bool(adam_w_mode), "use_nvlamb": bool(use_nvlamb)}
+        self._add_defaults({**own, **norms, **modes}, max_grad_norm)
 
     def _begin_state(self, param: Tensor, _group: dict[str, Any], state: dict[str, Any]) -> bool:
         if "exp_avg" not in state:
@@ -87,12 +87,12 @@ class FusedLAMB(FusedOptimizer):
 
     def _adopt_state(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         if "exp_avg" in state:
-            state.setdefault("step", group.get("step", 0.0))  # apex counts once for a whole group
+            state.setdefault("step", group.get("step", 0.0))  # apex has one count for a whole group
         super()._adopt_state(param, group, state)
 
     def _adapts(self, group: dict[str, Any]) -> bool:
-        """Whether its tensors have rates of their own."""
-        return group["use_nvlamb"] or group["weight_decay"] != 0
+        """Return whether each tensor has its own rate."""
+        return bool(group["use_nvlamb"]) or group["weight_decay"] != 0
 
     def _run(self, batch: StepBatch, grads: list[Tensor], factor: Tensor | None, found_inf: Tensor | None) -> None:
         group = batch.group
@@ -121,9 +121,9 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     """`FusedLAMB` with a float32 master of every 16-bit parameter in its state.
 
     Args:
-        params: as `FusedLAMB`, as are all arguments that are not named here.
-        step: how many steps were done before, for the bias correction.
-        reduced_precision_dtype: accepted; every 16-bit parameter has a master.
+        params: as `FusedLAMB`, and so are all arguments not listed here.
+        step: the number of earlier steps, for the bias correction.
+        reduced_precision_dtype: ignored; every 16-bit parameter has a master.
 
     Reference: apex ``FusedMixedPrecisionLamb``, whose groups keep ``lr`` and ``step`` as tensors.
     """

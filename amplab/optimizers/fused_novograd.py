@@ -17,34 +17,34 @@ from amplab.optimizers.fused_optimizer import FusedOptimizer, StepBatch, new_sta
 __all__ = ["FusedNovoGrad"]
 
 _MAXIMUM_NORM, _TWO_NORM = 0, 2
-_FIRST = -1.0  # in the place of a norm: take the first gradient's
+_FIRST = -1.0  # instead of a norm: start with the first gradient's
 
 
 class FusedNovoGrad(FusedOptimizer):
     """NovoGrad: gradients divided by a running mean of the norm of their tensor.
 
     Args:
-        params: parameters or groups of them: float16, bfloat16, float32 or float64. The state of 16-bit ones, and the
-            arithmetic, is float32.
+        params: parameters or groups of them: float16, bfloat16, float32 or float64. The state of 16-bit ones,
+            and the arithmetic, are float32.
         lr: learning rate.
         bias_correction: False: c1 and c2 are 1.
         betas: decay rates of the moment and of the norm.
         eps: added to the norm.
-        weight_decay: its factor.
-        amsgrad: refused, as in apex.
-        reg_inside_moment: let the moment be that of g / (n / sqrt(c2) + eps) + weight_decay p.
-        grad_averaging: False adds the whole gradient to the moment, not its share of 1 - beta1.
-        norm_type: 2, or 0 for the maximum norm, whose mean is taken without squares.
-        init_zero: start n at 0, and not at the norm of the first gradient.
-        set_grad_none: what `zero_grad` leaves: None, or zeros.
+        weight_decay: weight decay factor.
+        amsgrad: must be False, as in apex.
+        reg_inside_moment: average g / (n / sqrt(c2) + eps) + weight_decay p in the moment.
+        grad_averaging: weight the gradient by 1 - beta1 in the moment; False: by 1.
+        norm_type: 2, or 0 for the maximum norm, whose mean is not of squares.
+        init_zero: start n at 0 instead of the norm of the first gradient.
+        set_grad_none: `zero_grad` sets gradients to None; False: to zeros.
 
     Raises:
         RuntimeError: ``amsgrad=True``; another ``norm_type``.
         ValueError: a number out of its range.
 
-    Sync: none, for an ``lr`` that is a number.
+    Sync: none if ``lr`` is a number.
 
-    Reference: apex ``FusedNovoGrad``, which keeps the norms in its groups and not, as here, in each parameter's state;
+    Reference: apex ``FusedNovoGrad``, which keeps the norms in its groups instead of each parameter's state;
     B. Ginsburg et al., "Stochastic gradient methods with layer-wise adaptive moments", 2019, which is
     ``bias_correction=False, reg_inside_moment=True, grad_averaging=False``.
     """
@@ -70,8 +70,8 @@ class FusedNovoGrad(FusedOptimizer):
             raise RuntimeError(f"norm_type={norm_type}: FusedNovoGrad expected 2, or 0 for the maximum norm.")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         own = {"bias_correction": bias_correction, "grad_averaging": grad_averaging, "set_grad_none": set_grad_none}
-        own.update(norm_type=norm_type, init_zero=init_zero, reg_inside_moment=bool(reg_inside_moment))
-        self._add_defaults(own, None)
+        norms = {"norm_type": norm_type, "init_zero": init_zero, "reg_inside_moment": bool(reg_inside_moment)}
+        self._add_defaults({**own, **norms}, None)
 
     def _begin_state(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> bool:
         if "exp_avg" not in state:
@@ -83,8 +83,8 @@ class FusedNovoGrad(FusedOptimizer):
     def _refuse(self, group: dict[str, Any]) -> None:
         if "exp_avg_sq" in group:
             raise RuntimeError(
-                "This state is of apex's FusedNovoGrad, which keeps the norms of all parameters in lists by dtype: "
-                "expected one in each parameter's state; begin the optimizer anew, it takes the next gradients' norms."
+                "exp_avg_sq in a group, which is the format of apex's FusedNovoGrad: expected grad_norm in each "
+                "parameter's state; start without this checkpoint, and the norms of the next gradients are used."
             )
         super()._refuse(group)
 

@@ -1,20 +1,21 @@
-"""What every fused optimizer does around its rule: one pass over the gradients, and one over everything.
+"""The part that all fused optimizers share: one pass over the gradients, and one over everything.
 
-    check_gradients()    reads the gradients: found_inf of each device, and their norm where the step clips
+    check_gradients()    reads the gradients: found_inf of each device, and their norm if the step clips
     step()               factor = 1 / grad_scale * min(1, max_grad_norm / (norm + 1e-6));  the rule, unless found_inf
 
-A gradient is multiplied by the factor where it is used and written nowhere, so it is still scaled after the step.
-State is float32 for 16-bit parameters. The lists that the kernels take are kept for as long as the groups list the same
-parameters, the same of them have gradients, and nobody has touched their state. Rules are in ``fused_sgd.py`` and
-``fused_adam.py``; the kernels in `amplab.kernels.steps`.
+A gradient is multiplied by the factor when it is used and is not written, so it is still scaled after the step. State
+is float32 for 16-bit parameters. The lists for the kernels are reused as long as the groups have the same parameters,
+the same parameters have gradients, and nobody replaced their state. The rules are in ``fused_sgd.py`` and its
+neighbors, the kernels in `amplab.kernels.steps`.
 """
 
 import functools
 import inspect
 import itertools
 import operator
+import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +26,11 @@ from torch.optim import Optimizer
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.kernels import unscaled_norm
 from amplab.optimizers.group_settings import check_settings
-from amplab.optimizers.refusals import refuse_foreign_state, with_names
 
 __all__ = ["FusedOptimizer", "StepBatch", "new_state"]
 
 _MASTER = "master"
+_SHARED_STATE = {"step", _MASTER}  # of every rule
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,12 @@ class StepBatch:
     """The parameters of one group that one call of a kernel steps.
 
     Args:
-        group: of the optimizer, with the rule's settings.
-        params: on one device; float32 masters in the place of 16-bit parameters that have one.
-        copies: the parameters of those masters; empty where there are none.
+        group: the group, with the rule's settings.
+        params: on one device; a 16-bit parameter with a float32 master is replaced by it.
+        copies: the parameters of those masters; empty if there are none.
         states: the state of each.
-        places: where each stands among all parameters of the optimizer.
-        first: they are stepped for the first time, where the rule makes a difference of that.
+        places: the index of each among all parameters of the optimizer.
+        first: this is their first step, if the rule treats it differently.
     """
 
     group: dict[str, Any]
@@ -54,17 +55,17 @@ class StepBatch:
 
     @property
     def device(self) -> torch.device:
-        """Where all of them are."""
+        """The device of the parameters."""
         return self.params[0].device
 
     def state(self, name: str) -> list[Tensor]:
-        """One state of each parameter."""
+        """Return one entry of the state of each parameter."""
         return [state[name] for state in self.states]
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """The batches of a step, and what they were made from."""
+    """The batches of a step, and what they depend on."""
 
     batches: list[StepBatch]
     listed: list[Tensor]
@@ -72,8 +73,10 @@ class _Plan:
     states: list[dict[str, Any]]
     settings: tuple[Any, ...]
 
-    def fits(self, listed: list[Tensor], grads: list[Tensor | None], states: Mapping, settings: tuple) -> bool:
-        """Whether another step may use it. State that was replaced is another object; that was cleared, empty."""
+    def fits(
+        self, listed: list[Tensor], grads: list[Tensor | None], states: Mapping[Tensor, Any], settings: tuple[Any, ...]
+    ) -> bool:
+        """Return whether another step may reuse it. Replaced state is another object; cleared state is empty."""
         return (
             settings == self.settings
             and _same(listed, self.listed)
@@ -87,45 +90,45 @@ class _Plan:
 class FusedOptimizer(Optimizer):
     """An optimizer whose step unscales, clips and skips in the pass that steps.
 
-    Usable alone, under ``torch.amp.GradScaler`` and `amplab.amp.GradScaler`, which lend it ``grad_scale`` and
-    ``found_inf``, and under ``amp.initialize``. Subclasses call the rule's kernel
-    (`_run`) and make its state (`_begin_state`).
+    It works alone, under ``amp.initialize``, and under ``torch.amp.GradScaler`` and `amplab.amp.GradScaler`, which set
+    its ``grad_scale`` and ``found_inf`` during a step. A subclass calls the rule's kernel (`_run`) and makes its state
+    (`_begin_state`).
 
     Reference: ``torch.optim.Optimizer``; the protocol of ``_step_supports_amp_scaling`` in ``torch.amp.GradScaler``.
     """
 
     _step_supports_amp_scaling = True
     _plan: _Plan | None = None
-    _checked: tuple[Tensor, Tensor] | None = None  # from check_gradients to the step that is given its found_inf
+    _checked: tuple[Tensor, Tensor] | None = None  # from check_gradients to the step with its found_inf
 
-    # What the state of every parameter that was stepped has; that of another rule does not.
+    # A key that the state of every stepped parameter has, and that of another rule has not.
     _leading_state = "exp_avg"
 
     def __init__(self, params: Any, *settings: Any, **named: Any) -> None:
-        """Check the settings by the names that torch's constructor of the same rule gives them, and call it."""
+        """Check the settings by their names in torch's constructor of the same rule, and call it."""
         given = dict(inspect.signature(super().__init__).bind(params, *settings, **named).arguments)
         check_settings(type(self).__name__, given.pop("defaults", given))
         super().__init__(params, *settings, **named)
 
     @abstractmethod
     def _begin_state(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> bool:
-        """Complete the state of a parameter; return whether its first step is another kind of step."""
+        """Complete the state of a parameter; return whether its first step differs from later ones."""
 
     @abstractmethod
     def _run(self, batch: StepBatch, grads: list[Tensor], factor: Tensor | None, found_inf: Tensor | None) -> None:
         """Call the kernel."""
 
     def _keeps_state(self, group: dict[str, Any]) -> bool:
-        """Whether the parameters of a group have any state."""
+        """Return whether the parameters of a group have any state."""
         del group
         return True
 
     def _settings(self) -> tuple[Any, ...]:
-        """What the batches depend on, beside the parameters and their state."""
+        """Return what the batches depend on, besides the parameters and their state."""
         return ()
 
     def _asks_before_it_begins(self) -> bool:
-        """Whether a first step that is skipped must leave no state behind."""
+        """Return whether a skipped first step must not leave state."""
         return False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -156,10 +159,10 @@ class FusedOptimizer(Optimizer):
 
     @torch.no_grad()
     def check_gradients(self) -> dict[torch.device, Tensor]:
-        """Find out whether the gradients are finite, and their norm where the step will clip; change nothing.
+        """Check whether the gradients are finite, and compute their norm if the step will clip; write nothing.
 
         Returns:
-            For every device with gradients ``()`` float32: > 0 where one of them is inf or NaN.
+            For every device with gradients ``()`` float32: > 0 if one of them is inf or NaN.
 
         Sync: none.
         """
@@ -172,14 +175,14 @@ class FusedOptimizer(Optimizer):
         return found
 
     def _norm_found_with(self, found_inf: Tensor | None) -> Tensor | None:
-        """The norm of the check that ``found_inf`` comes from; None where it comes from another."""
+        """Return the norm of the check that made ``found_inf``; None if another check made it."""
         checked, self._checked = self._checked, None
         if checked is None or found_inf is None or found_inf.data_ptr() != checked[0].data_ptr():
             return None
         return checked[1]
 
     def _check(self, grads: list[Tensor]) -> tuple[dict[torch.device, Tensor], Tensor | None]:
-        """Whether the gradients of each device are finite, and the norm of all where the step clips."""
+        """Return found_inf of each device, and the norm of all gradients if the step clips."""
         try:
             found, norm = _check_device(grads, bool(self._max_norm))
             return {found.device: found}, norm
@@ -187,7 +190,7 @@ class FusedOptimizer(Optimizer):
             return self._check_by_device(grads)
 
     def _check_by_device(self, grads: list[Tensor]) -> tuple[dict[torch.device, Tensor], Tensor | None]:
-        """The same for gradients that one call of the kernel does not take."""
+        """Do the same for gradients that one call of the kernel does not take."""
         by_device: dict[torch.device, list[Tensor]] = {}
         for grad in grads:
             by_device.setdefault(grad.device, []).append(grad._values() if grad.is_sparse else grad)
@@ -195,11 +198,11 @@ class FusedOptimizer(Optimizer):
         return {found.device: found for found, _ in checked}, _total([norm for _, norm in checked if norm is not None])
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients: to None, or to zeros where the optimizer was made with ``set_grad_none=False``."""
+        """Clear the gradients: to None, or to zeros if the optimizer was made with ``set_grad_none=False``."""
         super().zero_grad(self.defaults.get("set_grad_none", True) if set_to_none is None else set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what this or torch's optimizer of the same rule has saved; 16-bit parameters keep float32 state."""
+        """Load a state of this or torch's optimizer of the same rule; 16-bit parameters keep float32 state."""
         super().load_state_dict(state_dict)
         saved = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         for key, param in zip(saved, self._listed(), strict=False):  # a hook may have loaded something else
@@ -210,18 +213,18 @@ class FusedOptimizer(Optimizer):
         """Add a group of parameters.
 
         Raises:
-            RuntimeError: it asks for what the kernels do not do.
-            TypeError: a setting of another type.
+            RuntimeError: an option that the kernels do not support.
+            TypeError: a setting of the wrong type.
             ValueError: a number out of its range.
         """
-        if isinstance(param_group, dict):  # else torch says so
+        if isinstance(param_group, dict):  # else torch raises
             check_settings(type(self).__name__, param_group)
         super().add_param_group(param_group)
         self._refuse(self.param_groups[-1])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take up a state, of any optimizer of the same rule."""
-        defaults = state.get("defaults") or self.defaults  # a pickle brings them, a state_dict does not
+        """Set the state of any optimizer of the same rule."""
+        defaults = state.get("defaults") or self.defaults  # a pickle has them, a state_dict does not
         for group in state["param_groups"]:
             for name, default in defaults.items():
                 group.setdefault(name, default)
@@ -229,12 +232,12 @@ class FusedOptimizer(Optimizer):
             self._refuse(group)
             for param in group["params"]:
                 if param in state["state"]:
-                    refuse_foreign_state(type(self).__name__, state["state"][param], self._leading_state)
+                    _refuse_foreign_state(type(self).__name__, state["state"][param], self._leading_state)
                     self._adopt_state(param, group, state["state"][param])
         super().__setstate__(state)
 
     def _adopt_state(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        """Bring the state of another optimizer of ``group`` into the form that the kernels take."""
+        """Convert the state of another optimizer into the form that the kernels take."""
         del group
         for name, value in state.items():
             if name == "step":
@@ -243,7 +246,7 @@ class FusedOptimizer(Optimizer):
                 state[name] = value.float()
 
     def _refuse(self, group: dict[str, Any]) -> None:
-        """Raise where a group asks for what the kernels do not do."""
+        """Raise if a group has an option that the kernels do not support."""
         name = type(self).__name__
         for option in ("amsgrad", "differentiable", "foreach"):
             if group.get(option):
@@ -252,7 +255,7 @@ class FusedOptimizer(Optimizer):
                 )
 
     def _add_defaults(self, own: dict[str, Any], max_grad_norm: float | None) -> None:
-        """Complete what torch's constructor has made by the settings that torch does not know."""
+        """Add the settings that torch's constructor does not know to the defaults and groups."""
         check_settings(type(self).__name__, {**own, "max_grad_norm": max_grad_norm})
         self.defaults.update(own, max_grad_norm=max_grad_norm)
         for group in self.param_groups:
@@ -261,14 +264,14 @@ class FusedOptimizer(Optimizer):
 
     @property
     def _max_norm(self) -> float:
-        """What the norm of all gradients is clipped to; 0.0 for no clipping."""
+        """The bound of the norm of all gradients; 0.0 for no clipping."""
         return self.defaults.get("max_grad_norm") or 0.0
 
     def _listed(self) -> list[Tensor]:
         return list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
 
     def _current(self, found_inf: Tensor | None) -> tuple[list[StepBatch], list[Tensor | None]]:
-        """The batches of this step, and the gradient of each listed parameter."""
+        """Return the batches of this step, and the gradient of each parameter."""
         listed, settings = self._listed(), self._settings()
         grads = [param.grad for param in listed]
         plan = self._plan
@@ -312,33 +315,33 @@ class FusedOptimizer(Optimizer):
             norm = self._check([grad for grad in grads if grad is not None])[1]
         factor = _factor(scale, norm, self._max_norm)
         for batch in batches:
-            mine = [grads[place] for place in batch.places]
+            mine = [grad for place in batch.places if (grad := grads[place]) is not None]
             try:
                 self._run(batch, mine, _on(batch.device, factor), _on(batch.device, found_inf))
             except RuntimeError as error:
-                raise with_names(error, self.param_groups, batch.places) from error
+                raise _with_names(error, self.param_groups, batch.places) from error
 
 
 def new_state(param: Tensor) -> Tensor:
-    """Return zeros in the layout of ``param``, in float32 where it has 16 bits."""
+    """Return zeros in the layout of ``param``, in float32 if it has 16 bits."""
     dtype = torch.float32 if param.dtype in LOW_PRECISION_DTYPES else param.dtype
     return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
 
 
 def _factor(scale: Tensor | None, norm: Tensor | None, max_norm: float) -> Tensor | None:
-    """``1 / scale`` times the clipping coefficient of gradients whose norm, scaled, is ``norm``; None for 1."""
+    """Return ``1 / scale`` times the clipping coefficient of gradients with the scaled norm ``norm``; None for 1."""
     inverse = None if scale is None else _inverse(scale)
     if norm is None:
         return inverse
     if norm.device.type == "cpu" and (inverse is None or inverse.device.type == "cpu"):
-        factor = 1.0 if inverse is None else inverse.item()  # numbers on the host: no call for each operation
-        return torch.full((), factor * _clipping(norm.item() * factor, max_norm), dtype=torch.float32)
-    factor = torch.ones((), device=norm.device) if inverse is None else _on(norm.device, inverse)
+        number = 1.0 if inverse is None else inverse.item()  # as Python numbers: no torch call for each operation
+        return torch.full((), number * _clipping(norm.item() * number, max_norm), dtype=torch.float32)
+    factor = _one(norm.device) if inverse is None else inverse.to(norm.device, non_blocking=True)
     return factor * torch.clamp(max_norm / (norm * factor + 1e-6), max=1.0)
 
 
 def _inverse(scale: Tensor) -> Tensor:
-    """``1 / scale``, ``()`` float32, the reciprocal taken in float64."""
+    """Return ``1 / scale``, ``()`` float32, computed in float64."""
     if scale.device.type == "cpu":
         value = scale.item()
         return torch.full((), 1.0 / value if value != 0.0 else float("inf"), dtype=torch.float32)
@@ -346,31 +349,34 @@ def _inverse(scale: Tensor) -> Tensor:
 
 
 def _clipping(norm: float, max_norm: float) -> float:
-    """The coefficient of ``torch.nn.utils.clip_grad_norm_``; NaN where the norm is NaN."""
+    """Return the coefficient of ``torch.nn.utils.clip_grad_norm_``; NaN if the norm is NaN."""
     coefficient = max_norm / (norm + 1e-6)
     return 1.0 if coefficient > 1.0 else coefficient
 
 
 def _master_of(param: Tensor, state: dict[str, Any]) -> Tensor | None:
-    """The float32 master of a 16-bit parameter, made of it where there is none yet."""
+    """Return the float32 master of a 16-bit parameter, made from it if there is none yet."""
     if param.dtype not in LOW_PRECISION_DTYPES:
         return None
     if _MASTER not in state:
         state[_MASTER] = param.detach().float()
-    return state[_MASTER]
+    master: Tensor = state[_MASTER]
+    return master
 
 
 def _keep_exact(loaded: dict[str, Any], saved: dict[str, Any], dtype: torch.dtype) -> None:
-    """Undo the rounding of `torch.optim.Optimizer.load_state_dict`, which gives all state the parameter's dtype."""
+    """Undo the rounding of `torch.optim.Optimizer.load_state_dict`, which casts all state to the parameter's dtype."""
     for name, exact in saved.items():
         value = loaded.get(name)
-        both = isinstance(value, Tensor) and isinstance(exact, Tensor) and exact.dtype == torch.float32 == value.dtype
+        if not (isinstance(value, Tensor) and isinstance(exact, Tensor)):
+            continue
+        both = exact.dtype == torch.float32 == value.dtype
         if both and torch.equal(value, exact.to(value.device, dtype).float()):
             value.copy_(exact)
 
 
 def _check_device(grads: list[Tensor], with_norm: bool) -> tuple[Tensor, Tensor | None]:
-    """Whether gradients on one device are finite, and their norm where it is asked for; ``()`` float32 each."""
+    """Return found_inf of gradients on one device, and their norm if requested; ``()`` float32 each."""
     device = grads[0].device
     found, norm = torch.zeros((), device=device), torch.zeros((), device=device) if with_norm else None
     unscaled_norm(grads, found, _one(device), norm=norm)
@@ -379,14 +385,17 @@ def _check_device(grads: list[Tensor], with_norm: bool) -> tuple[Tensor, Tensor 
 
 @functools.cache
 def _one(device: torch.device) -> Tensor:
-    """``()`` float32, 1.0, which nobody writes to."""
+    """Return ``()`` float32, 1.0, which must not be written."""
     return torch.ones((), device=device)
 
 
 def _total(norms: list[Tensor]) -> Tensor | None:
     if len(norms) < 2:
         return norms[0] if norms else None
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, non_blocking=True) for norm in norms]))
+    total: Tensor = torch.linalg.vector_norm(
+        torch.stack([norm.to(norms[0].device, non_blocking=True) for norm in norms])
+    )
+    return total
 
 
 def _on(device: torch.device, scalar: Tensor | None) -> Tensor | None:
@@ -397,3 +406,47 @@ def _on(device: torch.device, scalar: Tensor | None) -> Tensor | None:
 
 def _same(a: list[Any], b: list[Any]) -> bool:
     return len(a) == len(b) and all(map(operator.is_, a, b))
+
+
+def _refuse_foreign_state(optimizer: str, state: Mapping[str, Any], leading: str) -> None:
+    """Raise if the state of a parameter is that of another rule.
+
+    Args:
+        optimizer: its name, for the message.
+        state: of one parameter; empty if it was never stepped.
+        leading: a key that the state of every stepped parameter has.
+
+    Raises:
+        ValueError: the state has other keys, but not ``leading``.
+
+    >>> _refuse_foreign_state("FusedSGD", {"momentum_buffer": 0}, "momentum_buffer")
+    """
+    foreign = state.keys() - _SHARED_STATE
+    if foreign and leading not in state:
+        raise ValueError(
+            f"The state of a parameter has {', '.join(sorted(foreign))}: {optimizer} expected {leading}; load a "
+            "checkpoint of the same rule, or start without one."
+        )
+
+
+def _with_names(error: RuntimeError, groups: Sequence[Mapping[str, Any]], places: Sequence[int]) -> RuntimeError:
+    """Return the error of a kernel with the names of parameters, if the groups have them.
+
+    Args:
+        error: its message gives tensors by their index in the lists of one call.
+        groups: of the optimizer.
+        places: the index of each parameter of the call among all of the optimizer.
+
+    >>> _with_names(RuntimeError("grad 0 is not strided."), [{"params": [1, 2], "param_names": ["a", "b"]}], [1])
+    RuntimeError('grad of b is not strided.')
+    """
+    names: list[str | None] = []
+    for group in groups:
+        names += group.get("param_names") or [None] * len(group["params"])
+
+    def named(found: re.Match[str]) -> str:
+        place = int(found[2])
+        name = names[places[place]] if place < len(places) else None
+        return found[0] if name is None else f"{found[1]} of {name}"
+
+    return RuntimeError(re.sub(r"\b(param|grad|state|copy|step) (\d+)\b", named, str(error)))

@@ -1,4 +1,4 @@
-"""RMSprop in one pass, as torch writes it and as TensorFlow does.
+"""RMSprop in one pass, in the forms of torch and of TensorFlow.
 
 ::
 
@@ -6,10 +6,10 @@
     b <- momentum b + g / (sqrt(v) + eps);      p <- p - lr b       FusedRMSprop
     b <- momentum b + lr g / sqrt(v + eps);     p <- p - b          FusedRMSpropTF
 
-with the gradient's variance in the place of v where ``centered``.
+with the gradient's variance instead of v if ``centered``.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,31 +20,39 @@ from amplab.optimizers.fused_optimizer import FusedOptimizer, StepBatch, new_sta
 __all__ = ["FusedRMSprop", "FusedRMSpropTF"]
 
 
-class FusedRMSprop(FusedOptimizer, torch.optim.RMSprop):
-    """``torch.optim.RMSprop``, with the unscaling and the skip of a mixed-precision step in its one pass.
+class _Variant(NamedTuple):
+    """The differences between the two forms; see `amplab.kernels.rmsprop_`."""
 
-    Its ``state_dict`` is that of ``torch.optim.RMSprop``: either loads the other's and goes on.
+    decoupled: bool = False
+    eps_in_root: bool = False
+    lr_in_momentum: bool = False
+
+
+class FusedRMSprop(FusedOptimizer, torch.optim.RMSprop):
+    """``torch.optim.RMSprop`` whose one pass over the tensors also unscales and skips.
+
+    Its ``state_dict`` is that of ``torch.optim.RMSprop``: each loads the other's.
 
     Args:
-        params: parameters or groups of them: float16, bfloat16, float32 or float64. The state of 16-bit ones, and the
-            arithmetic, is float32.
+        params: parameters or groups of them: float16, bfloat16, float32 or float64. The state of 16-bit ones,
+            and the arithmetic, are float32.
         lr: learning rate.
         alpha: decay of the running means.
         eps: added to the root.
-        weight_decay: its factor; added to the gradient.
+        weight_decay: weight decay factor; added to the gradient.
         momentum: decay of the buffer; 0 for none.
         centered: divide by the standard deviation of the gradient.
-        set_grad_none: what `zero_grad` leaves: None, or zeros.
-        maximize: go up the gradient.
+        set_grad_none: `zero_grad` sets gradients to None; False: to zeros.
+        maximize: ascend instead of descend.
         max_grad_norm: clip the norm of all gradients to this; None for no clipping.
-        master_weights: keep a float32 master of every 16-bit parameter in the state, and step that.
+        master_weights: keep a float32 master of every 16-bit parameter in the state, and step the master.
 
     Raises:
         ValueError: a number out of its range.
 
-    Sync: none, for an ``lr`` that is a number.
+    Sync: none if ``lr`` is a number.
 
-    Reference: ``torch.optim.RMSprop``. A variance that rounding takes below 0 is 0 here, and NaN there.
+    Reference: ``torch.optim.RMSprop``. If rounding makes the variance negative, it is 0 here and NaN there.
     """
 
     def __init__(
@@ -80,12 +88,13 @@ class FusedRMSprop(FusedOptimizer, torch.optim.RMSprop):
             state["grad_avg"] = new_state(param)
         return False
 
-    def _variant(self, _group: dict[str, Any]) -> dict[str, bool]:
-        """What of the rule is not as torch writes it."""
-        return {}
+    def _variant(self, _group: dict[str, Any]) -> _Variant:
+        """Return the differences to torch's form."""
+        return _Variant()
 
     def _run(self, batch: StepBatch, grads: list[Tensor], factor: Tensor | None, found_inf: Tensor | None) -> None:
         group = batch.group
+        variant = self._variant(group)
         rmsprop_(
             batch.params,
             grads,
@@ -94,8 +103,14 @@ class FusedRMSprop(FusedOptimizer, torch.optim.RMSprop):
             batch.state("momentum_buffer") if group["momentum"] > 0 else (),
             batch.state("step"),
             batch.copies,
-            **{name: float(group[name]) for name in ("lr", "alpha", "eps", "weight_decay", "momentum")},
-            **self._variant(group),
+            lr=float(group["lr"]),
+            alpha=float(group["alpha"]),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            momentum=float(group["momentum"]),
+            decoupled=variant.decoupled,
+            eps_in_root=variant.eps_in_root,
+            lr_in_momentum=variant.lr_in_momentum,
             maximize=group["maximize"],
             grad_factor=factor,
             found_inf=found_inf,
@@ -103,20 +118,20 @@ class FusedRMSprop(FusedOptimizer, torch.optim.RMSprop):
 
 
 class FusedRMSpropTF(FusedRMSprop):
-    """RMSprop with eps below the root and the learning rate in the momentum, as TensorFlow has it.
+    """RMSprop in TensorFlow's form: eps under the root, and the learning rate in the momentum.
 
     Args:
-        params: as `FusedRMSprop`, as are all arguments that are not named here.
+        params: as `FusedRMSprop`, and so are all arguments not listed here.
         alpha: decay of the running means.
-        eps: added below the root.
-        decoupled_decay: take ``weight_decay p``, not times ``lr``, off the weight, and add nothing to the gradient.
+        eps: added under the root.
+        decoupled_decay: subtract ``weight_decay p``, without ``lr``, from the weight; do not add it to the gradient.
         lr_in_momentum: False: p <- p - lr b, as torch does.
-        initial_square_avg: where v starts: 1.0 in TensorFlow 1 and timm, 0.0 in Keras and in Ascend's apex.
+        initial_square_avg: initial value of v: 1.0 in TensorFlow 1 and timm, 0.0 in Keras and in Ascend's apex.
 
     Raises:
         ValueError: a number out of its range.
 
-    Sync: none, for an ``lr`` that is a number.
+    Sync: none if ``lr`` is a number.
 
     Reference: timm's ``RMSpropTF``; Ascend apex ``NpuFusedRMSpropTF``.
     """
@@ -150,6 +165,5 @@ class FusedRMSpropTF(FusedRMSprop):
             state["square_avg"].fill_(group["initial_square_avg"])
         return False
 
-    def _variant(self, group: dict[str, Any]) -> dict[str, bool]:
-        decoupled, lr_in_momentum = group["decoupled_decay"], group["lr_in_momentum"]
-        return {"eps_in_root": True, "decoupled": decoupled, "lr_in_momentum": lr_in_momentum}
+    def _variant(self, group: dict[str, Any]) -> _Variant:
+        return _Variant(group["decoupled_decay"], True, group["lr_in_momentum"])

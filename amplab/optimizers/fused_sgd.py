@@ -21,30 +21,30 @@ _BUFFER = "momentum_buffer"
 
 
 class FusedSGD(FusedOptimizer, torch.optim.SGD):
-    """``torch.optim.SGD``, with the unscaling, the clipping and the skip of a mixed-precision step in its one pass.
+    """``torch.optim.SGD`` whose one pass over the tensors also unscales, clips and skips.
 
-    Its ``state_dict`` is that of ``torch.optim.SGD``: either loads the other's and goes on.
+    Its ``state_dict`` is that of ``torch.optim.SGD``: each loads the other's.
 
     Args:
-        params: parameters or groups of them: float16, bfloat16, float32 or float64. The momentum of 16-bit ones, and
-            the arithmetic, is float32.
+        params: parameters or groups of them: float16, bfloat16, float32 or float64. The momentum of 16-bit
+            ones, and the arithmetic, are float32.
         lr: learning rate.
-        momentum: its factor.
-        dampening: of the momentum.
-        weight_decay: its factor.
-        nesterov: look ahead.
-        wd_after_momentum: decay the weights beside the momentum, ``p <- p - lr (b + weight_decay p)``, not through it.
-        materialize_master_grads: accepted; masters of ``amp.initialize`` always get gradients, so that they can be
+        momentum: momentum factor.
+        dampening: dampening of the momentum.
+        weight_decay: weight decay factor.
+        nesterov: use Nesterov momentum.
+        wd_after_momentum: add the decay after the momentum, ``p <- p - lr (b + weight_decay p)``.
+        materialize_master_grads: ignored; masters of ``amp.initialize`` always have gradients, so that they can be
             clipped.
-        set_grad_none: what `zero_grad` leaves: None, or zeros.
-        maximize: go up the gradient.
+        set_grad_none: `zero_grad` sets gradients to None; False: to zeros.
+        maximize: ascend instead of descend.
         max_grad_norm: clip the norm of all gradients to this; None for no clipping.
-        master_weights: keep a float32 master of every 16-bit parameter in the state, and step that.
+        master_weights: keep a float32 master of every 16-bit parameter in the state, and step the master.
 
     Raises:
         ValueError: a number out of its range.
 
-    Sync: none, for an ``lr`` that is a number; under a scaler one at the step that begins a momentum with dampening.
+    Sync: none if ``lr`` is a number; under a scaler one at the first step of a momentum with dampening.
 
     Reference: apex ``FusedSGD``, ``torch.optim.SGD``.
 
@@ -79,10 +79,10 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
     _leading_state = _BUFFER
 
     def _settings(self) -> tuple[Any, ...]:
-        return tuple(group["momentum"] != 0 for group in self.param_groups)  # a schedule may begin one
+        return tuple(group["momentum"] != 0 for group in self.param_groups)  # a schedule may enable it
 
     def _keeps_state(self, group: dict[str, Any]) -> bool:
-        return group["momentum"] != 0 or group["master_weights"]
+        return bool(group["momentum"] != 0 or group["master_weights"])
 
     def _asks_before_it_begins(self) -> bool:
         return any(group["momentum"] != 0 and group["dampening"] != 0 for group in self.param_groups)
@@ -91,7 +91,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
         if group["momentum"] == 0 or state.get(_BUFFER) is not None:
             return False
         state[_BUFFER] = new_state(param)
-        return group["dampening"] != 0  # else momentum 0 + g is g
+        return bool(group["dampening"] != 0)  # else momentum * 0 + g is g
 
     def _run(self, batch: StepBatch, grads: list[Tensor], factor: Tensor | None, found_inf: Tensor | None) -> None:
         group = batch.group

@@ -1,4 +1,4 @@
-"""The settings that an optimizer or one of its groups is made with, checked by name before anything is made."""
+"""Checks of the settings of an optimizer or a group, by name, before anything is constructed."""
 
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
@@ -14,14 +14,14 @@ _NO_LIMIT = -1  # of BERT's warm-up and its number of steps
 
 
 def check_settings(optimizer: str, settings: Mapping[str, Any]) -> None:
-    """Refuse a setting of another type or out of its range; one of no known name is let pass.
+    """Raise for a setting of the wrong type or out of its range; unknown names are not checked.
 
     Args:
-        optimizer: its name, for the words.
+        optimizer: its name, for the message.
         settings: values by name; a tensor of one element is a number.
 
     Raises:
-        TypeError: a setting that is no number, or not two of them.
+        TypeError: a setting that is not a number, or not a pair of numbers.
         ValueError: a number out of its range.
 
     Sync: one for each number that is a tensor on a device.
@@ -97,7 +97,7 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "max_grad_norm": (
         lambda value: value is None or _not_negative(value),
-        "a finite number > 0, such as 1.0; leave it out not to clip",
+        "a finite number > 0, such as 1.0; omit it for no clipping",
     ),
     "max_weight_norm": (lambda value: _number(value) > 0.0, "a number > 0, such as 10.0; or inf for no limit"),
     "reduced_precision_dtype": (_sixteen_bits, "torch.float16, torch.bfloat16 or None"),

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from amplab.optimizers.group_settings import check_settings
@@ -16,19 +17,19 @@ class LARC(Optimizer):
 
     ::
 
-        rate = trust_coefficient |p| / (|g| + weight_decay |p| + eps),  where |p| and |g| are not 0
+        rate = trust_coefficient |p| / (|g| + weight_decay |p| + eps),  if |p| and |g| are not 0
         g <- (g + weight_decay p) * (min(rate / lr, 1) if clip else rate)
 
-    and then the inner optimizer steps without weight decay.
+    then the inner optimizer steps without weight decay.
 
     Args:
-        optimizer: the one that steps; its groups and state are those of this one.
-        trust_coefficient: how far to trust a layer's own rate.
-        clip: never step faster than ``lr``; False scales ``lr``.
+        optimizer: the inner optimizer; its groups and state are those of this one.
+        trust_coefficient: factor of a layer's own rate.
+        clip: bound the rate by ``lr``; False: multiply ``lr`` by it.
         eps: added to the denominator.
 
     Raises:
-        TypeError: what is no optimizer, or a setting that is no number.
+        TypeError: not an optimizer, or a setting that is not a number.
         ValueError: a number out of its range.
 
     Reference: apex ``LARC``; Y. You, I. Gitman, B. Ginsburg, "Large batch training of convolutional networks", 2017.
@@ -44,7 +45,7 @@ class LARC(Optimizer):
         check_settings("LARC", {"trust_coefficient": trust_coefficient, "eps": eps})
         self.optim = optimizer
         self.trust_coefficient, self.clip, self.eps = trust_coefficient, clip, eps
-        # The inner optimizer holds groups and state; from Optimizer come the hooks that run around a step.
+        # Groups and state are in the inner optimizer; Optimizer contributes the hooks that run around a step.
         self.__setstate__({"defaults": optimizer.defaults})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -52,7 +53,7 @@ class LARC(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the inner optimizer."""
+        """The groups of the inner optimizer."""
         return self.optim.param_groups
 
     @param_groups.setter
@@ -61,7 +62,7 @@ class LARC(Optimizer):
 
     @property
     def state(self) -> Any:
-        """That of the inner optimizer."""
+        """The state of the inner optimizer."""
         return self.optim.state
 
     @state.setter
@@ -69,11 +70,11 @@ class LARC(Optimizer):
         self.optim.state = state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the inner optimizer saves."""
+        """Return the state_dict of the inner optimizer."""
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what an inner optimizer has saved."""
+        """Load a state_dict of the inner optimizer."""
         self.optim.load_state_dict(state_dict)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
@@ -85,11 +86,11 @@ class LARC(Optimizer):
         self.optim.add_param_group(param_group)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]  # takes no closure
         """Adapt the gradients in place and step the inner optimizer. Sync: none.
 
         Raises:
-            RuntimeError: a closure, whose gradients would come too late to be adapted.
+            RuntimeError: a closure, because its gradients would not be adapted.
         """
         if closure is not None:
             raise RuntimeError("LARC.step got a closure: expected none; run backward before step().")
@@ -98,7 +99,7 @@ class LARC(Optimizer):
             for group, decay in zip(self.optim.param_groups, decays, strict=True):
                 for param in group["params"]:
                     if param.grad is not None:
-                        self._adapt(param, float(group["lr"]), float(decay or 0.0))
+                        self._adapt(param, param.grad, float(group["lr"]), float(decay or 0.0))
                 if decay is not None:
                     group["weight_decay"] = 0
             self.optim.step()
@@ -107,9 +108,9 @@ class LARC(Optimizer):
                 if decay is not None:
                     group["weight_decay"] = decay
 
-    def _adapt(self, param: torch.Tensor, lr: float, weight_decay: float) -> None:
-        weight, grad = (each.norm(dtype=torch.promote_types(each.dtype, torch.float32)) for each in (param, param.grad))
-        rate = self.trust_coefficient * weight / (grad + weight * weight_decay + self.eps)
+    def _adapt(self, param: Tensor, grad: Tensor, lr: float, weight_decay: float) -> None:
+        weight, length = (each.norm(dtype=torch.promote_types(each.dtype, torch.float32)) for each in (param, grad))
+        rate = self.trust_coefficient * weight / (length + weight * weight_decay + self.eps)
         rate = torch.clamp(rate / lr, max=1.0) if self.clip else rate
-        adapted = param.grad.add(param, alpha=weight_decay).mul(rate.to(param.grad.dtype))
-        param.grad.copy_(torch.where((weight != 0) & (grad != 0), adapted, param.grad))
+        adapted = grad.add(param, alpha=weight_decay).mul(rate.to(grad.dtype))
+        grad.copy_(torch.where((weight != 0) & (length != 0), adapted, grad))

@@ -1,7 +1,7 @@
-"""The optimizers of Ascend's apex, by their names, with their signatures and the defaults of their code.
+"""The optimizers of Ascend's apex: their names, signatures and defaults.
 
-Each is one of amplab's, its arguments in their order. They need no ``amp.initialize``, work at every opt_level, and
-have no flat buffers: a parameter or a gradient may be replaced at any time.
+Each is one of amplab's optimizers. They work without ``amp.initialize`` and at every opt_level. They have no flat
+buffers: a parameter or a gradient may be replaced at any time.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ __all__ = [
     "NpuFusedSGD",
 ]
 
-_LONGEST_WEIGHT = 10.0  # where the norm of a weight stops to count
+_MAX_WEIGHT_NORM = 10.0
 
 
 class NpuFusedSGD(FusedSGD):
@@ -48,7 +48,7 @@ class NpuFusedSGD(FusedSGD):
 
 
 class NpuFusedAdam(FusedAdam):
-    """`FusedAdam` with the arguments of ``torch.optim.Adam``: the decay goes through the gradient.
+    """`FusedAdam` with the arguments of ``torch.optim.Adam``: weight decay is added to the gradient.
 
     Raises:
         RuntimeError: ``amsgrad=True``.
@@ -69,7 +69,7 @@ class NpuFusedAdam(FusedAdam):
 
 
 class NpuFusedAdamW(FusedAdam):
-    """`FusedAdam` with the arguments of ``torch.optim.AdamW``: the decay beside the moments.
+    """`FusedAdam` with the arguments of ``torch.optim.AdamW``: weight decay is decoupled.
 
     Raises:
         RuntimeError: ``amsgrad=True``.
@@ -94,7 +94,7 @@ class NpuFusedAdamP(FusedAdamP):
 
 
 class NpuFusedBertAdam(FusedBertAdam):
-    """`FusedBertAdam`. Reference: Ascend apex ``NpuFusedBertAdam``, which clips to 1 whatever ``max_grad_norm`` is."""
+    """`FusedBertAdam`. Reference: Ascend apex ``NpuFusedBertAdam``, which ignores ``max_grad_norm`` and clips to 1."""
 
 
 class NpuFusedAdadelta(FusedAdadelta):
@@ -106,19 +106,19 @@ class NpuFusedRMSprop(FusedRMSprop):
 
 
 class NpuFusedRMSpropTF(FusedRMSpropTF):
-    """`FusedRMSpropTF`, its mean of squares from 0 on. Reference: Ascend apex ``NpuFusedRMSpropTF``."""
+    """`FusedRMSpropTF`, whose mean of squares starts at 0. Reference: Ascend apex ``NpuFusedRMSpropTF``."""
 
 
 class NpuFusedLamb(FusedLAMB):
-    """LAMB without bias correction, its weights' norms counted up to 10, every tensor adapted.
+    """LAMB without bias correction, with weight norms bounded by 10, which adapts every tensor.
 
     Args:
         params: as `FusedLAMB`.
         lr: learning rate.
         betas: decay rates of the two moments.
         eps: added to the denominator.
-        weight_decay: its factor; added to the step.
-        adam: take 1 for every ratio.
+        weight_decay: weight decay factor; added to the update.
+        adam: use 1 for every ratio.
         use_global_grad_norm: clip the norm of all gradients to 1.
 
     Raises:
@@ -139,7 +139,7 @@ class NpuFusedLamb(FusedLAMB):
     ) -> None:
         max_grad_norm = 1.0 if use_global_grad_norm else 0.0
         first = (params, lr, False, betas, eps, weight_decay)
-        super().__init__(*first, max_grad_norm=max_grad_norm, use_nvlamb=True, max_weight_norm=_LONGEST_WEIGHT)
+        super().__init__(*first, max_grad_norm=max_grad_norm, use_nvlamb=True, max_weight_norm=_MAX_WEIGHT_NORM)
         self._add_defaults({"adam": bool(adam)}, max_grad_norm)
 
     def _adapts(self, group: dict[str, Any]) -> bool:
@@ -149,7 +149,7 @@ class NpuFusedLamb(FusedLAMB):
 class Lamb(NpuFusedLamb):
     """`NpuFusedLamb` without the clipping.
 
-    Reference: Ascend apex ``Lamb``, which keeps norms and ratios in its state, too.
+    Reference: Ascend apex ``Lamb``, which also keeps norms and ratios in its state.
     """
 
     def __init__(

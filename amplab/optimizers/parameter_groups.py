@@ -1,11 +1,11 @@
-"""Merge the parameter groups whose options are the same, before an optimizer is made of them.
+"""Merge parameter groups with the same options, before an optimizer is made of them.
 
     [{"params": [a], "lr": 1}, {"params": [b], "lr": 2}, {"params": [c], "lr": 1}]
     ->  [{"params": [a, c], "lr": 1}, {"params": [b], "lr": 2}]
 
 An optimizer steps group by group: one call of a kernel, or a dozen of torch's foreach calls, for each. Scripts that
-make a group of every parameter, to switch weight decay off for some, pay that for every parameter; the two or three
-rules that they mean are as many groups. What each parameter is stepped by stays the same, to the bit.
+make one group per parameter, to disable weight decay for some, pay this for every parameter, although two or three
+groups are enough. Each parameter is stepped by the same rule as before, bit for bit.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,17 +19,17 @@ __all__ = ["merge_groups"]
 def merge_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return as few groups as there are different sets of options.
 
-    Groups are merged for good: a scheduler sees one learning rate for those that had the same, and a ``state_dict``
-    lists the parameters in their new order, so that one saved from unmerged groups does not fit.
+    Groups cannot be split again: a scheduler sees one learning rate for merged groups, and a ``state_dict`` lists the
+    parameters in the new order, so that one saved from unmerged groups does not fit.
 
     Args:
-        groups: what an optimizer takes: dicts with "params", a tensor or several, and options. Left as they are.
+        groups: as for an optimizer: dicts with "params", a tensor or several, and options; not modified.
 
     Returns:
-        New dicts, in the order in which their options came first; parameters in the order in which they came.
+        New dicts, in the order in which their options first occur; parameters in their order.
 
     Raises:
-        TypeError: a group that is no dict.
+        TypeError: a group that is not a dict.
         ValueError: a group without "params".
 
     >>> import torch
@@ -51,11 +51,11 @@ def merge_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _taken_apart(index: int, group: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """The options of a group, and the lists with an entry for each parameter."""
+    """Return the options of a group, and the lists with an entry for each parameter."""
     if not isinstance(group, Mapping):
         raise TypeError(
             f"groups[{index}] is a {type(group).__name__}: expected a dict with 'params'; pass parameters without "
-            "groups to the optimizer as they are."
+            "groups directly to the optimizer."
         )
     if "params" not in group:
         raise ValueError(f"groups[{index}] has {', '.join(map(str, group))}: expected 'params' among them; add it.")
@@ -74,7 +74,7 @@ def _same_options(
 
 
 def _same(left: Any, right: Any) -> bool:
-    """A tensor, such as a learning rate on the device, is the same as itself alone: comparing values would wait."""
+    """Compare two options; tensors, such as a learning rate on a device, by identity: comparing values would sync."""
     if isinstance(left, Tensor) or isinstance(right, Tensor):
         return left is right
     return type(left) is type(right) and bool(left == right)

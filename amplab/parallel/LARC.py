@@ -1,4 +1,4 @@
-"""LARC where apex has it: ``from apex.parallel.LARC import LARC``. It is one of the `optimizers`."""
+"""LARC under apex's module path, ``apex.parallel.LARC``; the class is in `amplab.optimizers`."""
 
 from amplab.optimizers import LARC
 

@@ -15,24 +15,24 @@ __all__ = ["DistributedDataParallel", "Reducer", "apply_flat_dist_call", "flat_d
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """torch's DistributedDataParallel, taking what apex's took. Wrap after ``amp.initialize``.
+    """torch's DistributedDataParallel with apex's arguments. Wrap the model after ``amp.initialize``.
 
     Args:
-        module: on the device of this process, which is the one it uses.
-        message_size: elements of a bucket; taken as that many float32.
+        module: on the device of this process.
+        message_size: elements of a bucket, counted as float32.
         delay_allreduce: some parameters may get no gradient.
-        shared_param, allreduce_trigger_params, allreduce_communicators, gradient_average_split_factor: refused.
-        retain_allreduce_buffers: True is refused.
-        allreduce_always_fp32: send half gradients as float32.
-        num_allreduce_streams: accepted; torch chooses its streams.
-        gradient_average: the mean over the processes; False: the sum (times nothing, whatever the predivision).
-        gradient_predivide_factor: divide by it before the sum, and by the rest of ``world_size`` after.
-        prof: accepted; torch marks its ranges itself.
+        shared_param, allreduce_trigger_params, allreduce_communicators, gradient_average_split_factor: not supported.
+        retain_allreduce_buffers: must be False.
+        allreduce_always_fp32: send 16-bit gradients as float32.
+        num_allreduce_streams: ignored; torch chooses its streams.
+        gradient_average: compute the mean over the processes; False: the sum divided by gradient_predivide_factor.
+        gradient_predivide_factor: divide by it before the sum, and by the rest of ``world_size`` after it.
+        prof: ignored; torch marks its ranges itself.
 
     Raises:
-        ValueError: an argument that has no counterpart here.
+        ValueError: an argument that is not supported.
 
-    Reference: apex ``DistributedDataParallel``. Buffers are not broadcast in every forward, as there.
+    Reference: apex ``DistributedDataParallel``. As in apex, buffers are not broadcast at every forward.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self.register_comm_hook(options, _allreduce)
 
     def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
-        """Let SyncBatchNorm in on the CPU too, where it runs; torch's own refuses by itself."""
+        """Accept SyncBatchNorm on the CPU, which amplab's supports; torch's own raises in its forward."""
 
 
 class Reducer:
-    """Average gradients over all processes when asked, and not before.
+    """Average gradients over all processes at each call of `reduce`.
 
     Args:
-        module_or_grads_list: a module, whose parameters are made those of the first process, or a list of tensors.
+        module_or_grads_list: a module, whose parameters are broadcast from the first process, or a list of tensors.
 
     Reference: apex ``Reducer``.
     """
@@ -92,7 +92,7 @@ class Reducer:
             self.grads = list(module_or_grads_list)
 
     def reduce(self) -> None:
-        """Average, in place: the gradients of the module, or the tensors."""
+        """Average the gradients of the module, or the tensors, in place."""
         grads = self.grads
         if self.module is not None:
             grads = [param.grad for param in self.module.parameters() if param.grad is not None]
@@ -105,12 +105,12 @@ class Reducer:
 def flat_dist_call(
     tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
 ) -> None:
-    """Apply a function of ``torch.distributed`` to many tensors in few calls, in place: one for each dtype and device.
+    """Apply a function of ``torch.distributed`` to many tensors in place, with one call for each dtype and device.
 
     Args:
         tensors: dense, of any shape and dtype.
-        call: such as ``dist.broadcast``; after ``dist.all_reduce`` the sum is divided by the number of processes.
-        extra_args: what it gets after the tensor.
+        call: for example ``dist.broadcast``; after ``dist.all_reduce`` the sum is divided by the number of processes.
+        extra_args: further arguments of ``call``.
 
     Reference: ``apex.parallel.distributed.flat_dist_call``.
     """
@@ -125,7 +125,7 @@ def flat_dist_call(
 def apply_flat_dist_call(
     bucket: Sequence[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
 ) -> None:
-    """Do what `flat_dist_call` does with tensors of one dtype and device."""
+    """Do `flat_dist_call` for tensors of one dtype and device."""
     flat = _flatten_dense_tensors(list(bucket))
     call(flat, *(extra_args or ()))
     if call is dist.all_reduce:
@@ -134,14 +134,18 @@ def apply_flat_dist_call(
         tensor.copy_(synced)
 
 
-def _allreduce(options: tuple[float, float, bool], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _allreduce(options: tuple[float, float, bool], bucket: Any) -> torch.futures.Future[Tensor]:
+    """Average one ``dist.GradBucket``; mypy does not find that name."""
     before, after, always_fp32 = options
     own = bucket.buffer()
     sent = own.float() if always_fp32 else own
     future = dist.all_reduce(sent.div_(before), async_op=True).get_future()
-    return future.then(lambda done: own.copy_(done.value()[0].mul_(after)))
+    averaged: torch.futures.Future[Tensor] = future.then(lambda done: own.copy_(done.value()[0].mul_(after)))
+    return averaged
 
 
 def _refuse(name: str, value: Any, instead: str) -> None:
     if value is not None:
-        raise ValueError(f"DistributedDataParallel got {name}={value!r}: expected it to be left out; use {instead}.")
+        raise ValueError(
+            f"DistributedDataParallel got {name}={value!r}: not supported; leave it out and use {instead}."
+        )

@@ -1,8 +1,8 @@
-"""BatchNorm over all processes: torch's, with apex's arguments, and on the CPU too, which torch's refuses.
+"""BatchNorm over all processes: torch's SyncBatchNorm with apex's arguments, also on the CPU.
 
     n = sum over processes;   mean = sum (x) / n;   var = sum (x - mean)^2 / n;   y = (x - mean) / sqrt(var + eps)
 
-Each sum is one all_reduce, which autograd differentiates by another.
+Each sum is one all_reduce; its gradient is another all_reduce.
 """
 
 from typing import Any
@@ -17,13 +17,13 @@ _torch_forward = nn.SyncBatchNorm.forward
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """torch's SyncBatchNorm, taking what apex's took.
+    """torch's SyncBatchNorm with apex's arguments.
 
     Args:
         num_features: channels of the input.
         eps, momentum, affine, track_running_stats, process_group: as in torch.
-        channel_last: accepted; torch takes inputs of any memory format, channels in dimension 1.
-        fuse_relu: True is refused.
+        channel_last: ignored; torch takes inputs of any memory format, with channels in dimension 1.
+        fuse_relu: must be False.
 
     Raises:
         ValueError: ``fuse_relu=True``.
@@ -35,7 +35,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         self,
         num_features: int,
         eps: float = 1e-5,
-        momentum: float = 0.1,
+        momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
         process_group: Any = None,
@@ -44,23 +44,23 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     ) -> None:
         del channel_last
         if fuse_relu:
-            raise ValueError("SyncBatchNorm got fuse_relu=True: expected False; put torch.nn.ReLU behind it.")
+            raise ValueError("SyncBatchNorm got fuse_relu=True: expected False; add torch.nn.ReLU after it.")
         super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize over the batches of all processes; in float32, rounded to the dtype of ``input``, on the CPU."""
+        """Normalize over the batches of all processes; on the CPU in float32, rounded to the dtype of ``input``."""
         return sync_batch_norm_on_cpu(self, input)
 
 
 def sync_batch_norm_on_cpu(module: nn.SyncBatchNorm, inputs: Tensor) -> Tensor:
-    """Run the forward of any SyncBatchNorm, on the CPU as well as where torch's own runs.
+    """Run the forward of any SyncBatchNorm, also on the CPU.
 
     Args:
-        module: in training with a group of several processes it agrees with them; else it is BatchNorm.
+        module: in training with several processes it uses the statistics of all; else it is a plain BatchNorm.
         inputs: ``(N, C, ...)`` floating.
 
     Returns:
-        As ``inputs`` in shape and dtype.
+        A tensor of the shape and dtype of ``inputs``.
 
     Sync: one all_reduce for the mean and one for the variance; the same in backward.
     """
@@ -80,7 +80,7 @@ def sync_batch_norm_on_cpu(module: nn.SyncBatchNorm, inputs: Tensor) -> Tensor:
 
 
 def _normalized(module: nn.SyncBatchNorm, wide: Tensor) -> Tensor:
-    """Return ``(x - mean) / sqrt(var + eps)`` of all processes, and let the running statistics follow."""
+    """Return ``(x - mean) / sqrt(var + eps)`` over all processes, and update the running statistics."""
     around = [dim for dim in range(wide.dim()) if dim != 1]
     own = torch.tensor([wide.numel() // max(1, wide.size(1))], dtype=wide.dtype)  # a process may have an empty batch
     sums = _summed(module, torch.cat([wide.sum(around), own]))
@@ -94,11 +94,12 @@ def _normalized(module: nn.SyncBatchNorm, wide: Tensor) -> Tensor:
 
 
 def _summed(module: nn.SyncBatchNorm, tensor: Tensor) -> Tensor:
-    return _AllReduced.apply(tensor, module.process_group)
+    summed: Tensor = _AllReduced.apply(tensor, module.process_group)  # type: ignore[no-untyped-call]  # torch's
+    return summed
 
 
 class _AllReduced(torch.autograd.Function):
-    """The sum over processes; each of them has a part in every loss, so the gradient is the sum of gradients."""
+    """The sum over processes. It is part of the loss of every process, so the gradient is the sum of gradients."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
@@ -109,12 +110,14 @@ class _AllReduced(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _AllReduced.apply(gradient, ctx.group), None
+        return _AllReduced.apply(gradient, ctx.group), None  # type: ignore[no-untyped-call]  # torch's
 
 
 @torch.no_grad()
 def _follow(module: nn.SyncBatchNorm, mean: Tensor, var: Tensor) -> None:
-    """Move the running statistics as ``nn.BatchNorm`` does: by ``momentum``, or to the mean of all where it is None."""
+    """Update the running statistics as ``nn.BatchNorm``: by ``momentum``, or to the cumulative mean if it is None."""
+    if module.num_batches_tracked is None or module.running_mean is None or module.running_var is None:
+        return
     module.num_batches_tracked.add_(1)
     factor = 1.0 / module.num_batches_tracked.item() if module.momentum is None else module.momentum
     for running, new in ((module.running_mean, mean), (module.running_var, var)):
@@ -122,12 +125,12 @@ def _follow(module: nn.SyncBatchNorm, mean: Tensor, var: Tensor) -> None:
 
 
 def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:
-    """Return ``module`` with every BatchNorm in it replaced by a `SyncBatchNorm`, weights and statistics kept.
+    """Return ``module`` with every BatchNorm replaced by a `SyncBatchNorm` with its weights and statistics.
 
     Args:
-        module: any; it is changed in place, and is replaced itself where it is a BatchNorm.
-        process_group: the processes to agree with; None for all.
-        channel_last: accepted; torch takes inputs of any memory format.
+        module: modified in place; if it is a BatchNorm, the replacement is returned.
+        process_group: the processes whose batches are normalized together; None for all.
+        channel_last: ignored; torch takes inputs of any memory format.
 
     Reference: ``torch.nn.SyncBatchNorm.convert_sync_batchnorm``.
 
@@ -144,9 +147,9 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
 
 
 def _synced(norm: nn.modules.batchnorm._BatchNorm, process_group: Any) -> SyncBatchNorm:
-    """Return a `SyncBatchNorm` that holds the tensors of ``norm``."""
-    settings = (norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
-    synced = SyncBatchNorm(norm.num_features, *settings, process_group)
+    """Return a `SyncBatchNorm` with the tensors of ``norm``."""
+    affine, tracks = norm.affine, norm.track_running_stats
+    synced = SyncBatchNorm(norm.num_features, norm.eps, norm.momentum, affine, tracks, process_group)
     for name, param in norm.named_parameters(recurse=False):
         setattr(synced, name, param)
     for name, buffer in norm.named_buffers(recurse=False):
@@ -155,16 +158,16 @@ def _synced(norm: nn.modules.batchnorm._BatchNorm, process_group: Any) -> SyncBa
 
 
 def create_syncbn_process_group(group_size: int) -> Any:
-    """Split the processes into groups of ``group_size`` neighbours, for `convert_syncbn_model`; every process calls it.
+    """Split the processes into groups of ``group_size`` for `convert_syncbn_model`; every process must call it.
 
     Args:
         group_size: processes in a group, a divisor of their number; 0 for one group of all.
 
     Returns:
-        The group of this process; None, which stands for all, where ``group_size`` is 0.
+        The group of this process; None, which means all, if ``group_size`` is 0.
 
     Raises:
-        ValueError: the processes cannot be split like that.
+        ValueError: ``group_size`` does not divide the number of processes.
 
     Reference: ``apex.parallel.create_syncbn_process_group``.
     """
@@ -173,7 +176,7 @@ def create_syncbn_process_group(group_size: int) -> Any:
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if group_size < 0 or world_size % group_size:
         raise ValueError(
-            f"group_size={group_size}: expected a divisor of the {world_size} processes; 0 is one group of all."
+            f"group_size={group_size}: expected a divisor of the {world_size} processes; 0 means one group of all."
         )
     firsts = range(0, world_size, group_size)
     groups = [dist.new_group(list(range(first, first + group_size))) for first in firsts]

@@ -37,12 +37,14 @@ def engine_for(policy: PrecisionPolicy, dtype: torch.dtype, device_type: str, ca
     name = f"{device_type}_{dtype}_{cache_enabled}_{id(policy)}".replace(".", "_")
     if torch.compiler.is_compiling():
         _build(name, policy, dtype, device_type, cache_enabled)
-        return getattr(_KEPT, name)[0]
+        traced: CastingEngine = getattr(_KEPT, name)[0]
+        return traced
     kept = vars(_KEPT).get(name)
     if kept is None:
         _build(name, policy, dtype, device_type, cache_enabled)
         kept = vars(_KEPT)[name]
-    return kept[0]
+    engine: CastingEngine = kept[0]
+    return engine
 
 
 def _build(name: str, policy: PrecisionPolicy, dtype: torch.dtype, device_type: str, cache_enabled: bool) -> bool:

@@ -1,4 +1,4 @@
-"""The README tells the truth: its example prints its number, its commands are CI's, its links lead somewhere."""
+"""README and CONTRIBUTING are correct: the example prints its number, the commands are CI's, each link has a target."""
 
 import re
 import subprocess
@@ -8,6 +8,7 @@ import pytest
 from source_tree import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 LONGEST = 150
 
 
@@ -46,8 +47,8 @@ def test_there_are_two_commands_and_ci_runs_the_second() -> None:
     assert last_command((ROOT / ".ci" / "run").read_text(encoding="utf-8")) == install_test
 
 
-@pytest.mark.parametrize("link", local_links())
-def test_link_leads_somewhere(link: str) -> None:
+@pytest.mark.parametrize("link", [*local_links(), *local_links(GUIDE)])
+def test_each_link_has_a_target(link: str) -> None:
     assert (ROOT / link).exists()
 
 
@@ -56,6 +57,13 @@ def test_every_reference_is_cited() -> None:
     numbered = re.findall(r"^(\d+)\. ", references, flags=re.MULTILINE)
     cited = {number for group in re.findall(r"\[([\d, ]+)\](?!\()", body) for number in group.split(", ")}
     assert cited == set(numbered)
+
+
+def test_the_picture_of_a_step_has_at_most_ten_boxes() -> None:
+    (picture,) = blocks("text", GUIDE)
+    boxes = [int(number) for number in re.findall(r"^ *(\d+)  ", picture, flags=re.MULTILINE)]
+    assert boxes == list(range(1, len(boxes) + 1))
+    assert len(boxes) <= 10
 
 
 def test_readers_of_the_text_find_what_they_look_for() -> None:

@@ -94,11 +94,11 @@ def test_the_state_of_another_rule_is_refused_and_nothing_loaded():
     param.grad = torch.ones(3)
     other.step()
     optimizer = optimizers.FusedAdam([param], lr=0.25)
-    with pytest.raises(ValueError, match="has momentum_buffer: FusedAdam expected exp_avg in it; load"):
+    with pytest.raises(ValueError, match="has momentum_buffer: FusedAdam expected exp_avg"):
         optimizer.load_state_dict(other.state_dict())
     assert optimizer.param_groups[0]["lr"] == 0.25
     optimizer.step()
-    with pytest.raises(ValueError, match="FusedSGD expected momentum_buffer in it"):
+    with pytest.raises(ValueError, match="FusedSGD expected momentum_buffer"):
         optimizers.FusedSGD([param], 0.1).load_state_dict(optimizer.state_dict())
 
 
