@@ -12,6 +12,7 @@ import torch
 
 from amplab.policies.engine import CastingEngine
 from amplab.policies.precision_policy import PrecisionPolicy
+from amplab.policies.precisions import Precision
 
 __all__ = ["engine_for"]
 
@@ -28,7 +29,7 @@ class _Kept:
 _KEPT = _Kept()
 
 
-def engine_for(policy: PrecisionPolicy, dtype: torch.dtype, device_type: str, cache_enabled: bool) -> CastingEngine:
+def engine_for(policy: PrecisionPolicy, dtype: Precision, device_type: str, cache_enabled: bool) -> CastingEngine:
     """The engine of `policy`, computing in `dtype`, on `device_type`. Any thread may use it. Sync: none.
 
     Raises:
@@ -47,7 +48,7 @@ def engine_for(policy: PrecisionPolicy, dtype: torch.dtype, device_type: str, ca
     return engine
 
 
-def _build(name: str, policy: PrecisionPolicy, dtype: torch.dtype, device_type: str, cache_enabled: bool) -> bool:
+def _build(name: str, policy: PrecisionPolicy, dtype: Precision, device_type: str, cache_enabled: bool) -> bool:
     kept = vars(_KEPT)
     if name in kept:
         return True
