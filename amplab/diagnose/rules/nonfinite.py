@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from amplab.diagnose.catalogue import finding
 from amplab.diagnose.finding import Finding, Number, Severity
 from amplab.diagnose.first_nonfinite import FirstNonfinite, Setting
-from amplab.diagnose.observed_step.dataflow import line_of, short_name, upstream, nearest_constant
+from amplab.diagnose.observed_step.dataflow import line_of, nearest_constant, short_name, upstream
 from amplab.diagnose.observed_step.tensor_summary import HALF_UNDERFLOWS
 from amplab.diagnose.observed_step.values import ObservedStep
 from amplab.diagnose.remedies.api_styles import Api, ApiStyle

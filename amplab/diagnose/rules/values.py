@@ -40,8 +40,8 @@ from amplab.diagnose.rules.nonfinite import (
     LOGARITHMS,
     REDUCTIONS,
     SOFTMAXES,
-    sigmoid_of_bce,
     constant_lost_in_half,
+    sigmoid_of_bce,
 )
 from amplab.display.numbers import power
 from amplab.trace import OpRecord
