@@ -27,8 +27,11 @@ OF_THE_RUN = ("scale-collapse", "nonfinite-loss", "still-skipping")
 SYMPTOMS = (*OF_THE_RUN, "nonfinite-parameter")
 
 
+Text = str | PerApi
+
+
 class Case(NamedTuple):
-    """What a finding says in one situation.
+    """What a finding says in one situation. An empty text is that of the entry's first case.
 
     Args:
         symptom: what was observed, one sentence.
@@ -36,9 +39,9 @@ class Case(NamedTuple):
         remedy: code to paste.
     """
 
-    symptom: str
-    cause: str | PerApi
-    remedy: str | PerApi
+    symptom: Text = ""
+    cause: Text = ""
+    remedy: Text = ""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class CatalogueEntry:
         id: lower-case words joined by hyphens.
         title: what it means, in one line.
         severities: the usual one first; a rule may choose a later one where a run shows less harm.
-        cases: situation -> what is said; "" is the usual one.
+        cases: situation -> what is said, the usual one first; its name is "" where it needs none.
         supersedes: ids that are left out wherever this one is found.
         supersedes_as_error: ids that are left out where this one is an error.
         explains: ids that this one may be the cause of: their certainty becomes "possible".
@@ -63,13 +66,23 @@ class CatalogueEntry:
     supersedes_as_error: tuple[str, ...] = SYMPTOMS
     explains: tuple[str, ...] = ()
 
+    def texts(self, case: str) -> tuple[Text, Text, Text]:
+        """Return symptom, cause and remedy of a case."""
+        said, first = self.cases[case], next(iter(self.cases.values()))
+        return said.symptom or first.symptom, said.cause or first.cause, said.remedy or first.remedy
+
     def __str__(self) -> str:
-        superseded = [*self.supersedes, *(f"{each} (as an error)" for each in self.supersedes_as_error)]
-        head = (f"{self.id} [{', '.join(self.severities)}]", f"  {self.title}")
-        left_out = f"  supersedes: {', '.join(superseded)}" if superseded and self.severities[0] == "error" else ""
-        return "\n".join(
-            filter(None, (*head, left_out, *(line for case in self.cases.items() for line in _shown(*case))))
-        )
+        lines = [f"{self.id} [{', '.join(self.severities)}]", f"  {self.title}"]
+        if self.supersedes:
+            lines.append(f"  supersedes: {', '.join(self.supersedes)}")
+        if "error" in self.severities:
+            lines.append(f"  as an error, supersedes: {', '.join(self.supersedes_as_error)}")
+        if self.explains:
+            lines.append(f"  may explain: {', '.join(self.explains)}")
+        for name, case in self.cases.items():
+            lines += [f"  case {name}:"] if len(self.cases) > 1 and name else []
+            lines += [line for word, said in zip(_WORDS, case, strict=True) if said for line in _shown(word, said)]
+        return "\n".join(lines)
 
 
 class Catalogue(Mapping[str, CatalogueEntry]):
@@ -94,18 +107,24 @@ class Catalogue(Mapping[str, CatalogueEntry]):
         return f"<Catalogue: {len(self)} findings>"
 
 
-def _shown(name: str, case: Case) -> Iterator[str]:
-    """A case as lines of text: its sentences, and one remedy for each API style that has its own."""
-    yield f"  case {name}:" if name else ""
-    for word, said in (("seen", case.symptom), ("because", case.cause), ("to do", case.remedy)):
-        texts: dict[str, str] = (
-            {"": said} if isinstance(said, str) else {str(style): text for style, text in said.texts.items()}
-        )
-        if not isinstance(said, str):
-            texts[f"other {said.by}"] = said.otherwise
-        for style, text in texts.items():
-            first = f"    {word} ({style}): " if style else f"    {word}: "
-            yield first + text.replace("\n", "\n" + " " * len(first))
+_WORDS = ("seen", "because", "to do")
+
+
+def _shown(word: str, said: Text) -> Iterator[str]:
+    """A text as lines; one that differs between APIs once for each group of styles that share it."""
+    if isinstance(said, str):
+        groups = {said: ""}
+    else:
+        texts = list(dict.fromkeys(said.texts.values()))
+        shared = {each: [style.name for style in said.texts if said.texts[style] == each] for each in texts}
+        groups = {text: f" ({', '.join(names)})" for text, names in shared.items()}
+        groups |= {said.otherwise: f" (other {said.by})"}
+    for text, styles in groups.items():
+        if "\n" not in text:
+            yield f"    {word}{styles}: {text}"
+            continue
+        yield f"    {word}{styles}:"
+        yield from (f"        {line}" for line in text.split("\n"))
 
 
 def finding(
@@ -147,7 +166,7 @@ def finding(
     known = {"op": op, "module": module, "tensor": tensor, "line": line, **(evidence or {}), **fields}
     symptom, cause, remedy = (
         said.format_map(known) if isinstance(said, str) else said.text(api or Api(), known)
-        for said in entry.cases[case]
+        for said in entry.texts(case)
     )
     return Finding(
         name, chosen, symptom, cause, remedy, certainty,
@@ -199,15 +218,13 @@ def _is_refuted(cause: Finding, consequences: Sequence[Finding]) -> bool:
 
 _FIRST_NONFINITE = by_scaling(
     "print(amplab.first_nonfinite(model, step=loss_of))",
-    amplab="print(amplab.first_nonfinite(model, step=loss_of, scaler=scaler))",
-    torch="print(amplab.first_nonfinite(model, step=loss_of, scaler=scaler))",
+    scaler="print(amplab.first_nonfinite(model, step=loss_of, scaler=scaler))",
 )
 _WATCHED = "step=lambda batch: loss_of(model, batch))  # and w.batches(loader)"
 _WATCH = by_scaling(
     f"amplab.watch(model, optimizer, {_WATCHED}",
     apex=f"amplab.watch(model, optimizer, scaler=amp, {_WATCHED}",
-    amplab=f"amplab.watch(model, optimizer, scaler=scaler, {_WATCHED}",
-    torch=f"amplab.watch(model, optimizer, scaler=scaler, {_WATCHED}",
+    scaler=f"amplab.watch(model, optimizer, scaler=scaler, {_WATCHED}",
 )
 """A watch examines a bad step before it is taken; afterwards the weights that caused it are gone."""
 
@@ -220,8 +237,7 @@ _DYNAMIC_SCALE = by_casting(
 _SCALER_STEP = "scaler.step(optimizer)\nscaler.update()"
 _SCALED_LOSS = by_scaling(
     "with amp.scale_loss(loss, optimizer) as scaled_loss:\n    scaled_loss.backward()\noptimizer.step()",
-    amplab=f"scaler.scale(loss).backward()  # instead of loss.backward()\n{_SCALER_STEP}",
-    torch=f"scaler.scale(loss).backward()  # instead of loss.backward()\n{_SCALER_STEP}",
+    scaler=f"scaler.scale(loss).backward()  # instead of loss.backward()\n{_SCALER_STEP}",
 )
 _SCHEDULER_AFTER_STEP = by_scaling(
     "if amp.last_step(optimizer).stepped:  # amplab.GradScaler: if scaler.last_step.stepped\n    scheduler.step()",
@@ -237,8 +253,7 @@ _CLIP_UNSCALED = f"scaler.unscale_(optimizer)\n{_CLIP_MODEL}"
 _SMALLER_RATE = by_scaling(
     _RATE + _CLIP_MODEL.format(most=1.0) + "  # unscaled; after amp.initialize: amp.master_params",
     apex=_RATE + _CLIP_MASTERS.format(most=1.0),
-    amplab=_RATE + _CLIP_UNSCALED.format(most=1.0),
-    torch=_RATE + _CLIP_UNSCALED.format(most=1.0),
+    scaler=_RATE + _CLIP_UNSCALED.format(most=1.0),
     plain=_RATE + _CLIP_MODEL.format(most=1.0),
 )
 _SMALLER_RATE_IN_FLOAT32 = (
@@ -282,8 +297,7 @@ def _with(before: str, code: PerApi, after: str = "") -> PerApi:
 _OWN_STEP = by_scaling(
     "{name}.step()  # after the backward of its own loss",
     apex="with amp.scale_loss(loss, {name}) as scaled_loss:  # its own loss\n    scaled_loss.backward()\n{name}.step()",
-    amplab="scaler.step({name})  # after the backward of its own loss, before scaler.update()",
-    torch="scaler.step({name})  # after the backward of its own loss, before scaler.update()",
+    scaler="scaler.step({name})  # after the backward of its own loss, before scaler.update()",
 )
 _WINDOW = _setting("scale_window={new_window}", "growth_interval={new_window}")
 
@@ -306,7 +320,6 @@ _RUN = (
                 "follow.",
                 "The first update steps were too large and moved the weights out of range. Later overflows are a "
                 "consequence.",
-                _SMALLER_RATE,
             ),
         },
         explains=(
@@ -324,11 +337,7 @@ _RUN = (
                 "The gradients stay non-finite while the loss scale falls, so the loss scale is not the cause.",
                 _with("", _FIRST_NONFINITE, "  # names the op"),
             ),
-            "loss": Case(
-                "The last {skips} steps were all skipped; the loss scale has fallen to {scale}.",
-                "The loss is not finite before it is scaled, so no loss scale fixes this.",
-                _with("", _FIRST_NONFINITE, "  # names the op"),
-            ),
+            "loss": Case(cause="The loss is not finite before it is scaled, so no loss scale fixes this."),
         },
         supersedes_as_error=("still-skipping",),
     ),
@@ -342,15 +351,11 @@ _RUN = (
                 "The loss is computed before it is scaled, so the loss scale is not the cause.",
                 _with("", _FIRST_NONFINITE, "  # with the batch of that step: names the op"),
             ),
-            "taken": Case(
-                "The loss is not finite in {steps} of {all_steps} steps; step {first_step} {outcome}",
-                "The loss is computed before it is scaled, so the loss scale is not the cause.",
-                _WATCH,
-            ),
+            "taken": Case(remedy=_WATCH),
             "static-scale": Case(
-                "The loss is not finite in {steps} of {all_steps} steps; step {first_step} {outcome}",
-                "A static loss scale, here {scale}, takes a step even if its gradients overflow. The weights then "
-                "contain NaN, and so does every later loss.",
+                "",
+                "With a static loss scale, here {scale}, a step is taken even if its gradients overflow. From then on "
+                "the weights and every loss are NaN.",
                 _DYNAMIC_SCALE,
             ),
         },
@@ -430,8 +435,7 @@ _RUN = (
                 "it.",
                 by_scaling(
                     "optimizer.step()\nscheduler.step()",
-                    amplab=f"{_SCALER_STEP}\nscheduler.step()",
-                    torch=f"{_SCALER_STEP}\nscheduler.step()",
+                    scaler=f"{_SCALER_STEP}\nscheduler.step()",
                 ),
             )
         },
@@ -451,7 +455,6 @@ _RUN = (
                 "The first {steps_were} skipped, but the learning rate changed from {rate_before:g} to {rate_after:g}.",
                 "The scheduler counts steps that were not taken. A warm-up is then shorter than intended, and torch "
                 "warns about it.",
-                _SCHEDULER_AFTER_STEP,
             ),
         },
     ),
@@ -466,12 +469,7 @@ _RUN = (
                 "others.",
                 _UPDATE_ONCE,
             ),
-            "run": Case(
-                "Step {step} accumulates gradients that were scaled by {scales}.",
-                "The loss scale changed between two backward passes of one step, so some gradients count more than "
-                "others.",
-                _UPDATE_ONCE,
-            ),
+            "run": Case("Step {step} accumulates gradients that were scaled by {scales}."),
         },
     ),
     CatalogueEntry(
@@ -513,14 +511,13 @@ _GRADIENTS = (
             "": Case(
                 "Gradients with norm {norm:.4g} were clipped by a factor of {factor:.3g} while still multiplied by the "
                 "loss scale, {scale}.",
-                "Their true norm is {true_norm:.4g}. After the clipping they are too small by the loss scale, and they "
-                "change whenever the loss scale does.",
+                "Their true norm is {true_norm:.4g}. The limit is compared with the scaled norm, so the gradients "
+                "become too small, by a factor that changes with the loss scale.",
                 by_scaling(
                     "scaler.unscale_(optimizer)  # with a GradScaler; with scale_loss: clip after its block,\n"
                     + _CLIP_MODEL.format(most="max_norm"),
                     apex=_CLIP_MASTERS.format(most="max_norm") + "  # after the block of scale_loss",
-                    amplab=_CLIP_UNSCALED.format(most="max_norm"),
-                    torch=_CLIP_UNSCALED.format(most="max_norm"),
+                    scaler=_CLIP_UNSCALED.format(most="max_norm"),
                     plain=_CLIP_MODEL.format(most="max_norm"),
                 ),
             )
@@ -537,17 +534,14 @@ _GRADIENTS = (
                 by_scaling(
                     "The step is inside the block of scale_loss, or this optimizer was not passed to scale_loss (or to "
                     "scaler.step).",
-                    amplab="The code calls optimizer.step(). Only scaler.step(optimizer) unscales the gradients and "
-                    "skips a step that overflows.",
-                    torch="The code calls optimizer.step(). Only scaler.step(optimizer) unscales the gradients and "
+                    scaler="The code calls optimizer.step(). Only scaler.step(optimizer) unscales the gradients and "
                     "skips a step that overflows.",
                 ),
                 by_scaling(
                     "with amp.scale_loss(loss, [optimizer_a, optimizer_b]) as scaled_loss:  # all optimizers that this "
                     "backward reaches\n    scaled_loss.backward()\noptimizer_a.step(); optimizer_b.step()  # after the "
                     "block",
-                    amplab=f"{_SCALER_STEP}  # instead of optimizer.step()",
-                    torch=f"{_SCALER_STEP}  # instead of optimizer.step()",
+                    scaler="scaler.step(optimizer)  # instead of optimizer.step()\nscaler.update()",
                 ),
             ),
             "raised": Case(
@@ -571,8 +565,7 @@ _GRADIENTS = (
                 _SCALED_LOSS,
             ),
             "no-half": Case(
-                "{gradients} gradients of optimizer {optimizer} do not depend on the loss scale: their loss is not "
-                "scaled.",
+                "",
                 "No op of this step writes float16, so nothing is lost.",
                 _with("# without float16 no loss scale is needed; to use one:\n", _SCALED_LOSS),
             ),
@@ -586,10 +579,10 @@ _GRADIENTS = (
             "": Case(
                 "Optimizer {optimizer} was stepped with {gradients} of its gradients divided by the loss scale twice.",
                 by_scaling(
-                    "The code divides the gradients by the loss scale, and {unscaler} does so again.",
+                    "The code divides the gradients by the loss scale, and scale_loss or scaler.step does so again.",
                     apex="The code divides the gradients by the loss scale, and scale_loss does so again.",
-                    amplab="The code divides the gradients by the loss scale, and scaler.step does so again.",
-                    torch="The code divides the gradients by the loss scale, and scaler.step does so again.",
+                    plain="The code divides the gradients by the loss scale, and scale_loss does so again.",
+                    scaler="The code divides the gradients by the loss scale, and scaler.step does so again.",
                 ),
                 by_scaling(
                     "scaler.unscale_(optimizer)  # instead of the division; scaler.step then does not unscale again",
@@ -643,7 +636,7 @@ _PARAMETERS = (
         ("error",),
         {
             "": Case(
-                "Optimizer {optimizer} ({kind}) updates {parameters} parameters, none of them of this model.",
+                "Optimizer {optimizer} ({kind}) updates {parameters} parameters, but none belongs to this model.",
                 "It was created for another object: a copy, or the model before .cuda(), .half() or a wrapper replaced "
                 "its parameters.",
                 "model = model.to(device)  # first\noptimizer = torch.optim.{kind}(model.parameters(), ...)  # then",
@@ -662,10 +655,9 @@ _PARAMETERS = (
                 _OWN_STEP,
             ),
             "not-named": Case(
-                "Optimizer {optimizer} was never stepped; {with_gradient} of its parameters have a gradient.",
+                "",
                 "The code of this step does not name the optimizer, so it may be stepped elsewhere. Its gradients add "
                 "up unless they are set to zero; .detach() what this loss reads from its module.",
-                _OWN_STEP,
             ),
         },
     ),
@@ -741,13 +733,13 @@ _PARAMETERS = (
                 _with("", _SMALLER_RATE, "\n# always step through the scaler"),
             ),
             "unchecked": Case(
-                _CAME_IN,
+                "",
                 "An earlier step wrote it: without a dynamic loss scale, a step is taken even if its gradients are not "
                 "finite.",
                 _with("", _DYNAMIC_SCALE, "\n# and load the last good checkpoint"),
             ),
             "no-half": Case(
-                _CAME_IN,
+                "",
                 "An earlier step wrote it. No float16 is in this step, so no loss scale fixes this: the cause is the "
                 "data, the learning rate, or the gradient of an op.",
                 "# from the last good checkpoint; between backward and step, to stop at the first bad batch:\n"
@@ -772,7 +764,7 @@ _NONFINITE = (
                 _with("", _DYNAMIC_SCALE, "\n# or loss_scale={fitting_scale:.12g}"),
             ),
             "dynamic": Case(
-                "{result} overflows at a loss scale of {scale} and is finite at {fits}.",
+                "",
                 "The scaled gradients are too large for float16; at a smaller loss scale they are not. A dynamic loss "
                 "scale adapts by itself.",
                 "# nothing to do",
@@ -840,30 +832,29 @@ _NONFINITE = (
                 _SMALLER_RATE_IN_FLOAT32,
             ),
             "weights": Case(
-                _WROTE + " from finite inputs up to {input_absmax:.4g}, in float32 too.",
+                "",
                 "Neither the loss scale nor the dtype is the cause: earlier steps made weights as large as "
                 "{weights:.4g}.",
-                _SMALLER_RATE_IN_FLOAT32,
             ),
             "batch": Case(
-                _WROTE + " from finite inputs up to {input_absmax:.4g}, in float32 too.",
+                "",
                 "Neither the loss scale nor the dtype is the cause: the batch contains numbers up to {batch:.4g}.",
                 "x = (x - x.mean(0)) / x.std(0).clamp_min(1e-5)  # statistics of the training data, in the loader",
             ),
             "undefined": Case(
-                _WROTE + " from finite inputs up to {input_absmax:.4g}, in float32 too.",
+                "",
                 "{fn} is not defined for its input, such as a mean over no elements; nothing overflowed.",
                 "value = x.mean() if x.numel() else x.sum()  # where a selection may be empty",
             ),
             "power": Case(
-                _WROTE + " from finite inputs up to {input_absmax:.4g}, in float32 too.",
+                "",
                 "The result of {fn} is larger than 3.4e+38, the largest float32 number. The weights are not the cause: "
                 "they are at most {weights:.4g}.",
                 "y = {fn}(x.clamp(-1e6, 1e6))  # or divide by the largest first: x / x.abs().amax()",
             ),
             **{
                 follows: Case(
-                    _WROTE + " from finite inputs up to {input_absmax:.4g}, in float32 too.",
+                    "",
                     "{fn} of a number above {limit:g} is larger than 3.4e+38, the largest float32 number: no dtype and "
                     "no loss scale fixes this.{weights_are_fine}",
                     remedy,
@@ -942,11 +933,7 @@ _NONFINITE = (
                 "{fn} of a negative number is NaN in every dtype.{float32}",
                 _SAFE_INPUT,
             ),
-            "gradient": Case(
-                "{fn} received negative numbers down to {lowest:.4g}, and wrote {counted}.",
-                "A where after it hides the NaN in forward; in backward, 0 times NaN is NaN.",
-                _SAFE_INPUT,
-            ),
+            "gradient": Case(cause="A where after it hides the NaN in forward; in backward, 0 times NaN is NaN."),
         },
     ),
 )
@@ -965,7 +952,6 @@ _VALUES = (
             "nonfinite": Case(
                 "{fn} received 0: the constant {constant:g} of {op} before it is 0 in float16.",
                 "float16 rounds magnitudes up to 2^-25 = 2.98e-08 to 0; its smallest number is 5.96e-08.",
-                "{code}",
             ),
         },
     ),
@@ -982,13 +968,11 @@ _VALUES = (
             "nonfinite": Case(
                 _WROTE + " in {dtype} from inputs up to {input_absmax:.4g}.",
                 "A number in the code is larger than 65504, the largest float16 number.",
-                _MASKED_FILL,
             ),
             "raised": Case(
                 _RAISED,
                 "A number in the code is larger than 65504, the largest float16 number, and is written into a float16 "
                 "tensor.",
-                _MASKED_FILL,
             ),
         },
     ),
@@ -1030,7 +1014,6 @@ _VALUES = (
             "nonfinite": Case(
                 _WROTE + " in {dtype} from inputs up to {input_absmax:.4g}.",
                 "The result is larger than 65504; the same step is finite in float32 {bfloat16}.",
-                "{code}",
             ),
         },
     ),
@@ -1051,15 +1034,14 @@ _VALUES = (
         "A sum, mean or norm overflows float16",
         ("error", "warning"),
         {
-            "nonfinite": Case(
-                _WROTE + " in {dtype} from inputs up to {input_absmax:.4g}.",
-                "The result is larger than 65504; the same step is finite in float32 {bfloat16}.",
-                "{code}",
-            ),
             "": Case(
                 "{op} wrote {infs:,} inf in float16 from inputs up to {input_absmax:.4g}.",
                 _TOO_LARGE_FORWARD,
                 "{code}",
+            ),
+            "nonfinite": Case(
+                _WROTE + " in {dtype} from inputs up to {input_absmax:.4g}.",
+                "The result is larger than 65504; the same step is finite in float32 {bfloat16}.",
             ),
         },
     ),
@@ -1089,7 +1071,6 @@ _VALUES = (
                 "{fn} received a difference of float16 numbers that is negative, down to {lowest:.4g}, and wrote "
                 "{counted}.",
                 f"{_ELEVEN_BITS} In float32 the step is finite.",
-                "{code}",
             ),
         },
     ),
@@ -1144,12 +1125,10 @@ _VALUES = (
             "nonfinite": Case(
                 "The gradient of binary_cross_entropy overflows: {fn} wrote {counted}.",
                 "Where a probability rounds to 0 or 1, the gradient is about 1 / 1e-12.",
-                _BCE_WITH_LOGITS,
             ),
             "raised": Case(
                 _RAISED,
                 "Probabilities round to 0 and 1 in float16. The loss is then clamped and has no gradient.",
-                _BCE_WITH_LOGITS,
             ),
         },
     ),
@@ -1186,7 +1165,7 @@ _SPEED = (
         ("note",),
         {
             "": Case(
-                "Half of the {ops:,} ops of a step write {median_elements:,.0f} elements or fewer.",
+                "The median of the {ops:,} ops of a step writes {median_elements:,.0f} elements.",
                 "On a GPU, launching such an op takes longer than computing it in any dtype, and casts add ops.",
                 "# use a larger batch, CUDA graphs or torch.compile; a 16-bit dtype does not make this step faster",
             )

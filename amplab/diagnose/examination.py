@@ -1,4 +1,4 @@
-"""`doctor`: look at the machine, or at a model in training, and report what is wrong with it.
+"""`doctor`: examine the machine, or a model in training, and report what is wrong.
 
     doctor()                                                          the machine
     doctor(model, batch, loss=..., optimizer=..., scaler=...)         one step, its values and its parameters
@@ -84,7 +84,7 @@ def doctor(
     place, such as a list in an attribute, and whatever lies outside of the model and is not in `stateful`.
 
     `step` and `train_step` are two things. A step runs the forward and returns the loss: the doctor does the backward
-    and looks at every value. A train step is one whole iteration, with its own backward and ``optimizer.step()``: the
+    and examines every value. A train step is one whole iteration, with its own backward and ``optimizer.step()``: the
     doctor runs it and follows the gradients from the backward to the optimizer.
 
     Args:
@@ -92,7 +92,7 @@ def doctor(
         batch, loss, step: one step, as `amplab.xray` takes them, with the loss before it is scaled. The tensors of the
             batch are named in the findings.
         train_step: a whole iteration; called as `step` is, with nothing, with the batch, or with the model and the
-            batch. With it a step is looked at only if `loss` or `step` is given.
+            batch. With it a step is examined only if `loss` or `step` is given.
         optimizer: the optimizer, or all of them.
         scaler: the GradScaler, `Session` or module ``amp`` that scales the loss; None for this thread's
             ``amp.initialize``, if there was one.
@@ -141,13 +141,13 @@ def doctor(
         model, scaler, opt_level=opt_level, policy=policy, autocast=autocast, loss_scale=loss_scale
     ) as setting:
         if handed is not None:
-            observed, of_step = _look_at_step(model, setting.of_step(handed), setting, batch)
+            observed, of_step = _examine_step(model, setting.of_step(handed), setting, batch)
             found = [*found, *of_step]
     found += (*parameter_findings(model, optimizers, observed), *nonfinite_buffers(model))
     if train_step is None:
         found += updates_bound_to_be_lost(model, optimizers, observed)
     else:
-        found += _look_at_loop(model, train_step, optimizers, in_use, stateful)
+        found += _examine_loop(model, train_step, optimizers, in_use, stateful)
     return Findings.ranked(causes_first(found))
 
 
@@ -186,14 +186,14 @@ def _check_options(*, run: Any, stateful: Any, loss_scale: Any) -> None:
 
 
 def _with_api(run: Observation, scaler: Scaler | None) -> Observation:
-    """Return a run, with who scaled its losses where it does not say so."""
+    """Return a run; add who scaled its losses if it does not say so."""
     if run.scaling or scaler is None:
         return run
     level = (scaler.opt_level or "") if isinstance(scaler, Session) else ""
     return replace(run, scaling=api_style_of(scaler), level=level)
 
 
-def _look_at_step(
+def _examine_step(
     model: nn.Module, handed: HandedStep, setting: Setting, batch: Any
 ) -> tuple[ObservedStep | None, list[Finding]]:
     raised = Raised(handed.run)
@@ -217,7 +217,7 @@ def _look_at_step(
     return step, [*first, *of_values, *speed_findings(step.trace, api)]
 
 
-def _look_at_loop(
+def _examine_loop(
     model: nn.Module,
     train_step: Callable[[], Any],
     optimizers: Sequence[Optimizer],

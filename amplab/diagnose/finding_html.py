@@ -1,4 +1,4 @@
-"""A finding as HTML: what was seen first, then why, what to paste, and the numbers that it rests on."""
+"""A finding as HTML: the symptom, the cause, the code to paste, and the evidence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["finding_html"]
 
 
 def finding_html(finding: Finding, *, is_open: bool) -> Markup:
-    """Return a finding as a part that folds under its severity and what was seen."""
+    """Return a finding as a part that folds below its severity and its symptom."""
     severity, opened = markup(finding.severity), " open" if is_open else ""
     return Markup(
         f'<details class="finding" data-severity="{severity}"{opened}><summary>'
@@ -27,7 +27,7 @@ def finding_html(finding: Finding, *, is_open: bool) -> Markup:
 
 
 def _where(finding: Finding) -> str:
-    """The rule's word for it, and op, module, tensor and line."""
+    """The name of the finding, and its op, module, tensor and line."""
     module = f"in {name(finding.module)}" if finding.module else ""
     parts = (name(finding.op) if finding.op else "", module)
     places = [" ".join(filter(None, parts)), markup(finding.tensor), name(finding.line) if finding.line else ""]

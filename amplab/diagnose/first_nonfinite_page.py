@@ -1,4 +1,4 @@
-"""Where a step left its range, as text and as HTML: what it came to and why, then the way from its start to there."""
+"""`FirstNonfinite` as text and as HTML: the result and the cause, then the ops from the first one to the result."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _CAUSES = {
     "scale": "it is finite at a smaller loss scale",
     "format": "it is finite in float32",
     "model": "it is not finite in float32 either",
-    "state": "not reproduced in a second run as it is: the step depends on state that is not put back",
-    "batch": "it came in with the batch",
-    "buffer": "it came in with a buffer",
-    "parameter": "it came in with a parameter",
-    "input": "it came in with a tensor of no known name",
+    "state": "a second run of the same step was finite: it depends on state that is not restored",
+    "batch": "it is in the batch",
+    "buffer": "it is in a buffer",
+    "parameter": "it is in a parameter",
+    "input": "it is in a tensor without a name",
 }
-_MOST = 12  # ops of the way that are shown
+_MOST = 12  # ops to show
 
 
 def sentence(found: FirstNonfinite) -> str:
-    """Return what it came to and the cause, in one line."""
+    """Return the result and the cause in one line."""
     return f"{found.result} is not finite: the {found.cause}"
 
 
@@ -54,7 +54,7 @@ def html(found: FirstNonfinite) -> str:
     way = _way(found)
     steps = [f"<li>{_op(op, module)}{_phase(phase, found.phase)}</li>" for op, module, phase in way[1:_MOST]]
     if len(way) > _MOST:
-        steps.append(f'<li class="faint">{len(way) - _MOST:,} ops more</li>')
+        steps.append(f'<li class="faint">{len(way) - _MOST:,} more ops</li>')
     steps.append(f"<li><strong>{markup(found.result)}</strong> is not finite</li>")
     return page(
         f"{found.result} is not finite because of the {found.cause}: {_CAUSES[found.cause]}",
@@ -64,10 +64,10 @@ def html(found: FirstNonfinite) -> str:
 
 
 def _origin(found: FirstNonfinite) -> str:
-    """The first op to leave the range, with what it read and wrote; or the tensor that came in."""
+    """The first op whose output is not finite, with its inputs and output; or the tensor that was passed in."""
     record = found.record
     if record is None:
-        begin = name(found.tensor)
+        begin: str = name(found.tensor)
     else:
         begin = _op(record.op, record.module) + _phase(record.phase, "") + _line(record)
     read = "".join(f'<p><span class="faint">read</span> {dtype_chips(str(each))}</p>' for each in found.inputs)
@@ -91,12 +91,12 @@ def _phase(phase: str, before: str) -> str:
 
 
 def _way(found: FirstNonfinite) -> list[tuple[str, str, str]]:
-    """The ops from the first one to the result as (op, module, phase), neighbours that are the same once."""
+    """The ops from the first one to the result as (op, module, phase), without consecutive repetitions."""
     return [key for key, _ in groupby((each.op, each.module, each.phase) for each in found.chain)]
 
 
 def _trials(found: FirstNonfinite) -> Markup:
-    """What it comes to under other conditions."""
+    """The results under other conditions."""
     tried = {"loss scale": number(float(found.setting.loss_scale))}
     if found.fitting_scale is not None:
         tried["finite at"] = number(float(found.fitting_scale))

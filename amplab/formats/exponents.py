@@ -56,7 +56,7 @@ class ExponentHistogram:
         return hash(self._identity)
 
     @property
-    def _identity(self) -> tuple:
+    def _identity(self) -> tuple[bytes, int, int, int, int, int]:
         return (self.counts.tobytes(), self.low, self.zeros, self.infs, self.nans, self.total)
 
     @property

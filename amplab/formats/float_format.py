@@ -90,7 +90,7 @@ class FloatFormat:
     @property
     def bias(self) -> int:
         """What is subtracted from the exponent field: 2^(E-1) - 1."""
-        return 2 ** (self.exponent_bits - 1) - 1
+        return (1 << (self.exponent_bits - 1)) - 1
 
     @property
     def total_bits(self) -> int:
@@ -199,8 +199,8 @@ class FloatFormat:
 
     @property
     def _largest_finite_bits(self) -> int:
-        nan_patterns = 1 if not self.has_infinity else 2**self.mantissa_bits
-        return 2 ** (self.total_bits - 1) - 1 - nan_patterns
+        nan_patterns = 1 << self.mantissa_bits if self.has_infinity else 1
+        return (1 << (self.total_bits - 1)) - 1 - nan_patterns
 
     @property
     def _overflow_bits(self) -> int:

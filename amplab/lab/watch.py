@@ -418,7 +418,9 @@ def _check_watched(model: Any, optimizers: Sequence[Optimizer]) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={type(model).__name__}: expected a torch.nn.Module.")
     if isinstance(model, torch.jit.ScriptModule):
-        raise ValueError("the model is scripted and takes no hooks: expected the module that was passed to torch.jit.")
+        raise ValueError(
+            "the model is scripted and takes no hooks: expected the original module, from before torch.jit."
+        )
     check_values(f"model={type(model).__name__}", list(model.parameters()))
     if not optimizers:
         raise TypeError("0 optimizers: expected a torch.optim.Optimizer, or a list of them.")

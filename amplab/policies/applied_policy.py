@@ -88,7 +88,9 @@ def apply_policy(policy: PrecisionPolicy, model: nn.Module) -> AppliedPolicy:
         undo.callback(forward.leave)
         undo.callback(model.register_forward_pre_hook(forward.before_forward).remove)
         undo.callback(model.register_forward_hook(forward.after_forward, prepend=True, always_call=True).remove)
-        for handle in (*register_module_rules(model, policy), *accept_half_input(model)):
+        for region in register_module_rules(model, policy):
+            undo.callback(region.remove)
+        for handle in accept_half_input(model):
             undo.callback(handle.remove)
         return AppliedPolicy(policy, undo.pop_all())
 

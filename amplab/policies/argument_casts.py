@@ -25,7 +25,7 @@ _float64 = torch.float64
 _PLAIN = frozenset([type(None), bool, int, float, str])
 
 
-def lowered(values: Iterable[Any], dtype: torch.dtype, cache: CastCache) -> list | None:
+def lowered(values: Iterable[Any], dtype: torch.dtype, cache: CastCache) -> list[Any] | None:
     """`values` with float32 and 16-bit tensors in `dtype`, Parameters through `cache`.
 
     None where there is a tensor subclass or a float64 tensor.
@@ -65,7 +65,7 @@ def is_wide(values: Iterable[Any]) -> bool:
     return True
 
 
-def raised(values: Iterable[Any]) -> list | None:
+def raised(values: Iterable[Any]) -> list[Any] | None:
     """`values` with 16-bit tensors in float32; None where there is a tensor subclass."""
     result: list[Any] = []
     for value in values:
@@ -136,7 +136,7 @@ def widest(tensors: list[Tensor]) -> torch.dtype | None:
     return functools.reduce(torch.promote_types, voting)
 
 
-def cast_to(values: Iterable[Any], dtype: torch.dtype) -> list:
+def cast_to(values: Iterable[Any], dtype: torch.dtype) -> list[Any]:
     """`values`, in which there is no tensor subclass, with 16-bit and float32 tensors in `dtype`."""
     result: list[Any] = []
     for value in values:

@@ -36,7 +36,7 @@ _PRODUCTS = frozenset(
 _FLASH = _aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def accumulate_fp32(aten_overload: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+def accumulate_fp32(aten_overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a product of CPU halves in float32 and round its outputs to half once.
 
         outputs = round_half( op( float(args) ) )

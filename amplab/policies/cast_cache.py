@@ -22,6 +22,9 @@ __all__ = ["CastCache", "NoCastCache"]
 
 _functorch_active = torch._C._are_functorch_transforms_active
 
+_Entry = tuple[weakref.ref[Tensor], int, int, bool, Tensor]
+"""Weak identity, version, data pointer and requires_grad of a Parameter, and its cast."""
+
 
 class CastCache:
     """Lower-precision copies of Parameters, keyed by weak identity and dtype.
@@ -33,7 +36,7 @@ class CastCache:
 
     def __init__(self) -> None:
         """Start empty."""
-        self._entries: dict[tuple[int, torch.dtype], tuple] = {}
+        self._entries: dict[tuple[int, torch.dtype], _Entry] = {}
         self._exposed: set[int] = set()
 
     def __len__(self) -> int:

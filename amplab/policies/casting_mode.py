@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch._C import _len_torch_function_stack
+from torch._C import _get_function_stack_at, _len_torch_function_stack
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
@@ -77,7 +77,8 @@ class CastingMode(TorchFunctionMode):
 
 def function_modes() -> list[TorchFunctionMode]:
     """Return this thread's stack of function modes, bottom first. A mode is not on it while it handles a call."""
-    return _get_current_function_mode_stack()
+    modes: list[TorchFunctionMode] = _get_current_function_mode_stack()
+    return modes
 
 
 def insert_above_device(mode: TorchFunctionMode) -> None:
@@ -93,10 +94,11 @@ def insert_above_device(mode: TorchFunctionMode) -> None:
 
 def remove(mode: TorchFunctionMode) -> bool:
     """Take `mode` out of this thread's stack, wherever it is, and return whether it was there."""
-    modes = function_modes()
-    if modes and modes[-1] is mode:
+    depth = _len_torch_function_stack()
+    if depth and _get_function_stack_at(depth - 1) is mode:
         _pop_mode()
         return True
+    modes = function_modes()
     others = [other for other in modes if other is not mode]
     if len(others) < len(modes):
         set_function_modes(others)

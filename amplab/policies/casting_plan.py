@@ -33,7 +33,7 @@ __all__ = ["Plan", "build_plan", "on_device"]
 Plan = dict[Callable[..., Any], Step]
 
 _EXPOSING = (
-    torch.Tensor.data.__get__,
+    torch.Tensor.data.__get__,  # type: ignore[attr-defined]  # torch declares a Tensor: it is a descriptor
     torch.Tensor.numpy,
     torch.Tensor.__array__,
     torch.Tensor.untyped_storage,
@@ -83,7 +83,7 @@ def on_device(plan: Plan, device_type: str) -> Plan:
 
 
 def _bound_step(step: Step, device_type: str) -> Step:
-    def bound(mode: CastingMode, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def bound(mode: CastingMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if lies_on(args, device_type) or (kwargs and lies_on(kwargs.values(), device_type)):
             return step(mode, func, args, kwargs)
         return func(*args, **kwargs)
@@ -123,7 +123,7 @@ def _opening_run(composite: Callable[..., Any]) -> Run:
 
 
 def _exposing_step(cache: CastCache) -> Step:
-    def step(_mode: CastingMode, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def step(_mode: CastingMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         cache.expose(args[0])
         return func(*args, **kwargs)
 

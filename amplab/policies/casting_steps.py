@@ -30,7 +30,7 @@ __all__ = ["Run", "Step", "StepParts", "make_step", "restoring_step"]
 
 _RESTORED = LOW_PRECISION_DTYPES | {torch.float32}
 Run = Callable[["CastingMode", Callable[..., Any], Any, dict[str, Any]], Any]
-Step = Callable[["CastingMode", Callable[..., Any], tuple, dict[str, Any]], Any]
+Step = Callable[["CastingMode", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ def make_step(parts: StepParts) -> Step:
 def restoring_step(step: Step) -> Step:
     """`step`, with its results in the widest dtype of the arguments as they came: no list casts what follows."""
 
-    def restoring(mode: CastingMode, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def restoring(mode: CastingMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = floating_tensors((*args, *kwargs.values()))
         result = step(mode, func, args, kwargs)
         if not tensors or kwargs.get("out") is not None:
@@ -70,7 +70,7 @@ def _lower_step(parts: StepParts) -> Step:
     if dtype is torch.float32:
         return as_float32_model
 
-    def step(mode: CastingMode, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def step(mode: CastingMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         cast_args = lowered(args, dtype, cache)
         if cast_args is None or (kwargs and kwargs.get("out") is not None):
             return as_float32_model(mode, func, args, kwargs)
@@ -88,7 +88,7 @@ def _simulated_step(parts: StepParts, format: FloatFormat) -> Step:
     run = parts.run
     as_float32_model = _fp32_step(parts)
 
-    def step(mode: CastingMode, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def step(mode: CastingMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operands = rounded_operands((*args, *kwargs.values()), format)
         if operands is None or kwargs.get("out") is not None:
             return as_float32_model(mode, func, args, kwargs)
@@ -101,7 +101,7 @@ def _simulated_step(parts: StepParts, format: FloatFormat) -> Step:
 def _fp32_step(parts: StepParts) -> Step:
     run = parts.run
 
-    def step(mode: CastingMode, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def step(mode: CastingMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_wide(args) and (not kwargs or is_wide(kwargs.values())):  # a look is cheaper than a new list
             return run(mode, func, args, kwargs)
         cast_args = raised(args)
@@ -118,7 +118,7 @@ def _fp32_step(parts: StepParts) -> Step:
 def _set_dtype_step(parts: StepParts) -> Step:
     run = parts.run
 
-    def step(mode: CastingMode, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def step(mode: CastingMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first = floating_tensors(args[:1] or (kwargs.get("input"),))
         chosen = kwargs.get("dtype") is not None or any(isinstance(arg, torch.dtype) for arg in args)
         if first and first[0].dtype in LOW_PRECISION_DTYPES and not chosen and kwargs.get("out") is None:
@@ -131,7 +131,7 @@ def _set_dtype_step(parts: StepParts) -> Step:
 def _promote_step(parts: StepParts) -> Step:
     run = parts.run
 
-    def step(mode: CastingMode, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def step(mode: CastingMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = floating_tensors((*args, *kwargs.values()) if kwargs else args)
         if tensors is None or len(tensors) < 2 or kwargs.get("out") is not None:
             return run(mode, func, args, kwargs)
@@ -146,7 +146,7 @@ def _promote_step(parts: StepParts) -> Step:
 def _match_self_step(parts: StepParts) -> Step:
     run = parts.run
 
-    def step(mode: CastingMode, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def step(mode: CastingMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = floating_tensors((*args, *kwargs.values()) if kwargs else args)
         if not tensors or tensors[0] is not args[0]:
             return run(mode, func, args, kwargs)
@@ -163,7 +163,7 @@ def _banned_step(parts: StepParts) -> Step:
     in_place = rule.op.endswith("_")
     match_self = _match_self_step(parts)
 
-    def step(mode: CastingMode, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def step(mode: CastingMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         looked_at = args[:1] if in_place else (*args, *kwargs.values())
         for tensor in floating_tensors(looked_at) or ():
             if tensor.dtype in LOW_PRECISION_DTYPES:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch.overrides import _push_mode
+
 from amplab.policies.cast_cache import CastCache, NoCastCache
 from amplab.policies.casting_mode import CastingMode, function_modes, insert_above_device, remove
 from amplab.policies.casting_plan import Plan, build_plan, on_device
@@ -139,7 +141,7 @@ class CastingEngine:
     def push(self, mode: CastingMode | CompiledMode) -> None:
         """Let a mode of this engine see the ops of the calling thread; `THREAD.refresh` gives it its plan."""
         if isinstance(mode, CastingMode):
-            mode.__enter__()
+            _push_mode(mode)
 
     def withdraw(self, mode: CastingMode | CompiledMode) -> None:
         """Take a mode of this engine off again; does nothing the second time."""

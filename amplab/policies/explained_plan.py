@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["ExplainedPlan", "decided", "reporting_run", "reporting_step"]
 
 
-class ExplainedPlan(dict):
+class ExplainedPlan(dict[Callable[..., Any], Callable[..., Any]]):
     """A plan with a step for every function: those it does not hold report that no row names them."""
 
     def __init__(self, policy: PrecisionPolicy) -> None:
@@ -60,8 +60,11 @@ def reporting_step(step: Callable[..., Any], rule: OpRule, precision: Precision,
 
 
 @contextlib.contextmanager
-def decided(explanation: Explanation, decision: Decision) -> Iterator[None]:
+def decided(explanation: Explanation | None, decision: Decision) -> Iterator[None]:
     """Let the explanation's decision be this one inside the block."""
+    if explanation is None:
+        yield
+        return
     outer, explanation.decision = explanation.decision, decision
     try:
         yield

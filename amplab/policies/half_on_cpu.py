@@ -69,7 +69,7 @@ DEFAULT_HALF_MODE: HalfMode = _mode_for_this_cpu()
 """ "native" where oneDNN finds fp16 arithmetic in this CPU, else "fp32_accumulate"."""
 
 
-def accumulated(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def accumulated(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`func(*args, **kwargs)`; in float32 and rounded once where all its floating tensors are CPU halves.
 
     Args:
@@ -86,11 +86,11 @@ def accumulated(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -
     return _rounded(func(*wide_args, **dict(zip(kwargs, wide_kwargs, strict=True))))
 
 
-def _in_place(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> bool:
+def _in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return func is torch.nn.functional.rrelu and bool(kwargs.get("inplace") or args[4:5] == (True,))
 
 
-def _widened(values: Any) -> list | None:
+def _widened(values: Any) -> list[Any] | None:
     """Halves as float32; None where a floating tensor is no plain CPU half."""
     wide: list[Any] = []
     for value in values:

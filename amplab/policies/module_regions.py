@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _push_mode
 
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies.apex_table import APEX
@@ -194,7 +195,7 @@ class _Visit(Scope):
 
     def _begin(self) -> None:
         if self.would_be is not None:
-            self.would_be.__enter__()  # under the mode that casts
+            _push_mode(self.would_be)  # under the mode that casts
         super()._begin()
 
     def _end(self) -> None:

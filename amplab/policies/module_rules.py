@@ -18,7 +18,7 @@ from torch import nn
 
 from amplab.policies.precisions import Precision, precision_name, precision_of
 
-__all__ = ["ModuleRule", "RuledModule", "module_rules", "names_in", "precisions_by_module", "ruled_modules"]
+__all__ = ["ModuleRule", "RuledModule", "checked_module_rules", "names_in", "precisions_by_module", "ruled_modules"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class RuledModule:
     around: ModuleRule | None
 
 
-def module_rules(rules: Mapping[Any, Any] | Iterable[ModuleRule]) -> tuple[ModuleRule, ...]:
+def checked_module_rules(rules: Mapping[Any, Any] | Iterable[ModuleRule]) -> tuple[ModuleRule, ...]:
     """The rules that a user wrote, checked, in the order of their patterns.
 
     Args:
@@ -147,7 +147,7 @@ def _walk(
     rule = counting.get(module, around)
     has_forward = getattr(type(module), "forward", None) is not nn.Module.forward  # a ScriptModule hides its own
     begins = rule is not None and (around is None or rule.precision != around.precision)
-    if begins and has_forward and module not in found:
+    if rule is not None and begins and has_forward and module not in found:
         if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
             raise ValueError(
                 f"module_rules: {rule} rules over {name!r}, whose weights nn.MultiheadAttention uses without calling "

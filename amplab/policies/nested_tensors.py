@@ -158,8 +158,9 @@ def _mapping_with(mapping: MutableMapping[Any, Any], changes: list[tuple[Any, An
 def _sequence_with(sequence: Any, old: list[Any], new: list[Any]) -> Any:
     if all(after is before for after, before in zip(new, old, strict=True)):
         return sequence
-    if isinstance(sequence, tuple) and hasattr(type(sequence), "_make"):  # namedtuple, by its public protocol
-        return type(sequence)._make(new)
+    make = getattr(type(sequence), "_make", None)
+    if make is not None:  # namedtuple, by its public protocol
+        return make(new)
     if isinstance(sequence, list):
         result = copy.copy(sequence)
         result[:] = new

@@ -75,19 +75,18 @@ def op_overrides(rules: Mapping[Any, Any] | Iterable[OpOverride], table: OpTable
 
 def rules_by_function(
     overrides: Iterable[OpOverride], table: OpTable | None
-) -> dict[Callable, tuple[OpRule, OpOverride]]:
+) -> dict[Callable[..., Any], tuple[OpRule, OpOverride]]:
     """Function object -> the row that the user's rule makes, and the rule; a spelling's rule beats its name's.
 
     Raises:
         ValueError: as `op_overrides`.
     """
-    found: dict[Callable, tuple[OpRule, OpOverride]] = {}
+    found: dict[Callable[..., Any], tuple[OpRule, OpOverride]] = {}
     for override in sorted(overrides, key=lambda override: "." in override.op):
         for func, spelling in _functions(override.op, table).items():
             _check_in_place(override, func)
             other = found.get(func)
-            as_specific = other is not None and ("." in other[1].op) == ("." in override.op)
-            if as_specific and (other[1].cast, other[1].precision) != (override.cast, override.precision):
+            if other is not None and _contradict(other[1], override):
                 raise ValueError(_contradiction(spelling, other[1], override))
             found[func] = _row(override, func, spelling, table), override
     return found
@@ -109,7 +108,7 @@ def rules_of_policy(overrides: Iterable[OpOverride], table: OpTable | None) -> l
     return [*((row, override) for (_, override), row in users.items()), *((row, None) for row in left)]
 
 
-def _is_overridden(row: OpRule, ruled: Mapping[Callable, Any]) -> bool:
+def _is_overridden(row: OpRule, ruled: Mapping[Callable[..., Any], Any]) -> bool:
     functions = [func for func in map(resolve, row.spellings) if func is not None]
     return bool(functions) and all(func in ruled for func in functions)
 
@@ -151,7 +150,7 @@ def _spelling_of(func: Any) -> str:
     return spelling
 
 
-def _functions(op: str, table: OpTable | None) -> dict[Callable, str]:
+def _functions(op: str, table: OpTable | None) -> dict[Callable[..., Any], str]:
     """The functions that `op` names, each with its spelling."""
     if "." in op:
         func = resolve(op) if op.startswith("torch.") else None
@@ -159,7 +158,7 @@ def _functions(op: str, table: OpTable | None) -> dict[Callable, str]:
     else:
         rows = [row for each in dict.fromkeys((table or APEX, APEX)) for row in each.rows if row.op == op]
         listed = [spelling for row in rows for spelling in row.spellings]
-        spelt = [f"{home}.{op}" for home in _HOMES if spelling_of(resolve(f"{home}.{op}"))]
+        spelt = [f"{home}.{op}" for home in _HOMES if (func := resolve(f"{home}.{op}")) and spelling_of(func)]
         found = {func: each for each in (*spelt, *listed) if callable(func := resolve(each))}
     if not found:
         raise ValueError(f"op_rules: {op!r} is no op of torch; {_nearest(op, table)}")
@@ -173,7 +172,7 @@ def _nearest(op: str, table: OpTable | None) -> str:
     return f"{meant}Expected a name such as 'softmax' or a spelling such as 'torch.nn.functional.softmax'."
 
 
-def _check_in_place(override: OpOverride, func: Callable) -> None:
+def _check_in_place(override: OpOverride, func: Callable[..., Any]) -> None:
     if _works_in_place(func.__name__) and override.cast not in _IN_PLACE:
         raise ValueError(
             f"op_rules[{override.op!r}]={override.word!r}: {func.__name__} writes into its tensor, which keeps its "
@@ -188,11 +187,17 @@ def _works_in_place(name: str) -> bool:
     return name.endswith("_")
 
 
-def _row(override: OpOverride, func: Callable, spelling: str, table: OpTable | None) -> OpRule:
+def _row(override: OpOverride, func: Callable[..., Any], spelling: str, table: OpTable | None) -> OpRule:
     row = None if table is None else table.rule(func)
     op = row.op if row is not None else spelling.rpartition(".")[2]
     instead = f"; the {table.name} list has {row.cast.value}" if table is not None and row is not None else ""
     return OpRule(op, override.cast, f"{op}: your rule, {override.word}{instead}", (spelling,), by_user=True)
+
+
+def _contradict(first: OpOverride, second: OpOverride) -> bool:
+    """Whether two rules for one function are as specific as each other, and differ."""
+    differ = (first.cast, first.precision) != (second.cast, second.precision)
+    return differ and ("." in first.op) == ("." in second.op)
 
 
 def _contradiction(op: str, first: OpOverride, second: OpOverride) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 from amplab.policies.cast_policy import CastPolicy
 from amplab.policies.op_table import OpRule
@@ -49,7 +50,7 @@ def c(*names: str) -> tuple[str, ...]:
     return tuple(f"torch._C._nn.{name}" for name in names)
 
 
-def rows(cast: CastPolicy, *written: tuple, aten: dict[str, str] | None = None) -> tuple[OpRule, ...]:
+def rows(cast: CastPolicy, *written: tuple[Any, ...], aten: dict[str, str] | None = None) -> tuple[OpRule, ...]:
     """Rows of one cast policy.
 
     Args:

@@ -112,7 +112,7 @@ def resolve(spelling: str) -> Callable[..., Any] | None:
     value: Any = torch
     for name in _split_mark(spelling)[0].split(".")[1:]:
         value = getattr(value, name, None)
-    return value
+    return value  # type: ignore[no-any-return]  # getattr: a function, or None
 
 
 def spelling_of(func: Callable[..., Any]) -> str | None:

@@ -1,41 +1,18 @@
-"""The rows of a policy as plain values that print as a table: as text, and as HTML in a notebook.
-
-The HTML needs no widget and no script, and takes its colours from JupyterLab's theme, light or dark;
-elsewhere it follows the page.
-"""
+"""The rows of a policy as plain values that print as a table, and show as one in a notebook."""
 
 from __future__ import annotations
 
-import html
 import textwrap
 from collections.abc import Iterable, Mapping
 
+from amplab.display.html import Markup, dtype_chips, html_table, name, page
 from amplab.policies.cast_policy import CastPolicy
 from amplab.policies.op_table import OpRule, absent
 
 __all__ = ["PolicyRows", "policy_rows"]
 
 _COLUMNS = {"op": 34, "cast": 20, "runs in": 16, "reason": 90}
-"""The columns of the text form with their widths in characters."""
-
-_STYLE = """
-.amplab-policy { color: var(--jp-content-font-color1, inherit); font: var(--jp-content-font-size1, 14px)/1.45
-  var(--jp-content-font-family, system-ui, sans-serif); max-height: 32em; overflow: auto; }
-.amplab-policy.amplab-policy table { border-collapse: collapse; table-layout: auto; margin: 0; color: inherit;
-  font-size: .93em; }
-.amplab-policy.amplab-policy caption { text-align: left; padding: .3em .6em;
-  color: var(--jp-content-font-color2, inherit); }
-.amplab-policy.amplab-policy th, .amplab-policy.amplab-policy td { text-align: left; vertical-align: top;
-  padding: .3em .6em;
-  border-bottom: 1px solid var(--jp-border-color2, rgba(128, 128, 128, .4)); white-space: normal; }
-.amplab-policy tbody th { font-weight: normal; }
-.amplab-policy thead th { position: sticky; top: 0; background: var(--jp-layout-color1, Canvas); }
-.amplab-policy.amplab-policy.amplab-policy code { font-family: var(--jp-code-font-family, ui-monospace, monospace);
-  background: none; color: inherit; }
-.amplab-policy.amplab-policy.amplab-policy tr { background: none; }
-.amplab-policy summary { cursor: pointer; }
-.amplab-policy .soft { color: var(--jp-content-font-color2, inherit); }
-"""
+"""The columns of the text form with their widths in characters; in 100 columns the reasons would take five lines."""
 
 
 class PolicyRows(list[dict[str, str]]):
@@ -61,11 +38,8 @@ class PolicyRows(list[dict[str, str]]):
 
     def _repr_html_(self) -> str:
         """The rows as an HTML table; names of functions unfold from the op."""
-        head = "".join(f'<th scope="col">{column}</th>' for column in _COLUMNS)
-        body = "".join(map(_html_row, self))
-        caption = f"<caption><code>{html.escape(self.title)}</code>: {self._count()}</caption>"
-        table = f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        return f'<div class="amplab-policy"><style>{_STYLE}</style>{table}</div>'
+        lines = [(_op(row), name(row["cast"]), dtype_chips(row["runs in"]), row["reason"]) for row in self]
+        return page(f"{self.title}: {self._count()}", html_table(list(_COLUMNS), lines, caption="Ops of the policy"))
 
     def _count(self) -> str:
         return f"{len(self)} ops, the others run in the dtype they get"
@@ -115,9 +89,8 @@ def _text_row(row: dict[str, str]) -> str:
     return textwrap.fill(reason, sum(widths) + wide, initial_indent=start, subsequent_indent=" " * sum(widths))
 
 
-def _html_row(row: dict[str, str]) -> str:
-    cells = {key: html.escape(value) for key, value in row.items()}
-    names = f"<code>{cells['spellings']}</code><br>ATen: <code>{cells['aten'] or 'none of its own'}</code>"
-    unfolding = f"<details><summary><code>{cells['op']}</code></summary><div class='soft'>{names}</div></details>"
-    columns = [f"<th scope='row'>{unfolding}</th>", *(f"<td>{cells[column]}</td>" for column in list(_COLUMNS)[1:])]
-    return f"<tr>{''.join(columns)}</tr>"
+def _op(row: dict[str, str]) -> Markup:
+    """The op, from which the names of its functions unfold."""
+    names = f"{name(row['spellings'])}<br>ATen: {name(row['aten'] or 'none')}"
+    opened = f'<details><summary>{name(row["op"])}</summary><div class="faint">{names}</div></details>'
+    return Markup(opened)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from amplab.formats import FloatFormat
 from amplab.policies.apex_table import APEX
 from amplab.policies.cast_policy import CastPolicy
-from amplab.policies.module_rules import ModuleRule, module_rules
+from amplab.policies.module_rules import ModuleRule, checked_module_rules
 from amplab.policies.op_names import TABLES, find_op, find_row, find_table, nearest
 from amplab.policies.op_overrides import OpOverride, op_overrides, rules_by_function, rules_of_policy
 from amplab.policies.op_table import OpRule, OpTable, resolve, spelling_of
@@ -28,7 +28,7 @@ __all__ = ["PrecisionPolicy"]
 _TABLES = {**TABLES, "none": None}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class PrecisionPolicy:
     """Which op runs in which dtype: a table's lists, and the user's own rules, which win over them.
 
@@ -63,25 +63,31 @@ class PrecisionPolicy:
             contradict each other.
     """
 
-    table: OpTable | str | None = APEX
-    compute_dtype: Precision = torch.float16
-    op_rules: tuple[OpOverride, ...] | Mapping[Any, Any] = ()
-    module_rules: tuple[ModuleRule, ...] | Mapping[str, Any] = ()
+    table: OpTable | None
+    compute_dtype: Precision
+    op_rules: tuple[OpOverride, ...]
+    module_rules: tuple[ModuleRule, ...]
 
-    def __post_init__(self) -> None:
-        """Turn what may be written in several ways into its one form, or refuse it."""
-        put = functools.partial(object.__setattr__, self)  # this value is not out yet
-        put("table", find_table(self.table) if isinstance(self.table, str) else self.table)
-        if not isinstance(self.table, OpTable | None):
+    def __init__(
+        self,
+        table: OpTable | str | None = APEX,
+        compute_dtype: Precision | str = torch.float16,
+        op_rules: Iterable[OpOverride] | Mapping[Any, Any] = (),
+        module_rules: Iterable[ModuleRule] | Mapping[str, Any] = (),
+    ) -> None:
+        found = find_table(table) if isinstance(table, str) else table
+        if not isinstance(found, OpTable | None):
             raise TypeError(
-                f"table={self.table!r}: expected an OpTable, a name ({', '.join(sorted(TABLES))}), or None "
-                "for no casts but those of op_rules."
+                f"table={table!r}: expected an OpTable, a name ({', '.join(sorted(TABLES))}), or None "
+                "for no casts except those of op_rules."
             )
-        put("compute_dtype", precision_of(self.compute_dtype, "compute_dtype"))
-        put("op_rules", op_overrides(self.op_rules, self.table))
-        put("module_rules", module_rules(self.module_rules))
+        put = functools.partial(object.__setattr__, self)  # the value is frozen once it is made
+        put("table", found)
+        put("compute_dtype", precision_of(compute_dtype, "compute_dtype"))
+        put("op_rules", op_overrides(op_rules, found))
+        put("module_rules", checked_module_rules(module_rules))
 
-    def __reduce__(self) -> tuple[type[PrecisionPolicy], tuple]:
+    def __reduce__(self) -> tuple[type[PrecisionPolicy], tuple[Any, ...]]:
         """Pickle the four fields; function objects are found again where it is loaded."""
         return PrecisionPolicy, (self.table, self.compute_dtype, self.op_rules, self.module_rules)
 
@@ -157,7 +163,7 @@ class PrecisionPolicy:
 
     def unlisted(self, func: Callable[..., Any]) -> OpRule:
         """The fall_through row of an op that neither the table nor a rule names."""
-        op = (spelling_of(func) or getattr(func, "__name__", "op")).rpartition(".")[2]
+        op = (spelling_of(func) or str(getattr(func, "__name__", "op"))).rpartition(".")[2]
         lists = write_policy(self.table.name if self.table else "none", precision_name(self.compute_dtype), (), ())
         return OpRule(op, CastPolicy.FALL_THROUGH, f"{op}: on no list of {lists}, runs in the dtype it gets")
 

@@ -22,7 +22,8 @@ Precision = torch.dtype | FloatFormat
 
 _SIMULATED = (TF32, FLOAT8_E4M3, FLOAT8_E5M2)
 _BY_NAME: dict[str, Precision] = {
-    name: known if known in _SIMULATED else known.torch_dtype for name, known in FORMATS.items()
+    name: known if known in _SIMULATED or known.torch_dtype is None else known.torch_dtype
+    for name, known in FORMATS.items()
 }
 _BY_DTYPE: dict[torch.dtype, Precision] = {
     known.torch_dtype: _BY_NAME[name] for name, known in FORMATS.items() if known.torch_dtype is not None

@@ -12,6 +12,7 @@ import torch
 
 from amplab.policies.engine import CastingEngine
 from amplab.policies.precision_policy import PrecisionPolicy
+from amplab.policies.precisions import Precision
 
 __all__ = ["engine_for"]
 
@@ -28,7 +29,7 @@ class _Kept:
 _KEPT = _Kept()
 
 
-def engine_for(policy: PrecisionPolicy, dtype: torch.dtype, device_type: str, cache_enabled: bool) -> CastingEngine:
+def engine_for(policy: PrecisionPolicy, dtype: Precision, device_type: str, cache_enabled: bool) -> CastingEngine:
     """The engine of `policy`, computing in `dtype`, on `device_type`. Any thread may use it. Sync: none.
 
     Raises:
@@ -37,15 +38,17 @@ def engine_for(policy: PrecisionPolicy, dtype: torch.dtype, device_type: str, ca
     name = f"{device_type}_{dtype}_{cache_enabled}_{id(policy)}".replace(".", "_")
     if torch.compiler.is_compiling():
         _build(name, policy, dtype, device_type, cache_enabled)
-        return getattr(_KEPT, name)[0]
+        traced: CastingEngine = getattr(_KEPT, name)[0]
+        return traced
     kept = vars(_KEPT).get(name)
     if kept is None:
         _build(name, policy, dtype, device_type, cache_enabled)
         kept = vars(_KEPT)[name]
-    return kept[0]
+    engine: CastingEngine = kept[0]
+    return engine
 
 
-def _build(name: str, policy: PrecisionPolicy, dtype: torch.dtype, device_type: str, cache_enabled: bool) -> bool:
+def _build(name: str, policy: PrecisionPolicy, dtype: Precision, device_type: str, cache_enabled: bool) -> bool:
     kept = vars(_KEPT)
     if name in kept:
         return True

@@ -17,7 +17,9 @@ from amplab.policies.nested_tensors import cast_tree
 __all__ = ["accept_half_input", "match_rnn_input"]
 
 
-def match_rnn_input(module: torch.nn.RNNBase, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def match_rnn_input(
+    module: torch.nn.RNNBase, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Forward pre-hook: input, packed sequence and hidden state of `module` in its weights' dtype."""
     dtype = next(module.parameters()).dtype
     return cast_tree(args, dtype), cast_tree(kwargs, dtype)

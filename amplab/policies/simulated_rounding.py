@@ -11,7 +11,7 @@ No scaling goes with it: what lies beyond the format saturates or becomes infini
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -55,8 +55,11 @@ class _Rounding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         if ctx.rounds_gradient:
-            gradient = _Rounding.apply(gradient, ctx.format_name, True, ctx.rounds_value)
+            gradient = _rounding(gradient, ctx.format_name, True, ctx.rounds_value)
         return gradient, None, None, None
+
+
+_rounding: Callable[[Tensor, str, bool, bool], Tensor] = _Rounding.apply
 
 
 def round_operand(tensor: Tensor, format: FloatFormat) -> Tensor:
@@ -70,7 +73,7 @@ def round_operand(tensor: Tensor, format: FloatFormat) -> Tensor:
         format: one of amplab.formats.
     """
     wide = tensor if tensor.dtype is torch.float32 else tensor.to(torch.float32)
-    return _Rounding.apply(wide, format.name, True, format.torch_dtype is not None)
+    return _rounding(wide, format.name, True, format.torch_dtype is not None)
 
 
 def round_result(tensor: Tensor, format: FloatFormat) -> Tensor:
@@ -78,10 +81,10 @@ def round_result(tensor: Tensor, format: FloatFormat) -> Tensor:
 
     Differentiable, straight through: its gradient is rounded to the format. Sync: none.
     """
-    return _Rounding.apply(tensor, format.name, format.torch_dtype is not None, True)
+    return _rounding(tensor, format.name, format.torch_dtype is not None, True)
 
 
-def rounded_operands(values: Iterable[Any], format: FloatFormat) -> list | None:
+def rounded_operands(values: Iterable[Any], format: FloatFormat) -> list[Any] | None:
     """`values` with float32 and 16-bit tensors as `round_operand` gives them.
 
     None where there is a tensor subclass or a float64 tensor: the op runs as in the float32 model.

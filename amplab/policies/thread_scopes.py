@@ -76,7 +76,15 @@ class Scope:
     Attributes:
         mode: the mode that the engine has pushed; None where the engine was casting already.
         frame: the frame that the scope ends with; None where only leaving ends it.
+        by_hook: whether a hook has entered the scope for the length of a call.
     """
+
+    mode: CastingMode | CompiledMode | None = None
+    frame: FrameType | None = None
+    by_hook = False
+    _left = False
+    _caller: FrameType | None = None
+    _place = 0
 
     def __init__(
         self,
@@ -87,11 +95,6 @@ class Scope:
         explanation: Explanation | None = None,
     ) -> None:
         self.engine, self.disables, self.half_mode, self.explanation = engine, disables, half_mode, explanation
-        self.mode: CastingMode | CompiledMode | None = None
-        self.frame: FrameType | None = None
-        self.by_hook = self._left = False
-        self._caller: FrameType | None = None
-        self._place = 0
 
     def __enter__(self) -> Any:
         """Enter, until the block ends."""
@@ -118,10 +121,11 @@ class Scope:
                 count, since its frame does not run while the code around it does.
             by_hook: whether a hook enters the scope for the length of a call.
         """
-        if frame is not None and (by_hook or not frame.f_code.co_flags & _SUSPENDABLE):
-            self.frame, self.by_hook = frame, by_hook
-            self._caller = frame.f_back if by_hook else frame
+        if by_hook and frame is not None:
+            self.frame, self.by_hook, self._caller = frame, True, frame.f_back
             self._place = -1 if self._caller is None else self._caller.f_lasti
+        elif frame is not None and not frame.f_code.co_flags & _SUSPENDABLE:
+            self.frame, self._place = frame, frame.f_lasti
         try:
             THREAD.drop_ended()
             self._begin()
@@ -162,20 +166,21 @@ class Scope:
         return self._caller is not None and self._caller.f_lasti != self._place
 
     def _begin(self) -> None:
-        pushes = self.engine is not None and not self.engine.is_live()
+        engine = self.engine
+        casts_already = engine is None or engine.is_live()
         THREAD.scopes.append(self)
-        if pushes:
-            self.mode = self.engine.new_mode()
-            self.engine.push(self.mode)
+        if engine is not None and not casts_already:
+            self.mode = engine.new_mode()
+            engine.push(self.mode)
 
     def _end(self) -> None:
         scopes = THREAD.scopes
         if self in scopes:
             if self.mode is not None:
                 self.mode.engine.withdraw(self.mode)
-            THREAD.scopes = [scope for scope in scopes if scope is not self]
+            scopes.remove(self)
         THREAD.refresh()
-        if self.engine is not None and self.engine not in [scope.engine for scope in THREAD.scopes]:
+        if self.engine is not None and not (scopes and self.engine in [scope.engine for scope in scopes]):
             self.engine.clear_cache()
 
 
@@ -221,10 +226,11 @@ class _CastingThread(threading.local):
         self.half_mode: HalfMode | None = None
         self.explanation: Explanation | None = None
         self.may_be_pushed_again = False
+        self._by_hook = False  # whether a hook has pushed one of the modes
 
     def drop_ended(self) -> None:
         """Leave the scopes whose frame no longer runs: nobody else is going to."""
-        if is_dynamo_compiling():
+        if (not self.scopes and not self.may_be_pushed_again) or is_dynamo_compiling():
             return
         for scope in [scope for scope in reversed(self.scopes) if scope.has_ended()]:
             scope.leave()
@@ -235,16 +241,20 @@ class _CastingThread(threading.local):
 
     def refresh(self) -> None:
         """Take up what the open scopes say: give the live modes their plans, and every other mode the empty plan."""
-        modes, disabled, half_mode, explanation = list(self.installed), [], None, None
+        if not self.scopes and not self.installed:  # after a region that is entered in every step
+            self.modes, self.disabled, self.half_mode, self.explanation = [], [], None, None
+            return
+        modes, disabled, half_mode, explanation, self._by_hook = list(self.installed), [], None, None, False
         for scope in self.scopes:
             if scope.mode is not None:
                 modes.append(scope.mode)
+                self._by_hook = self._by_hook or scope.by_hook
             if scope.disables:
                 disabled.append(scope)
             half_mode = scope.half_mode or half_mode
             explanation = scope.explanation or explanation
         self.modes, self.disabled, self.half_mode, self.explanation = modes, disabled, half_mode, explanation
-        if len(modes) == 1:  # a region that is entered every step
+        if len(modes) == 1:
             self._give_plan(modes[0], live=True)
         elif modes:
             self._give_plans()
@@ -252,7 +262,8 @@ class _CastingThread(threading.local):
     def _give_plans(self) -> None:
         """Only the topmost mode casts, so that an op is cast once; modes with a device type each meet different ops."""
         seen: set[str | None] = set()
-        live, resting = [], []
+        live: list[CastingMode | CompiledMode] = []
+        resting: list[CastingMode | CompiledMode] = []
         for mode in reversed(self.modes):
             device_type = mode.engine.device_type
             casts = not seen or not (device_type in seen or device_type is None or None in seen)
@@ -270,18 +281,20 @@ class _CastingThread(threading.local):
             return
         half_mode, explained = self.half_mode or DEFAULT_HALF_MODE, self.explanation is not None
         mode.engine.give_plan(mode, half_mode, not self.disabled, explained)
-        if isinstance(mode, CastingMode) and (has_ended := self._end_of_plan(mode)) is not None:
-            mode.plan = _CheckedPlan(mode, mode.plan, has_ended)
+        if self.disabled or self._by_hook:
+            self._check_before_ops(mode)
 
-    def _end_of_plan(self, mode: CastingMode) -> Callable[[], bool] | None:
-        """What tells that the plan of `mode` is no longer valid, though nothing was left."""
+    def _check_before_ops(self, mode: CastingMode | CompiledMode) -> None:
+        """Let `mode` check before each op that the scope lasts that its plan depends on."""
+        if not isinstance(mode, CastingMode):
+            return
         for scope in reversed(self.disabled):
             if scope.frame is not None:
-                return scope.has_ended
+                mode.plan = _CheckedPlan(mode, mode.plan, scope.has_ended)
+                return
         for scope in self.scopes:
             if scope.mode is mode and scope.by_hook:
-                return scope.seems_ended
-        return None
+                mode.plan = _CheckedPlan(mode, mode.plan, scope.seems_ended)
 
 
 THREAD = _CastingThread()

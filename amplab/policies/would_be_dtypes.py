@@ -59,10 +59,11 @@ class WouldBeDtypes(TorchFunctionMode):
 
     def of(self, tensor: Tensor) -> torch.dtype:
         """What `tensor` would be: its own dtype where nothing else is known."""
-        return self._dtypes.get(tensor, tensor.dtype)
+        dtype: torch.dtype = self._dtypes.get(tensor, tensor.dtype)
+        return dtype
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run `func` and note what its results would be."""
         kwargs = kwargs or {}

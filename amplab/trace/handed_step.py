@@ -189,7 +189,7 @@ def handed_step(
         batch, loss, step: as the tool was given them.
 
     Raises:
-        TypeError: neither a batch nor a step; both a loss and a step; many batches where one is expected; or arguments
+        TypeError: neither a batch nor a step; both a loss and a step; a batch that holds many; or arguments
             that the model, the loss or the step do not take.
     """
     if step is not None:
@@ -237,7 +237,7 @@ def bound_to_batch(
         tool: the tool's name.
         name: of the tool's argument.
         function: what was given for it.
-        model, batch: what it may be called with; no batch where it is None.
+        model, batch: what it may be called with; None for no batch.
         such: a function that the tool takes, as code.
 
     Raises:
@@ -309,7 +309,7 @@ def check_loss_function(loss: Any) -> None:
 
 
 def _check_batch(tool: str, batch: Any) -> None:
-    """Raise a TypeError for what holds many batches, and for a function."""
+    """Raise a TypeError for an object that holds many batches, and for a function."""
     many = "expected one batch, and this holds many; take one"
     if isinstance(batch, DataLoader | Dataset):
         loader = "loader" if isinstance(batch, DataLoader) else "DataLoader(dataset, batch_size=64)"
@@ -350,7 +350,7 @@ def _words(model: nn.Module) -> str:
 
 
 def _called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the model; what it raises says with what it was called."""
+    """Call the model; add a note on how it was called to what it raises."""
     try:
         return model(*args, **kwargs)
     except Exception as error:
@@ -373,7 +373,7 @@ def _described(value: Any, *, shape: bool = True) -> str:
 def _parts(
     model: nn.Module, batch: Any, wants: list[inspect.Parameter]
 ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
-    """What the model is given by place and by name, and what the loss is given beside the output."""
+    """Return the positional and the named arguments of the model, and what the loss gets besides the output."""
     whole = (batch,) if len(wants) > 1 else ()
     if isinstance(batch, Mapping):
         known = _known_names(model)
@@ -387,7 +387,7 @@ def _parts(
 
 
 def _into_model(model: nn.Module, given: int, apart: int) -> int:
-    """How many of `given` values forward takes, where the loss wants `apart` of them and forward can do without."""
+    """Return how many of `given` values forward takes, if the loss needs `apart` of them."""
     takes = _by_place(model.forward)
     least = sum(each.default is each.empty and each.kind is not each.VAR_POSITIONAL for each in takes)
     most = given if any(each.kind is each.VAR_POSITIONAL for each in takes) else len(takes)
@@ -395,7 +395,7 @@ def _into_model(model: nn.Module, given: int, apart: int) -> int:
 
 
 def _required(function: Callable[..., Any] | None) -> list[inspect.Parameter]:
-    """What a loss or a step has to be given by place."""
+    """Return the positional arguments without defaults."""
     return [each for each in _by_place(function) if each.default is each.empty and each.kind is not each.VAR_POSITIONAL]
 
 
@@ -408,7 +408,7 @@ def _arguments(function: Callable[..., Any]) -> str:
 
 
 def _by_place(function: Callable[..., Any] | None) -> list[inspect.Parameter]:
-    """The arguments that a function takes by place; none where it is written in C and has no signature."""
+    """Return the positional arguments of a function; none if it is written in C without a signature."""
     if function is None:
         return []
     function = function.forward if isinstance(function, nn.Module) else function
@@ -427,7 +427,7 @@ _BY_PLACE = (
 
 
 def _known_names(model: nn.Module) -> set[str] | None:
-    """The names that forward takes; None where it takes any."""
+    """Return the names that forward takes; None if it takes any."""
     parameters = inspect.signature(model.forward).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return None
@@ -435,7 +435,7 @@ def _known_names(model: nn.Module) -> set[str] | None:
 
 
 def _loss_in(output: Any) -> tuple[Tensor, str]:
-    """The loss that a model's output offers, and where it lies."""
+    """Return the loss in a model's output, and where it was."""
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(own, Tensor):
         return own, "the output's own loss"

@@ -1,6 +1,6 @@
-"""`trace_step`: record one forward and backward of a model, and leave nothing behind.
+"""`trace_step`: record one forward and backward of a model, and restore all state.
 
-The optimizer's step is not part of it: a trace ends where the gradients are there.
+The optimizer's step is not part of a trace.
 """
 
 from collections.abc import Callable
@@ -33,22 +33,21 @@ def trace_step(
 ) -> Trace:
     """Run one forward and backward of `model` and return every op with its dtypes, its place and the reason.
 
-    Parameters, buffers, gradients, training flags and random states are afterwards what they were; no hook stays. Two
-    calls give equal traces.
+    Parameters, buffers, gradients, training flags, random states and hooks are restored. Two calls return equal traces.
 
     Args:
-        model: the module whose submodules give ops their path. Not compiled, its lazy parameters initialised;
+        model: the module whose submodules give ops their path. Not compiled, its lazy parameters initialized;
             compiled functions that it calls run as they are written.
         step: runs the forward on a batch of its own and returns the loss, one floating-point number.
         casting: context in which forward and backward run, e.g. `engine.active()`; the caller's own context by default.
         loss_scale: what the loss is multiplied by before backward, > 0.
-        observer: is shown the tensors of every op as it runs, see `recorder.Observer`.
+        observer: gets the tensors of every op as it runs, see `recorder.Observer`.
 
     Raises:
-        TypeError: `model`, `step` or what it returns is of another type.
-        ValueError: a loss that is no single number or hangs on no parameter, a loss scale out of range, a model that is
-            compiled, scripted or not yet initialised, or gradients that are off around the call. What `step` raises
-            passes through, with everything put back.
+        TypeError: `model`, `step` or what it returns has another type.
+        ValueError: a loss that is not a single number or depends on no parameter, a loss scale out of range, a model
+            that is compiled, scripted or not yet initialized, or gradients that are disabled around the call. What
+            `step` raises passes through.
 
     Sync: none.
 
@@ -71,11 +70,11 @@ def record_step(
     kept: KeptTensors | None = None,
     before_restoring: Callable[[], object] | None = None,
 ) -> list[Event]:
-    """Run the step as `trace_step` does and return what was seen, not yet in words (`reasons.records_of`).
+    """Run the step as `trace_step` does and return the events, from which `reasons.records_of` makes records.
 
     Args:
         kept: counts what is saved for backward.
-        before_restoring: called after backward, while the gradients are there.
+        before_restoring: called after backward, while the gradients exist.
         model, step, casting, loss_scale, observer: as `trace_step`; checked already, see `step_checks`.
 
     Sync: none.
@@ -114,9 +113,9 @@ def _run(
 def _backward(loss: Tensor) -> None:
     try:
         torch.autograd.backward(loss)
-    except CheckpointError as error:  # torch's knows of torch.autocast alone
+    except CheckpointError as error:  # torch's checkpoint restores torch.autocast only
         error.add_note(
-            "torch.utils.checkpoint runs the block again in backward, where amplab's casts are over: use "
-            "amplab.checkpoint in its place, which enters them again."
+            "torch.utils.checkpoint runs the block again in backward, without amplab's casts: use amplab.checkpoint, "
+            "which restores them."
         )
         raise

@@ -1,10 +1,10 @@
-"""What a step needs before it can be looked at, and the sentence that says what is missing.
+"""Checks of a step before it runs, each with one sentence that says what is missing.
 
-model      a module, not scripted, its parameters initialised; not compiled where its ops are looked at, and not on the
-           meta device where its numbers are
-step    a function of no arguments
-loss       what it returns: one floating-point number that hangs on a parameter
-gradients  on: backward is part of every step
+model      a module, not scripted, with initialized parameters; not compiled if its ops are recorded, and not on the
+           meta device if its values are measured
+step       a function without arguments
+loss       what the step returns: one floating-point number that depends on a parameter
+gradients  enabled: backward is part of every step
 """
 
 import inspect
@@ -35,10 +35,10 @@ _FITS_NO_STEP = (
 
 
 def check_step(model: Any, step: Any, loss_scale: Any = None, *, compiled: bool = False, values: bool = False) -> None:
-    """Raise for the first thing that keeps a step from being run and looked at.
+    """Raise for the first reason why a step cannot run.
 
     Args:
-        model, step, loss_scale: as `trace_step` takes them; no scale where it is None.
+        model, step, loss_scale: as `trace_step` takes them; None for no scale.
         compiled, values: as `check_model` takes them.
 
     Raises:
@@ -52,19 +52,19 @@ def check_step(model: Any, step: Any, loss_scale: Any = None, *, compiled: bool 
 
 
 def check_model(model: Any, *, compiled: bool = False, values: bool = False) -> nn.Module:
-    """Return `model`, a module whose step can be run.
+    """Return `model`, a module whose step can run.
 
     Args:
         model: what was given.
-        compiled: whether a compiled one will do, since nobody looks at its ops.
-        values: whether its numbers are looked at, which a model on the meta device has none of.
+        compiled: whether it may be compiled, because its ops are not recorded.
+        values: whether its values are measured; a model on the meta device has none.
 
     Raises:
-        TypeError: it is no module.
-        ValueError: it or a part of it is compiled, scripted, lazy, of inference tensors, or on the meta device.
+        TypeError: it is not a module.
+        ValueError: it or a part of it is compiled, scripted, lazy, has inference tensors, or is on the meta device.
     """
     if isinstance(model, type) and issubclass(model, nn.Module):
-        raise TypeError(f"model={model.__name__} is a class: expected a module of it; call it, {model.__name__}(...).")
+        raise TypeError(f"model={model.__name__} is a class: expected an instance; call it, {model.__name__}(...).")
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model={type(model).__name__}: expected a torch.nn.Module, whose submodules name the ops; several that "
@@ -81,11 +81,11 @@ def check_model(model: Any, *, compiled: bool = False, values: bool = False) -> 
 
 
 def check_values(name: str, tensors: Sequence[Tensor]) -> None:
-    """Raise a ValueError if one of `tensors` is on the meta device: there are shapes there, and no numbers."""
+    """Raise a ValueError if one of `tensors` is on the meta device, where tensors have no values."""
     if any(tensor.is_meta for tensor in tensors):
         raise ValueError(
-            f"{name} has tensors on the meta device, which have a shape and no numbers: expected real ones; move it, "
-            "model.to_empty(device='cpu'), and load or initialise its weights."
+            f"{name} has tensors on the meta device, which have no values: expected real ones; move it with "
+            "model.to_empty(device='cpu'), and load or initialize its weights."
         )
 
 
@@ -101,27 +101,28 @@ def check_step_function(step: Any) -> None:
 
 
 def check_loss_scale(loss_scale: Any) -> None:
-    """Raise unless `loss_scale` is a finite number > 0; those of numpy will do."""
+    """Raise unless `loss_scale` is a finite number > 0, of Python or NumPy."""
     if isinstance(loss_scale, Tensor) and loss_scale.numel() == 1:
         raise TypeError(f"loss_scale={loss_scale!r}: expected a number; take it out of the tensor with .item().")
     if isinstance(loss_scale, bool) or not isinstance(loss_scale, Real):
         raise TypeError(f"loss_scale={loss_scale!r}: expected a number; take the scaler's current scale.")
     try:
         scale = float(loss_scale)
-    except OverflowError:  # a whole number beyond 1.8e308
+    except OverflowError:  # an int above 1.8e308
         scale = loss_scale = math.inf
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"loss_scale={loss_scale}: expected a finite number > 0; 1.0 leaves the loss as it is.")
 
 
 def check_gradients_on() -> None:
-    """Raise a ValueError inside of `torch.no_grad` and `torch.inference_mode`."""
+    """Raise a ValueError inside `torch.no_grad` and `torch.inference_mode`."""
     if torch.is_grad_enabled():
         return
     inference = torch.is_inference_mode_enabled()
     raise ValueError(
-        f"torch.{'inference_mode' if inference else 'no_grad'}() is in force around the call: expected gradients to be "
-        f"on, since backward is part of the step; call it outside{'' if inference else ' or in torch.enable_grad()'}."
+        f"torch.{'inference_mode' if inference else 'no_grad'}() is in force around the call: expected "
+        "gradients to be enabled, since backward is part of the step; call it outside"
+        f"{'' if inference else ' or in torch.enable_grad()'}."
     )
 
 
@@ -136,11 +137,11 @@ def check_loss(loss: Any, model: nn.Module, name: str = "step") -> Tensor:
     Raises:
         TypeError, ValueError: it is something else.
     """
-    with torch._C.DisableTorchFunction():  # no call of the model's code
+    with torch._C.DisableTorchFunction():  # do not run the casts in force
         if not isinstance(loss, Tensor):
             raise TypeError(
                 f"{name} returned {type(loss).__name__}: expected the loss as a tensor with one element; "
-                f"{_instead_of(loss)}."
+                f"{_instead_of(loss, name)}."
             )
         if loss.numel() != 1 or not loss.is_floating_point():
             raise ValueError(
@@ -149,8 +150,8 @@ def check_loss(loss: Any, model: nn.Module, name: str = "step") -> Tensor:
             )
         if loss.is_meta and not any(parameter.is_meta for parameter in model.parameters()):
             raise ValueError(
-                f"{name} returned a tensor on the meta device, which has no number: expected one where the model is; "
-                "look for device='meta' on its way."
+                f"{name} returned a tensor on the meta device, which has no value: expected one on the model's device; "
+                "look for device='meta' in the step."
             )
         if not loss.requires_grad:
             raise ValueError(f"{name} returned a tensor without a gradient: {_why_no_gradient(model)}")
@@ -158,7 +159,7 @@ def check_loss(loss: Any, model: nn.Module, name: str = "step") -> Tensor:
 
 
 def accepts(function: Callable[..., Any], given: int) -> str | None:
-    """Return None if `function` takes `given` values by place, or what it takes, in words.
+    """Return None if `function` takes `given` positional values, else a phrase that says what it takes.
 
     >>> accepts(lambda out, target: 0, 1)
     "lambda(out, target) is missing a required argument: 'target'"
@@ -170,7 +171,7 @@ def accepts(function: Callable[..., Any], given: int) -> str | None:
         return None
     try:
         signature = inspect.signature(called)
-    except (TypeError, ValueError):  # written in C, and says nothing
+    except (TypeError, ValueError):  # written in C, without a signature
         return None
     try:
         signature.bind(*[None] * given)
@@ -183,7 +184,7 @@ def accepts(function: Callable[..., Any], given: int) -> str | None:
 
 
 def _plainly_accepts(function: Callable[..., Any], given: int) -> bool:
-    """Whether a function written in Python takes `given` values, for sure: a signature takes 5 to 15 µs to make."""
+    """Whether a Python function certainly takes `given` values; making a signature takes 5 to 15 µs."""
     bound = getattr(function, "__self__", None) is not None
     function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)
@@ -195,64 +196,63 @@ def _plainly_accepts(function: Callable[..., Any], given: int) -> bool:
 
 
 def _taken(signature: inspect.Signature) -> str:
-    """The arguments of a signature by name alone."""
+    """Return the names of a signature's arguments."""
     stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     return f"({', '.join(stars.get(each.kind, '') + each.name for each in signature.parameters.values())})"
 
 
 def _fault_of(module: nn.Module, compiled: bool) -> str | None:
-    """Why a module cannot be looked at, None where it can; it is asked of every module at every look."""
+    """Return why a module's step cannot run, None if it can."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     is_wrapped = bool(dynamo and isinstance(module, dynamo.OptimizedModule))
     if not compiled and (is_wrapped or module._compiled_call_impl is not None):
         instead = (
-            "trace the module that was given to torch.compile."
+            "pass the original module, from before torch.compile."
             if is_wrapped
-            else "it was compiled in place; make the model again without .compile()."
+            else "it was compiled in place; create the model again without .compile()."
         )
-        return f"is compiled: its ops are fused and never reach the dispatcher one by one; {instead}"
+        return f"is compiled: its ops are fused and do not reach the dispatcher one by one; {instead}"
     if isinstance(module, torch.jit.ScriptModule):
-        return "is scripted and takes no hooks; trace the module that was given to torch.jit."
+        return "is scripted and takes no hooks; pass the original module, from before torch.jit."
     for owned in (module._parameters, module._buffers):
         for tensor in owned.values():
             if tensor is None:
                 continue
             if nn.parameter.is_lazy(tensor):
-                return "has uninitialised parameters: expected a model that has seen a batch; run it once."
+                return "has uninitialized parameters: expected a model that has run on a batch; run it once."
             if tensor.is_inference():
                 return (
-                    "was made in torch.inference_mode(), and its tensors take no gradient: expected a model made "
-                    "outside of it; make it again there and load its state_dict."
+                    "was created in torch.inference_mode(), so its tensors take no gradient: expected a model created "
+                    "outside; create it again there and load its state_dict."
                 )
     return None
 
 
-def _instead_of(value: Any) -> str:
-    """What to return in the place of `value`, in words."""
+def _instead_of(value: Any, name: str) -> str:
+    """Return a phrase that says what to return instead of `value`."""
     if value is None:
-        return (
-            "the function lacks a return; a whole iteration with backward and optimizer.step() goes to "
-            "amplab.doctor(model, train_step=fn)"
-        )
+        whole = "; a whole iteration with backward and optimizer.step() goes to amplab.doctor(model, train_step=fn)"
+        return f"the function has no return statement{whole if name == 'step' else ''}"
     if isinstance(value, Mapping):
         return "return the one value that is the loss, such as out['loss']"
     if isinstance(value, tuple | list):
         return "return the one of them that is the loss"
     if isinstance(value, Real):
-        return "a number of Python has no gradient, so leave out .item()"
+        return "a Python number has no gradient, so remove .item()"
     if isinstance(value, nn.Module):
-        return f"a {type(value).__name__} was made where one should be called, {type(value).__name__}()(output, target)"
-    return "return what the criterion gives"
+        kind = type(value).__name__
+        return f"the function created a {kind}; call it as well, {kind}()(output, target)"
+    return "return the result of the criterion"
 
 
 def _why_no_gradient(model: nn.Module) -> str:
     if any(parameter.requires_grad for parameter in model.parameters()):
         return (
-            "expected a loss that hangs on the model's parameters; look for detach(), .item() or torch.no_grad() on "
-            "its way."
+            "expected a loss that depends on the model's parameters; look for detach(), .item() or torch.no_grad() in "
+            "the step."
         )
     frozen = "parameters, all frozen" if next(model.parameters(), None) is not None else "no parameters"
     return (
-        f"{type(model).__name__} has {frozen}: expected one that requires a gradient, parameter.requires_grad_(True), "
-        "or an input that does."
+        f"{type(model).__name__} has {frozen}: expected at least one that requires a gradient, "
+        "parameter.requires_grad_(True), or an input that does."
     )

@@ -25,7 +25,7 @@ def _nothing() -> None:
 
 
 class Ticker:
-    """A daemon thread that calls `tick` after `wake`, not more often than every `period` seconds.
+    """A daemon thread that calls `tick` after `wake`, at most once every `period` seconds.
 
     Args:
         tick: Draws what changed.

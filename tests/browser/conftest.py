@@ -1,4 +1,4 @@
-"""A real JupyterLab and Chromium for each session, a fresh page for each test, and what every page must keep to."""
+"""A JupyterLab and Chromium for each session, a new page for each test, and checks that every page must pass."""
 
 import os
 import sys

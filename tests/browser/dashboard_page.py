@@ -71,14 +71,14 @@ class DashboardPage:
         return exponent(self.figure("scale"))
 
     def wait_for_step(self, least: int) -> None:
-        """Wait until at least so many steps are done and drawn."""
+        """Wait until at least `least` steps are done and drawn."""
         self.lab.page.wait_for_function(
             "([figure, least]) => Number(figure.innerText.replaceAll(',', '')) >= least",
             arg=[self.root.locator("[data-figure=step]").element_handle(), least],
         )
 
     def wait_for_state(self, state: str) -> None:
-        """Wait until the first button says what a running or a resting experiment offers."""
+        """Wait until the first button shows that the experiment runs (Pause) or not (Start)."""
         expect(self.root.locator(".amp-primary[data-does]")).to_have_text("Pause" if state == "running" else "Start")
 
     def rows(self, panel: str) -> Locator:

@@ -1,4 +1,4 @@
-"""One page of JupyterLab in Chromium: opens a notebook, runs its cells, and notes what goes wrong."""
+"""One page of JupyterLab in Chromium: opens a notebook, runs its cells, and records its errors."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrom
 FLAGS = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
-    # No name but this machine's resolves, so that a forgotten CDN fails loudly.
+    # Only this machine's name resolves, so that a forgotten CDN fails.
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE localhost, EXCLUDE 127.0.0.1",
 ]
 IDLE = """() => {
@@ -83,7 +83,7 @@ class LabPage:
         self.wait_until_idle()
 
     def reload(self) -> None:
-        """Reload the page; the kernel goes on."""
+        """Reload the page; the kernel keeps running."""
         self.page.reload()
         self.page.wait_for_function("() => window.jupyterapp?.shell.currentWidget?.context?.isReady")
 
@@ -132,11 +132,11 @@ class LabPage:
 
 @contextmanager
 def sound_page(server: LabServer, browser: Browser) -> Iterator[LabPage]:
-    """Open a page that must have had no error and asked for nothing beyond this machine when it is closed."""
+    """Open a page; when it closes, raise if it had an error or made a request to another machine."""
     lab_page = LabPage(server, browser)
     try:
         yield lab_page
     finally:
         lab_page.close()
     if lab_page.errors or lab_page.foreign:
-        raise AssertionError(f"errors of the page: {lab_page.errors}; requests to elsewhere: {lab_page.foreign}")
+        raise AssertionError(f"errors of the page: {lab_page.errors}; requests to other machines: {lab_page.foreign}")

@@ -1,4 +1,4 @@
-"""A JupyterLab server on this machine alone, with settings and data folders of its own, for one test session."""
+"""A JupyterLab server for one test session, on this machine only, with its own settings and data folders."""
 
 import os
 import secrets

@@ -1,11 +1,11 @@
-"""Measure what the live view costs and how soon the first plot is there: `python tests/browser/measure.py`.
+"""Measure the cost of the live view and the time to the first plot: `python tests/browser/measure.py`.
 
     cost = 1 - median over the rounds of (steps/s open / steps/s closed in the same round)
 
 Both in one kernel and one page, digits, MLP of width 128, O1: the dashboard is closed (its output cleared) and opened
 in turn, with each of its tabs in front, and every turn trains for the same seconds. The time to the first plot runs
 from the start of the command `amplab lab` until the line of the loss scale is painted, all cells run as soon as the
-kernel is idle. Machines differ, and busy ones mislead: read the ratio, and the spread beside it.
+kernel is idle. Compare the ratios and their spread: the absolute numbers depend on the machine and its load.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Take the lab's pictures anew: `python tests/browser/pictures.py` after a change of what people see.
+"""Renew the pictures of the lab: run `python tests/browser/pictures.py` after a visible change.
 
 It executes 00_the_lab.ipynb in JupyterLab as a reader would, trains, switches the level, injects an overflow, and keeps
 what the dashboard then looks like: as the stored output of its cell, and for the README in light and dark.
@@ -28,11 +28,11 @@ RIBBON = """dashboard => {
     + "padding: 8px 12px; border-radius: 4px; margin: 0 0 10px; text-align: center";
   dashboard.prepend(ribbon);
 }"""
-"""A stored output looks like the live one: without a word on it people press its buttons."""
+"""A stored output looks like the live one, so people press its buttons unless a label says that it is a picture."""
 
 
 def main() -> None:
-    """Execute, photograph, store."""
+    """Run the notebook, take the pictures, store them."""
     with (
         tempfile.TemporaryDirectory() as folder,
         sync_playwright() as playwright,
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def photograph(lab: LabPage) -> tuple[bytes, bytes, bytes]:
-    """Train until there is something to see; return the dashboard in light, in dark, and as a still that says so."""
+    """Train for a while; return the dashboard in light, in dark, and with the label of a stored picture."""
     dashboard, page = lab.show_dashboard(), lab.page
     lab.execute("lab.trainer.run(200)")
     page.locator("[data-kind=overflow]").click()
@@ -71,9 +71,9 @@ def photograph(lab: LabPage) -> tuple[bytes, bytes, bytes]:
 
 
 def store(notebook: dict, picture: bytes) -> None:
-    """Write the executed notebook, with the picture in place of the widget that no file can hold."""
+    """Write the executed notebook, with the picture in place of the widget, which a file cannot hold."""
     if len(picture) > LARGEST:
-        sys.exit(f"the picture has {len(picture):,} bytes; at most {LARGEST:,} belong into a notebook.")
+        sys.exit(f"the picture has {len(picture):,} bytes; expected at most {LARGEST:,}.")
     for cell in notebook["cells"]:
         for output in cell.get("outputs", []):
             if output.get("data", {}).pop(WIDGET, None) is not None and cell["id"] == CELL:

@@ -25,7 +25,7 @@ end = lab.trainer.subscribe(mine)
 
 @pytest.fixture(scope="module")
 def dashboard(server: LabServer, browser: Browser) -> Iterator[DashboardPage]:
-    """One dashboard for all tests of this file; each leaves it at rest, and none makes it fail unseen."""
+    """One dashboard for all tests of this file; each test leaves it paused and without a message."""
     with sound_page(server, browser) as page:
         page.open(NOTEBOOKS / "00_the_lab.ipynb")
         page.run_all()

@@ -1,4 +1,4 @@
-"""What cells show without a widget, as JupyterLab lays it out: its own rules for tables and code do not win."""
+"""What cells show without a widget, as JupyterLab lays it out: its own rules for tables and code have no effect."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A loop of one's own on the lab's charts: live while it runs in a cell, and read back from its log."""
+"""A watched loop on the lab's charts: live while it runs in a cell, and read back from its log."""
 
 from pathlib import Path
 

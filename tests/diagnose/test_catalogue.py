@@ -16,8 +16,8 @@ PACKAGE = Path(amplab.__file__).parent
 
 
 def texts_of(name):
-    for case in CATALOGUE[name].cases.values():
-        for said in case:
+    for case in CATALOGUE[name].cases:
+        for said in CATALOGUE[name].texts(case):
             yield from (said,) if isinstance(said, str) else (*said.texts.values(), said.otherwise)
 
 
@@ -29,9 +29,10 @@ def test_an_entry_can_be_read(name):
     assert list(entry.severities) == sorted(set(entry.severities), key=entry.severities.index)
     assert not entry.title.endswith(".")
     assert {*entry.supersedes, *entry.supersedes_as_error, *entry.explains} <= {*CATALOGUE}
-    for case in entry.cases.values():
-        assert isinstance(case.symptom, str)
-        assert case.symptom[-1] in ".}"
+    for symptom, cause, remedy in map(entry.texts, entry.cases):
+        assert str(symptom)[-1] in ".}"
+        assert cause
+        assert remedy
     for text in texts_of(name):
         assert all(field is None or field.isidentifier() for _, field, _, _ in string.Formatter().parse(text))
     assert name in str(CATALOGUE)
@@ -41,10 +42,9 @@ def test_an_entry_can_be_read(name):
 @pytest.mark.parametrize("style", ApiStyle)
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_a_remedy_without_fields_compiles_for_every_api(name, style):
-    for case in CATALOGUE[name].cases.values():
-        api = Api(style, style)
+    for _, _, remedy in map(CATALOGUE[name].texts, CATALOGUE[name].cases):
         try:
-            code = case.remedy.text(api, {}) if isinstance(case.remedy, PerApi) else case.remedy.format_map({})
+            code = remedy.text(Api(style, style), {}) if isinstance(remedy, PerApi) else remedy.format_map({})
         except KeyError:
             continue  # a field that the rule provides
         compile(code.replace("...", "lr=0.1") if "torch.optim" in code else code, "remedy", "exec")
@@ -75,6 +75,18 @@ def test_a_severity_that_the_entry_does_not_have_is_refused():
         finding("tiny-ops")
     with pytest.raises(KeyError):
         finding("no-such-finding")
+
+
+RULES = [
+    path for path in PACKAGE.glob("diagnose/rules/*.py") if path.stem not in ("__init__", "out_of_float32", "raised")
+]
+
+
+@pytest.mark.parametrize("path", RULES, ids=lambda path: path.stem)
+def test_the_heading_of_a_file_names_its_findings(path):
+    heading = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    named = {word.strip(",") for word in heading.split()} & {*CATALOGUE}
+    assert named >= {*ids_in(path)} - {"nonfinite-"}
 
 
 def made(name, severity="error", certainty="certain", **evidence):

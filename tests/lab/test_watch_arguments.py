@@ -49,7 +49,7 @@ def test_what_is_watched(model, optimizer, error, words):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_a_scripted_model_takes_no_hooks():
     _, optimizer = loop()
-    with pytest.raises(ValueError, match=r"the model is scripted and takes no hooks: expected the module"):
+    with pytest.raises(ValueError, match=r"the model is scripted and takes no hooks: expected the original module"):
         watch(torch.jit.script(nn.Linear(1, 1)), optimizer)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from amplab.policies.module_rules import module_rules, precisions_by_module, ruled_modules
+from amplab.policies.module_rules import checked_module_rules, precisions_by_module, ruled_modules
 
 
 class Block(nn.Module):
@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 def begins(model, rules):
     """Where rules begin: name -> (inside, around)."""
-    found = ruled_modules(model, module_rules(rules))
+    found = ruled_modules(model, checked_module_rules(rules))
     return {each.name: (str(each.rule), str(each.around)) for each in found}
 
 
@@ -75,7 +75,7 @@ def test_a_module_at_two_places_begins_once():
 
 def test_rules_reach_what_lies_inside():
     model = Net(1)
-    counting = precisions_by_module(model, module_rules({"blocks.0.attn": "bfloat16"}))
+    counting = precisions_by_module(model, checked_module_rules({"blocks.0.attn": "bfloat16"}))
     assert set(counting) == set(model.blocks[0].attn.modules())
 
 
@@ -103,7 +103,7 @@ def test_a_pattern_without_a_module_names_the_nearest():
 @pytest.mark.parametrize("rules", [{torch.softmax: "float32"}, {3: "float32"}])
 def test_what_is_no_pattern_is_refused(rules):
     with pytest.raises(ValueError, match=r"is no pattern; expected a string such as 'blocks.\*.attn'"):
-        module_rules(rules)
+        checked_module_rules(rules)
 
 
 def test_a_module_that_is_never_called_cannot_have_a_rule_of_its_own():

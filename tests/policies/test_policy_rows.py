@@ -1,7 +1,6 @@
 """The rows of a policy: plain values, and a table as text and in a notebook."""
 
 import json
-import re
 from html.parser import HTMLParser
 
 import pytest
@@ -72,7 +71,7 @@ class Cells(HTMLParser):
             self.rows.append([])
         if tag in ("td", "th"):
             self.rows[-1].append("")
-        if tag != "br":
+        if tag not in ("br", "wbr"):
             self.open.append(tag)
 
     def handle_endtag(self, tag):
@@ -94,15 +93,6 @@ def test_a_notebook_shows_the_same_rows():
     assert [row[1:] for row in cells.rows[1:]] == [[row["cast"], row["runs in"], row["reason"]] for row in rows]
     assert all(given[0].startswith(row["op"]) for given, row in zip(cells.rows[1:], rows, strict=True))
     assert shown["text/plain"] == repr(rows)
-
-
-def test_every_colour_comes_from_the_theme_and_has_a_fallback():
-    html = PrecisionPolicy().rows()._repr_html_()
-    assert re.findall(r"#[0-9a-fA-F]{3,8}\b", html.partition("</style>")[0]) == []
-    variables = re.findall(r"var\(([^()]*(?:\([^()]*\))?[^()]*)\)", html)
-    assert len(variables) > 6
-    assert all(each.startswith("--jp-") and "," in each for each in variables)
-    assert "<script" not in html
 
 
 def test_the_dtype_view_gives_the_reasons_of_these_rows():

@@ -133,7 +133,4 @@ def test_explain_tells_the_users_rule_first():
 def test_what_is_no_table_is_refused(table):
     with pytest.raises(TypeError) as refusal:
         PrecisionPolicy(table)
-    assert str(refusal.value) == (
-        f"table={table!r}: expected an OpTable, a name (apex, torch_cpu, torch_cuda), or None for no casts but those "
-        "of op_rules."
-    )
+    assert str(refusal.value).startswith(f"table={table!r}: expected an OpTable")

@@ -243,7 +243,7 @@ def test_a_scripted_module_is_refused():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         scripted = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
-    with pytest.raises(ValueError, match="is scripted and takes no hooks; trace the module that was given"):
+    with pytest.raises(ValueError, match="is scripted and takes no hooks; pass the original module"):
         trace_step(scripted, list)
 
 
@@ -352,7 +352,7 @@ REFUSALS = [
     (lambda: trace_step(nn.Linear(1, 1), list, loss_scale=-2), ValueError, "loss_scale=-2: expected a finite number"),
     (lambda: trace_step(nn.Linear(1, 1), list, loss_scale=float("inf")), ValueError, "loss_scale=inf: expected"),
     (lambda: trace_step(nn.Linear(1, 1), list, loss_scale="dynamic"), TypeError, "loss_scale='dynamic': expected"),
-    (lambda: trace_step(nn.LazyLinear(1), list), ValueError, "LazyLinear has uninitialised parameters"),
+    (lambda: trace_step(nn.LazyLinear(1), list), ValueError, "LazyLinear has uninitialized parameters"),
     (
         lambda: trace_step(nn.Linear(1, 1), lambda: torch.ones(2, requires_grad=True)),
         ValueError,

@@ -69,13 +69,13 @@ NO_MODEL = {
 ODD_MODELS = {
     "scripted part": (lambda: nn.Sequential(torch.jit.script(nn.Linear(4, 4))), "0 is scripted and takes no hooks"),
     "scripted": (lambda: torch.jit.script(nn.Linear(4, 4)), "is scripted and takes no hooks"),
-    "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), "0 has uninitialised parameters: expected a model that has seen"),
-    "of inference": (made_for_inference, "0 was made in torch.inference_mode(), and its tensors take no gradient"),
+    "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), "0 has uninitialized parameters"),
+    "of inference": (made_for_inference, "0 was created in torch.inference_mode(), so its tensors take no gradient"),
 }
 WITHOUT_GRADIENT = {
-    "frozen": (Frozen, "Frozen has parameters, all frozen: expected one that requires a gradient"),
-    "no parameters": (nn.ReLU, "ReLU has no parameters: expected one that requires a gradient"),
-    "no_grad inside": (WithoutGradient, "expected a loss that hangs on the model's parameters"),
+    "frozen": (Frozen, "Frozen has parameters, all frozen: expected at least one that requires a gradient"),
+    "no parameters": (nn.ReLU, "ReLU has no parameters: expected at least one that requires a gradient"),
+    "no_grad inside": (WithoutGradient, "expected a loss that depends on the model's parameters"),
 }
 
 
@@ -140,7 +140,7 @@ def test_a_model_without_numbers(look):
 
 @pytest.mark.parametrize("look", [*BATCHED[1:], lambda model, batch: amplab.xray(model, batch, stats=True)])
 def test_a_model_without_numbers_and_a_batch(look):
-    with pytest.raises(ValueError, match="on the meta device, which have a shape and no numbers"):
+    with pytest.raises(ValueError, match="on the meta device, which have no values"):
         look(net().to("meta"), X.to("meta"))
 
 
@@ -171,10 +171,10 @@ def test_gradients_are_off_around_a_call_with_a_batch(look, mode):
 
 
 RETURNED = {
-    "None": (lambda out: None, TypeError, "returned NoneType: .*the function lacks a return"),
+    "None": (lambda out: None, TypeError, "returned NoneType: .*the function has no return"),
     "a tuple": (lambda out: (out.sum(), 1), TypeError, "returned tuple: .*return the one of them that is the loss"),
     "a dict": (lambda out: {"loss": out.sum()}, TypeError, r"returned dict: .*such as out\['loss'\]"),
-    "a number": (lambda out: out.sum().item(), TypeError, r"returned float: .*so leave out \.item\(\)"),
+    "a number": (lambda out: out.sum().item(), TypeError, r"returned float: .*so remove \.item\(\)"),
     "a module": (lambda out: nn.MSELoss(), TypeError, r"returned MSELoss: .*MSELoss\(\)\(output, target\)"),
     "a vector": (lambda out: out, ValueError, r"returned torch.float32 of shape \(5, 2\): .*reduce it"),
     "nothing": (lambda out: out[:0], ValueError, r"returned torch.float32 of shape \(0, 2\)"),
@@ -339,5 +339,7 @@ def test_accepts():
 def test_a_part_that_was_compiled_in_place_is_made_again():
     model = net()
     model[0].compile(backend="eager")
-    with pytest.raises(ValueError, match=r"^0 is compiled: .*; it was compiled in place; make the model again without"):
+    with pytest.raises(
+        ValueError, match=r"^0 is compiled: .*; it was compiled in place; create the model again without"
+    ):
         amplab.xray(model, torch.ones(2, 4))

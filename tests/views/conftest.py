@@ -1,4 +1,4 @@
-"""What the tests of the views share: a trainer, a made-up history, the messages a kernel would send to a page."""
+"""Shared by the tests of views: a trainer, an invented history, and the messages that a kernel sends to a page."""
 
 import math
 import time
@@ -45,7 +45,7 @@ def make_record(step: int, **changes: Any) -> StepRecord:
 
 @pytest.fixture
 def eventful() -> History:
-    """Ten steps: 3 has a NaN loss, 5 is skipped by an injected overflow, 6 is at O2, 8 is skipped of itself."""
+    """Ten steps: 3 has a NaN loss, 5 is skipped by an injected overflow, 6 is at O2, 8 is skipped without a fault."""
     history = History()
     changes: dict[int, dict[str, Any]] = {
         3: {"loss": math.nan},
@@ -65,7 +65,7 @@ def until() -> Callable[[Callable[[], object]], None]:
     def wait(condition: Callable[[], object], seconds: float = 30) -> None:
         end = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < end, "it did not come"
+            assert time.monotonic() < end, "the condition did not become true"
             time.sleep(0.005)
 
     return wait

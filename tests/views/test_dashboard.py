@@ -75,7 +75,7 @@ def test_a_second_page_gets_the_whole_run_and_the_last_to_leave_ends_the_drawing
 
 
 def settle(lab: Dashboard, until) -> None:
-    """Wait until the ticker has done all that it was asked for."""
+    """Wait until the ticker has done all its jobs."""
     done: list[bool] = []
     lab._presenter._ticker.call(lambda: done.append(True))
     until(lambda: done and not lab._presenter._ticker._awake)

@@ -1,4 +1,4 @@
-"""The ticker: not too often, never missing the last change, and not to be brought down."""
+"""The ticker: at most one tick a period, none missed after the last change, and errors do not end it."""
 
 import threading
 import time

@@ -37,7 +37,7 @@ class VerboseEngine(CastingEngine):
         super().__init__(policy)
 
     def plan(self, half_mode: HalfMode, casts: bool, explained: bool) -> dict[Any, _Step]:
-        """The plan of `CastingEngine`, each step telling its casts; a reader of explanations hears of them anyway."""
+        """Return the plan of `CastingEngine` with steps that print their casts, except while casts are explained."""
         silent = super().plan(half_mode, casts, explained)
         if explained or not casts:
             return silent
@@ -51,11 +51,11 @@ class VerboseEngine(CastingEngine):
         if target is None:
             return step
 
-        def telling(mode: Any, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        def telling(mode: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             tensors = floating_tensors((*args, *kwargs.values())) or []
             before, kept = [tensor.dtype for tensor in tensors], len(self.cache)
             result = step(mode, func, args, kwargs)
-            dtype = target(tensors, self.policy.compute_dtype)
+            dtype = target(tensors, self.policy.tensor_dtype)
             weights = len(self.cache) - kept if rule.cast is CastPolicy.LOWER_PRECISION_FP else len(tensors)
             for tensor, old in zip(tensors, before, strict=True):
                 if dtype is None or old is dtype or old not in _WORDS:

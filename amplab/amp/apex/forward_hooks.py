@@ -56,8 +56,8 @@ class ForwardHooks:
 
     def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Enter the engine, then cast the inputs."""
-        engine_rests = self.engine is None or (self.on_cpu_only and not _on_cpu(model))
-        self._scopes.enter(*(() if engine_rests else (self.engine.active(),)))
+        engine = None if self.on_cpu_only and not _on_cpu(model) else self.engine
+        self._scopes.enter(*(() if engine is None else (engine.active(),)))
         if self.input_dtype is None:
             return None
         cast = cast_tree(args, self.input_dtype), cast_tree(kwargs, self.input_dtype)
@@ -133,7 +133,12 @@ def _copied(given: Any, cast: Any) -> Iterator[tuple[Any, Any]]:
             yield from _copied(old, new)
 
 
-def _carry_mapping(old: MutableMapping, new: MutableMapping, before: MutableMapping, outward: Callable) -> None:
+def _carry_mapping(
+    old: MutableMapping[Any, Any],
+    new: MutableMapping[Any, Any],
+    before: MutableMapping[Any, Any],
+    outward: Callable[[Any], Any],
+) -> None:
     for key, value in new.items():
         if key not in before or value is not before[key]:
             old[key] = outward(value)
@@ -142,7 +147,9 @@ def _carry_mapping(old: MutableMapping, new: MutableMapping, before: MutableMapp
             old.pop(key, None)
 
 
-def _carry_list(old: list, new: list, old_items: list, new_items: list, outward: Callable) -> None:
+def _carry_list(
+    old: list[Any], new: list[Any], old_items: list[Any], new_items: list[Any], outward: Callable[[Any], Any]
+) -> None:
     if len(new) == len(new_items) and all(a is b for a, b in zip(new, new_items, strict=True)):
         return
     originals = {id(cast): given for cast, given in zip(new_items, old_items, strict=True)}

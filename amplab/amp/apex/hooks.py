@@ -48,9 +48,12 @@ class Hooks:
         unscaler: Callable[[], Unscaler] = Unscaler,
     ) -> None:
         """Cast the models, make the masters and hang up every hook that ``properties`` and ``policies`` ask for."""
-        dtype = properties.cast_model_type or None
+        cast_type = properties.cast_model_type
+        dtype = cast_type if isinstance(cast_type, torch.dtype) else None
         uncast: dict[Tensor, Uncast] = {}
-        for model, policy in zip(models, policies, strict=True) if dtype is not None else ():
+        for model, policy in zip(models, policies, strict=True):
+            if dtype is None:
+                break
             own_dtypes = ruled_dtypes(model, policy) if dtype in LOW_PRECISION_DTYPES else {}
             keep = bool(properties.keep_batchnorm_fp32)
             uncast |= cast_model(model, dtype, keep_batchnorm_fp32=keep, own_dtypes=own_dtypes)
@@ -118,7 +121,7 @@ class Hooks:
 
     def release_connected(self, models: Sequence[Any], optimizers: Sequence[Any]) -> None:
         """Release ``models`` and ``optimizers``, and whatever shares parameters with them."""
-        held = [*self._models, *self._optimizers]
+        held: list[nn.Module | Optimizer] = [*self._models, *self._optimizers]
         named = [each for each in (*models, *optimizers) if isinstance(each, (nn.Module, Optimizer))]
         released: list[Any] = [each for each in named if each in held]
         touched = self._params_of(named)
@@ -180,7 +183,7 @@ class HookedModel:
         self._masters = tuple(masters)
         self._prefix = prefix
         self._forward = forward
-        self._handles = forward.register(model)
+        self._handles: list[Any] = [*forward.register(model)]
         self._handles += register_module_rules(model, policy, weights_dtype=weights_dtype if self._half else None)
         if self._half:
             self._handles += SavedMasters(masters).register(model)
@@ -219,7 +222,7 @@ def memory_use(models: Iterable[nn.Module], optimizers: Iterable[tuple[Optimizer
     optimizers = list(optimizers)
     owned = [param for optimizer, _ in optimizers for param in params_of(optimizer)]
     masters = [pair.master for _, hooked in optimizers for pair in hooked.masters.pairs]
-    params = [param for model in models for param in model.parameters()]
+    params: list[Tensor] = [param for model in models for param in model.parameters()]
     is_master = {id(master) for master in masters}
     params += [param for param in owned if id(param) not in is_master]
     grads = [param.grad for param in [*params, *masters] if param.grad is not None]

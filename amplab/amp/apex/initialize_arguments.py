@@ -163,7 +163,7 @@ def refuse_scripted(model: nn.Module, dtype: torch.dtype | bool | None) -> None:
     """
     half = dtype in LOW_PRECISION_DTYPES
     for name, module in model.named_modules():
-        inside = half and isinstance(module, torch.jit.RecursiveScriptModule)
+        inside = half and isinstance(module, torch.jit._script.RecursiveScriptModule)
         if isinstance(module, torch.jit.ScriptModule) and (module is model or inside):
             where = f"Module {name} of the incoming model" if name else "The incoming model"
             raise RuntimeError(

@@ -12,7 +12,7 @@ Gradients are handled in ``backward/gradients.py`` and `hooked_optimizer`.
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -273,9 +273,10 @@ def checked_on_collapse(value: str) -> OnCollapse:
     Raises:
         ValueError: neither "raise" nor "warn".
     """
-    for allowed in get_args(OnCollapse):
-        if value == allowed:
-            return allowed
+    if value == "raise":
+        return "raise"
+    if value == "warn":
+        return "warn"
     raise ValueError(
         f'on_collapse={value!r}: expected "raise" (LossScaleCollapse) or "warn"; use "warn" to go on after a collapse.'
     )

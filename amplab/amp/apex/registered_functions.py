@@ -231,7 +231,7 @@ def casting_function(fn: Callable[..., Any], cast: CastPolicy) -> Callable[..., 
         if engine is not None:
             with bookkeeping():
                 step = make_step(StepParts(rule, engine.policy.compute_dtype, engine.cache, _arguments))
-                args, kwargs = step(None, fn, args, kwargs)
+                args, kwargs = step(None, fn, args, kwargs)  # type: ignore[arg-type]  # no mode: `_arguments` needs none
         return fn(*args, **kwargs)
 
     return cast_first

@@ -67,6 +67,8 @@ def _norm(grads: list[Tensor], norm_type: float) -> Tensor:
     dtype = grads[0].dtype
     small = sum(grad.numel() for grad in grads) <= _SMALL * len(grads)
     if small and all(grad.dtype is dtype for grad in grads):
-        return torch.linalg.vector_norm(torch._C._nn.flatten_dense_tensors(grads), norm_type)
+        flat: Tensor = torch._C._nn.flatten_dense_tensors(grads)
+        norm: Tensor = torch.linalg.vector_norm(flat, norm_type)
+        return norm
     norms = [torch.linalg.vector_norm(grad, norm_type) for grad in grads if grad.numel()]
     return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else grads[0].new_zeros(())

@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -106,7 +106,8 @@ class autocast:
             policy = self._policy
         chosen = policy.tensor_dtype if policy is not None else dtype
         self.fast_dtype = checked_dtype(get_autocast_dtype(self.device) if chosen is None else chosen)
-        self.cache_enabled = (around.cache_enabled if around else True) if cache_enabled is None else cache_enabled
+        around_caches = around is None or around.cache_enabled
+        self.cache_enabled: bool = around_caches if cache_enabled is None else cache_enabled
         self.enabled = bool(enabled) and enabled_here(
             self.device, torch.float16 if policy is not None and policy.simulated else self.fast_dtype, stacklevel=3
         )
@@ -140,7 +141,7 @@ class autocast:
         exc_type: type[BaseException] | None,
         exc_value: BaseException | None,
         traceback: TracebackType | None,
-    ) -> bool:
+    ) -> Literal[False]:
         """Be again as before the last `__enter__` of this instance in this thread."""
         entries = _THREAD.entries
         for index in range(len(entries) - 1, -1, -1):

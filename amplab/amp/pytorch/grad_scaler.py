@@ -1,18 +1,24 @@
-"""GradScaler: torch's loss scaler, its whole contract kept, its known defects not.
+"""GradScaler: torch's loss scaler with torch's whole contract, a floor for the scale, and a scale for each loss.
 
     scaler = amplab.GradScaler("cuda")
     scaler.scale(loss).backward()          # loss * scale
-    scaler.unscale_(optimizer)             # grad <- grad / scale; only needed to look at gradients or to clip them
-    scaler.step(optimizer)                 # optimizer.step(), unless a gradient is inf or NaN
-    scaler.update()                        # the rule moves the scale
+    scaler.unscale_(optimizer)             # grad <- grad / scale; only needed to inspect or clip gradients
+    scaler.step(optimizer)                 # optimizer.step(), skipped if a gradient is inf or NaN
+    scaler.update()                        # the scale backs off or grows
 
-Each optimizer goes READY -> UNSCALED -> STEPPED; `update` begins the next iteration. Settings, the scale itself and
-checkpoints are in ``grad_scaler_settings.py``, the scales of several losses in ``loss_scales.py``, what is kept of
-each optimizer in ``optimizer_gradients.py``.
+Each optimizer goes READY -> UNSCALED -> STEPPED; `update` begins the next iteration.
+
+    scale_loss(loss, optimizer, loss_id)   the block around a backward of one loss among several
+    loss_scale                             the scale of one loss: where it is halved
+    optimizer_gradients                    the parameters of an optimizer, and unscaling them: where found_inf is made
+    step_report                            what a step did, and who is told
 """
 
+import contextlib
+import warnings
 from collections import abc, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from numbers import Real
 from typing import Any
 
 import torch
@@ -20,24 +26,64 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
-from amplab.amp.arguments import checked_flag
+from amplab.amp.arguments import as_list, checked_flag, checked_num_losses
 from amplab.amp.backward.clipping import clip_by_norm_
+from amplab.amp.backward.gradients import ScaledBackward, SetAside, add_unscaled, bookkeeping, put_back
 from amplab.amp.backward.loss_scaler import SMALLEST_SCALE
 from amplab.amp.backward.records import ScaleRecord, StepOutcome
 from amplab.amp.pytorch.fused_step import leaves_gradients_unscaled, lend_scale, makes_momentum, wants_scaler
-from amplab.amp.pytorch.loss_scales import LossScales
-from amplab.amp.pytorch.optimizer_gradients import unscale_gradients_
-from amplab.amp.pytorch.scale_subscribers import ScaleSubscribers
-from amplab.amp.pytorch.step_report import NO_STEP_YET, STEPPED, StepReport
+from amplab.amp.pytorch.loss_scale import LossScale, checked_state
+from amplab.amp.pytorch.optimizer_gradients import (
+    KnownOptimizers,
+    OptimizerGradients,
+    UnscaledGradients,
+    unscale_gradients_,
+)
+from amplab.amp.pytorch.step_report import NO_STEP_YET, STEPPED, ScaleSubscribers, StepReport
 from amplab.optimizers import FusedOptimizer
 from amplab.scalers import ScaleRule
 
 __all__ = ["GradScaler"]
 
-_LOOK_EVERY = 8  # skipped steps in a row after which the host looks at the scale
+_NUMBERS = (2.0**16, 2.0, 0.5, 2000)
+_LOOK_EVERY = 8  # skipped steps in a row after which the host reads the scale
+_COLLAPSED = 2.0**-24  # the smallest float16: no gradient that float16 can hold needs a scale below it
 
 
-class GradScaler(LossScales):
+class _OfFirstLoss:
+    """An attribute of torch's class, kept in the `LossScale` of loss 0. Other libraries read some of them."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, scaler: "GradScaler", _owner: type | None = None) -> Any:
+        return getattr(scaler._scales[0], self._name)
+
+    def __set__(self, scaler: "GradScaler", value: Any) -> None:
+        setattr(scaler._scales[0], self._name, value)
+
+
+class _Reached:
+    """The gradients of one optimizer that a backward reaches, without parameters of an optimizer listed before it."""
+
+    copies_shared = False
+
+    def __init__(self, optimizer: Optimizer, known: OptimizerGradients, params: list[Tensor]) -> None:
+        self.optimizer, self.params = optimizer, params
+        self.shares = len(params) < len(known.params)
+        self._unscaler = known.unscaler
+
+    def before_backward(self) -> list[Tensor]:
+        return self.params
+
+    def after_failed_backward(self) -> None:
+        """Do nothing: gradients have been put back."""
+
+    def unscale_new(self, aside: list[SetAside], scale: Tensor, found_inf: Tensor | None) -> Tensor:
+        return add_unscaled(self.params, aside, scale, self._unscaler, found_inf)
+
+
+class GradScaler(torch.amp.GradScaler):
     """Scale losses, unscale gradients, skip the steps that overflow, and move the scale.
 
     A drop-in for `torch.amp.GradScaler`, and an instance of it. Where it differs: the scale stops at a floor before
@@ -93,18 +139,53 @@ class GradScaler(LossScales):
         num_losses: int = 1,
         combine_grad: bool = False,
     ) -> None:
+        if enabled and device == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():
+            warnings.warn("torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", stacklevel=2)
+            enabled = False
         numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
-        super().__init__(device, *numbers, enabled, rule=rule, floor=floor)
-        self._have_losses(num_losses, numbers, rule)
+        if rule is not None and numbers != _NUMBERS:
+            raise ValueError(
+                f"rule={rule!r} and numbers of torch's rule, {numbers}: expected one of the two; put the numbers into "
+                "the rule."
+            )
+        count = checked_num_losses(num_losses)
         self._combine_grad = checked_flag("combine_grad", combine_grad)
+        self._scales = [LossScale(*numbers, rule=rule, floor=floor)]
+        super().__init__(device, *numbers, enabled=enabled)  # writes the numbers through `_OfFirstLoss`
+        self._scales = [LossScale(*numbers, rule=rule, floor=floor) for _ in range(count)]
         self._begin()
 
     def _begin(self) -> None:
         """Make what no copy and no checkpoint keeps."""
-        super()._begin()
+        self._known = KnownOptimizers(combine=self._combine_grad)
+        self._done = UnscaledGradients()
+        self._by_loss: dict[int, dict[int, Tensor]] = {}  # found_inf of each loss, by the id of an optimizer
         self._last: StepReport | StepOutcome = NO_STEP_YET
         self._skipped_in_a_row = 0
-        self._told = ScaleSubscribers()
+        self._warned_of_collapse = False
+        self._subscribers = ScaleSubscribers()
+
+    _scale = _OfFirstLoss("scale")
+    _growth_tracker = _OfFirstLoss("growth_tracker")
+    _init_scale = _OfFirstLoss("init_scale")
+    _init_growth_tracker = _OfFirstLoss("init_growth_tracker")
+    _growth_factor = _OfFirstLoss("growth_factor")
+    _backoff_factor = _OfFirstLoss("backoff_factor")
+    _growth_interval = _OfFirstLoss("growth_interval")
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        self._scales[0].put_on(dev)
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        own = self._scales[0]
+        if own.scale is None or own.growth_tracker is None:
+            return super()._check_scale_growth_tracker(funcname)  # raises
+        return own.scale, own.growth_tracker
+
+    def _device_of_scale(self, call: str) -> torch.device:
+        """Return where the scale is. Raises: AssertionError, `scale` was never called."""
+        scale, _ = self._check_scale_growth_tracker(call)
+        return scale.device
 
     # -- the four calls of an iteration ------------------------------------------------------------
 
@@ -127,19 +208,20 @@ class GradScaler(LossScales):
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
-            scaled = self._scaled(outputs)
-            if self._told:
-                self._told.note(outputs, self._scale)
+            own = self._scales[0]
+            scaled = own.times(outputs)
+            if self._subscribers and own.scale is not None:
+                self._subscribers.note(outputs, own.scale)
             return scaled
         if not isinstance(outputs, abc.Iterable):
             raise ValueError(
                 f"outputs must be a Tensor or an iterable of Tensors, and this is a {type(outputs).__name__}: pass the "
                 "loss itself."
             )
-        scaled = map(self.scale, outputs)  # not map_tensors: torch's contract takes any iterable, lazily
+        products = map(self.scale, outputs)  # not map_tensors: torch's contract takes any iterable, lazily
         if isinstance(outputs, tuple) and hasattr(type(outputs), "_make"):  # namedtuple, by its public protocol
-            return type(outputs)._make(scaled)
-        return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
+            return type(outputs)._make(products)  # type: ignore[attr-defined]  # a namedtuple has it
+        return type(outputs)(products) if isinstance(outputs, (list, tuple)) else products
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients of an optimizer by the scale in place, and check them.
@@ -156,7 +238,7 @@ class GradScaler(LossScales):
         """
         if not self._enabled:
             return
-        self._check_scale_growth_tracker("unscale_")
+        scale, _ = self._check_scale_growth_tracker("unscale_")
         row = self._per_optimizer_states[id(optimizer)]
         if row["stage"] is OptState.UNSCALED:
             raise RuntimeError(
@@ -167,10 +249,9 @@ class GradScaler(LossScales):
             raise RuntimeError(
                 "unscale_() is being called after step(). Call it between the last backward and step(), or not at all."
             )
-        self._unscale(optimizer, row, allow_half=False)
+        self._unscale(optimizer, row, scale, allow_half=False)
 
-    def _unscale(self, optimizer: Optimizer, row: dict[str, Any], *, allow_half: bool) -> None:
-        scale = self._scale
+    def _unscale(self, optimizer: Optimizer, row: dict[str, Any], scale: Tensor, *, allow_half: bool) -> None:
         # FP32 division can be off by one bit, so the reciprocal is taken in float64 where the device has it.
         inverse = scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
@@ -231,12 +312,12 @@ class GradScaler(LossScales):
                 "Closure use is not currently supported if GradScaler is enabled. Call backward() before step(), which "
                 "cannot be skipped once the closure runs; optimizers that need one work with enabled=False."
             )
-        self._check_scale_growth_tracker("step")
+        scale, _ = self._check_scale_growth_tracker("step")
         row = self._per_optimizer_states[id(optimizer)]
         if row["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update(). Call update() after it.")
         if getattr(optimizer, "_step_supports_amp_scaling", False):
-            returned = self._step_with_scale(optimizer, row, *args, **kwargs)
+            returned = self._step_with_scale(optimizer, row, scale, *args, **kwargs)
         else:
             if row["stage"] is OptState.READY:
                 self.unscale_(optimizer)
@@ -250,8 +331,10 @@ class GradScaler(LossScales):
         return returned
 
     def _maybe_opt_step(self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if self._skips:
-            optimizer_state["verdict"] = bool(self._found_inf([optimizer_state]).item() > 0)
+        """Decide: read found_inf, then skip the step or take it. Sync: one."""
+        if self._scales[0].skips:
+            found_inf = self._found_inf([optimizer_state], self._device_of_scale("step"))
+            optimizer_state["verdict"] = bool(found_inf.item() > 0)
             if optimizer_state["verdict"]:
                 self._skip(optimizer)
                 return None
@@ -259,16 +342,17 @@ class GradScaler(LossScales):
         return optimizer.step(*args, **kwargs)
 
     def _skip(self, optimizer: Optimizer) -> None:
+        """Report a skipped step; now and then look whether the scale has collapsed."""
         scale = self._scale_at_fault(optimizer)
         self._last = StepReport(optimizer.param_groups, self._known.of(optimizer).params, None, scale)
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row % _LOOK_EVERY == 0:
-            self._warn_of_collapse(scale.item())
+            self._warn_of_collapse(scale.item(), self._scales[0].init_scale)
 
-    def _found_inf(self, rows: Iterable[dict[str, Any]]) -> Tensor:
-        """``()`` float32 on the scale's device: > 0 where one of the verdicts is; 0 for none."""
-        device = self._scale.device
-        verdicts = [each for row in rows for each in row["found_inf_per_device"].values()]
+    @staticmethod
+    def _found_inf(rows: Iterable[dict[str, Any]], device: torch.device) -> Tensor:
+        """Return ``()`` float32 on ``device``: > 0 if found_inf of one optimizer is; 0 for none."""
+        verdicts: list[Tensor] = [each for row in rows for each in row["found_inf_per_device"].values()]
         verdicts = [each.to(device, non_blocking=True).reshape(()) for each in verdicts]
         if len(verdicts) == 1:
             return verdicts[0]
@@ -289,50 +373,304 @@ class GradScaler(LossScales):
         """
         if not self._enabled:
             return
-        self._check_scale_growth_tracker("update")
+        device = self._device_of_scale("update")
         rows = list(self._per_optimizer_states.values())
         if new_scale is None and not any(row["found_inf_per_device"] for row in rows):
             raise AssertionError("No inf checks were recorded prior to update. Call step() or unscale_() before it.")
-        before = self._told.scales_before(self._scale, [each._scale for each in self._further]) if self._told else None
-        found = self._found_of_losses(self._found_inf(rows))
+        before = self._subscribers.scales_before([each.scale for each in self._scales]) if self._subscribers else None
+        found = self._found_of_losses(self._found_inf(rows, device), device)
         if new_scale is None:
             self._move_scales_(found, _verdict_of_all(rows))
         else:
-            self._set_scales_(new_scale)
+            new_scale = self._checked_scale(new_scale)
+            for each in self._scales:
+                each.set_(new_scale, device)
         self._by_loss = {}
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._done.clear()
         self._known.find_shared()
         if before is not None:
             stepped = any(row["stage"] is OptState.STEPPED for row in rows)
-            scales = [value for each in found for value in (before[each], self._loss(each)._scale, found[each])]
-            self._told.tell(list(found), scales, self.last_step, stepped=stepped)
+            scales = [value for each in found for value in (before[each], self._scales[each].scale, found[each])]
+            self._subscribers.tell(list(found), scales, self.last_step, stepped=stepped)
+
+    def _move_scales_(self, found: dict[int, Tensor], verdict: bool | None) -> None:
+        """Let the rule move the scale of each loss that had gradients; ``verdict`` is that of all losses together."""
+        if self._by_loss and verdict:
+            verdict = None  # which loss overflowed is known on the device only
+        for loss_id, found_inf in found.items():
+            self._scales[loss_id].update_(found_inf, verdict)
+
+    def _checked_scale(self, new_scale: float | Tensor) -> float | Tensor:
+        if isinstance(new_scale, Real):
+            return float(new_scale)
+        if not isinstance(new_scale, Tensor):
+            raise TypeError(f"new_scale={new_scale!r}: expected a number, or a tensor of one element on the device.")
+        if (
+            new_scale.device.type != torch.device(self._device).type
+            or new_scale.numel() != 1
+            or new_scale.requires_grad
+        ):
+            raise AssertionError(
+                "new_scale should be a float or a 1-element torch.cuda.FloatTensor or torch.FloatTensor with "
+                f"requires_grad=False. It is of shape {tuple(new_scale.shape)}, on {new_scale.device}, with "
+                f"requires_grad={new_scale.requires_grad}; this scaler is for {self._device}."
+            )
+        return new_scale.reshape(())
 
     # -- optimizers that take the scale themselves -------------------------------------------------
 
-    def _step_with_scale(self, optimizer: Optimizer, row: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        is_ours = isinstance(optimizer, FusedOptimizer)
-        if not is_ours and wants_scaler(optimizer):
+    def _step_with_scale(
+        self, optimizer: Optimizer, row: dict[str, Any], scale: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not isinstance(optimizer, FusedOptimizer) and wants_scaler(optimizer):
             self._last = STEPPED
-            return optimizer.step(*args, **kwargs, grad_scaler=self)
+            return optimizer.step(*args, **kwargs, grad_scaler=self)  # type: ignore[call-overload]  # its own keyword
         known = self._known.of(optimizer)
         if row["stage"] is OptState.READY and self._done.holds_any(known.params):
-            self._unscale(optimizer, row, allow_half=True)  # shared with an optimizer that has unscaled
-        if row["stage"] is OptState.READY and is_ours:
+            self._unscale(optimizer, row, scale, allow_half=True)  # shared with an optimizer that has unscaled
+        ready = row["stage"] is OptState.READY
+        if ready and isinstance(optimizer, FusedOptimizer):
             row["found_inf_per_device"] = optimizer.check_gradients()
-        elif row["stage"] is OptState.READY:
+        elif ready:
             self._check_inf_per_device(optimizer)
-        found_inf = self._found_inf([row]) if self._skips else torch.zeros((), device=self._scale.device)
+        skips = self._scales[0].skips
+        found_inf = self._found_inf([row], scale.device) if skips else torch.zeros((), device=scale.device)
         if makes_momentum(optimizer, known) and found_inf.item() > 0:
             self._skip(optimizer)
             return None
         self._last = StepReport(optimizer.param_groups, known.params, found_inf, self._scale_at_fault(optimizer))
-        ready = row["stage"] is OptState.READY
-        with lend_scale(optimizer, self._scale if ready else None, found_inf):
+        with lend_scale(optimizer, scale if ready else None, found_inf):
             returned = optimizer.step(*args, **kwargs)
         if ready and leaves_gradients_unscaled(optimizer):
             self._done.add(known.may_be_shared, unless=found_inf)
         return returned
+
+    # -- around a backward -------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss: Tensor, optimizers: Optimizer | list[Optimizer], loss_id: int = 0) -> Iterator[Tensor]:
+        """Run a backward under the scale of one loss, which is taken out of its gradients at the end of the block.
+
+        ::
+
+            with scaler.scale_loss(loss, optimizer, loss_id=1) as scaled_loss:
+                scaled_loss.backward()
+
+        In the place of ``scale`` and ``unscale_``: let every backward of an iteration that reaches an optimizer run in
+        such blocks, clip after the last one, then call ``step`` and ``update``. A step is skipped where any loss
+        overflowed; ``update`` moves the scale of every loss that had a block, by its own found_inf.
+
+        Args:
+            loss: what the block calls ``backward`` on, times the scale.
+            optimizers: the one, or all, whose parameters the backward reaches; their gradients are unscaled. Where two
+                share a parameter, an overflow of the one counts for the other, too.
+            loss_id: whose scale; below ``num_losses``.
+
+        Returns:
+            A context manager. When the block raises, the gradients are those from before it.
+
+        Raises:
+            TypeError: a loss that is no tensor; something that is no optimizer; a ``loss_id`` that is no whole number.
+            IndexError: no such loss.
+            RuntimeError: after `unscale_` or `step` of one of the optimizers, since the last `update`.
+            ValueError: float16 parameters.
+
+        Sync: none.
+
+        Reference: ``apex.amp.scale_loss``.
+        """
+        own = self._loss(loss_id)
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"loss is a {type(loss).__name__}: expected a Tensor; give every loss a block of its own.")
+        reached = self._reached(optimizers)
+        if not self._enabled:
+            yield loss
+            return
+        for each in self._scales:
+            if each.scale is None:
+                each.put_on(loss.device)
+        with ScaledBackward(reached) as backward:
+            yield own.times(loss)
+            with bookkeeping(), torch.no_grad():
+                found = _unscale_new(backward.aside, own.put_on(loss.device) if own.scale is None else own.scale)
+        for optimizer, found_inf in found.items():
+            self._note(optimizer, loss_id, found_inf)
+
+    def _loss(self, loss_id: int) -> LossScale:
+        if isinstance(loss_id, bool) or not isinstance(loss_id, int):
+            raise TypeError(f"loss_id={loss_id!r}: expected a whole number; losses are numbered from 0.")
+        if not 0 <= loss_id < len(self._scales):
+            raise IndexError(
+                f"loss_id={loss_id}: expected one below num_losses={len(self._scales)}; losses are numbered from 0, "
+                "and GradScaler(num_losses=...) says how many have a scale."
+            )
+        return self._scales[loss_id]
+
+    def _reached(self, optimizers: Any) -> list[_Reached]:
+        chosen: dict[Optimizer, _Reached] = {}
+        seen: set[int] = set()
+        for optimizer in as_list(optimizers) or [None]:
+            if not isinstance(optimizer, Optimizer):
+                raise TypeError(
+                    f"optimizers: got a {type(optimizer).__name__}; expected the optimizer, or a list of the "
+                    "optimizers, whose parameters this backward reaches."
+                )
+            if self._enabled and optimizer not in chosen:
+                self._refuse_late(optimizer)
+                known = self._known.of(optimizer)
+                _refuse_half(known.params)
+                own = [param for param in known.params if id(param) not in seen]
+                chosen[optimizer] = _Reached(optimizer, known, own)
+                seen.update(map(id, known.params))
+        return list(chosen.values())
+
+    def _refuse_late(self, optimizer: Optimizer) -> None:
+        row = self._per_optimizer_states.get(id(optimizer))
+        late = row is not None and row["stage"] is not OptState.READY and id(optimizer) not in self._by_loss
+        if late or (row is not None and row["stage"] is OptState.STEPPED):
+            raise RuntimeError(
+                f"scale_loss() with {type(optimizer).__name__} after its unscale_() or step(): call update() first, or "
+                "run every backward that reaches it before these."
+            )
+
+    def _note(self, optimizer: Optimizer, loss_id: int, found_inf: Tensor) -> None:
+        found_inf = found_inf.reshape(())
+        row = self._per_optimizer_states[id(optimizer)]
+        losses = self._by_loss.setdefault(id(optimizer), {})
+        losses[loss_id] = _larger(losses.get(loss_id), found_inf)
+        verdicts = row["found_inf_per_device"]
+        verdicts[found_inf.device] = _larger(verdicts.get(found_inf.device), found_inf)
+        row["stage"] = OptState.UNSCALED
+        self._done.add(self._known.kept(optimizer).may_be_shared)
+
+    def _scale_at_fault(self, optimizer: Optimizer) -> Tensor:
+        """``()`` float32: the scale of the first loss that overflowed under ``optimizer``. Sync: none."""
+        scale, _ = self._check_scale_growth_tracker("step")
+        for loss_id, found_inf in sorted(self._by_loss.get(id(optimizer), {}).items(), reverse=True):
+            own = self._scales[loss_id].scale
+            if own is not None:
+                scale = torch.where(found_inf.to(scale.device, non_blocking=True) > 0, own, scale)
+        return scale
+
+    def _found_of_losses(self, found_inf: Tensor, device: torch.device) -> dict[int, Tensor]:
+        """The verdict on each loss of this iteration; ``found_inf``, that on all of them, where `scale` was used."""
+        if not self._by_loss:
+            return {0: found_inf}
+        found: dict[int, Tensor] = {}
+        rows = self._per_optimizer_states.items()
+        plain = [each for key, row in rows if key not in self._by_loss for each in row["found_inf_per_device"].values()]
+        for loss_id, each in [*((0, each) for each in plain), *_pairs(self._by_loss.values())]:
+            here = each.to(device, non_blocking=True).reshape(())
+            found[loss_id] = _larger(found.get(loss_id), here)
+        return found
+
+    # -- settings and checkpoints ------------------------------------------------------------------
+
+    @property
+    def rule(self) -> ScaleRule | None:
+        """The rule that moves the scale, with its floor; None for torch's rule, whose numbers have getters."""
+        return self._scales[0].rule
+
+    def follow(self, rule: ScaleRule) -> None:
+        """Continue under another rule; every loss keeps its scale.
+
+        Args:
+            rule: any rule; the floor of this scaler stays.
+
+        Raises:
+            ValueError: the floor is above the rule's ceiling.
+
+        Sync: one for each loss.
+        """
+        for each in self._scales:
+            each.follow(rule)
+
+    def get_scale(self, loss_id: int = 0) -> float:
+        """Return the scale of a loss, or 1.0 if scaling is disabled. Sync: one, after the first `scale`.
+
+        Raises: IndexError, TypeError: no such loss.
+        """
+        own = self._loss(loss_id)
+        if not self._enabled:
+            return 1.0
+        scale = own.value()
+        self._warn_of_collapse(scale, own.init_scale)
+        return scale
+
+    def _warn_of_collapse(self, scale: float, init_scale: float) -> None:
+        """Warn once that the scale is so low that further backoff cannot help."""
+        if self._warned_of_collapse or not 0.0 <= scale < min(_COLLAPSED, init_scale):
+            return
+        self._warned_of_collapse = True
+        warnings.warn(
+            f"The loss scale has collapsed to {scale}: gradients overflow at every scale, so they are inf or NaN for "
+            "another reason. Look at scaler.last_step.first_nonfinite, at the loss itself, and at the learning rate.",
+            stacklevel=3,
+        )
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set what a scale is multiplied by when it grows; not checked. Raises: RuntimeError, under a rule."""
+        for each in self._scales:
+            each.require_torchs_rule("growth_factor")
+            each.growth_factor = new_factor
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set what a scale is multiplied by at an overflow; not checked. Raises: RuntimeError, under a rule."""
+        for each in self._scales:
+            each.require_torchs_rule("backoff_factor")
+            each.backoff_factor = new_factor
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set after how many clean steps a scale grows; not checked. Raises: RuntimeError, under a rule."""
+        for each in self._scales:
+            each.require_torchs_rule("growth_interval")
+            each.growth_interval = new_interval
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` takes: the entries of loss 0, and those of the others under ``losses``.
+
+        The entries of one loss are torch's five, and ``rule_state`` under a rule; {} if disabled. torch's own class
+        loads the state, too. Call it after `update`. Sync: two for each loss, after the first `scale`.
+        """
+        if not self._enabled:
+            return {}
+        first, *others = [each.state_dict() for each in self._scales]
+        return {**first, "losses": others} if others else first
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a `state_dict` of this class or of torch's; does nothing if scaling is disabled.
+
+        Under a rule the scale and the counts are loaded; the rule keeps its constants. From a state without
+        ``losses`` every loss gets the one scale.
+
+        Raises:
+            RuntimeError: an empty dict, as a disabled scaler saves it.
+            TypeError: not a mapping. KeyError: one of torch's five entries is missing.
+            ValueError: the state of another number of losses; an entry whose value no scaler can have.
+
+        Warns if the state was saved under another rule.
+
+        Sync: none.
+        """
+        if not self._enabled:
+            return
+        others = len(self._scales) - 1
+        floor = self._scales[0].floor
+        first = {name: value for name, value in checked_state(state_dict, floor).items() if name != "losses"}
+        saved = state_dict.get("losses", [first] * others)
+        if not isinstance(saved, list):
+            raise ValueError(
+                f"state_dict['losses'] = {saved!r}: expected a list of states; load what state_dict() returned."
+            )
+        if len(saved) != others:
+            raise ValueError(
+                f"The state is of {len(saved) + 1} losses, and this scaler has num_losses={others + 1}: make the "
+                "scaler as it was when it was saved."
+            )
+        states = [first, *(checked_state(state, floor) for state in saved)]
+        for each, state in zip(self._scales, states, strict=True):
+            each.load_state_dict(state)
 
     # -- what has happened -------------------------------------------------------------------------
 
@@ -357,7 +695,7 @@ class GradScaler(LossScales):
         Returns:
             A function that ends the subscription.
         """
-        return self._told.add(callback)
+        return self._subscribers.add(callback)
 
     # -- copies ------------------------------------------------------------------------------------
 
@@ -369,14 +707,17 @@ class GradScaler(LossScales):
 
         Sync: two.
         """
-        state = super().__getstate__()
-        for name in ("_known", "_done", "_last", "_skipped_in_a_row", "_told"):
-            del state[name]
-        return state
+        if self._enabled and self._per_optimizer_states:
+            raise AssertionError(
+                "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after "
+                "scaler.update()."
+            )
+        left_out = ("_known", "_done", "_by_loss", "_last", "_skipped_in_a_row", "_subscribers")
+        return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take up what `__getstate__` gave."""
-        super().__setstate__(state)
+        vars(self).update(state)
         self._begin()
 
 
@@ -384,3 +725,33 @@ def _verdict_of_all(rows: Iterable[dict[str, Any]]) -> bool | None:
     """Whether any optimizer overflowed, where every step has read its verdict; else None."""
     verdicts = [row.get("verdict") for row in rows if row["found_inf_per_device"]]
     return None if None in verdicts else any(verdicts)
+
+
+def _unscale_new(aside: list[tuple[_Reached, list[SetAside]]], scale: Tensor) -> dict[Optimizer, Tensor]:
+    """Unscale what the backward has written; return found_inf of each optimizer that it reached."""
+    found: dict[Optimizer, Tensor] = {}
+    for each, before in aside:
+        shares = each.shares and bool(found)
+        if not shares and all(param.grad is None for param in each.params):
+            put_back(before)
+            continue
+        start = torch.stack(list(found.values())).amax(0) if shares else torch.zeros(1, device=scale.device)
+        found[each.optimizer] = each.unscale_new(before, scale, start)
+    return found
+
+
+def _refuse_half(params: list[Tensor]) -> None:
+    if torch.float16 in {param.dtype for param in params if param.requires_grad}:
+        raise ValueError(
+            "Attempting to unscale FP16 gradients. Keep the parameters in float32 and run the forward pass under "
+            "autocast."
+        )
+
+
+def _larger(known: Tensor | None, found_inf: Tensor) -> Tensor:
+    return found_inf if known is None else torch.maximum(known, found_inf.to(known.device, non_blocking=True))
+
+
+def _pairs(verdicts: Iterable[dict[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
+    for losses in verdicts:
+        yield from losses.items()

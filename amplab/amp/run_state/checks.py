@@ -82,7 +82,8 @@ def _kind(value: Any) -> tuple[int, ...] | str:
 
 
 def _groups(entry: dict[str, Any]) -> list[dict[str, Any]]:
-    return entry["state"]["param_groups"]
+    groups: list[dict[str, Any]] = entry["state"]["param_groups"]
+    return groups
 
 
 def _different_keys(name: str, here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[str]:

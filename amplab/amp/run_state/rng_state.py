@@ -34,7 +34,7 @@ def capture_rng() -> dict[str, Any]:
     }
 
 
-def checked_rng(saved: Any) -> dict[str, Any]:
+def checked_rng(saved: dict[str, Any]) -> dict[str, Any]:
     """Return ``saved`` if `restore_rng` can take it up, having tried it on generators of its own.
 
     Raises:

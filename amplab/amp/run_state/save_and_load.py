@@ -155,8 +155,8 @@ def load_run_state(
         session.load_state_dict(state["amp"])
     if scaler is not None and state["scaler"] is not None:
         _load_scaler(path, scaler, state["scaler"])
-    for each, saved in zip(models, state["models"], strict=False):
-        each.load_state_dict(saved)
+    for one, saved in zip(models, state["models"], strict=False):
+        one.load_state_dict(saved)
     for each, entry in zip(optimizers, state["optimizers"], strict=False):
         each.load_state_dict(entry["state"])
     restore_rng(generators)
@@ -199,7 +199,8 @@ def _refuse_other_run(
             f"{path} does not fit what it is loaded into, and nothing was loaded. {'; '.join(problems)}. Make models "
             "and optimizers as they were when it was saved, or read its parts with torch.load."
         )
-    return state["rng"]
+    generators: dict[str, Any] = state["rng"]
+    return generators
 
 
 def _load_scaler(path: Any, scaler: GradScaler, saved: dict[str, Any]) -> None:
@@ -231,10 +232,10 @@ def _left_out(
         "amp": session is not None and session.properties.enabled,
         "scaler": scaler is not None and scaler.is_enabled(),
     }
-    for name, given in here.items():
-        if state[name] is not None and not given:
+    for name, passed in here.items():
+        if state[name] is not None and not passed:
             notes.append(f"the saved loss scale of {name} is left out: {name} was not passed, or is disabled")
-        elif state[name] is None and given:
+        elif state[name] is None and passed:
             notes.append(f"the file has no loss scale of {name}: it starts as it was made")
     if session is not None and state["amp"] is not None and state["opt_level"] != session.opt_level:
         notes.append(f"saved at opt_level {state['opt_level']}, loaded at {session.opt_level}")

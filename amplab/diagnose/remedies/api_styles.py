@@ -109,7 +109,9 @@ class PerApi:
 def by_scaling(otherwise: str, **texts: str) -> PerApi:
     """Return texts selected by who scales the loss; the keywords are the names of styles in lower case.
 
-    >>> by_scaling("optimizer.step()", torch="scaler.step(optimizer)").text(Api(ApiStyle.TORCH), {})
+    `scaler` stands for AMPLAB and TORCH.
+
+    >>> by_scaling("optimizer.step()", scaler="scaler.step(optimizer)").text(Api(ApiStyle.TORCH), {})
     'scaler.step(optimizer)'
     """
     return PerApi("scaling", _by_style(texts), otherwise)
@@ -121,4 +123,7 @@ def by_casting(otherwise: str, **texts: str) -> PerApi:
 
 
 def _by_style(texts: Mapping[str, str]) -> dict[ApiStyle, str]:
-    return {ApiStyle[name.upper()]: text for name, text in texts.items()}
+    """Style -> text; the keyword `scaler` stands for both kinds of GradScaler."""
+    both = {"amplab": texts["scaler"], "torch": texts["scaler"]} if "scaler" in texts else {}
+    named = both | {name: text for name, text in texts.items() if name != "scaler"}
+    return {ApiStyle[name.upper()]: text for name, text in named.items()}

@@ -2,8 +2,8 @@
 
 ApiStyle     weights   who casts              how an op is computed in float32
 APEX         float32   amp, at each op        a rule of its policy, or a block of amp.disable_casts
-APEX_HALF    half      nobody                 .float() by hand, or a rule for the module
-HALF         half      nobody                 .float() by hand
+APEX_HALF    half      nothing                .float() by hand, or a rule for the module
+HALF         half      nothing                .float() by hand
 AMPLAB       float32   amplab.autocast        a block without amplab.autocast; torch's block does not end it
 TORCH        float32   torch.autocast         a block without torch.autocast; amplab's block does not end it
 """

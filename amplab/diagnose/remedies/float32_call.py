@@ -1,4 +1,4 @@
-"""The call of an op as it can be pasted: with its namespace and as many arguments as it needs, by its schema."""
+"""The call of an op in float32 as code: with its namespace and the arguments that its schema requires."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from amplab.trace import OpRecord
 __all__ = ["float32_call"]
 
 _OF_SCHEMA = {"cross_entropy": "cross_entropy_loss"}
-"""Ops whose schema goes by another name."""
+"""Ops whose schema has another name."""
 
 _NEEDS_MORE = frozenset(("clamp", "embedding"))
-"""Ops that need more than their schema says, or take it in another order."""
+"""Ops that need more than their schema requires, or take it in another order."""
 
 
 def float32_call(record: OpRecord) -> str:
-    """Return the call of an op on `x` and `other` in float32; empty where it takes more than those.
+    """Return the call of an op on `x` and `other` in float32; empty if it takes more arguments.
 
     >>> float32_call(OpRecord(0, "sum", "aten.sum.default", "forward", "", (), (), ""))
     'torch.sum(x.float())'
@@ -36,7 +36,7 @@ def float32_call(record: OpRecord) -> str:
 
 
 def _overload(record: OpRecord) -> Any:
-    """The overload that was called, where the dispatcher's op has the name; else the one that needs least."""
+    """Return the called overload if the dispatcher's op has its name, else the one with the fewest arguments."""
     name = _OF_SCHEMA.get(record.op, record.op)
     packet = getattr(torch.ops.aten, name, None)
     _, base, called = (*record.aten.split("."), "", "")[:3]
@@ -57,7 +57,7 @@ def _is_of_tensor(overload: Any) -> bool:
 
 
 def _given(argument: Any, *, bare: bool) -> str:
-    """What to write for an argument; `bare`: the op promotes what it reads, and takes numbers too."""
+    """Return the code of an argument; `bare`: the op promotes its inputs and takes numbers too."""
     if argument.name == "dim":
         return "dim=-1"
     if argument.name == "normalized_shape":

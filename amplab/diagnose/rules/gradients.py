@@ -18,11 +18,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from amplab.diagnose.catalogue import finding
 from amplab.diagnose.finding import Finding, Number
-from amplab.diagnose.remedies.api_styles import Api, ApiStyle
+from amplab.diagnose.remedies.api_styles import Api
 from amplab.diagnose.train_step.rehearsal import GradientWrite, Rehearsal, SteppedGradient
 from amplab.display.numbers import power
 
@@ -41,7 +40,7 @@ def gradient_findings(rehearsal: Rehearsal, api: Api | None = None) -> list[Find
 
 
 def clips_scaled_gradients(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
-    """Gradients were made smaller, not to unscale them, while they still were what backward had delivered."""
+    """Gradients were made smaller while they were still scaled, and not in order to unscale them."""
     scale = rehearsal.scale
     for write in _while_scaled(rehearsal):
         if not _unscales(rehearsal, write) and not _follows_the_scale(rehearsal, write):
@@ -59,7 +58,7 @@ def clips_scaled_gradients(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
 
 
 def may_clip_scaled_gradients(rehearsal: Rehearsal) -> bool:
-    """Whether a write needs a rehearsal at another scale to be told from one that is right."""
+    """Whether only a rehearsal at another loss scale shows if a write is correct."""
     return any(not _unscales(rehearsal, write) for write in _while_scaled(rehearsal))
 
 
@@ -91,8 +90,7 @@ def loss_not_scaled(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
 
 def unscaled_twice(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
     """Gradients were divided by the loss scale two times."""
-    unscaler = "scale_loss or scaler.step" if api.scaling is ApiStyle.UNKNOWN else "scale_loss"
-    yield from _wrong_power(rehearsal, api, -1, "unscaled-twice", unscaler=unscaler)
+    yield from _wrong_power(rehearsal, api, -1, "unscaled-twice")
 
 
 def clips_model_gradients(rehearsal: Rehearsal, _api: Api) -> Iterator[Finding]:
@@ -141,15 +139,15 @@ def accumulates_across_scales(rehearsal: Rehearsal, _api: Api) -> Iterator[Findi
 
 
 def _while_scaled(rehearsal: Rehearsal) -> list[GradientWrite]:
-    """The writes that made gradients smaller which still were what backward had delivered."""
+    """The writes that made gradients smaller while they were still scaled."""
     found = [write for write in _clips(rehearsal) if rehearsal.scale >= TOLD_APART and _near(write.before, 1.0)]
     return [write for write in found if not all(_is_never_scaled(rehearsal, name) for name in write.names)]
 
 
 def _unscales(rehearsal: Rehearsal, write: GradientWrite) -> bool:
-    """Whether a write divides by the scale: by about 1 / loss_scale, and nobody does so once more.
+    """Whether a write unscales: its factor is about 1 / loss_scale, and the gradients are not unscaled again.
 
-    A clipping of scaled gradients to nearly their true norm is by about that factor too, and then they are unscaled.
+    A clipping of scaled gradients to nearly their true norm has about that factor too; then they are unscaled later.
     """
     scale = rehearsal.scale
     if not _near(write.factor, 1 / scale) or _is_exactly(write.factor, 1 / scale):
@@ -159,9 +157,9 @@ def _unscales(rehearsal: Rehearsal, write: GradientWrite) -> bool:
 
 
 def _follows_the_scale(rehearsal: Rehearsal, write: GradientWrite) -> bool:
-    """Whether the gradients of a write come to the same at another scale: then its limit moves with the scale.
+    """Whether the gradients after a write are the same at another loss scale: then its limit follows the loss scale.
 
-    A limit acts by its ratio to the norm, which another batch may have changed.
+    The effect of a limit depends on its ratio to the norm, which differs between batches.
     """
     other = rehearsal.elsewhere
     if other is None:
@@ -175,13 +173,13 @@ def _follows_the_scale(rehearsal: Rehearsal, write: GradientWrite) -> bool:
 
 
 def _left(rehearsal: Rehearsal, names: tuple[str, ...]) -> dict[str, float]:
-    """What is left of each gradient at the step, unscaled: 1 where nothing was clipped."""
+    """The share that is left of each gradient at the step, unscaled: 1 without clipping."""
     known = (each for each in rehearsal.stepped if each.name in names and not math.isnan(each.ratio))
     return {each.name: each.ratio * (1.0 if each.scaled_inside else rehearsal.scale) for each in known}
 
 
 def _clips(rehearsal: Rehearsal) -> list[GradientWrite]:
-    """The writes that made gradients smaller by multiplying or clamping them; adding something is no clipping."""
+    """The writes that made gradients smaller by multiplication or clamping; an addition is not a clipping."""
     return [
         write
         for write in rehearsal.writes
@@ -199,7 +197,7 @@ GRADIENT_RULES: tuple[Callable[[Rehearsal, Api], Iterator[Finding]], ...] = (
 )
 
 
-def _wrong_power(rehearsal: Rehearsal, api: Api, power: int, name: str, **fields: Any) -> Iterator[Finding]:
+def _wrong_power(rehearsal: Rehearsal, api: Api, power: int, name: str) -> Iterator[Finding]:
     scaled = [each for each in _off_by(rehearsal, power) if not _is_never_scaled(rehearsal, each.name)]
     for number, wrong in _by_optimizer(scaled).items():
         evidence: dict[str, Number] = {"optimizer": number, "gradients": len(wrong)}
@@ -209,7 +207,6 @@ def _wrong_power(rehearsal: Rehearsal, api: Api, power: int, name: str, **fields
             module=shared_module([each.name for each in wrong]),
             tensor=f"gradient of {wrong[0].name}",
             evidence=evidence | {"ratio": wrong[0].ratio, "loss_scale": rehearsal.scale},
-            **fields,
         )
 
 
@@ -238,14 +235,14 @@ def _delivered(rehearsal: Rehearsal, name: str) -> float:
 
 
 def _is_off_by(gradient: SteppedGradient, scale: float, power: int) -> bool:
-    """Whether a gradient is too large by `scale` to the `power`; told only where backward delivered it once."""
+    """Whether a gradient is too large by `scale` to the `power`; False if several backward passes contributed."""
     if scale < TOLD_APART or gradient.backwards != 1 or gradient.scaled_inside or math.isnan(gradient.ratio):
         return False
     return _near(gradient.ratio / gradient.clipped * scale, scale**power)
 
 
 def _is_exactly(value: float, expected: float) -> bool:
-    """Up to the rounding of norms: a division by a power of two changes no bit, a clipping hardly ever hits one."""
+    """Equality up to the rounding of norms: division by a power of two is exact; a clipping rarely has that factor."""
     return abs(math.log2(value / expected)) < 1e-4
 
 
@@ -254,7 +251,7 @@ def _near(value: float, expected: float) -> bool:
 
 
 def shared_module(names: Sequence[str]) -> str:
-    """What the modules of several parameters have in common; the module of one."""
+    """Return the module that contains all of several parameters."""
     paths = [name.split(".")[:-1] for name in names]
     shared = []
     for parts in zip(*paths, strict=False):

@@ -105,8 +105,8 @@ def lost_at_once(run: Observation) -> Iterator[Finding]:
     finite = next((place for place, step in enumerate(run) if not step.loss_is_finite), len(run))
     before, after = run.steps[:finite], run.steps[finite:]
     taken = [step for step in before if not step.skipped]
-    told = bool(before) and before[0].loss is not None and before[-1].loss is not None
-    lost = told and len(after) >= LOST_FOR and all(step.skipped and not step.loss_is_finite for step in after)
+    known = bool(before) and before[0].loss is not None and before[-1].loss is not None
+    lost = known and len(after) >= LOST_FOR and all(step.skipped and not step.loss_is_finite for step in after)
     if not (lost and run[0].step == 0 and 0 < len(taken) <= AT_ONCE) or any(True for _ in diverging(run)):
         return
     evidence: dict[str, Number] = {"steps_taken": len(taken), "steps_lost": len(after)}

@@ -1,4 +1,4 @@
-// The controls: every choice of an experiment. They show the kernel's `shown`; a press sends one message and changes
+// The controls: all settings of an experiment. They show the kernel's `shown`; a press sends one message and changes
 // nothing here until the kernel answers.
 
 import { choices, h, icon, write } from "./elements.js";

@@ -383,5 +383,5 @@ def test_unscale_and_clip_of_an_overflow_skips_and_of_nothing_is_zero():
 
 @pytest.mark.parametrize("rule", [None, DynamicScale()])
 def test_a_floor_above_the_first_scale_is_refused(rule):
-    with pytest.raises(ValueError, match=r"the scale begins at 65536\.0, below it"):
+    with pytest.raises(ValueError, match=r"^floor=131072\.0: .* the first scale, 65536\.0"):
         GradScaler("cpu", rule=rule, floor=2.0**17)

@@ -78,7 +78,7 @@ def test_the_state_of_another_rule_is_warned_of(of, into):
     else:
         own = "torch's own rule" if into is None else type(into).__name__
         said = (
-            rf"^The state is of a GradScaler under {type(of).__name__}, and this one is under {own}: the scale goes on"
+            rf"^The state was saved under {type(of).__name__}, and this GradScaler is under {own}: the scale continues"
         )
         with pytest.warns(UserWarning, match=said) as told:
             scaler.load_state_dict(saved)

@@ -1,0 +1,278 @@
+"""LossScale: the scale of one loss of a `GradScaler`, on the device of the losses, and what moves it.
+
+    rule=None    scale, growth_tracker <- torch._amp_update_scale_(...);  scale <- max(floor, scale)
+    rule=...     the device form of a rule of `amplab.scalers`, with a floor
+
+`amplab.amp.backward.loss_scaler` holds the scale of the apex face, on the host.
+"""
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amplab.amp.backward.loss_scaler import SMALLEST_SCALE
+from amplab.scalers import DeviceScale, RecurrentRule, ScaleRule, ScaleState, device_scale, floored
+from amplab.scalers.floored_rule import name_of_rule
+from amplab.scalers.rules import require_scale
+
+__all__ = ["LossScale", "checked_state"]
+
+_ENTRIES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+
+class LossScale:
+    """The scale of one loss.
+
+    Args:
+        init_scale: the first scale.
+        growth_factor: multiplies the scale after ``growth_interval`` clean steps in a row.
+        backoff_factor: multiplies the scale after an overflow.
+        growth_interval: see ``growth_factor``.
+        rule: a rule of `amplab.scalers` in place of torch's rule and its four numbers; None for torch's rule.
+        floor: lower bound of the scale; None for no bound.
+
+    Attributes:
+        scale: ``()`` float32; None until the first loss shows on which device it is needed.
+        growth_tracker: ``()`` int32, the clean steps in a row; None as long.
+        init_growth_tracker: its first value.
+
+    Raises:
+        ValueError: the floor is above the first scale, or above the rule's ceiling, or not a finite number > 0.
+    """
+
+    def __init__(
+        self,
+        init_scale: float,
+        growth_factor: float,
+        backoff_factor: float,
+        growth_interval: int,
+        *,
+        rule: ScaleRule | None,
+        floor: float | None,
+    ) -> None:
+        require_scale("floor", floor, optional=True)
+        self.init_scale, self.init_growth_tracker = init_scale, 0
+        self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
+        self.scale: Tensor | None = None
+        self.growth_tracker: Tensor | None = None
+        self.floor = floor
+        self.rule: ScaleRule | None = None
+        self._rule_name: str | None = None
+        self._form: DeviceScale | None = None
+        self._init_state: ScaleState | None = None
+        if rule is not None:
+            self._take_rule(rule, None)
+        if floor is not None and floor > max(self.init_scale, SMALLEST_SCALE):
+            raise ValueError(
+                f"floor={floor}: expected a value <= the first scale, {self.init_scale}; lower the floor or raise "
+                "init_scale."
+            )
+
+    # -- its product with a loss, and its moves ------------------------------------------------------
+
+    def put_on(self, device: torch.device) -> Tensor:
+        """Make the tensors on ``device``; return `scale`."""
+        if self.rule is not None:
+            self._form = device_scale(self.rule, device, state=self._init_state)
+            self.scale, self.growth_tracker = self._form.scale, self._form.clean_steps
+        else:
+            self.scale = torch.full((), self.init_scale, dtype=torch.float32, device=device)
+            self.growth_tracker = torch.full((), self.init_growth_tracker, dtype=torch.int32, device=device)
+        return self.scale
+
+    def times(self, output: Tensor) -> Tensor:
+        """Return ``output * scale``; in float32 for one float16 element, whose product could overflow. Sync: none."""
+        scale = self.put_on(output.device) if self.scale is None else self.scale
+        if output.dtype is torch.float16 and output.numel() == 1:
+            output = output.float()
+        return output * scale.to(output.device, non_blocking=True)
+
+    def update_(self, found_inf: Tensor, verdict: bool | None) -> None:
+        """Let the rule move the scale: it backs off after an overflow and grows after enough clean steps.
+
+        Args:
+            found_inf: ``()`` float32 on the scale's device, > 0 for an overflow.
+            verdict: the same, if the host knows it; a rule that runs on the host then needs no sync.
+        """
+        if self._form is not None:
+            self._form.update_(found_inf if verdict is None or not self._form.syncs else verdict)
+            return
+        if self.scale is None or self.growth_tracker is None:
+            raise AssertionError("update() before scale(): there is no scale to move; call scale(loss) first.")
+        numbers = (self.growth_factor, self.backoff_factor, self.growth_interval)
+        torch._amp_update_scale_(self.scale, self.growth_tracker, found_inf, *numbers)
+        if self.floor is not None:
+            self.scale.clamp_(min=self.floor)
+
+    def set_(self, new_scale: float | Tensor, device: torch.device) -> None:
+        """Replace the scale; the count of clean steps continues.
+
+        Args:
+            new_scale: a number, or a tensor of one element.
+            device: where to make the scale if it does not exist yet.
+        """
+        scale = self.put_on(device) if self.scale is None else self.scale
+        if self._form is not None:
+            self._form.set_scale_(new_scale)
+        elif isinstance(new_scale, Tensor):
+            scale.copy_(new_scale)
+        else:
+            scale.fill_(new_scale)
+
+    def value(self) -> float:
+        """Return the scale as a number. Sync: one, after the first loss."""
+        return self.init_scale if self.scale is None else self.scale.item()
+
+    # -- the rule ------------------------------------------------------------------------------------
+
+    @property
+    def skips(self) -> bool:
+        """Whether a step is skipped after an overflow."""
+        return self.rule is None or self.rule.skips_on_overflow
+
+    def follow(self, rule: ScaleRule) -> None:
+        """Continue under ``rule`` from the current scale. Sync: one."""
+        self._take_rule(rule, self._state())
+        if self.scale is not None:
+            self.put_on(self.scale.device)
+
+    def _take_rule(self, rule: ScaleRule, state: ScaleState | None) -> None:
+        self.rule, self._rule_name = floored(rule, self.floor), name_of_rule(rule)
+        self._take_state(self.rule.start() if state is None else state)
+        if isinstance(rule, RecurrentRule):
+            numbers = rule.recurrence
+            self.growth_factor, self.growth_interval = numbers.growth_factor, numbers.growth_interval or 0
+            self.backoff_factor = 1.0 / numbers.backoff_factor if numbers.divides else numbers.backoff_factor
+
+    def _take_state(self, state: ScaleState) -> None:
+        self._init_state = state
+        self.init_scale, self.init_growth_tracker = state.scale, state.clean_steps
+
+    def _state(self) -> ScaleState:
+        if self._form is not None:
+            return self._form.state()
+        return self._init_state or ScaleState(self.value(), self._count())
+
+    def _count(self) -> int:
+        return self.init_growth_tracker if self.growth_tracker is None else int(self.growth_tracker.item())
+
+    def require_torchs_rule(self, name: str) -> None:
+        """Raise RuntimeError if the number ``name`` belongs to a rule of `amplab.scalers`, which is frozen."""
+        if self.rule is not None:
+            raise RuntimeError(
+                f"{name} is a number of {self.rule!r}, which is frozen: call scaler.follow(dataclasses.replace(rule, "
+                "...)) to change it."
+            )
+
+    # -- checkpoints ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's five entries, and ``rule_state`` under a rule. Sync: two, after the first loss."""
+        state: dict[str, Any] = {
+            "scale": self.value(),
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+            "_growth_tracker": self._count(),
+        }
+        if self.rule is not None:
+            state["rule_state"] = {**asdict(self._state()), "rule": self._rule_name}
+        return state
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Load a state that `checked_state` returned. A rule keeps its constants. Sync: none."""
+        self._warn_of_another_rule(saved)
+        if self.rule is not None:
+            self._load_rule_state(self.rule.start(), saved)
+            return
+        self.growth_factor, self.backoff_factor = saved["growth_factor"], saved["backoff_factor"]
+        self.growth_interval = saved["growth_interval"]
+        self.init_scale, self.init_growth_tracker = saved["scale"], saved["_growth_tracker"]
+        if self.scale is not None and self.growth_tracker is not None:
+            self.scale.fill_(self.init_scale)
+            self.growth_tracker.fill_(self.init_growth_tracker)
+
+    def _load_rule_state(self, start: ScaleState, saved: Mapping[str, Any]) -> None:
+        values: dict[str, Any] = {"scale": float(saved["scale"]), "clean_steps": int(saved["_growth_tracker"])}
+        values |= saved.get("rule_state", {})
+        known = {field.name for field in fields(start)}
+        state = replace(start, **{name: value for name, value in values.items() if name in known})
+        self._take_state(state)
+        if self._form is not None:
+            self._form.load_(state)
+
+    def _warn_of_another_rule(self, saved: Mapping[str, Any]) -> None:
+        other = saved.get("rule_state", {}).get("rule")
+        if other is not None and other != (self._rule_name or "DynamicScale"):  # torch's rule is a DynamicScale
+            own = self._rule_name or "torch's own rule"
+            warnings.warn(
+                f"The state was saved under {other}, and this GradScaler is under {own}: the scale continues from "
+                f"{saved['scale']}, moved by {own}. Make the scaler with rule={other}(...) to continue as before.",
+                stacklevel=4,
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a pickle keeps: settings and state, not the device. Sync: two, after the first loss."""
+        state = vars(self).copy()
+        if self.rule is not None:
+            state["_init_state"] = self._state()
+        state.update(init_scale=self.value(), init_growth_tracker=self._count())
+        state.update(scale=None, growth_tracker=None, _form=None)
+        return state
+
+
+def checked_state(saved: Any, floor: float | None) -> dict[str, Any]:
+    """Return a saved state with its scale as a float.
+
+    Args:
+        saved: from `GradScaler.state_dict`, of amplab or of torch.
+        floor: replaces a saved scale of 0; None keeps it.
+
+    Raises:
+        TypeError: not a mapping. RuntimeError: empty, as a disabled scaler saves it. KeyError: an entry is missing.
+        ValueError: an entry that no scaler can have.
+    """
+    if not isinstance(saved, Mapping):
+        raise TypeError(
+            f"load_state_dict got an object of type {type(saved).__name__}: expected the dict that state_dict() "
+            'returned; with a checkpoint pass checkpoint["scaler"].'
+        )
+    if not saved:
+        raise RuntimeError(
+            "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler. "
+            "Load one that an enabled scaler has saved, or continue without loading."
+        )
+    missing = [name for name in _ENTRIES if name not in saved]
+    if missing:
+        raise KeyError(_what_is_missing(missing[0], saved))
+    scale = saved["scale"].item() if isinstance(saved["scale"], Tensor) else saved["scale"]
+    _require("scale", scale, _is_number(scale) and 0.0 <= scale < math.inf, "a finite number >= 0, such as 65536.0")
+    for name in ("growth_factor", "backoff_factor"):
+        _require(name, saved[name], _is_number(saved[name]), "a number, such as 2.0 or 0.5")
+    for name in ("growth_interval", "_growth_tracker"):
+        whole = _is_number(saved[name]) and saved[name] >= 0 and saved[name] % 1 == 0
+        _require(name, saved[name], whole, "a whole number >= 0")
+    rule_state = saved.get("rule_state", {})
+    _require("rule_state", rule_state, isinstance(rule_state, Mapping), "the dict that state_dict() wrote")
+    return {**saved, "scale": float(scale) or floor or 0.0}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _require(name: str, value: Any, holds: bool, expected: str) -> None:
+    if not holds:
+        raise ValueError(f"state_dict[{name!r}] = {value!r}: expected {expected}; load one that state_dict() returned.")
+
+
+def _what_is_missing(name: str, saved: Mapping[str, Any]) -> str:
+    if any(str(key).startswith("loss_scaler") for key in saved):
+        return f"{name}: expected the state of a GradScaler, and amp.state_dict() wrote this: use amp.load_state_dict."
+    return f"{name}: expected {', '.join(_ENTRIES)}, as state_dict() returns them; got {', '.join(map(str, saved))}."
