@@ -7,7 +7,7 @@ precisions; `what_if` replays a run with another loss-scaling rule.
     rules/           each file examines one kind of evidence: values, gradients, parameters, a run, ...
     remedies/        the code that a finding suggests, for each API that a training loop may use
     observed_step/   one step with the values of every op
-    train_step/      what surrounds the model: the code of the step, its schedulers, updates lost to rounding
+    train_step/      a whole training step: rehearsed with all state restored, its code, its schedulers, lost updates
 """
 
 from amplab.diagnose.catalogue import CATALOGUE

@@ -88,7 +88,7 @@ def doctor(
     doctor runs it and follows the gradients from the backward to the optimizer.
 
     Args:
-        model: the model; several in a list or dict where `step` runs them all. Not compiled where a step is given.
+        model: the model; several in a list or dict if `step` runs them all. Not compiled if a step is given.
         batch, loss, step: one step, as `amplab.xray` takes them, with the loss before it is scaled. The tensors of the
             batch are named in the findings.
         train_step: a whole iteration; called as `step` is, with nothing, with the batch, or with the model and the
@@ -152,7 +152,7 @@ def doctor(
 
 
 def _check_no_arguments(**given: Any) -> None:
-    """Raise a TypeError for the first value that `doctor` was given without a model; None and () do not count."""
+    """Raise a TypeError for the first argument without a model; None and () do not count."""
     for name, value in given.items():
         if value is not None and not (isinstance(value, tuple) and not value):
             raise TypeError(
@@ -162,10 +162,7 @@ def _check_no_arguments(**given: Any) -> None:
 
 
 def _check_options(*, run: Any, stateful: Any, loss_scale: Any) -> None:
-    """Raise for the first option that `doctor` cannot take; see there.
-
-    Raises:
-        TypeError, ValueError: one sentence each.
+    """Raise a TypeError or ValueError for the first wrong option of `doctor`.
 
     >>> _check_options(run=3, stateful=(), loss_scale=None)
     Traceback (most recent call last):

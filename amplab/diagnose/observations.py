@@ -122,7 +122,7 @@ class Observation(Sequence[StepObservation]):
     def __len__(self) -> int:
         return len(self.steps)
 
-    def __getitem__(self, place: int) -> StepObservation:  # type: ignore[override]
+    def __getitem__(self, place: int) -> StepObservation:  # type: ignore[override]  # no slices
         return self.steps[place]
 
     def __iter__(self) -> Iterator[StepObservation]:

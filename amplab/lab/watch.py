@@ -56,7 +56,7 @@ from amplab.trace.step_checks import check_values
 __all__ = ["Watch", "check_options", "watch"]
 
 T = TypeVar("T")
-_LOOK_AT = 5  # skips in a row after which a step that cannot run again is checked
+_CHECK_AFTER = 5  # skips in a row after which a step that cannot run again is checked
 
 
 class Watch:
@@ -101,7 +101,7 @@ class Watch:
             gradients=lambda: optimizers[0].register_step_pre_hook(self._see_gradients),
         )
         self._loss: float | Tensor | None = None
-        self._output_tells = False
+        self._loss_in_output = False
         self._steps = 0
         self._skips_in_a_row = self._bad_in_a_row = 0
         self._began = 0  # ns
@@ -224,13 +224,13 @@ class Watch:
             return
         loss = output.get("loss") if isinstance(output, Mapping) else None
         if isinstance(loss, Tensor) and loss.numel() == 1:
-            self._loss, self._output_tells = loss.detach(), True
+            self._loss, self._loss_in_output = loss.detach(), True
 
     def _see_gradients(self, *_: object) -> None:
         """Called before the optimizer's step, when the gradients exist."""
         if self._steps % self._every == 0:
             self._measure.take()
-        if self._looks_ahead and (self._measure.is_finite is False or not self._is_finite_so_far()):
+        if self._checks_before_step and (self._measure.is_finite is False or not self._is_finite_so_far()):
             self._bad_in_a_row += 1
             if self._bad_in_a_row == 1:  # after this step the weights contain NaN
                 self._replay_once(1, self._probe.scale(), self._steps)
@@ -238,7 +238,7 @@ class Watch:
             self._bad_in_a_row = 0
 
     @property
-    def _looks_ahead(self) -> bool:
+    def _checks_before_step(self) -> bool:
         """Whether a bad step runs again before the optimizer steps: if nothing skips it, its weights are lost."""
         return self._replay.is_possible and not self._probe.dynamic
 
@@ -255,14 +255,14 @@ class Watch:
             self._keep_measure(histogram, outcome.loss_scale)
         if len(outcome.backward_scales) > 1 and len(set(outcome.backward_scales)) > 1:
             self._store.keep_scales(MixedScales(self._steps, outcome.backward_scales))
-        is_told, self._loss = self._loss is not None or outcome.loss is not None, None
+        has_loss, self._loss = self._loss is not None or outcome.loss is not None, None
         self._steps += 1
-        self._choose_hooks(is_told)
+        self._choose_hooks(has_loss)
         if outcome.skipped or self._skips_in_a_row or self._check is not None:
-            self._look_into(recorded(row))
+            self._explain_skip(recorded(row))
         self._replay.forget()
         if self._subscribers or self._scalars is not None:
-            self._tell(recorded(row))
+            self._publish(recorded(row))
 
     def _row(self, outcome: ScaledStep | ScaleRecord) -> StepRow:
         """Return the values of a `StepRecord`; making one would take longer than all the rest."""
@@ -281,12 +281,12 @@ class Watch:
             math.inf if outcome.skipped else self._measure.largest_exponent,
         )
 
-    def _choose_hooks(self, loss_is_told: bool) -> None:
+    def _choose_hooks(self, has_loss: bool) -> None:
         """Keep the hooks that the next step needs; the output's is not needed if loop or scaler report the loss."""
         since = self._steps % self._every
         if since <= 1:
-            self._hooks.need("gradients", since == 0 or self._looks_ahead)
-        if self._steps == 1 and loss_is_told and not self._output_tells:
+            self._hooks.need("gradients", since == 0 or self._checks_before_step)
+        if self._steps == 1 and has_loss and not self._loss_in_output:
             self._hooks.need("output", needed=False)
 
     def _keep_measure(self, histogram: ExponentHistogram, loss_scale: float) -> None:
@@ -295,21 +295,21 @@ class Watch:
             self._norms[self._steps] = self._measure.norm
         self._measure.forget()
 
-    def _tell(self, record: StepRecord) -> None:
+    def _publish(self, record: StepRecord) -> None:
         for callback in list(self._subscribers):
             callback(record)
         if self._scalars is not None and (record.skipped or record.step % self._every == 0):
             self._scalars.write(record, self._norms.get(record.step))
 
-    def _look_into(self, record: StepRecord) -> None:
+    def _explain_skip(self, record: StepRecord) -> None:
         """Explain a skipped step by running it again, or check the next one."""
         if self._check is not None:
-            for found in self._check.findings(record, _LOOK_AT):
+            for found in self._check.findings(record, _CHECK_AFTER):
                 self._explain(record.step, found)
             self._check = None
         self._skips_in_a_row = self._skips_in_a_row + 1 if record.skipped else 0
         self._replay_once(self._skips_in_a_row, record.loss_scale, record.step)
-        if self._skips_in_a_row == _LOOK_AT and not self._replay.is_possible:
+        if self._skips_in_a_row == _CHECK_AFTER and not self._replay.is_possible:
             self._check = StepCheck(self._model)
 
     def _replay_once(self, in_a_row: int, loss_scale: float, step: int) -> None:
@@ -318,7 +318,7 @@ class Watch:
         try:
             found = self._replay.explain(loss_scale)
         except Exception as error:  # noqa: BLE001  a failed explanation must not end the loop
-            self._fail(f"step {step} could not be run again: {type(error).__name__}: {error}")
+            self._fail(f"step {step} could not run again: {type(error).__name__}: {error}")
         else:
             if found is not None:
                 self._explain(step, found)
@@ -357,7 +357,7 @@ class _Hooks:
 
 
 def _value(loss: float | Tensor | None) -> float | None:
-    """Return a loss as a number; None for none, and for several elements. Sync: one if it is on a device."""
+    """Return a loss as a number; None for None and for several elements. Sync: one if it is on a device."""
     if isinstance(loss, Tensor):
         return loss.item() if loss.numel() == 1 else None
     return loss
@@ -383,17 +383,17 @@ def watch(
         scaler: a GradScaler of amplab or torch, a `Session`, the module ``amp``, or None for this thread's
             ``amp.initialize`` if there was one, else for a loop without a scale.
         loss, step: how a step runs again, as `amplab.xray` takes them: `loss(model(inputs), labels)`, or `step(batch)`.
-            With one of them and ``w.batches(loader)``, skipped steps run again and are explained; where no scaler
-            skips, those with a loss of inf or NaN.
+            With one of them and ``w.batches(loader)``, skipped steps run again and are explained; if no scaler
+            skips steps, those with a loss of inf or NaN.
         log: folder or .jsonl file of the run log, which `amplab.lab.load_run` reads; None for no log.
-        every: steps from one measure of the gradients to the next; between them nothing of them is read.
-        tensorboard: folder of scalars for TensorBoard, where it is installed.
+        every: measure the gradients in every such step; they are not read in the others.
+        tensorboard: folder of scalars for TensorBoard, which must be installed.
 
     Raises:
         TypeError: another type of argument. ValueError: ``every`` below 1, a scripted model.
         ImportError: `tensorboard` is given and TensorBoard is not installed.
 
-    Sync: one per step where the loss or the scale lies on a device.
+    Sync: one per step if the loss or the scale is on a device.
 
     >>> model = nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

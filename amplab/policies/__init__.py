@@ -5,25 +5,12 @@ TORCH_CPU (the lists), PrecisionPolicy (a table, a compute dtype and the user's 
 out on the ops of a thread), CompiledEngine (the lists in C++), apply_policy (on a model, rules by module included).
 """
 
-from amplab.policies.apex_table import APEX
-from amplab.policies.applied_policy import AppliedPolicy, apply_policy
-from amplab.policies.aten_accumulate import accumulate_fp32
-from amplab.policies.cast_cache import CastCache
-from amplab.policies.cast_policy import CastPolicy
-from amplab.policies.compiled_engine import CompiledEngine
-from amplab.policies.decision import Decision, Explanation
-from amplab.policies.engine import CastingEngine
-from amplab.policies.module_regions import module_rule_at_work, register_module_rules
-from amplab.policies.module_rules import ModuleRule
-from amplab.policies.nested_tensors import cast_tree
-from amplab.policies.op_names import TABLES
-from amplab.policies.op_overrides import OpOverride
-from amplab.policies.op_table import OpRule, OpTable
-from amplab.policies.policy_rows import PolicyRows
-from amplab.policies.precision_policy import PrecisionPolicy
-from amplab.policies.precisions import Precision
-from amplab.policies.rnn_input import accept_half_input, match_rnn_input
-from amplab.policies.thread_scopes import (
+from amplab.policies.casting.cast_cache import CastCache
+from amplab.policies.casting.compiled_engine import CompiledEngine
+from amplab.policies.casting.engine import CastingEngine
+from amplab.policies.casting.explanation import Decision, Explanation
+from amplab.policies.casting.half_on_cpu import accumulate_fp32
+from amplab.policies.casting.thread_scopes import (
     CastingState,
     casting_engine,
     casting_state,
@@ -34,8 +21,19 @@ from amplab.policies.thread_scopes import (
     explaining,
     thread_engines,
 )
-from amplab.policies.torch_cpu_table import TORCH_CPU
-from amplab.policies.torch_cuda_table import TORCH_CUDA
+from amplab.policies.modules.applied_policy import AppliedPolicy, accept_half_input, apply_policy, match_rnn_input
+from amplab.policies.modules.module_regions import module_rule_at_work, register_module_rules
+from amplab.policies.nested_tensors import cast_tree
+from amplab.policies.policy.module_rules import ModuleRule
+from amplab.policies.policy.op_overrides import OpOverride
+from amplab.policies.policy.policy_rows import PolicyRows
+from amplab.policies.policy.precision_policy import PrecisionPolicy
+from amplab.policies.policy.precisions import Precision
+from amplab.policies.tables.apex_table import APEX
+from amplab.policies.tables.op_names import TABLES
+from amplab.policies.tables.op_table import CastPolicy, OpRule, OpTable
+from amplab.policies.tables.torch_cpu_table import TORCH_CPU
+from amplab.policies.tables.torch_cuda_table import TORCH_CUDA
 
 __all__ = [
     "APEX",

@@ -1,4 +1,4 @@
-"""How a tool is given a step: a model and a batch, or a function that returns the loss.
+"""How a user hands a step to a tool: a model and a batch, or a function that returns the loss.
 
     tool(model, batch, loss=fn)      the tool calls the model, then fn
     tool(model, step=fn)             fn runs the forward and returns the loss
@@ -28,7 +28,7 @@ The tool runs backward: a step returns the loss before it is scaled. Several mod
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar, cast
@@ -59,7 +59,7 @@ __all__ = [
     "shows_calls",
 ]
 
-Models = nn.Module | list[nn.Module] | Mapping[str, nn.Module]
+Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 Loss = Callable[..., Tensor]
 Scaler = Session | torch.amp.GradScaler
 
@@ -113,28 +113,28 @@ _INSTEAD = {
 
 
 class ModelGroup(nn.Module):
-    """Several models that are one step, e.g. a generator and a discriminator; their paths begin with their names.
+    """Several models of one step, such as a generator and a discriminator; their paths start with their names.
 
     Attributes:
-        given: the list or dict of models, as the tool was given it.
+        given: the list or dict of models that the user passed.
     """
 
     def __init__(self, models: Mapping[str, nn.Module], given: Any) -> None:
         super().__init__()
         self.given = given
         for name, model in models.items():
-            self.add_module(str(name).replace(".", "_"), model)  # a module's name is a word without a dot
+            self.add_module(str(name).replace(".", "_"), model)  # names of modules have no dots
 
 
 @dataclass
 class HandedStep:
-    """A step that can be run: call it for the loss of one forward.
+    """A step that can run: call it for the loss of one forward.
 
     Attributes:
-        model: whose step it is.
-        run: the user's part: gives the loss, or the model's output where no loss is given.
-        name: what gave the loss, as messages call it: "step", "loss" or "the model".
-        loss: where the loss comes from, in words; without `loss=` and `step=` known after the first call.
+        model: the model.
+        run: the user's part: returns the loss, or the model's output if there is neither `loss=` nor `step=`.
+        name: what returns the loss, for messages: "step", "loss" or "the model".
+        loss: where the loss comes from, in words; for "the model" known after the first call.
     """
 
     model: nn.Module
@@ -146,7 +146,7 @@ class HandedStep:
         """Return the loss of one forward.
 
         Raises:
-            TypeError, ValueError: it is no number to start backward from.
+            TypeError, ValueError: it is not a number that backward can start from.
         """
         loss = self.run()
         if self.name == "the model":
@@ -158,7 +158,7 @@ def as_model(model: Any, *, compiled: bool = False, values: bool = False) -> nn.
     """Return a model; several in a list, tuple or dict as one `ModelGroup`.
 
     Args:
-        model: what was given.
+        model: what the user passed.
         compiled, values: as `check_model` takes them.
 
     Raises:
@@ -181,12 +181,12 @@ def as_model(model: Any, *, compiled: bool = False, values: bool = False) -> nn.
 def handed_step(
     tool: str, model: nn.Module, batch: Any = None, *, loss: Loss | None = None, step: Loss | None = None
 ) -> HandedStep:
-    """Return the step that a tool was given; the module's tables say how its parts are called.
+    """Return the step that the user passed to a tool; the module's tables show how its parts are called.
 
     Args:
         tool: the tool's name, for the calls that messages show.
         model: as `as_model` returns it.
-        batch, loss, step: as the tool was given them.
+        batch, loss, step: as the user passed them.
 
     Raises:
         TypeError: neither a batch nor a step; both a loss and a step; a batch that holds many; or arguments
@@ -236,12 +236,12 @@ def bound_to_batch(
     Args:
         tool: the tool's name.
         name: of the tool's argument.
-        function: what was given for it.
+        function: what the user passed for it.
         model, batch: what it may be called with; None for no batch.
         such: a function that the tool takes, as code.
 
     Raises:
-        TypeError: it is no function, or it requires something else.
+        TypeError: it is not a function, or it requires other arguments.
     """
     if isinstance(function, type) or not callable(function):
         kind = f"{function.__name__} is a class" if isinstance(function, type) else type(function).__name__
@@ -264,10 +264,10 @@ def bound_to_batch(
 
 
 def check_scaler(scaler: Any) -> Scaler | None:
-    """Return the session or GradScaler that a tool was given; the module ``amp`` stands for this thread's session.
+    """Return `scaler`, a session or a GradScaler; for the module ``amp`` this thread's session.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: another type.
     """
     if isinstance(scaler, ModuleType) and scaler.__name__ in ("amplab.amp", "apex.amp"):
         return default_session()
@@ -277,17 +277,17 @@ def check_scaler(scaler: Any) -> Scaler | None:
 
 
 def scaler_in_use(scaler: Any) -> Scaler | None:
-    """Return what `check_scaler` returns; for None this thread's session, where ``amp.initialize`` was called."""
+    """Return the result of `check_scaler`; for None this thread's session, if ``amp.initialize`` was called."""
     if scaler is None and default_session().initialized:
         return default_session()
     return check_scaler(scaler)
 
 
 def optimizers_of(optimizer: Any) -> list[Optimizer]:
-    """Return the optimizers that a tool was given: one, several, or None for none.
+    """Return `optimizer`, one or several or None, as a list.
 
     Raises:
-        TypeError: something else.
+        TypeError: another type.
     """
     given = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else optimizer
     found = list(given) if isinstance(given, Iterable) else None

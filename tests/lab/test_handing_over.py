@@ -111,13 +111,6 @@ def test_too_many_arguments_show_the_call(tool):
 
 
 @pytest.mark.parametrize("tool", ONE_STEP)
-def test_a_function_is_no_batch(tool):
-    model = net()
-    with pytest.raises(TypeError, match=rf"Write amplab\.{tool}\(model, step=fn\)"):
-        seen(tool, model, lambda: model(X).sum())
-
-
-@pytest.mark.parametrize("tool", ONE_STEP)
 @pytest.mark.parametrize(
     ("way", "words"),
     [

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 
 from amplab.policies import APEX, CastPolicy
-from amplab.policies.composites import COMPOSITES
-from amplab.policies.op_table import absent, resolve
+from amplab.policies.casting.composites import COMPOSITES
+from amplab.policies.tables.op_table import absent, resolve
 
 # apex's own lists, name by name, as its last version has them.
 FUNCTIONAL_FP16 = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc linear"

@@ -15,7 +15,7 @@ from amplab.policies import (
     disable_casts,
     explaining,
 )
-from amplab.policies.composites import COMPOSITES, composites_of, opened
+from amplab.policies.casting.composites import COMPOSITES, composites_of, opened
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from amplab.policies import (
     cpu_half,
     cpu_half_mode,
 )
-from amplab.policies.half_on_cpu import PRODUCTS
+from amplab.policies.casting.half_on_cpu import PRODUCTS
 
 ENGINE = CastingEngine(PrecisionPolicy(table=None))
 RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}

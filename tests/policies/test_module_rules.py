@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from amplab.policies.module_rules import checked_module_rules, precisions_by_module, ruled_modules
+from amplab.policies.policy.module_rules import checked_module_rules, precisions_by_module, ruled_modules
 
 
 class Block(nn.Module):

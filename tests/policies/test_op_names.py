@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from amplab.policies import APEX, TABLES, TORCH_CPU, TORCH_CUDA, PrecisionPolicy
-from amplab.policies.op_names import find_op, find_row, find_table, nearest
+from amplab.policies.tables.op_names import find_op, find_row, find_table, nearest
 
 
 def test_tables_are_found_by_their_own_names():

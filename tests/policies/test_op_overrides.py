@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from amplab.policies import APEX, CastingEngine, CastPolicy, PrecisionPolicy, cpu_half, explaining
-from amplab.policies.op_overrides import op_overrides, rules_by_function
+from amplab.policies.policy.op_overrides import op_overrides, rules_by_function
 
 X = torch.linspace(-2, 2, 16).reshape(4, 4)
 HALF = X.half()

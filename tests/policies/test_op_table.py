@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from amplab.policies import APEX, CastPolicy, OpRule, OpTable
-from amplab.policies.op_table import absent, resolve
+from amplab.policies.tables.op_table import absent, resolve
 
 
 def test_rule_is_found_by_object_whatever_the_spelling():

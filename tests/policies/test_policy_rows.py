@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from amplab.policies import APEX, TABLES, CastingEngine, CastPolicy, PrecisionPolicy
-from amplab.policies.op_table import resolve
+from amplab.policies.tables.op_table import resolve
 from amplab.trace import trace_step
 
 

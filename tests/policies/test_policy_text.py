@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amplab.policies.policy_text import read_policy, write_policy
+from amplab.policies.policy.policy_text import read_policy, write_policy
 
 NAMES = st.dictionaries(st.text(), st.sampled_from(["float32", "tf32", "promote"]))
 

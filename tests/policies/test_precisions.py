@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from amplab.formats import FLOAT16, FORMATS, TF32, FloatFormat
-from amplab.policies.precisions import precision_name, precision_of, tensor_dtype
+from amplab.policies.policy.precisions import precision_name, precision_of, tensor_dtype
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -3,7 +3,7 @@
 import torch
 
 from amplab.policies import OpTable, PrecisionPolicy
-from amplab.policies.region_engines import engine_for
+from amplab.policies.casting.region_engines import engine_for
 
 
 def test_equal_arguments_get_one_engine():

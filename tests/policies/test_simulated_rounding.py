@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from amplab.formats import FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16, TF32
 from amplab.policies import APEX, CastCache, CastingEngine, PrecisionPolicy, cpu_half, explaining
-from amplab.policies.casting_steps import StepParts, make_step
-from amplab.policies.simulated_rounding import round_operand, round_result
+from amplab.policies.casting.simulated_rounding import round_operand, round_result
+from amplab.policies.casting.steps import StepParts, make_step
 
 FLOAT8 = (FLOAT8_E4M3, FLOAT8_E5M2)
 HALVES = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16).float()

@@ -24,7 +24,7 @@ from amplab.policies import (
     module_rule_at_work,
     thread_engines,
 )
-from amplab.policies.thread_scopes import is_running
+from amplab.policies.casting.thread_scopes import is_running
 
 X = torch.ones(2, 2)
 BFLOAT16 = PrecisionPolicy(compute_dtype=torch.bfloat16)

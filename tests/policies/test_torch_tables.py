@@ -11,8 +11,8 @@ from torch.autograd.profiler import profile
 from torch.overrides import get_overridable_functions
 
 from amplab.policies import APEX, TABLES, TORCH_CPU, TORCH_CUDA, CastPolicy
-from amplab.policies.composites import composites_of
-from amplab.policies.op_table import absent, resolve
+from amplab.policies.casting.composites import composites_of
+from amplab.policies.tables.op_table import absent, resolve
 
 REGISTERED = {
     "torch_cuda": torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"),

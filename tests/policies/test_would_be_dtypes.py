@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from amplab.policies import CastingEngine, PrecisionPolicy
-from amplab.policies.would_be_dtypes import WouldBeDtypes
+from amplab.policies.modules.would_be_dtypes import WouldBeDtypes
 
 FLOAT32 = CastingEngine(PrecisionPolicy(None, torch.float32))
 W = torch.linspace(-1, 1, 16).reshape(4, 4)

@@ -37,7 +37,7 @@ from amplab.amp.backward.loss_scaler import LossScaler
 from amplab.amp.backward.optimizer_params import cast_state, follow_model, replace_params
 from amplab.amp.backward.records import StepOutcome
 from amplab.formats import LOW_PRECISION_DTYPES
-from amplab.policies.thread_scopes import is_running, resume_casts, suspend_casts
+from amplab.policies.casting.thread_scopes import is_running, resume_casts, suspend_casts
 from amplab.scalers import FlatGrads, MasterWeights, Unscaler
 
 __all__ = ["HookedOptimizer"]

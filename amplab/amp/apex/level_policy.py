@@ -5,7 +5,7 @@
     O1      the policy's                 count       casts by op inside the modules, weights float32
     O2 O3   none, cast_model_type        count       weights of the modules in the rule's dtype
 
-The borders of ruled modules are in `amplab.policies.module_regions`.
+The borders of ruled modules are in `amplab.policies.modules.module_regions`.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from amplab.amp.apex.opt_levels import OptProperties
 from amplab.amp.apex.registered_functions import Registration, table_with
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies import OpTable, PrecisionPolicy
-from amplab.policies.module_rules import names_in, precisions_by_module
-from amplab.policies.precisions import tensor_dtype
+from amplab.policies.policy.module_rules import names_in, precisions_by_module
+from amplab.policies.policy.precisions import tensor_dtype
 
 __all__ = ["checked_policies", "engine_policy", "ruled_dtypes", "with_registered"]
 

@@ -15,8 +15,8 @@ from torch.overrides import get_testing_overrides
 
 from amplab.amp.backward.gradients import bookkeeping
 from amplab.policies import CastingEngine, CastPolicy, OpRule, OpTable, casts_enabled, thread_engines
-from amplab.policies.casting_steps import StepParts, make_step
-from amplab.policies.op_table import resolve
+from amplab.policies.casting.steps import StepParts, make_step
+from amplab.policies.tables.op_table import resolve
 
 __all__ = [
     "ALLOW_BANNED",

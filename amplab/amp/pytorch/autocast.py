@@ -20,8 +20,8 @@ from torch.compiler import is_dynamo_compiling
 from amplab.amp.pytorch.decorated_calls import run_inside
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies import TORCH_CUDA, CastingEngine, PrecisionPolicy, casting_engine, casts_enabled
-from amplab.policies.region_engines import engine_for
-from amplab.policies.thread_scopes import Scope
+from amplab.policies.casting.region_engines import engine_for
+from amplab.policies.casting.thread_scopes import Scope
 
 __all__ = [
     "autocast",

@@ -133,7 +133,7 @@ class ObservedStep:
 
 def observe_step(
     model: nn.Module,
-    loss_fn: Callable[[], Tensor],
+    step: Callable[[], Tensor],
     *,
     casting: AbstractContextManager[Any] | None = None,
     loss_scale: float = 1.0,
@@ -144,7 +144,7 @@ def observe_step(
 
     Args:
         model: as `trace_step` takes it.
-        loss_fn: as there: runs the forward on a batch of its own and returns the loss.
+        step: as there: runs the forward on a batch of its own and returns the loss.
         casting: context in which forward and backward run; by default that of the caller.
         loss_scale: what the loss is multiplied by before backward.
         batch: the batch, tensors in nested lists, tuples and dicts, so that they get names.
@@ -155,11 +155,11 @@ def observe_step(
 
     Sync: one, at the end.
     """
-    check_step(model, loss_fn, loss_scale, values=True)
+    check_step(model, step, loss_scale, values=True)
     watcher = StepWatcher(named_tensors(model, batch), detailed=detailed)
 
     def noted() -> Tensor:
-        loss = loss_fn()
+        loss = step()
         if isinstance(loss, Tensor):
             with _unseen_by_engines():
                 watcher.note_loss(loss)

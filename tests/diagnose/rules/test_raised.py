@@ -20,6 +20,38 @@ def test_a_block_recomputed_without_its_casts_is_told_of_the_checkpoint_that_cas
     assert "amplab.checkpoint(" in finding.remedy
 
 
+@pytest.mark.parametrize("make", [torch.amp.GradScaler, amplab.GradScaler])
+def test_unscaling_twice_between_two_updates(make):
+    model, scaler = nn.Linear(2, 1), make("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="unscale_") as refused:
+        scaler.unscale_(optimizer)
+    finding = finding_of_error(refused.value, model)
+    assert (finding.name, finding.severity) == ("unscaled-twice", "error")
+
+
+def test_a_step_inside_of_the_block_of_scale_loss():
+    model, session = nn.Linear(2, 1), amplab.amp.Session()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session.initialize(model, optimizer, opt_level="O1", loss_scale=1024.0, verbosity=0)
+
+    def step():
+        with session.casting():
+            loss = model(torch.ones(1, 2)).float().sum()
+        with session.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+            optimizer.step()
+
+    try:
+        with pytest.raises(RuntimeError, match="scale_loss") as refused:
+            step()
+    finally:
+        session.reset()
+    assert finding_of_error(refused.value, model).name == "stepped-with-scaled-gradients"
+
+
 class Checkpointed(nn.Module):
     def __init__(self):
         super().__init__()

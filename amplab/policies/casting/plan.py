@@ -3,7 +3,7 @@
 A plan is a plain dict, function -> step; a function without a step runs as it is. Which plan a mode
 holds depends on the policy, on how CPU halves are multiplied, on whether casts are disabled, and on
 whether somebody wants explanations; an engine builds each combination once. The steps are in
-`casting_steps`; here is what runs an op once its arguments are cast.
+`steps`; here is what runs an op once its arguments are cast.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amplab.policies.argument_casts import floating_tensors, lies_on
-from amplab.policies.cast_cache import CastCache
-from amplab.policies.cast_policy import CastPolicy
-from amplab.policies.casting_steps import Run, Step, StepParts, make_step, restoring_step
-from amplab.policies.composites import composites_of, opened
-from amplab.policies.explained_plan import ExplainedPlan, reporting_run, reporting_step
-from amplab.policies.half_on_cpu import PRODUCTS, WITHOUT_KERNEL, HalfMode, accumulated
-from amplab.policies.op_table import OpRule
-from amplab.policies.precision_policy import PrecisionPolicy
+from amplab.policies.casting.argument_casts import floating_tensors, lies_on
+from amplab.policies.casting.cast_cache import CastCache
+from amplab.policies.casting.composites import composites_of, opened
+from amplab.policies.casting.explanation import ExplainedPlan, reporting_run, reporting_step
+from amplab.policies.casting.half_on_cpu import PRODUCTS, WITHOUT_KERNEL, HalfMode, accumulated
+from amplab.policies.casting.steps import Run, Step, StepParts, make_step, restoring_step
+from amplab.policies.policy.precision_policy import PrecisionPolicy
+from amplab.policies.tables.op_table import CastPolicy, OpRule
 
 if TYPE_CHECKING:
-    from amplab.policies.casting_mode import CastingMode
+    from amplab.policies.casting.function_mode import CastingMode
 
 __all__ = ["Plan", "build_plan", "on_device"]
 

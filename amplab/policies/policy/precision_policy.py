@@ -13,15 +13,14 @@ from typing import Any
 import torch
 
 from amplab.formats import FloatFormat
-from amplab.policies.apex_table import APEX
-from amplab.policies.cast_policy import CastPolicy
-from amplab.policies.module_rules import ModuleRule, checked_module_rules
-from amplab.policies.op_names import TABLES, find_op, find_row, find_table, nearest
-from amplab.policies.op_overrides import OpOverride, op_overrides, rules_by_function, rules_of_policy
-from amplab.policies.op_table import OpRule, OpTable, resolve, spelling_of
-from amplab.policies.policy_rows import PolicyRows, policy_rows
-from amplab.policies.policy_text import read_policy, write_policy
-from amplab.policies.precisions import Precision, precision_name, precision_of, tensor_dtype
+from amplab.policies.policy.module_rules import ModuleRule, checked_module_rules
+from amplab.policies.policy.op_overrides import OpOverride, op_overrides, rules_by_function, rules_of_policy
+from amplab.policies.policy.policy_rows import PolicyRows, policy_rows
+from amplab.policies.policy.policy_text import read_policy, write_policy
+from amplab.policies.policy.precisions import Precision, precision_name, precision_of, tensor_dtype
+from amplab.policies.tables.apex_table import APEX
+from amplab.policies.tables.op_names import TABLES, find_op, find_row, find_table, nearest
+from amplab.policies.tables.op_table import CastPolicy, OpRule, OpTable, resolve, spelling_of
 
 __all__ = ["PrecisionPolicy"]
 

@@ -1,7 +1,7 @@
 """One step per cast policy: cast the arguments of a call, then run the op.
 
 A step is called as step(mode, func, args, kwargs); `run`, called the same way with the cast arguments,
-is what runs the op (as it is, with fp32 accumulation, or opened; see `casting_plan`).
+is what runs the op (as it is, with fp32 accumulation, or opened; see `plan`).
 Calls with `out=` are run as they come: the caller chose where to write, and so the dtype.
 """
 
@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amplab.formats import LOW_PRECISION_DTYPES, FloatFormat
-from amplab.policies.argument_casts import cast_to, floating_tensors, is_wide, lowered, raised, widest
-from amplab.policies.cast_cache import CastCache
-from amplab.policies.cast_policy import CastPolicy
+from amplab.policies.casting.argument_casts import cast_to, floating_tensors, is_wide, lowered, raised, widest
+from amplab.policies.casting.cast_cache import CastCache
+from amplab.policies.casting.simulated_rounding import rounded_operands, rounded_results
 from amplab.policies.nested_tensors import cast_tree
-from amplab.policies.op_table import OpRule
-from amplab.policies.precisions import Precision, tensor_dtype
-from amplab.policies.simulated_rounding import rounded_operands, rounded_results
+from amplab.policies.policy.precisions import Precision, tensor_dtype
+from amplab.policies.tables.op_table import CastPolicy, OpRule
 
 if TYPE_CHECKING:
-    from amplab.policies.casting_mode import CastingMode
+    from amplab.policies.casting.function_mode import CastingMode
 
 __all__ = ["Run", "Step", "StepParts", "make_step", "restoring_step"]
 

@@ -25,17 +25,16 @@ from torch import Tensor, nn
 from torch.overrides import _push_mode
 
 from amplab.formats import LOW_PRECISION_DTYPES
-from amplab.policies.apex_table import APEX
-from amplab.policies.casting_mode import remove
-from amplab.policies.decision import Decision
-from amplab.policies.engine import CastingEngine
-from amplab.policies.explained_plan import decided
-from amplab.policies.module_rules import RuledModule, ruled_modules
+from amplab.policies.casting.engine import CastingEngine
+from amplab.policies.casting.explanation import Decision, decided
+from amplab.policies.casting.function_mode import remove
+from amplab.policies.casting.thread_scopes import THREAD, Scope, casts_enabled, thread_engines
+from amplab.policies.modules.would_be_dtypes import WouldBeDtypes
 from amplab.policies.nested_tensors import cast_tree, floating_tensors_in
-from amplab.policies.precision_policy import PrecisionPolicy
-from amplab.policies.precisions import Precision, precision_name, tensor_dtype
-from amplab.policies.thread_scopes import THREAD, Scope, casts_enabled, thread_engines
-from amplab.policies.would_be_dtypes import WouldBeDtypes
+from amplab.policies.policy.module_rules import RuledModule, ruled_modules
+from amplab.policies.policy.precision_policy import PrecisionPolicy
+from amplab.policies.policy.precisions import Precision, precision_name, tensor_dtype
+from amplab.policies.tables.apex_table import APEX
 
 __all__ = ["ModuleRegion", "module_rule_at_work", "register_module_rules"]
 

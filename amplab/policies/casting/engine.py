@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch.overrides import _push_mode
 
-from amplab.policies.cast_cache import CastCache, NoCastCache
-from amplab.policies.casting_mode import CastingMode, function_modes, insert_above_device, remove
-from amplab.policies.casting_plan import Plan, build_plan, on_device
-from amplab.policies.half_on_cpu import HalfMode
-from amplab.policies.precision_policy import PrecisionPolicy
-from amplab.policies.thread_scopes import THREAD, Scope, cpu_half_mode
+from amplab.policies.casting.cast_cache import CastCache, NoCastCache
+from amplab.policies.casting.function_mode import CastingMode, function_modes, insert_above_device, remove
+from amplab.policies.casting.half_on_cpu import HalfMode
+from amplab.policies.casting.plan import Plan, build_plan, on_device
+from amplab.policies.casting.thread_scopes import THREAD, Scope, cpu_half_mode
+from amplab.policies.policy.precision_policy import PrecisionPolicy
 
 if TYPE_CHECKING:
-    from amplab.policies.compiled_engine import CompiledMode
+    from amplab.policies.casting.compiled_engine import CompiledMode
 
 __all__ = ["CastingEngine"]
 

@@ -12,10 +12,9 @@ Differences from torch.autocast("cpu"), beside the last two named there:
 
 from __future__ import annotations
 
-from amplab.policies.apex_table import APEX
-from amplab.policies.cast_policy import CastPolicy
-from amplab.policies.op_rows import GEMM, INSIDE, c, f, recast, rows, t
-from amplab.policies.op_table import OpTable
+from amplab.policies.tables.apex_table import APEX
+from amplab.policies.tables.op_rows import GEMM, INSIDE, c, f, recast, rows, t
+from amplab.policies.tables.op_table import CastPolicy, OpTable
 
 __all__ = ["TORCH_CPU"]
 

@@ -18,11 +18,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from amplab.formats import LOW_PRECISION_DTYPES
-from amplab.policies.cast_policy import CastPolicy
-from amplab.policies.composites import composites_of, opened
+from amplab.policies.casting.composites import composites_of, opened
 from amplab.policies.nested_tensors import floating_tensors_in
-from amplab.policies.precision_policy import PrecisionPolicy
-from amplab.policies.precisions import tensor_dtype
+from amplab.policies.policy.precision_policy import PrecisionPolicy
+from amplab.policies.policy.precisions import tensor_dtype
+from amplab.policies.tables.op_table import CastPolicy
 
 __all__ = ["WouldBeDtypes"]
 

@@ -10,15 +10,31 @@ import contextlib
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from amplab.policies.engine import CastingEngine
-from amplab.policies.module_regions import register_module_rules
-from amplab.policies.precision_policy import PrecisionPolicy
-from amplab.policies.rnn_input import accept_half_input
-from amplab.policies.thread_scopes import HookScopes
+from amplab.policies.casting.engine import CastingEngine
+from amplab.policies.casting.thread_scopes import HookScopes
+from amplab.policies.modules.module_regions import register_module_rules
+from amplab.policies.nested_tensors import cast_tree
+from amplab.policies.policy.precision_policy import PrecisionPolicy
 
-__all__ = ["AppliedPolicy", "apply_policy"]
+__all__ = ["AppliedPolicy", "accept_half_input", "apply_policy", "match_rnn_input"]
+
+
+def match_rnn_input(
+    module: torch.nn.RNNBase, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Forward pre-hook: input, packed sequence and hidden state of `module` in its weights' dtype."""
+    dtype = next(module.parameters()).dtype
+    return cast_tree(args, dtype), cast_tree(kwargs, dtype)
+
+
+def accept_half_input(model: torch.nn.Module) -> list[RemovableHandle]:
+    """Register `match_rnn_input` on every RNN, LSTM and GRU in `model`; the handles take it off again."""
+    recurrent = [module for module in model.modules() if isinstance(module, torch.nn.RNNBase)]
+    return [module.register_forward_pre_hook(match_rnn_input, with_kwargs=True) for module in recurrent]
 
 
 class AppliedPolicy:

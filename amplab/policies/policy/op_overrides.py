@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 
-from amplab.policies.apex_table import APEX
-from amplab.policies.cast_policy import CastPolicy
-from amplab.policies.op_table import OpRule, OpTable, resolve, spelling_of
-from amplab.policies.precisions import Precision, precision_name, precision_of
+from amplab.policies.policy.precisions import Precision, precision_name, precision_of
+from amplab.policies.tables.apex_table import APEX
+from amplab.policies.tables.op_table import CastPolicy, OpRule, OpTable, resolve, spelling_of
 
 __all__ = ["OpOverride", "op_overrides", "rules_by_function", "rules_of_policy"]
 

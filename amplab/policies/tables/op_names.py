@@ -9,10 +9,10 @@ import difflib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from amplab.policies.apex_table import APEX
-from amplab.policies.op_table import OpRule, OpTable, resolve
-from amplab.policies.torch_cpu_table import TORCH_CPU
-from amplab.policies.torch_cuda_table import TORCH_CUDA
+from amplab.policies.tables.apex_table import APEX
+from amplab.policies.tables.op_table import OpRule, OpTable, resolve
+from amplab.policies.tables.torch_cpu_table import TORCH_CPU
+from amplab.policies.tables.torch_cuda_table import TORCH_CUDA
 
 __all__ = ["TABLES", "find_op", "find_row", "find_table", "nearest"]
 

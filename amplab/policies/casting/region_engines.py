@@ -10,9 +10,9 @@ import dataclasses
 
 import torch
 
-from amplab.policies.engine import CastingEngine
-from amplab.policies.precision_policy import PrecisionPolicy
-from amplab.policies.precisions import Precision
+from amplab.policies.casting.engine import CastingEngine
+from amplab.policies.policy.precision_policy import PrecisionPolicy
+from amplab.policies.policy.precisions import Precision
 
 __all__ = ["engine_for"]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from amplab.policies.precisions import Precision, precision_name, precision_of
+from amplab.policies.policy.precisions import Precision, precision_name, precision_of
 
 __all__ = ["ModuleRule", "RuledModule", "checked_module_rules", "names_in", "precisions_by_module", "ruled_modules"]
 

@@ -16,11 +16,11 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
-from amplab.policies.casting_steps import Step
-from amplab.policies.decision import Explanation
+from amplab.policies.casting.explanation import Explanation
+from amplab.policies.casting.steps import Step
 
 if TYPE_CHECKING:
-    from amplab.policies.engine import CastingEngine
+    from amplab.policies.casting.engine import CastingEngine
 
 __all__ = ["CastingMode", "StepLookup", "function_modes", "insert_above_device", "remove", "set_function_modes"]
 

@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.compiler import is_dynamo_compiling
 
-from amplab.policies.casting_mode import CastingMode, StepLookup, function_modes, remove, set_function_modes
-from amplab.policies.casting_steps import Step
-from amplab.policies.decision import Explanation
-from amplab.policies.half_on_cpu import DEFAULT_HALF_MODE, HalfMode
+from amplab.policies.casting.explanation import Explanation
+from amplab.policies.casting.function_mode import CastingMode, StepLookup, function_modes, remove, set_function_modes
+from amplab.policies.casting.half_on_cpu import DEFAULT_HALF_MODE, HalfMode
+from amplab.policies.casting.steps import Step
 
 if TYPE_CHECKING:
-    from amplab.policies.compiled_engine import CompiledMode
-    from amplab.policies.engine import CastingEngine
+    from amplab.policies.casting.compiled_engine import CompiledMode
+    from amplab.policies.casting.engine import CastingEngine
 
 __all__ = [
     "THREAD",

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from amplab.formats import LOW_PRECISION_DTYPES
-from amplab.policies.cast_cache import CastCache
+from amplab.policies.casting.cast_cache import CastCache
 
 __all__ = ["cast_to", "floating_tensors", "is_wide", "lies_on", "lowered", "raised", "widest"]
 

@@ -14,9 +14,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from amplab.policies.apex_table import APEX
-from amplab.policies.cast_policy import CastPolicy
-from amplab.policies.op_table import OpTable, resolve
+from amplab.policies.tables.apex_table import APEX
+from amplab.policies.tables.op_table import CastPolicy, OpTable, resolve
 
 __all__ = ["COMPOSITES", "composites_of", "opened"]
 

@@ -18,10 +18,9 @@ Differences from torch.autocast("cuda"):
 
 from __future__ import annotations
 
-from amplab.policies.apex_table import APEX
-from amplab.policies.cast_policy import CastPolicy
-from amplab.policies.op_rows import INSIDE, SQUARE, SUM, WIDEST, m, recast, rows, t
-from amplab.policies.op_table import OpTable
+from amplab.policies.tables.apex_table import APEX
+from amplab.policies.tables.op_rows import INSIDE, SQUARE, SUM, WIDEST, m, recast, rows, t
+from amplab.policies.tables.op_table import CastPolicy, OpTable
 
 __all__ = ["TORCH_CUDA"]
 

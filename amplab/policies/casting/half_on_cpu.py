@@ -7,7 +7,7 @@ Products of two halves are exact in float32 and the sum is rounded once, so the 
 every bit (the CPU's half convolutions round their gradients more often: per sample and per column);
 without fp16 arithmetic in the CPU the native kernels are many times slower than float32.
 Everything here works on public functions and is differentiable: gradients are rounded to half
-at the same borders as in native half. The same rule below autograd is in `aten_accumulate`.
+at the same borders as in native half. `accumulate_fp32` applies the same rule below autograd.
 In recurrent nets inputs, weights and outputs are rounded and the recurrence itself stays float32.
 In-place forms (`addmm_`, …) run natively.
 
@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from amplab.policies.op_table import resolve
+from amplab.policies.nested_tensors import map_tensors, tensors_in
+from amplab.policies.tables.op_table import resolve
 
-__all__ = ["DEFAULT_HALF_MODE", "PRODUCTS", "WITHOUT_KERNEL", "HalfMode", "accumulated"]
+__all__ = ["DEFAULT_HALF_MODE", "HalfMode", "PRODUCTS", "WITHOUT_KERNEL", "accumulate_fp32", "accumulated"]
 
 HalfMode = Literal["fp32_accumulate", "native"]
 
@@ -83,7 +84,7 @@ def accumulated(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     wide_kwargs = _widened(kwargs.values()) if kwargs else ()
     if wide_args is None or wide_kwargs is None or kwargs.get("out") is not None or _in_place(func, args, kwargs):
         return func(*args, **kwargs)
-    return _rounded(func(*wide_args, **dict(zip(kwargs, wide_kwargs, strict=True))))
+    return map_tensors(func(*wide_args, **dict(zip(kwargs, wide_kwargs, strict=True))), _rounded_to_half)
 
 
 def _in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -114,9 +115,61 @@ def _widened(values: Any) -> list[Any] | None:
     return wide
 
 
-def _rounded(result: Any) -> Any:
-    if type(result) is Tensor:
-        return result.to(torch.float16) if result.dtype is torch.float32 else result
-    if type(result) is tuple:
-        return tuple(map(_rounded, result))
-    return result
+_aten = torch.ops.aten
+
+_PRODUCTS = frozenset(
+    getattr(_aten, name)
+    for name in (
+        *("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "addbmm", "dot", "vdot", "_trilinear"),
+        *("convolution", "convolution_backward", "conv_tbc", "conv_tbc_backward"),
+        *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"),
+        # Composites, which a dispatch mode meets whole in inference mode:
+        *("linear", "matmul", "einsum", "tensordot", "inner", "chain_matmul", "linalg_multi_dot", "bilinear"),
+        *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+        *("scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu"),
+        *("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
+        # No products, but without a half kernel on the CPU:
+        *("avg_pool3d", "avg_pool3d_backward", "_cdist_forward", "_cdist_backward", "_euclidean_dist", "cdist"),
+        *("multilabel_margin_loss_forward", "multilabel_margin_loss_backward", "multilabel_margin_loss"),
+    )
+)
+_FLASH = _aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def accumulate_fp32(aten_overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a product of CPU halves in float32 and round its outputs to half once.
+
+        outputs = round_half( op( float(args) ) )
+
+    Args:
+        aten_overload: e.g. torch.ops.aten.mm.default.
+        args, kwargs: its arguments as a dispatch mode receives them.
+
+    Returns:
+        The op's outputs in the dtypes native half has (attention's logsumexp is float32), or NotImplemented
+        where the op is no product, works in place, or its operands are not CPU halves. Sync: none.
+
+    >>> a = torch.full((2, 2), 3.0, dtype=torch.float16)
+    >>> accumulate_fp32(torch.ops.aten.mm.default, (a, a), {}).dtype
+    torch.float16
+    >>> accumulate_fp32(torch.ops.aten.relu.default, (a,), {})
+    NotImplemented
+    """
+    if aten_overload.overloadpacket not in _PRODUCTS or kwargs.get("out") is not None:
+        return NotImplemented
+    halves = [tensor for tensor in tensors_in((*args, *kwargs.values())) if tensor.dtype is torch.float16]
+    if not halves or not all(tensor.is_cpu for tensor in halves):
+        return NotImplemented
+    wide_args, wide_kwargs = map_tensors((args, kwargs), _widened_half)
+    result = aten_overload(*wide_args, **wide_kwargs)
+    if aten_overload.overloadpacket is _FLASH:
+        return (_rounded_to_half(result[0]), *result[1:])
+    return map_tensors(result, _rounded_to_half)
+
+
+def _widened_half(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float32) if tensor.dtype is torch.float16 else tensor
+
+
+def _rounded_to_half(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float16) if tensor.dtype is torch.float32 else tensor

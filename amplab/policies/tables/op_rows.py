@@ -12,8 +12,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from amplab.policies.cast_policy import CastPolicy
-from amplab.policies.op_table import OpRule
+from amplab.policies.tables.op_table import CastPolicy, OpRule
 
 __all__ = ["EXP", "GEMM", "INSIDE", "RECURRENT", "SQUARE", "SUM", "WIDEST", "c", "f", "m", "recast", "rows", "t"]
 

@@ -1,22 +1,67 @@
-"""The variant of a plan that says what it does: used only while somebody is in `explaining()`."""
+"""What an engine does now and why, for a tracer: decisions, and the plan that reports them.
+
+A tracer enters `explaining()` and reads `.decision` when it sees an op. The kind is "cast" while the engine casts
+arguments for an op, and "op" while the op runs. Only the plans that engines use inside `explaining()` report.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from amplab.formats import FloatFormat
-from amplab.policies.cast_policy import CastPolicy
-from amplab.policies.decision import Decision, Explanation
-from amplab.policies.op_table import OpRule
-from amplab.policies.precision_policy import PrecisionPolicy
-from amplab.policies.precisions import Precision, precision_name
+from amplab.policies.policy.precision_policy import PrecisionPolicy
+from amplab.policies.policy.precisions import Precision, precision_name
+from amplab.policies.tables.op_table import CastPolicy, OpRule
 
 if TYPE_CHECKING:
-    from amplab.policies.casting_mode import CastingMode
+    from amplab.policies.casting.function_mode import CastingMode
 
-__all__ = ["ExplainedPlan", "decided", "reporting_run", "reporting_step"]
+__all__ = ["Decision", "ExplainedPlan", "Explanation", "decided", "reporting_run", "reporting_step"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What the engine does for one op.
+
+    Attributes:
+        op: the op's bare name, e.g. "softmax".
+        rule: its row; None for an op on no list.
+        kind: "cast" while arguments are cast for the op, "op" while it runs.
+        detail: what is done, e.g. "casts to float16".
+    """
+
+    op: str
+    rule: OpRule | None
+    kind: Literal["cast", "op"]
+    detail: str
+
+    @property
+    def reason(self) -> str:
+        """One sentence: why the op runs as it does, or what the cast is for."""
+        if self.rule is None:
+            return self.detail
+        if self.kind == "cast":
+            return f"{self.detail} for {self.rule.reason}"
+        return self.rule.reason
+
+
+class Explanation:
+    """The reading end of `explaining()`.
+
+    Attributes:
+        decision: the Decision of the innermost op that an engine of this thread is handling, else None.
+    """
+
+    def __init__(self) -> None:
+        """Start outside any op."""
+        self.decision: Decision | None = None
+
+    def __repr__(self) -> str:
+        """Show the current decision."""
+        return f"Explanation({self.decision})"
 
 
 class ExplainedPlan(dict[Callable[..., Any], Callable[..., Any]]):

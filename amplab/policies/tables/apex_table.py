@@ -14,9 +14,8 @@ dtype of x, where apex bound x to a new float32 tensor; torch.softmax is float32
 
 from __future__ import annotations
 
-from amplab.policies.cast_policy import CastPolicy
-from amplab.policies.op_rows import EXP, GEMM, RECURRENT, SQUARE, SUM, WIDEST, c, f, m, rows, t
-from amplab.policies.op_table import OpTable
+from amplab.policies.tables.op_rows import EXP, GEMM, RECURRENT, SQUARE, SUM, WIDEST, c, f, m, rows, t
+from amplab.policies.tables.op_table import CastPolicy, OpTable
 
 __all__ = ["APEX"]
 

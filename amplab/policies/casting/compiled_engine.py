@@ -14,15 +14,14 @@ from collections.abc import Iterable, Iterator
 
 from amplab.kernels import DispatchCasts
 from amplab.kernels.dispatch_casts import CASTS, PRODUCT, CastPlan, overloads
-from amplab.policies.apex_table import APEX
-from amplab.policies.cast_policy import CastPolicy
-from amplab.policies.casting_mode import CastingMode
-from amplab.policies.decision import Explanation
-from amplab.policies.engine import CastingEngine
-from amplab.policies.half_on_cpu import PRODUCTS, HalfMode
-from amplab.policies.op_table import OpRule, OpTable, resolve
-from amplab.policies.precision_policy import PrecisionPolicy
-from amplab.policies.thread_scopes import THREAD
+from amplab.policies.casting.engine import CastingEngine
+from amplab.policies.casting.explanation import Explanation
+from amplab.policies.casting.function_mode import CastingMode
+from amplab.policies.casting.half_on_cpu import PRODUCTS, HalfMode
+from amplab.policies.casting.thread_scopes import THREAD
+from amplab.policies.policy.precision_policy import PrecisionPolicy
+from amplab.policies.tables.apex_table import APEX
+from amplab.policies.tables.op_table import CastPolicy, OpRule, OpTable, resolve
 
 __all__ = ["CompiledEngine", "CompiledMode"]
 

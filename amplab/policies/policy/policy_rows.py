@@ -6,8 +6,7 @@ import textwrap
 from collections.abc import Iterable, Mapping
 
 from amplab.display.html import Markup, dtype_chips, html_table, name, page
-from amplab.policies.cast_policy import CastPolicy
-from amplab.policies.op_table import OpRule, absent
+from amplab.policies.tables.op_table import CastPolicy, OpRule, absent
 
 __all__ = ["PolicyRows", "policy_rows"]
 
