@@ -1,10 +1,19 @@
-"""Experiments in mixed precision: a config, a trainer that calls back and never draws, a history, a log on disk.
+"""Experiments in mixed precision: a config, a trainer that publishes events, a history in memory and a log on disk.
 
     trainer = Trainer(ExperimentConfig(opt_level="O1"))
     trainer.run(300)
-    trainer.change(opt_level="O2")   # weights and optimizer state kept
+    trainer.change(opt_level="O2")   # weights and optimizer state are kept
 
-`open()` shows one in JupyterLab; the widgets are in `views`, which is imported then and not before.
+The files, by part::
+
+    what to train           config (the fields of an experiment), tasks, models
+    training                experiment (one step), trainer (states and controls), worker (its thread), events
+    the run                 history (in memory), run_log (on disk), run_store (both), findings
+    your own loop           watch, watched_run, scale_probe, optimizer_watch, step_check, step_replay,
+                            watch_callback, tensorboard_scalars
+    how to start            open (JupyterLab), console (terminal)
+
+`open()` shows an experiment in JupyterLab. The widgets are in `amplab.views`, which `open()` imports.
 """
 
 from amplab.lab.config import DEFAULT_LR, FIELDS, LIVE_FIELDS, OPTIMIZERS, OVERRIDES, ExperimentConfig, field_named

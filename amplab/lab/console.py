@@ -1,7 +1,7 @@
 """The lab in a terminal: train with a progress bar, a line for each skipped step, and a table at the end.
 
-The trainer trains in its own thread; everything is printed by the caller's, ten times a second at most. The options of
-`amplab train` are read in `amplab.cli`, the same experiment with a page around it is `amplab.lab.open`.
+The trainer trains in its own thread; the calling thread prints, at most ten times a second. `amplab.cli` reads the
+options of `amplab train`; `amplab.lab.open` shows the same experiment in a notebook.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TextIO
 
 from amplab.amp import MemoryUse
-from amplab.lab.config import ExperimentConfig, spell
+from amplab.display.numbers import number, size
+from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import StepRecord
 from amplab.lab.run_log import runs_directory
 from amplab.lab.trainer import Trainer
@@ -26,25 +27,24 @@ __all__ = ["TrainSummary", "train"]
 _REDRAW_SECONDS = 0.1
 _LINE_SECONDS = 2.0
 _BAR = 24
-_BYTES = 1024
 
 
 @dataclass(frozen=True)
 class TrainSummary:
-    """What came of a training.
+    """The result of a training.
 
     Attributes:
         config: What was trained.
-        steps: Steps made.
-        skipped: Steps skipped.
-        loss: Loss of the last step, None when there was none.
-        accuracy: Share of the held-out images classified correctly at the end, None when that failed.
+        steps: Number of steps.
+        skipped: Number of skipped steps.
+        loss: Loss of the last step, None without a step.
+        accuracy: Share of the held-out images classified correctly at the end, None if training failed.
         loss_scale: Scale at the end.
-        steps_per_second: Over the whole run, None before the second step.
+        steps_per_second: Average of the whole run, None before the second step.
         memory: Bytes at the end.
-        log_path: The run log, None when it could not be written.
-        interrupted: Whether Ctrl-C ended it.
-        failure: What ended it otherwise, None when it ran to its end.
+        log_path: The run log, None if it could not be written.
+        interrupted: Whether Ctrl+C ended the training.
+        failure: The error that ended the training, None without one.
     """
 
     config: ExperimentConfig
@@ -61,7 +61,7 @@ class TrainSummary:
 
     @property
     def exit_status(self) -> int:
-        """0 when it ran to its end, 130 when interrupted, 1 when it failed."""
+        """0 if all steps are done, 130 if interrupted, 1 if training failed."""
         return 1 if self.failure else 130 if self.interrupted else 0
 
     def __str__(self) -> str:
@@ -72,12 +72,12 @@ class TrainSummary:
             ("steps", f"{self.steps}, {self.skipped} skipped"),
             ("loss", "–" if self.loss is None else f"{self.loss:.4f}"),
             ("accuracy", "–" if self.accuracy is None else f"{self.accuracy:.1%} of held-out images"),
-            ("loss scale", f"{spell(float(self.loss_scale))} ({dynamic})"),
+            ("loss scale", f"{number(self.loss_scale)} ({dynamic})"),
             ("speed", "–" if rate is None else f"{rate:.0f} steps/s"),
-            ("parameters", _bytes(self.memory.parameters)),
-            ("gradients", _bytes(self.memory.gradients)),
-            ("masters", _bytes(self.memory.masters)),
-            ("optimizer state", _bytes(self.memory.optimizer_state)),
+            ("parameters", size(self.memory.parameters)),
+            ("gradients", size(self.memory.gradients)),
+            ("master weights", size(self.memory.masters)),
+            ("optimizer state", size(self.memory.optimizer_state)),
             ("run log", str(self.log_path or "none: it could not be written")),
         ]
         return "\n".join(f"{name:16}{value}" for name, value in rows)
@@ -90,21 +90,22 @@ def train(
     log_path: str | PathLike[str] | None = None,
     stream: TextIO | None = None,
 ) -> TrainSummary:
-    """Train `steps` steps, print how it goes and what came of it, and leave a run log.
+    """Train `steps` steps, print the progress and a table of results, and write a run log.
 
-    Ctrl-C pauses at a step boundary and prints the table of what was done; the log loads again.
+    Ctrl+C stops at a step boundary and prints the table for the steps that are done; the log is complete up to there.
 
     Args:
         config: What to train.
-        steps: How many steps, > 0.
-        log_path: Folder or .jsonl file of the log, None for `runs_directory()`; a file that is there is never written
-            over, path-2 is taken instead.
-        stream: Where to print, None for the standard output. A terminal gets a bar, anything else a line now and then.
+        steps: Number of steps, > 0.
+        log_path: Folder or .jsonl file of the log, None for `runs_directory()`. An existing file is never overwritten;
+            path-2 is used instead.
+        stream: Where to print, None for the standard output. A terminal gets a bar, anything else a line every two
+            seconds.
 
     Raises:
         ImportError: The task's data are not installed.
-        ValueError: `steps` is not a whole number > 0, the batch is larger than the task, or no log can be written where
-            `log_path` says.
+        ValueError: `steps` is not a whole number > 0, the batch is larger than the training set, or no log can be
+            written to `log_path`.
     """
     if log_path is not None:
         _check_writable(Path(log_path))
@@ -129,7 +130,7 @@ def train(
 
 
 def _check_writable(path: Path) -> None:
-    """Raise ValueError where no log can be made: who names a place wants to know at once, not at the end."""
+    """Raise ValueError if no log can be written to `path`, before the training instead of after it."""
     folder = path.parent if path.suffix == ".jsonl" and not path.is_dir() else path
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -137,13 +138,13 @@ def _check_writable(path: Path) -> None:
             pass
     except OSError as error:
         raise ValueError(
-            f"--log {path}: cannot write there ({error.strerror or error}); name a folder or a .jsonl file that can be "
-            f"written, or leave --log out for {runs_directory()}."
+            f"--log {path}: cannot write there ({error.strerror or error}); expected a writable folder or .jsonl file. "
+            f"Leave --log out to write to {runs_directory()}."
         ) from error
 
 
 class _Progress:
-    """Prints what is new: skipped steps and failures as lines, the rest as a bar (or now and then a line)."""
+    """Prints news: a line for each skipped step and failure, and the status as a bar or as a line every two seconds."""
 
     def __init__(self, trainer: Trainer, steps: int, stream: TextIO) -> None:
         self._trainer = trainer
@@ -157,7 +158,7 @@ class _Progress:
         self.line(str(trainer.config))
 
     def show(self) -> None:
-        """Print what is new."""
+        """Print the news since the last call."""
         for record in self._trainer.history.skips(self._skips):
             self._skips += 1
             self.line(_skip_line(record))
@@ -171,13 +172,13 @@ class _Progress:
             self.line(self._status())
 
     def finish(self, interrupted: bool) -> None:
-        """Print the rest, and the last status."""
+        """Print the remaining news and the final status."""
         self._draws_bar, self._next_line = False, math.inf
         self.show()
         self.line(f"{self._status()}{'  interrupted' if interrupted else ''}")
 
     def line(self, text: str) -> None:
-        """Print a line of its own, over the bar."""
+        """Print a line in place of the bar."""
         self._erase()
         self._stream.write(f"{text}\n")
         self._stream.flush()
@@ -200,7 +201,7 @@ class _Progress:
         last, rate = history.last, history.rate()
         parts = [f"{len(history)}/{self._steps}"]
         if last is not None:
-            parts += [f"loss {last.loss:.4f}", f"scale {spell(float(last.next_loss_scale))}"]
+            parts += [f"loss {last.loss:.4f}", f"scale {number(last.next_loss_scale)}"]
         if history.last_accuracy is not None:
             parts.append(f"accuracy {history.last_accuracy:.1%}")
         if rate is not None:
@@ -211,8 +212,8 @@ class _Progress:
 def _skip_line(record: StepRecord) -> str:
     where = f" in {record.first_nonfinite}" if record.first_nonfinite else ""
     return (
-        f"step {record.step}: gradient overflow{where} at loss scale {spell(float(record.loss_scale))}; "
-        f"step skipped, scale now {spell(float(record.next_loss_scale))}"
+        f"step {record.step}: gradient overflow{where} at loss scale {number(record.loss_scale)}; "
+        f"step skipped, scale now {number(record.next_loss_scale)}"
     )
 
 
@@ -232,7 +233,3 @@ def _summary(trainer: Trainer, interrupted: bool) -> TrainSummary:
         interrupted=interrupted,
         failure=trainer.failures[-1].text if failed else None,
     )
-
-
-def _bytes(count: int) -> str:
-    return f"{count:,} B" if count < _BYTES else f"{count / _BYTES:,.1f} KiB"

@@ -14,7 +14,7 @@ class TensorBoardScalars:
     """Writes loss, scale, skips and gradients under ``amplab/``.
 
     Args:
-        folder: where the event files go.
+        folder: where to write the event files.
 
     Raises:
         ImportError: TensorBoard is not installed.
@@ -25,13 +25,13 @@ class TensorBoardScalars:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ImportError(
-                "tensorboard=…: TensorBoard is not installed; run: python -m pip install tensorboard, or leave it out."
+                "tensorboard=…: TensorBoard is not installed; run: python -m pip install tensorboard, or omit it."
             ) from error
         self._writer = SummaryWriter(str(folder))
         self._skips = 0
 
     def write(self, record: StepRecord, gradient_norm: float | None) -> None:
-        """Write one step; what was not measured is left out."""
+        """Write one step, without the values that were not measured."""
         self._skips += record.skipped
         values = {
             "loss": record.loss,
@@ -45,5 +45,5 @@ class TensorBoardScalars:
                 self._writer.add_scalar(f"amplab/{name}", value, record.step)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining values and close the files."""
         self._writer.close()

@@ -1,9 +1,9 @@
-"""Scripts of the years of apex, run as they are: amplab where they import apex, the CPU where they ask for CUDA.
+"""Run unmodified scripts that import apex: with amplab in place of apex, and with CUDA calls on the CPU if wanted.
 
     amplab run [--device cpu] script.py arguments...
 
-`as_apex` does the first from Python. CUDA calls are redirected by ``cuda_on_cpu``, which is imported when it is asked
-for: the rest of this room waits for no torch.
+`as_apex` puts amplab in place of apex from Python. ``cuda_on_cpu`` redirects CUDA calls. It is imported only for
+``--device cpu``, since the rest of this room needs no torch.
 """
 
 from amplab.scripts.apex_alias import ApexAlias, as_apex

@@ -1,12 +1,12 @@
-"""amplab in the place of ``apex``: a finder that resolves ``apex`` and ``apex.*`` to amplab's own module objects.
+"""amplab in place of ``apex``: a finder that resolves ``apex`` and ``apex.*`` to amplab's own module objects.
 
     apex                  ->  amplab
     apex.amp              ->  amplab.amp
     apex.parallel.LARC    ->  amplab.parallel.LARC
 
-One object under two names, so there is one session, and `isinstance` holds whichever name a class was imported by. (A
-second entry in ``sys.modules`` for the package alone would load every module under it twice.) What amplab has under
-another name, or not at all, is in ``apex_names.py``: importing it works, or is refused with what to use.
+A module is one object under two names. So there is one session, and `isinstance` holds for both names of a class. (A
+second entry in ``sys.modules`` for the package alone would load every module under it twice.) ``apex_names.py`` lists
+the names that amplab has elsewhere or not at all: importing them works, or raises an error that says what to use.
 """
 
 import importlib
@@ -24,18 +24,18 @@ from amplab.scripts.apex_names import HOMES, refusal
 __all__ = ["ApexAlias", "as_apex"]
 
 APEX, AMPLAB = "apex", "amplab"
-# What scripts that look for an installed apex are told; amp was 0.1 all its life.
-METADATA = "Metadata-Version: 2.1\nName: apex\nVersion: 0.1\nSummary: amplab in the place of apex\n"
+# For scripts that look for an installed apex; all its releases were 0.1.
+METADATA = "Metadata-Version: 2.1\nName: apex\nVersion: 0.1\nSummary: amplab in place of apex\n"
 
 
 def as_apex() -> "ApexAlias":
-    """Let ``import apex`` and ``from apex import amp`` give amplab from here on, in this process.
+    """Make ``import apex`` and ``from apex import amp`` import amplab from now on, in this process.
 
     Returns:
-        What takes it back: ``undo()``, or the end of a ``with`` block.
+        An object whose ``undo()`` ends this, as does the end of a ``with`` block.
 
     Raises:
-        RuntimeError: another package is imported under the name apex already.
+        RuntimeError: another package is already imported under the name apex.
 
     >>> with as_apex():
     ...     from apex import amp
@@ -46,18 +46,18 @@ def as_apex() -> "ApexAlias":
 
 
 class ApexAlias:
-    """One standing request that ``apex`` be amplab; it holds until `undo`, whether or not it is kept.
+    """Makes ``apex`` mean amplab until `undo`, even if nobody keeps this object.
 
     Raises:
-        RuntimeError: another package is imported under the name apex already.
+        RuntimeError: another package is already imported under the name apex.
     """
 
     def __init__(self) -> None:
         present = sys.modules.get(APEX)
         if present is not None and present is not sys.modules.get(AMPLAB):
             raise RuntimeError(
-                f"apex is imported already, from {getattr(present, '__file__', None) or 'elsewhere'}: expected to "
-                "come before the first `import apex`; call amplab.as_apex() at the top of the program."
+                f"apex is already imported, from {getattr(present, '__file__', None) or 'elsewhere'}: expected this "
+                "call before the first `import apex`; call amplab.as_apex() at the top of the program."
             )
         self._finder, self._last = _ApexFinder(), _Refusing()
         sys.meta_path.insert(0, self._finder)
@@ -72,7 +72,7 @@ class ApexAlias:
         self.undo()
 
     def undo(self) -> None:
-        """Take it back: ``import apex`` finds what is installed, if anything. Repeating it does nothing."""
+        """Make ``import apex`` find the installed package again, if there is one. A second call does nothing."""
         for finder in (self._finder, self._last):
             if finder in sys.meta_path:
                 sys.meta_path.remove(finder)
@@ -84,12 +84,12 @@ class ApexAlias:
 
 
 class _ApexFinder(DistributionFinder):
-    """Finds ``apex`` and what is below it, and a distribution of that name for those who look for one."""
+    """Finds ``apex``, its submodules, and a distribution of that name."""
 
     def find_spec(
         self, name: str, _path: Sequence[str] | None = None, _target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return a spec that loads the module of amplab; None where amplab has none of that name."""
+        """Return a spec that loads the module of amplab; None if amplab has no such module."""
         own = _home(name)
         if own is None:
             return None
@@ -100,27 +100,30 @@ class _ApexFinder(DistributionFinder):
         return ModuleSpec(name, _Loader(own), origin=found.origin, is_package=is_package)
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterator[Distribution]:
-        """Yield a distribution called apex to who asks for it by name."""
+        """Yield a distribution called apex if it is searched by name."""
         if context is not None and context.name == APEX:
             yield _ApexDistribution()
 
 
 class _Refusing:
-    """Comes last: refuses what is of apex and nobody has found. Those who only ask whether it exists are told no."""
+    """The last finder: refuses to import modules of apex that no other finder has found.
+
+    A query whether the module exists (``importlib.util.find_spec``) gets the answer no instead.
+    """
 
     def find_spec(
         self, name: str, _path: Sequence[str] | None = None, _target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Raise ModuleNotFoundError in an ``import`` of what is of apex; return None."""
-        said = refusal(name) if _is_being_imported() else None
-        if said is not None:
-            # Under apex's name: `from package import name` would pass over an error in the name that it looked for.
-            raise ModuleNotFoundError(said, name=said.partition(":")[0])
+        """Raise ModuleNotFoundError for an ``import`` of a module of apex, else return None."""
+        message = refusal(name) if _is_being_imported() else None
+        if message is not None:
+            # With apex's name: `from package import name` ignores this error if it has the name that it looks for.
+            raise ModuleNotFoundError(message, name=message.partition(":")[0])
         return None
 
 
 class _Loader(Loader):
-    """Gives the module of amplab itself, and leaves it as it was."""
+    """Returns the module of amplab itself, unchanged."""
 
     def __init__(self, own: str) -> None:
         self._own = own
@@ -132,7 +135,7 @@ class _Loader(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # The import system has put apex's spec on it; what it is stays what it was imported as first.
+        # The import system has set apex's spec on the module; this restores its own.
         module.__spec__ = self._spec
 
 
@@ -153,14 +156,14 @@ def _own_name(name: str) -> str:
 
 
 def _home(name: str) -> str | None:
-    """The module of amplab that ``name`` stands for; ``from apex.amp import handle`` asks for ``amplab.amp.handle``."""
+    """Return the module of amplab for ``name``; ``from apex.amp import handle`` looks for ``amplab.amp.handle``."""
     if _is_apex(name):
         return HOMES.get(name, _own_name(name))
     return HOMES.get(name.replace(AMPLAB, APEX, 1)) if name.startswith(f"{AMPLAB}.") else None
 
 
 def _forget(name: str) -> None:
-    """Take back a second name that a module of amplab has had."""
+    """Remove the second name of a module of amplab."""
     sys.modules.pop(name, None)
     parent, _, child = name.rpartition(".")
     if parent in sys.modules:
@@ -168,6 +171,6 @@ def _forget(name: str) -> None:
 
 
 def _is_being_imported() -> bool:
-    """Whether the finder that asks was called by an import, and not by ``importlib.util.find_spec``."""
-    asked = sys._getframe(3)  # this function, find_spec of the finder, that of the import system, who called it
-    return asked.f_globals.get("__name__") == "importlib._bootstrap"
+    """Return whether the calling finder was called by an import, and not by ``importlib.util.find_spec``."""
+    caller = sys._getframe(3)  # after this function, find_spec of the finder, and find_spec of the import system
+    return caller.f_globals.get("__name__") == "importlib._bootstrap"

@@ -1,9 +1,9 @@
-"""What apex has under names that amplab has not, by apex's own names, as two tables.
+"""Names of apex that amplab does not have under the same name, as two tables.
 
-    HOMES      a module of apex            -> the module of amplab that has what scripts import from it
-    INSTEAD    a module, or a name in one  -> what to use; importing it is refused with that
+    HOMES      a module of apex            -> the module of amplab that has its names
+    INSTEAD    a module, or a name in one  -> what to use instead, for the error that importing it raises
 
-`apex_alias` serves both. Everything else of apex is found under its own name, with ``amplab`` for ``apex``.
+`apex_alias` reads both. Everything else of apex has the same name in amplab, with ``amplab`` for ``apex``.
 """
 
 __all__ = ["HOMES", "INSTEAD", "refusal"]
@@ -17,11 +17,11 @@ _LISTS = (
     "register a function before amp.initialize instead of editing a list: amp.register_half_function(module, name) or "
     "amp.register_float_function(module, name), or pass a policy to amp.initialize"
 )
-_INSIDE = "use `from apex import amp`, of which this was the inside"
+_INSIDE = "use `from apex import amp`; this was an internal module of it"
 _KERNELS = "ask multi_tensor_applier.available first, or use amplab.kernels and torch._foreach_*"
 
 INSTEAD = {
-    "apex.amp.opt": "use amp.initialize and `with amp.scale_loss(loss, optimizer)`, which came after OptimWrapper",
+    "apex.amp.opt": "use amp.initialize and `with amp.scale_loss(loss, optimizer)`, which replaced OptimWrapper",
     "apex.amp.lists": _LISTS,
     "apex.amp.utils": _INSIDE,
     "apex.amp.wrap": _INSIDE,
@@ -40,8 +40,8 @@ INSTEAD = {
     "apex.parallel.multiproc": "start N processes with `torchrun --nproc-per-node=N --no-python amplab run script.py`",
     "apex.pyprof": "use torch.profiler.profile, or amplab.trace for what amp does",
     "apex.reparameterization": "use torch.nn.utils.parametrizations.weight_norm",
-    "apex.RNN": "use torch.nn.RNN, torch.nn.LSTM and torch.nn.GRU, which run in half at O1",
-    "apex.transformer": "use megatron.core of Megatron-LM, where it has moved",
+    "apex.RNN": "use torch.nn.RNN, torch.nn.LSTM and torch.nn.GRU, which run in float16 at O1",
+    "apex.transformer": "use megatron.core of Megatron-LM, which contains it now",
     "amp_C": _KERNELS,
     "apex_C": "use torch.nn.utils.parameters_to_vector and vector_to_parameters for flatten and unflatten",
     "fused_layer_norm_cuda": "use apex.normalization.FusedLayerNorm, or torch.nn.functional.layer_norm",
@@ -55,13 +55,13 @@ INSTEAD = {
 
 
 def refusal(name: str) -> str | None:
-    """Say why ``name`` cannot be imported while amplab is in the place of apex, and what to use instead.
+    """Return why ``name`` cannot be imported while amplab is in place of apex, and what to use instead.
 
     Args:
-        name: dotted, as it is imported. ``from apex.x import y`` looks for ``amplab.x.y``, which is meant, too.
+        name: dotted name of the import. ``from apex.x import y`` looks for ``amplab.x.y``, which is accepted too.
 
     Returns:
-        A sentence that begins with apex's own name and a colon; None for what is none of apex.
+        A sentence that starts with apex's name and a colon; None if the name is not of apex.
 
     >>> refusal("apex.reparameterization").rpartition("; ")[2]
     'use torch.nn.utils.parametrizations.weight_norm.'
@@ -70,10 +70,10 @@ def refusal(name: str) -> str | None:
     """
     own = name.replace("amplab.", "apex.", 1) if name.startswith("amplab.") else name
     if own in INSTEAD:
-        return f"{own}: expected what amplab has, which is in the place of apex here; {INSTEAD[own]}."
+        return f"{own}: amplab, which is in place of apex here, does not have it; {INSTEAD[own]}."
     if name.startswith("apex."):
         return (
-            f"{own}: expected what amplab has, which is in the place of apex here; that is amp, fp16_utils, "
-            "multi_tensor_apply, normalization, optimizers and parallel."
+            f"{own}: amplab, which is in place of apex here, does not have it; expected a module of amp, fp16_utils, "
+            "multi_tensor_apply, normalization, optimizers or parallel."
         )
     return None

@@ -1,11 +1,10 @@
-"""Let the Python processes that a script starts find amplab in the place of apex, too.
+"""Put amplab in place of apex in the Python processes that a script starts, through two environment variables.
 
-    AMPLAB_AS_APEX   "apex" or "cpu": what is in force        in the environment, which every child inherits
-    PYTHONPATH       this room's folder ``in_children`` first, whose ``sitecustomize`` an interpreter runs as it starts
+    AMPLAB_AS_APEX   "apex", or "cpu" if CUDA calls are redirected too
+    PYTHONPATH       starts with this room's folder ``in_children``; an interpreter runs its ``sitecustomize`` at start
 
-So it holds for multiprocessing's "spawn" and "forkserver", for workers of a DataLoader, for
-``torch.distributed.launch`` and for ``subprocess``. Interpreters that are started with -E, -I or -S ignore it, as
-they are asked to.
+This covers multiprocessing's "spawn" and "forkserver", workers of a DataLoader, ``torch.distributed.launch`` and
+``subprocess``. Interpreters started with -E, -I or -S ignore these variables.
 """
 
 import importlib
@@ -25,10 +24,10 @@ FOLDER = str(Path(__file__).with_name("in_children"))
 
 
 def let_children_follow(device: str | None) -> None:
-    """Tell every process that is started from here on what this one does.
+    """Make every process that is started from now on do what this one does.
 
     Args:
-        device: as `run_script`.
+        device: as in `run_script`.
     """
     os.environ[VARIABLE] = device or "apex"
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != FOLDER]
@@ -36,23 +35,23 @@ def let_children_follow(device: str | None) -> None:
 
 
 def follow_parent() -> None:
-    """Do in this process, while it starts, what its parent does; nothing where no parent says so.
+    """Do in this process, while it starts, what its parent does, if it was started under ``amplab run``.
 
-    Torch is not imported here: its CUDA calls are redirected when the program imports it.
+    This does not import torch: CUDA calls are redirected when the program imports torch.
     """
     sys.path[:] = [path for path in sys.path if path != FOLDER]
-    said = os.environ.get(VARIABLE)
-    if said is not None:
+    mode = os.environ.get(VARIABLE)
+    if mode is not None:
         as_apex()
         sys.argv[:] = _with_local_rank(sys.argv)
-    if said == "cpu":
+    if mode == "cpu":
         sys.meta_path.insert(0, _TorchOnCpu())
 
 
 def _with_local_rank(words: list[str]) -> list[str]:
-    """Hand a script its rank as ``--local_rank``, as ``torch.distributed.launch`` did before torch 2.0.
+    """Pass a script its rank as ``--local_rank``, as ``torch.distributed.launch`` did before torch 2.0.
 
-    So for a script whose source has that spelling alone; every other one gets what there is.
+    Only scripts whose source contains that spelling and not the new one get it.
     """
     script = Path(words[0]) if words else Path()
     if "TORCHELASTIC_RUN_ID" not in os.environ or not script.is_file():
@@ -64,7 +63,7 @@ def _with_local_rank(words: list[str]) -> list[str]:
 
 
 class _TorchOnCpu:
-    """Finds torch once, with a loader that redirects its CUDA calls when it is there."""
+    """Finds torch once, with a loader that redirects its CUDA calls after loading it."""
 
     def find_spec(self, name: str, _path: object = None, _target: ModuleType | None = None) -> ModuleSpec | None:
         if name != "torch":
@@ -77,7 +76,7 @@ class _TorchOnCpu:
 
 
 class _RedirectingLoader(Loader):
-    """Loads torch as ``own`` does, whose place it then gives back."""
+    """Loads torch as the loader ``own`` does, then restores that loader on the module."""
 
     def __init__(self, own: Loader) -> None:
         self._own = own
@@ -86,6 +85,8 @@ class _RedirectingLoader(Loader):
         return self._own.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__.loader = module.__loader__ = self._own
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._own
+        module.__loader__ = self._own
         self._own.exec_module(module)
         importlib.import_module("amplab.scripts.cuda_on_cpu").cuda_on_cpu()

@@ -1,6 +1,6 @@
-"""What stands for CUDA's streams, events, generators and devices where all work is done when a call returns.
+"""Replacements of CUDA's streams, events, generators and devices on the CPU, where each call finishes its work.
 
-`cuda_on_cpu` puts these in their places.
+`cuda_on_cpu` puts them in place.
 """
 
 import contextlib
@@ -14,11 +14,11 @@ import torch
 
 __all__ = ["DEVICE_NAME", "Event", "Scope", "Stream", "device_properties", "generator_on"]
 
-DEVICE_NAME = "CPU (in the place of CUDA)"
+DEVICE_NAME = "CPU (in place of CUDA)"
 
 
 class Scope(contextlib.AbstractContextManager[Any]):
-    """A block that changes nothing: ``torch.cuda.device(0)``, ``torch.cuda.stream(stream)``."""
+    """A ``with`` block without effect: ``torch.cuda.device(0)``, ``torch.cuda.stream(stream)``."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         pass
@@ -28,7 +28,7 @@ class Scope(contextlib.AbstractContextManager[Any]):
 
 
 class Event:
-    """The moment at which it was recorded.
+    """A point in time.
 
     >>> start, end = Event(enable_timing=True), Event(enable_timing=True)
     >>> start.record()
@@ -42,7 +42,7 @@ class Event:
         self._seconds = 0.0
 
     def record(self, stream: Any = None) -> None:
-        """Take the time."""
+        """Record the current time."""
         del stream
         self._seconds = time.perf_counter()
 
@@ -51,18 +51,18 @@ class Event:
         return (end_event._seconds - self._seconds) * 1e3
 
     def wait(self, stream: Any = None) -> None:
-        """Return: nothing is under way."""
+        """Return at once: all work is done."""
 
     def synchronize(self) -> None:
-        """Return: nothing is under way."""
+        """Return at once: all work is done."""
 
     def query(self) -> bool:
-        """Say that everything before it is done."""
+        """Return True: everything before the event is done."""
         return True
 
 
 class Stream(Scope):
-    """A queue that is always empty; as a block it changes nothing."""
+    """A queue that is always empty; as a ``with`` block it has no effect."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_kwargs: Any) -> None:
         del device
@@ -71,10 +71,10 @@ class Stream(Scope):
         self.priority = priority
 
     def wait_event(self, event: Any) -> None:
-        """Return: nothing is under way."""
+        """Return at once: all work is done."""
 
     def wait_stream(self, stream: Any) -> None:
-        """Return: nothing is under way."""
+        """Return at once: all work is done."""
 
     def record_event(self, event: Event | None = None) -> Event:
         """Record ``event``, or a new one."""
@@ -83,24 +83,24 @@ class Stream(Scope):
         return event
 
     def synchronize(self) -> None:
-        """Return: nothing is under way."""
+        """Return at once: all work is done."""
 
     def query(self) -> bool:
-        """Say that everything in it is done."""
+        """Return True: everything in the stream is done."""
         return True
 
 
-class _SameKind(type(torch.Generator)):
-    """Lets what stands for a class recognize the instances of that class."""
+class _SameKind(type(torch.Generator)):  # type: ignore[misc]  # its metaclass has no name
+    """Makes ``isinstance`` of the replacement accept instances of the original class."""
 
     def __instancecheck__(cls, value: object) -> bool:
         return isinstance(value, torch._C.Generator)
 
 
 def generator_on(moved: Callable[[Any], Any]) -> type[torch.Generator]:
-    """Return a class in the place of ``torch.Generator`` that makes its generators on ``moved(device)``.
+    """Return a class that replaces ``torch.Generator`` and makes generators on ``moved(device)``.
 
-    A class, since annotations say ``torch.Generator | None``.
+    It is a class, since annotations contain ``torch.Generator | None``.
     """
 
     class Generator(torch._C.Generator, metaclass=_SameKind):
@@ -111,7 +111,7 @@ def generator_on(moved: Callable[[Any], Any]) -> type[torch.Generator]:
 
 
 def device_properties(device: Any = None) -> SimpleNamespace:
-    """Return the properties of the one device there is; its capability is that of the first GPU with tensor cores."""
+    """Return the properties of the CPU, with the capability of the first GPUs with tensor cores."""
     del device
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if os.name == "posix" else 0
     return SimpleNamespace(

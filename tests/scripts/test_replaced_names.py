@@ -1,6 +1,6 @@
 """Attributes come back as they were: own ones, inherited ones and those that were not there."""
 
-from amplab.scripts.replaced_names import ReplacedNames
+from amplab.scripts.cuda_on_cpu import ReplacedNames
 
 
 class Base:

@@ -185,11 +185,11 @@ def test_an_unknown_device_is_refused_before_anything_runs(folder):
 @pytest.mark.parametrize(
     ("lines", "advice"),
     [
-        ("raise AssertionError('Torch not compiled with CUDA enabled')", "put `--device cpu` behind"),
+        ("raise AssertionError('Torch not compiled with CUDA enabled')", "`amplab run --device cpu`"),
         (
             "import argparse, io, torch\nfile = io.BytesIO()\ntorch.save({'args': argparse.Namespace(lr=1)}, file)\n"
             "file.seek(0)\nprint(torch.load(file)['args'].lr)",
-            "set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1",
+            "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1",
         ),
     ],
 )

@@ -1,3 +1,3 @@
-"""The folder that ``amplab run`` puts into PYTHONPATH: each Python process that a script starts runs its one file."""
+"""The folder that ``amplab run`` adds to PYTHONPATH: Python processes of a script run its ``sitecustomize``."""
 
 __all__: list[str] = []

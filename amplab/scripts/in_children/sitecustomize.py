@@ -1,6 +1,6 @@
-"""Run by an interpreter that a script under ``amplab run`` has started, before anything of its program.
+"""Run by an interpreter that a script under ``amplab run`` has started, before its program.
 
-It does what `amplab.scripts.children` says, then runs the ``sitecustomize`` that it stands before, if there is one.
+It does what `amplab.scripts.children` describes, then runs the next ``sitecustomize`` on the path, if there is one.
 """
 
 import importlib
@@ -12,10 +12,12 @@ __all__: list[str] = []
 
 
 def _find_amplab() -> None:
-    """Import the very amplab of the parent, wherever it lies and whatever else is called so."""
+    """Import the amplab of the parent process, even if the path has another or none."""
     folder = Path(__file__).resolve().parents[2]
-    places = {"submodule_search_locations": [str(folder)]}
-    spec = importlib.util.spec_from_file_location("amplab", folder / "__init__.py", **places)
+    places = [str(folder)]
+    spec = importlib.util.spec_from_file_location("amplab", folder / "__init__.py", submodule_search_locations=places)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{folder}: expected the package amplab; install it again.")
     sys.modules["amplab"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules["amplab"])
 
