@@ -3,7 +3,7 @@
     Float->Half (linear)
     Half->Float (cross_entropy)
 
-A weight is told when it is cast, not when its cast is used again.
+A weight is printed when it is cast, not when the cached cast is used again.
 """
 
 from collections.abc import Callable
