@@ -13,7 +13,7 @@ AMPLAB_RULE double at_least_zero(double x) { return x < 0.0 ? 0.0 : x; }
 //
 //   g <- g + weight_decay p                                unless decoupled
 //   h <- h + g g
-//   p <- p - lr' (g / (sqrt(h) + eps))                     + weight_decay p inside, where decoupled
+//   p <- p - lr' (g / (sqrt(h) + eps))                     + weight_decay p inside, if decoupled
 //   lr' = lr / (1 + (step - 1) lr_decay)
 
 struct AdagradSettings {
@@ -100,12 +100,12 @@ struct Adadelta {
 //
 //   decoupled: p <- p - weight_decay p                     else g <- g + weight_decay p
 //   v <- alpha v + (1 - alpha) (g g)
-//   a <- a + (1 - alpha) (g - a);  w = max(v - a a, 0)     w = v, where it is not centered
-//   u  = g / (sqrt(w) + eps)                               g / sqrt(w + eps), where eps is in the root
-//   b <- momentum b + u;  p <- p - lr b                    b <- momentum b + lr u;  p <- p - b, where lr is in there
-//   p <- p - lr u                                          where there is no momentum
+//   a <- a + (1 - alpha) (g - a);  w = max(v - a a, 0)     w = v, if not centered
+//   u  = g / (sqrt(w) + eps)                               g / sqrt(w + eps), if eps is under the root
+//   b <- momentum b + u;  p <- p - lr b                    b <- momentum b + lr u;  p <- p - b, if it includes lr
+//   p <- p - lr u                                          without momentum
 //
-// The states are v, a and b, as far as there are any.
+// The states are v, a and b, as far as they are used.
 
 struct RmspropSettings {
   double lr, alpha, eps, weight_decay, momentum;

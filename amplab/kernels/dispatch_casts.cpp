@@ -1,8 +1,8 @@
 // Casts as a boxed kernel in PyTorch's dispatcher; dispatch_casts.py calls what is exported at the end.
 //
-// It hangs on AutocastIPU: an autocast key on which PyTorch registers nothing and which no tensor of this process
-// carries. The key takes part in dispatch only where this thread includes it, so torch.autocast on its own keys and
-// every other thread are as they were. One plan is live in a thread at a time: a policy for each op, a dtype.
+// It is registered for AutocastIPU, an autocast key that PyTorch does not use and that no tensor of this process has.
+// The key takes part in dispatch only in threads that include it, so torch.autocast, which has its own keys, and all
+// other threads are not affected. A thread has one active plan at a time: a policy for each op, and a dtype.
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/GradMode.h>
@@ -26,7 +26,7 @@ constexpr c10::DispatchKey kKey = c10::DispatchKey::AutocastIPU;
 
 // As in dispatch_casts.py.
 enum Cast : uint8_t { kNone, kLower, kFloat32, kSetDtype, kPromote, kMatchSelf, kBanned, kBannedInPlace };
-constexpr uint8_t kProduct = 0x80;  // fp32 accumulation where all floating tensors are CPU halves
+constexpr uint8_t kProduct = 0x80;  // fp32 accumulation if all floating tensors are float16 on the CPU
 
 struct Plan {
   std::vector<uint8_t> casts;  // by op
@@ -45,7 +45,7 @@ struct Entry {
 
 struct Thread {
   const Plan* plan = nullptr;
-  int task = -1;  // the graph task in which the plan was entered: backward's own ops are left alone
+  int task = -1;  // the graph task in which the plan was entered: ops of a backward are not cast
   std::unordered_map<uintptr_t, Entry> cache[2];  // by compute dtype: float16, bfloat16
 };
 thread_local Thread here;
@@ -55,7 +55,7 @@ std::vector<std::string> refusals;  // by op, for banned rows
 bool is_half(at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
 bool is_castable(at::ScalarType type) { return is_half(type) || type == at::kFloat; }
 
-// The loops of argument_casts.py. A tensor subclass is left alone: the op then runs as it was called.
+// The loops of argument_casts.py. For a tensor subclass the op runs with its original arguments.
 template <typename Visit>  // bool(const at::Tensor&), false to stop
 bool every_tensor(const c10::IValue& value, Visit&& visit) {
   if (value.isTensor()) return !value.toTensor().defined() || visit(value.toTensor());
@@ -91,7 +91,7 @@ void change_tensors(torch::jit::Stack& stack, size_t first, Change&& change) {
   }
 }
 
-struct Seen {  // what the floating arguments of a call are
+struct Seen {  // properties of the floating arguments of a call
   bool plain = true, wide = false, half = false, mixed = false, foreign = false;
   bool only_cpu_half = true;
   std::optional<at::ScalarType> common;
@@ -123,7 +123,7 @@ at::Tensor cached(const at::Tensor& weight, at::ScalarType type) {
     if (!entry.weight.expired() && entry.version == weight._version() && entry.data == weight.const_data_ptr())
       return entry.copy;
   }
-  // Made with grad on, so that an entry made under no_grad serves a later forward that needs gradients.
+  // Made with grad enabled, so that an entry made under no_grad can be used by a later forward with gradients.
   c10::AutoGradMode grad(true);
   at::Tensor copy = weight.to(type);
   const auto version = static_cast<int64_t>(weight._version());
@@ -217,8 +217,8 @@ void cast_arguments(uint8_t cast, size_t index, const Plan& plan, const c10::Fun
   }
 }
 
-// What autograd has been through already is the inside of another op: relu, say, calling clamp_min. (In inference mode
-// there is no telling.)
+// An op that autograd has already passed is called inside another op, such as clamp_min by relu. (Inference mode gives
+// no such information.)
 bool is_inside() {
   return c10::impl::tls_local_dispatch_key_set().excluded_.has_all(c10::autograd_dispatch_keyset) &&
          !c10::InferenceMode::is_enabled();
@@ -233,7 +233,7 @@ struct Kernel : c10::OperatorKernel {
     if (marks == kNone || is_inside() || torch::autograd::get_current_graph_task_id() != here.task) {
       return op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
     }
-    // What the op is made of is its own affair: it is cast once, at its border.
+    // Ops inside this op are not cast: its arguments are cast once.
     c10::impl::ExcludeDispatchKeyGuard once(kKey);
     const size_t first = stack->size() - op.schema().arguments().size();
     const Seen seen = look(*stack, first, plan->dtype);
@@ -255,7 +255,7 @@ struct Kernel : c10::OperatorKernel {
 #define EXPORT extern "C" __attribute__((visibility("default")))
 #endif
 
-// Hang the kernel on one overload, "add.Tensor"; returns its place in a plan's casts, -1 where there is no such op.
+// Register the kernel for one overload, "add.Tensor"; returns its index in a plan's casts, -1 if there is no such op.
 EXPORT int64_t amplab_cast_op(const char* overload, const char* refusal) {
   static torch::Library* const library = [] {
     const auto kind = torch::Library::IMPL;
@@ -281,12 +281,12 @@ EXPORT void amplab_cast_forget(void* plan) { delete static_cast<Plan*>(plan); }
 
 EXPORT int64_t amplab_cast_task() { return torch::autograd::get_current_graph_task_id(); }
 
-// Make a plan this thread's, for the ops of one graph task; null for none.
+// Make a plan active in this thread, for the ops of one graph task; null for none.
 EXPORT void amplab_cast_enter(const void* plan, int64_t task) {
   here.plan = static_cast<const Plan*>(plan);
   here.task = static_cast<int>(task);
   c10::impl::tls_set_dispatch_key_included(kKey, plan != nullptr);
-  c10::impl::tls_set_dispatch_key_excluded(kKey, plan == nullptr);  // as every autocast key is until it is wanted
+  c10::impl::tls_set_dispatch_key_excluded(kKey, plan == nullptr);  // as every autocast key is by default
 }
 
 EXPORT void amplab_cast_clear() {

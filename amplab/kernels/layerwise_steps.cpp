@@ -1,6 +1,6 @@
 // The CPU kernels of LAMB and NovoGrad; schemas and references are in layerwise_steps.py, the arithmetic is in
 // layerwise_steps.h. Two passes over chunks of the lists: the first measures and changes nothing, the second steps with
-// the loop of step_driver.h. The sums of the chunks are added in their order, whichever threads have made them.
+// the loop of step_driver.h. The sums of the chunks are added in order, independent of the threads.
 #include <cmath>
 
 #include "layerwise_steps.h"
@@ -14,7 +14,7 @@ constexpr int64_t kLayerChunk = 16384;
 struct LayerChunk {
   size_t item;
   int64_t begin, end;
-  double weight, update;  // what was measured
+  double weight, update;  // the sums of squares
 };
 
 std::vector<LayerChunk> cut(const std::vector<StepItem>& items) {
@@ -51,7 +51,7 @@ double step_of(const StepItem& item) { return static_cast<double>(*item.step) + 
 
 // -- LAMB -----------------------------------------------------------------------------------------------------------
 
-// V elements from `i` on: the squares of the weight, and of what the rule makes of it.
+// V elements from `i` on: the squares of the weight and of its update.
 template <class V, class T>
 AMPLAB_RULE void measure_at(const AnyLamb<T, true>& rule, T factor, const T* grad, const T* param,
                             T* const* states, int64_t i, SquareSum& weights, SquareSum& updates) {
@@ -181,7 +181,7 @@ void measure_gradient(const StepItem& item, bool maximum, T factor, LayerChunk& 
   }
 }
 
-// The place of each item among all parameters, of which those without elements are no items.
+// The index of each item among all parameters; parameters without elements are no items.
 std::vector<size_t> places_of(const std::vector<StepItem>& items, const std::vector<float*>& counts) {
   std::vector<size_t> places;
   for (size_t place = 0; place < counts.size() && places.size() < items.size(); ++place) {
@@ -207,7 +207,7 @@ std::vector<float*> take_norms(StableIValue value, std::vector<Handle>& norms, s
   return numbers;
 }
 
-// The running norm of every parameter with this gradient in it.
+// The running norm of every parameter, including this gradient.
 std::vector<float> next_norms(const std::vector<float*>& before, const std::vector<size_t>& places,
                               const std::vector<LayerChunk>& chunks, const NovogradSettings& settings) {
   std::vector<double> measured(before.size());

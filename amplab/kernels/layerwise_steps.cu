@@ -1,13 +1,13 @@
 // The CUDA kernels of LAMB and NovoGrad; schemas and references are in layerwise_steps.py, the arithmetic is in
-// layerwise_steps.h, the loops in layerwise_device.h. Nothing waits for the host: what is measured stays in memory that
-// torch's allocator lends for the length of a call, on the stream of the launches.
+// layerwise_steps.h, the loops in layerwise_device.h. Nothing waits for the host: norms stay in memory that torch's
+// allocator provides for the duration of a call, on the stream of the launches.
 #include "layerwise_device.h"
 #include "step_launch.h"
 
 namespace amplab {
 namespace layerwise {
 
-// Bytes on the device, given back at the end of the scope, for whoever comes later on the same stream.
+// Device memory that is freed at the end of the scope; later work on the same stream may reuse it.
 class DeviceBytes {
  public:
   DeviceBytes(int64_t bytes, int32_t device) {
@@ -32,7 +32,7 @@ class DeviceBytes {
   void* memory_ = nullptr;
 };
 
-// What LAMB and NovoGrad launch in the place of StepKernels.
+// What LAMB and NovoGrad launch instead of StepKernels.
 template <int kStates>
 struct LayerKernels {
   LayerScratch scratch;
@@ -55,7 +55,7 @@ struct LayerKernels {
   }
 };
 
-// Room for the slots of one launch, and for totals and norms of so many parameters; no totals yet.
+// Memory for the slots of one launch, and for totals and norms of that many parameters; totals are empty.
 class Scratch {
  public:
   template <int kPointers>
@@ -112,7 +112,7 @@ std::vector<float*> take_norms(const std::vector<Handle>& norms, const StepLists
   return pointers;
 }
 
-// The norms in the order of the items, and after them those of parameters without elements.
+// The norms in the order of the items, then those of parameters without elements.
 std::vector<float*> in_order_of_items(const std::vector<float*>& norms, const StepLists& lists) {
   std::vector<float*> ordered, rest;
   for (size_t place = 0; place < norms.size(); ++place) {

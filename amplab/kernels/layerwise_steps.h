@@ -1,12 +1,12 @@
 // One element of LAMB and NovoGrad, once the norms of its tensor are known; as steps.h. The norms themselves are sums
-// over tensors, which the two devices take in their own way.
+// over tensors, which each device computes in its own way.
 #pragma once
 
 #include "steps.h"
 
 namespace amplab {
 
-// The numbers that both rules begin with, and what follows from the count of steps.
+// The constants of both rules, and what depends on the step count.
 struct LayerSettings {
   double lr, beta1, beta2, beta3, eps, weight_decay;
 
@@ -25,7 +25,7 @@ struct LayerSettings {
 //   g <- g + weight_decay p                                unless decoupled
 //   m <- beta1 m + beta3 g
 //   v <- beta2 v + ((1 - beta2) g) g
-//   u  = m / c1 / (sqrt(v) / sqrt(c2) + eps)               + weight_decay p, where decoupled
+//   u  = m / c1 / (sqrt(v) / sqrt(c2) + eps)               + weight_decay p, if decoupled
 //   p <- p - rate u                                        rate = lr min(|p|, max_weight_norm) / |u|
 
 struct LambSettings {
@@ -48,7 +48,7 @@ struct LambSettings {
   }
 };
 
-// With `measures` the weight becomes the update, whose norm is not known yet.
+// With `measures`, the weight is replaced by the update, whose norm is still to be computed.
 template <class T, bool measures>
 struct AnyLamb {
   using Settings = LambSettings;
@@ -90,7 +90,7 @@ struct AnyLamb {
 // -- NovoGrad -------------------------------------------------------------------------------------------------------
 //
 //   m <- beta1 m + beta3 g;                       p <- p - lr (m / (c1 d) + weight_decay p)
-//   m <- beta1 m + beta3 (g / d + weight_decay p);   p <- p - lr / c1 m          where the decay is in the moment
+//   m <- beta1 m + beta3 (g / d + weight_decay p);   p <- p - lr / c1 m          if the decay is in the moment
 //
 //   d = n / sqrt(c2) + eps
 
@@ -103,7 +103,7 @@ struct NovogradSettings {
     return {LayerSettings::take(arguments), arguments.flag(), arguments.flag(), arguments.flag()};
   }
 
-  // The running norm, rounded as it is kept; `measured` is the sum of the gradient's squares, or its maximum.
+  // The running norm, rounded as it is stored; `measured` is the sum of the gradient's squares, or its maximum.
   AMPLAB_RULE float next_norm(float before, double measured) const {
     const double fresh = 1.0 - layer.beta2;
     const double now = maximum_norm ? measured : sqrt(measured);

@@ -1,8 +1,8 @@
 // One element of each optimizer's step: the same code on the host, where `V` is a vector of floats, and on the device,
-// where it is one. Without a torch header. How a rule becomes an operator is in step_driver.h.
+// where it is one float. No torch header is included. How a rule becomes an operator is in step_driver.h.
 //
-// Every operation is rounded by itself (-ffp-contract=off, --fmad=false), so every device has the bits of the
-// reference. What depends on the step count alone is computed once for each tensor, in double.
+// Every operation is rounded separately (-ffp-contract=off, --fmad=false), so every device gives the bits of the
+// reference. What depends only on the step count is computed once per tensor, in double.
 #pragma once
 
 #include <cmath>
@@ -31,8 +31,8 @@ AMPLAB_RULE double square_root(double x) { return std::sqrt(x); }
 //
 //   g <- g + weight_decay p                            unless it comes after the momentum
 //   b <- first ? g : momentum b + (1 - dampening) g
-//   d <- nesterov ? g + momentum b : b                 g, where there is no momentum
-//   p <- p - lr d                                      d + weight_decay p, where the decay comes after
+//   d <- nesterov ? g + momentum b : b                 g, without momentum
+//   p <- p - lr d                                      d + weight_decay p, if the decay comes after
 
 struct SgdSettings {
   double lr, momentum, dampening, weight_decay;
@@ -45,7 +45,7 @@ struct SgdSettings {
   }
 };
 
-// Where there is no momentum, and so no state.
+// Without momentum, and so without state.
 template <class T>
 struct PlainSgd {
   using Settings = SgdSettings;
@@ -102,7 +102,7 @@ struct MomentumSgd {
 //   m <- beta1 m + (1 - beta1) g
 //   v <- beta2 v + ((1 - beta2) g) g
 //   p <- p - (lr / c1) m / (sqrt(v) / sqrt(c2) + eps)  c = 1 - beta^step, or 1 without bias correction
-//                           sqrt(v + eps) / sqrt(c2)   where eps is inside of the root
+//                           sqrt(v + eps) / sqrt(c2)   if eps is under the root
 
 struct AdamSettings {
   double lr, beta1, beta2, eps, weight_decay;

@@ -11,9 +11,9 @@
 namespace amplab::statistics {
 namespace {
 
-constexpr int64_t kGrain = 16384;  // elements a thread must have to be worth waking
+constexpr int64_t kGrain = 16384;  // the least elements per thread: below it a thread costs more than it saves
 
-// Copies elements of a tensor with gaps, from the one at `begin` on, in the order of its indices.
+// Copies elements of a tensor with gaps, starting at `begin`, in the order of their indices.
 template <class In>
 void gather(const Source& source, int64_t begin, int64_t count, In* out) {
   const int64_t dim = source.dim;
@@ -77,7 +77,7 @@ void fill_table(const Arguments& arguments, int64_t* table) {
     row_at(table + ends.size() * columns).clear();
     ends.push_back(total += source.numel);
   }
-  std::mutex shared;  // the rows of tensors that are not one thread's alone
+  std::mutex shared;  // for the rows of tensors that several threads count
   parallel_for(total, [&](int64_t begin, int64_t end) {
     std::vector<int64_t> part(columns);
     for (int index = find_span(ends, static_cast<int>(sources.size()), begin); begin < end; ++index) {

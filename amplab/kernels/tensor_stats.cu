@@ -1,9 +1,9 @@
 // The CUDA kernel of amplab::tensor_stats; schema and reference are in tensor_stats.py.
 //
 // One launch takes a table of up to 1600 tensors in its parameters (CUDA 12.1 on: 32,764 bytes of them). A persistent
-// grid walks the chunks of all of them; a chunk finds its tensor by binary search. Memory is read 16 bytes at a time. The
-// bins are counted in shared memory, where each lane of a warp has its own copy of every bin in its own bank, so that no
-// two wait for each other; what a block has counted is added to the tensor's row when its chunks of that tensor are done.
+// grid walks the chunks of all of them; a chunk finds its tensor by binary search. Memory is read 16 bytes at a time.
+// The bins are counted in shared memory, where each lane of a warp has its own copy of every bin in its own bank, so
+// that no two conflict. The counts of a block are added to the tensor's row when its chunks of that tensor are done.
 // Nothing waits for the host, and the launches can be captured in a graph.
 #include <cuda_runtime.h>
 
@@ -18,12 +18,12 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kBlocksPerMultiprocessor = 4;
-constexpr int kChunk = 16384;      // elements; a multiple of every pack, so a chunk is aligned as its tensor is
+constexpr int kChunk = 16384;      // elements; a multiple of every pack, so a chunk has the alignment of its tensor
 constexpr int kSpansPerTable = 1600;
 constexpr int kShared = 40960;     // bytes for the copies of the bins
 constexpr long long kInfinityBits = 0x7ff0000000000000ll;
 
-// Up to as many tensors as one launch takes; rows are those of the whole table.
+// The tensors of one launch; row numbers are those of the whole table.
 struct SpanTable {
   const void* inputs[kSpansPerTable];
   uint32_t ends[kSpansPerTable];   // the chunk after a tensor's last one
@@ -40,7 +40,7 @@ __device__ __forceinline__ uint64_t magnitude_of(double x) {
   return static_cast<uint64_t>(__double_as_longlong(x)) & ~(uint64_t{1} << 63);
 }
 
-// A magnitude as the bits of a double, which are ordered as the numbers are.
+// A magnitude as the bits of a double, which have the order of the numbers.
 __device__ __forceinline__ long long as_double(uint32_t bits) {
   return __double_as_longlong(static_cast<double>(__uint_as_float(bits)));
 }
@@ -52,7 +52,7 @@ struct alignas(16) Pack {
   T at[kSize];
 };
 
-// What one thread counts: the columns before the bins by itself, a bin in the copy of its lane.
+// The counts of one thread: its own columns before the bins, and the bins in the copy of its lane.
 template <class In>
 class Tally {
  public:
@@ -72,7 +72,7 @@ class Tally {
   __device__ void head(Column column) { ++heads_[column - kZeros]; }
   __device__ void bin(int64_t bin) { atomicAdd(counts_ + bin * copies_, 1u); }
 
-  // Brings what the warp has counted by itself into the row, and forgets it.
+  // Adds the warp's counts to the row, and clears them.
   __device__ void flush(long long* row) {
     long long largest = as_double(largest_);
     long long smallest = as_double(smallest_);
@@ -130,13 +130,13 @@ __device__ void tally_chunk(const In* x, int numel, Tally<In>& tally) {
   }
 }
 
-// Adds the copies of every bin up into the row, and clears them.
+// Adds the copies of every bin to the row, and clears them.
 __device__ void flush_bins(uint32_t* counts, int copies, int64_t bins, long long* row) {
   __syncthreads();
   for (int64_t bin = threadIdx.x; bin < bins; bin += kThreads) {
     unsigned long long count = 0;
     for (int i = 0; i < copies; ++i) {
-      const int64_t at = bin * copies + (i + bin) % copies;  // each thread begins in another bank
+      const int64_t at = bin * copies + (i + bin) % copies;  // each thread starts in another bank
       count += counts[at];
       counts[at] = 0;
     }
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   }
 }
 
-// Every row as of a tensor without elements.
+// Initializes every row as for a tensor without elements.
 __global__ void clear_kernel(long long* rows, int64_t columns, int64_t numel) {
   for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < numel; i += int64_t{gridDim.x} * kThreads) {
     rows[i] = i % columns == kSmallest ? kInfinityBits : 0;
@@ -193,7 +193,7 @@ void check_cuda(cudaError_t error) {
   }
 }
 
-// How many copies of the bins there is room for: as many as lanes, or a smaller power of two.
+// The number of copies of the bins that fit: as many as lanes, or a smaller power of two.
 int copies_of(int64_t bins) {
   int copies = 32;
   while (copies > 1 && copies * bins * static_cast<int64_t>(sizeof(uint32_t)) > kShared) {
@@ -234,7 +234,7 @@ class Launcher {
     table_.rows[at] = static_cast<uint32_t>(row);
   }
 
-  // The elements of a tensor with gaps: its last dimension where that is dense, else one by one. Slow, and right.
+  // The elements of a tensor with gaps: by its last dimension if that is dense, else one by one. Slow, but correct.
   void add_strided(const Source& source, size_t row, int64_t dim, int64_t at) {
     const bool is_row = dim == source.dim - 1 && source.strides[dim] == 1;
     if (dim == source.dim || is_row) {

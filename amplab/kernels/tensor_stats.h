@@ -1,5 +1,5 @@
-// One element of amplab::tensor_stats, and the row of the table that it is counted in: the same code on the host and
-// on the device, without a torch header. The columns are those of tensor_stats.py.
+// One element of amplab::tensor_stats, and the table row in which it is counted: the same code on the host and on the
+// device, without a torch header. The columns are those of tensor_stats.py.
 #pragma once
 
 #include "unscale.h"
@@ -18,7 +18,7 @@ enum Column : int {
   kHead,  // the first bin
 };
 
-// How a magnitude looks as an integer, which is ordered as the numbers are.
+// The bits of a magnitude as an integer, which have the order of the numbers.
 template <class Bits>
 struct Layout;
 
@@ -48,21 +48,21 @@ constexpr Bits kLargestFlushed = power_of_two<Bits>(-25);  // rounds to zero, wh
 template <class Bits>
 constexpr Bits kSmallestOverflow = power_of_two<Bits>(16) - (Bits{1} << (Layout<Bits>::kMantissa - 11));  // 65520
 
-// floor(log2) of a magnitude that is finite and not zero.
+// floor(log2) of a finite, non-zero magnitude.
 template <class Bits>
 AMPLAB_FUNCTION int exponent_of(Bits magnitude) {
   const int field = static_cast<int>(magnitude >> Layout<Bits>::kMantissa);
   if (field > 0) {
     return field - Layout<Bits>::kBias;
   }
-  int exponent = -Layout<Bits>::kBias - Layout<Bits>::kMantissa;  // subnormal: the place of its highest bit
+  int exponent = -Layout<Bits>::kBias - Layout<Bits>::kMantissa;  // subnormal: from the position of its highest bit
   for (Bits rest = magnitude; rest != 0; rest >>= 1) {
     ++exponent;
   }
   return exponent;
 }
 
-// The bin of an exponent; the outer bins also hold what lies beyond them.
+// The bin of an exponent; the outer bins also count what is beyond them.
 AMPLAB_FUNCTION int64_t bin_of(int exponent, int64_t low, int64_t bins) {
   const int64_t place = exponent < low ? 0 : static_cast<int64_t>(exponent) - low;
   return place < bins ? place : bins - 1;

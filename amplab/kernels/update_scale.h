@@ -1,4 +1,4 @@
-// One step of the loss scale: the same code on the host and on the device. The rule is written out in update_scale.py.
+// One step of the loss scale: the same code on the host and on the device. The rule is in update_scale.py.
 #pragma once
 
 #include "unscale.h"
@@ -34,7 +34,7 @@ AMPLAB_FUNCTION T grown(T scale, const Constants& rule) {
   return rule.keeps_finite && !is_finite(bounded) ? scale : bounded;
 }
 
-// `hysteresis_tracker` may be null: then every overflow backs off.
+// If `hysteresis_tracker` is null, every overflow backs off.
 template <class T>
 AMPLAB_FUNCTION void update(T& scale, int32_t& growth_tracker, int32_t* hysteresis_tracker, float found_inf,
                             const Constants& rule) {

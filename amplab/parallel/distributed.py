@@ -134,8 +134,10 @@ def apply_flat_dist_call(
         tensor.copy_(synced)
 
 
-def _allreduce(options: tuple[float, float, bool], bucket: Any) -> torch.futures.Future[Tensor]:
-    """Average one ``dist.GradBucket``; mypy does not find that name."""
+def _allreduce(
+    options: tuple[float, float, bool],
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # torch checks this annotation; mypy does not find the name
+) -> torch.futures.Future[Tensor]:
     before, after, always_fp32 = options
     own = bucket.buffer()
     sent = own.float() if always_fp32 else own

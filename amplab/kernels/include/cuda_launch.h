@@ -1,5 +1,5 @@
-// The host's side of a CUDA launch: where to launch, and the filling of the table that goes along (launch_table.h,
-// which shows how both are used). For .cu files alone.
+// The host side of a CUDA launch: the device and stream, and filling the table of the launch (launch_table.h, which
+// shows how both are used). Only for .cu files.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,8 +15,8 @@ inline void check_cuda(cudaError_t error) {
   }
 }
 
-// Makes a device the current one, and back at the end of the scope; knows torch's stream there, and how many blocks of
-// kThreads threads are resident at once.
+// Makes a device current within the scope; has torch's stream on it, and the number of resident blocks of kThreads
+// threads.
 class LaunchPlace {
  public:
   explicit LaunchPlace(int32_t device) {
@@ -39,7 +39,7 @@ class LaunchPlace {
   CUDAGuardHandle guard_ = nullptr;
 };
 
-// A TableFiller that launches on the current device, as many blocks as are resident at once.
+// A TableFiller that launches on the current device, with as many blocks as can be resident.
 template <int kPointers>
 class Launches : public TableFiller<kPointers> {
  public:

@@ -1,8 +1,8 @@
 // Exponents of many floats at once, for AVX2 and AVX-512: a histogram without a table in memory.
 //
 // The exponents of 64 (32) elements are packed into the bytes of one register. A table look-up turns each byte into one
-// set bit of 8, its exponent; carry-save adders count the bits of all bytes side by side (Harley and Seal), and the
-// counters are read once per block. Nothing is stored and loaded again, which is what makes a table in memory slow.
+// set bit of 8, its exponent; carry-save adders count the bits of all bytes in parallel (Harley and Seal), and the
+// counters are read once per block. Counts are not stored and loaded again, which makes a table in memory slow.
 #pragma once
 
 #if defined(__AVX2__) && defined(__F16C__)
@@ -187,8 +187,8 @@ class BitCounters {
   Lanes planes_[planes];
 };
 
-constexpr int64_t kStride = 8 * sizeof(Lanes);  // bytes that are counted at once
-constexpr int kWindow = 16;                     // exponents that are counted at once
+constexpr int64_t kStride = 8 * sizeof(Lanes);  // bytes that are counted together
+constexpr int kWindow = 16;                     // exponents that are counted together
 
 template <int planes>
 void count_window(const uint8_t* bytes, int64_t numel, int base, int64_t (&counts)[kWindow]) {
@@ -225,7 +225,7 @@ inline void count_bytes(const uint8_t* bytes, int64_t numel, int base, int64_t (
   }
 }
 
-// Calls `body(byte)` with every byte from 1 to limit - 1: worth it where there are few.
+// Calls `body(byte)` with every byte from 1 to limit - 1; pays if there are few.
 template <class Body>
 inline void for_each_byte_below(const uint8_t* bytes, int64_t numel, int limit, const Body& body) {
   for (int64_t i = 0; i < numel; i += sizeof(Lanes)) {

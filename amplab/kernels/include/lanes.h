@@ -1,5 +1,5 @@
-// A vector of floats, as wide as the CPU has them, with the operators of a float and the same bits: every rule of
-// steps.h runs on it as it stands. Where there is none of the two vector sets below, a vector is one float.
+// The widest vector of floats of the CPU, with the operators of a float and the same bits, so that every rule of
+// steps.h runs on it without change. Without one of the two instruction sets below, a vector is one float.
 #pragma once
 
 #include "steps.h"
@@ -98,7 +98,7 @@ struct Lanes {
 
 #endif
 
-// The sum of the squares of floats, in double, a vector at a time and at last a few alone.
+// The sum of the squares of floats, in double, a vector at a time and the last few one by one.
 class SquareSum {
  public:
   AMPLAB_RULE void add(double x) { alone_ += x * x; }

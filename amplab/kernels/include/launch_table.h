@@ -1,9 +1,9 @@
-// The table of tensors that travels in the parameters of one launch, and a block's walk over its share of them; the
-// same code on the host, without a torch header. What launches is in cuda_launch.h.
+// The table of tensors in the parameters of one launch, and the loop of a block over its share of them; the same code
+// on the host, without a torch header. The launch is in cuda_launch.h.
 //
-// A tensor is cut into units of 1024 elements. The units of the whole list are numbered through and shared evenly by
-// the blocks, whatever the sizes of the tensors: one large tensor keeps all of them busy, and a thousand small ones are
-// one launch. A block looks up its first tensor by binary search and walks on from there.
+// A tensor is cut into units of 1024 elements. The units of the whole list are numbered and divided evenly among the
+// blocks, whatever the sizes of the tensors: one large tensor occupies all of them, and a thousand small ones are one
+// launch. A block finds its first tensor by binary search and continues from there.
 //
 //   template <class T>
 //   __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
@@ -23,7 +23,7 @@
 //
 // A piece begins at a multiple of 1024 elements, so it is aligned as its tensor is. All threads of a block see the same
 // pieces in the same order: __syncthreads() may be used inside the body. The other parameters of a kernel may take
-// kArgumentBytes. All .cu files are compiled as one: give what a file defines a namespace of its own inside amplab.
+// kArgumentBytes. All .cu files are compiled as one: each defines its names in a namespace of its own inside amplab.
 #pragma once
 
 #include <algorithm>
@@ -41,16 +41,16 @@ constexpr int kBlocksPerMultiprocessor = 4;  // 64 registers a thread
 constexpr int kUnit = 1024;                  // elements; a multiple of every pack of 16 bytes
 
 constexpr int kParameterBytes = 32764;  // of a launch, from CUDA 12.1 on
-constexpr int kArgumentBytes = 500;     // of them for what is not the table
+constexpr int kArgumentBytes = 500;     // of them for the other parameters
 
-// One stretch of one tensor, for one block.
+// A part of one tensor, for one block.
 struct Piece {
-  int tensor;     // its place in the table
+  int tensor;     // its index in the table
   int64_t first;  // element of the tensor
   int64_t numel;
 };
 
-// kPointers tensors of equal size on each line: what is read and written together.
+// Each line has kPointers tensors of equal size, which are read and written together.
 template <int kPointers>
 struct LaunchTable {
   static constexpr int kCapacity = (kParameterBytes - kArgumentBytes - 8) / (8 * kPointers + 8);
@@ -84,7 +84,7 @@ AMPLAB_FUNCTION uint32_t share(uint32_t units, uint32_t block, uint32_t blocks) 
   return static_cast<uint32_t>(static_cast<uint64_t>(units) * block / blocks);
 }
 
-// The block whose share holds `unit`; the inverse of `share`.
+// The block whose share contains `unit`; the inverse of `share`.
 AMPLAB_FUNCTION uint32_t block_of(uint32_t unit, uint32_t units, uint32_t blocks) {
   return static_cast<uint32_t>(((static_cast<uint64_t>(unit) + 1) * blocks - 1) / units);
 }
@@ -107,7 +107,7 @@ AMPLAB_FUNCTION void for_each_piece(const LaunchTable<kPointers>& table, uint32_
 
 // Collects tensors and launches whenever the table is full, and at `flush`: a list of up to LaunchTable::kCapacity
 // tensors (2016 of one pointer, 1344 of two, 672 of five) is one launch. A table in device memory would have no such
-// bound, but would have to be copied there whenever a gradient has moved, which costs more than a launch.
+// bound, but would have to be copied whenever a gradient has another address, which costs more than a launch.
 template <int kPointers>
 class TableFiller {
  public:
@@ -119,7 +119,7 @@ class TableFiller {
     table_->count = 0;
   }
 
-  // `pointers` to the first elements of tensors of `numel` elements each; `place` in the caller's list, rising.
+  // `pointers` to the first elements of tensors of `numel` elements each; `place` in the caller's list, ascending.
   void add(const std::array<const void*, kPointers>& pointers, int64_t numel, int64_t place) {
     if (numel == 0) {
       return;

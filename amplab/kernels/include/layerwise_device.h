@@ -1,11 +1,11 @@
 // The loops of LAMB and NovoGrad on the device, three for every table of parameters:
 //
 //   measure   each block sums its pieces (in double); the piece of block b in tensor t writes its sums to slot b + t
-//   add up    for each tensor its slots, in their order, whichever blocks came first
-//   step      the rule, which thread 0 of a block makes of the sums of its tensor
+//   add up    the slots of each tensor in order, independent of the order of the blocks
+//   step      the rule, which thread 0 of a block computes from the sums of its tensor
 //
-// As one piece follows the other, block or tensor rises, or both: no two pieces have one slot. The rest is as in
-// step_device.h; the host's side is in layerwise_steps.cu.
+// From one piece to the next, the block or the tensor or both increase, so no two pieces share a slot. The rest is as
+// in step_device.h; the host side is in layerwise_steps.cu.
 #pragma once
 
 #include "layerwise_steps.h"
@@ -14,17 +14,17 @@
 namespace amplab {
 
 struct LayerSums {
-  double weight, update;  // NovoGrad: of the gradient, and nothing
+  double weight, update;  // NovoGrad: of the gradient, and unused
 };
 
 // Memory on the device that outlives the launches of a call.
 struct LayerScratch {
   LayerSums* slots;   // of the pieces of one launch
   LayerSums* totals;  // of every item
-  float* norms;       // of every item, for NovoGrad: before the step, and after it
+  float* norms;       // of every item, for NovoGrad: before and after the step
 };
 
-// The slots of a tensor are those from its first block to its last.
+// The slots of a tensor, from its first block to its last.
 template <int kPointers>
 AMPLAB_FUNCTION void slots_of(const LaunchTable<kPointers>& table, int tensor, uint32_t blocks, uint32_t& first,
                               uint32_t& last) {
@@ -33,7 +33,7 @@ AMPLAB_FUNCTION void slots_of(const LaunchTable<kPointers>& table, int tensor, u
   last = block_of(table.ends[tensor] - 1, units, blocks) + tensor;
 }
 
-// Adds what the element `i` brings.
+// Adds the element `i`.
 template <class T, class Arguments, class At>
 AMPLAB_RULE void measure_element(const LambSettings& settings, double step, T factor, const Arguments& arguments,
                                  void* const* memory, const At& at, LayerSums& sums) {
@@ -71,7 +71,7 @@ AMPLAB_RULE void add_sums(const NovogradSettings& settings, LayerSums& sums, con
   sums.weight = settings.maximum_norm ? larger(sums.weight, more.weight) : sums.weight + more.weight;
 }
 
-// The rule of a tensor, once it is measured.
+// The rule of a tensor, after its norms are computed.
 template <class T>
 AMPLAB_RULE AnyLamb<T, false> layer_rule(const LambSettings& settings, double step, const LayerScratch& scratch,
                                          int place) {
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   });
 }
 
-// A parameter whose elements lie apart: one block does it all, slow and right.
+// A parameter that is not dense: one block processes it, slow but correct.
 template <class T, int kStates, class Arguments>
 __global__ void __launch_bounds__(kThreads)
     strided_layer_kernel(const __grid_constant__ StridedStep<StepPlaces<kStates>::kPointers> item,
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Norms of one element each: into the scratch memory before all, and from there, with the gradient in them, after all.
+// Norms of one element each: copied to scratch memory at first, and back, including the gradient, at the end.
 static __global__ void __launch_bounds__(kThreads)
     gather_norms_kernel(const __grid_constant__ LaunchTable<1> table, LayerScratch scratch) {
   for_each_piece(table, blockIdx.x, gridDim.x, [&](const Piece& piece) {

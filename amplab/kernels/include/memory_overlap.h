@@ -1,4 +1,5 @@
-// Whether the tensors of a list share memory; the twin of check_memory in list_checks.py, in the same order and words.
+// Whether the tensors of a list share memory; the counterpart of check_memory in list_checks.py, with the same order
+// and messages.
 #pragma once
 
 #include <algorithm>
@@ -36,12 +37,12 @@ struct Overlap {
   Extent second;
 };
 
-// Looks through the extents in the order given. True where it is ascending, to the end or to the first overlap.
+// Examines the extents in the given order. True if it is ascending up to the end or to the first overlap.
 inline bool search(const std::vector<Extent>& extents, const std::vector<int>& order, std::optional<Overlap>& found) {
   const Extent none{0, 0, 0, false};
   const Extent* previous = &none;
-  const Extent* furthest = &none;          // of all that lies before
-  const Extent* furthest_written = &none;  // of what is written there
+  const Extent* furthest = &none;          // of everything before
+  const Extent* furthest_written = &none;  // of what is written before
   for (const int place : order) {
     const Extent& extent = extents[place];
     if (extent < *previous) {
@@ -59,9 +60,9 @@ inline bool search(const std::vector<Extent>& extents, const std::vector<int>& o
   return true;
 }
 
-// Where something is written twice, or read for one tensor and written for another.
+// Finds memory that is written twice, or read for one tensor and written for another.
 //
-// Sorting costs more than unscaling small tensors does. Step by step an allocator gives out the same places, so the
+// Sorting costs more than unscaling small tensors does. An allocator returns the same addresses at every step, so the
 // order of the last list is tried first.
 inline std::optional<Overlap> find_overlap(const std::vector<Extent>& extents, std::vector<int>& order) {
   if (order.size() != extents.size()) {
@@ -76,7 +77,7 @@ inline std::optional<Overlap> find_overlap(const std::vector<Extent>& extents, s
   return found;
 }
 
-// Throws where two overlap, with what `name` calls them. `order` is kept from call to call.
+// Throws if two overlap, with their names from `name`. `order` is kept between calls.
 template <class Name>
 void require_apart(const std::vector<Extent>& extents, std::vector<int>& order, Name name) {
   if (const auto overlap = find_overlap(extents, order)) {

@@ -1,12 +1,12 @@
-// How a CUDA kernel moves elements of two widths: 16 bytes at a time, on either side.
+// How a CUDA kernel moves elements of two widths: 16 bytes at a time on both sides.
 //
-// Where one side's elements are twice as wide as the other's, two neighbouring threads
-// exchange halves of what is narrow, so that both sides are read and written in whole sectors of 32 bytes:
+// If the elements of one side are twice as wide as those of the other, two neighboring threads exchange one part of
+// their narrow elements, so that both sides are read and written in whole sectors of 32 bytes:
 //
 //   pairs of threads        even          odd
 //   narrow, in memory       [a b]         [c d]        one access of 16 bytes each
 //   narrow, exchanged       [a c]         [b d]
-//   wide                    a  then c     b  then d    two accesses of 16 bytes, neighbours side by side
+//   wide                    a  then c     b  then d    two accesses of 16 bytes, contiguous across neighbors
 #pragma once
 
 #include "unscale.h"
@@ -33,7 +33,7 @@ struct Pack {
 template <class In, class Out>
 constexpr int kPack = 16 / static_cast<int>(sizeof(In) < sizeof(Out) ? sizeof(In) : sizeof(Out));
 
-// Where the words of pack number `pack` are, counted in 16 bytes.
+// The position of the words of pack number `pack`, in units of 16 bytes.
 template <int kWords>
 AMPLAB_FUNCTION size_t word_at(uint32_t pack, int word) {
   if (kWords == 2) {
@@ -43,8 +43,8 @@ AMPLAB_FUNCTION size_t word_at(uint32_t pack, int word) {
   return static_cast<size_t>(pack) * kWords + word;
 }
 
-// What a thread gives its neighbour of a narrow pack, and what it makes of what it gets; done twice, nothing has
-// changed. By value and constant index, since a register has no address.
+// Exchanges a part of a narrow pack with the neighboring thread; applied twice, it is the identity. By value and with
+// constant indices, because a register has no address.
 AMPLAB_FUNCTION uint32_t given(const Words& words, bool odd, int i) {
   const uint32_t low = words.at[i];
   const uint32_t high = words.at[2 + i];
@@ -58,7 +58,7 @@ AMPLAB_FUNCTION void take(Words& words, bool odd, int i, uint32_t got) {
   words.at[2 + i] = odd ? high : got;
 }
 
-// For all threads of a warp together.
+// Must be called by all threads of a warp.
 template <class T, class Other>
 AMPLAB_FUNCTION void exchange(Pack<T, kPack<T, Other>>& pack) {
   if constexpr (2 * sizeof(T) == sizeof(Other)) {

@@ -1,12 +1,12 @@
-// What an operator that only reads does with its list of tensors before the work begins: refuse what it cannot take,
-// in the words of the reference, and lay the tensors out in memory. For operators that write: tensor_lists.h.
+// Preparation of the list of an operator that only reads: argument checks, with the messages of the reference, and the
+// memory layout of the tensors. For operators that write, see tensor_lists.h.
 #pragma once
 
 #include "tensor_lists.h"
 
 namespace amplab::statistics {
 
-// One tensor as it lies in memory. `gapless`: numel elements one after the other, in whatever order.
+// The memory of one tensor. `gapless`: numel consecutive elements, in any order.
 struct Source {
   const void* data;
   Dtype dtype;
@@ -17,13 +17,13 @@ struct Source {
   const int64_t* strides;
 };
 
-// Whether the elements lie in memory without gap and without overlap, in any order of the dimensions.
+// Whether the elements are dense in memory, without overlap, in any order of the dimensions.
 inline bool is_gapless(const Handle& tensor) {
   if (tensor.is_contiguous()) {
     return true;
   }
   const int64_t dim = tensor.dim();
-  int64_t expected = 1;  // the stride that the next dimension outwards must have
+  int64_t expected = 1;  // the stride that the next outer dimension must have
   for (int64_t found = 0; found < dim; ++found) {
     int64_t next = -1;
     for (int64_t d = 0; d < dim && next < 0; ++d) {
@@ -39,7 +39,7 @@ inline bool is_gapless(const Handle& tensor) {
   return expected == tensor.numel();
 }
 
-// The checked list of one call; the layouts point into the tensors, which it keeps.
+// The checked list of one call; it owns the tensors to which the layouts point.
 class ReadList {
  public:
   explicit ReadList(std::vector<Handle> tensors) : tensors_(std::move(tensors)) {
@@ -70,7 +70,7 @@ class ReadList {
   std::vector<Source> sources_;
 };
 
-// The table of one call, int64 (tensors, columns), not initialised. The caller of the operator will own it.
+// The table of one call, int64 (tensors, columns), not initialized. The caller of the operator owns it.
 class Table {
  public:
   Table(int64_t rows, int64_t columns, int32_t device_type, int32_t device_index) {
@@ -104,7 +104,8 @@ struct Arguments {
   int64_t bins;
 };
 
-// The arguments of amplab::tensor_stats, taken from torch's stack. An empty list never comes here: it has no device.
+// The arguments of amplab::tensor_stats, taken from torch's stack. An empty list has no device and is handled
+// elsewhere.
 inline Arguments take_stats_arguments(StableIValue* stack) {
   std::vector<Handle> tensors = take_list(stack[0]);
   const int64_t low = torch::stable::detail::to<int64_t>(stack[1]);

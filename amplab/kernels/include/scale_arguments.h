@@ -1,4 +1,4 @@
-// The arguments of amplab::update_scale_, taken from torch's stack and checked in the words of the reference.
+// The arguments of amplab::update_scale_, taken from torch's stack and checked with the messages of the reference.
 #pragma once
 
 #include <optional>

@@ -1,6 +1,6 @@
 // The loop of every multi-tensor step on the device; the rules are in steps.h, the table in launch_table.h, the host's
-// side in step_launch.h. As in step_driver.h a rule is compiled for floats (and doubles) alone: the dtypes of a launch
-// are an argument, the same for all of its threads, and elements are widened where they are loaded.
+// side in step_launch.h. As in step_driver.h, a rule is compiled only for floats and doubles: the dtypes of a launch
+// are an argument, the same for all of its threads, and elements are converted when they are loaded.
 #pragma once
 
 #include "launch_table.h"
@@ -8,10 +8,10 @@
 
 namespace amplab {
 
-// As in tensor_lists.h, which needs torch.
+// As in tensor_lists.h, which includes torch.
 enum class Stored : uint8_t { half, bfloat16, single, twice, absent };
 
-// Where the tensors of a line of the table are: the gradient, the parameter, its states, its copy, its step count.
+// The order of the tensors in a line of the table: the gradient, the parameter, its states, its copy, its step count.
 template <int kStates>
 struct StepPlaces {
   static constexpr int kGrad = 0, kParam = 1, kState = 2, kCopy = 2 + kStates, kStep = 3 + kStates;
@@ -73,7 +73,7 @@ AMPLAB_RULE void store_stored(Stored stored, void* memory, int64_t i, const T (&
   }
 }
 
-// N elements, whose places `at(k)` gives for each pointer.
+// N elements, whose index for pointer k is `at(k)`.
 template <int N, class T, class Rule, class Arguments, class At>
 AMPLAB_RULE void step_some(const Rule& rule, T factor, const Arguments& arguments, void* const* memory, const At& at) {
   using Places = StepPlaces<Rule::kStates>;
@@ -119,7 +119,7 @@ AMPLAB_RULE double step_of(const void* count) {
   return count == nullptr ? 1.0 : static_cast<double>(*static_cast<const float*>(count)) + 1.0;
 }
 
-// Elements of a pack: 16 bytes of the arithmetic's type.
+// Elements of a pack: 16 bytes of the arithmetic type.
 template <class T>
 constexpr int kStepPack = 16 / sizeof(T);
 
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   });
 }
 
-// A parameter whose tensors do not have their elements in one order.
+// A parameter whose tensors do not all have the same memory order.
 template <int kPointers>
 struct StridedStep {
   static constexpr int kMost = 16;
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   }
 }
 
-// After the launches that read the counts.
+// Must come after the launches that read the counts.
 static __global__ void __launch_bounds__(kThreads)
     count_step_kernel(const __grid_constant__ LaunchTable<1> table, const float* found_inf) {
   if (found_inf != nullptr && *found_inf != 0.0f) {

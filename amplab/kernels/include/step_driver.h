@@ -5,12 +5,12 @@
 //                   struct My`: `Settings`, `kStates`, `kSteps`, a constructor (settings, step) that computes what is
 //                   the same for all elements of a tensor, and `operator()(V grad, V& param, V* state) const` in
 //                   + - * / and square_root. `step` counts this one: 1 for the first.
-//   2. steps.py     the schema, in the order that step_lists.h wants; the reference, with the same operations.
+//   2. steps.py     the schema, in the order that step_lists.h expects; the reference, with the same operations.
 //   3. *.cpp, *.cu  m.impl("multi_tensor_my_", &step<My>).
 //
-// The grad that a rule sees is a float (a double for double parameters), times grad_factor, negated to maximize. Halves
-// are widened into a block on the stack and rounded once on the way back, so a rule is compiled for floats alone; the
-// model's copy is written from the same block.
+// The grad that a rule sees is a float (a double for double parameters), times grad_factor, negated to maximize. 16-bit
+// elements are converted in a block on the stack and rounded once when written back, so a rule is compiled only for
+// floats; the model's copy is written from the same block.
 #pragma once
 
 #include "lanes.h"
@@ -18,13 +18,13 @@
 
 namespace amplab {
 
-constexpr int64_t kStepGrain = 16384;  // elements a thread must have to be worth waking
-constexpr int64_t kStepBlock = 512;    // elements that are converted at a time; a few of these fit the first cache
+constexpr int64_t kStepGrain = 16384;  // the least elements per thread: below it a thread costs more than it saves
+constexpr int64_t kStepBlock = 512;    // converted together; a few blocks fit the first-level cache
 
 template <class T>
 constexpr Dtype kStepDtype = sizeof(T) == sizeof(double) ? kDouble : kFloat;
 
-// Where a logical element lies, in elements from the first: slow, for layouts that nothing else takes.
+// The offset of a logical element, in elements: slow, for layouts that have no faster path.
 inline int64_t strided_offset(const StepItem& item, const int64_t* strides, int64_t index) {
   int64_t offset = 0;
   for (int64_t d = item.dim - 1; d >= 0; --d) {
@@ -59,7 +59,7 @@ bool is_taken_in_place(const Operand& operand) {
   return operand.strides == nullptr && operand.dtype == kStepDtype<T>;
 }
 
-// The elements [at, at + numel) as T: in place where they are that already, else in `block`.
+// The elements [at, at + numel) as T: in place if they are T, else in `block`.
 template <class T>
 T* fetch(const StepItem& item, const Operand& operand, int64_t at, int64_t numel, T* block) {
   const int64_t size = kItemSize[operand.dtype];
@@ -128,7 +128,7 @@ AMPLAB_RULE void step_at(const Rule& rule, T factor, const T* grad, T* param, T*
 
 template <class T, class Rule>
 void step_elements(const Rule& given_rule, T factor, const T* grad, T* param, T* const* given, int64_t numel) {
-  const Rule rule = given_rule;  // its own, so that no store can change it, and what it holds stays in registers
+  const Rule rule = given_rule;  // a local copy that no store can change, so that it stays in registers
   T* const states[kMostStates] = {given[0], given[1], given[2]};
   int64_t i = 0;
   if constexpr (sizeof(T) == sizeof(float)) {
@@ -190,7 +190,7 @@ void share_elements(int64_t end, const Body& body) {
   check(torch_parallel_for(0, end, kStepGrain, call, const_cast<Body*>(&body)), "parallel_for");
 }
 
-// All lists as one range of elements, which the threads share evenly, whatever the sizes of the tensors.
+// All lists as one range of elements that is divided evenly among the threads, whatever the sizes of the tensors.
 template <template <class> class Rule>
 void step_all(const StepLists& lists, const typename Rule<float>::Settings& settings) {
   const std::vector<StepItem>& items = lists.items();
@@ -224,7 +224,7 @@ void step_unless_found(const StepLists& lists) {
   }
 }
 
-// The operator of a rule, as the dispatcher calls it.
+// The operator of a rule, called by the dispatcher.
 template <template <class> class Rule>
 void step(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
   step_unless_found<Rule>(StepLists(stack, Rule<float>::kStates, Rule<float>::kSteps));

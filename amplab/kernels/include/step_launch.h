@@ -1,7 +1,7 @@
-// The host's side of a multi-tensor step on the device: the checked lists of step_lists.h into launches of
-// step_device.h. One launch for each combination of dtypes, up to 576 parameters of Adam, and a small one that counts
-// the steps. The factor, found_inf and the counts are read on the device: nothing waits for the host, and the launches
-// can be captured in a graph. For .cu files alone; a rule is added as on the CPU (step_driver.h):
+// The host side of a multi-tensor step on the device: launches of step_device.h for the checked lists of step_lists.h.
+// One launch for each combination of dtypes, up to 576 parameters of Adam, and a small one that counts the steps. The
+// factor, found_inf and the counts are read on the device: nothing waits for the host, and the launches can be captured
+// in a graph. Only for .cu files; a rule is added as on the CPU (step_driver.h):
 //
 //   m.impl("multi_tensor_my_", &step_on_device<My>);
 #pragma once
@@ -16,8 +16,8 @@ static_assert(static_cast<int>(Stored::half) == kHalf && static_cast<int>(Stored
                   static_cast<int>(Stored::absent) == kDtypes,
               "Stored is Dtype");
 
-// What is launched for a table of parameters, and for one whose elements lie apart. Rules that look at a whole tensor
-// first have another (layerwise_steps.cu).
+// The launches for a table of parameters, and for one that is not dense. Rules that need norms of a whole tensor first
+// have others (layerwise_steps.cu).
 template <template <class> class Rule>
 struct StepKernels {
   template <class T, class Table, class Arguments>
@@ -179,7 +179,7 @@ void launch_step(const StepLists& lists) {
   }
 }
 
-// The operator of a rule, as the dispatcher calls it.
+// The operator of a rule, called by the dispatcher.
 template <template <class> class Rule>
 void step_on_device(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
   launch_step<Rule>(StepLists(stack, Rule<float>::kStates, Rule<float>::kSteps));

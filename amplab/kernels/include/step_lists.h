@@ -1,6 +1,6 @@
 // The arguments of every multi-tensor step, taken from torch's stack, checked and laid out. Their order is
 //
-//   params, grads, states…, steps (where the rule counts them), copies, grad_factor, found_inf, maximize, numbers…
+//   params, grads, states…, steps (if the rule counts them), copies, grad_factor, found_inf, maximize, numbers…
 //
 // The rule reads the numbers itself. Only torch's stable C interface is used, as in tensor_lists.h.
 #pragma once
@@ -16,23 +16,23 @@ constexpr int kMostStates = 3;
 
 // One of the tensors that an item of work reads or writes.
 struct Operand {
-  char* data = nullptr;              // null: not there
+  char* data = nullptr;              // null: missing
   Dtype dtype = kDtypes;
-  const int64_t* strides = nullptr;  // null: without gaps, in the order of the item's other such operands
+  const int64_t* strides = nullptr;  // null: dense, in the same order as the item's other dense operands
 };
 
-// A parameter with all that belongs to it.
+// A parameter with its gradient, states, copy and step count.
 struct StepItem {
   Operand grad, param, copy;
   Operand states[kMostStates];
   int64_t numel;
   int64_t dim;
   const int64_t* sizes;
-  float* step;  // how many steps there were before; null where the rule does not count
+  float* step;  // the number of earlier steps; null if the rule does not count
   int index;    // in the list
 };
 
-// The numbers at the end of the stack, one after the other.
+// The numbers at the end of the stack, in order.
 class StepNumbers {
  public:
   explicit StepNumbers(const StableIValue* next) : next_(next) {}
@@ -45,7 +45,7 @@ class StepNumbers {
 
 class StepLists {
  public:
-  // `states_may_miss`: the lists of states may be empty, for a rule that can do without.
+  // `states_may_miss`: the lists of states may be empty, for a rule that works without them.
   StepLists(const StableIValue* stack, int states, bool with_steps, bool states_may_miss = false)
       : params_(take_list(*stack++)) {
     grads_ = take_list(*stack++);
@@ -67,8 +67,8 @@ class StepLists {
     check_memory(present);
   }
 
-  const std::vector<StepItem>& items() const { return items_; }        // those that have elements
-  const std::vector<float*>& step_counts() const { return counts_; }   // those of all
+  const std::vector<StepItem>& items() const { return items_; }        // those with elements
+  const std::vector<float*>& step_counts() const { return counts_; }   // of all parameters
   StepNumbers numbers() const { return StepNumbers(numbers_); }
   const float* factor() const { return scalar("grad_factor", factor_); }      // null: 1
   const float* found_inf() const { return scalar("found_inf", found_inf_); }  // null: 0
@@ -166,7 +166,7 @@ class StepLists {
     items_.push_back(item);
   }
 
-  // Only gradients are not written, and may be shared.
+  // Only gradients are not written, and may share memory.
   void check_memory(int states) const {
     std::vector<Extent>& extents = scratch<Extent>();
     extents.reserve(items_.size() * (4 + states));
@@ -205,7 +205,7 @@ class StepLists {
     return static_cast<float*>(step.mutable_data());
   }
 
-  // Whether both have their elements in one order.
+  // Whether both have the same memory order.
   static bool is_alike(const Handle& tensor, const Handle& param) {
     return (tensor.is_contiguous() && param.is_contiguous()) ||
            equal(tensor.strides(), param.strides(), param.dim());
@@ -227,13 +227,13 @@ class StepLists {
     return false;
   }
 
-  // Whether it lies in memory without gaps, in whatever order of its dimensions.
+  // Whether it is dense, in any order of its dimensions.
   static bool is_gapless(const Handle& tensor) {
     return is_gapless(tensor.sizes(), tensor.strides(), tensor.dim(), tensor.numel());
   }
 
   static bool is_gapless(const int64_t* sizes, const int64_t* strides, int64_t dim, int64_t numel) {
-    int64_t expected = 1;  // the stride that the next dimension outwards must have
+    int64_t expected = 1;  // the stride that the next outer dimension must have
     for (int64_t found = 0; found < dim; ++found) {
       for (int64_t d = 0; d < dim; ++d) {
         if (strides[d] == expected && sizes[d] > 1) {

@@ -1,5 +1,5 @@
-// What every multi-tensor operator does with its lists before the work begins: refuse what it cannot take, in the
-// words of the reference (list_checks.py), and lay the tensors out as spans of memory.
+// Preparation of the lists of every multi-tensor operator: argument checks, with the messages of the reference
+// (list_checks.py), and the spans of memory of the tensors.
 #pragma once
 
 #include <optional>
@@ -20,7 +20,7 @@ inline void require(bool condition, const char* side, size_t index, const char* 
   }
 }
 
-// As Python prints the list.
+// In Python's list format.
 inline std::string printed(const int64_t* sizes, int64_t dim) {
   std::string text = "[";
   for (int64_t d = 0; d < dim; ++d) {
@@ -29,7 +29,7 @@ inline std::string printed(const int64_t* sizes, int64_t dim) {
   return text + "]";
 }
 
-// The dtypes that no operator takes, as Python names them.
+// The Python names of dtypes that no operator takes.
 inline const char* dtype_name(torch::headeronly::ScalarType type) {
   using torch::headeronly::ScalarType;
   switch (type) {
@@ -48,7 +48,7 @@ inline const char* dtype_name(torch::headeronly::ScalarType type) {
   }
 }
 
-// A pair of tensors of one shape whose elements do not lie in memory in the same gapless order.
+// A pair of tensors of one shape that are not dense with the same memory order.
 struct StridedPair {
   const void* input;
   void* output;
@@ -68,8 +68,8 @@ struct TypedSpan {
   int index;  // in the list
 };
 
-// An empty vector that a thread keeps from call to call: to give back its memory would make the allocator join all the
-// small pieces that a list of tensors consists of, and cut them anew at the next call.
+// An empty vector that a thread keeps between calls: freeing its memory would make the allocator join the small blocks
+// of a list of tensors and split them again at the next call.
 template <class T, int place = 0>
 std::vector<T>& scratch() {
   thread_local std::vector<T> kept;
@@ -77,14 +77,14 @@ std::vector<T>& scratch() {
   return kept;
 }
 
-// What an operator is asked to tell besides found_inf.
+// The optional outputs of an operator.
 struct Receivers {
   std::optional<Handle> norm;
   std::optional<Handle> norms;
   std::optional<Handle> first_bad;
 };
 
-// nullptr where it was not asked for.
+// nullptr if it was not requested.
 template <class T>
 T* receiver(const std::optional<Handle>& tensor) {
   return tensor && tensor->numel() > 0 ? static_cast<T*>(tensor->mutable_data()) : nullptr;
@@ -129,10 +129,10 @@ inline void check_receivers(const Receivers& receivers, size_t tensors, const Ha
   }
 }
 
-// The checked lists of one call: spans for the gapless pairs, strided pairs for the rest.
+// The checked lists of one call: spans for dense pairs, strided pairs for the rest.
 class PairedLists {
  public:
-  // In place, `outputs` is empty; with Write::nothing it is, too, and the spans' outputs are not to be written.
+  // In place, `outputs` is empty. With Write::nothing it is also empty, and the spans' outputs must not be written.
   PairedLists(std::vector<Handle> inputs, std::vector<Handle> outputs, bool in_place, Handle found_inf,
               Handle inv_scale, Receivers receivers = {}, Write write = Write::replace)
       : inputs_(std::move(inputs)),
@@ -223,8 +223,8 @@ class PairedLists {
     }
   }
 
-  // An output may be its own input. A tensor with gaps is looked up by its first element alone: columns of one matrix
-  // interleave and do not overlap.
+  // An output may be its own input. Of a tensor with gaps only the first element counts: the columns of a matrix
+  // interleave, but do not overlap.
   void check_memory() const {
     std::vector<Extent>& extents = scratch<Extent>();
     extents.reserve(kBeside + (in_place_ ? inputs_.size() : 2 * inputs_.size()));
@@ -294,13 +294,13 @@ class PairedLists {
     return false;
   }
 
-  // Whether both, though not contiguous, lie in memory in one order without gaps: channels_last, transposed…
+  // Whether both, although not contiguous, are dense in the same order: channels_last, transposed…
   static bool is_gapless(const Handle& input, const Handle& output) {
     const int64_t dim = input.dim();
     if (&input != &output && !equal(input.strides(), output.strides(), dim)) {
       return false;
     }
-    int64_t expected = 1;  // the stride that the next dimension outwards must have
+    int64_t expected = 1;  // the stride that the next outer dimension must have
     for (int64_t found = 0; found < dim; ++found) {
       int64_t next = -1;
       for (int64_t d = 0; d < dim && next < 0; ++d) {

@@ -1,7 +1,7 @@
-// A tensor as a kernel holds it, taken from torch's stack.
+// A tensor in a kernel, taken from torch's stack.
 //
 // Through torch's stable C interface (torch >= 2.10): its headers compile in a quarter of the time. On the CPU the
-// fields are read from c10's own class, since ten calls for each of a thousand small tensors would show.
+// fields are read from c10's class directly: ten calls for each of a thousand small tensors take measurable time.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -41,7 +41,7 @@ inline Dtype dtype_of(torch::headeronly::ScalarType type) {
 }
 
 #if !defined(__CUDACC__)
-// A Tensor is a pointer to its TensorImpl and no more, and a handle of the C interface is a pointer to a Tensor.
+// A Tensor is just a pointer to its TensorImpl, and a handle of the C interface is a pointer to a Tensor.
 using TensorPointer = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 #endif
 

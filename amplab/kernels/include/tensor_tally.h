@@ -1,9 +1,9 @@
-// A block of elements that lie side by side, counted into a row of the table: what amplab::tensor_stats does on the CPU,
+// Counts a block of contiguous elements into a row of the table: the inner loop of amplab::tensor_stats on the CPU,
 // without a torch header.
 //
 // The block is read once: its extremes are kept in registers and its exponents as bytes, which are counted from the
-// first-level cache (exponent_lanes.h). What is rare (inf, NaN, subnormals, half's borders) is looked for again in the
-// blocks whose extremes say that it is there.
+// first-level cache (exponent_lanes.h). Rare values (inf, NaN, subnormals, float16's limits) are searched for
+// only in blocks whose extremes show that they occur.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +14,8 @@
 
 namespace amplab::statistics {
 
-constexpr int64_t kBlock = 8192;  // elements; their exponents lie in the first-level cache
-constexpr int64_t kFew = 32;      // elements that are quicker counted one by one
+constexpr int64_t kBlock = 8192;  // elements; their exponents stay in the first-level cache
+constexpr int64_t kFew = 32;      // up to here, counting one by one is faster
 
 // One row of the table, or what a thread adds to it.
 class Row {
@@ -31,14 +31,14 @@ class Row {
   void head(Column column) const { columns_[column] += 1; }
   void bin(int64_t bin) const { columns_[kHead + bin] += 1; }
 
-  // Elements of one binade; the borders of half that lie inside one are not its business.
+  // Elements of one binade; float16's limits inside a binade are handled elsewhere.
   void add_binade(int exponent, int64_t count) const {
     columns_[kSubnormals] += exponent < -14 ? count : 0;
     columns_[kFlushed] += exponent < -25 ? count : 0;
     columns_[kHead + bin_of(exponent, low_, bins_)] += count;
   }
 
-  // Magnitudes that are finite and not zero; those of doubles are ordered as their bits.
+  // Finite, non-zero magnitudes; those of doubles have the order of their bits.
   void widen_to(double smallest, double largest) const {
     columns_[kAbsmax] = std::max(columns_[kAbsmax], bit_cast<int64_t>(largest));
     columns_[kSmallest] = std::min(columns_[kSmallest], bit_cast<int64_t>(smallest));
@@ -69,7 +69,7 @@ inline uint64_t magnitude_of(double x) { return bit_cast<uint64_t>(x) & ~(uint64
 inline double number(uint32_t bits) { return bit_cast<float>(bits); }
 inline double number(uint64_t bits) { return bit_cast<double>(bits); }
 
-// One element at a time: float64, and every dtype where there are no vector instructions.
+// One element at a time: for float64, and for every dtype without vector instructions.
 template <class In>
 void tally_elements(const In* x, int64_t numel, const Row& row) {
   using Bits = decltype(magnitude_of(*x));
@@ -100,8 +100,8 @@ struct Extremes {
   uint32_t smallest;  // of those that are not zero
 };
 
-// Calls `body(lanes…)` with four registers at a time and, in the end, with the rest among zeros. Inlined by force, body
-// and all: what the body adds up has to stay in registers.
+// Calls `body(lanes…)` with four registers at a time, and finally with the rest padded with zeros. Forced inline, with
+// the body, so that its sums stay in registers.
 template <class In, class Body>
 AMPLAB_INLINED void for_each_four(const In* x, int64_t numel, const Body& body) {
   constexpr int64_t kStep = 4 * kLanes;
@@ -123,7 +123,7 @@ template <class In>
 Extremes scan(const In* x, int64_t numel, uint8_t* exponents) {
   const Lanes one = all_lanes(1);
   Lanes large = zero_lanes();
-  Lanes small = all_lanes(0xffffffffu);  // less one, so that zero is the largest
+  Lanes small = all_lanes(0xffffffffu);  // minus one, so that zero is the largest
   for_each_four(x, numel, [&](int64_t i, Lanes a, Lanes b, Lanes c, Lanes d) AMPLAB_INLINED_BODY {
     large = larger(large, larger(larger(a, b), larger(c, d)));
     small = smaller(small, smaller(smaller(minus(a, one), minus(b, one)), smaller(minus(c, one), minus(d, one))));
@@ -153,7 +153,7 @@ uint32_t largest_finite(const In* x, int64_t numel) {
   return largest(large);
 }
 
-// Below 2^-126: no exponent of theirs is counted with the others. Returns how many there are.
+// Below 2^-126, whose exponents are not counted with the others. Returns how many there are.
 template <class In>
 int64_t tally_subnormals(const In* x, int64_t numel, const Row& row) {
   int64_t count = 0;
@@ -167,8 +167,8 @@ int64_t tally_subnormals(const In* x, int64_t numel, const Row& row) {
   return count;
 }
 
-// The elements whose exponents have the fields `first` to `last`, of which there are `most` at most. Returns how many
-// there are. The highest come first: below them there is often little or nothing.
+// Counts the elements whose exponent fields are `first` to `last`, at most `most`. Returns how many there are. Starts
+// with the highest, because there are often few or none below them.
 inline int64_t tally_binades(const uint8_t* exponents, int64_t numel, int first, int last, int64_t most,
                              const Row& row) {
   int64_t total = 0;

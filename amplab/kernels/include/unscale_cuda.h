@@ -1,4 +1,4 @@
-// What unscale.cu does for tensors that were found already, as in tensor_table_cuda.cpp. Sync: none.
+// The operations of unscale.cu on given spans, for tensor_table_cuda.cpp. Sync: none.
 #pragma once
 
 #include <vector>
@@ -9,7 +9,7 @@ namespace amplab::unscale_cuda {
 
 using Spans = std::vector<TypedSpan>;
 
-// On which device, for how many tensors, and where to leave what was found; null where nobody asked.
+// The device, the number of tensors, and the outputs; null for those not requested.
 struct Request {
   int32_t device;
   size_t tensors;
@@ -19,10 +19,10 @@ struct Request {
   int64_t* first_bad;
 };
 
-// Each span in place, as amplab::multi_tensor_unscale_ does.
+// Unscales each span in place, as amplab::multi_tensor_unscale_.
 void unscale_spans(const Spans& spans, const Request& request, const float* inv_scale);
 
-// Writes the 2-norm of all spans and scales them down to max_norm, without a write where they are within it.
+// Writes the 2-norm of all spans and scales them down to max_norm; writes nothing if the norm is smaller.
 void clip_spans(const Spans& spans, int32_t device, float* norm, float max_norm);
 
 }  // namespace amplab::unscale_cuda

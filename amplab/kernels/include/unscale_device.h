@@ -9,12 +9,12 @@
 
 namespace amplab::unscale_cuda {
 
-// Where a launch finds the scale and leaves what it found; null where nobody asked.
+// The scale of a launch and its outputs; null for outputs that are not requested.
 struct Findings {
   const float* inv_scale;         // null: 1
   float* found_inf;
-  unsigned long long* first_bad;  // -1, which is the largest, where there was none
-  double* piece_squares;          // of the piece of tensor t in block b at [t + b], which is different for every piece
+  unsigned long long* first_bad;  // -1, the largest value, if there is none
+  double* piece_squares;          // of the piece of tensor t in block b at [t + b], which is unique for every piece
   double* block_squares;          // of each block
   double* squares;                // of all launches so far
   float* norm;
@@ -23,19 +23,19 @@ struct Findings {
   float max_norm;
 
   AMPLAB_FUNCTION float scale() const { return inv_scale == nullptr ? 1.0f : *inv_scale; }
-  // Whether a scale of 1 leaves nothing to do.
+  // Whether a scale of 1 makes the pass unnecessary.
   AMPLAB_FUNCTION bool only_scales() const { return found_inf == nullptr && piece_squares == nullptr; }
 };
 
 // -- elements -------------------------------------------------------------------------------------------------------
 
-// What was written or, where nothing is, the product.
+// The output or, if nothing is written, the product.
 template <Write write, class In, class Out, class Math>
 AMPLAB_FUNCTION Math value_of(In x, Out output, Math inv_scale) {
   return write == Write::nothing ? multiply(static_cast<Math>(widen(x)), inv_scale) : static_cast<Math>(widen(output));
 }
 
-// Adds 0 to `doubt`, or NaN where the element is bad: a sum takes one register, where verdicts side by side take many.
+// Adds 0 to `doubt`, or NaN if the element is not finite: a sum takes one register, separate flags take many.
 template <Write write, class In, class Out, class Math>
 AMPLAB_FUNCTION void unscale_one(In x, Out& output, Math inv_scale, Math& doubt) {
   const bool found = unscale_element<write>(x, output, inv_scale);
@@ -49,7 +49,7 @@ AMPLAB_FUNCTION void unscale_one(In x, Out& output, Math inv_scale, Math& doubt)
 
 AMPLAB_FUNCTION void add_square(double value, double& squares) { squares = add(squares, multiply(value, value)); }
 
-// kInFlight accesses a thread are under way at once.
+// Each thread has kInFlight accesses in flight.
 template <Write write, int kInFlight, bool measures, class In, class Out, class Math>
 AMPLAB_FUNCTION bool unscale_packs(const In* x, Out* y, uint32_t packs, Math inv_scale, double& squares) {
   constexpr int N = kPack<In, Out>;
@@ -57,7 +57,7 @@ AMPLAB_FUNCTION bool unscale_packs(const In* x, Out* y, uint32_t packs, Math inv
   constexpr int kUnroll = kReads < kInFlight ? kInFlight / kReads : 1;
   Math doubt = 0;
 #pragma unroll 1
-  for (uint32_t first = 0; first < packs; first += kUnroll * kThreads) {  // as often for every thread
+  for (uint32_t first = 0; first < packs; first += kUnroll * kThreads) {  // the same number of times for every thread
     Pack<In, N> sources[kUnroll];
     Pack<Out, N> targets[kUnroll];
 #pragma unroll
@@ -123,7 +123,7 @@ AMPLAB_FUNCTION int64_t misaligned(const T* memory) {
   return static_cast<int64_t>((16 - reinterpret_cast<uintptr_t>(memory) % 16) % 16 / sizeof(T));
 }
 
-// The elements before the first 16 bytes and after the last ones singly; all of them where the two sides are never
+// The elements before the first and after the last aligned 16 bytes, one by one; all of them if the two sides are never
 // aligned at the same element.
 template <Write write, int kInFlight, class In, class Out, class Math>
 AMPLAB_FUNCTION bool unscale_piece(const In* x, Out* y, int64_t numel, Math inv_scale, bool measures, double& squares) {
@@ -145,7 +145,7 @@ AMPLAB_FUNCTION bool unscale_piece(const In* x, Out* y, int64_t numel, Math inv_
   return found;
 }
 
-// -- what was found -------------------------------------------------------------------------------------------------
+// -- results --------------------------------------------------------------------------------------------------------
 
 // Sums over the threads of a warp and of a block; always in the same order.
 AMPLAB_FUNCTION double warp_sum(double x) {
@@ -159,7 +159,7 @@ AMPLAB_FUNCTION double warp_sum(double x) {
 AMPLAB_FUNCTION double block_sum(double x) {
   __shared__ double of_warps[kThreads / kWarp];
   x = warp_sum(x);
-  __syncthreads();  // those who still read the last sum
+  __syncthreads();  // threads may still read the last sum
   if (threadIdx.x % kWarp == 0) {
     of_warps[threadIdx.x / kWarp] = x;
   }
@@ -175,7 +175,7 @@ template <class Table>
 AMPLAB_FUNCTION void report(const Findings& findings, const Table& table, const Piece& piece, bool found,
                             double squares, double& block_squares) {
   if (__any_sync(kAllLanes, found) && threadIdx.x % kWarp == 0 && findings.found_inf != nullptr) {
-    *findings.found_inf = 1.0f;  // every thread that writes writes the same
+    *findings.found_inf = 1.0f;  // every thread writes the same value
     if (findings.first_bad != nullptr) {
       atomicMin(findings.first_bad, static_cast<unsigned long long>(table.place(piece.tensor)));
     }
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     unscale_kernel(const __grid_constant__ LaunchTable<kPointers> table,
                    const __grid_constant__ Findings findings) {
   using Math = typename Arithmetic<In, Out>::type;
-  // As many as 64 registers hold: 16 bits to 16 elsewhere, and to 64, take more of them than the rest.
+  // As many as fit 64 registers: 16 bits to 16 in other memory, and to 64 bits, need more registers than the rest.
   constexpr bool kTight = kPointers == 2 && (sizeof(In) + sizeof(Out) == 4 || sizeof(In) + sizeof(Out) == 10);
   constexpr int kInFlight = kTight ? 2 : 4;
   const Math inv_scale = static_cast<Math>(findings.scale());
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   });
 }
 
-// The dimensions of a pair whose elements do not lie in the same gapless order.
+// The dimensions of a pair that is not dense with the same memory order.
 struct Layout {
   static constexpr int kMost = 16;
   int input_dtype;
@@ -235,7 +235,7 @@ struct Layout {
   }
 };
 
-// Calls body(In()) for the type that a dtype stands for.
+// Calls body(In()) for the type of a dtype.
 template <class Body>
 AMPLAB_FUNCTION void with_type(int dtype, const Body& body) {
   switch (dtype) {
@@ -246,7 +246,7 @@ AMPLAB_FUNCTION void with_type(int dtype, const Body& body) {
   }
 }
 
-// One tensor, whose table gives the pieces, by counting through its dimensions. Slow, and right.
+// One tensor, whose pieces are in the table, by iterating over its dimensions. Slow, but correct.
 template <Write write>
 __global__ void __launch_bounds__(kThreads)
     strided_kernel(const __grid_constant__ LaunchTable<2> table, const __grid_constant__ Layout layout,
@@ -274,9 +274,9 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// After each launch that measures: block 0 adds up what the launches have found so far, the warps of the others what
-// belongs to one tensor each. A launch of its own, because the end of the last block is known to no one without a
-// counter that begins at zero, which would be a launch, too.
+// After each launch that computes norms: block 0 adds up the results of the launches so far, each warp of the others
+// those of one tensor. It is a separate launch, because without a counter initialized to zero, which would also be a
+// launch, no block knows which one ends last.
 template <int kPointers>
 __global__ void __launch_bounds__(kThreads)
     finish_kernel(const __grid_constant__ LaunchTable<kPointers> table, uint32_t blocks,
@@ -296,7 +296,7 @@ __global__ void __launch_bounds__(kThreads)
       }
       if (findings.factor != nullptr) {
         const float factor = findings.max_norm / (norm + 1e-6f);
-        *findings.factor = factor >= 1.0f ? 1.0f : factor;  // NaN goes on
+        *findings.factor = factor >= 1.0f ? 1.0f : factor;  // NaN is also applied
       }
     }
     return;

@@ -1,7 +1,7 @@
-// The inner loops of the CPU kernels: one dense piece of memory, many lanes at a time.
+// The inner loops of the CPU kernels over contiguous memory, with vector instructions.
 //
-// The same operations as unscale_element (unscale.h), so the same bits. What was written is measured while it is still
-// in the first cache: squares are summed in double, where the square of a float is exact.
+// The operations are those of unscale_element (unscale.h), so the bits are the same. Norms are computed while the
+// output is still in the first-level cache: squares are summed in double, in which the square of a float is exact.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@
 
 namespace amplab {
 
-// Asks for memory that will be read soon, one cache line after the other.
+// Prefetches memory that will be read soon, one cache line after the other.
 inline void prefetch(const void* memory, size_t bytes) {
 #if defined(__GNUC__)
   constexpr size_t kLine = 64;
@@ -34,7 +34,7 @@ inline void prefetch(const void* memory, size_t bytes) {
 
 inline constexpr int64_t kLanes = 8;
 
-// Eight elements at a time; the same operations as unscale_element, so the same bits.
+// Eight elements at a time; the operations of unscale_element, so the same bits.
 inline __m256 load(const float* x) { return _mm256_loadu_ps(x); }
 inline __m256 load(const Half* x) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))); }
 inline __m256 load(const BFloat16* x) {
@@ -58,7 +58,7 @@ inline void store(BFloat16* y, __m256 value) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(y), _mm_packus_epi32(low, high));
 }
 
-// The smallest magnitude that is infinite once it is rounded: halfway from the largest number to the next power of 2.
+// The smallest magnitude that rounds to inf: halfway from the largest number to the next power of 2.
 inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 template <class Out>
 inline constexpr float kOverflow = kInfinity;
@@ -88,7 +88,7 @@ inline __m256 unscale_lanes(const In* x, Out* y, __m256 inv_scale) {
   }
 }
 
-// Line by line, asks for the memory at `ahead`, if any, as well. An address that is not there does no harm.
+// Also prefetches the memory at `ahead`, if any, line by line. An invalid address has no effect.
 template <Write write, class In, class Out>
 bool unscale_floats(const In* x, Out* y, int64_t numel, float inv_scale, const char* ahead) {
   constexpr int64_t kGroup = 4 * kLanes;
@@ -107,7 +107,7 @@ bool unscale_floats(const In* x, Out* y, int64_t numel, float inv_scale, const c
   for (; i + kLanes <= numel; i += kLanes) {
     bad = _mm256_or_ps(bad, unscale_lanes<write>(x + i, y + i, inverse));
   }
-  if (i < numel) {  // the rest among zeros, which are finite
+  if (i < numel) {  // the rest, padded with zeros, which are finite
     In x_rest[kLanes] = {};
     Out y_rest[kLanes] = {};
     std::memcpy(x_rest, x + i, (numel - i) * sizeof(In));
@@ -118,15 +118,15 @@ bool unscale_floats(const In* x, Out* y, int64_t numel, float inv_scale, const c
   return _mm256_movemask_ps(bad) != 0;
 }
 
-// As unscale_floats<replace> for bfloat16 to bfloat16, which is bound by its arithmetic and not by memory. Groups that
-// hold what the short way gets wrong go the long one.
+// As unscale_floats<replace> for bfloat16 to bfloat16, which is bound by arithmetic and not by memory. Groups with
+// values that the fast path gets wrong take the slow path.
 inline bool unscale_bfloat16s(const BFloat16* x, BFloat16* y, int64_t numel, float inv_scale, const char* ahead) {
   __m256 bad = _mm256_setzero_ps();
   int64_t i = 0;
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
-  // The processor's own rounding, which takes subnormal numbers for zero.
+  // The processor's rounding, which treats subnormal numbers as zero.
   constexpr int64_t kGroup = 32;
-  constexpr int kSpecial = 0x01 | 0x08 | 0x10 | 0x20 | 0x80;  // quiet NaN, +inf, -inf, subnormal, signalling NaN
+  constexpr int kSpecial = 0x01 | 0x08 | 0x10 | 0x20 | 0x80;  // quiet NaN, +inf, -inf, subnormal, signaling NaN
   const __m512 inverse = _mm512_set1_ps(inv_scale);
   __mmask32 overflow = 0;
   const auto product = [&](int64_t at) {
@@ -153,8 +153,8 @@ inline bool unscale_bfloat16s(const BFloat16* x, BFloat16* y, int64_t numel, flo
   }
   const bool found = overflow != 0;
 #else
-  // Every other number stays where it is, in the upper half of 32 bits: nothing has to be widened or packed. The sum
-  // that rounds would carry a NaN over into the sign.
+  // Every second number stays in the upper 16 of 32 bits, so that nothing is widened or packed. For a NaN the addition
+  // that rounds would carry into the sign.
   constexpr int64_t kGroup = 16;
   const __m256 inverse = _mm256_set1_ps(inv_scale);
   const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
@@ -187,7 +187,7 @@ inline bool unscale_bfloat16s(const BFloat16* x, BFloat16* y, int64_t numel, flo
   return found | found_in_rest | (_mm256_movemask_ps(bad) != 0);
 }
 
-// As unscale_floats<replace>, with stores that go past the caches; they need 32-byte alignment.
+// As unscale_floats<replace>, with stores that bypass the caches and need 32-byte alignment.
 template <class In>
 bool stream_floats(const In* x, float* y, int64_t numel, float inv_scale) {
   const __m256 inverse = _mm256_set1_ps(inv_scale);
@@ -205,7 +205,7 @@ bool stream_floats(const In* x, float* y, int64_t numel, float inv_scale) {
   return found | (_mm256_movemask_ps(bad) != 0);
 }
 
-// Sums of squares, the lanes side by side. A square is exact in double, so fusing it with the sum changes nothing.
+// Sums of squares, one per lane. A square is exact in double, so fusing it with the sum changes nothing.
 struct Squares {
   __m256d low = _mm256_setzero_pd();
   __m256d high = _mm256_setzero_pd();
@@ -239,7 +239,7 @@ void add_lanes(Squares& into, const T* x) {
   into.add(load(x));
 }
 
-// Calls take(address, which of two) for all lanes, the rest among zeros.
+// Calls take(address, which of two) for all lanes, the rest padded with zeros.
 template <class T, class Take>
 inline void for_each_lanes(const T* x, int64_t numel, const Take& take) {
   int64_t i = 0;
@@ -254,7 +254,7 @@ inline void for_each_lanes(const T* x, int64_t numel, const Take& take) {
   }
 }
 
-// The sum of squares of what has been written.
+// The sum of squares of the output.
 template <class T>
 double squares_of(const T* x, int64_t numel) {
   Squares sums[2];
@@ -281,8 +281,8 @@ bool measure_exactly(const In* x, int64_t numel, float inv_scale, double* sum) {
   return _mm256_movemask_ps(bad) != 0;
 }
 
-// The same, a third of the work: the squares of 256 numbers are added up in floats, 8 in each lane of 4 sums. Where that
-// is not safe, because the sum is not finite or so small that squares may have been lost, the numbers are looked at again.
+// The same with a third of the work: the squares of 256 numbers are added in floats, 8 in each lane of 4 sums. If the
+// sum is not finite, or so small that squares may have underflowed, the numbers are summed again in double.
 template <bool squares, class In>
 bool measure_floats(const In* x, int64_t numel, float inv_scale, double* sum) {
   constexpr int64_t kSums = 4;
@@ -318,7 +318,7 @@ bool measure_floats(const In* x, int64_t numel, float inv_scale, double* sum) {
 template <bool squares, class In>
 bool measure_floats(const In* x, int64_t numel, float inv_scale, double* sum) {
   bool bad = false;
-  double sums[8] = {};  // side by side, so that the compiler takes several at once
+  double sums[8] = {};  // independent, so that the compiler can vectorize them
   for (int64_t i = 0; i < numel; ++i) {
     const float product = widen(x[i]) * inv_scale;
     bad |= !is_finite(product);
@@ -357,7 +357,7 @@ bool stream_floats(const In* x, float* y, int64_t numel, float inv_scale) {
 
 #endif
 
-// Where float64 takes part: rare enough for one element at a time.
+// For float64, which is rare enough to process one element at a time.
 template <Write write, class In, class Out>
 bool unscale_doubles(const In* x, Out* y, int64_t numel, double inv_scale) {
   bool bad = false;

@@ -1,7 +1,7 @@
-// One pass over a list of tensors on the CPU: unscale, find what is not finite, measure.
+// One pass over a list of tensors on the CPU: unscale, detect what is not finite, compute norms.
 //
 // The whole list is one range of elements that the threads share evenly, whatever the sizes of its tensors. A thread
-// takes the chunks that begin in its part, so that the sums of squares do not depend on how many threads there are.
+// takes the chunks that begin in its part, so that the sums of squares do not depend on the number of threads.
 #pragma once
 
 #include <algorithm>
@@ -17,15 +17,15 @@
 
 namespace amplab {
 
-inline constexpr int64_t kChunk = 32768;  // elements a thread must have to be worth waking, as in TensorIterator
-inline constexpr int64_t kBlock = 2048;   // elements that stay in the first cache until they are measured
+inline constexpr int64_t kChunk = 32768;  // the least elements per thread, as in TensorIterator
+inline constexpr int64_t kBlock = 2048;   // elements that stay in the first-level cache until their norm is computed
 
-// Outputs larger than this, in bytes, are written past the caches: a line that is overwritten whole need not be read
-// first, and nothing of it would still be there when the optimizer comes.
+// Larger outputs, in bytes, bypass the caches: a line that is fully overwritten need not be read first, and none of it
+// would still be cached when the optimizer reads it.
 inline constexpr int64_t kStreamFrom = 16 << 20;
 
-// The hardware looks ahead within a page only: while these last elements of a tensor are worked on, the first ones of
-// the one after the next are asked for.
+// The hardware prefetches only within a page. So while these last elements of a tensor are processed, the first ones of
+// the next tensor but one are prefetched.
 inline constexpr int64_t kLookAhead = 1024;
 
 using Range = bool (*)(const void* input, void* output, int64_t begin, int64_t end, float inv_scale,
@@ -95,15 +95,15 @@ inline constexpr std::array<Measure, kDtypes> kMeasures = {
 inline constexpr std::array<Squared, kDtypes> kSquared = {squared_range<Half>, squared_range<BFloat16>,
                                                           squared_range<float>, squared_range<double>};
 
-// What is to be done with every element of a list.
+// The operation on every element of a list.
 struct Task {
   Write write;
   float inv_scale;
   bool in_place;
-  bool squares;  // whether norms are asked for
+  bool squares;  // whether norms are requested
 };
 
-// What was found in one pass.
+// The results of one pass.
 class Findings {
  public:
   static constexpr int kNone = std::numeric_limits<int>::max();
@@ -145,11 +145,11 @@ class Findings {
   std::vector<double> squares_;  // of each tensor
 };
 
-// The loops for one pair of dtypes; nullptr where there is nothing of the kind to do.
+// The loops for one pair of dtypes; nullptr if that step is not needed.
 struct Loops {
   Range write;
-  Measure measure;  // the products, before anything is rounded
-  Squared squared;  // what was written
+  Measure measure;  // of the products, before rounding
+  Squared squared;  // of the output
 };
 
 inline Loops loops_for(Dtype input, Dtype output, const Task& task, bool stream) {
@@ -157,7 +157,7 @@ inline Loops loops_for(Dtype input, Dtype output, const Task& task, bool stream)
   if (task.write == Write::nothing) {
     return {nullptr, task.squares ? measure : kMeasures<false>[input], nullptr};
   }
-  if (stream && output == kFloat && input != kDouble) {  // what is written is past the caches: measure the input
+  if (stream && output == kFloat && input != kDouble) {  // the output is not cached: measure the input
     constexpr std::array<Range, kDtypes> kStreams = {stream_range<Half>, stream_range<BFloat16>, stream_range<float>};
     return {kStreams[input], measure, nullptr};
   }
@@ -165,7 +165,7 @@ inline Loops loops_for(Dtype input, Dtype output, const Task& task, bool stream)
   return {ranges[input][output], nullptr, task.squares ? kSquared[output] : nullptr};
 }
 
-// A part of one tensor. Returns whether something is not finite; adds to `sum` where squares are asked for.
+// Processes a part of one tensor. Returns whether anything is not finite; adds to `sum` if squares are requested.
 inline bool work_on(const Span& span, const Loops& loops, float inv_scale, int64_t begin, int64_t end, double* sum,
                     const char* ahead = nullptr) {
   if (loops.write == nullptr) {
@@ -187,7 +187,7 @@ inline bool work_on(const Span& span, const Loops& loops, float inv_scale, int64
   return bad;
 }
 
-// As work_on; where the chunk ends its tensor, `next` is asked for.
+// As work_on; at the end of a tensor, `next` is prefetched.
 inline bool work_on_chunk(const Span& span, const Loops& loops, float inv_scale, int64_t begin, int64_t end,
                           double* sum, const void* next) {
   int64_t cut = end;
