@@ -1,8 +1,9 @@
-"""The faces that scripts know: NVIDIA apex's four optimization levels, and torch's autocast and GradScaler.
+"""Mixed precision under the names of NVIDIA apex (``apex.amp``) and of PyTorch (``torch.amp``).
 
-Reading order: OPT_LEVELS (what the levels are), Session (one experiment), then the functions of apex, which drive
-one session for the whole program, then save_run_state and load_run_state, for a whole run in one file. Of torch's
-autocast, with what lets autograd functions and checkpointing heed it, and GradScaler, which stands on its own.
+apex        OPT_LEVELS, Session (one experiment), and the functions of apex, which use one session for the program
+pytorch     autocast, GradScaler, custom_fwd and custom_bwd, checkpoint
+backward    what both do around one backward of a scaled loss
+run_state   save_run_state and load_run_state: a whole run in one file
 """
 
 from amplab.amp.apex.amp_state import amp_state as _amp_state

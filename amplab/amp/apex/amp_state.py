@@ -1,4 +1,4 @@
-"""The private state that scripts reach for in apex: ``amp._amp_state``, its loss scalers, its handle; and ``amp.init``.
+"""The private state of apex that scripts read: ``amp._amp_state`` with its loss scalers and handle; and ``amp.init``.
 
     amp._amp_state.loss_scalers[0].loss_scale()     the scale
     amp._amp_state.loss_scalers[0]._loss_scale = x  set it
@@ -6,7 +6,7 @@
     amp._amp_state.handle.is_active()               whether this thread casts
     from amplab.amp._amp_state import maybe_print   the module of that name in apex, which is the same object
 
-Everything is read from the calling thread's session; nothing is kept here. What cannot be read or set says so.
+Everything is read from the session of the calling thread. Names that cannot be read or set raise with a reason.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ __all__ = ["AmpHandle", "AmpState", "amp_state", "init"]
 
 
 class AmpHandle:
-    """What apex keeps in ``_amp_state.handle`` and returns from ``amp.init``: the casts of this thread."""
+    """``_amp_state.handle`` of apex, which ``amp.init`` returns: the casts of this thread."""
 
     has_cache = True
     verbose = False
 
     def is_active(self) -> bool:
-        """Say whether ops in the calling thread are cast, by an `initialize` at O1 and no `disable_casts`."""
+        """Return whether ops in the calling thread are cast: after `initialize` at O1, outside `disable_casts`."""
         engine = default_session().engine
         return engine is not None and engine.policy.table is not None and engine.installed and casts_enabled()
 
@@ -93,7 +93,7 @@ class AmpState(ModuleType):
     def maybe_print(self, msg: object, rank0: bool = False) -> None:
         """Print ``msg`` unless verbosity is 0; with ``rank0`` on the first rank alone."""
         if self.verbosity > 0 and (not rank0 or is_first_rank()):
-            print(msg)  # noqa: T201  what it is for
+            print(msg)  # noqa: T201  its purpose
 
     def warn_or_err(self, msg: str) -> NoReturn:
         """Raise RuntimeError: there is no ``hard_override`` that makes it a warning."""
@@ -113,11 +113,11 @@ class AmpState(ModuleType):
         """The properties in force.
 
         Raises:
-            AttributeError: before `initialize`, so that ``hasattr`` tells.
+            AttributeError: before `initialize`, so that ``hasattr`` is False.
         """
         session = default_session()
         if not session.initialized:
-            raise AttributeError("opt_properties")  # told by __getattr__
+            raise AttributeError("opt_properties")  # __getattr__ raises the message
         return session.properties
 
     @property
@@ -141,7 +141,7 @@ class AmpState(ModuleType):
         )
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name in vars(AmpState):  # a property has found nothing
+        if name in vars(AmpState):  # its property raised
             raise AttributeError(
                 f"amp._amp_state.{name}: nothing is initialized, or with enabled=False; call amp.initialize first."
             )
@@ -153,12 +153,12 @@ class AmpState(ModuleType):
 
 def init(
     enabled: bool = True,
-    loss_scale: float | str = "dynamic",  # noqa: ARG001  it served a scale_loss that is gone
+    loss_scale: float | str = "dynamic",  # noqa: ARG001  for a scale_loss that no longer exists
     enable_caching: bool = True,  # noqa: ARG001  casts of weights are always kept, and checked
     verbose: bool = False,  # noqa: ARG001  verbosity=2 of initialize
     allow_banned: bool = False,
 ) -> AmpHandle:
-    """Prepare the old API of apex, of which one thing is left: ``allow_banned=True`` for a later `initialize`.
+    """Accept the call of apex's old API. Only ``allow_banned=True`` has an effect, on a later `initialize`.
 
     Casts begin with `initialize` at O1.
 

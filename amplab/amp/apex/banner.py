@@ -25,6 +25,6 @@ def banner(level: OptLevel, properties: OptProperties) -> str:
 
 
 def is_first_rank() -> bool:
-    """Say whether this process speaks for its group: rank 0, or no group at all."""
+    """Return whether this process prints: rank 0, or no process group."""
     distributed = torch.distributed
     return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0

@@ -3,7 +3,7 @@
     Float->Half (linear)
     Half->Float (cross_entropy)
 
-A weight is told when it is cast, not when its cast is used again.
+A weight is printed when it is cast, not when the cached cast is used again.
 """
 
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from torch.nn import Parameter
 
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies import CastingEngine, CastPolicy, OpRule, PrecisionPolicy
-from amplab.policies.casting.argument_casts import floating_tensors, widest
 from amplab.policies.casting.half_on_cpu import HalfMode
+from amplab.policies.casting.steps import floating_tensors, widest
 
 __all__ = ["VerboseEngine"]
 

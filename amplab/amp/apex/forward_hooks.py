@@ -1,4 +1,4 @@
-"""What `initialize` hangs on a model's forward: casts of inputs and outputs, and an engine around it.
+"""The forward hooks of a model: casts of its inputs and outputs, and the casting engine during its forward.
 
     inputs -> cast to input_dtype -> forward, under the engine -> outputs cast to output_dtype
 
@@ -22,13 +22,13 @@ __all__ = ["ForwardHooks", "input_edits"]
 
 
 class ForwardHooks:
-    """Cast what goes in and out of one model's forward, and run it under an engine.
+    """Cast the inputs and outputs of a model's forward, and run the forward under an engine.
 
     Args:
         input_dtype: floating tensors in args and kwargs are cast to it, containers kept; None for no cast.
         output_dtype: the same for the result.
         engine: active during forward; None for no engine.
-        on_cpu_only: let the engine rest when the weights are elsewhere (it is there for its accumulation).
+        on_cpu_only: use the engine only if the weights are on the CPU, where it accumulates products in float32.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ForwardHooks:
         self._scopes = HookScopes()
 
     def register(self, model: nn.Module) -> list[RemovableHandle]:
-        """Hang the hooks on ``model``, inside of any hooks that it has; empty where there is nothing to do."""
+        """Register the hooks on ``model``, inside other hooks; return no handles if nothing is to be done."""
         if self.engine is None and self.input_dtype is None and self.output_dtype is None:
             return []
         return [
@@ -65,7 +65,7 @@ class ForwardHooks:
         return cast
 
     def after_forward(self, _model: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-        """Leave the engine, then cast the output; called with None when forward has raised."""
+        """Leave the engine, then cast the output; torch passes None if the forward raised."""
         self._scopes.leave()
         return self._outward(output)
 
@@ -98,12 +98,12 @@ def _on_cpu(model: nn.Module) -> bool:
 
 @contextmanager
 def input_edits(given: Any, cast: Any, outward: Callable[[Any], Any]) -> Iterator[None]:
-    """Carry what the block adds to, changes in and takes from ``cast`` over to ``given``.
+    """Repeat in ``given`` what the block adds to, changes in and removes from ``cast``.
 
     Args:
         given: inputs as the caller passed them, containers in containers.
         cast: the same, as `amplab.policies.cast_tree` returned them.
-        outward: applied to what is carried over.
+        outward: applied to each value that is copied to ``given``.
 
     Sync: none.
     """
@@ -119,7 +119,7 @@ def input_edits(given: Any, cast: Any, outward: Callable[[Any], Any]) -> Iterato
 
 
 def _copied(given: Any, cast: Any) -> Iterator[tuple[Any, Any]]:
-    """The containers that can be written into and that ``cast`` has a copy of."""
+    """Yield the mutable containers of ``given``, each with its copy in ``cast``."""
     if cast is given:
         return
     if isinstance(given, MutableMapping):

@@ -1,4 +1,4 @@
-"""The functions of ``from apex import amp``, driving one default session for each thread that initializes.
+"""The functions of ``from apex import amp``. They use one default session for each thread that initializes.
 
     model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
     with amp.scale_loss(loss, optimizer) as scaled_loss:
@@ -6,9 +6,16 @@
     torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
     optimizer.step()
 
-At O1 the thread that calls `initialize` casts from there on to `reset`; other threads do inside the forward of
-initialized models. Each function is the method of `Session` of its name, which says what it does and raises. For
-experiments that share nothing make a `Session` of each.
+At O1 the thread that calls `initialize` casts until `reset`; other threads cast inside the forward of initialized
+models. Each function calls the `Session` method of the same name, which documents it. Use a `Session` for each
+experiment to share nothing.
+
+    first thread to call initialize      the session of the program
+    another thread that calls it         a session of its own
+    a thread that never calls it         the session of the program
+
+So a worker thread may train what the main thread has initialized. Two threads that each call `initialize` share only
+the registered functions.
 """
 
 import functools
@@ -46,9 +53,9 @@ __all__ = [
 
 
 def initialize(models: Any, optimizers: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Prepare models and optimizers for an optimization level, and cast from here on where the level says so.
+    """Prepare models and optimizers for an optimization level; at O1 also start casting in the calling thread.
 
-    Arguments, results and refusals are those of `Session.initialize`. At O1 the calling thread casts until `reset`,
+    Arguments, results and exceptions are those of `Session.initialize`. At O1 the calling thread casts until `reset`
     or until another level is chosen.
     """
     session = session_to_initialize()
@@ -62,24 +69,24 @@ def initialize(models: Any, optimizers: Any = None, *args: Any, **kwargs: Any) -
 
 
 def reset() -> None:
-    """Undo `initialize` in the calling thread, and forget what was registered; see `Session.reset`."""
+    """Undo `initialize` in the calling thread, and clear the registered functions; see `Session.reset`."""
     reset_default_session()
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Let ``module.name`` run in half at O1, whatever the built-in lists say; before `initialize`, until `reset`.
+    """Run ``module.name`` in half at O1, whatever the built-in lists say. Call it before `initialize`.
 
-    A function of torch becomes a row of the policy, and names the op: ``torch.sigmoid`` is ``Tensor.sigmoid`` and
-    ``F.sigmoid`` too. Any other function casts its arguments: the attribute of ``module`` is replaced from `initialize`
-    to `reset`, so names that were imported out of it before stay as they are (use `half_function` on those).
+    A function of torch stands for the op: ``torch.sigmoid`` includes ``Tensor.sigmoid`` and ``F.sigmoid``. For any
+    other function the attribute of ``module`` is replaced from `initialize` to `reset` by one that casts its arguments
+    first. Names imported from the module before that are not replaced: use `half_function` on those.
 
     Args:
         module: a module, or a class.
         name: of a function in it.
 
     Raises:
-        ValueError: no such function, or one of torch's that function modes do not see.
-        TypeError: it is no function.
+        ValueError: no such function, or a function of torch that function modes do not see.
+        TypeError: not a function.
 
     Reference: ``apex.amp.register_half_function``.
     """
@@ -87,17 +94,17 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Let ``module.name`` run in float32 at O1; the rest as `register_half_function`."""
+    """Run ``module.name`` in float32 at O1; otherwise as `register_half_function`."""
     default_session().register_function(CastPolicy.FP32, module, name)
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Let ``module.name`` run in the widest dtype of its arguments at O1; the rest as `register_half_function`."""
+    """Run ``module.name`` in the widest dtype of its arguments at O1; otherwise as `register_half_function`."""
     default_session().register_function(CastPolicy.PROMOTE, module, name)
 
 
 def _of_the_default_session(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``method`` as a function of this module: the same, on the calling thread's session."""
+    """Return a function that calls ``method`` on the calling thread's session."""
 
     @functools.wraps(method)
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -113,7 +120,7 @@ def _of_the_default_session(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_misfit(name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Raise TypeError if ``method`` takes no such arguments, with the one that was probably meant."""
+    """Raise TypeError if ``method`` does not accept these arguments, and suggest the argument that was meant."""
     signature = inspect.signature(method)
     try:
         signature.bind(*args, **kwargs)
@@ -150,13 +157,13 @@ _LOCK = threading.Lock()
 
 
 class _Owner:
-    """The thread that the program's session belongs to, while it lives and has not reset it."""
+    """The thread that initialized the program's session, while it is alive and has not reset it."""
 
     thread: threading.Thread | None = None
 
 
 class _OwnSession(threading.local):
-    """The session that this thread has for itself."""
+    """The session of this thread alone."""
 
     session: Session | None = None
 
@@ -165,16 +172,16 @@ _OWN = _OwnSession()
 
 
 def default_session() -> Session:
-    """Return the session behind the functions of this module, as seen from the calling thread.
+    """Return the session that the functions of this module use in the calling thread.
 
-    It is the one that this thread has initialized, else the program's: that of the first thread that did.
+    It is the one that this thread has initialized, else the session of the program.
     """
     own = _OWN.session
     return _PROGRAM if own is None or not own.initialized else own
 
 
 def session_to_initialize() -> Session:
-    """Return the session that a call of `initialize` in this thread is meant for."""
+    """Return the session that `initialize` uses in this thread."""
     if _OWN.session is not None:
         return _OWN.session
     with _LOCK:
@@ -187,7 +194,7 @@ def session_to_initialize() -> Session:
 
 
 def reset_default_session() -> None:
-    """Undo everything that the calling thread's session has done, and forget the registered functions."""
+    """Reset the session of the calling thread, and clear the registered functions."""
     session, _OWN.session = default_session(), None
     session.reset()
     with _LOCK:

@@ -1,6 +1,6 @@
-"""The models and optimizers that a session has its hooks on, held weakly: what is gone needs no release.
+"""The models and optimizers of a session: adding its hooks, removing them, and counting bytes. Held weakly.
 
-Putting hooks on and taking them off is here; what they do is in `hooked_model` and `hooked_optimizer`.
+What the hooks do is in `forward_hooks`, `saved_masters` and `hooked_optimizer`; weights are cast in `model_weights`.
 """
 
 import weakref
@@ -29,7 +29,7 @@ __all__ = ["HookedModel", "Hooks", "memory_use"]
 
 
 class Hooks:
-    """Everything that one session has changed in the models and optimizers of its user."""
+    """The models and optimizers that one session has changed."""
 
     def __init__(self) -> None:
         self._models: weakref.WeakKeyDictionary[nn.Module, HookedModel] = weakref.WeakKeyDictionary()
@@ -47,7 +47,7 @@ class Hooks:
         announce: bool,
         unscaler: Callable[[], Unscaler] = Unscaler,
     ) -> None:
-        """Cast the models, make the masters and hang up every hook that ``properties`` and ``policies`` ask for."""
+        """Cast the models, make the masters and add the hooks that ``properties`` and ``policies`` need."""
         cast_type = properties.cast_model_type
         dtype = cast_type if isinstance(cast_type, torch.dtype) else None
         uncast: dict[Tensor, Uncast] = {}
@@ -85,14 +85,14 @@ class Hooks:
             )
 
     def knows(self, optimizer: Optimizer) -> bool:
-        """Say whether ``optimizer`` was part of `initialize`."""
+        """Return whether ``optimizer`` was passed to `initialize`."""
         return optimizer in self._optimizers
 
     def hooked(self, optimizer: Any) -> HookedOptimizer:
-        """Return what is held about ``optimizer``.
+        """Return the `HookedOptimizer` of ``optimizer``.
 
         Raises:
-            RuntimeError: nothing is, since it was not part of `initialize`.
+            RuntimeError: it was not passed to `initialize`.
         """
         hooked = self._optimizers.get(optimizer) if isinstance(optimizer, Optimizer) else None
         if hooked is None:
@@ -103,7 +103,7 @@ class Hooks:
         return hooked
 
     def first_nonfinite(self, hooked: Sequence[HookedOptimizer]) -> str | None:
-        """Name the parameter whose non-finite gradient backward reached first. Sync: many."""
+        """Return the name of the parameter whose non-finite gradient the backward reached first. Sync: many."""
         for each in reversed(hooked):
             param = each.first_nonfinite()
             if param is not None:
@@ -116,11 +116,11 @@ class Hooks:
         return memory_use(self._models, self._optimizers.items())
 
     def release_all(self) -> None:
-        """Give everything back as it was, weights and optimizer state in float32."""
+        """Remove all hooks; weights and optimizer state become float32."""
         self._release(list(self._models), list(self._optimizers))
 
     def release_connected(self, models: Sequence[Any], optimizers: Sequence[Any]) -> None:
-        """Release ``models`` and ``optimizers``, and whatever shares parameters with them."""
+        """Release ``models`` and ``optimizers``, and all others that share parameters with them."""
         held: list[nn.Module | Optimizer] = [*self._models, *self._optimizers]
         named = [each for each in (*models, *optimizers) if isinstance(each, (nn.Module, Optimizer))]
         released: list[Any] = [each for each in named if each in held]
@@ -156,16 +156,16 @@ class Hooks:
 
 
 class HookedModel:
-    """What a session keeps about one model; it does not keep the model alive.
+    """What a session knows about one model. It does not hold the model.
 
     Args:
-        model: its weights cast already.
-        forward: the casts of its inputs and outputs.
-        policy: whose module rules it runs by.
-        weights_dtype: what its weights were cast to; None if they were not.
+        model: a model whose weights have been cast.
+        forward: casts its inputs and outputs.
+        policy: the policy with its module rules.
+        weights_dtype: dtype that its weights were cast to; None if they were not.
         masters: the masters of every optimizer of the same call.
-        casts_around_functions: engines cast inside its forward (O1), so half may arrive at float32 weights.
-        prefix: what its parameters' names are told apart by, among several models.
+        casts_around_functions: whether ops inside its forward are cast (O1), so that half inputs meet float32 weights.
+        prefix: of its parameters' names, to distinguish several models.
     """
 
     def __init__(
@@ -191,13 +191,13 @@ class HookedModel:
             self._handles += accept_half_input(model)
 
     def name_of(self, model: nn.Module, param: Tensor) -> str | None:
-        """Return the name of ``param`` in ``model``, None where it is not one of its parameters."""
+        """Return the name of ``param`` in ``model``; None if it is not one of its parameters."""
         names = (name for name, own in model.named_parameters() if own is param)
         name = next(names, None)
         return None if name is None else self._prefix + name
 
     def release(self, model: nn.Module) -> set[Tensor]:
-        """Take everything off ``model``; its half weights become float32, from their masters where they have any.
+        """Remove the hooks; half weights become float32, with the values of their masters if they have any.
 
         Returns:
             The parameters that were cast back.
@@ -209,7 +209,7 @@ class HookedModel:
             return set()
         restored = {pair.model: pair.master for masters in self._masters for pair in masters.pairs}
         for param in model.parameters():
-            if param.dtype in LOW_PRECISION_DTYPES and param in restored:  # its optimizer is gone, its masters are not
+            if param.dtype in LOW_PRECISION_DTYPES and param in restored:  # its optimizer no longer exists
                 set_values(param, restored[param].data)
         return set(cast_model(model, torch.float32))
 
@@ -248,7 +248,7 @@ def _tensor_bytes(tensor: Tensor) -> int:
 
 
 def _inside(grads: Iterable[Tensor], buffers: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients that lie in one of the buffers."""
+    """Return the gradients whose memory is in one of the buffers."""
     memory = {buffer.untyped_storage().data_ptr() for buffer in buffers}
     dense = [grad for grad in grads if grad.layout == torch.strided]
     return [grad for grad in dense if grad.untyped_storage().data_ptr() in memory]

@@ -1,11 +1,11 @@
-"""What a user's PrecisionPolicy means at a level.
+"""How a user's PrecisionPolicy applies at each level.
 
     level   lists and compute dtype      op_rules    module_rules
-    O0      none                         count       casts by op inside the modules, weights float32
-    O1      the policy's                 count       casts by op inside the modules, weights float32
-    O2 O3   none, cast_model_type        count       weights of the modules in the rule's dtype
+    O0      none                         apply       casts by op inside the modules, weights float32
+    O1      the policy's                 apply       casts by op inside the modules, weights float32
+    O2 O3   none, cast_model_type        apply       weights of the modules in the rule's dtype
 
-The borders of ruled modules are in `amplab.policies.modules.module_regions`.
+The casts at the boundaries of those modules are in `amplab.policies.modules.module_regions`.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ __all__ = ["checked_policies", "engine_policy", "ruled_dtypes", "with_registered
 def engine_policy(
     properties: OptProperties, policy: PrecisionPolicy | None, registrations: Sequence[Registration] = ()
 ) -> PrecisionPolicy | None:
-    """Return what an engine around the models carries out; None where there is nothing to do."""
+    """Return the policy of the engine around the models; None if no engine is needed."""
     policy = PrecisionPolicy() if policy is None else policy
     if properties.patch_torch_functions:
         return with_registered(policy, registrations)
@@ -49,12 +49,12 @@ def checked_policies(policy: Any, models: Sequence[nn.Module], cast_model_type: 
     """Return the policy of each model: ``policy`` with those of its module rules that name something in the model.
 
     Args:
-        policy: what the user gave; None for the default.
-        models: checked already.
+        policy: the user's argument; None for the default.
+        models: models that `checked_models` returned.
         cast_model_type: of the level.
 
     Raises:
-        TypeError: no policy.
+        TypeError: not a policy.
         ValueError: a rule that names no module of any model, rules that contradict each other, or a compute dtype that
             is neither the default nor the one that the models are cast to.
     """
@@ -71,7 +71,7 @@ def checked_policies(policy: Any, models: Sequence[nn.Module], cast_model_type: 
         )
     for rule in policy.module_rules:
         if not any(names_in(model, rule) for model in models):
-            precisions_by_module(models[0], [rule])  # which says what is there
+            precisions_by_module(models[0], [rule])  # raises, and lists the modules
     chosen = [
         dataclasses.replace(policy, module_rules=tuple(each for each in policy.module_rules if names_in(model, each)))
         for model in models
@@ -83,6 +83,6 @@ def checked_policies(policy: Any, models: Sequence[nn.Module], cast_model_type: 
 
 
 def ruled_dtypes(model: nn.Module, policy: PrecisionPolicy) -> Mapping[nn.Module, torch.dtype]:
-    """Return the dtype of the weights of each module that a module rule reaches, where weights are cast."""
+    """Return the dtype of the weights of each module that a module rule applies to, if weights are cast."""
     ruled = precisions_by_module(model, policy.module_rules)
     return {module: tensor_dtype(rule.precision) for module, rule in ruled.items()}

@@ -1,11 +1,11 @@
-"""The private names that apex puts on an optimizer and that training scripts read, on ours from initialize to release.
+"""Private attributes of apex on optimizers, which training scripts read. They exist from initialize to release.
 
-    optimizer._amp_stash                            lists of its parameters by dtype, and two flags
-    optimizer._lazy_init_maybe_master_weights()     nothing is lazy here: masters exist from initialize on
-    optimizer._master_params_to_model_params()      rounds the masters into the model
+    optimizer._amp_stash                            parameters by dtype, and two flags
+    optimizer._lazy_init_maybe_master_weights()     does nothing: masters exist since initialize
+    optimizer._master_params_to_model_params()      writes the masters back to the model
 
-Attributes of an object that is not ours: scripts ask ``hasattr(optimizer, "_amp_stash")`` whether amp is on. They are
-not pickled with the optimizer.
+amplab sets attributes on foreign objects only here: scripts call ``hasattr(optimizer, "_amp_stash")`` to see whether
+amp is on. The attributes are not pickled with the optimizer.
 """
 
 import itertools
@@ -31,12 +31,12 @@ _NAMES = (
 
 
 class AmpStash:
-    """What apex keeps in ``optimizer._amp_stash``, read from what amplab keeps.
+    """The contents of ``optimizer._amp_stash`` in apex, computed from the state of amplab.
 
     Args:
         masters: of this optimizer.
         groups: returns the model's parameters group by group, never masters.
-        flags: returns whether a skip is due, and whether gradients wait scaled.
+        flags: returns whether the next step is skipped, and whether gradients are still scaled.
 
     Attributes:
         lazy_init_called: True; scripts set it after loading a checkpoint.
@@ -58,7 +58,7 @@ class AmpStash:
 
     @property
     def params_have_scaled_gradients(self) -> bool:
-        """Whether gradients wait, scaled, for a backward without ``delay_unscale``."""
+        """Whether gradients are still scaled, until a backward without ``delay_unscale``."""
         return self._flags()[1]
 
     @property
@@ -105,7 +105,7 @@ class AmpStash:
 
 
 def refuse_taken_names(optimizer: Optimizer) -> None:
-    """Refuse an optimizer on which somebody else has put one of the names.
+    """Refuse an optimizer that has one of the names from elsewhere.
 
     Raises:
         RuntimeError: names it.
@@ -121,16 +121,16 @@ def refuse_taken_names(optimizer: Optimizer) -> None:
 
 
 def give_hooks(optimizer: Optimizer) -> None:
-    """Let an optimizer take hooks whose class never called ``Optimizer.__init__``, as wrappers such as Lookahead do.
+    """Prepare for hooks an optimizer whose class never called ``Optimizer.__init__`` (wrappers such as Lookahead).
 
-    What torch does with an unpickled optimizer gives it what is missing and leaves the rest.
+    torch's handling of an unpickled optimizer adds the missing attributes and keeps the others.
     """
     if "_optimizer_step_pre_hooks" not in vars(optimizer):
         Optimizer.__setstate__(optimizer, {} if hasattr(optimizer, "defaults") else {"defaults": {}})
 
 
 def lend_names(optimizer: Optimizer, stash: AmpStash, copy_to_model: Callable[[], None]) -> None:
-    """Put apex's names on ``optimizer``."""
+    """Set the attributes on ``optimizer``."""
     values: dict[str, Any] = {
         "_amp_stash": stash,
         "_amp_lazy_init": _nothing_is_lazy,
@@ -143,7 +143,7 @@ def lend_names(optimizer: Optimizer, stash: AmpStash, copy_to_model: Callable[[]
 
 
 def take_names_back(optimizer: Optimizer) -> None:
-    """Take them off again."""
+    """Delete the attributes."""
     for name in _NAMES:
         vars(optimizer).pop(name, None)
 

@@ -1,4 +1,4 @@
-"""The functions that a user has put on a list: `register_half_function` and its kin.
+"""Functions that the user has registered or decorated to cast their arguments.
 
 A function of torch becomes a row of the policy, before the built-in ones. A function of the user's own module cannot
 be seen by the engine, so that the module's attribute is replaced from `initialize` to `reset`.
@@ -69,11 +69,11 @@ class Registration:
 ALLOW_BANNED = Registration(
     torch.nn.functional, "binary_cross_entropy", CastPolicy.FP32, ("torch.nn.functional.binary_cross_entropy",)
 )
-"""What ``allow_banned=True`` comes to: the refused loss runs in float32."""
+"""The effect of ``allow_banned=True``: the refused loss runs in float32."""
 
 
 class RegisteredFunctions:
-    """What is registered, in the order of registration; of two about one function the later counts."""
+    """The registrations, in order; a later one about the same function replaces the earlier one."""
 
     def __init__(self) -> None:
         self._registered: list[Registration] = []
@@ -83,7 +83,7 @@ class RegisteredFunctions:
 
         Raises:
             ValueError: there is no such function, or it is one of torch's that no function mode sees.
-            TypeError: it is no function.
+            TypeError: not a function.
         """
         registration = _registration(cast, owner, name)
         self._registered = [each for each in self._registered if not (each.owner is owner and each.name == name)]
@@ -91,20 +91,20 @@ class RegisteredFunctions:
         return registration
 
     def allow_banned(self) -> None:
-        """Let the refused loss run in float32, unless it is registered otherwise."""
+        """Run the refused loss in float32, unless it is registered otherwise."""
         self._registered.insert(0, ALLOW_BANNED)
 
     def forget(self) -> None:
-        """Register nothing any more."""
+        """Clear the list."""
         self._registered = []
 
     def all(self) -> tuple[Registration, ...]:
-        """Return what is registered now."""
+        """Return the registrations."""
         return tuple(self._registered)
 
 
 def replace_attributes(registrations: Iterable[Registration]) -> list[Callable[[], None]]:
-    """Let the user's own functions among ``registrations`` cast; return what undoes it."""
+    """Replace the user's own functions among ``registrations`` by casting ones; return functions that undo it."""
     own = [each for each in registrations if not each.spellings]
     return [_REPLACEMENTS.hold(each.owner, each.name, each.cast) for each in own]
 
@@ -238,10 +238,10 @@ def casting_function(fn: Callable[..., Any], cast: CastPolicy) -> Callable[..., 
 
 
 class Replacements:
-    """Attributes of the user's modules that hold a casting function while somebody wants it.
+    """Attributes of the user's modules that are replaced by a casting function.
 
-    This replaces a name in a module that is not ours, as apex's ``register_half_function(module, name)`` promises.
-    It is counted: the original is back when the last one who wanted it lets go.
+    apex's ``register_half_function(module, name)`` promises this replacement. Holders are counted: the original is
+    restored when the last holder lets go.
     """
 
     def __init__(self) -> None:
@@ -272,7 +272,7 @@ class Replacements:
 
 
 class _Replacement:
-    """One attribute, what it was, and what stands there now."""
+    """One attribute, its original and its replacement."""
 
     def __init__(self, owner: Any, name: str, cast: CastPolicy) -> None:
         self.owner, self.name, self.holders = owner, name, 0
@@ -284,7 +284,7 @@ class _Replacement:
 
     def restore(self) -> None:
         if vars(self.owner).get(self.name) is not self._replaced:
-            return  # somebody has put something else there since
+            return  # replaced by someone else since
         if self._own:
             setattr(self.owner, self.name, self._original)
         else:

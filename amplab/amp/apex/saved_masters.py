@@ -1,9 +1,9 @@
-"""Let a half model save and load the float32 values of its master weights.
+"""state_dict hooks of a half model, which save and load the float32 values of its master weights.
 
     model.state_dict()       the masters' values; any other half tensor as float32
     model.load_state_dict()  float32 values go to the masters unrounded, rounded to the model
 
-So a checkpoint of model, optimizer and amp state resumes bitwise. Hooks sit on every submodule, since
+A checkpoint of model, optimizer and amp state therefore resumes bitwise. Every submodule has the hooks, since
 old scripts save ``model.encoder.state_dict()`` too.
 """
 
@@ -33,7 +33,7 @@ class SavedMasters:
         self._masters = tuple(masters)
 
     def register(self, model: nn.Module) -> list[RemovableHandle]:
-        """Hang the hooks on ``model`` and each of its submodules."""
+        """Register the hooks on ``model`` and each of its submodules."""
         handles: list[RemovableHandle] = []
         for module in model.modules():
             handles += [
@@ -45,7 +45,7 @@ class SavedMasters:
         return handles
 
     def after_save(self, module: nn.Module, saved: dict[str, Any], prefix: str, _metadata: Any) -> None:
-        """Put the float32 values in the place of this module's own half tensors."""
+        """Replace this module's own half tensors in ``saved`` by their float32 values."""
         for masters in self._masters:
             masters.follow_edits(module.parameters(recurse=False))
         for name, tensor in _own_tensors(module):
@@ -57,7 +57,7 @@ class SavedMasters:
 
     @torch.no_grad()
     def before_load(self, module: nn.Module, saved: dict[str, Any], prefix: str, metadata: Any, *_rest: Any) -> None:
-        """Hand the masters what is loaded before the model rounds it.
+        """Copy loaded values to the masters before the model rounds them.
 
         Raises:
             RuntimeError: ``assign=True``, which would put new parameters in the place of those that the
@@ -75,7 +75,7 @@ class SavedMasters:
 
     @torch.no_grad()
     def after_load(self, module: nn.Module, _incompatible_keys: Any) -> None:
-        """Make sure that each master rounds to what the model holds now, whatever other hooks have done."""
+        """Copy the model's values to every master that does not round to them, for example after other hooks."""
         for name, master in self._own_masters(module):
             param = module.get_parameter(name)
             if not torch.equal(master.to(param.dtype), param):

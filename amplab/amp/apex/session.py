@@ -146,17 +146,17 @@ class Session:
         scale_window: int = 2000,
         on_collapse: OnCollapse = "raise",
         allow_banned: bool = False,
-        user_cast_preferred: bool | None = None,  # noqa: ARG002  what it asks for is always so
+        user_cast_preferred: bool | None = None,  # noqa: ARG002  always the case here
         combine_grad: bool | None = None,
         combine_ddp: bool | None = None,
         ddp_replica_count: int = 4,
         check_combined_tensors: bool | None = None,
         policy: PrecisionPolicy | None = None,
     ) -> Any:
-        """Prepare models and optimizers for an optimization level; the same objects come back, changed.
+        """Prepare models and optimizers for an optimization level. The same objects are changed and returned.
 
-        Safe to repeat: what this session has initialized before is released first, weights and optimizer
-        state kept.
+        May be called again: models and optimizers that this session has initialized before are released first; their
+        weights and optimizer state are kept.
 
         Args:
             models: a module or a list of modules, float32, on any device.
@@ -164,37 +164,37 @@ class Session:
             enabled: False returns everything as it is, and `scale_loss` yields the loss itself.
             opt_level: "O0", "O1", "O2" or "O3"; the properties that follow override those of the level.
             cast_model_type: dtype of the model's weights and inputs; False for no cast.
-            patch_torch_functions: cast around torch functions (O1 alone).
+            patch_torch_functions: cast the arguments of torch functions (O1 only).
             keep_batchnorm_fp32: leave BatchNorm float32 when the model is cast.
             master_weights: step float32 masters of half parameters.
             loss_scale: "dynamic" or a number > 0.
-            cast_model_outputs: dtype of what the models return; float32 where None and the model is cast.
-            num_losses: how many loss scalers to make, one for each ``loss_id``.
+            cast_model_outputs: dtype of the models' outputs; None for float32 if the model is cast.
+            num_losses: number of loss scalers, one for each ``loss_id``.
             verbosity: 0 prints nothing; 1 the properties and each skipped step; 2 each cast of O1 as well.
-            min_loss_scale: floor of a dynamic scale; float32's smallest normal number where None or 0.
+            min_loss_scale: floor of a dynamic scale; None or 0 for float32's smallest normal number.
             max_loss_scale: ceiling of a dynamic scale; None for none.
-            dynamic_init_scale: where a dynamic scale starts.
-            scale_growth_factor: what it is multiplied by after ``scale_window`` backwards without overflow.
-            scale_backoff_factor: what it is multiplied by after an overflow.
+            dynamic_init_scale: start of a dynamic scale.
+            scale_growth_factor: multiplies the scale after ``scale_window`` backwards without overflow.
+            scale_backoff_factor: multiplies the scale after an overflow.
             scale_window: see ``scale_growth_factor``.
-            on_collapse: "raise" `LossScaleCollapse` where no smaller scale can help any more, or "warn" of it.
+            on_collapse: "raise" `LossScaleCollapse` or "warn" when further backoff cannot help.
             allow_banned: at O1 run ``F.binary_cross_entropy`` on half in float32 instead of refusing it.
-            user_cast_preferred: functions that the user has registered win over the lists; they always do.
+            user_cast_preferred: accepted; registered functions always take precedence over the lists.
             combine_grad: keep the gradients of each optimizer in flat buffers, with the same results to the bit.
-            check_combined_tensors: print a sentence whenever gradients had left those buffers, other than by zero_grad.
+            check_combined_tensors: print a line whenever gradients had left those buffers, other than by zero_grad.
             combine_ddp, ddp_replica_count: refused; wrap the model in DistributedDataParallel.
-            policy: the lists and the compute dtype of O1, apex's in float16 where None; its op_rules and module_rules
-                count at every level. Weights of ruled modules stay float32 at O0 and O1, and have the rule's dtype at
-                O2 and O3, with masters as the level has them.
+            policy: the lists and the compute dtype of O1; None for those of apex in float16. Its op_rules and
+                module_rules apply at every level: weights of modules with a rule stay float32 at O0 and O1, and have
+                the rule's dtype at O2 and O3, with masters if the level has masters.
 
         Returns:
-            ``models``, or ``(models, optimizers)`` where optimizers were given.
+            ``models``, or ``(models, optimizers)`` if optimizers were given.
 
         Raises:
-            RuntimeError: an override that makes no sense at this level; a model that is half, wrapped or compiled by
-                TorchScript already.
+            RuntimeError: an override that makes no sense at this level; a model that is already half, wrapped, or
+                compiled by TorchScript.
             TypeError: models or optimizers of another type.
-            ValueError: a number out of its range; a module rule that names no module, or contradicts another.
+            ValueError: a number out of its range; a module rule that names no module or contradicts another.
             NotImplementedError: ``combine_ddp`` or ``ddp_replica_count``.
 
         Sync: none.
@@ -289,9 +289,9 @@ class Session:
             self._engine = kind(policy)
 
     def register_function(self, cast: CastPolicy, module: Any, name: str) -> None:
-        """Put ``module.name`` on a list of O1; `register_half_function` and its kin say the rest.
+        """Register ``module.name`` for a cast at O1, as `register_half_function` documents.
 
-        After an `initialize` at O1 it has no effect before the next one, and warns of that.
+        After an `initialize` at O1 it has no effect until the next one, and warns.
         """
         registration = self.registered.add(cast, module, name)
         late = self.properties.patch_torch_functions and not any(map(registration.same_as, self._registrations))
@@ -303,11 +303,11 @@ class Session:
             )
 
     def reset(self) -> None:
-        """Undo `initialize`: every hook off, half models float32 again, optimizers back to the models' parameters.
+        """Undo `initialize`: remove hooks, make half models float32, return the models' parameters to the optimizers.
 
-        Values come from the masters where there are any. Optimizer state is kept, float32 again. An engine
-        that `install` put into another thread stays there. Registered functions are forgotten, and the user's
-        modules get theirs back. Afterwards `initialize` works at any level.
+        Values come from the masters if there are any. Optimizer state is kept, in float32. An engine that `install`
+        has installed in another thread stays there. Registered functions are cleared, and replaced attributes of the
+        user's modules are restored. Afterwards `initialize` works at any level.
         """
         self._hooks.release_all()
         self._change_settings(None, None)
@@ -316,15 +316,15 @@ class Session:
     # -- in every step -----------------------------------------------------------------------------
 
     def casting(self) -> contextlib.AbstractContextManager[None]:
-        """Cast around functions in the calling thread inside the block, as the level says.
+        """Return a context in which ops of the calling thread are cast as the level says.
 
-        At O2 and O3 the block computes products of halves on the CPU with float32 accumulation; the models
-        do so in their own forward too. Nothing where the level casts nothing.
+        At O2 and O3 it computes products of halves on the CPU with float32 accumulation; models do the same in their
+        forward. It does nothing if the level casts nothing.
         """
         return contextlib.nullcontext() if self._engine is None else self._engine.active()
 
     def install(self) -> None:
-        """Leave the casts of O1 on in the calling thread until `reset` or another level; nothing at other levels."""
+        """Keep the casts of O1 on in the calling thread until `reset` or another level. Other levels: nothing."""
         if self._engine is not None and self.properties.patch_torch_functions:
             self._engine.install()
 
@@ -334,28 +334,28 @@ class Session:
         loss: Tensor,
         optimizers: Any,
         loss_id: int = 0,
-        model: Any = None,  # noqa: ARG002  apex has it, and does nothing with it either
+        model: Any = None,  # noqa: ARG002  unused in apex, too
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
     ) -> Iterator[Tensor]:
         """Yield ``loss.float() * loss_scale`` for the backward in the block; unscale the gradients afterwards.
 
-        A gradient that is inf or NaN lets a dynamic scale back off, and the next step of ``optimizers`` change
-        nothing. After an exception in the block gradients are what they were before it.
+        If a gradient is inf or NaN, a dynamic scale backs off and the next step of ``optimizers`` is skipped. After an
+        exception in the block gradients are as before it.
 
         Args:
             loss: any shape.
-            optimizers: one or a list: everything whose parameters this backward reaches.
-            loss_id: which loss scaler, below ``num_losses``.
-            model: not used; apex has it.
-            delay_unscale: leave gradients scaled, for a later backward before the step to unscale them all.
-            delay_overflow_check: leave the check, and the scale, to the next backward of this ``loss_id``.
+            optimizers: the optimizer, or a list of all optimizers, whose parameters this backward reaches.
+            loss_id: number of the loss scaler, < ``num_losses``.
+            model: not used, as in apex.
+            delay_unscale: keep gradients scaled; a later backward before the step unscales them all.
+            delay_overflow_check: let the next backward of this ``loss_id`` check gradients and move the scale.
 
         Raises:
             RuntimeError: before `initialize`, or for an optimizer that was not part of it; a backward from a loss
                 that requires no gradient or has several elements.
             IndexError: no such ``loss_id``.
-            TypeError: the loss is no floating tensor.
+            TypeError: the loss is not a floating-point tensor.
 
         Sync: one with a dynamic scale or a subscriber, else none.
         """
@@ -386,26 +386,26 @@ class Session:
     def scaled_grad(
         self, outputs: Tensor, inputs: Tensor | Sequence[Tensor], *, loss_id: int = 0, **options: Any
     ) -> tuple[Tensor | None, ...]:
-        """Differentiate through half layers without losing small gradients: for penalties on gradients.
+        """Differentiate through half layers without underflow of small gradients, for gradient penalties.
 
             grads = autograd.grad(outputs * loss_scale, inputs) / loss_scale
 
-        No ``.grad`` is touched and no scale moves. A gradient that overflows is inf here, makes the penalty inf, and
-        so has the step skipped by the `scale_loss` around the penalty's own backward.
+        No ``.grad`` is written and no scale moves. A gradient that overflows is inf and makes the penalty inf, so that
+        the `scale_loss` around the penalty's own backward skips the step.
 
         Args:
-            outputs: what to differentiate, any shape where ``grad_outputs`` is given, else one element.
-            inputs: with respect to what: a tensor or a sequence of them.
-            loss_id: whose scale to use.
+            outputs: the tensor to differentiate; one element, or any shape with ``grad_outputs``.
+            inputs: a tensor or a sequence of tensors, with respect to which to differentiate.
+            loss_id: number of the loss scaler.
             options: those of `torch.autograd.grad`: ``grad_outputs``, ``create_graph=True`` for a penalty, ….
 
         Returns:
-            The gradients in float32, one for each input; None where ``allow_unused`` allows it.
+            The gradients in float32, one for each input; None for an unused input with ``allow_unused``.
 
         Raises:
             RuntimeError: before `initialize`.
             IndexError: no such ``loss_id``.
-            TypeError: ``outputs`` is no tensor.
+            TypeError: ``outputs`` is not a tensor.
 
         Sync: none.
         """
@@ -416,25 +416,25 @@ class Session:
         return scaled_grad(outputs, inputs, self.loss_scale(loss_id), **options)
 
     def master_params(self, optimizer: Optimizer) -> Iterator[Tensor]:
-        """Yield what ``optimizer`` steps, float32 masters included: the parameters to clip. Sync: none.
+        """Yield the parameters that ``optimizer`` steps, float32 masters included. Clip these. Sync: none.
 
         Raises:
-            TypeError: what is given has no ``param_groups``.
+            TypeError: ``optimizer`` has no ``param_groups``.
         """
         return master_params(optimizer)
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale the gradients that ``optimizer`` is going to step with down to a norm of at most ``max_norm``.
+        """Clip the gradients that ``optimizer`` will step with to a norm of at most ``max_norm``.
 
         ::
 
             norm <- (sum |g|^p)^(1/p);   g <- g * min(1, max_norm / (norm + 1e-6))
 
-        Between `scale_loss` and ``step``. With ``combine_grad=True`` norm and product are a few calls on the flat
-        buffers, and the norm is summed in another order than over separate tensors: its last bits may differ.
+        Call it between `scale_loss` and ``step``. With ``combine_grad=True`` it makes a few calls on flat buffers. The
+        norm is then summed in another order than over separate tensors, so its last bits may differ.
 
         Args:
-            optimizer: one that `initialize` was given.
+            optimizer: one that was passed to `initialize`.
             max_norm: > 0.
             norm_type: ``p`` > 0; inf for the largest magnitude.
 
@@ -442,7 +442,8 @@ class Session:
             ``()``, the norm before.
 
         Raises:
-            RuntimeError: an optimizer that was not part of `initialize`; gradients that ``delay_unscale`` left scaled.
+            RuntimeError: an optimizer that was not part of `initialize`; gradients that are still scaled, after
+                ``delay_unscale``.
             ValueError: a ``max_norm`` or a ``norm_type`` that is not > 0.
 
         Sync: none.
@@ -458,10 +459,10 @@ class Session:
             return clip_by_norm_(grads.tensors, max_norm, norm_type, parts=grads.parts)
 
     def combined_grads(self, optimizer: Optimizer) -> tuple[Tensor, ...]:
-        """Return the flat buffers that the gradients of ``optimizer`` lie in, one for each device and dtype.
+        """Return the flat buffers that hold the gradients of ``optimizer``, one for each device and dtype.
 
-        First those of the parameters that it shares with the model, then those of float32 masters. Padding, and the
-        places of gradients that are None, are zero. What is written to a buffer is written to the gradients.
+        Buffers of parameters that it shares with the model come first, then those of float32 masters. Padding and the
+        places of gradients that are None are zero. The gradients are views of the buffers.
 
         Returns:
             Tensors ``(elements,)``; none before the first `scale_loss`, and without ``combine_grad=True``.
@@ -502,7 +503,7 @@ class Session:
     # -- what has happened -------------------------------------------------------------------------
 
     def last_step(self, optimizer: Optimizer) -> StepOutcome:
-        """Say whether the last ``optimizer.step()`` changed the parameters, and why not.
+        """Return whether the last ``optimizer.step()`` changed the parameters, and if not, why.
 
         Raises:
             RuntimeError: an optimizer that was not part of `initialize`.
@@ -512,14 +513,14 @@ class Session:
     def subscribe(self, callback: Callable[[ScaleRecord], object]) -> Callable[[], None]:
         """Call ``callback`` with a `ScaleRecord` whenever `scale_loss` has unscaled and checked gradients.
 
-        With a subscriber gradients are checked at static scales too. The call comes last, when everything is in
-        order; an exception in it leaves `scale_loss`.
+        With a subscriber gradients are checked at static scales, too. It is called last, after the scale has moved; an
+        exception in it propagates from `scale_loss`.
 
         Returns:
             A function that ends the subscription.
 
         Raises:
-            TypeError: ``callback`` cannot be called.
+            TypeError: ``callback`` is not callable.
         """
         if not callable(callback):
             raise TypeError(f"subscribe got {callback!r}: expected a function of one ScaleRecord, such as print.")

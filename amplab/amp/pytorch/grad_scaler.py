@@ -86,32 +86,31 @@ class _Reached:
 class GradScaler(torch.amp.GradScaler):
     """Scale losses, unscale gradients, skip the steps that overflow, and move the scale.
 
-    A drop-in for `torch.amp.GradScaler`, and an instance of it. Where it differs: the scale stops at a floor before
-    it is 0, and a warning says once that it has collapsed; a fused SGD whose first step is skipped keeps no
-    uninitialised momentum; a disabled scaler answers every getter; `scale` takes namedtuples, and a loss of one half
-    element overflows no more; `update` takes integers and tensors of shape ``(1,)``; an overflow that the unscaling
-    itself makes is found; a parameter that two optimizers share is unscaled once; a closure is refused however it is
-    passed.
+    A drop-in replacement for `torch.amp.GradScaler`, and an instance of it. Differences: the scale has a floor > 0, and
+    one warning says that it has collapsed; a fused SGD whose first step is skipped keeps no uninitialized momentum;
+    all getters work on a disabled scaler; `scale` accepts namedtuples, and a float16 loss of one element does not
+    overflow; `update` accepts integers and tensors of shape ``(1,)``; an overflow caused by unscaling is found; a
+    parameter that two optimizers share is unscaled once; a positional closure is refused, too.
 
     Args:
-        device: type of the device that the losses are on, such as "cuda" or "cpu".
-        init_scale: where the scale starts.
-        growth_factor: what it is multiplied by after ``growth_interval`` clean steps in a row; > 1.
-        backoff_factor: what it is multiplied by at an overflow; < 1.
+        device: device type of the losses, such as "cuda" or "cpu".
+        init_scale: the first scale.
+        growth_factor: multiplies the scale after ``growth_interval`` clean steps in a row; > 1.
+        backoff_factor: multiplies the scale after an overflow; < 1.
         growth_interval: see ``growth_factor``.
-        enabled: False: `scale` returns what it gets, `step` steps, all else does nothing.
-        rule: a rule of `amplab.scalers` in the place of torch's and of the four numbers.
-        floor: the scale never backs off below it; None for none, as torch has it.
-        num_losses: how many losses have a scale of their own, each under `scale_loss`.
-        combine_grad: keep the gradients of each optimizer in flat buffers; the same results to the bit.
+        enabled: with False `scale` returns its argument, `step` calls ``optimizer.step``, and the rest does nothing.
+        rule: a rule of `amplab.scalers` in place of torch's rule and the four numbers.
+        floor: lower bound of the scale; None for no bound, as in torch.
+        num_losses: number of losses with a scale of their own, used with `scale_loss`.
+        combine_grad: keep the gradients of each optimizer in flat buffers, with bitwise the same results.
 
     Raises:
         AssertionError: ``growth_factor`` <= 1 or ``backoff_factor`` >= 1, where scaling is enabled.
         ValueError: a rule and numbers; a floor that is not a finite number > 0, or above the rule's ceiling;
             ``num_losses`` < 1.
 
-    Sync: `step` waits for the device once, or not at all with an optimizer made with ``fused=True``; `update` does so
-    only under a rule that the host is asked (`amplab.scalers.HostScale`) or with subscribers.
+    Sync: one in `step`, none with an optimizer made with ``fused=True``; none in `update`, except under a rule that
+    runs on the host (`amplab.scalers.HostScale`) or with subscribers.
 
     Reference: ``torch.amp.GradScaler``.
 
@@ -193,8 +192,7 @@ class GradScaler(torch.amp.GradScaler):
         """Multiply by the scale.
 
         Args:
-            outputs: a tensor, or an iterable of tensors, to any depth. The first tensor of all decides where the
-                scale lives.
+            outputs: a tensor, or a nested iterable of tensors. The device of the first tensor is that of the scale.
 
         Returns:
             A tensor; a list, tuple or namedtuple of the same type; a lazy ``map`` for any other iterable. In the dtype
@@ -226,11 +224,11 @@ class GradScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients of an optimizer by the scale in place, and check them.
 
-        Only needed before something looks at gradients or changes them; `step` does it otherwise. Once for each
-        optimizer, when all backwards of the iteration are done.
+        Only needed before gradients are inspected or changed; otherwise `step` does it. Call it once for each
+        optimizer, after all backwards of the iteration.
 
         Raises:
-            AssertionError: `scale` was never called; something among the parameters is no tensor.
+            AssertionError: `scale` was never called; a parameter is not a tensor.
             RuntimeError: called twice, or after `step`, since the last `update`.
             ValueError: float16 gradients.
 
@@ -266,7 +264,7 @@ class GradScaler(torch.amp.GradScaler):
         return unscale_gradients_(known, inv_scale, found_inf, allow_half=allow_fp16, done=self._done)
 
     def unscale_and_clip_(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Call `unscale_`, then scale the gradients down to a norm of at most ``max_norm``.
+        """Call `unscale_`, then clip the gradients to a norm of at most ``max_norm``.
 
         ``scaler.unscale_(optimizer)`` and ``torch.nn.utils.clip_grad_norm_(parameters, max_norm)`` in a few calls,
         however many parameters there are. A disabled scaler only clips.
@@ -289,12 +287,13 @@ class GradScaler(torch.amp.GradScaler):
         return clip_by_norm_(grads.tensors, max_norm, norm_type, parts=grads.parts)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Call ``optimizer.step(*args, **kwargs)`` unless a gradient is inf or NaN; unscale first where that is left.
+        """Call ``optimizer.step(*args, **kwargs)`` unless a gradient is inf or NaN. Unscale first if not done yet.
 
-        An optimizer that takes ``grad_scale`` and ``found_inf`` (``fused=True``) is always called, and skips by itself.
+        An optimizer that takes ``grad_scale`` and ``found_inf`` (``fused=True``) is always called, and skips the update
+        itself.
 
         Returns:
-            What ``optimizer.step`` returns; None after a skipped step. `last_step` says which it was.
+            The result of ``optimizer.step``; None after a skipped step. `last_step` tells them apart.
 
         Raises:
             RuntimeError: a closure; a second step since the last `update`.
@@ -359,15 +358,15 @@ class GradScaler(torch.amp.GradScaler):
         return torch.stack(verdicts).sum() if verdicts else torch.zeros((), device=device)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Let the rule move the scale, and begin the next iteration.
+        """Move the scale by its rule, and begin the next iteration.
 
         Args:
-            new_scale: a scale for all losses to go on with, in the place of what the rule says: a number, or a tensor
-                of one element on a device of this scaler's type.
+            new_scale: replaces the scale of every loss; a number, or a tensor of one element on a device of this
+                scaler's type. None lets the rule move the scales.
 
         Raises:
             AssertionError: `scale` was never called; no gradients were checked since the last `update`; a tensor that
-                is no scale. TypeError: neither a number nor a tensor.
+                is not a scale. TypeError: neither a number nor a tensor.
 
         Sync: none, but see the class.
         """

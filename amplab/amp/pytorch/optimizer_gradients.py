@@ -1,7 +1,7 @@
-"""The gradients of an optimizer, unscaled and checked in one pass that costs one look at each parameter.
+"""The gradients of an optimizer, unscaled and checked in one pass that accesses each parameter once.
 
-    OptimizerGradients      what a scaler keeps of one optimizer: its parameters, each once
-    UnscaledGradients       the gradients that were unscaled since the last update, which no one unscales again
+    OptimizerGradients      what a scaler knows about one optimizer: its parameters, each once
+    UnscaledGradients       the gradients unscaled since the last update, which are not unscaled again
     unscale_gradients_      grad <- round(grad * inv_scale);  found_inf of each device
 
 Nothing is grouped by device or dtype while all gradients lie on one device and are strided, which the kernel itself
@@ -28,7 +28,7 @@ FoundInf = dict[torch.device, Tensor]
 
 
 class OptimizerGradients:
-    """The parameters of one optimizer, each once, kept for as long as its groups list the same ones.
+    """The parameters of one optimizer, each once, for as long as its groups list the same ones.
 
     Attributes:
         params: every parameter once, in the order of the groups.
@@ -52,10 +52,10 @@ class OptimizerGradients:
         self._listed: list[Tensor] = []
 
     def refresh(self, optimizer: Optimizer) -> bool:
-        """Look whether the groups list what they listed; return whether they do not.
+        """Read the parameters again if the groups list other ones; return whether they do.
 
         Raises:
-            AssertionError: something that is no tensor among the parameters.
+            AssertionError: a parameter that is not a tensor.
 
         Sync: none.
         """
@@ -81,12 +81,12 @@ class OptimizerGradients:
         return self.params if self.shared is None else self.shared
 
     def name(self, param: Tensor) -> str:
-        """What a message calls a gradient: by its parameter's name, where the optimizer was given names, else place."""
+        """Return the name of a gradient for a message: by parameter name if the optimizer has names, else by index."""
         place = next(index for index, each in enumerate(self.params) if each is param)
         return f"the gradient of {self._names.get(id(param), f'parameter {place}')}"
 
     def gradients(self) -> list[Tensor]:
-        """The gradients that are there. Sync: none."""
+        """Return the gradients that are not None. Sync: none."""
         return [grad for param in self.params if (grad := param.grad) is not None]
 
 
@@ -99,10 +99,10 @@ class _Unscaled(NamedTuple):
 
 
 class UnscaledGradients:
-    """Which gradients are unscaled already: those of a parameter that two optimizers share are met twice.
+    """The gradients that are already unscaled. A parameter that two optimizers share would be unscaled twice.
 
-    A gradient that was written to since counts as a new one: it was zeroed and went through another backward. So
-    unscale for every optimizer first, and clip then.
+    A gradient that was written to since counts as new: it may have been zeroed and filled by another backward. So
+    unscale for every optimizer before clipping.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class UnscaledGradients:
                 self._seen[id(grad)] = _Unscaled(grad, grad._version, unless)
 
     def find(self, grad: Tensor) -> _Unscaled | None:
-        """What is noted of ``grad``; None for a gradient that is still scaled."""
+        """Return the note about ``grad``; None if it is still scaled."""
         seen = self._seen.get(id(grad))
         return seen if seen is not None and seen.version == grad._version else None
 
@@ -172,7 +172,7 @@ def unscale_gradients_(
 def _bring_in(
     combined: CombinedUnscaler, known: OptimizerGradients, inv_scale: Tensor, found_inf: Tensor, allow_half: bool
 ) -> FoundInf | None:
-    """Unscale what lies in flat buffers or fits in; None, and nothing written, where something does not."""
+    """Unscale gradients in flat buffers. Return None, with nothing written, if a gradient does not fit in."""
     if not allow_half and torch.float16 in {buffer.dtype for buffer in combined.buffers}:
         return None
     return combined.bring_in_(
@@ -217,7 +217,7 @@ def _unscale_where_they_lie(
 def _unscale_one_by_one(
     known: OptimizerGradients, inv_scale: Tensor, found_inf: Tensor, done: UnscaledGradients
 ) -> FoundInf:
-    """Group gradients of every kind by device, and by what they are still to be multiplied by."""
+    """Unscale gradients of any layout, grouped by device and by the factor that each one still needs."""
     groups: dict[tuple[torch.device, int | None], tuple[list[Tensor], list[Tensor], Tensor]] = {}
     for param in known.params:
         if param.grad is None:
@@ -249,7 +249,7 @@ def _names(groups: Sequence[dict[str, Any]]) -> dict[int, str]:
 
 
 def _factor_left(seen: _Unscaled, inv_scale: Tensor) -> tuple[Tensor, int]:
-    """What a gradient is still to be multiplied by: 1, or the inverse scale where a fused step has skipped it."""
+    """Return the factor that a gradient still needs: 1, or the inverse scale if a fused step has skipped it."""
     one = torch.ones_like(inv_scale)
     if seen.unless is None:
         return one, 0
@@ -257,7 +257,7 @@ def _factor_left(seen: _Unscaled, inv_scale: Tensor) -> tuple[Tensor, int]:
 
 
 class KnownOptimizers:
-    """What a scaler keeps of each optimizer; it keeps none of them alive.
+    """What a scaler knows about each optimizer, held weakly.
 
     Args:
         combine: keep the gradients of each in flat buffers.
@@ -268,7 +268,7 @@ class KnownOptimizers:
         self._known: weakref.WeakKeyDictionary[Optimizer, OptimizerGradients] = weakref.WeakKeyDictionary()
 
     def of(self, optimizer: Optimizer) -> OptimizerGradients:
-        """Return what is kept of ``optimizer``, its parameters as its groups list them now. Sync: none."""
+        """Return the entry of ``optimizer`` with the parameters that its groups list now. Sync: none."""
         known = self._known.get(optimizer)
         if known is None:
             known = self._known[optimizer] = OptimizerGradients(combine=self._combine)
@@ -276,11 +276,11 @@ class KnownOptimizers:
         return known
 
     def kept(self, optimizer: Optimizer) -> OptimizerGradients:
-        """Return what `of` returned last, without another look at the groups. Sync: none."""
+        """Return what `of` returned last, without reading the groups. Sync: none."""
         return self._known[optimizer]
 
     def find_shared(self) -> None:
-        """Between two iterations: find out which parameters several optimizers step, where somebody is new."""
+        """Find the parameters that several optimizers step, if an optimizer is new. Called between iterations."""
         everyone = list(self._known.values())
         if all(known.shared is not None for known in everyone):
             return

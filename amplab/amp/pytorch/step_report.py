@@ -1,7 +1,7 @@
-"""What a scaler's step did, kept on the device until somebody asks.
+"""StepReport: what a scaler's step did, read from the device on request. ScaleSubscribers: callbacks after updates.
 
-A step that found an overflow keeps one flag for every gradient; one whose verdict stays on the device keeps that.
-Nothing is read before `StepReport.outcome`.
+A skipped step keeps one flag for each gradient. A fused step, which skips on the device, keeps its found_inf. Nothing
+is read before `StepReport.outcome`.
 """
 
 from collections import deque
@@ -20,12 +20,12 @@ STEPPED = StepOutcome(True, "parameters updated")
 
 
 class StepReport:
-    """One call of ``step`` that left, or may have left, the parameters as they were.
+    """One call of ``step`` that skipped, or may have skipped, the update.
 
     Args:
         param_groups: the optimizer's, for the names of its parameters.
         params: its parameters, each once.
-        found_inf: ``()`` float32 on the device; None for a step that is known to be skipped.
+        found_inf: ``()`` float32 on the device; None if the step is known to be skipped.
         scale: ``()`` float32, the loss scale; copied.
     """
 
@@ -39,7 +39,7 @@ class StepReport:
         self._outcome: StepOutcome | None = None
 
     def outcome(self) -> StepOutcome:
-        """Say what the step did. Sync: one for the verdict and two more after an overflow; none when asked again."""
+        """Return what the step did. Sync: one for found_inf and two more after an overflow; none on later calls."""
         if self._outcome is None:
             self._outcome = self._read()
         return self._outcome
@@ -63,7 +63,7 @@ class StepReport:
 
 
 class _Witness:
-    """A gradient and how often it had been written to: while one is there unchanged, so are the others."""
+    """One gradient and its version counter: while it is unchanged, the others are taken to be unchanged, too."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._param = next((param for param in reversed(params) if param.grad is not None), None)
@@ -103,11 +103,15 @@ def _name_of(param: Tensor, groups: list[dict[str, Any]]) -> str | None:
     return None
 
 
-_MOST = 256  # scales that are noted: a loop that never calls step would add up more and more of them
+_MOST = 256  # scales noted at most: a loop that never calls step would add more and more
 
 
 class ScaleSubscribers:
-    """The callbacks of one scaler; true while there is one."""
+    """The callbacks of one scaler; true if there is one.
+
+    `GradScaler.scale` notes each loss and its scale, a number on the CPU and a copy on other devices, so that nothing
+    waits for the device before `tell` reads all of them at once.
+    """
 
     def __init__(self) -> None:
         self._callbacks: list[Callable[[ScaleRecord], object]] = []
@@ -119,7 +123,7 @@ class ScaleSubscribers:
         return bool(self._callbacks)
 
     def add(self, callback: Callable[[ScaleRecord], object]) -> Callable[[], None]:
-        """Take one more; return the function that ends this."""
+        """Add a callback; return a function that removes it."""
         self._callbacks.append(callback)
 
         def unsubscribe() -> None:
@@ -132,7 +136,7 @@ class ScaleSubscribers:
         return unsubscribe
 
     def note(self, loss: Tensor, scale: Tensor) -> None:
-        """Take note of a loss that is scaled. Sync: none."""
+        """Note a loss that is scaled. Sync: none."""
         self._loss, self._scale = loss.detach(), _kept(scale)
         self._scales.append(self._scale)
 
@@ -153,7 +157,7 @@ class ScaleSubscribers:
         *,
         stepped: bool,
     ) -> None:
-        """Call everybody with a record for each loss.
+        """Call every callback with a record for each loss.
 
         Args:
             loss_ids: the losses that had gradients.
@@ -179,12 +183,12 @@ class ScaleSubscribers:
 
 
 def _kept(scale: Tensor) -> float | Tensor:
-    """A scale as it is now, whatever becomes of the tensor. Sync: none."""
+    """Return the current value of a scale. Sync: none."""
     return scale.item() if scale.is_cpu else scale.clone()
 
 
 def _read(values: list[float | Tensor]) -> list[float]:
-    """Bring numbers to the host: one by one where nothing waits for it, since stacking takes longer."""
+    """Return the values as numbers; with one sync for all tensors on a device other than the CPU."""
     device = next((value.device for value in values if isinstance(value, Tensor) and not value.is_cpu), None)
     if device is None:
         return [float(value) for value in values]

@@ -1,11 +1,11 @@
-"""The file of a run state: what may be in it, how it is written, and what is refused when it is read.
+"""The file of a run state: which values it may hold, how it is written, and which files are refused.
 
 A zip archive of ``torch.save`` with one dict of plain values, so that ``torch.load(path, weights_only=True)`` reads it
 without amplab:
 
     {"amplab_run_state": 1, "amplab": "0.1.0", "torch": "2.13.0", "models": [state_dict, …], "optimizers": […], …}
 
-What goes into it and comes out of it is in `run_state`.
+Its contents are collected in `save_and_load`.
 """
 
 import contextlib

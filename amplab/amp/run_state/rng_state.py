@@ -1,9 +1,9 @@
-"""The random number generators that a training run draws from, as plain values.
+"""The state of the random number generators of a training run, as plain values.
 
     {"torch": uint8 tensor, "cuda": [uint8 tensor of each device], "python": (3, (…), None), "numpy": {…}}
 
-The global generators alone. One of your own (``torch.Generator``, ``numpy.random.Generator``, ``random.Random``) has a
-state that you can put into a run state's ``extra``.
+Only the global generators. Put the state of your own generators (``torch.Generator``, ``numpy.random.Generator``,
+``random.Random``) into a run state's ``extra``.
 """
 
 import random
@@ -27,7 +27,7 @@ def capture_rng() -> dict[str, Any]:
     """
     return {
         "torch": torch.get_rng_state(),
-        # Asking starts CUDA, and what has not been started has drawn nothing.
+        # Reading the state would start CUDA; before that no number has been drawn.
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
         "python": random.getstate(),
         "numpy": _numpy_state(),
@@ -35,7 +35,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def checked_rng(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return ``saved`` if `restore_rng` can take it up, having tried it on generators of its own.
+    """Return ``saved`` if `restore_rng` can load it; tries it on temporary generators.
 
     Raises:
         ValueError: it is not what `capture_rng` returns.

@@ -10,12 +10,12 @@ models         state_dict of each; at O2 the float32 masters' values, at O3 the 
 optimizers     state_dict of each, and the shapes of what it steps
 loss scale     ``amp.state_dict()`` of a session, or ``state_dict()`` of a GradScaler
 generators     of torch (CPU and CUDA), random and numpy (`rng_state`)
-position       where the data stands: a step, an epoch, a sampler's state
-extra          what else the run needs: the scheduler's state_dict, a generator's state
+position       the position in the data: a step, an epoch, a sampler's state
+extra          anything else that the run needs: the scheduler's state_dict, a generator's state
 =============  ==========================================================================================
 
-Gradients are not part of it: save between steps, not between two backwards of one. Under torch.distributed each rank
-draws from generators of its own, so each saves to a path of its own. The file is `run_state_file`'s business.
+Gradients are not saved: save between steps, not between two backwards of one step. Under torch.distributed each rank
+has its own generators, so each rank saves to its own path. The file itself is written in `file_format`.
 """
 
 import os
@@ -41,7 +41,7 @@ __all__ = ["RunState", "load_run_state", "save_run_state"]
 
 @dataclass(frozen=True)
 class RunState:
-    """What `load_run_state` hands back.
+    """The result of `load_run_state`.
 
     Attributes:
         position: what was given to `save_run_state`.
@@ -64,7 +64,7 @@ def save_run_state(
     position: Any = None,
     extra: Any = None,
 ) -> None:
-    """Save a run between two steps; whatever goes wrong, a file that was at ``path`` stays as it was.
+    """Save a run between two steps. If that fails, a file that was at ``path`` is unchanged.
 
     >>> import tempfile, torch
     >>> path = Path(tempfile.mkdtemp()) / "run.pt"
@@ -74,16 +74,16 @@ def save_run_state(
     {'epoch': 1, 'batch': 30}
 
     Args:
-        path: the file; its folder must be there.
+        path: the file; its folder must exist.
         model: a module or a list of them.
         optimizer: an optimizer or a list of them.
         amp: the `Session` that initialized them, or the module ``amplab.amp`` for its default session.
         scaler: the GradScaler, torch's or amplab's, in the place of ``amp``; after its ``update()``.
-        position: where the data stands, of tensors, numbers, text, lists, tuples and dicts.
-        extra: whatever else the run needs, of the same.
+        position: the position in the data, made of tensors, numbers, text, lists, tuples and dicts.
+        extra: anything else that the run needs, made of the same types.
 
     Raises:
-        RunStateError: a value that the file cannot hold; its place is named.
+        RunStateError: a value that the file cannot hold; the message names its place.
         RuntimeError: ``amp`` before its ``initialize``.
         TypeError: an argument of another type, or both ``amp`` and ``scaler``.
         RuntimeError: the scaler is between ``unscale_`` or ``step`` and ``update``.
@@ -95,7 +95,7 @@ def save_run_state(
     """
     models, optimizers, session = _checked(model, optimizer, amp, scaler)
     if scaler is not None and scaler.is_enabled() and scaler._per_optimizer_states:
-        raise RuntimeError("scaler: it is in the midst of an iteration; save after its update().")
+        raise RuntimeError("scaler is between unscale_() or step() and update(): call update() before saving.")
     try:
         generators = capture_rng()
     except ValueError as error:
@@ -123,10 +123,10 @@ def load_run_state(
 ) -> RunState:
     """Load what `save_run_state` saved into models, optimizers and scaler that are made as they were then.
 
-    Everything is checked first: an error means that nothing was loaded. Models are saved in float32 values, so a run
-    may go on at another opt_level. A loss scale that is in the file, and not asked for, is left out: from AMP to
-    float32. One that is asked for and not in the file starts as it was made: from float32 to AMP. Models or
-    optimizers that are not passed at all are left out too.
+    Everything is checked first: if an error is raised, nothing has been loaded. Models are saved as float32 values, so
+    a run may continue at another opt_level. A loss scale in the file for which no ``amp`` or ``scaler`` is passed is
+    ignored (from AMP to float32). A scaler without a loss scale in the file keeps its initial scale (from float32 to
+    AMP). Models and optimizers that are not passed are ignored, too.
 
     Args:
         path: a file of `save_run_state`.
@@ -136,8 +136,8 @@ def load_run_state(
         scaler: a GradScaler, in the place of ``amp``.
 
     Returns:
-        The position and the extra values, and notes on what was left out. The global random number generators are
-        where they were.
+        The position and the extra values, and notes on what was left out. The global random number generators
+        have their saved state.
 
     Raises:
         RunStateError: a file that is cut off, damaged, of another kind, format or run; what differs is named.
@@ -204,7 +204,7 @@ def _refuse_other_run(
 
 
 def _load_scaler(path: Any, scaler: GradScaler, saved: dict[str, Any]) -> None:
-    """Load the scaler first of all, since it is the judge of its own state; put it back where it refuses."""
+    """Load the scaler first, since only it can check its state; restore its old state if it refuses."""
     before = scaler.state_dict()
     try:
         scaler.load_state_dict(saved)
@@ -223,7 +223,7 @@ def _left_out(
     session: Session | None,
     scaler: GradScaler | None,
 ) -> tuple[str, ...]:
-    """Say what is in the file and not loaded, and what is to be loaded and not in the file."""
+    """Return a note for each part that is in the file and not loaded, or passed and not in the file."""
     notes = []
     for name, given, saved in (("model", models, state["models"]), ("optimizer", optimizers, state["optimizers"])):
         if saved and not given:

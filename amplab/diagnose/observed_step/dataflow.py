@@ -18,7 +18,7 @@ __all__ = [
     "short_name",
     "squares",
     "upstream",
-    "vanishing_constant",
+    "nearest_constant",
     "writers",
 ]
 
@@ -87,12 +87,12 @@ def readers_by_op(step: ObservedStep) -> dict[int, list[int]]:
     return readers
 
 
-def vanishing_constant(
-    step: ObservedStep, op: int, vanishes: Callable[[int], float | None]
+def nearest_constant(
+    step: ObservedStep, op: int, constant_of: Callable[[int], float | None]
 ) -> tuple[int, float] | None:
-    """The nearest op up to four ops above `op`, or `op` itself, with a constant that vanished; with that constant."""
+    """The nearest op for which `constant_of` returns a constant, `op` itself or up to four ops before it."""
     for number in (op, *upstream(step, op, 4)):
-        constant = vanishes(number)
+        constant = constant_of(number)
         if constant is not None:
             return number, constant
     return None

@@ -19,7 +19,7 @@ from amplab.kernels import tensor_stats
 
 __all__ = [
     "HALF_MAX",
-    "HALF_VANISHES",
+    "HALF_UNDERFLOWS",
     "MEASURED",
     "Measurements",
     "TensorSummary",
@@ -35,7 +35,7 @@ MEASURED = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float6
 """The dtypes that are measured; of complex numbers the real and imaginary parts."""
 
 HALF_MAX = torch.finfo(torch.float16).max
-HALF_VANISHES = 2.0**-25
+HALF_UNDERFLOWS = 2.0**-25
 """The largest magnitude that float16 rounds to 0: half of its smallest subnormal number, a tie to even."""
 
 _COUNTED = ("zeros", "infs", "nans")

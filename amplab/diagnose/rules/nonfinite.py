@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 from amplab.diagnose.catalogue import finding
 from amplab.diagnose.finding import Finding, Number, Severity
 from amplab.diagnose.first_nonfinite import FirstNonfinite, Setting
-from amplab.diagnose.observed_step.dataflow import line_of, short_name, upstream, vanishing_constant
-from amplab.diagnose.observed_step.tensor_summary import HALF_VANISHES
+from amplab.diagnose.observed_step.dataflow import line_of, nearest_constant, short_name, upstream
+from amplab.diagnose.observed_step.tensor_summary import HALF_UNDERFLOWS
 from amplab.diagnose.observed_step.values import ObservedStep
 from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.diagnose.remedies.float32 import in_float32, variance_in_float32
@@ -38,7 +38,7 @@ from amplab.trace import OpRecord
 
 __all__ = [
     "DIVISIONS", "LOGARITHMS", "REDUCTIONS", "SOFTMAXES",
-    "finding_of", "api_in_use", "sigmoid_of_bce", "vanished_in_half",
+    "finding_of", "api_in_use", "sigmoid_of_bce", "constant_lost_in_half",
 ]  # fmt: skip
 
 LOGARITHMS = frozenset(("log", "log2", "log10", "log1p", "xlogy", "logit"))
@@ -92,10 +92,10 @@ def api_in_use(setting: Setting, step: ObservedStep) -> Api:
 _AMPLABS_CASTS = f"{CastPolicy.LOWER_PRECISION_FP.value} list"  # what torch.autocast casts has no list here
 
 
-def vanished_in_half(step: ObservedStep, op: int) -> float | None:
+def constant_lost_in_half(step: ObservedStep, op: int) -> float | None:
     """The non-zero constant of an op that rounds to 0 in its float16 output; None for none."""
     halves = any(value.summary.is_half for value in step.outputs(op))
-    lost = (number for number in step.ops[op].numbers if 0 < abs(number) <= HALF_VANISHES)
+    lost = (number for number in step.ops[op].numbers if 0 < abs(number) <= HALF_UNDERFLOWS)
     return next(lost, None) if halves and not _keeps_float32_inside(step, op) else None
 
 
@@ -149,7 +149,7 @@ def _lost_constant(found: FirstNonfinite) -> tuple[int, float] | None:
     """The op whose constant is 0 in float16, if a 0 caused the first non-finite value."""
     if found.record is None or not _met_zero(found) or found.cause == "scale":
         return None
-    return vanishing_constant(found.step, found.record.index, lambda op: vanished_in_half(found.step, op))
+    return nearest_constant(found.step, found.record.index, lambda op: constant_lost_in_half(found.step, op))
 
 
 def _met_zero(found: FirstNonfinite) -> bool:

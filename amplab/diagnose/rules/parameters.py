@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from amplab.diagnose.catalogue import finding
 from amplab.diagnose.finding import Finding
-from amplab.diagnose.observed_step.tensor_summary import HALF_VANISHES
+from amplab.diagnose.observed_step.tensor_summary import HALF_UNDERFLOWS
 from amplab.diagnose.observed_step.values import ObservedStep
 
 __all__ = ["adam_on_half", "model_parameters", "nonfinite_buffers", "parameter_findings"]
@@ -175,7 +175,7 @@ def adam_on_half(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[
         for group in optimizer.param_groups:
             halves = [each for each in group["params"] if each.dtype == torch.float16]
             eps = group.get("eps")
-            if halves and "betas" in group and isinstance(eps, float) and eps <= HALF_VANISHES:
+            if halves and "betas" in group and isinstance(eps, float) and eps <= HALF_UNDERFLOWS:
                 name = names.get(id(halves[0]), "")
                 yield finding(
                     "adam-on-half",

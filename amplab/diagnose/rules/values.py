@@ -31,7 +31,7 @@ from amplab.diagnose.observed_step.dataflow import (
     squares,
     writers,
 )
-from amplab.diagnose.observed_step.tensor_summary import HALF_MAX, HALF_VANISHES, TensorSummary
+from amplab.diagnose.observed_step.tensor_summary import HALF_MAX, HALF_UNDERFLOWS, TensorSummary
 from amplab.diagnose.observed_step.values import ObservedStep
 from amplab.diagnose.remedies.api_styles import Api
 from amplab.diagnose.remedies.float32 import kept_in_float32
@@ -40,8 +40,8 @@ from amplab.diagnose.rules.nonfinite import (
     LOGARITHMS,
     REDUCTIONS,
     SOFTMAXES,
+    constant_lost_in_half,
     sigmoid_of_bce,
-    vanished_in_half,
 )
 from amplab.display.numbers import power
 from amplab.trace import OpRecord
@@ -74,11 +74,11 @@ def value_findings(step: ObservedStep, api: Api | None = None) -> list[Finding]:
     return [found for rule in VALUE_RULES for found in rule(step, api or Api())]
 
 
-def constants_that_vanish(step: ObservedStep, api: Api) -> Iterator[Finding]:
+def constants_that_underflow(step: ObservedStep, api: Api) -> Iterator[Finding]:
     """An eps that is 0 in float16. It does harm if its op wrote zeros that a division or logarithm reads."""
     readers = readers_by_op(step)
     for record in forward_ops(step):
-        constant = vanished_in_half(step, record.index)
+        constant = constant_lost_in_half(step, record.index)
         if constant is None:
             continue
         written = step.outputs(record.index)[0].summary
@@ -127,7 +127,7 @@ def casts_that_overflow(step: ObservedStep, api: Api) -> Iterator[Finding]:
             )
 
 
-def squares_that_vanish(step: ObservedStep, api: Api) -> Iterator[Finding]:
+def squares_that_underflow(step: ObservedStep, api: Api) -> Iterator[Finding]:
     """Squares in float16 of which more than `LOST` are 0 although the input is not: |x| < 2.4e-4."""
     for record in forward_ops(step):
         if short_name(record) not in _SQUARES or not squares(step, record.index):
@@ -239,7 +239,7 @@ def gradients_that_underflow(step: ObservedStep, api: Api) -> Iterator[Finding]:
     for module, pairs in casts.items():
         lost = sum((written.zeros or 0) - (read.zeros or 0) for read, written in pairs)
         nonzero = sum(read.numel - (read.zeros or 0) for read, _ in pairs)
-        share, weight = lost / max(nonzero, 1), lost * HALF_VANISHES / (max(read.absmax for read, _ in pairs) or 1)
+        share, weight = lost / max(nonzero, 1), lost * HALF_UNDERFLOWS / (max(read.absmax for read, _ in pairs) or 1)
         if share > UNDERFLOW_NOTE:
             yield finding(
                 "gradients-underflow",
@@ -254,8 +254,8 @@ def gradients_that_underflow(step: ObservedStep, api: Api) -> Iterator[Finding]:
 
 VALUE_RULES: tuple[Callable[[ObservedStep, Api], Iterator[Finding]], ...] = (
     bce_after_sigmoid,
-    constants_that_vanish,
-    squares_that_vanish,
+    constants_that_underflow,
+    squares_that_underflow,
     gradients_that_underflow,
     constants_that_overflow,
     casts_that_overflow,

@@ -292,7 +292,7 @@ def test_a_scaler_is_saved_between_iterations_alone(tmp_path):
     optimizer, scaler = torch.optim.SGD([param], lr=0.1), amp.GradScaler("cpu")
     scaler.scale(param.sum()).backward()
     scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match=r"in the midst of an iteration; save after its update\(\)"):
+    with pytest.raises(RuntimeError, match=r"call update\(\) before saving"):
         amp.save_run_state(tmp_path / "run.pt", optimizer=optimizer, scaler=scaler)
     scaler.step(optimizer)
     scaler.update()
