@@ -73,7 +73,7 @@ def figures(named: Mapping[str, str]) -> Markup:
 
 
 def chip(dtype: str) -> Markup:
-    """Return a dtype's name on its colour."""
+    """Return a dtype's name on its color."""
     return Markup(f'<span class="chip tone" data-dtype="{escape(dtype)}">{escape(dtype)}</span>')
 
 

@@ -222,7 +222,7 @@ def _exponent_fields(values: Tensor) -> Tensor:
 
 
 def _subnormal_counts(values: Tensor) -> np.ndarray:
-    """Counts ``(BINS,)`` of elements below 2^-126, whose exponent no field tells."""
+    """Counts ``(BINS,)`` of elements below 2^-126, whose exponent is in no field."""
     exponents = torch.frexp(values.double()).exponent - 1
     bins = exponents.clamp_(min=LOWEST_EXPONENT) - LOWEST_EXPONENT
     return torch.bincount(bins, minlength=BINS).cpu().numpy()

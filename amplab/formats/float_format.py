@@ -215,7 +215,7 @@ class FloatFormat:
         """floor(log2|value|), but never below that of the subnormals; `value` is finite."""
         return max(math.frexp(value)[1] - 1, self.min_exponent) if value else self.min_exponent
 
-    # ---- neighbours -------------------------------------------------------------------------
+    # ---- neighbors --------------------------------------------------------------------------
 
     def ulp(self, x: float) -> float:
         """Return the spacing of the format at `x`, that is, the last bit of `x` once rounded.

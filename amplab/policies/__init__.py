@@ -1,8 +1,12 @@
 """Which op runs in which dtype, and why: op tables as data, and the engine that casts by them.
 
-Reading order: CastPolicy (the kinds of cast), OpRule and OpTable (rows with reasons), APEX, TORCH_CUDA and
-TORCH_CPU (the lists), PrecisionPolicy (a table, a compute dtype and the user's own rules), CastingEngine (carries it
-out on the ops of a thread), CompiledEngine (the lists in C++), apply_policy (on a model, rules by module included).
+    tables/     which list an op is on, and why: CastPolicy, OpRule, OpTable, and the lists APEX, TORCH_CUDA, TORCH_CPU
+    policy/     PrecisionPolicy: a table, a compute dtype, and the user's rules by op and by module
+    casting/    where tensors are cast: CastingEngine (plans made of steps, the weight-cast cache), CompiledEngine (the
+                lists in C++), and what is switched on in a thread (thread_scopes)
+    modules/    where module rules apply: apply_policy and its hooks
+
+`nested_tensors` finds, replaces and casts the tensors in batches and outputs.
 """
 
 from amplab.policies.casting.cast_cache import CastCache

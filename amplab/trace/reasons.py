@@ -69,7 +69,7 @@ def record_of(events: Sequence[Event], index: int, records: Sequence[OpRecord]) 
         is_view=is_view(event.overload),
         line=place.line or (origin.line if origin is not None else None),
         parameter=place.parameter or event.casts,
-        served=event.served,
+        from_cache=event.from_cache,
     )
 
 

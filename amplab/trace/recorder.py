@@ -92,7 +92,7 @@ class Event(NamedTuple):
         outputs: tensors returned.
         accumulated: True if a float16 product was computed in float32 and rounded once.
         casts: name of the parameter that an engine casts here, or empty.
-        served: numbers of the events whose casts of weights the call got from the weight cache.
+        from_cache: numbers of the events whose casts of weights the call got from the weight cache.
     """
 
     overload: torch._ops.OpOverload
@@ -101,7 +101,7 @@ class Event(NamedTuple):
     outputs: tuple[TensorInfo, ...]
     accumulated: bool
     casts: str = ""
-    served: tuple[int, ...] = ()
+    from_cache: tuple[int, ...] = ()
 
 
 class Observer(Protocol):

@@ -82,7 +82,7 @@ class OpRecord:
         line: the line of the user's code that made the call, for a gradient that of the forward op; None if there is
             none. Not compared by `==`.
         parameter: name of the parameter that is cast here, or whose gradient is accumulated; else empty.
-        served: indexes of the casts of weights that the op got from the weight cache, without a cast of its own.
+        from_cache: indexes of the casts of weights that the op got from the weight cache, without a cast of its own.
     """
 
     index: int
@@ -99,7 +99,7 @@ class OpRecord:
     is_view: bool = False
     line: CodeLine | None = field(default=None, compare=False)
     parameter: str = ""
-    served: tuple[int, ...] = ()
+    from_cache: tuple[int, ...] = ()
 
     @property
     def folds(self) -> bool:

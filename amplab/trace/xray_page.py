@@ -129,10 +129,10 @@ def dtypes(record: OpRecord) -> str:
 def _why(group: Sequence[OpRecord], xray: "XRay") -> str:
     record = group[0]
     parameters = [member.parameter for member in group if member.parameter and member.is_cast]
-    served = [xray.trace.records[index].parameter for member in group for index in member.served]
+    cached = [xray.trace.records[index].parameter for member in group for index in member.from_cache]
     parts = (
         ", ".join(parameters),
-        f"cached: {', '.join(served)}" if served else "",
+        f"cached: {', '.join(cached)}" if cached else "",
         record.reason,
         record.note,
     )

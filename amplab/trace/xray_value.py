@@ -190,8 +190,8 @@ class XRay:
         return html(self)
 
     def _casts_at(self, record: OpRecord) -> list[Cast]:
-        served = [self._served(record, self.trace.records[index]) for index in record.served]
-        return [*served, self._made(record)] if record.is_cast else served
+        cached = [self._from_cache(record, self.trace.records[index]) for index in record.from_cache]
+        return [*cached, self._made(record)] if record.is_cast else cached
 
     def _made(self, record: OpRecord) -> Cast:
         place = self.events[record.index].place
@@ -200,7 +200,7 @@ class XRay:
         op = place.decision.op if place.decision is not None and place.decision.kind == "cast" else place.call
         return Cast(record.index, op, *_place(record), *_ends(record), record.cast_bytes)
 
-    def _served(self, record: OpRecord, cast: OpRecord) -> Cast:
+    def _from_cache(self, record: OpRecord, cast: OpRecord) -> Cast:
         place = (*_place(record)[:3], cast.parameter)
         return Cast(record.index, record.op, *place, *_ends(cast), 0, cached=True, saved=cast.cast_bytes)
 
@@ -231,7 +231,7 @@ def _row_of(record: OpRecord, trace: Trace, statistics: Mapping[int, OpStatistic
         "cast": record.is_cast,
         "cast_bytes": record.cast_bytes,
         "parameter": record.parameter,
-        "from_cache": [trace.records[index].parameter for index in record.served],
+        "from_cache": [trace.records[index].parameter for index in record.from_cache],
         "view": record.is_view,
         "reason": record.reason,
         "note": record.note,

@@ -15,8 +15,8 @@ from torch.nn import Parameter
 
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies import CastingEngine, CastPolicy, OpRule, PrecisionPolicy
-from amplab.policies.casting.argument_casts import floating_tensors, widest
 from amplab.policies.casting.half_on_cpu import HalfMode
+from amplab.policies.casting.steps import floating_tensors, widest
 
 __all__ = ["VerboseEngine"]
 

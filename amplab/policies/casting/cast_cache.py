@@ -1,14 +1,14 @@
 """The weight-cast cache: a Parameter used twice is cast once, and an edited one is cast again.
 
 An entry is used only while all of this is unchanged: the Parameter object, its version counter
-(in-place edits), its data pointer (`p.data = …`), its requires_grad, and the dtype asked for.
+(in-place edits), its data pointer (`p.data = …`), its requires_grad, and the requested dtype.
 Edits through an alias that shares no version counter (`p.data.clamp_()`, `p.detach().numpy()`)
 leave all of these as they were, so a Parameter whose memory was handed out that way is not
 cached until the next `clear`. What cannot be seen from here: an alias taken before the casting
 region began and written to between two uses inside it; `clear` is for that.
 
 The cast is made with grad enabled and outside inference mode whatever the caller's mode, so that
-an entry made under no_grad serves a later forward that needs gradients.
+a later forward that needs gradients can use an entry made under no_grad.
 """
 
 from __future__ import annotations

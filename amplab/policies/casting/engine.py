@@ -36,7 +36,7 @@ class CastingEngine:
     float64 is never narrowed: an op with a float64 argument runs as in the float32 model, i.e. its
     16-bit arguments are cast to float32 and torch's own promotion, or refusal, does the rest.
     Ops with `out=` run as they are called. Where two engines are active the inner one casts, unless each
-    minds a device type of its own.
+    has a device type of its own.
 
     Casts of Parameters are kept until the outermost `active()` block of the thread ends, and checked
     against edits (see `cast_cache`); with `install` there is no such block, so call `clear_cache` after each
@@ -45,7 +45,7 @@ class CastingEngine:
     Args:
         policy: what to carry out; None for apex's lists in float16. With `table=None` nothing is cast, and
             only products of CPU halves are computed as `cpu_half_mode()` says.
-        device_type: mind only ops with a tensor on such a device, e.g. "cuda"; None for ops on any.
+        device_type: cast only ops with a tensor on such a device, e.g. "cuda"; None for ops on any.
         cache_enabled: whether casts of Parameters are kept.
     """
 

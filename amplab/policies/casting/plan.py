@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amplab.policies.casting.argument_casts import floating_tensors, lies_on
 from amplab.policies.casting.cast_cache import CastCache
 from amplab.policies.casting.composites import composites_of, opened
 from amplab.policies.casting.explanation import ExplainedPlan, reporting_run, reporting_step
 from amplab.policies.casting.half_on_cpu import PRODUCTS, WITHOUT_KERNEL, HalfMode, accumulated
-from amplab.policies.casting.steps import Run, Step, StepParts, make_step, restoring_step
+from amplab.policies.casting.steps import Run, Step, StepParts, floating_tensors, lies_on, make_step, restoring_step
 from amplab.policies.policy.precision_policy import PrecisionPolicy
 from amplab.policies.tables.op_table import CastPolicy, OpRule
 
@@ -39,7 +38,7 @@ _EXPOSING = (
     torch.Tensor.storage,
     torch.Tensor.__dlpack__,
 )
-"""What hands out a tensor's memory without its version counter."""
+"""Functions that give access to a tensor's memory without its version counter."""
 
 
 def build_plan(policy: PrecisionPolicy, cache: CastCache, half_mode: HalfMode, casts: bool, explained: bool) -> Plan:

@@ -20,7 +20,7 @@ _MOST = 64
 
 
 class _Kept:
-    """Engines with the policies that they were asked for, as attributes.
+    """Engines and the policies they were made for, as attributes.
 
     torch.compile sees an attribute that is added while it traces; what is added to a dict it does not see.
     """

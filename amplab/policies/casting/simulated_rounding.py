@@ -6,7 +6,7 @@
 Q is `FloatFormat.round`, one rounding to nearest even. In backward a gradient passes straight through Q and is rounded
 where a tensor of the format would hold it: float8 rounds the gradient of every operand and of the result; tf32 rounds
 the gradient of the result, which the products of backward read, and leaves those of the operands float32.
-No scaling goes with it: what lies beyond the format saturates or becomes infinite, as its `round` says.
+Values are not scaled: a value beyond the format saturates or becomes infinite, as in `FloatFormat.round`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _round_batch(_info: Any, in_dims: tuple[int, None], tensor: Tensor, format_n
     return torch.ops.amplab.round_to_format(tensor, format_name), in_dims[0]
 
 
-# An operator of its own, so that whoever watches the dispatcher sees one op and not the arithmetic of a rounding.
+# A separate operator, so that a trace shows one op and not the arithmetic of a rounding.
 torch.library.define("amplab::round_to_format", "(Tensor tensor, str format_name) -> Tensor")
 torch.library.impl("amplab::round_to_format", "default", _round_to_format)
 torch.library.register_vmap("amplab::round_to_format", _round_batch)

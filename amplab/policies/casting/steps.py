@@ -1,7 +1,7 @@
 """One step per cast policy: cast the arguments of a call, then run the op.
 
 A step is called as step(mode, func, args, kwargs); `run`, called the same way with the cast arguments,
-is what runs the op (as it is, with fp32 accumulation, or opened; see `plan`).
+runs the op (as it is, with fp32 accumulation, or opened; see `plan`).
 Calls with `out=` are run as they come: the caller chose where to write, and so the dtype.
 """
 
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 from amplab.formats import LOW_PRECISION_DTYPES, FloatFormat
-from amplab.policies.casting.argument_casts import cast_to, floating_tensors, is_wide, lowered, raised, widest
 from amplab.policies.casting.cast_cache import CastCache
 from amplab.policies.casting.simulated_rounding import rounded_operands, rounded_results
 from amplab.policies.nested_tensors import cast_tree
@@ -25,9 +26,24 @@ from amplab.policies.tables.op_table import CastPolicy, OpRule
 if TYPE_CHECKING:
     from amplab.policies.casting.function_mode import CastingMode
 
-__all__ = ["Run", "Step", "StepParts", "make_step", "restoring_step"]
+__all__ = [
+    "Run",
+    "Step",
+    "StepParts",
+    "cast_to",
+    "floating_tensors",
+    "is_wide",
+    "lies_on",
+    "lowered",
+    "make_step",
+    "raised",
+    "restoring_step",
+    "widest",
+]
 
-_RESTORED = LOW_PRECISION_DTYPES | {torch.float32}
+_CASTABLE = LOW_PRECISION_DTYPES | {torch.float32}
+_float64 = torch.float64
+_PLAIN = frozenset([type(None), bool, int, float, str])
 Run = Callable[["CastingMode", Callable[..., Any], Any, dict[str, Any]], Any]
 Step = Callable[["CastingMode", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -58,7 +74,7 @@ def restoring_step(step: Step) -> Step:
         if not tensors or kwargs.get("out") is not None:
             return result
         widest_of_all = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
-        return cast_tree(result, lambda tensor: widest_of_all if tensor.dtype in _RESTORED else tensor.dtype)
+        return cast_tree(result, lambda tensor: widest_of_all if tensor.dtype in _CASTABLE else tensor.dtype)
 
     return restoring
 
@@ -209,3 +225,133 @@ _MAKERS: dict[CastPolicy, Callable[[StepParts], Step]] = {
     CastPolicy.BANNED: _banned_step,
     CastPolicy.FALL_THROUGH: _fall_through_step,
 }
+
+
+# Loops over the arguments of one op: they walk lists and tuples and return new lists. A loop that meets a tensor
+# subclass returns None, and the op runs as it was called: the author of the subclass decides about its dtype. They run
+# for every cast, hence the exact type checks, and hence no map_tensors.
+
+
+def lowered(values: Iterable[Any], dtype: torch.dtype, cache: CastCache) -> list[Any] | None:
+    """`values` with float32 and 16-bit tensors in `dtype`, Parameters through `cache`.
+
+    None where there is a tensor subclass or a float64 tensor.
+    """
+    result: list[Any] = []
+    for value in values:
+        kind = type(value)
+        if kind is Tensor or kind is Parameter:
+            own = value.dtype
+            if own is dtype or own not in _CASTABLE:
+                if own is _float64:
+                    return None
+                result.append(value)
+            else:
+                result.append(value.to(dtype) if kind is Tensor else cache.cast(value, dtype))
+        elif kind is tuple or kind is list:
+            inner = lowered(value, dtype, cache)
+            if inner is None:
+                return None
+            result.append(kind(inner))
+        elif isinstance(value, Tensor):
+            return None
+        else:
+            result.append(value)
+    return result
+
+
+def is_wide(values: Iterable[Any]) -> bool:
+    """Whether `raised` would change nothing: no 16-bit tensor, no container, no tensor subclass."""
+    for value in values:
+        kind = type(value)
+        if kind is Tensor or kind is Parameter:
+            if value.dtype in LOW_PRECISION_DTYPES:
+                return False
+        elif kind not in _PLAIN:
+            return False
+    return True
+
+
+def raised(values: Iterable[Any]) -> list[Any] | None:
+    """`values` with 16-bit tensors in float32; None where there is a tensor subclass."""
+    result: list[Any] = []
+    for value in values:
+        kind = type(value)
+        if kind is Tensor or kind is Parameter:
+            result.append(value.to(torch.float32) if value.dtype in LOW_PRECISION_DTYPES else value)
+        elif kind is tuple or kind is list:
+            inner = raised(value)
+            if inner is None:
+                return None
+            result.append(kind(inner))
+        elif isinstance(value, Tensor):
+            return None
+        else:
+            result.append(value)
+    return result
+
+
+def floating_tensors(values: Iterable[Any]) -> list[Tensor] | None:
+    """The floating tensors among `values`; None where there is a tensor subclass."""
+    found: list[Tensor] = []
+    for value in values:
+        kind = type(value)
+        if kind is Tensor or kind is Parameter:
+            if value.is_floating_point():
+                found.append(value)
+        elif kind is tuple or kind is list:
+            inner = floating_tensors(value)
+            if inner is None:
+                return None
+            found += inner
+        elif isinstance(value, Tensor):
+            return None
+    return found
+
+
+def lies_on(values: Iterable[Any], device_type: str) -> bool:
+    """Whether one of the tensors in `values` is on a device of this type.
+
+    >>> lies_on([1, (torch.zeros(1),)], "cpu"), lies_on([torch.zeros(1, device="meta")], "cpu")
+    (True, False)
+    """
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.device.type == device_type:
+                return True
+        elif isinstance(value, (tuple, list)) and lies_on(value, device_type):
+            return True
+    return False
+
+
+def widest(tensors: list[Tensor]) -> torch.dtype | None:
+    """The widest dtype among `tensors`; None where they agree.
+
+    float16 with bfloat16 is float32. A 0-dim tensor counts as any other up to float32; a 0-dim
+    float64 tensor, like a Python number, does not widen tensors that have dimensions.
+
+    >>> widest([torch.zeros(2, dtype=torch.float16), torch.zeros(2, dtype=torch.float64)])
+    torch.float64
+    >>> widest([torch.zeros(2, dtype=torch.float16), torch.zeros(2), torch.zeros((), dtype=torch.float64)])
+    torch.float32
+    """
+    if len({tensor.dtype for tensor in tensors}) < 2:
+        return None
+    voting = [tensor.dtype for tensor in tensors if tensor.dim() or tensor.dtype is not _float64]
+    if not any(tensor.dim() for tensor in tensors):
+        voting = [tensor.dtype for tensor in tensors]
+    return functools.reduce(torch.promote_types, voting)
+
+
+def cast_to(values: Iterable[Any], dtype: torch.dtype) -> list[Any]:
+    """`values`, in which there is no tensor subclass, with 16-bit and float32 tensors in `dtype`."""
+    result: list[Any] = []
+    for value in values:
+        kind = type(value)
+        if kind is Tensor or kind is Parameter:
+            result.append(value.to(dtype) if value.dtype in _CASTABLE else value)
+        elif kind is tuple or kind is list:
+            result.append(kind(cast_to(value, dtype)))
+        else:
+            result.append(value)
+    return result

@@ -1,4 +1,4 @@
-"""A policy on a model: whoever calls the model, its forward runs by the policy, ruled modules included.
+"""A policy on a model: its forward runs by the policy, and modules with a rule of their own run by their rule.
 
 with apply_policy(policy, model):
     loss = criterion(model(x), y)      # or keep the handle, and call its `remove` some day

@@ -1,4 +1,4 @@
-"""Rules by module at work: official forward hooks where a rule begins, a border around what is inside.
+"""Carry out rules by module: forward hooks where a rule begins cast what goes in and what comes out.
 
                         around by op (O1)                          around in half weights (O2, O3)
     entry               16-bit inputs -> the rule's dtype          floating inputs -> the rule's dtype
@@ -44,7 +44,7 @@ _FLOAT32 = PrecisionPolicy(None, torch.float32)
 def register_module_rules(
     model: nn.Module, policy: PrecisionPolicy, *, weights_dtype: torch.dtype | None = None
 ) -> list[_RegionHandles]:
-    """Hang the borders of `policy`'s module rules on `model`; the handles take them off again.
+    """Register the hooks for `policy`'s module rules on `model`; the handles take them off again.
 
     Args:
         model: its submodules are named by the rules. Weights are left as they are.
@@ -126,7 +126,7 @@ class ModuleRegion:
         return cast
 
     def leave(self) -> None:
-        """Leave what this thread is still in: an interrupt in forward lets no hook run."""
+        """Leave the forwards that this thread is still in."""
         for visit in [visit for visit in reversed(_visits()) if visit.region is self]:
             visit.leave()
 
@@ -149,12 +149,12 @@ class ModuleRegion:
 
     @contextlib.contextmanager
     def _explained(self, verb: str, dtype: torch.dtype) -> Iterator[None]:
-        """Tell whoever traces whose rule the casts of the block are."""
+        """Let a trace show which rule makes the casts of the block."""
         if THREAD.explanation is None:
             yield
             return
         detail = f"your rule {self._rule}: what {self._name} {verb} is cast to {precision_name(dtype)}"
-        # An engine at work would take the casts for ops of the model's code, and say so.
+        # An active engine would record the casts as ops of the model's code.
         with decided(THREAD.explanation, Decision(self._name, None, "cast", detail)), torch._C.DisableTorchFunction():
             yield
 

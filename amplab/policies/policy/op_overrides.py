@@ -1,4 +1,4 @@
-"""A user's own rules by op: which op, and what it is to do instead of what the table says.
+"""A user's own rules by op, which replace the rows of the table.
 
 An op is named in one of three ways:
 
@@ -6,7 +6,7 @@ An op is named in one of three ways:
     "torch.nn.functional.softmax"      that spelling alone
     torch.nn.functional.softmax        the same, as the function object
 
-What is to happen is a precision (float32 casts up, a lower one casts down to it) or a cast policy by its word.
+The value is a precision (float32 casts up, a lower one casts down) or the name of a cast policy.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class OpOverride:
 
     @property
     def word(self) -> str:
-        """What stands right of the equals sign, as `op_overrides` reads it back."""
+        """The text after the equals sign, which `op_overrides` reads back."""
         if self.precision is not None:
             return precision_name(self.precision)
         return "float32" if self.cast is CastPolicy.FP32 else self.cast.value
@@ -201,8 +201,7 @@ def _contradict(first: OpOverride, second: OpOverride) -> bool:
 
 def _contradiction(op: str, first: OpOverride, second: OpOverride) -> str:
     return (
-        f"op_rules: {op} is to be {first.word} by {first.op!r} and {second.word} by {second.op!r}; "
-        "keep one of the two rules."
+        f"op_rules: {op} is {first.word} by {first.op!r} and {second.word} by {second.op!r}; keep one of the two rules."
     )
 
 

@@ -4,7 +4,7 @@
     apex/bfloat16; op softmax=bfloat16; op torch.nn.functional.linear=promote; module blocks.*.attn=float32
 
 First table/dtype, then the user's rules, by op and by module-name pattern. A name with other characters than these
-stands in double quotes, as JSON has it.
+is written in double quotes, as in JSON.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def read_policy(text: str) -> PolicyText:
     """The parts of a string form.
 
     Raises:
-        ValueError: not of this form, or a rule that stands there twice.
+        ValueError: not of this form, or two rules for one name.
     """
     base = _BASE.match(text)
     place = base.end() if base else 0

@@ -3,7 +3,7 @@
     torch.float16, torch.bfloat16, torch.float32     tensors of that dtype
     tf32, float8_e4m3, float8_e5m2                   simulated: float32 tensors that hold values of the format
 
-torch has float8 dtypes and no arithmetic in them, and no tf32 dtype at all, so these stand as `FloatFormat`s.
+torch has float8 dtypes without arithmetic, and no tf32 dtype. These precisions are `FloatFormat`s.
 How a simulated format rounds is in `simulated_rounding`.
 """
 

@@ -1,6 +1,6 @@
 """The lists of apex.amp as one op table, with the reason for every row.
 
-Rows are written in the words of `op_rows`. What stands in `added` came after apex or was missed by
+Rows are written with the functions of `op_rows`. Spellings in `added` came after apex or were missed by
 its lists (scaled_dot_product_attention, einsum, rms_norm, torch.softmax, …). The bmm family is lower
 precision on every build.
 

@@ -35,7 +35,7 @@ class CastPolicy(enum.Enum):
     """Every 16-bit argument is cast to float32."""
 
     FP32_SET_OPT_DTYPE = "fp32_set_opt_dtype"
-    """The arguments stay; the op is told `dtype=torch.float32` unless the caller chose a dtype."""
+    """The arguments stay; the op gets `dtype=torch.float32` unless the caller passed a dtype."""
 
     PROMOTE = "promote"
     """Where floating dtypes differ, every argument is cast to the widest of them."""
