@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import amplab
 from amplab import amp
 from amplab.amp.pytorch.autocast import DEFAULT_POLICY
-from amplab.policies import PrecisionPolicy, cpu_half, disable_casts, region_engines
+from amplab.policies import PrecisionPolicy, cpu_half, disable_casts
+from amplab.policies.casting import region_engines
 
 X = torch.ones(2, 2)
 HALF, BFLOAT16 = torch.float16, torch.bfloat16
