@@ -10,7 +10,7 @@ from: Python, C++ inside a composite, `torch.ops`. The kernel is `amplab.kernels
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from amplab.kernels import DispatchCasts
 from amplab.kernels.dispatch_casts import CASTS, PRODUCT, CastPlan, overloads
@@ -18,7 +18,7 @@ from amplab.policies.casting.engine import CastingEngine
 from amplab.policies.casting.explanation import Explanation
 from amplab.policies.casting.function_mode import CastingMode
 from amplab.policies.casting.half_on_cpu import PRODUCTS, HalfMode
-from amplab.policies.casting.thread_scopes import THREAD
+from amplab.policies.casting.thread_scopes import THREAD, Scope
 from amplab.policies.policy.precision_policy import PrecisionPolicy
 from amplab.policies.tables.apex_table import APEX
 from amplab.policies.tables.op_table import CastPolicy, OpRule, OpTable, resolve
@@ -83,10 +83,10 @@ class CompiledEngine(CastingEngine):
 
     def install(self) -> None:
         """Cast in the calling thread until `uninstall`; does nothing where installed already. Sync: none."""
-        THREAD.drop_ended()
+        THREAD.own.drop_ended()
         if not self.installed:
-            THREAD.installed.append(CompiledMode(self, self._casts))
-            THREAD.refresh()
+            THREAD.own.installed.append(CompiledMode(self, self._casts))
+            THREAD.own.refresh()
 
     def clear_cache(self) -> None:
         """Drop the casts of weights that the calling thread keeps. Sync: none."""
@@ -100,7 +100,8 @@ class CompiledEngine(CastingEngine):
     def is_live(self) -> bool:
         """Whether the topmost mode of the calling thread is one of this engine, entered in the same backward pass."""
         # In a backward pass (a recomputation) the region around it casts nothing, so the engine is entered anew.
-        top = THREAD.modes[-1] if THREAD.modes else None
+        modes = THREAD.own.modes
+        top = modes[-1] if modes else None
         return isinstance(top, CompiledMode) and top.engine is self and top.task == self._casts.task()
 
     def push(self, mode: CastingMode | CompiledMode) -> None:
@@ -108,13 +109,14 @@ class CompiledEngine(CastingEngine):
 
     def new_mode(self) -> CompiledMode:
         """Return a mode of this engine that casts nothing yet."""
-        if THREAD.explanation is not None:
+        if THREAD.own.explanation is not None:
             self.require_reasons()
         return CompiledMode(self, self._casts)
 
     def withdraw(self, mode: CastingMode | CompiledMode) -> None:
         """End the mode; does nothing the second time."""
         mode.rest()
+        mode.entered_by = None
 
     def give_plan(self, mode: CastingMode | CompiledMode, half_mode: HalfMode, casts: bool, explained: bool) -> None:  # noqa: ARG002  there are no explanations
         """Give `mode` the plan for this combination of switches."""
@@ -153,16 +155,18 @@ class CompiledMode:
         engine: the engine whose plan the mode carries.
         task: the backward pass it was entered in, -1 outside of one.
         live: whether this is the mode that casts, for its device type.
-        explanation: None; the thread sets it.
+        explanation, entered_by, has_ended: as in `CastingMode`; set by the thread, and not read here.
     """
 
-    __slots__ = ("_enter", "_plan", "engine", "explanation", "live", "task")
+    __slots__ = ("_enter", "_plan", "engine", "entered_by", "explanation", "has_ended", "live", "task")
 
     def __init__(self, engine: CompiledEngine, casts: DispatchCasts) -> None:
         self.engine, self.task, self._enter = engine, casts.task(), casts.enter
         self._plan: CastPlan | None = None
         self.live = False
         self.explanation: Explanation | None = None
+        self.entered_by: Scope | None = None
+        self.has_ended: Callable[[], bool] | None = None
 
     def cast_by(self, plan: CastPlan) -> None:
         """Cast the thread's ops by `plan` from here on."""
