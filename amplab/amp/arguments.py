@@ -3,7 +3,12 @@
 import math
 from typing import Any
 
-__all__ = ["as_list", "checked_flag", "checked_num_losses", "scale_value"]
+import torch
+
+__all__ = ["SMALLEST_SCALE", "as_list", "checked_flag", "checked_num_losses", "scale_value"]
+
+# The floor of a dynamic scale if none is given: 1 / scale is still finite in float32.
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def as_list(value: Any) -> list[Any]:

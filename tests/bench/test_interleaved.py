@@ -101,7 +101,7 @@ def test_rounds_are_told(clock):
 
 @pytest.mark.parametrize("rounds", [0, -1])
 def test_no_rounds_are_refused(clock, rounds):
-    with pytest.raises(ValueError, match=r"^rounds=(0|-1): expected a whole number > 0"):
+    with pytest.raises(ValueError, match=r"^rounds=(0|-1):"):
         measure(case(Contestant(clock.work("A", 1.0)), Contestant(clock.work("B", 1.0))), rounds, clock=clock)
 
 

@@ -75,5 +75,5 @@ def test_gradients_are_refilled(fresh):
 
 
 def test_an_unknown_suite_is_refused():
-    with pytest.raises(ValueError, match=r"^suite='dance': expected one of scaler, casting, kernels, xray, diagnose"):
+    with pytest.raises(ValueError, match="suite='dance'"):
         run_suite("dance")

@@ -46,7 +46,7 @@ def test_every_field_of_an_experiment_is_an_option_with_its_default(capsys: pyte
 
 
 def test_a_registered_model_is_offered_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="model=linear: expected one of mlp, cnn"):
+    with pytest.raises(ValueError, match="model=linear"):
         ExperimentConfig(model="linear")
     try:
 

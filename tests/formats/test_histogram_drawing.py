@@ -75,5 +75,5 @@ def test_an_empty_histogram_is_an_empty_picture():
 
 @pytest.mark.parametrize("options", [{"low": 3, "high": 2}, {"height": 0}])
 def test_a_picture_without_room_is_refused(options):
-    with pytest.raises(ValueError, match=r"expected low <= high and height >= 1; leave them out"):
+    with pytest.raises(ValueError, match="low <= high and height >= 1"):
         drawn(torch.ones(1), **options)

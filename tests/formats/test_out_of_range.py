@@ -68,11 +68,11 @@ def test_scaling_the_tensor_is_scaling_by_the_argument(x, power):
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
 @pytest.mark.parametrize("share", [underflow_fraction, overflow_fraction])
 def test_a_nonsense_scale_is_refused(share, scale):
-    with pytest.raises(ValueError, match=r"scale=.*expected a finite number > 0; a loss scale is"):
+    with pytest.raises(ValueError, match=r"scale=.*> 0"):
         share(torch.ones(1), FLOAT16, scale=scale)
 
 
 @pytest.mark.parametrize("share", [underflow_fraction, overflow_fraction])
 def test_an_integer_tensor_is_refused(share):
-    with pytest.raises(TypeError, match=r"tensor of torch.int64: expected a floating-point tensor"):
+    with pytest.raises(TypeError, match=r"torch.int64"):
         share(torch.ones(1, dtype=torch.int64), FLOAT16)

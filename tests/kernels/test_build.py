@@ -254,7 +254,7 @@ def test_whoever_listens_is_told_of_the_failure_and_not_warned(library):
 def test_require_raises_each_time_where_nothing_can_be_built(library, monkeypatch):
     monkeypatch.setenv("AMPLAB_KERNELS", "require")
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=f"^AMPLAB_KERNELS=require: {re.escape(NO_COMPILER)}. To enable them:"):
+        with pytest.raises(RuntimeError, match=f"^AMPLAB_KERNELS=require: {re.escape(NO_COMPILER)}"):
             library.attend()
         assert library.needs_attention
 
@@ -269,9 +269,7 @@ def test_reference_builds_nothing(library, monkeypatch, tmp_path):
 def test_another_mode_is_refused_each_time(library, monkeypatch):
     monkeypatch.setenv("AMPLAB_KERNELS", "fast")
     for _ in range(2):
-        with pytest.raises(
-            ValueError, match=r"^AMPLAB_KERNELS='fast': expected one of auto, reference, require; unset it"
-        ):
+        with pytest.raises(ValueError, match="AMPLAB_KERNELS='fast'"):
             library.attend()
         assert library.needs_attention
 
@@ -296,7 +294,7 @@ def test_a_compiler_that_fails_is_quoted_and_its_log_kept(library, tmp_path, mon
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setitem(sys.modules, "ipykernel", None)  # as in a notebook, whose cells' outputs are compared
-    with pytest.warns(RuntimeWarning, match="error: the moon is wrong"):
+    with pytest.warns(RuntimeWarning, match="the moon is wrong"):
         report = library.ensure(wait=True)
     assert report.status == "failed"
     assert report.cause == "unscale.cpp:1:1: error: the moon is wrong"
@@ -515,7 +513,7 @@ def test_an_untrusted_build_is_named_in_one_warning(library, tmp_path, monkeypat
     folder = cache.writable_folder(recipe.current_recipe().key)
     publish(tmp_path, folder, b"a library of a stranger")
     folder.chmod(0o777)
-    with pytest.warns(RuntimeWarning, match=re.escape(f"not loading {folder} can be written by other users")):
+    with pytest.warns(RuntimeWarning, match=re.escape(f"{folder} can be written by other users")):
         library.ensure(print)
     assert library.report.status == "failed"
     assert len(libraries(tmp_path)) == 1  # neither loaded nor removed

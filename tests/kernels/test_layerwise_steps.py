@@ -196,10 +196,10 @@ def test_no_tensors_at_all(implementation, case):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda drawn: drawn["norms"].pop(), "2 params, 1 norms: expected lists of equal length"),
-        (lambda drawn: drawn["norms"].__setitem__(1, torch.ones(2)), "norm 1: expected one float32 element"),
-        (lambda drawn: drawn["norms"].__setitem__(0, torch.ones(()).double()), "norm 0: expected one float32 element"),
-        (lambda drawn: drawn["exp_avgs"].pop(), "2 params, 1 states: expected lists of equal length"),
+        (lambda drawn: drawn["norms"].pop(), "2 params, 1 norms:"),
+        (lambda drawn: drawn["norms"].__setitem__(1, torch.ones(2)), "norm 1:"),
+        (lambda drawn: drawn["norms"].__setitem__(0, torch.ones(()).double()), "norm 0:"),
+        (lambda drawn: drawn["exp_avgs"].pop(), "2 params, 1 states:"),
     ],
 )
 def test_bad_lists_are_refused(implementation, change, words):

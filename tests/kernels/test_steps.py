@@ -304,7 +304,7 @@ def overlapping():
 def test_tensors_that_overlap_are_refused_and_left(implementation, names):
     drawn = overlapping()[names]
     before = copied(drawn)
-    with pytest.raises(RuntimeError, match=f"^{names} overlap in memory: list each tensor once"):
+    with pytest.raises(RuntimeError, match=f"^{names} overlap"):
         implementation["adam"](*drawn, None, None, False, *ADAMS["adamw"])
     assert all(alike(a, b) for a, b in zip(drawn, before, strict=True))
 
@@ -316,16 +316,16 @@ def test_gradients_may_be_shared_and_columns_interleave(implementation):
 
 
 def test_a_momentum_without_buffers_is_refused():
-    with pytest.raises(RuntimeError, match=r"^momentum=0.9 without momentum_buffers: expected one for each of the 1"):
+    with pytest.raises(RuntimeError, match=r"^momentum=0.9 without momentum_buffers"):
         sgd_([torch.ones(2)], [torch.ones(2)], lr=0.1, momentum=0.9)
     sgd_([], [], lr=0.1, momentum=0.9)
 
 
 def test_scalars_are_checked(implementation):
     drawn = lists("adam", [(3,)])
-    with pytest.raises(RuntimeError, match="grad_factor: expected one float32 element"):
+    with pytest.raises(RuntimeError, match=r"^grad_factor:"):
         implementation["adam"](*drawn, torch.ones(2), None, False, *ADAMS["adamw"])
-    with pytest.raises(RuntimeError, match="found_inf: expected one float32 element"):
+    with pytest.raises(RuntimeError, match=r"^found_inf:"):
         implementation["adam"](*drawn, None, torch.ones((), dtype=torch.float64), False, *ADAMS["adamw"])
 
 

@@ -96,7 +96,7 @@ def test_tensors_that_come_to_overlap_are_refused(served):
     table = TensorTable(tensors)
     table.unscale_(torch.zeros(1), HALF)
     tensors[2].set_(tensors[0].untyped_storage(), 1, (3,))
-    with pytest.raises(RuntimeError, match=r"^input 0 and input 2 overlap in memory"):
+    with pytest.raises(RuntimeError, match=r"^input 0 and input 2 overlap"):
         table.unscale_(torch.zeros(1), HALF)
     assert tensors[0].tolist() == [0.5] * 4
 
@@ -118,7 +118,7 @@ def test_an_empty_table(served):
 
 
 def test_receivers_that_do_not_fit_are_refused(served):
-    with pytest.raises(RuntimeError, match=r"^norms: expected a float32 element for each tensor, such as torch.zeros"):
+    with pytest.raises(RuntimeError, match=r"^norms:"):
         TensorTable([torch.ones(2)]).unscale_(torch.zeros(1), HALF, norms=torch.zeros(3))
 
 
@@ -143,7 +143,7 @@ def test_gradients_that_share_memory_are_left_to_the_operator_that_names_them(bu
     ("tensors", "words"),
     [
         (torch.ones(2), "TensorTable got a Tensor: expected a list"),
-        ([torch.ones(2), None], r"tensors\[1\] is a NoneType: expected a tensor"),
+        ([torch.ones(2), None], r"tensors\[1\] is a NoneType:"),
     ],
 )
 def test_what_is_no_list_of_tensors_is_refused(tensors, words):

@@ -186,18 +186,18 @@ def test_the_kernel_has_the_references_bits(built, dtype, start, count, patience
 
 CONSTANTS = (2.0, 0.5, 2000, 1, 0.0, math.inf)
 REFUSALS = [
-    ((torch.ones(2), counter(), None, torch.zeros(1), *CONSTANTS), "scale: expected one float32 or float64 element"),
-    ((torch.ones(1).half(), counter(), None, torch.zeros(1), *CONSTANTS), "scale: expected one float32 or float64"),
-    ((torch.ones(1), torch.zeros(1), None, torch.zeros(1), *CONSTANTS), "growth_tracker: expected one int32 element"),
-    ((torch.ones(1), counter(), torch.zeros(1), torch.zeros(1), *CONSTANTS), "hysteresis_tracker: expected one int32"),
-    ((torch.ones(1), counter(), None, torch.zeros(2), *CONSTANTS), "found_inf: expected one float32 element"),
+    ((torch.ones(2), counter(), None, torch.zeros(1), *CONSTANTS), "scale:"),
+    ((torch.ones(1).half(), counter(), None, torch.zeros(1), *CONSTANTS), "scale:"),
+    ((torch.ones(1), torch.zeros(1), None, torch.zeros(1), *CONSTANTS), "growth_tracker:"),
+    ((torch.ones(1), counter(), torch.zeros(1), torch.zeros(1), *CONSTANTS), "hysteresis_tracker:"),
+    ((torch.ones(1), counter(), None, torch.zeros(2), *CONSTANTS), "found_inf:"),
     (
         (torch.ones(1), counter(), None, torch.zeros(1), 2.0, 0.5, 0, 1, 0.0, 1.0),
-        "growth_interval=0: expected at least",
+        "growth_interval=0:",
     ),
     (
         (torch.ones(1), counter(), None, torch.zeros(1), 2.0, 0.5, 1, 0, 0.0, 1.0),
-        "hysteresis=0: expected 1, which backs",
+        "hysteresis=0:",
     ),
 ]
 
@@ -227,11 +227,11 @@ def test_the_public_function_calls_the_operator():
 @pytest.mark.parametrize(
     ("numbers", "words"),
     [
-        ({"growth_factor": math.nan}, "growth_factor=nan: expected a finite number > 0"),
-        ({"backoff_factor": 0.0}, r"backoff_factor=0\.0: expected a finite number > 0"),
-        ({"backoff_factor": -1.0}, r"backoff_factor=-1\.0: expected a finite number > 0"),
-        ({"floor": math.nan}, "floor=nan, ceiling=inf: expected floor <= ceiling"),
-        ({"floor": 8.0, "ceiling": 1.0}, r"floor=8\.0, ceiling=1\.0: expected floor <= ceiling"),
+        ({"growth_factor": math.nan}, "growth_factor=nan:"),
+        ({"backoff_factor": 0.0}, r"backoff_factor=0\.0:"),
+        ({"backoff_factor": -1.0}, r"backoff_factor=-1\.0:"),
+        ({"floor": math.nan}, "floor=nan, ceiling=inf:"),
+        ({"floor": 8.0, "ceiling": 1.0}, r"floor=8\.0, ceiling=1\.0:"),
     ],
 )
 def test_numbers_that_make_no_scale_are_refused(numbers, words):

@@ -67,15 +67,15 @@ def test_a_place_for_the_log_that_was_named_must_be_writable(tmp_path, name):
     blocked = tmp_path / "file"
     blocked.write_text("")
     out = io.StringIO()
-    with pytest.raises(ValueError, match=r"cannot write there .* Leave --log out"):
+    with pytest.raises(ValueError, match="cannot write there"):
         train(SMALL, steps=2, log_path=blocked / name, stream=out)
     assert out.getvalue() == ""
 
 
 def test_bad_requests_are_refused_before_anything_runs(runs: Path):
-    with pytest.raises(ValueError, match="steps=0: expected a whole number > 0"):
+    with pytest.raises(ValueError, match="steps=0"):
         train(SMALL, steps=0, stream=io.StringIO())
-    with pytest.raises(ValueError, match="batch_size=5000: expected at most 1437"):
+    with pytest.raises(ValueError, match="batch_size=5000"):
         train(SMALL.changed(batch_size=5000), steps=1, stream=io.StringIO())
     assert not runs.exists()
 

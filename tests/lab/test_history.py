@@ -92,9 +92,9 @@ def test_thinned_rows_belong_together_and_lose_nothing_visible():
 
 
 def test_thinned_refuses_what_it_does_not_have():
-    with pytest.raises(ValueError, match="'losss': expected a column"):
+    with pytest.raises(ValueError, match="'losss'"):
         History().thinned(["losss"], 100)
-    with pytest.raises(ValueError, match="limit=3: expected at least 16 rows"):
+    with pytest.raises(ValueError, match="limit=3"):
         History().thinned(["loss"], 3)
 
 

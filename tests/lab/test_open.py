@@ -77,7 +77,7 @@ def test_what_has_stopped_gives_way(opened):
 
 
 def test_attach_shows_a_trainer_of_ones_own_and_refuses_without_one():
-    with pytest.raises(RuntimeError, match="no experiment is open in this kernel; call open"):
+    with pytest.raises(RuntimeError, match="no experiment is open"):
         attach()
     trainer = Trainer(SMALL)
     dashboard = attach(trainer)

@@ -211,7 +211,7 @@ def test_a_blank_line_at_the_end_does_no_harm(path):
 
 
 def test_a_folder_is_no_run_log(tmp_path):
-    with pytest.raises(ValueError, match="a folder; expected the path of one run log"):
+    with pytest.raises(ValueError, match="a folder"):
         load_run(tmp_path)
 
 
@@ -242,7 +242,7 @@ def test_steps_that_were_lost_or_doubled_are_named(tmp_path, kept, held):
     with_steps.close()
     rows = [f'[{step},1.0,2.0,2.0,false,null,"O1",null,0.1,null,-3.0]\n' for step in kept]
     path.write_text(path.read_text(encoding="utf-8") + "".join(rows), encoding="utf-8")
-    with pytest.raises(ValueError, match=rf"holds step {held}; expected step \d"):
+    with pytest.raises(ValueError, match=f"holds step {held}"):
         load_run(path)
 
 

@@ -54,9 +54,9 @@ def test_batches_are_copies():
 
 
 def test_bad_requests_are_refused():
-    with pytest.raises(ValueError, match="task=mnist: expected one of digits"):
+    with pytest.raises(ValueError, match="task=mnist"):
         load_task("mnist", 0)
-    with pytest.raises(ValueError, match="batch_size=2000: expected at most 1437"):
+    with pytest.raises(ValueError, match="batch_size=2000"):
         load_task("digits", 0).batch(0, 2000)
 
 

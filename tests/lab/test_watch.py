@@ -291,7 +291,7 @@ def test_as_a_callback_of_transformers(tmp_path):
         ((nn.Linear(1, 1), 3), {}, TypeError, "expected a torch.optim.Optimizer"),
         (make(), {"scaler": "amp"}, TypeError, "expected a GradScaler, a Session"),
         (make(), {"every": 0}, ValueError, "expected a whole number of steps"),
-        (make(), {"step": 3}, TypeError, "step=int: expected a function"),
+        (make(), {"step": 3}, TypeError, "step=int:"),
     ],
 )
 def test_refusals(arguments, options, error, sentence):
@@ -319,7 +319,7 @@ def test_a_session_of_another_model_is_not_taken():
     amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
     try:
         assert len(plain().history) == 6
-        with pytest.raises(RuntimeError, match="is not part of the session"):
+        with pytest.raises(RuntimeError, match="not part of the session"):
             plain(amp)
     finally:
         amp.reset()

@@ -58,7 +58,7 @@ def test_what_only_looks_the_same_stays_apart():
 
 
 def test_what_is_no_group_is_refused():
-    with pytest.raises(TypeError, match=r"^groups\[0\] is a Parameter: expected a dict with 'params'"):
+    with pytest.raises(TypeError, match=r"^groups\[0\] is a Parameter"):
         merge_groups([nn.Parameter(torch.ones(1))])
-    with pytest.raises(ValueError, match=r"^groups\[1\] has lr: expected 'params' among them"):
+    with pytest.raises(ValueError, match=r"^groups\[1\] has lr"):
         merge_groups([{"params": []}, {"lr": 1.0}])

@@ -189,13 +189,13 @@ def test_follows_another_rule_from_where_it_stands():
     scale.follow(MegatronScale())
     scale.update_(True)
     assert scale.state() == HysteresisState(2.0**18, 0, 1)
-    with pytest.raises(TypeError, match=r"^DeepSpeedScale\(.*expected a RecurrentRule"):
+    with pytest.raises(TypeError, match=r"^DeepSpeedScale\("):
         scale.follow(DeepSpeedScale())
     asked = device_scale(DeepSpeedScale())
     asked.follow(DeepSpeedScale(hysteresis=1))
     asked.update_(True)
     assert asked.rule == DeepSpeedScale(hysteresis=1)
-    with pytest.raises(TypeError, match=r"^DynamicScale\(.*expected a rule that runs on the host"):
+    with pytest.raises(TypeError, match=r"^DynamicScale\("):
         asked.follow(DynamicScale())
 
 

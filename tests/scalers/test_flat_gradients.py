@@ -258,15 +258,13 @@ def test_nothing_to_combine_is_no_trouble():
 def test_a_sparse_gradient_is_refused():
     embedding = nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(
-        TypeError, match=r"parameter 0: its gradient is torch.sparse_coo, torch.float32; expected dense"
-    ):
+    with pytest.raises(TypeError, match=r"parameter 0: .*torch.sparse_coo, torch.float32"):
         FlatGradients(embedding.parameters())
 
 
 @pytest.mark.parametrize("scale", [0.0, math.inf])
 def test_a_nonsense_scale_is_refused(scale):
-    with pytest.raises(ValueError, match=r"scale=.*: expected a finite number > 0"):
+    with pytest.raises(ValueError, match=r"scale=.*> 0"):
         combined(make_model()).unscale_(scale)
 
 
@@ -310,7 +308,7 @@ def test_a_gradient_made_sparse_is_refused_and_named():
     param.grad = torch.ones(2)
     flat = FlatGradients([param])
     param.grad = torch.ones(2).to_sparse()
-    with pytest.raises(TypeError, match=r"parameter 0: its gradient is torch.sparse_coo"):
+    with pytest.raises(TypeError, match=r"parameter 0: .*torch.sparse_coo"):
         flat.rebuild()
 
 

@@ -71,7 +71,7 @@ def test_where_there_is_nothing_to_lift_the_rule_itself_comes_back():
 
 
 def test_floors_that_are_refused():
-    with pytest.raises(ValueError, match=r"floor=-1.0: expected a finite number > 0"):
+    with pytest.raises(ValueError, match=r"floor=-1.0"):
         floored(DynamicScale(), -1.0)
     with pytest.raises(ValueError, match="is above the ceiling of"):
         floored(ApexScale(ceiling=2.0**10), 2.0**11)

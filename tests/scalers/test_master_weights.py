@@ -239,7 +239,7 @@ def test_never_waits_for_the_device():
 def test_a_nonsense_scale_is_refused(scale):
     param = half(1.0)
     give_grad(param, 1.0)
-    with pytest.raises(ValueError, match=r"scale=.*: expected a finite number > 0"):
+    with pytest.raises(ValueError, match=r"scale=.*> 0"):
         MasterWeights([param]).unscale_grads(scale)
 
 

@@ -157,11 +157,11 @@ def test_replays_of_users_rules():
 
 
 def test_nonsense_is_refused():
-    with pytest.raises(ValueError, match="expected either found_infs or gradient_exponents"):
+    with pytest.raises(ValueError, match="found_infs or gradient_exponents"):
         replay(DynamicScale())
-    with pytest.raises(ValueError, match="expected either found_infs or gradient_exponents"):
+    with pytest.raises(ValueError, match="found_infs or gradient_exponents"):
         replay(DynamicScale(), [True], gradient_exponents=[1])
-    with pytest.raises(ValueError, match="recorded_scales: 2 for 1 steps; expected one scale for each step"):
+    with pytest.raises(ValueError, match="recorded_scales: 2 for 1 steps"):
         replay(DynamicScale(), gradient_exponents=[1], recorded_scales=[1.0, 2.0])
-    with pytest.raises(ValueError, match=r"gradient exponent 1\.5: expected a whole number"):
+    with pytest.raises(ValueError, match=r"gradient exponent 1\.5"):
         replay(DynamicScale(), gradient_exponents=[1.5])

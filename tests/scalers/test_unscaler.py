@@ -131,7 +131,7 @@ def test_never_waits_for_the_device(scale):
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
 def test_a_nonsense_scale_is_refused(scale):
-    with pytest.raises(ValueError, match=r"scale=.*: expected a finite number > 0"):
+    with pytest.raises(ValueError, match=r"scale=.*> 0"):
         Unscaler().unscale_([parameter(1.0)], scale)
 
 
@@ -147,6 +147,6 @@ def test_the_reciprocal_is_taken_in_double(scale):
 def test_a_gradient_that_cannot_be_unscaled_is_named_by_its_parameters_place():
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
     params[1].grad, params[2].grad = torch.ones(2), torch.ones(1).expand(2)
-    with pytest.raises(RuntimeError, match=r"^the gradient of parameter 2 is expanded: several of its elements share"):
+    with pytest.raises(RuntimeError, match="parameter 2 is expanded"):
         Unscaler().unscale_(params, 2.0)
     assert params[1].grad.tolist() == [1.0, 1.0]

@@ -98,7 +98,7 @@ def test_nothing_and_nothing_finite():
     assert "zero or non-finite" in str(empty)
     broken = GradientRange((("a", exponent_histogram(torch.tensor([float("inf"), float("nan")]))),))
     assert "2, 2 inf or nan" in str(broken)
-    with pytest.raises(ValueError, match="loss_scale=0: expected a finite number > 0"):
+    with pytest.raises(ValueError, match="loss_scale=0:"):
         GradientRange((), 0)
 
 

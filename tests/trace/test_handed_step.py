@@ -151,7 +151,7 @@ def test_the_sum_of_all_floating_outputs():
         def forward(self, x):
             return Y
 
-    with pytest.raises(ValueError, match=r"the model returned int64.* without a floating-point tensor"):
+    with pytest.raises(ValueError, match="the model returned int64"):
         handed_step("xray", Nothing(), X)()
 
 

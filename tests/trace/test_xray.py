@@ -236,7 +236,7 @@ def test_a_model_that_is_initialized_is_looked_at_as_it_is(level):
 def test_a_level_on_top_of_one_is_refused():
     model = nn.Linear(2, 2)
     amp.initialize(model, opt_level="O1", verbosity=0)
-    with pytest.raises(ValueError, match=r"casts are already in force.*omit both"):
+    with pytest.raises(ValueError, match="already in force"):
         xray(model, torch.ones(1, 2), opt_level="O0")
 
 
@@ -303,19 +303,19 @@ def test_a_packed_sequence_is_one_value():
 
 def test_contradicting_arguments():
     model, batch = nn.Linear(2, 2), torch.ones(1, 2)
-    with pytest.raises(ValueError, match="expected only one of them"):
+    with pytest.raises(ValueError, match="only one of them"):
         xray(model, batch, opt_level="O1", autocast={})
-    with pytest.raises(TypeError, match="autocast=3: expected the arguments"):
+    with pytest.raises(TypeError, match="autocast=3"):
         xray(model, batch, autocast=3)
-    with pytest.raises(TypeError, match="policy=3: expected a PrecisionPolicy"):
+    with pytest.raises(TypeError, match="policy=3"):
         xray(model, batch, policy=3)
     with pytest.raises(TypeError, match=r"xray\(model, step=loss_of\)"):
         xray(model)
     with pytest.raises(TypeError, match=r"xray\(models, batch, step=loss_of\)"):
         xray([model], batch)
-    with pytest.raises(TypeError, match=r"model=int: expected a torch\.nn\.Module"):
+    with pytest.raises(TypeError, match="model=int"):
         xray(3, batch)
-    with pytest.raises(TypeError, match="loss=int: expected a function"):
+    with pytest.raises(TypeError, match="loss=int"):
         xray(model, batch, loss=3)
 
 
@@ -323,10 +323,10 @@ def test_compiled_and_scripted_models_are_refused_with_a_sentence():
     model = nn.Linear(2, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        with pytest.raises(ValueError, match="is compiled: its ops are fused"):
+        with pytest.raises(ValueError, match="is compiled"):
             xray(torch.compile(model, backend="eager"), torch.ones(1, 2))
         scripted = torch.jit.script(model)
-    with pytest.raises(ValueError, match="is scripted and takes no hooks"):
+    with pytest.raises(ValueError, match="is scripted"):
         xray(scripted, torch.ones(1, 2))
 
 

@@ -100,7 +100,7 @@ def test_two_models_are_said_to_be_two():
 
 def test_models_with_nothing_in_common_are_refused():
     other = xray(nn.Sequential(nn.Tanh()), BATCH.clone().requires_grad_(), loss=lambda out: out.square().mean())
-    with pytest.raises(ValueError, match=r"^The X-rays of Linear and Sequential have no op"):
+    with pytest.raises(ValueError, match="Linear and Sequential"):
         xray(nn.Linear(8, 8), BATCH, loss=lambda out: out.sum()).diff(
             dataclasses.replace(other, events=other.events[:1])
         )

@@ -111,19 +111,19 @@ def test_an_index_is_the_number_in_the_table(take):
 
 @pytest.mark.parametrize("index", ["fc1", None, True, 1.0, slice(2)])
 def test_no_other_index(take, index):
-    with pytest.raises(TypeError, match=r"^xray\[.*\]: expected the number of an op"):
+    with pytest.raises(TypeError, match=r"^xray\[.*\]:"):
         take()[index]
 
 
 def test_an_index_beyond_the_last(take):
     found = take()
-    with pytest.raises(IndexError, match=rf"xray\[{len(found)}\]: expected a number below {len(found)}"):
+    with pytest.raises(IndexError, match=rf"xray\[{len(found)}\]"):
         found[len(found)]
 
 
 @pytest.mark.parametrize("other", [None, "O1", [], 3])
 def test_a_difference_to_something_else(take, other):
-    with pytest.raises(TypeError, match=rf"^other={type(other).__name__}: expected another X-ray of the same model"):
+    with pytest.raises(TypeError, match=f"^other={type(other).__name__}:"):
         take().diff(other)
 
 

@@ -85,9 +85,9 @@ def test_what_cannot_be_read_changes_no_bits_and_is_explained(text, problem):
 
 
 def test_a_state_without_such_a_format_or_bit_is_refused():
-    with pytest.raises(ValueError, match=r"format_name='half': expected one of float32, tf32, .*FloatFormat"):
+    with pytest.raises(ValueError, match="format_name='half'"):
         BitState("half")
-    with pytest.raises(ValueError, match=r"position=16: float16 has bits 0 to 15"):
+    with pytest.raises(ValueError, match="position=16"):
         BitState("float16").with_flipped(16)
 
 
@@ -279,10 +279,10 @@ def test_a_half_typed_number_from_the_page_is_shown_with_its_reason():
 
 def test_a_number_that_cannot_be_read_is_refused_in_python():
     explorer = BitExplorer(1)
-    with pytest.raises(ValueError, match=r"'many' is not a number"):
+    with pytest.raises(ValueError, match="'many'"):
         explorer.enter("many")
     assert explorer.value == 1.0
-    with pytest.raises(ValueError, match=r"format_name='fp16': expected one of"):
+    with pytest.raises(ValueError, match="format_name='fp16'"):
         BitExplorer(1, "fp16")
 
 

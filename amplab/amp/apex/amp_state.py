@@ -20,8 +20,8 @@ from torch import Tensor
 
 from amplab.amp.apex.banner import is_first_rank
 from amplab.amp.apex.functions import default_session
+from amplab.amp.apex.loss_scaling import LossScaler
 from amplab.amp.apex.opt_levels import OptProperties
-from amplab.amp.backward.loss_scaler import LossScaler
 from amplab.policies import casts_enabled, disable_casts
 
 __all__ = ["AmpHandle", "AmpState", "amp_state", "init"]

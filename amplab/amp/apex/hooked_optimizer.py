@@ -31,11 +31,9 @@ from amplab.amp.backward.gradients import (
     bookkeeping,
     gradients_of,
     put_back,
-    reached_first,
 )
-from amplab.amp.backward.loss_scaler import LossScaler
 from amplab.amp.backward.optimizer_params import cast_state, follow_model, replace_params
-from amplab.amp.backward.records import StepOutcome
+from amplab.amp.backward.records import ScaleRecord, StepOutcome
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies.casting.thread_scopes import is_running, resume_casts, suspend_casts
 from amplab.scalers import FlatGrads, MasterWeights, Unscaler
@@ -48,12 +46,10 @@ _NO_GRADIENT = StepOutcome(False, "no parameter had a gradient: no backward has 
 
 
 class _Overflow(NamedTuple):
-    """The overflow for which the next step is skipped."""
+    """The overflow for which the next step is skipped, and what returns the present scale of its loss."""
 
-    loss_id: int
-    scaler: LossScaler
-    loss_scale: float
-    first_nonfinite: str | None
+    record: ScaleRecord
+    current_scale: Callable[[], float]
 
 
 class _Step(NamedTuple):
@@ -251,11 +247,17 @@ class HookedOptimizer:
         return found_inf
 
     def first_nonfinite(self) -> Tensor | None:
-        """Return the model's parameter whose non-finite gradient the backward reached first. Sync: many."""
-        reached = reached_first(self._current_params())
-        if reached is None:
-            return None
-        return next((pair.model for pair in self.masters.pairs if pair.master is reached), reached)
+        """Return the model's parameter whose non-finite gradient the backward reached first.
+
+        That is the last one in the model's order, the nearest to the loss. Sync: one for each parameter checked.
+        """
+        for param in reversed(self._current_params()):
+            grad = param.grad
+            if grad is not None and grad.is_sparse:
+                grad = grad.coalesce().values()
+            if grad is not None and not grad.isfinite().all():
+                return next((pair.model for pair in self.masters.pairs if pair.master is param), param)
+        return None
 
     def flat_grads(self) -> FlatGrads:
         """Return the gradients that the optimizer will step with, in as few tensors as possible.
@@ -276,19 +278,23 @@ class HookedOptimizer:
 
     # -- a step, and a step that is skipped --------------------------------------------------------
 
-    def skip_next_step(self, loss_id: int, scaler: LossScaler, loss_scale: float, first_nonfinite: str | None) -> None:
+    def skip_next_step(self, record: ScaleRecord, current_scale: Callable[[], float]) -> None:
         """Skip the next step. After several overflows the first one is reported.
+
+        Args:
+            record: the overflow.
+            current_scale: returns the scale of its loss, which may move again before the step.
 
         Raises:
             RuntimeError: called in the closure of a step that is running.
         """
         if self._in_closure:
             raise RuntimeError(
-                f"The gradients overflowed at loss scale {loss_scale} inside the closure of "
+                f"The gradients overflowed at loss scale {record.loss_scale} inside the closure of "
                 f"{type(self._optimizer()).__name__}.step(), which cannot be skipped any more. The scale is now "
-                f"{scaler.scale}: call step(closure) again, or use a static loss_scale."
+                f"{record.next_loss_scale}: call step(closure) again, or use a static loss_scale."
             )
-        self._overflow = self._overflow or _Overflow(loss_id, scaler, loss_scale, first_nonfinite)
+        self._overflow = self._overflow or _Overflow(record, current_scale)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # torch runs no hook after a step that raises, so state that is valid during the step is tied to its frame.
@@ -329,9 +335,12 @@ class HookedOptimizer:
         if overflow is None:
             self.outcome = done
             return
-        self.outcome = _outcome_of_skip(overflow)
+        self.outcome = _outcome_of_skip(overflow.record)
         if self._announce:
-            _print_gradient_overflow(overflow)
+            print(  # noqa: T201  the line that apex prints
+                f"Gradient overflow.  Skipping step, loss scaler {overflow.record.loss_id} "
+                f"reducing loss scale to {overflow.current_scale()}"
+            )
 
     def _finish_masters(self, *, write_back: bool) -> None:
         with bookkeeping():
@@ -380,17 +389,10 @@ class HookedOptimizer:
             )
 
 
-def _outcome_of_skip(overflow: _Overflow) -> StepOutcome:
-    where = f", first in the gradient of {overflow.first_nonfinite}" if overflow.first_nonfinite else ""
-    reason = f"gradient overflow at loss scale {overflow.loss_scale} of loss scaler {overflow.loss_id}{where}"
-    return StepOutcome(False, reason, overflow.first_nonfinite)
-
-
-def _print_gradient_overflow(overflow: _Overflow) -> None:
-    print(  # noqa: T201  the line that apex prints
-        f"Gradient overflow.  Skipping step, loss scaler {overflow.loss_id} "
-        f"reducing loss scale to {overflow.scaler.scale}"
-    )
+def _outcome_of_skip(record: ScaleRecord) -> StepOutcome:
+    where = f", first in the gradient of {record.first_nonfinite}" if record.first_nonfinite else ""
+    reason = f"gradient overflow at loss scale {record.loss_scale} of loss scaler {record.loss_id}{where}"
+    return StepOutcome(False, reason, record.first_nonfinite)
 
 
 def _has_other_ranks() -> bool:

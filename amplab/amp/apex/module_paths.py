@@ -11,9 +11,9 @@ from typing import Any
 
 from amplab.amp.apex import functions
 from amplab.amp.apex.amp_state import amp_state, init
+from amplab.amp.apex.loss_scaling import LossScaler
 from amplab.amp.apex.opt_levels import OPT_LEVELS, OptProperties
 from amplab.amp.apex.registered_functions import float_function, half_function, promote_function
-from amplab.amp.backward.loss_scaler import LossScaler
 from amplab.policies import disable_casts
 
 __all__ = ["frontend"]

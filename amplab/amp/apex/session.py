@@ -35,12 +35,15 @@ from amplab.amp.apex.initialize_arguments import (
 )
 from amplab.amp.apex.level_policy import checked_policies, engine_policy, with_registered
 from amplab.amp.apex.loss_scaling import (
+    LossScaler,
     LossScaling,
     OnCollapse,
     checked_loss,
     checked_on_collapse,
     explaining_backward,
-    scaled_grad,
+    load_scalers,
+    save_scalers,
+    scale_rule,
 )
 from amplab.amp.apex.opt_levels import OptProperties, opt_level_named
 from amplab.amp.apex.optimizer_names import refuse_taken_names
@@ -48,7 +51,6 @@ from amplab.amp.apex.registered_functions import ALLOW_BANNED, RegisteredFunctio
 from amplab.amp.arguments import as_list, checked_flag, checked_num_losses
 from amplab.amp.backward.clipping import clip_by_norm_
 from amplab.amp.backward.gradients import bookkeeping
-from amplab.amp.backward.loss_scaler import LossScaler, load_scalers, save_scalers, scale_rule
 from amplab.amp.backward.optimizer_params import master_params
 from amplab.amp.backward.records import MemoryUse, ScaleRecord, StepOutcome
 from amplab.policies import CastingEngine, CastPolicy, PrecisionPolicy
@@ -413,7 +415,9 @@ class Session:
             raise TypeError(
                 f"scaled_grad got outputs of type {type(outputs).__name__}: expected a tensor; sum several of them."
             )
-        return scaled_grad(outputs, inputs, self.loss_scale(loss_id), **options)
+        scale = self.loss_scale(loss_id)
+        grads = torch.autograd.grad(outputs.float() * scale, inputs, **options)
+        return tuple(None if grad is None else grad.float() / scale for grad in grads)
 
     def master_params(self, optimizer: Optimizer) -> Iterator[Tensor]:
         """Yield the parameters that ``optimizer`` steps, float32 masters included. Clip these. Sync: none.

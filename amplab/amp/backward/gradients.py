@@ -28,7 +28,6 @@ __all__ = [
     "bookkeeping",
     "gradients_of",
     "put_back",
-    "reached_first",
     "set_aside",
 ]
 
@@ -172,7 +171,9 @@ def add_unscaled(
         unscaler.settle(params)
         return found_inf
     # One pass divides and adds, except for sparse gradients.
-    sums = [(old, new) for old in aside if (new := old.param.grad) is not None and not _any_sparse(old.grad, new)]
+    sums = [
+        (old, new) for old in aside if (new := old.param.grad) is not None and not (old.grad.is_sparse or new.is_sparse)
+    ]
     summed = {id(old.param) for old, _ in sums}
     found_inf = unscaler.unscale_([param for param in params if id(param) not in summed], scale, found_inf=found_inf)
     for device in dict.fromkeys(old.grad.device for old, _ in sums):
@@ -186,10 +187,6 @@ def add_unscaled(
     return found_inf
 
 
-def _any_sparse(*grads: Tensor) -> bool:
-    return any(grad.is_sparse for grad in grads)
-
-
 def add_scaled(aside: Iterable[SetAside], factor: float) -> None:
     """Add the gradients that were set aside, times ``factor``, to the new ones, which stay as they are. Sync: none."""
     for param, old in aside:
@@ -200,17 +197,3 @@ def add_scaled(aside: Iterable[SetAside], factor: float) -> None:
             param.grad = old
         else:  # torch adds a sparse tensor to a dense one, not the reverse
             param.grad = new + old if old.is_sparse else old.add_(new)
-
-
-def reached_first(params: Iterable[Tensor]) -> Tensor | None:
-    """Return the last of ``params`` whose gradient is not finite: in the model's order the nearest to the loss.
-
-    Sync: one for each parameter checked.
-    """
-    for param in reversed(list(params)):
-        grad = param.grad
-        if grad is not None and grad.is_sparse:
-            grad = grad.coalesce().values()
-        if grad is not None and not grad.isfinite().all():
-            return param
-    return None

@@ -26,10 +26,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
-from amplab.amp.arguments import as_list, checked_flag, checked_num_losses
+from amplab.amp.arguments import SMALLEST_SCALE, as_list, checked_flag, checked_num_losses
 from amplab.amp.backward.clipping import clip_by_norm_
 from amplab.amp.backward.gradients import ScaledBackward, SetAside, add_unscaled, bookkeeping, put_back
-from amplab.amp.backward.loss_scaler import SMALLEST_SCALE
 from amplab.amp.backward.records import ScaleRecord, StepOutcome
 from amplab.amp.pytorch.fused_step import leaves_gradients_unscaled, lend_scale, makes_momentum, wants_scaler
 from amplab.amp.pytorch.loss_scale import LossScale, checked_state

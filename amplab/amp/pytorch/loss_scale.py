@@ -3,7 +3,7 @@
     rule=None    scale, growth_tracker <- torch._amp_update_scale_(...);  scale <- max(floor, scale)
     rule=...     the device form of a rule of `amplab.scalers`, with a floor
 
-`amplab.amp.backward.loss_scaler` holds the scale of the apex face, on the host.
+The scales of `amplab.amp.initialize` are on the host: ``apex/loss_scaling.py``.
 """
 
 import math
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amplab.amp.backward.loss_scaler import SMALLEST_SCALE
+from amplab.amp.arguments import SMALLEST_SCALE
 from amplab.scalers import DeviceScale, RecurrentRule, ScaleRule, ScaleState, device_scale, floored
 from amplab.scalers.floored_rule import name_of_rule
 from amplab.scalers.rules import require_scale

@@ -12,7 +12,7 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from amplab.amp.backward.loss_scaler import checked_entry
+from amplab.amp.apex.loss_scaling import checked_entry
 
 __all__ = ["model_problems", "optimizer_entry", "optimizer_problems", "scaler_problems"]
 

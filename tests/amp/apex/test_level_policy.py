@@ -206,7 +206,7 @@ def test_tied_weights_want_one_dtype_where_weights_are_cast(session):
 @pytest.mark.parametrize("level", LEVELS)
 def test_refusals_come_before_anything_is_changed(session, model, level):
     refused = (
-        ({"5": "float32"}, "'5' names no module of this Sequential; the nearest names are '0', '1', '2'"),
+        ({"5": "float32"}, "'5' matches no module of this Sequential; the closest names are '0', '1', '2'"),
         ({"[01]": "float32", "[12]": "tf32"}, r"contradict each other in '1', and neither is more specific"),
     )
     for rules, message in refused:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from amplab import amp
-from amplab.amp.backward.loss_scaler import LossScaler
+from amplab.amp.apex.loss_scaling import LossScaler
 
 
 def test_a_dynamic_scale_moves_as_torchs_does():
