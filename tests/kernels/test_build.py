@@ -527,7 +527,7 @@ def test_nobody_is_told_to_remove_a_folder_that_amplab_did_not_make(library, tmp
     tmp_path.chmod(0o777)
     (refusal,) = cache.refusals(recipe.current_recipe().key)
     assert refusal.startswith(f"{tmp_path} can be written by other users (mode 0777); run chmod go-w {tmp_path}")
-    assert "remove" not in refusal
+    assert "remove it" not in refusal
 
 
 IMPOSTORS = ("amplab", "ninja", "setuptools", "shlex", "torch")
