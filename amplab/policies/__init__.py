@@ -1,4 +1,4 @@
-"""Which op runs in which dtype, and why: op tables as data, and the engine that casts by them.
+"""Which op runs in which dtype, and why: op tables as data, and the engine that applies them.
 
     tables/     which list an op is on, and why: CastPolicy, OpRule, OpTable, and the lists APEX, TORCH_CUDA, TORCH_CPU
     policy/     PrecisionPolicy: a table, a compute dtype, and the user's rules by op and by module

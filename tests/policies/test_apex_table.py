@@ -141,7 +141,7 @@ def half(value):
 
 
 def says(op, *numbers):
-    """The numbers, as written, stand in the reason of `op`."""
+    """Return whether the reason of `op` contains these numbers."""
     reason = next(row.reason for row in APEX.rows if row.op == op)
     return all(number in reason for number in numbers)
 

@@ -155,7 +155,7 @@ def test_binary_cross_entropy_is_banned_for_16_bit_arguments(dtype):
     name = str(dtype).removeprefix("torch.")
     assert str(error.value) == (
         "amp does not work out-of-the-box with `F.binary_cross_entropy` or `torch.nn.BCELoss`: "
-        f"an argument is {name}, expected float32 (binary_cross_entropy: a half sigmoid is exactly 1 from 8.32 on, "
+        f"an argument is {name}, expected float32 (binary_cross_entropy: a float16 sigmoid is exactly 1 from 8.32 up, "
         "and log(1 - 1) is -inf). "
         "Use torch.nn.BCEWithLogitsLoss on the logits, or call .float() before the sigmoid."
     )

@@ -37,7 +37,7 @@ def test_casts_and_the_op_are_told_apart(watch):
     assert [decision.kind for decision in (first, second, last)] == ["cast", "cast", "op"]
     assert op == "mm"
     assert first.op == last.op == "linear"
-    assert first.reason.startswith("cast to float16 for linear: products of two halves are exact in float32")
+    assert first.reason.startswith("cast to float16 for linear: products of two float16 values are exact in float32")
     assert last.reason == last.rule.reason
 
 
@@ -48,10 +48,10 @@ def test_reasons_for_fp32_promote_and_unlisted(watch):
     half + torch.ones(3)
     torch.relu(half)
     said = [(op, decision and (decision.kind, decision.reason)) for op, decision in watch.seen]
-    assert ("_to_copy", ("cast", "cast to float32 for softmax: exp overflows half above 11.09")) in said
-    assert ("_softmax", ("op", "softmax: exp overflows half above 11.09")) in said
+    assert ("_to_copy", ("cast", "cast to float32 for softmax: exp overflows float16 above 11.09")) in said
+    assert ("_softmax", ("op", "softmax: exp overflows float16 above 11.09")) in said
     assert any(op == "_to_copy" and said[0] == "cast" and "widest" in said[1] for op, said in said)
-    assert ("relu", ("op", "relu: on no list of apex/float16, runs in the dtype it gets")) in said
+    assert ("relu", ("op", "relu: on no list of apex/float16; runs in the dtype of its arguments")) in said
     assert watch.seen[-1][1].rule is None
 
 

@@ -92,24 +92,20 @@ def test_contradictions_name_both_rules_and_the_way_out():
 
 
 def test_a_pattern_without_a_module_names_the_nearest():
-    with pytest.raises(
-        ValueError, match=r"'blocks.\*.atn' names no module of this Net; the nearest names are .*'blocks.0.attn'"
-    ):
+    with pytest.raises(ValueError, match=r"'blocks.\*.atn' matches no module of this Net.*'blocks.0.attn'"):
         begins(Net(), {"blocks.*.atn": "float32"})
-    with pytest.raises(ValueError, match="none, for it has no submodules"):
+    with pytest.raises(ValueError, match=r"'x' matches no module of this Linear.*none"):
         begins(nn.Linear(1, 1), {"x": "float32"})
 
 
 @pytest.mark.parametrize("rules", [{torch.softmax: "float32"}, {3: "float32"}])
 def test_what_is_no_pattern_is_refused(rules):
-    with pytest.raises(ValueError, match=r"is no pattern; expected a string such as 'blocks.\*.attn'"):
+    with pytest.raises(ValueError, match=r"is not a pattern; expected a string"):
         checked_module_rules(rules)
 
 
 def test_a_module_that_is_never_called_cannot_have_a_rule_of_its_own():
     model = nn.ModuleDict({"attn": nn.MultiheadAttention(4, 2)})
-    with pytest.raises(
-        ValueError, match=r"'attn.out_proj', whose weights .* without calling .* rule over 'attn' instead"
-    ):
+    with pytest.raises(ValueError, match=r"applies to 'attn.out_proj', .* rule for 'attn' instead"):
         begins(model, {"*.out_proj": "float32"})
     assert list(begins(model, {"attn": "float32"})) == ["attn"]

@@ -18,7 +18,7 @@ def test_tables_are_found_by_their_own_names():
 def test_an_unknown_table_is_refused_with_the_nearest_names():
     message = (
         "op table 'torch-cuda': expected one of apex, torch_cuda, torch_cpu; did you mean torch_cuda or torch_cpu? "
-        "Pass one of these names, an OpTable of your own, or None to cast nothing."
+        "Pass one of these names, an OpTable, or None to cast nothing."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         PrecisionPolicy("torch-cuda")

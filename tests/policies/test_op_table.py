@@ -32,9 +32,7 @@ def test_two_rows_cannot_claim_one_function():
         OpRule("mm", CastPolicy.FP32, "mm: one", ("torch.mm",)),
         OpRule("spmm", CastPolicy.PROMOTE, "spmm: two", ("torch.mm",)),
     )
-    with pytest.raises(
-        ValueError, match=r"op table 'twice': torch.mm is claimed by the rows 'mm' and 'spmm'; .* take it out"
-    ):
+    with pytest.raises(ValueError, match=r"op table 'twice': .*'mm' and 'spmm' both name torch.mm"):
         OpTable("twice", rows).rule(torch.mm)
 
 

@@ -28,10 +28,10 @@ def test_what_a_row_runs_in():
     assert {op: rows[op]["runs in"] for op in ("linear", "softmax", "add", "add_", "exp_", "backward")} == {
         "linear": "bfloat16",
         "softmax": "float32",
-        "add": "the widest given",
-        "add_": "its own",
+        "add": "widest argument",
+        "add_": "own dtype",
         "exp_": "float32 only",
-        "backward": "as it comes",
+        "backward": "argument dtype",
     }
 
 
@@ -43,18 +43,18 @@ def test_a_list_that_names_only_an_op_inside_says_so():
 def test_without_a_table_there_are_no_rows():
     rows = PrecisionPolicy(None).rows()
     assert rows == []
-    assert repr(rows).splitlines()[0] == "none/float16: 0 ops, the others run in the dtype they get"
+    assert repr(rows).splitlines()[0] == "none/float16: 0 ops; all other ops run in the dtype of their arguments"
     assert "<table>" in rows._repr_html_()
 
 
 def test_the_text_form_holds_every_row_in_columns():
     rows = PrecisionPolicy().rows()
     lines = repr(rows).splitlines()
-    assert lines[0] == f"apex/float16: {len(APEX.rows)} ops, the others run in the dtype they get"
+    assert lines[0] == f"apex/float16: {len(APEX.rows)} ops; all other ops run in the dtype of their arguments"
     assert lines[1].split() == ["op", "cast", "runs", "in", "reason"]
     assert max(map(len, lines)) <= 160
     softmax = next(line for line in lines if line.startswith("softmax "))
-    assert softmax.split(maxsplit=3) == ["softmax", "fp32", "float32", "softmax: exp overflows half above 11.09"]
+    assert softmax.split(maxsplit=3) == ["softmax", "fp32", "float32", "softmax: exp overflows float16 above 11.09"]
     starts = [line.split()[0] for line in lines[2:] if not line.startswith(" ")]
     assert starts == [row["op"] for row in rows]
 

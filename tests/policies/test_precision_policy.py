@@ -57,10 +57,10 @@ def test_ops_are_explained_by_name():
 
 
 def test_explain_listed_unlisted_and_without_table():
-    assert PrecisionPolicy().explain(F.softmax).reason == "softmax: exp overflows half above 11.09"
+    assert PrecisionPolicy().explain(F.softmax).reason == "softmax: exp overflows float16 above 11.09"
     unlisted = PrecisionPolicy().explain(torch.relu)
     assert unlisted.cast is CastPolicy.FALL_THROUGH
-    assert unlisted.reason == "relu: on no list of apex/float16, runs in the dtype it gets"
+    assert unlisted.reason == "relu: on no list of apex/float16; runs in the dtype of its arguments"
     assert PrecisionPolicy(None).explain(F.softmax).cast is CastPolicy.FALL_THROUGH
 
 
@@ -114,7 +114,7 @@ def test_a_dtype_that_is_no_float_is_refused_in_a_string():
         PrecisionPolicy.parse("apex/half")
     with pytest.raises(ValueError, match=r"module_rules\['a'\]=torch.int8: expected torch.float16"):
         PrecisionPolicy(module_rules={"a": torch.int8})
-    with pytest.raises(ValueError, match="module head has two rules; keep one"):
+    with pytest.raises(ValueError, match="module head has two rules"):
         PrecisionPolicy.parse("apex/float16; module head=tf32; module head=float32")
 
 

@@ -179,9 +179,9 @@ def test_a_module_rule_is_the_reason_inside_and_at_its_borders(level):
     session.initialize(model, opt_level=level, verbosity=0, policy=policy)
     trace = trace_step(model, lambda: model(torch.ones(2, 4)).float().sum(), casting=session.casting())
     assert reasons(trace, "1") == [
-        "your rule 1=float32: what 1 gets is cast to float32",
+        "your rule 1=float32: the inputs of 1 are cast to float32",
         "your rule 1=float32 in 1: no casts: runs in its input dtype",
-        "your rule 1=float32: what 1 returns is cast to float16",
+        "your rule 1=float32: the outputs of 1 are cast to float16",
     ]
     assert not any("rule" in reason for reason in (*reasons(trace, "0"), *reasons(trace, "2")))
 
@@ -192,10 +192,10 @@ def test_a_lower_rule_names_itself_and_the_list():
     session.initialize(model, opt_level="O1", verbosity=0, policy=policy)
     trace = trace_step(model, lambda: model(torch.ones(2, 4)).float().sum(), casting=session.casting())
     assert reasons(trace, "1") == [
-        "your rule 1=bfloat16: what 1 gets is cast to bfloat16",
+        "your rule 1=bfloat16: the inputs of 1 are cast to bfloat16",
         "your rule 1=bfloat16 in 1: cast to bfloat16 for linear: lower_precision_fp list",
         f"your rule 1=bfloat16 in 1: lower_precision_fp list, {APEX.rule(F.linear).reason}",
-        "your rule 1=bfloat16: what 1 returns is cast to float16",
+        "your rule 1=bfloat16: the outputs of 1 are cast to float16",
     ]
 
 

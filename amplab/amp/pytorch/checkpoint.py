@@ -2,7 +2,7 @@
 
     hidden = amplab.checkpoint(block, hidden, use_reentrant=False)
 
-`torch.utils.checkpoint.checkpoint` brings torch's autocast back for the recomputation; of amplab's it knows nothing.
+`torch.utils.checkpoint.checkpoint` restores torch's autocast for the recomputation, but not amplab's casts.
 """
 
 from collections.abc import Callable
@@ -17,41 +17,40 @@ __all__ = ["checkpoint"]
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
-    """Run ``function(*args)`` without keeping its activations; backward computes them again, with the same casts.
+    """Run ``function(*args)`` without keeping its activations; backward recomputes them with the same casts.
 
-    Right wherever backward is called: inside the region of the forward, outside, or inside another; under `autocast`,
-    after `amp.initialize`, and without either. Gradients are bitwise those without checkpointing, save one case: a
-    Parameter used in several checkpointed calls of the reentrant kind has its gradients summed in float32, and not in
-    the dtype that it was cast to.
+    Backward may be called inside the region of the forward, outside it, or inside another one; under `autocast`, after
+    `amp.initialize`, and without either. Gradients are bitwise those without checkpointing, with one exception: if a
+    Parameter is used in several reentrant checkpoints, its gradients are summed in float32 instead of the dtype that
+    it was cast to.
 
-    What `torch.utils.checkpoint.checkpoint` does under amplab's casts: its recomputation is cast by what is active
-    when backward is called. So it is right where backward is called inside the region, and at O1 after
-    `amp.initialize`, which casts until `reset`. Outside it recomputes in float32: an op may refuse half beside
-    float32; the non-reentrant kind raises `CheckpointError` where a saved tensor has another dtype than before. Where
-    neither happens (the reentrant kind checks nothing; of a product with float32 accumulation float32 is saved)
-    gradients are other ones without a word.
+    `torch.utils.checkpoint.checkpoint` recomputes with the casts that are active when backward is called. That is
+    correct inside the region, and at O1 after `amp.initialize`, which casts until `reset`. Elsewhere it recomputes in
+    float32. An op may then refuse a mix of half and float32, or the non-reentrant variant raises `CheckpointError`
+    because a saved tensor has changed its dtype. If neither happens, gradients differ without an error: the reentrant
+    variant checks nothing, and products with float32 accumulation save float32.
 
     Args:
-        function: what to run; it must do the same each time.
+        function: the function to run. It must be deterministic.
         args: its arguments.
-        use_reentrant: which of torch's two kinds; torch asks to say it, and recommends False.
-        kwargs: for torch's checkpoint (``preserve_rng_state``, ``context_fn``, ``determinism_check``, ``debug``,
-            ``early_stop``), the rest for ``function``.
+        use_reentrant: which variant of torch to use. torch requires a choice and recommends False.
+        kwargs: ``preserve_rng_state``, ``context_fn``, ``determinism_check``, ``debug`` and ``early_stop`` go to
+            torch's checkpoint, all others to ``function``.
 
     Returns:
-        What ``function`` returns.
+        The result of ``function``.
 
     Sync: none.
 
     Reference: torch.utils.checkpoint.checkpoint
     """
-    if torch.compiler.is_compiling():  # the casts are in the graph, and it is the graph that is computed again
+    if torch.compiler.is_compiling():  # the graph contains the casts, and the graph is recomputed
         return torch_checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
-    return torch_checkpoint(_AsAtFirst(function), *args, use_reentrant=use_reentrant, **kwargs)
+    return torch_checkpoint(_SameCasts(function), *args, use_reentrant=use_reentrant, **kwargs)
 
 
-class _AsAtFirst:
-    """A function that casts, whenever it is called again, as in its first call."""
+class _SameCasts:
+    """A function whose later calls cast as its first call did."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function

@@ -1,7 +1,7 @@
-"""What an engine does now and why, for a tracer: decisions, and the plan that reports them.
+"""Report the current decision of an engine to a tracer.
 
 A tracer enters `explaining()` and reads `.decision` when it sees an op. The kind is "cast" while the engine casts
-arguments for an op, and "op" while the op runs. Only the plans that engines use inside `explaining()` report.
+arguments for an op, and "op" while the op runs. Engines report only inside `explaining()`, with a separate plan.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = ["Decision", "ExplainedPlan", "Explanation", "decided", "reporting_run
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What the engine does for one op.
+    """The decision of an engine about one op.
 
     Attributes:
         op: the op's bare name, e.g. "softmax".
         rule: its row; None for an op on no list.
         kind: "cast" while arguments are cast for the op, "op" while it runs.
-        detail: what is done, e.g. "casts to float16".
+        detail: the cast, e.g. "cast to float16", or why the op is not cast.
     """
 
     op: str
@@ -40,7 +40,7 @@ class Decision:
 
     @property
     def reason(self) -> str:
-        """One sentence: why the op runs as it does, or what the cast is for."""
+        """One clause: the reason of the row, for a cast preceded by the cast."""
         if self.rule is None:
             return self.detail
         if self.kind == "cast":
@@ -49,10 +49,10 @@ class Decision:
 
 
 class Explanation:
-    """The reading end of `explaining()`.
+    """What `explaining()` returns: the current decision.
 
     Attributes:
-        decision: the Decision of the innermost op that an engine of this thread is handling, else None.
+        decision: the Decision about the innermost op that an engine of this thread is running, else None.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Explanation:
 
 
 class ExplainedPlan(dict[Callable[..., Any], Callable[..., Any]]):
-    """A plan with a step for every function: those it does not hold report that no row names them."""
+    """A plan with a step for every function; a function without a row gets a step that reports so."""
 
     def __init__(self, policy: PrecisionPolicy) -> None:
         """Start empty."""
@@ -73,15 +73,15 @@ class ExplainedPlan(dict[Callable[..., Any], Callable[..., Any]]):
         self._policy = policy
 
     def get(self, func: Callable[..., Any], _default: Any = None) -> Callable[..., Any]:
-        """The step of `func`, or one that runs it and reports that no row names it."""
+        """Return the step of `func`, or a step that runs it and reports that no row names it."""
         step = super().get(func)
-        if step is None:  # kept, since finding the name of a function takes longer than most ops
+        if step is None:  # stored, because finding the name of a function takes longer than most ops
             step = self[func] = reporting_run(_run_plain, self._policy.unlisted(func))
         return step
 
 
 def reporting_run(run: Callable[..., Any], rule: OpRule) -> Callable[..., Any]:
-    """`run`, with the explanation's decision set to the op while it runs."""
+    """Return `run` with the decision of the explanation set to the op while it runs."""
     listed = rule if rule.spellings else None
     decision = Decision(rule.op, listed, "op", rule.reason)
 
@@ -93,7 +93,7 @@ def reporting_run(run: Callable[..., Any], rule: OpRule) -> Callable[..., Any]:
 
 
 def reporting_step(step: Callable[..., Any], rule: OpRule, precision: Precision, restores: bool) -> Callable[..., Any]:
-    """`step`, with the explanation's decision set to the cast until the op itself runs."""
+    """Return `step` with the decision of the explanation set to the cast until the op runs."""
     detail = _cast_detail(rule, precision)
     decision = Decision(rule.op, rule, "cast", f"{detail} and back" if restores else detail)
 
@@ -106,7 +106,7 @@ def reporting_step(step: Callable[..., Any], rule: OpRule, precision: Precision,
 
 @contextlib.contextmanager
 def decided(explanation: Explanation | None, decision: Decision) -> Iterator[None]:
-    """Let the explanation's decision be this one inside the block."""
+    """Set the decision of the explanation inside the block."""
     if explanation is None:
         yield
         return

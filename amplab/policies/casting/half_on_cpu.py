@@ -1,17 +1,17 @@
-"""float16 products on the CPU: computed as a tensor core does, or natively.
+"""float16 products on the CPU: native, or with float32 accumulation as on a tensor core.
 
-    native:          C = half(A) · half(B) by the CPU's own half kernel
+    native:          C = half(A) · half(B) with the float16 kernel of the CPU
     fp32_accumulate: C = round_half( float(A) · float(B) ),  A, B half
 
-Products of two halves are exact in float32 and the sum is rounded once, so the two agree in nearly
-every bit (the CPU's half convolutions round their gradients more often: per sample and per column);
-without fp16 arithmetic in the CPU the native kernels are many times slower than float32.
-Everything here works on public functions and is differentiable: gradients are rounded to half
-at the same borders as in native half. `accumulate_fp32` applies the same rule below autograd.
-In recurrent nets inputs, weights and outputs are rounded and the recurrence itself stays float32.
-In-place forms (`addmm_`, …) run natively.
+"half" is float16. Products of two halves are exact in float32 and the sum is rounded once, so the two modes agree
+in nearly every bit. (Convolution gradients differ more: the native kernel rounds them per sample and per column.)
+On a CPU without fp16 arithmetic the native kernels are many times slower than float32.
 
-A few other functions have no half kernel for the CPU at all, where CUDA has one. They go the same way, in either mode.
+The functions here work on public torch functions and are differentiable: gradients are rounded to half at the same
+places as in native half. `accumulate_fp32` applies the same rule below autograd. In recurrent nets the inputs,
+weights and outputs are rounded, and the recurrence runs in float32. In-place ops (`addmm_`, …) run natively.
+
+A few other functions have a half kernel on CUDA but none on the CPU. They run with float32 in both modes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _SPELLINGS = (
     *(f"torch.{name}" for name in ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")),
 )
 PRODUCTS: frozenset[Callable[..., Any]] = frozenset(func for func in map(resolve, _SPELLINGS) if func is not None)
-"""The functions that multiply and accumulate, hence are slow in half on a CPU without fp16 arithmetic."""
+"""Functions that multiply and accumulate, and are therefore slow in half on a CPU without fp16 arithmetic."""
 
 WITHOUT_KERNEL: frozenset[Callable[..., Any]] = frozenset(
     (
@@ -57,7 +57,7 @@ WITHOUT_KERNEL: frozenset[Callable[..., Any]] = frozenset(
         *(torch.nn.functional.multilabel_margin_loss, torch.rrelu, torch.cdist),
     )
 )
-"""The functions that refuse half on the CPU and take it on CUDA."""
+"""Functions that support half on CUDA but not on the CPU."""
 
 
 def _mode_for_this_cpu() -> HalfMode:
@@ -67,18 +67,18 @@ def _mode_for_this_cpu() -> HalfMode:
 
 
 DEFAULT_HALF_MODE: HalfMode = _mode_for_this_cpu()
-""" "native" where oneDNN finds fp16 arithmetic in this CPU, else "fp32_accumulate"."""
+""" "native" if oneDNN detects fp16 arithmetic in this CPU, else "fp32_accumulate"."""
 
 
 def accumulated(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`func(*args, **kwargs)`; in float32 and rounded once where all its floating tensors are CPU halves.
+    """Call `func(*args, **kwargs)` in float32 and round once, if all its floating tensors are float16 on the CPU.
 
     Args:
         func: one of PRODUCTS or WITHOUT_KERNEL.
-        args, kwargs: its arguments; tensors may lie in lists and tuples.
+        args, kwargs: its arguments; tensors may be in lists and tuples.
 
     Returns:
-        What `func` returns, floating tensors in float16 where the arguments were. Sync: none.
+        The result of `func`, with float16 tensors if the arguments were float16. Sync: none.
     """
     wide_args = _widened(args)
     wide_kwargs = _widened(kwargs.values()) if kwargs else ()
@@ -92,7 +92,7 @@ def _in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _widened(values: Any) -> list[Any] | None:
-    """Halves as float32; None where a floating tensor is no plain CPU half."""
+    """Return `values` with float16 tensors as float32; None if a floating tensor is not a plain float16 CPU tensor."""
     wide: list[Any] = []
     for value in values:
         kind = type(value)
@@ -123,12 +123,12 @@ _PRODUCTS = frozenset(
         *("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "addbmm", "dot", "vdot", "_trilinear"),
         *("convolution", "convolution_backward", "conv_tbc", "conv_tbc_backward"),
         *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"),
-        # Composites, which a dispatch mode meets whole in inference mode:
+        # Composites, which a dispatch mode sees undecomposed in inference mode:
         *("linear", "matmul", "einsum", "tensordot", "inner", "chain_matmul", "linalg_multi_dot", "bilinear"),
         *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
         *("scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu"),
         *("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
-        # No products, but without a half kernel on the CPU:
+        # Not products, but without a half kernel on the CPU:
         *("avg_pool3d", "avg_pool3d_backward", "_cdist_forward", "_cdist_backward", "_euclidean_dist", "cdist"),
         *("multilabel_margin_loss_forward", "multilabel_margin_loss_backward", "multilabel_margin_loss"),
     )
@@ -146,8 +146,8 @@ def accumulate_fp32(aten_overload: torch._ops.OpOverload, args: tuple[Any, ...],
         args, kwargs: its arguments as a dispatch mode receives them.
 
     Returns:
-        The op's outputs in the dtypes native half has (attention's logsumexp is float32), or NotImplemented
-        where the op is no product, works in place, or its operands are not CPU halves. Sync: none.
+        The outputs of the op in the dtypes that native half returns (the logsumexp of attention is float32), or
+        NotImplemented if the op is not a product, is in-place, or its operands are not float16 on the CPU. Sync: none.
 
     >>> a = torch.full((2, 2), 3.0, dtype=torch.float16)
     >>> accumulate_fp32(torch.ops.aten.mm.default, (a, a), {}).dtype

@@ -1,7 +1,7 @@
-"""The engines of regions that are entered again and again: one for equal arguments, made once.
+"""Reuse the engines of regions: one engine for equal arguments.
 
-A training loop writes ``with autocast(...)`` in every step. Building an engine's plan costs as much as many small
-steps, so the last few engines are kept, found again by the identity of the policy.
+A training loop enters ``with autocast(...)`` in every step. Building the plan of an engine costs as much as many small
+steps, so the most recent engines are cached by the identity of the policy.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _MOST = 64
 
 
 class _Kept:
-    """Engines and the policies they were made for, as attributes.
+    """Engines and their policies, as attributes.
 
-    torch.compile sees an attribute that is added while it traces; what is added to a dict it does not see.
+    torch.compile sees an attribute that is added while it traces, but not an item added to a dict.
     """
 
 
@@ -30,10 +30,10 @@ _KEPT = _Kept()
 
 
 def engine_for(policy: PrecisionPolicy, dtype: Precision, device_type: str, cache_enabled: bool) -> CastingEngine:
-    """The engine of `policy`, computing in `dtype`, on `device_type`. Any thread may use it. Sync: none.
+    """Return the engine of `policy` with compute dtype `dtype` on `device_type`. Any thread may use it. Sync: none.
 
     Raises:
-        ValueError: nothing computes in `dtype`.
+        ValueError: `dtype` is not supported.
     """
     name = f"{device_type}_{dtype}_{cache_enabled}_{id(policy)}".replace(".", "_")
     if torch.compiler.is_compiling():
@@ -56,10 +56,10 @@ def _build(name: str, policy: PrecisionPolicy, dtype: Precision, device_type: st
         kept.pop(next(iter(kept)), None)
     computing = policy if policy.compute_dtype is dtype else dataclasses.replace(policy, compute_dtype=dtype)
     engine = CastingEngine(computing, device_type=device_type, cache_enabled=cache_enabled)
-    kept[name] = (engine, policy)  # while the policy is kept, no other can have its id
+    kept[name] = (engine, policy)  # keeps the policy alive, so that its id stays unique
     return True
 
 
-# torch.compile runs it as it is: a plan cannot be built in a trace. The mark of torch.compiler.assume_constant_result,
-# which would load the compiler with the first import.
+# torch.compile must not trace this: a plan cannot be built in a trace. The attribute is the one that
+# torch.compiler.assume_constant_result sets; calling that function would import the compiler.
 _build._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,12 +1,12 @@
-"""Ops in a format that torch has no arithmetic for: float32 tensors whose values are rounded to the format.
+"""Simulate ops in a format without torch arithmetic: float32 tensors with values rounded to the format.
 
-    y = Q( op( Q(a), Q(b) ) )        float8: an op that reads and writes tensors of the format
-    y =    op( Q(a), Q(b) )          tf32: a tensor core rounds what it reads, and results stay float32
+    y = Q( op( Q(a), Q(b) ) )        float8: the op reads and writes tensors of the format
+    y =    op( Q(a), Q(b) )          tf32: a tensor core rounds its inputs; the result is float32
 
-Q is `FloatFormat.round`, one rounding to nearest even. In backward a gradient passes straight through Q and is rounded
-where a tensor of the format would hold it: float8 rounds the gradient of every operand and of the result; tf32 rounds
-the gradient of the result, which the products of backward read, and leaves those of the operands float32.
-Values are not scaled: a value beyond the format saturates or becomes infinite, as in `FloatFormat.round`.
+Q is `FloatFormat.round`, which rounds to nearest even. The backward of Q is the identity (straight-through), with
+rounding wherever the gradient would be stored in the format: float8 rounds the gradients of the operands and of the
+result. tf32 rounds the gradient of the result, which the products of backward read; gradients of operands are float32.
+Values are not scaled: an out-of-range value saturates or becomes infinite, as in `FloatFormat.round`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def _round_batch(_info: Any, in_dims: tuple[int, None], tensor: Tensor, format_n
     return torch.ops.amplab.round_to_format(tensor, format_name), in_dims[0]
 
 
-# A separate operator, so that a trace shows one op and not the arithmetic of a rounding.
+# A custom op, so that a trace shows one op instead of the arithmetic of the rounding.
 torch.library.define("amplab::round_to_format", "(Tensor tensor, str format_name) -> Tensor")
 torch.library.impl("amplab::round_to_format", "default", _round_to_format)
 torch.library.register_vmap("amplab::round_to_format", _round_batch)
 
 
 class _Rounding(torch.autograd.Function):
-    """Q on the way forward, Q on the way back, or both."""
+    """Apply Q in forward, in backward, or both."""
 
     generate_vmap_rule = True
 
@@ -63,10 +63,10 @@ _rounding: Callable[[Tensor, str, bool, bool], Tensor] = _Rounding.apply
 
 
 def round_operand(tensor: Tensor, format: FloatFormat) -> Tensor:
-    """`tensor` as an op in `format` reads it: float32 of the same shape, each value rounded to the format.
+    """Round `tensor` as an op in `format` does when it reads it; returns float32 of the same shape.
 
-    Differentiable, straight through: its gradient is rounded where the format can be stored (float8), and passes
-    unrounded where it cannot (tf32). Differentiable twice. Sync: none.
+    Differentiable (straight-through estimator), also twice: the gradient is rounded if torch has a dtype for the
+    format (float8), and not rounded otherwise (tf32). Sync: none.
 
     Args:
         tensor: float16, bfloat16 or float32, any shape, on a device with float64.
@@ -77,17 +77,17 @@ def round_operand(tensor: Tensor, format: FloatFormat) -> Tensor:
 
 
 def round_result(tensor: Tensor, format: FloatFormat) -> Tensor:
-    """`tensor` as an op in `format` returns it: rounded where the format can be stored (float8), else as it is (tf32).
+    """Round `tensor` if torch has a dtype for the format (float8); return it unrounded otherwise (tf32).
 
-    Differentiable, straight through: its gradient is rounded to the format. Sync: none.
+    Differentiable (straight-through estimator): the gradient is rounded to the format. Sync: none.
     """
     return _rounding(tensor, format.name, format.torch_dtype is not None, True)
 
 
 def rounded_operands(values: Iterable[Any], format: FloatFormat) -> list[Any] | None:
-    """`values` with float32 and 16-bit tensors as `round_operand` gives them.
+    """Return `values` with `round_operand` applied to float32 and 16-bit tensors.
 
-    None where there is a tensor subclass or a float64 tensor: the op runs as in the float32 model.
+    Returns None if a value is a tensor subclass or a float64 tensor; the op then runs as in the float32 model.
     """
     result: list[Any] = []
     for value in values:
@@ -109,9 +109,9 @@ def rounded_operands(values: Iterable[Any], format: FloatFormat) -> list[Any] | 
 
 
 def rounded_results(result: Any, format: FloatFormat) -> Any:
-    """What an op returned, a tensor or a tuple of them, with float32 tensors as `round_result` gives them."""
+    """Apply `round_result` to the float32 tensors in the result of an op, a tensor or a tuple of tensors."""
     if type(result) is Tensor:
         return round_result(result, format) if result.dtype is torch.float32 else result
-    if isinstance(result, tuple):  # torch.return_types too
+    if isinstance(result, tuple):  # includes torch.return_types
         return type(result)([rounded_results(item, format) for item in result])
     return result

@@ -1,7 +1,7 @@
-"""A policy on a model: its forward runs by the policy, and modules with a rule of their own run by their rule.
+"""Apply a policy to a model, including its module rules.
 
 with apply_policy(policy, model):
-    loss = criterion(model(x), y)      # or keep the handle, and call its `remove` some day
+    loss = criterion(model(x), y)      # or keep the handle and call its `remove` later
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ __all__ = ["AppliedPolicy", "accept_half_input", "apply_policy", "match_rnn_inpu
 def match_rnn_input(
     module: torch.nn.RNNBase, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Forward pre-hook: input, packed sequence and hidden state of `module` in its weights' dtype."""
+    """Forward pre-hook: cast input, packed sequence and hidden state of `module` to the dtype of its weights."""
     dtype = next(module.parameters()).dtype
     return cast_tree(args, dtype), cast_tree(kwargs, dtype)
 
 
 def accept_half_input(model: torch.nn.Module) -> list[RemovableHandle]:
-    """Register `match_rnn_input` on every RNN, LSTM and GRU in `model`; the handles take it off again."""
+    """Register `match_rnn_input` on every RNN, LSTM and GRU in `model` and return the handles that remove it."""
     recurrent = [module for module in model.modules() if isinstance(module, torch.nn.RNNBase)]
     return [module.register_forward_pre_hook(match_rnn_input, with_kwargs=True) for module in recurrent]
 
 
 class AppliedPolicy:
-    """The handle of a policy on a model: `remove` takes it off; so does the end of a `with` block.
+    """The handle of a policy on a model. `remove`, or the end of a `with` block, removes the policy.
 
     Attributes:
-        policy: what the model runs by.
+        policy: the policy of the model.
 
     Args:
-        policy: see there.
-        undo: what takes it off.
+        policy: the policy of the model.
+        undo: the callbacks that remove it.
     """
 
     def __init__(self, policy: PrecisionPolicy, undo: contextlib.ExitStack) -> None:
@@ -53,7 +53,7 @@ class AppliedPolicy:
         self._undo = undo
 
     def remove(self) -> None:
-        """Take every hook off again; does nothing the second time. Copies of the model keep theirs."""
+        """Remove all hooks; a second call does nothing. Copies of the model keep their hooks."""
         self._undo.close()
 
     def __enter__(self) -> AppliedPolicy:
@@ -70,21 +70,21 @@ class AppliedPolicy:
 
 
 def apply_policy(policy: PrecisionPolicy, model: nn.Module) -> AppliedPolicy:
-    """Let `model` run by `policy` from here on, in any thread that calls it; weights stay as they are.
+    """Run `model` under `policy` from now on, in every thread that calls it; weights are not cast.
 
-    Its forward casts as under `CastingEngine(policy).active()`, and the modules that module_rules name by their rules
-    (see `module_regions`). A deepcopy, a pickle and the replicas of DataParallel behave alike.
+    Its forward casts as under `CastingEngine(policy).active()`; modules that match a module rule follow their rule
+    (see `module_regions`). A deepcopy, an unpickled copy and the replicas of DataParallel behave the same.
 
     Args:
         policy: the policy.
-        model: float32, any device; not compiled, scripted or wrapped yet.
+        model: float32, on any device. Compile, script or wrap it after this call.
 
     Returns:
-        A handle with `remove`, which is a context manager too.
+        A handle with `remove`, which is also a context manager.
 
     Raises:
-        TypeError: something else than a policy and a module.
-        ValueError: a rule that names no module of `model`, or rules that contradict each other.
+        TypeError: the arguments are not a policy and a module.
+        ValueError: a rule matches no module of `model`, or rules contradict each other.
 
     Sync: none.
 
@@ -97,7 +97,7 @@ def apply_policy(policy: PrecisionPolicy, model: nn.Module) -> AppliedPolicy:
     if not isinstance(policy, PrecisionPolicy) or not isinstance(model, nn.Module):
         raise TypeError(
             f"apply_policy({type(policy).__name__}, {type(model).__name__}): expected a PrecisionPolicy and a "
-            "torch.nn.Module; a string becomes a policy by PrecisionPolicy.parse."
+            "torch.nn.Module; convert a string with PrecisionPolicy.parse."
         )
     forward = _UnderEngine(CastingEngine(policy))
     with contextlib.ExitStack() as undo:
@@ -123,11 +123,11 @@ class _UnderEngine:
         self._scopes.enter(self._engine.active())
 
     def after_forward(self, _model: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
-        """Leave the engine; called where forward has raised, too."""
+        """Leave the engine; also called if forward raised."""
         self._scopes.leave()
 
     def leave(self) -> None:
-        """Leave what this thread is still in: an interrupt in forward lets no hook run."""
+        """Leave the scopes that this thread is still in: after an interrupt in forward, no hook runs."""
         self._scopes.leave_all()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,15 +1,16 @@
-"""Carry out rules by module: forward hooks where a rule begins cast what goes in and what comes out.
+"""Apply module rules: forward hooks on the modules where a rule begins cast inputs and outputs.
 
                         around by op (O1)                          around in half weights (O2, O3)
     entry               16-bit inputs -> the rule's dtype          floating inputs -> the rule's dtype
     inside float32      no casts                                   no casts
     inside 16-bit       the policy's lists with that dtype         everything in that dtype, as the weights are
     inside simulated    the policy's lists, values rounded         the policy's lists, values rounded
-    exit                to what they would have been               floating outputs -> the dtype around
+    exit                outputs -> dtype without the rule          floating outputs -> the dtype around
 
-What a float32 output would have been is followed op by op (`would_be_dtypes`); a 16-bit one becomes the compute dtype
-around. Hooks live with the modules: copies, pickles and replicas carry them. torch.compile breaks its graph at borders.
-A module whose weights are used without calling it has no border of its own: rule over the module around it.
+`would_be_dtypes` follows op by op which dtype a float32 output would have without the rule; a 16-bit output is cast
+to the compute dtype around. Hooks belong to the modules: copies, pickles and replicas have them too. torch.compile
+breaks its graph at these hooks. A module whose weights are used without calling it cannot have hooks: write the rule
+for the enclosing module.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies.casting.engine import CastingEngine
 from amplab.policies.casting.explanation import Decision, decided
 from amplab.policies.casting.function_mode import remove
-from amplab.policies.casting.thread_scopes import THREAD, Scope, casts_enabled, thread_engines
+from amplab.policies.casting.thread_scopes import THREAD, CastingThread, Scope, casts_enabled, thread_engines
 from amplab.policies.modules.would_be_dtypes import WouldBeDtypes
 from amplab.policies.nested_tensors import cast_tree, floating_tensors_in
 from amplab.policies.policy.module_rules import RuledModule, ruled_modules
@@ -44,15 +45,15 @@ _FLOAT32 = PrecisionPolicy(None, torch.float32)
 def register_module_rules(
     model: nn.Module, policy: PrecisionPolicy, *, weights_dtype: torch.dtype | None = None
 ) -> list[_RegionHandles]:
-    """Register the hooks for `policy`'s module rules on `model`; the handles take them off again.
+    """Register hooks for the module rules of `policy` on `model` and return the handles that remove them.
 
     Args:
-        model: its submodules are named by the rules. Weights are left as they are.
-        policy: the rules, and the lists that modules in a lower precision run by.
-        weights_dtype: what the model's other weights are cast to; None where ops are cast and weights are not.
+        model: the model whose submodules the rules match. Weights are not cast.
+        policy: the rules, and the lists for modules in a lower precision.
+        weights_dtype: the dtype of the other weights of the model (O2, O3); None if only ops are cast (O1).
 
     Raises:
-        ValueError: a rule that names no module of `model`, or rules that contradict each other.
+        ValueError: a rule matches no module of `model`, or rules contradict each other.
     """
     handles: list[_RegionHandles] = []
     engines: dict[Precision, CastingEngine] = {}
@@ -74,12 +75,12 @@ def _policy_inside(precision: Precision, policy: PrecisionPolicy, weights_are_ca
 
 
 class ModuleRegion:
-    """The two hooks of one ruled module.
+    """The two hooks of one module with a rule.
 
     Args:
-        ruled: the module and its rule; the module itself is not kept.
-        engine: what casts inside; it stays at hand as `engine`.
-        outside_dtype: in models with half weights, the dtype around; None where the engine around says it.
+        ruled: the module and its rule; no reference to the module is kept.
+        engine: the engine that casts inside, also an attribute.
+        outside_dtype: in models with 16-bit weights, the dtype around; None if the engine around decides.
     """
 
     def __init__(self, ruled: RuledModule, engine: CastingEngine, outside_dtype: torch.dtype | None) -> None:
@@ -90,19 +91,19 @@ class ModuleRegion:
         self._outside_dtype = outside_dtype
 
     def __str__(self) -> str:
-        """The rule and its module."""
+        """Return the rule and its module."""
         return f"{self._rule} in {self._name}"
 
     def before_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Cast what goes in, then begin to compute by the rule."""
-        THREAD.drop_ended()
+        """Cast the inputs, then enter the rule."""
+        THREAD.own.drop_ended()
         frame = sys._getframe(1)
         around = _policy_at_work()
         by_op = self._outside_dtype is None
         if by_op and not casts_enabled():
             _Visit(self, around).enter(frame, by_hook=True)
             return None
-        with self._explained("gets", self._inside_dtype):
+        with self._explained("inputs", self._inside_dtype):
             target = self._entry_dtype if by_op else self._inside_dtype
             cast = cast_tree(args, target), cast_tree(kwargs, target)
         visit = _Visit(self, around, self.engine)
@@ -112,21 +113,21 @@ class ModuleRegion:
         return cast
 
     def after_forward(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-        """Leave the rule, then cast what comes out; called with None where forward has raised."""
+        """Leave the rule, then cast the outputs; called with None if forward raised."""
         visit = _innermost_visit()
-        if visit is None or visit.region is not self:  # a hook before ours has raised
+        if visit is None or visit.region is not self:  # an earlier hook raised
             return output
         visit.leave()
         if visit.engine is None:
             return output
         around = self._outside_dtype or visit.around.tensor_dtype
-        with self._explained("returns", around):
+        with self._explained("outputs", around):
             cast = cast_tree(output, self._outside_dtype or functools.partial(self._exit_dtype, visit))
-        self._tell_around(output, cast)
+        self._note_around(output, cast)
         return cast
 
     def leave(self) -> None:
-        """Leave the forwards that this thread is still in."""
+        """Leave the forward calls that this thread is still in."""
         for visit in [visit for visit in reversed(_visits()) if visit.region is self]:
             visit.leave()
 
@@ -138,8 +139,8 @@ class ModuleRegion:
             return visit.would_be.of(tensor)
         return visit.around.tensor_dtype if tensor.dtype is self._inside_dtype else tensor.dtype
 
-    def _tell_around(self, output: Any, cast: Any) -> None:
-        """Let a float32 module around know that what came out of this one in 16 bits is no float32 by its ops."""
+    def _note_around(self, output: Any, cast: Any) -> None:
+        """Note in an enclosing float32 module which outputs of this 16-bit module would be 16-bit without its rule."""
         visit = _innermost_visit()
         following = None if visit is None else visit.would_be
         if following is not None and self._inside_dtype in LOW_PRECISION_DTYPES:
@@ -148,19 +149,20 @@ class ModuleRegion:
                     following.note(after, following.around.tensor_dtype)
 
     @contextlib.contextmanager
-    def _explained(self, verb: str, dtype: torch.dtype) -> Iterator[None]:
-        """Let a trace show which rule makes the casts of the block."""
-        if THREAD.explanation is None:
+    def _explained(self, tensors: str, dtype: torch.dtype) -> Iterator[None]:
+        """Report the rule as the reason for the casts in the block."""
+        explanation = THREAD.own.explanation
+        if explanation is None:
             yield
             return
-        detail = f"your rule {self._rule}: what {self._name} {verb} is cast to {precision_name(dtype)}"
-        # An active engine would record the casts as ops of the model's code.
-        with decided(THREAD.explanation, Decision(self._name, None, "cast", detail)), torch._C.DisableTorchFunction():
+        detail = f"your rule {self._rule}: the {tensors} of {self._name} are cast to {precision_name(dtype)}"
+        # An active engine would report these casts as ops of the model.
+        with decided(explanation, Decision(self._name, None, "cast", detail)), torch._C.DisableTorchFunction():
             yield
 
 
 class _RegionHandles:
-    """What takes a region off its module; `remove` as a RemovableHandle has it."""
+    """The handle that removes the hooks of a region, with `remove` as in RemovableHandle."""
 
     def __init__(self, region: ModuleRegion, module: nn.Module) -> None:
         self._region = region
@@ -170,14 +172,14 @@ class _RegionHandles:
         )
 
     def remove(self) -> None:
-        """Take both hooks off; does nothing the second time."""
+        """Remove both hooks; a second call does nothing."""
         self._region.leave()
         for handle in self._handles:
             handle.remove()
 
 
 class _Visit(Scope):
-    """One forward of a ruled module, in one thread."""
+    """One forward call of a module with a rule, in one thread."""
 
     def __init__(self, region: ModuleRegion, around: PrecisionPolicy, engine: CastingEngine | None = None) -> None:
         super().__init__(engine)
@@ -186,38 +188,38 @@ class _Visit(Scope):
         self.would_be: WouldBeDtypes | None = None
 
     def follow(self, inputs: list[tuple[Tensor, Tensor]]) -> None:
-        """Follow the dtypes that `inputs`, given as (inside, around), and what is computed from them would have."""
+        """Follow which dtypes the inputs, pairs of (inside, around), and their results would have without the rule."""
         if self.around.tensor_dtype in LOW_PRECISION_DTYPES or any(a is not b for a, b in inputs):
             self.would_be = WouldBeDtypes(self.around)
             for inside, around in inputs:
                 self.would_be.note(inside, around.dtype)
 
-    def _begin(self) -> None:
+    def _begin(self, thread: CastingThread) -> None:
         if self.would_be is not None:
             _push_mode(self.would_be)  # under the mode that casts
-        super()._begin()
+        super()._begin(thread)
 
-    def _end(self) -> None:
+    def _end(self, thread: CastingThread) -> None:
         if self.would_be is not None:
             remove(self.would_be)
-        super()._end()
+        super()._end(thread)
 
 
 def _visits() -> list[_Visit]:
-    """The forwards of ruled modules that this thread is in, innermost last."""
-    return [scope for scope in THREAD.scopes if isinstance(scope, _Visit)]
+    """Return the forward calls of modules with a rule that this thread is in, innermost last."""
+    return [scope for scope in THREAD.own.scopes if isinstance(scope, _Visit)]
 
 
 def _innermost_visit() -> _Visit | None:
-    for scope in reversed(THREAD.scopes):
+    for scope in reversed(THREAD.own.scopes):
         if isinstance(scope, _Visit):
             return scope
     return None
 
 
 def module_rule_at_work() -> str:
-    """The module rule that the calling thread computes by: "blocks.*=float32 in blocks.0"; empty for none."""
-    THREAD.drop_ended()
+    """Return the module rule active in the calling thread: "blocks.*=float32 in blocks.0"; empty for none."""
+    THREAD.own.drop_ended()
     visit = _innermost_visit()
     return "" if visit is None or visit.engine is None else str(visit.region)
 

@@ -1,8 +1,9 @@
-"""What dtype a tensor would have, had its ops run under another policy.
+"""Infer the dtype that a tensor would have if its ops ran under another policy.
 
-A module that a rule keeps in float32 returns float32; around it half is expected where the policy would have made
-half. The mode here follows the ops inside by the rows of the policy around: a lower-precision op gives its compute
-dtype, an fp32 op gives float32, any other what its arguments would promote to. Nothing is computed twice.
+A module that a rule keeps in float32 returns float32 tensors, but the ops around it expect the dtype that the policy
+would give. The mode here follows the ops inside by the rows of that policy: the result of a lower-precision op has
+the compute dtype, that of an fp32 op is float32, and that of any other op has the promoted dtype of its arguments.
+Nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from amplab.policies.tables.op_table import CastPolicy
 __all__ = ["WouldBeDtypes"]
 
 _FP32 = (CastPolicy.FP32, CastPolicy.FP32_SET_OPT_DTYPE)
-_ASKS_FOR_DTYPE = frozenset(("to", "half", "bfloat16", "float", "double", "type", "type_as"))
+_REQUESTS_DTYPE = frozenset(("to", "half", "bfloat16", "float", "double", "type", "type_as"))
 _FOLLOWS_FIRST = frozenset(("batch_norm", "instance_norm", "embedding", "embedding_bag"))
 
 
 class WouldBeDtypes(TorchFunctionMode):
-    """Follows which float32 tensors of a block would be 16-bit under the policy `around`.
+    """Track which float32 tensors in a block would be 16-bit under the policy `around`.
 
-    Push it under the mode that casts in the block, so that it sees the ops inside of opened composites.
+    Push it below the mode that casts in the block, so that it sees the ops inside of opened composites.
 
     Attributes:
-        around: that policy.
+        around: the policy outside of the block.
 
     >>> x = torch.ones(2, 2)
     >>> with WouldBeDtypes(PrecisionPolicy()) as would_be:
@@ -53,36 +54,38 @@ class WouldBeDtypes(TorchFunctionMode):
         self._dtypes = WeakIdKeyDictionary()
 
     def note(self, tensor: Tensor, dtype: torch.dtype) -> None:
-        """Say that `tensor`, float32 here, is `dtype` around."""
+        """Record that `tensor`, float32 here, would be `dtype`."""
         if tensor.dtype is torch.float32 and dtype in LOW_PRECISION_DTYPES:
             self._dtypes[tensor] = dtype
 
     def of(self, tensor: Tensor) -> torch.dtype:
-        """What `tensor` would be: its own dtype where nothing else is known."""
+        """Return the dtype that `tensor` would have; its actual dtype if none is recorded."""
         dtype: torch.dtype = self._dtypes.get(tensor, tensor.dtype)
         return dtype
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run `func` and note what its results would be."""
+        """Run `func` and record the dtypes that its results would have."""
         kwargs = kwargs or {}
         row = self.around.by_function.get(func)
         promotes = row is not None and row.cast is CastPolicy.PROMOTE and isinstance(func, FunctionType)
         if promotes or func in self._composites:
-            with self:  # engines open these, so that what is inside acts by its own rows
+            with self:  # engines open these, so that the ops inside follow their own rows
                 return opened(func)(*args, **kwargs)
         result = func(*args, **kwargs)
         outputs = [tensor for tensor in floating_tensors_in(result) if tensor.dtype is torch.float32]
         if not outputs:
             return result
-        if _asks_for_dtype(func, kwargs):
+        if _requests_dtype(func, kwargs):
             for output in outputs:
                 self._dtypes.pop(output, None)
             return result
         dtype = self._result_dtype(func, floating_tensors_in((*args, *kwargs.values())))
         for output in outputs:
-            if dtype is not None and not any(output is arg for arg in args):  # in place, a tensor keeps its dtype
+            if dtype is not None and not any(
+                output is arg for arg in args
+            ):  # the result of an in-place op keeps its dtype
                 self.note(output, dtype)
         return result
 
@@ -102,5 +105,5 @@ class WouldBeDtypes(TorchFunctionMode):
         return functools.reduce(torch.promote_types, map(self.of, voting))
 
 
-def _asks_for_dtype(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    return kwargs.get("dtype") is not None or getattr(func, "__name__", "") in _ASKS_FOR_DTYPE
+def _requests_dtype(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("dtype") is not None or getattr(func, "__name__", "") in _REQUESTS_DTYPE

@@ -1,3 +1,3 @@
-"""A precision policy: a table, a compute dtype, and the user's own rules by op and by module."""
+"""A precision policy: a table, a compute dtype, and the user's rules for ops and modules."""
 
 __all__: list[str] = []

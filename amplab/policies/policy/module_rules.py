@@ -1,9 +1,9 @@
-"""A user's own rules by module name: which modules of a model a pattern names, and which rule counts where.
+"""The user's module rules: which modules a pattern matches, and which rule applies where.
 
-A pattern is an fnmatch pattern over the names of `model.named_modules()`; `*` matches dots too. It rules over the
-modules it names and all that is inside them. Where two patterns with different precisions meet in a module, the more
-specific one counts: the one whose modules are all among the other's. Where neither is, that is an error.
-What a rule does while a model runs is in `module_regions`.
+A pattern is an fnmatch pattern over the names of `model.named_modules()`; `*` also matches dots. A rule applies to
+the modules that its pattern matches and to all their submodules. If two rules with different precisions apply to one
+module, the more specific rule wins: the one whose modules are a subset of the other's. If neither is, it is an error.
+`module_regions` carries out the rules while a model runs.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ __all__ = ["ModuleRule", "RuledModule", "checked_module_rules", "names_in", "pre
 
 @dataclasses.dataclass(frozen=True)
 class ModuleRule:
-    """One rule of a user about modules.
+    """One module rule of a user.
 
     Attributes:
         pattern: an fnmatch pattern over module names, e.g. "blocks.*.attn".
-        precision: what the modules it names compute in.
+        precision: the precision that the matching modules compute in.
     """
 
     pattern: str
     precision: Precision
 
     def __str__(self) -> str:
-        """The rule as the policy's string form has it."""
+        """Return the rule as it appears in the string form of the policy."""
         return f"{self.pattern}={precision_name(self.precision)}"
 
 
 @dataclasses.dataclass(frozen=True)
 class RuledModule:
-    """A module where another rule begins than the one around it.
+    """A module whose rule differs from that of the enclosing module.
 
     Attributes:
         name: its name in the model, empty for the model itself.
         module: the module.
-        rule: what counts inside.
-        around: what counts around it; None for the policy itself.
+        rule: the rule inside the module.
+        around: the rule of the enclosing module; None if the policy itself applies there.
     """
 
     name: str
@@ -56,36 +56,38 @@ class RuledModule:
 
 
 def checked_module_rules(rules: Mapping[Any, Any] | Iterable[ModuleRule]) -> tuple[ModuleRule, ...]:
-    """The rules that a user wrote, checked, in the order of their patterns.
+    """Check the rules of a user and return them sorted by pattern.
 
     Args:
-        rules: pattern -> dtype, simulated format or the name of one; or finished rules.
+        rules: pattern -> dtype, simulated format or the name of one; or ModuleRules.
 
     Raises:
-        ValueError: a pattern that is no string, a dtype that cannot be computed in, two rules for one pattern.
+        ValueError: a pattern is not a string, a precision is not supported, or two rules have the same pattern.
     """
     if isinstance(rules, Mapping):
         rules = [_rule(pattern, value) for pattern, value in rules.items()]
     found: dict[str, ModuleRule] = {}
     for rule in rules:
         if found.setdefault(rule.pattern, rule) != rule:
-            raise ValueError(f"module_rules: {found[rule.pattern]} and {rule} contradict each other; keep one of them.")
+            raise ValueError(
+                f"module_rules: {found[rule.pattern]} and {rule} contradict each other; remove one of them."
+            )
     return tuple(found[pattern] for pattern in sorted(found))
 
 
 def names_in(model: nn.Module, rule: ModuleRule) -> list[str]:
-    """The names of the modules of `model` that the pattern of `rule` matches."""
+    """Return the names of the modules of `model` that match the pattern of `rule`."""
     return [name for name, _ in model.named_modules(remove_duplicate=False) if fnmatch.fnmatchcase(name, rule.pattern)]
 
 
 def ruled_modules(model: nn.Module, rules: Iterable[ModuleRule]) -> list[RuledModule]:
-    """The modules of `model` where a rule begins, outermost first; each module once.
+    """Return the modules of `model` where a rule begins, outermost first; each module once.
 
-    A list or dict of modules has no forward of its own; the rule begins in what it holds.
+    ModuleList and ModuleDict have no forward; there, the rule begins in the modules that they contain.
 
     Raises:
-        ValueError: a rule that names no module, with the nearest names; rules that contradict each other somewhere;
-            a rule that begins in the `out_proj` of nn.MultiheadAttention, which is never called.
+        ValueError: a rule matches no module (the message suggests the closest names); two rules contradict each other;
+            a rule begins in the `out_proj` of nn.MultiheadAttention, which is never called.
     """
     counting = precisions_by_module(model, rules)
     found: dict[nn.Module, RuledModule] = {}
@@ -94,7 +96,7 @@ def ruled_modules(model: nn.Module, rules: Iterable[ModuleRule]) -> list[RuledMo
 
 
 def precisions_by_module(model: nn.Module, rules: Iterable[ModuleRule]) -> dict[nn.Module, ModuleRule]:
-    """Module -> the rule that counts in it, for the modules that a rule names or that lie inside of one.
+    """Return module -> the rule that applies, for the modules that a rule matches and their submodules.
 
     Raises:
         ValueError: as `ruled_modules`.
@@ -117,21 +119,21 @@ def precisions_by_module(model: nn.Module, rules: Iterable[ModuleRule]) -> dict[
 def _rule(pattern: Any, value: Any) -> ModuleRule:
     if not isinstance(pattern, str):
         raise ValueError(
-            f"module_rules: {pattern!r} is no pattern; expected a string such as 'blocks.*.attn'; "
-            "rules by function go into op_rules."
+            f"module_rules: {pattern!r} is not a pattern; expected a string such as 'blocks.*.attn'. "
+            "Pass rules for functions as op_rules."
         )
     return ModuleRule(pattern, precision_of(value, f"module_rules[{pattern!r}]"))
 
 
 def _reach(rule: ModuleRule, names: list[tuple[str, nn.Module]]) -> frozenset[nn.Module]:
-    """The modules that a pattern names, and all that is inside them."""
+    """Return the modules that match the pattern, and all their submodules."""
     named = [module for name, module in names if fnmatch.fnmatchcase(name, rule.pattern)]
     if not named:
         known = [name for name, _ in names if name]
         near = difflib.get_close_matches(rule.pattern, known, n=3, cutoff=0.3) or known[:3]
         raise ValueError(
-            f"module_rules: {rule.pattern!r} names no module of this {type(names[0][1]).__name__}; "
-            f"the nearest names are {', '.join(map(repr, near)) or 'none, for it has no submodules'}. "
+            f"module_rules: {rule.pattern!r} matches no module of this {type(names[0][1]).__name__}; "
+            f"the closest names are {', '.join(map(repr, near)) or 'none (it has no submodules)'}. "
             "Patterns match the names of model.named_modules()."
         )
     return frozenset(inner for module in named for inner in module.modules())
@@ -150,8 +152,8 @@ def _walk(
     if rule is not None and begins and has_forward and module not in found:
         if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
             raise ValueError(
-                f"module_rules: {rule} rules over {name!r}, whose weights nn.MultiheadAttention uses without calling "
-                f"the module; rule over {name.rpartition('.')[0]!r} instead."
+                f"module_rules: {rule} applies to {name!r}, which nn.MultiheadAttention never calls (it only reads its "
+                f"weights); write a rule for {name.rpartition('.')[0]!r} instead."
             )
         found[module] = RuledModule(name, module, rule, around)
     inside = rule if has_forward else around

@@ -1,12 +1,12 @@
-"""A user's own rules by op, which replace the rows of the table.
+"""The user's op rules, which replace rows of the table.
 
-An op is named in one of three ways:
+There are three ways to name an op:
 
-    "softmax"                          every spelling: those of the table's row, torch's function, method and functional
-    "torch.nn.functional.softmax"      that spelling alone
+    "softmax"                          every spelling: the table row, and torch's function, method and functional
+    "torch.nn.functional.softmax"      that spelling only
     torch.nn.functional.softmax        the same, as the function object
 
-The value is a precision (float32 casts up, a lower one casts down) or the name of a cast policy.
+The value is a precision (float32 casts up, the others cast down) or the name of a cast policy.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _WORDS = {cast.value: cast for cast in CastPolicy if cast is not CastPolicy.FP32
 
 @dataclasses.dataclass(frozen=True)
 class OpOverride:
-    """One rule of a user about one op.
+    """One op rule of a user.
 
     Attributes:
         op: a bare name ("softmax") or one spelling ("torch.nn.functional.softmax").
         cast: the kind of cast.
-        precision: what a lower_precision_fp op computes in; None for the policy's compute dtype, and for other kinds.
+        precision: the precision of a lower_precision_fp op; None for the policy's compute dtype or other casts.
     """
 
     op: str
@@ -45,21 +45,21 @@ class OpOverride:
 
     @property
     def word(self) -> str:
-        """The text after the equals sign, which `op_overrides` reads back."""
+        """The text after the equals sign in the string form, which `op_overrides` accepts as a value."""
         if self.precision is not None:
             return precision_name(self.precision)
         return "float32" if self.cast is CastPolicy.FP32 else self.cast.value
 
 
 def op_overrides(rules: Mapping[Any, Any] | Iterable[OpOverride], table: OpTable | None) -> tuple[OpOverride, ...]:
-    """The rules that a user wrote, checked, in the order of their names.
+    """Check the rules of a user and return them sorted by name.
 
     Args:
-        rules: op (name, spelling or function) -> precision, cast policy or the name of one; or finished rules.
-        table: the table of the policy, whose rows name spellings.
+        rules: op (name, spelling or function) -> precision, cast policy or the name of one; or OpOverrides.
+        table: the table of the policy, which defines the spellings of an op.
 
     Raises:
-        ValueError: an op that no torch function has, or that cannot be cast so; or two rules for one op.
+        ValueError: torch has no such op, the op cannot be cast that way, or two rules name the same op.
     """
     if isinstance(rules, Mapping):
         rules = [_override(op, value) for op, value in rules.items()]
@@ -75,7 +75,7 @@ def op_overrides(rules: Mapping[Any, Any] | Iterable[OpOverride], table: OpTable
 def rules_by_function(
     overrides: Iterable[OpOverride], table: OpTable | None
 ) -> dict[Callable[..., Any], tuple[OpRule, OpOverride]]:
-    """Function object -> the row that the user's rule makes, and the rule; a spelling's rule beats its name's.
+    """Return function object -> (row, rule). A rule for a spelling overrides a rule for the name.
 
     Raises:
         ValueError: as `op_overrides`.
@@ -92,9 +92,10 @@ def rules_by_function(
 
 
 def rules_of_policy(overrides: Iterable[OpOverride], table: OpTable | None) -> list[tuple[OpRule, OpOverride | None]]:
-    """Every row once, with the user's rule that made it or None: the user's, then what they leave of the table's.
+    """Return the rows from the user's rules, then the rows of the table that they do not replace.
 
-    A row of the table is left out where every spelling of it has a rule of the user.
+    Each row comes with the rule that made it, or None for a row of the table. A row of the table is omitted if every
+    spelling of it has a user rule.
     """
     users: dict[tuple[str, OpOverride], OpRule] = {}
     ruled = rules_by_function(overrides, table)
@@ -129,7 +130,7 @@ def _override(op: Any, value: Any) -> OpOverride:
 
 
 def _in_full(op: str) -> str:
-    """The whole path of a spelling that begins with F or Tensor; others as they are."""
+    """Expand F. and Tensor. at the start of a spelling; return other names unchanged."""
     head, dot, rest = op.partition(".")
     return (
         {"F": "torch.nn.functional.", "Tensor": "torch.Tensor."}[head] + rest if dot and head in ("F", "Tensor") else op
@@ -142,15 +143,15 @@ def _spelling_of(func: Any) -> str:
         spelling = next(each for each in row.spellings if resolve(each) == func)
     if spelling is None:
         raise ValueError(
-            f"op_rules: {func!r} is no op of torch; expected a function such as torch.softmax, a method such as "
-            "torch.Tensor.add, or a name such as 'softmax'. To rule over code of your own, name its module in "
+            f"op_rules: {func!r} is not an op of torch; expected a function such as torch.softmax, a method such as "
+            "torch.Tensor.add, or a name such as 'softmax'. For your own code, write a rule for its module in "
             "module_rules."
         )
     return spelling
 
 
 def _functions(op: str, table: OpTable | None) -> dict[Callable[..., Any], str]:
-    """The functions that `op` names, each with its spelling."""
+    """Return the functions that `op` names, each with its spelling."""
     if "." in op:
         func = resolve(op) if op.startswith("torch.") else None
         found = {func: op} if callable(func) and (spelling_of(func) or APEX.rule(func)) else {}
@@ -160,7 +161,7 @@ def _functions(op: str, table: OpTable | None) -> dict[Callable[..., Any], str]:
         spelt = [f"{home}.{op}" for home in _HOMES if (func := resolve(f"{home}.{op}")) and spelling_of(func)]
         found = {func: each for each in (*spelt, *listed) if callable(func := resolve(each))}
     if not found:
-        raise ValueError(f"op_rules: {op!r} is no op of torch; {_nearest(op, table)}")
+        raise ValueError(f"op_rules: {op!r} is not an op of torch; {_nearest(op, table)}")
     return found
 
 
@@ -174,14 +175,14 @@ def _nearest(op: str, table: OpTable | None) -> str:
 def _check_in_place(override: OpOverride, func: Callable[..., Any]) -> None:
     if _works_in_place(func.__name__) and override.cast not in _IN_PLACE:
         raise ValueError(
-            f"op_rules[{override.op!r}]={override.word!r}: {func.__name__} writes into its tensor, which keeps its "
-            f"dtype; expected {', '.join(repr(cast.value) for cast in _IN_PLACE)}, or rule over "
+            f"op_rules[{override.op!r}]={override.word!r}: {func.__name__} is in-place, so its result keeps the "
+            f"dtype of the tensor; expected {', '.join(repr(cast.value) for cast in _IN_PLACE)}, or a rule for "
             f"{func.__name__.strip('_').removeprefix('i')!r}, which returns a new tensor."
         )
 
 
 def _works_in_place(name: str) -> bool:
-    if name.startswith("__"):  # __iadd__ has an __add__ beside it; __int__ and __index__ have no such sister
+    if name.startswith("__"):  # __iadd__ has a counterpart __add__; __int__ and __index__ have none
         return name == "__setitem__" or (name.startswith("__i") and f"__{name[3:]}" in dir(torch.Tensor))
     return name.endswith("_")
 
@@ -194,15 +195,13 @@ def _row(override: OpOverride, func: Callable[..., Any], spelling: str, table: O
 
 
 def _contradict(first: OpOverride, second: OpOverride) -> bool:
-    """Whether two rules for one function are as specific as each other, and differ."""
+    """Return whether two rules for one function differ and are equally specific."""
     differ = (first.cast, first.precision) != (second.cast, second.precision)
     return differ and ("." in first.op) == ("." in second.op)
 
 
 def _contradiction(op: str, first: OpOverride, second: OpOverride) -> str:
-    return (
-        f"op_rules: {op} is {first.word} by {first.op!r} and {second.word} by {second.op!r}; keep one of the two rules."
-    )
+    return f"op_rules: {op} is {first.word} by {first.op!r} and {second.word} by {second.op!r}; remove one of them."
 
 
 def _allowed() -> str:

@@ -1,4 +1,4 @@
-"""The rows of a policy as plain values that print as a table, and show as one in a notebook."""
+"""The rows of a policy as plain values, displayed as a table in a terminal and in a notebook."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ from amplab.policies.tables.op_table import CastPolicy, OpRule, absent
 __all__ = ["PolicyRows", "policy_rows"]
 
 _COLUMNS = {"op": 34, "cast": 20, "runs in": 16, "reason": 90}
-"""The columns of the text form with their widths in characters; in 100 columns the reasons would take five lines."""
+"""The columns of the text form with their widths in characters; in 100 columns, reasons would wrap to five lines."""
 
 
 class PolicyRows(list[dict[str, str]]):
     """A plain list of rows; every value is a string.
 
     Keys of a row: "op"; "cast", the cast policy; "runs in", the dtype that the op computes in; "reason"; "list", the
-    table, with " (inside)" where the table names only an op inside, or "your rule"; "aten" and "spellings", with
-    blanks between names.
+    table, with " (inside)" if the table only names an op inside it, or "your rule"; "aten" and "spellings", names
+    separated by spaces.
 
     Attributes:
         title: the string form of the policy.
     """
 
     def __init__(self, rows: list[dict[str, str]], title: str) -> None:
-        """Keep the rows and what they are the rows of."""
+        """Store the rows and the title."""
         super().__init__(rows)
         self.title = title
 
     def __repr__(self) -> str:
-        """The rows as text, the reason wrapped under its column."""
+        """Return the rows as text, with wrapped reasons."""
         head = {column: column for column in _COLUMNS}
         return "\n".join([f"{self.title}: {self._count()}", *(_text_row(row) for row in (head, *self))])
 
     def _repr_html_(self) -> str:
-        """The rows as an HTML table; names of functions unfold from the op."""
+        """Return the rows as an HTML table; click an op to see the names of its functions."""
         lines = [(_op(row), name(row["cast"]), dtype_chips(row["runs in"]), row["reason"]) for row in self]
         return page(f"{self.title}: {self._count()}", html_table(list(_COLUMNS), lines, caption="Ops of the policy"))
 
     def _count(self) -> str:
-        return f"{len(self)} ops, the others run in the dtype they get"
+        return f"{len(self)} ops; all other ops run in the dtype of their arguments"
 
 
 def policy_rows(rules: Iterable[OpRule], *, table: str, lower: Mapping[OpRule, str], title: str) -> PolicyRows:
-    """The rows of a policy.
+    """Return the rows of a policy for display.
 
     Args:
-        rules: its rows as the engine carries them out.
-        table: the name of the list they come from.
-        lower: what each row runs in if it is lower_precision_fp, e.g. "float16".
-        title: the policy's string form.
+        rules: the rows of the policy.
+        table: the name of the table that they come from.
+        lower: rule -> the precision it runs in if it is lower_precision_fp, e.g. "float16".
+        title: the string form of the policy.
     """
     return PolicyRows([_row(rule, table, lower[rule]) for rule in rules], title)
 
@@ -75,10 +75,10 @@ def _dtype_of(cast: CastPolicy, lower: str) -> str:
     if cast in (CastPolicy.FP32, CastPolicy.FP32_SET_OPT_DTYPE):
         return "float32"
     if cast in (CastPolicy.PROMOTE, CastPolicy.SEQUENCE_PROMOTE):
-        return "the widest given"
+        return "widest argument"
     if cast is CastPolicy.MATCH_SELF:
-        return "its own"
-    return "float32 only" if cast is CastPolicy.BANNED else "as it comes"
+        return "own dtype"
+    return "float32 only" if cast is CastPolicy.BANNED else "argument dtype"
 
 
 def _text_row(row: dict[str, str]) -> str:
@@ -89,7 +89,7 @@ def _text_row(row: dict[str, str]) -> str:
 
 
 def _op(row: dict[str, str]) -> Markup:
-    """The op, from which the names of its functions unfold."""
+    """Return the op as an element that expands to the names of its functions."""
     names = f"{name(row['spellings'])}<br>ATen: {name(row['aten'] or 'none')}"
     opened = f'<details><summary>{name(row["op"])}</summary><div class="faint">{names}</div></details>'
     return Markup(opened)

@@ -1,10 +1,10 @@
-"""The string form of a policy, and its parts read back.
+"""Write and parse the string form of a policy.
 
     apex/float16
     apex/bfloat16; op softmax=bfloat16; op torch.nn.functional.linear=promote; module blocks.*.attn=float32
 
-First table/dtype, then the user's rules, by op and by module-name pattern. A name with other characters than these
-is written in double quotes, as in JSON.
+The form is table/dtype, then the user's rules for ops and for module-name patterns. A name with other characters
+than these is written in double quotes, as in JSON.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _BASE = re.compile(r"\s*(?P<table>\w+)/(?P<dtype>\w+)\s*")
 
 
 class PolicyText(NamedTuple):
-    """The parts of a string form, none of them looked up yet.
+    """The parts of a string form, as text.
 
     Attributes:
-        table: the table's word.
-        dtype: the compute dtype's name.
+        table: the name of the table.
+        dtype: the name of the compute dtype.
         op_rules: op -> word.
         module_rules: pattern -> dtype name.
     """
@@ -40,7 +40,7 @@ class PolicyText(NamedTuple):
 def write_policy(
     table: str, dtype: str, op_rules: Iterable[tuple[str, str]], module_rules: Iterable[tuple[str, str]]
 ) -> str:
-    """The string form that `read_policy` takes apart again.
+    """Return the string form, which `read_policy` parses.
 
     >>> write_policy("apex", "float16", [("softmax", "float32")], [("head", "bfloat16")])
     'apex/float16; op softmax=float32; module head=bfloat16'
@@ -51,10 +51,10 @@ def write_policy(
 
 
 def read_policy(text: str) -> PolicyText:
-    """The parts of a string form.
+    """Parse a string form.
 
     Raises:
-        ValueError: not of this form, or two rules for one name.
+        ValueError: the text does not have this form, or has two rules for one name.
     """
     base = _BASE.match(text)
     place = base.end() if base else 0
@@ -62,13 +62,13 @@ def read_policy(text: str) -> PolicyText:
     while base and place < len(text):
         rule = _RULE.match(text, place)
         if rule is None:
-            raise _refusal(text, f"what does {text[place:]!r} mean?")
+            raise _refusal(text, f"could not parse {text[place:]!r}.")
         name = json.loads(rule["name"]) if rule["name"].startswith('"') else rule["name"]
         if rules[rule["kind"]].setdefault(name, rule["word"]) != rule["word"]:
-            raise _refusal(text, f"{rule['kind']} {name} has two rules; keep one.")
+            raise _refusal(text, f"{rule['kind']} {name} has two rules; remove one of them.")
         place = rule.end()
     if base is None:
-        raise _refusal(text, "pass the string form of a policy.")
+        raise _refusal(text, "it does not begin with 'table/dtype'.")
     return PolicyText(base["table"], base["dtype"], rules["op"], rules["module"])
 
 

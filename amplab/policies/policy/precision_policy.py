@@ -1,6 +1,6 @@
-"""PrecisionPolicy: an op table, the precision that its lower-precision rows compute in, and the user's own rules.
+"""PrecisionPolicy: an op table, the precision that its lower-precision rows compute in, and the user's rules.
 
-A policy is a value: it decides and explains. `CastingEngine` carries it out op by op, `apply_policy` on a model.
+A policy is an immutable value. `CastingEngine` applies it op by op; `apply_policy` applies it to a model.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _TABLES = {**TABLES, "none": None}
 
 @dataclasses.dataclass(frozen=True, init=False)
 class PrecisionPolicy:
-    """Which op runs in which dtype: a table's lists, and the user's own rules, which win over them.
+    """Which op runs in which dtype: the lists of a table, and the user's rules, which override them.
 
-    The string form is "table/dtype" with the rules after it, and `parse` reads it back:
+    The string form is "table/dtype" followed by the rules; `parse` is its inverse:
 
     >>> policy = PrecisionPolicy(op_rules={"softmax": "bfloat16"}, module_rules={"blocks.*.attn": torch.float32})
     >>> str(policy)
@@ -39,27 +39,26 @@ class PrecisionPolicy:
     >>> PrecisionPolicy.parse(str(policy)) == policy
     True
 
-    Precisions may be given as a torch dtype, by name, or as a format of `amplab.formats`. "tf32", "float8_e4m3" and
-    "float8_e5m2" are simulated: tensors stay float32, and ops of the lower-precision list round the values that they
-    read and write (see `simulated_rounding`).
+    A precision is a torch dtype, a name, or a format of `amplab.formats`. "tf32", "float8_e4m3" and "float8_e5m2" are
+    simulated: tensors stay float32, and ops of the lower-precision list round the values that they read and write
+    (see `simulated_rounding`).
 
-    Rules by op go by name ("softmax": every spelling of it), by spelling ("torch.nn.functional.softmax") or by
-    function; a spelling's rule wins over its name's. Rules by module go by fnmatch patterns over the names of
-    `named_modules`, and count once the policy is on a model: `apply_policy(policy, model)`, or
-    `amp.initialize(model, ..., policy=policy)`.
+    An op rule names an op ("softmax": all its spellings), a spelling ("torch.nn.functional.softmax") or a function;
+    a rule for a spelling overrides a rule for the op. A module rule is an fnmatch pattern over the names of
+    `named_modules`. Module rules take effect when the policy is applied to a model with `apply_policy(policy, model)`
+    or `amp.initialize(model, ..., policy=policy)`.
 
     Args:
-        table: the op table, or the name of one in TABLES ("apex", "torch_cuda", "torch_cpu"); None casts nothing but
-            what op_rules say, and then an op with a rule returns the dtype that it would have without, since nothing
-            casts for the op that follows.
-        compute_dtype: what lower-precision ops compute in; float32 casts nothing down.
-        op_rules: op -> a precision (float32 casts up to it, others down to it), or a cast policy by its word.
-        module_rules: pattern -> the precision inside the modules that it names.
+        table: the op table, or the name of one in TABLES ("apex", "torch_cuda", "torch_cpu"). With None, only
+            op_rules cast; the result of an op with a rule is then cast back to the dtype that it would have without
+            the rule, since no table casts the arguments of the next op.
+        compute_dtype: the precision of lower-precision ops; float32 casts nothing down.
+        op_rules: op -> a precision (float32 casts up, the others cast down), or the name of a cast policy.
+        module_rules: pattern -> the precision inside the matching modules.
 
     Raises:
-        TypeError: the table is neither a table, nor a name, nor None.
-        ValueError: no table has this name, a precision that cannot be computed in, an unknown op, rules that
-            contradict each other.
+        TypeError: `table` is not an OpTable, a name or None.
+        ValueError: an unknown table, precision or op, or rules that contradict each other.
     """
 
     table: OpTable | None
@@ -78,20 +77,20 @@ class PrecisionPolicy:
         if not isinstance(found, OpTable | None):
             raise TypeError(
                 f"table={table!r}: expected an OpTable, a name ({', '.join(sorted(TABLES))}), or None "
-                "for no casts except those of op_rules."
+                "to cast by op_rules only."
             )
-        put = functools.partial(object.__setattr__, self)  # the value is frozen once it is made
+        put = functools.partial(object.__setattr__, self)  # the dataclass is frozen
         put("table", found)
         put("compute_dtype", precision_of(compute_dtype, "compute_dtype"))
         put("op_rules", op_overrides(op_rules, found))
         put("module_rules", checked_module_rules(module_rules))
 
     def __reduce__(self) -> tuple[type[PrecisionPolicy], tuple[Any, ...]]:
-        """Pickle the four fields; function objects are found again where it is loaded."""
+        """Pickle the four fields; function objects are looked up again on load."""
         return PrecisionPolicy, (self.table, self.compute_dtype, self.op_rules, self.module_rules)
 
     def __str__(self) -> str:
-        """The form that `parse` reads back."""
+        """Return the form that `parse` accepts."""
         return write_policy(
             "none" if self.table is None else self.table.name,
             precision_name(self.compute_dtype),
@@ -101,10 +100,10 @@ class PrecisionPolicy:
 
     @classmethod
     def parse(cls, text: str) -> PrecisionPolicy:
-        """The policy whose string form is `text`, e.g. "apex/float16; op softmax=float32".
+        """Return the policy whose string form is `text`, e.g. "apex/float16; op softmax=float32".
 
         Raises:
-            ValueError: `text` is no such form, or a rule in it is refused.
+            ValueError: `text` does not have this form, or a rule in it is invalid.
         """
         table, dtype, op_rules, patterns = read_policy(text)
         if table not in _TABLES:
@@ -116,7 +115,7 @@ class PrecisionPolicy:
 
     @property
     def simulated(self) -> FloatFormat | None:
-        """The format that lower-precision ops are simulated in; None where they compute in a dtype of torch."""
+        """The simulated format of lower-precision ops; None if they compute in a torch dtype."""
         return self.compute_dtype if isinstance(self.compute_dtype, FloatFormat) else None
 
     @property
@@ -125,12 +124,12 @@ class PrecisionPolicy:
         return tensor_dtype(self.compute_dtype)
 
     def explain(self, func: Callable[..., Any] | str) -> OpRule:
-        """The row that decides about `func`, the user's rule first; for an op on no list, a fall_through row.
+        """Return the row that applies to `func`: the user's rule, else the row of the table, else a fall_through row.
 
         >>> print(PrecisionPolicy().explain(torch.nn.functional.softmax))
-        softmax [fp32] softmax: exp overflows half above 11.09
+        softmax [fp32] softmax: exp overflows float16 above 11.09
         >>> print(PrecisionPolicy().explain(torch.relu))
-        relu [fall_through] relu: on no list of apex/float16, runs in the dtype it gets
+        relu [fall_through] relu: on no list of apex/float16; runs in the dtype of its arguments
         >>> print(PrecisionPolicy(op_rules={"softmax": "bfloat16"}).explain(torch.nn.functional.softmax))
         softmax [lower_precision_fp] softmax: your rule, bfloat16; the apex list has fp32
 
@@ -149,7 +148,7 @@ class PrecisionPolicy:
         return row
 
     def rows(self) -> PolicyRows:
-        """Every row with the dtype that it comes to under this policy, the user's first; prints as text and as HTML.
+        """Return every row with the dtype that it runs in, user rules first; displays as text and as HTML.
 
         >>> PrecisionPolicy("torch_cuda").rows()[0]["runs in"]
         'float16'
@@ -161,19 +160,19 @@ class PrecisionPolicy:
         return policy_rows(rules, table=table, lower=lower, title=str(self))
 
     def unlisted(self, func: Callable[..., Any]) -> OpRule:
-        """The fall_through row of an op that neither the table nor a rule names."""
+        """Return the fall_through row of an op that neither the table nor a rule names."""
         op = (spelling_of(func) or str(getattr(func, "__name__", "op"))).rpartition(".")[2]
         lists = write_policy(self.table.name if self.table else "none", precision_name(self.compute_dtype), (), ())
-        return OpRule(op, CastPolicy.FALL_THROUGH, f"{op}: on no list of {lists}, runs in the dtype it gets")
+        return OpRule(op, CastPolicy.FALL_THROUGH, f"{op}: on no list of {lists}; runs in the dtype of its arguments")
 
     def precision(self, func: Callable[..., Any]) -> Precision:
-        """What `func` computes in where its row is lower_precision_fp: its own rule's precision, or compute_dtype."""
+        """Return the precision of `func` if its row is lower_precision_fp: that of its rule, else compute_dtype."""
         _, override = self._overrides.get(func, (None, None))
         return self.compute_dtype if override is None else override.precision or self.compute_dtype
 
     @functools.cached_property
     def by_function(self) -> dict[Callable[..., Any], OpRule]:
-        """Function object -> row: the table's, with the user's rules in place of those that they override."""
+        """Function object -> row; rows from user rules replace the rows of the table."""
         listed = {} if self.table is None else self.table.by_function
         return listed | {func: row for func, (row, _) in self._overrides.items()}
 

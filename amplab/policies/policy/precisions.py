@@ -1,10 +1,10 @@
-"""What a policy can compute in: a dtype that torch computes in, or a format whose values are simulated.
+"""The precisions of a policy: a dtype that torch computes in, or a simulated format.
 
     torch.float16, torch.bfloat16, torch.float32     tensors of that dtype
     tf32, float8_e4m3, float8_e5m2                   simulated: float32 tensors that hold values of the format
 
-torch has float8 dtypes without arithmetic, and no tf32 dtype. These precisions are `FloatFormat`s.
-How a simulated format rounds is in `simulated_rounding`.
+torch has float8 dtypes but no arithmetic on them, and no tf32 dtype, so these precisions are `FloatFormat`s.
+`simulated_rounding` rounds values to them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from amplab.formats import FLOAT8_E4M3, FLOAT8_E5M2, FORMATS, TF32, FloatFormat
 __all__ = ["Precision", "precision_name", "precision_of", "tensor_dtype"]
 
 Precision = torch.dtype | FloatFormat
-"""A torch dtype, or the format that is simulated in float32 tensors."""
+"""A torch dtype, or a format simulated with float32 tensors."""
 
 _SIMULATED = (TF32, FLOAT8_E4M3, FLOAT8_E5M2)
 _BY_NAME: dict[str, Precision] = {
@@ -31,14 +31,14 @@ _BY_DTYPE: dict[torch.dtype, Precision] = {
 
 
 def precision_of(value: Any, what: str) -> Precision:
-    """The precision that a user means by `value`.
+    """Return the precision that `value` names.
 
     Args:
         value: a torch dtype, a `FloatFormat` of amplab.formats, or the name of one.
-        what: what the value is called where the user wrote it.
+        what: the name of the argument, for the error message.
 
     Raises:
-        ValueError: nothing that can be computed in.
+        ValueError: `value` is not a supported precision.
 
     >>> precision_of("bfloat16", "compute_dtype"), precision_of(torch.float8_e5m2, "compute_dtype").name
     (torch.bfloat16, 'float8_e5m2')
@@ -55,10 +55,10 @@ def precision_of(value: Any, what: str) -> Precision:
 
 
 def precision_name(precision: Precision) -> str:
-    """The name that `precision_of` reads back, e.g. "float16" or "tf32"."""
+    """Return the name that `precision_of` accepts, e.g. "float16" or "tf32"."""
     return precision.name if isinstance(precision, FloatFormat) else str(precision).removeprefix("torch.")
 
 
 def tensor_dtype(precision: Precision) -> torch.dtype:
-    """The dtype of the tensors that hold values of `precision`: float32 for a simulated format."""
+    """Return the dtype of the tensors that hold values of `precision`: float32 for a simulated format."""
     return torch.float32 if isinstance(precision, FloatFormat) else precision

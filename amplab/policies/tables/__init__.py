@@ -1,3 +1,3 @@
-"""The op tables: which op is on which list, and why. Rows are data; a table finds the row of a function."""
+"""The op tables: which op is on which list, and why."""
 
 __all__: list[str] = []

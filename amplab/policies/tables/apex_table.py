@@ -1,15 +1,15 @@
 """The lists of apex.amp as one op table, with the reason for every row.
 
-Rows are written with the functions of `op_rows`. Spellings in `added` came after apex or were missed by
+Rows are written with the functions of `op_rows`. The spellings in `added` are newer than apex or missing from
 its lists (scaled_dot_product_attention, einsum, rms_norm, torch.softmax, …). The bmm family is lower
 precision on every build.
 
-Numbers used below, half being float16: 65504 is its largest value and everything from 65520 on
-rounds to infinity; 2^-24 is its smallest value and everything up to 2^-25 rounds to zero; it has
-11 significant bits, so rounding costs at most 2^-11 of a value, and above 2048 odd integers are lost.
+Facts about float16 used below: the largest value is 65504, and values from 65520 up round to infinity.
+The smallest positive value is 2^-24, and values up to 2^-25 round to zero. It has 11 significant bits, so
+the relative rounding error is at most 2^-11, and odd integers above 2048 are not representable.
 
-Differences from apex's lists: augmented assignments (`x += y`, `x **= y`) keep the storage and the
-dtype of x, where apex bound x to a new float32 tensor; torch.softmax is float32, not only F.softmax.
+Differences from apex's lists: augmented assignments (`x += y`, `x **= y`) keep the storage and the dtype of
+x, while apex bound x to a new float32 tensor; torch.softmax runs in float32, as F.softmax does.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from amplab.policies.tables.op_table import CastPolicy, OpTable
 
 __all__ = ["APEX"]
 
-_COMPARE = "0.1 is 0.09998 in half, so values are compared in the wider type"
-_IN_PLACE = "writes into existing storage, 2 bytes an element in half, so the other arguments take its dtype"
-_NO_HALF = "half storage (largest value 65504) cannot hold what this op computes in float32"
+_COMPARE = "0.1 rounds to 0.09998 in float16, so values are compared in the wider dtype"
+_IN_PLACE = "writes to existing storage (2 bytes per element for float16), so the other arguments are cast to its dtype"
+_NO_HALF = "float16 storage (largest value 65504) cannot hold the float32 result of this op"
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc")
 
 _LOWER = rows(
@@ -30,8 +30,8 @@ _LOWER = rows(
     *((name, GEMM, (), (f"torch.{name}",)) for name in ("convolution", "_convolution")),
     ("cudnn_convolution", GEMM, (), ("torch.cudnn_convolution", "torch.cudnn_convolution_transpose")),
     ("linear", GEMM, f("linear")),
-    ("prelu", "one multiplication an element, rounded by at most 2^-11", t("prelu"), f("prelu")),
-    ("addr", "one multiplication and one addition an element, each rounded by at most 2^-11", t("addr")),
+    ("prelu", "one multiplication per element, with a rounding error of at most 2^-11", t("prelu"), f("prelu")),
+    ("addr", "one multiplication and one addition per element, each with a rounding error of at most 2^-11", t("addr")),
     *((name, GEMM, t(name)) for name in ("addmm", "addmv", "mm", "mv", "addbmm", "baddbmm", "bmm")),
     ("matmul", GEMM, (*t("matmul"), *m("__matmul__")), (*m("__rmatmul__"), "torch.linalg.matmul")),
     ("inner", GEMM, (), t("inner")),
@@ -41,7 +41,7 @@ _LOWER = rows(
     ("chain_matmul", GEMM, (), ("torch.chain_matmul", "torch.linalg.multi_dot")),
     (
         "scaled_dot_product_attention",
-        "two products of halves, exact in float32 (11 + 11 bits fit in 24), and a softmax kept in float32 between",
+        "its two products are exact in float32 (11 + 11 bits fit in 24), and its softmax runs in float32",
         (),
         (*f("scaled_dot_product_attention"), "torch._scaled_dot_product_flash_attention"),
     ),
@@ -66,34 +66,48 @@ _LOWER = rows(
 
 _FP32_POINTWISE = rows(
     CastPolicy.FP32,
-    ("acos", "its slope is infinite at 1, where one step of half (2^-11) is 0.031 of angle", t("acos"), t("arccos")),
-    ("asin", "its slope is infinite at 1, where one step of half (2^-11) is 0.031 of angle", t("asin"), t("arcsin")),
-    ("cosh", "overflows half above 11.78", t("cosh")),
-    ("sinh", "overflows half above 11.78", t("sinh")),
-    ("tan", "one step of half (2^-10) across pi/2 takes it from 2066.9 to -2029.5", t("tan")),
+    (
+        "acos",
+        "its slope is infinite at 1, where one float16 step (2^-11) changes the angle by 0.031",
+        t("acos"),
+        t("arccos"),
+    ),
+    (
+        "asin",
+        "its slope is infinite at 1, where one float16 step (2^-11) changes the angle by 0.031",
+        t("asin"),
+        t("arcsin"),
+    ),
+    ("cosh", "overflows float16 above 11.78", t("cosh")),
+    ("sinh", "overflows float16 above 11.78", t("sinh")),
+    ("tan", "one float16 step (2^-10) across pi/2 changes it from 2066.9 to -2029.5", t("tan")),
     (
         "erfinv",
-        "is infinite at 1, and one step of half (2^-11) before it only 2.47",
+        "is infinite at 1, but only 2.47 one float16 step (2^-11) below 1",
         t("erfinv"),
         ("torch.special.erfinv",),
     ),
-    ("exp", "overflows half above 11.09 and is zero below -17.33", t("exp")),
-    ("expm1", "overflows half above 11.09", t("expm1"), ("torch.special.expm1",)),
-    ("log", "reaches -16.64, where half steps by 2^-6", t("log")),
-    ("log10", "reaches -7.22, where half steps by 2^-8", t("log10")),
-    ("log2", "reaches -24, where half steps by 2^-6", t("log2")),
-    ("log1p", "1 + x loses x below 2^-11 in half", (), (*t("log1p"), "torch.special.log1p")),
-    ("reciprocal", "overflows half for |x| below 1.526e-05", t("reciprocal")),
-    ("rsqrt", "follows var + eps, and an eps of 1e-08 is zero in half", t("rsqrt")),
+    ("exp", "overflows float16 above 11.09 and underflows to zero below -17.33", t("exp")),
+    ("expm1", "overflows float16 above 11.09", t("expm1"), ("torch.special.expm1",)),
+    ("log", "reaches -16.64, where float16 has a spacing of 2^-6", t("log")),
+    ("log10", "reaches -7.22, where float16 has a spacing of 2^-8", t("log10")),
+    ("log2", "reaches -24, where float16 has a spacing of 2^-6", t("log2")),
+    ("log1p", "1 + x rounds to 1 in float16 for positive x up to 2^-11", (), (*t("log1p"), "torch.special.log1p")),
+    ("reciprocal", "overflows float16 for |x| below 1.526e-05", t("reciprocal")),
+    ("rsqrt", "its argument is usually var + eps, and an eps of 1e-08 is zero in float16", t("rsqrt")),
     (
         "pow",
-        "squares overflow half from 256 on",
+        "squares overflow float16 from 256 up",
         (*t("pow"), *m("__pow__", "__rpow__")),
     ),
-    ("float_power", "squares overflow half from 256 on", (), t("float_power")),
-    ("gelu", "1 + erf(x / sqrt 2) is 6.33e-05 at x = -4, under half's step of 2^-11 below 1", f("gelu")),
+    ("float_power", "squares overflow float16 from 256 up", (), t("float_power")),
+    ("gelu", "1 + erf(x / sqrt 2) is 6.33e-05 at x = -4, less than the float16 spacing of 2^-11 below 1", f("gelu")),
     ("softplus", EXP, f("softplus")),
-    ("cpu", "hands results to the host, where many ops lack half; float32 keeps all 11 of its bits", m("cpu")),
+    (
+        "cpu",
+        "copies to the CPU, where many ops have no float16 kernel; float32 keeps all 11 significant bits",
+        m("cpu"),
+    ),
     aten={
         "cpu": "to _to_copy",
     },
@@ -113,8 +127,8 @@ _FP32_REDUCTIONS = rows(
     ("log_softmax", EXP, f("log_softmax"), (*t("log_softmax"), "torch.special.log_softmax")),
     ("logsumexp", EXP, (), (*t("logsumexp"), "torch.special.logsumexp")),
     ("logcumsumexp", EXP, (), t("logcumsumexp")),
-    ("cumprod", "sixteen factors of 2 are 65536, above half's largest value 65504", t("cumprod")),
-    ("prod", "sixteen factors of 2 are 65536, above half's largest value 65504", t("prod")),
+    ("cumprod", "the product of sixteen factors of 2 is 65536, above the float16 maximum of 65504", t("cumprod")),
+    ("prod", "the product of sixteen factors of 2 is 65536, above the float16 maximum of 65504", t("prod")),
     ("cumsum", SUM, t("cumsum")),
     ("sum", SUM, t("sum")),
     ("nansum", SUM, (), t("nansum")),
@@ -134,18 +148,18 @@ _FP32_REDUCTIONS = rows(
     ("group_norm", SQUARE, f("group_norm"), ("torch.group_norm",)),
     ("rms_norm", SQUARE, (), (*f("rms_norm"), "torch.rms_norm")),
     ("local_response_norm", SQUARE, f("local_response_norm")),
-    ("normalize", "divides by max(norm, eps), and its eps of 1e-12 is zero in half", f("normalize")),
-    ("cosine_similarity", "divides by max(norm, eps), and its eps of 1e-08 is zero in half", f("cosine_similarity")),
+    ("normalize", "divides by max(norm, eps), and its eps of 1e-12 is zero in float16", f("normalize")),
+    ("cosine_similarity", "divides by max(norm, eps), and its eps of 1e-08 is zero in float16", f("cosine_similarity")),
     (
         "interpolate",
-        "source coordinates lose their fraction in half above 1024",
+        "float16 source coordinates above 1024 have no fractional part",
         f("interpolate"),
         f("upsample", "upsample_nearest", "upsample_bilinear"),
     ),
-    ("upsample", "source coordinates lose their fraction in half above 1024", (), c(*_UPSAMPLE)),
+    ("upsample", "float16 source coordinates above 1024 have no fractional part", (), c(*_UPSAMPLE)),
     (
         "grid_sample",
-        "half coordinates near 1 step by 2^-11, one pixel of a 4096 wide image",
+        "float16 coordinates near 1 have a spacing of 2^-11, which is one pixel of a 4096-pixel-wide image",
         f("grid_sample"),
         ("torch.grid_sampler",),
     ),
@@ -169,9 +183,9 @@ _FP32_LOSSES = rows(
     CastPolicy.FP32,
     ("poisson_nll_loss", EXP, f("poisson_nll_loss"), ("torch.poisson_nll_loss",)),
     ("cosine_embedding_loss", SQUARE, f("cosine_embedding_loss"), ("torch.cosine_embedding_loss",)),
-    ("cross_entropy", f"takes a softmax, and {EXP}", f("cross_entropy"), c("cross_entropy_loss")),
+    ("cross_entropy", f"computes a softmax, and {EXP}", f("cross_entropy"), c("cross_entropy_loss")),
     ("hinge_embedding_loss", SUM, f("hinge_embedding_loss"), ("torch.hinge_embedding_loss",)),
-    ("kl_div", "log targets reach -16.64, where half steps by 2^-6", f("kl_div"), ("torch.kl_div",)),
+    ("kl_div", "log targets reach -16.64, where float16 has a spacing of 2^-6", f("kl_div"), ("torch.kl_div",)),
     ("l1_loss", SUM, f("l1_loss"), c("l1_loss")),
     ("mse_loss", SQUARE, f("mse_loss"), c("mse_loss")),
     ("huber_loss", SQUARE, (), (*f("huber_loss"), *c("huber_loss"))),
@@ -196,7 +210,7 @@ _FP32_LOSSES = rows(
         ("torch.triplet_margin_loss",),
     ),
     ("triplet_margin_with_distance_loss", SQUARE, (), f("triplet_margin_with_distance_loss")),
-    ("ctc_loss", f"adds probabilities as exp of logs, and {EXP}", f("ctc_loss"), ("torch.ctc_loss",)),
+    ("ctc_loss", f"adds probabilities in log space, and {EXP}", f("ctc_loss"), ("torch.ctc_loss",)),
     aten={
         "cross_entropy": "cross_entropy_loss log_softmax nll_loss nll_loss2d",
         "gaussian_nll_loss": "log pow mean",
@@ -280,7 +294,7 @@ _BANNED = rows(
     CastPolicy.BANNED,
     (
         "binary_cross_entropy",
-        "a half sigmoid is exactly 1 from 8.32 on, and log(1 - 1) is -inf",
+        "a float16 sigmoid is exactly 1 from 8.32 up, and log(1 - 1) is -inf",
         f("binary_cross_entropy"),
         c("binary_cross_entropy"),
     ),
@@ -322,7 +336,7 @@ _FALL_THROUGH = rows(
     ("lp_pool", "its power and pooling follow their own rows", (), f("lp_pool1d", "lp_pool2d", "lp_pool3d")),
     (
         "backward",
-        "ops recomputed inside it follow their own rows",
+        "the ops recomputed inside it follow their own rows",
         (),
         (*m("backward"), "torch.autograd.backward", "torch.autograd.grad"),
     ),
@@ -347,4 +361,4 @@ APEX = OpTable(
     + _BANNED
     + _FALL_THROUGH,
 )
-"""apex.amp's lists with what torch has gained since; the default of every policy."""
+"""The lists of apex.amp, extended with newer torch ops; the default table of a policy."""

@@ -1,6 +1,6 @@
-"""Ops and op tables by the names that a person types: "softmax", "F.softmax", "torch_cuda".
+"""Look up ops and op tables by name: "softmax", "F.softmax", "torch_cuda".
 
-A name that is not found is answered with the nearest ones.
+The error for an unknown name suggests the closest known names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HOMES = ("torch", "torch.nn.functional", "torch.Tensor", "torch.linalg", "torch
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
-    """Which of `allowed` are spelled most like `name`, as the end of a sentence; nothing where none is.
+    """Return the names in `allowed` closest to `name` as the end of a message, or "" if none is close.
 
     >>> nearest("torch_cud", ["apex", "torch_cuda", "torch_cpu"])
     '; did you mean torch_cuda or torch_cpu?'
@@ -33,35 +33,35 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
 
 
 def find_table(name: str) -> OpTable:
-    """The op table called `name`.
+    """Return the op table called `name`.
 
     >>> find_table("torch_cpu").name
     'torch_cpu'
 
     Raises:
-        ValueError: there is no such table.
+        ValueError: no table has this name.
     """
     if name not in TABLES:
         raise ValueError(
             f"op table {name!r}: expected one of {', '.join(TABLES)}{nearest(name, TABLES) or '.'} "
-            "Pass one of these names, an OpTable of your own, or None to cast nothing."
+            "Pass one of these names, an OpTable, or None to cast nothing."
         )
     return TABLES[name]
 
 
 def find_row(name: str, table: OpTable | None) -> OpRule | None:
-    """The row that `table` calls `name`, e.g. "softmax" or "add_"; None where no row is called so."""
+    """Return the row of `table` whose op is `name`, e.g. "softmax" or "add_", or None."""
     return next((row for row in (() if table is None else table.rows) if row.op == name), None)
 
 
 def find_op(name: str) -> Callable[..., Any]:
-    """The function called `name`: a bare name, or a dotted path from torch, Tensor or F.
+    """Return the function called `name`: a bare name, or a dotted path from torch, Tensor or F.
 
     >>> find_op("F.relu").__module__
     'torch.nn.functional'
 
     Raises:
-        ValueError: torch has no such function.
+        ValueError: torch has no function of this name.
     """
     head, _, rest = name.partition(".")
     home = {"F": "torch.nn.functional", "Tensor": "torch.Tensor", "torch": "torch"}.get(head)

@@ -1,9 +1,9 @@
-"""The short words that the op tables are written in: homes of spellings, shared reasons, rows and their recasting.
+"""The functions and shared reasons that the op tables are written with.
 
-A row is written as (op, reason, spellings, added): `t` marks a name that is both a torch function and a
-Tensor method, `f` a torch.nn.functional one, `m` a Tensor method or operator only, `c` one of the
-functions that torch.nn.functional calls. The ATen names of a row are its op's own unless `aten` says others.
-A list that shares ops with another takes their rows over under its own cast policy (`recast`).
+A row is written as (op, reason, spellings, added). `t` expands a name to the torch function and the Tensor
+method, `f` to the function of torch.nn.functional, `m` to the Tensor method or operator, and `c` to the
+function of torch._C._nn that torch.nn.functional calls. The ATen name of a row is its op's name unless `aten`
+gives others. `recast` copies rows of another list under a different cast policy.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from amplab.policies.tables.op_table import CastPolicy, OpRule
 
 __all__ = ["EXP", "GEMM", "INSIDE", "RECURRENT", "SQUARE", "SUM", "WIDEST", "c", "f", "m", "recast", "rows", "t"]
 
-GEMM = "products of two halves are exact in float32 (11 + 11 bits fit in 24), so only the sum is rounded, by 2^-11"
-RECURRENT = "its gates are products of halves, exact in float32 (11 + 11 bits fit in 24), and its state stays within 1"
-SQUARE = "squares its elements, and 256 squared is 65536, above half's largest value 65504"
-SUM = "sums, and half reaches infinity at 65520 and cannot count by ones above 2048"
-EXP = "exp overflows half above 11.09"
+GEMM = "products of two float16 values are exact in float32 (11 + 11 bits fit in 24); only the sum is rounded, by 2^-11"
+RECURRENT = "its gates are products that are exact in float32 (11 + 11 bits fit in 24), and its output is in [-1, 1]"
+SQUARE = "squares its elements, and 256 squared is 65536, above the float16 maximum of 65504"
+SUM = "sums its elements, and a float16 sum overflows at 65520 and cannot grow by 1 above 2048"
+EXP = "exp overflows float16 above 11.09"
 INSIDE = "the ops inside it follow their own rows"
-WIDEST = "with half (11 significant bits) and float32 (24) the wider type holds both arguments exactly"
+WIDEST = "the wider dtype (float32: 24 significant bits) represents a float16 argument (11 bits) exactly"
 
 
 def t(*names: str) -> tuple[str, ...]:
-    """A torch function that is a Tensor method too.
+    """Return the spellings of a torch function that is also a Tensor method.
 
     >>> t("mm")
     ('torch.mm', 'torch.Tensor.mm')
@@ -35,27 +35,27 @@ def t(*names: str) -> tuple[str, ...]:
 
 
 def f(*names: str) -> tuple[str, ...]:
-    """A function of torch.nn.functional."""
+    """Return the spelling of a function of torch.nn.functional."""
     return tuple(f"torch.nn.functional.{name}" for name in names)
 
 
 def m(*names: str) -> tuple[str, ...]:
-    """A Tensor method or operator only."""
+    """Return the spelling of a Tensor method or operator."""
     return tuple(f"torch.Tensor.{name}" for name in names)
 
 
 def c(*names: str) -> tuple[str, ...]:
-    """What torch.nn.functional calls, for those who call it directly and for functions that are opened."""
+    """Return the spelling in torch._C._nn, which torch.nn.functional calls and users sometimes call directly."""
     return tuple(f"torch._C._nn.{name}" for name in names)
 
 
 def rows(cast: CastPolicy, *written: tuple[Any, ...], aten: dict[str, str] | None = None) -> tuple[OpRule, ...]:
-    """Rows of one cast policy.
+    """Return rows of one cast policy.
 
     Args:
-        cast: their cast policy.
-        written: (op, reason, spellings, added); the last may be left out.
-        aten: op -> ATen names with blanks between, where they are not the op's own name.
+        cast: the cast policy of the rows.
+        written: (op, reason, spellings, added); `added` is optional.
+        aten: op -> ATen names separated by spaces, where they differ from the name of the op.
     """
     others = aten or {}
     return tuple(_row(cast, others.get(row[0], row[0]), *row) for row in written)
@@ -64,17 +64,19 @@ def rows(cast: CastPolicy, *written: tuple[Any, ...], aten: dict[str, str] | Non
 def recast(
     shared: Iterable[OpRule], cast: CastPolicy, ops: str, *, reason: str | None = None, listed: bool = True
 ) -> tuple[OpRule, ...]:
-    """The rows of `ops` in `shared`, under another list's cast policy; spellings, ATen names and reason are kept.
+    """Return copies of the rows of `ops` in `shared` with the cast policy `cast`.
+
+    Spellings, ATen names and reason stay the same.
 
     Args:
         shared: the rows of the other list.
         cast: the cast policy in the new list.
-        ops: the op names with blanks between.
-        reason: what to say instead of the other list's reason, without the op's name.
-        listed: whether the new list names these ops itself; if not, every spelling counts as added.
+        ops: the op names, separated by spaces.
+        reason: replaces the reason of the other list, without the name of the op; None keeps it.
+        listed: whether the new list names these ops; if not, every spelling counts as added.
 
     Raises:
-        KeyError: `shared` has no such row.
+        KeyError: `shared` has no row of that name.
     """
     by_op = {row.op: row for row in shared}
     return tuple(_recast(by_op[op], cast, reason, listed) for op in ops.split())

@@ -1,8 +1,8 @@
 """The op table: one row per op with its cast policy, its spellings and the reason.
 
-A spelling is a dotted path from `torch`, e.g. "torch.nn.functional.softmax". Two marks say that
-a spelling is not in every torch: "torch.foo>=2.9" came with 2.9, "torch.foo<2.9" left with it.
-A spelling that the running torch lacks is passed over, so that a newer torch does not break the table.
+A spelling is a dotted path from `torch`, e.g. "torch.nn.functional.softmax". A suffix restricts it to some
+torch versions: "torch.foo>=2.9" was added in 2.9, "torch.foo<2.9" was removed in it. A spelling that the
+installed torch does not have is ignored, so that a newer torch does not break the table.
 Rows are found by function object, not by name: `torch.mm` and `torch.spmm` share a name.
 The rows themselves are in `apex_table`, `torch_cuda_table` and `torch_cpu_table`.
 """
@@ -24,8 +24,8 @@ __all__ = ["CastPolicy", "OpRule", "OpTable", "absent", "resolve", "spelling_of"
 class CastPolicy(enum.Enum):
     """How the floating tensors among an op's arguments are cast before the op runs.
 
-    float64 is never narrowed by any of them: an op that gets a float64 tensor runs as it would
-    in the float32 model (its 16-bit arguments become float32, the rest is torch's own rule).
+    No cast policy narrows float64: an op that gets a float64 tensor runs as it does in the float32 model
+    (its 16-bit arguments are cast to float32, then torch's type promotion applies).
     """
 
     LOWER_PRECISION_FP = "lower_precision_fp"
@@ -35,36 +35,36 @@ class CastPolicy(enum.Enum):
     """Every 16-bit argument is cast to float32."""
 
     FP32_SET_OPT_DTYPE = "fp32_set_opt_dtype"
-    """The arguments stay; the op gets `dtype=torch.float32` unless the caller passed a dtype."""
+    """The arguments are unchanged; the op gets `dtype=torch.float32` unless the caller passes a dtype."""
 
     PROMOTE = "promote"
-    """Where floating dtypes differ, every argument is cast to the widest of them."""
+    """If the floating dtypes differ, every argument is cast to the widest of them."""
 
     SEQUENCE_PROMOTE = "sequence_promote"
-    """As PROMOTE, over the elements of a list or tuple argument."""
+    """The same as PROMOTE, for the elements of a list or tuple argument."""
 
     MATCH_SELF = "match_self"
     """An in-place op: the other arguments are cast to the dtype of the tensor written to."""
 
     BANNED = "banned"
-    """The op refuses 16-bit arguments with an error that says what to do instead."""
+    """16-bit arguments raise an error that says what to do instead."""
 
     FALL_THROUGH = "fall_through"
-    """The op runs in the dtype it gets; ops inside it follow their own rows."""
+    """The op runs in the dtype of its arguments; the ops inside it follow their own rows."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OpRule:
-    """One row: what happens to the arguments of `op`, and why.
+    """One row: how the arguments of `op` are cast, and why.
 
     Attributes:
         op: the op's bare name, e.g. "softmax"; in-place ops end in an underscore.
         cast: the kind of cast.
-        reason: one sentence with its number, e.g. "exp overflows half above 11.09".
-        spellings: every public path the op is called by.
-        added: those of `spellings` that the list this row comes from does not name.
-        aten: the ATen ops it becomes, without overloads, e.g. ("nll_loss", "nll_loss2d").
-        by_user: whether a user's own rule made this row, and no list.
+        reason: the op, then one clause with a number, e.g. "softmax: exp overflows float16 above 11.09".
+        spellings: every public path of the op.
+        added: those of `spellings` that the original list does not name.
+        aten: the ATen ops that it calls, without overloads, e.g. ("nll_loss", "nll_loss2d").
+        by_user: whether the row comes from a user's rule instead of a list.
     """
 
     op: str
@@ -82,22 +82,22 @@ class OpRule:
 
 @dataclasses.dataclass(frozen=True)
 class OpTable:
-    """A named list of rows, searched by function object.
+    """A named list of rows, with lookup by function object.
 
     Attributes:
-        name: the word for the list, e.g. "apex".
-        rows: the rows; no function may be claimed by two of them.
+        name: the name of the list, e.g. "apex".
+        rows: the rows; two rows must not name the same function.
     """
 
     name: str
     rows: tuple[OpRule, ...]
 
     def __reduce__(self) -> tuple[type[OpTable], tuple[str, tuple[OpRule, ...]]]:
-        """Pickle the rows; function objects are found again where it is loaded."""
+        """Pickle the rows; function objects are looked up again on load."""
         return OpTable, (self.name, self.rows)
 
     def rule(self, func: Callable[..., Any]) -> OpRule | None:
-        """The row of `func`, or None where no row names it.
+        """Return the row of `func`, or None if no row names it.
 
         >>> from amplab.policies import APEX
         >>> APEX.rule(torch.nn.functional.softmax).cast.value
@@ -108,15 +108,15 @@ class OpTable:
         return self.by_function.get(func)
 
     def rows_of(self, cast: CastPolicy) -> tuple[OpRule, ...]:
-        """The rows with the cast policy `cast`, in table order."""
+        """Return the rows with the cast policy `cast`, in table order."""
         return tuple(row for row in self.rows if row.cast is cast)
 
     @functools.cached_property
     def by_function(self) -> dict[Callable[..., Any], OpRule]:
-        """Function object -> row, for the spellings that the running torch has.
+        """Function object -> row, for the spellings that the installed torch has.
 
         Raises:
-            ValueError: a function is claimed by two rows.
+            ValueError: two rows name the same function.
         """
         found: dict[Callable[..., Any], OpRule] = {}
         for row in self.rows:
@@ -126,14 +126,14 @@ class OpTable:
                     continue
                 if found.setdefault(func, row) is not row:
                     raise ValueError(
-                        f"op table {self.name!r}: {spelling} is claimed by the rows {found[func].op!r} and "
-                        f"{row.op!r}; a function has one row, so take it out of one of them."
+                        f"op table {self.name!r}: the rows {found[func].op!r} and {row.op!r} both name {spelling}; "
+                        "a function can have one row only. Remove it from one of them."
                     )
         return found
 
 
 def resolve(spelling: str) -> Callable[..., Any] | None:
-    """The function that `spelling` names; None where the running torch does not have it.
+    """Return the function that `spelling` names, or None if the installed torch does not have it.
 
     >>> resolve("torch.mm") == torch.mm
     True
@@ -147,7 +147,8 @@ def resolve(spelling: str) -> Callable[..., Any] | None:
 
 
 def spelling_of(func: Callable[..., Any]) -> str | None:
-    """The public path of an op of torch; None for anything else. torch.mm is torch.spmm too, and goes by its own name.
+    """Return the public path of an op of torch, or None for anything else. For torch.mm, which is also torch.spmm,
+    the path is that of its `__name__`.
 
     >>> spelling_of(torch.mm), spelling_of(torch.Tensor.add), spelling_of(len)
     ('torch.mm', 'torch.Tensor.add', None)
@@ -158,7 +159,7 @@ def spelling_of(func: Callable[..., Any]) -> str | None:
 
 
 def absent(spelling: str) -> bool:
-    """Whether the mark of `spelling` says that the running torch does not have it."""
+    """Return whether the version suffix of `spelling` excludes the installed torch."""
     _, bound, version = _split_mark(spelling)
     major, minor = torch.__version__.split(".")[:2]
     return bool(bound) and ((int(major), int(minor)) >= version) != (bound == ">=")

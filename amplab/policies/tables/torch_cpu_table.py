@@ -1,12 +1,12 @@
 """The lists of torch.autocast("cpu") as an op table.
 
-They are other lists than CUDA's: exp, softmax, layer_norm and sum are on none of them and run in
-16 bits; what they keep in float32 is above all what had no 16-bit kernel on the CPU. How rows
-are shared and marked is said in `torch_cuda_table`.
+They differ from the lists of CUDA: exp, softmax, layer_norm and sum are on no list and run in 16 bits. Most ops
+on the float32 list are there because they had no 16-bit CPU kernel. `torch_cuda_table` explains how rows are
+shared and marked.
 
-Differences from torch.autocast("cpu"), beside the last two named there:
-  - F.pad keeps a 16-bit dtype in every mode; torch's reflect and replicate return float32.
-  - The products inside gru, lstm_cell, gru_cell and bilinear are not lowered (the outputs are float32 as in torch).
+Differences from torch.autocast("cpu"), in addition to the last two in `torch_cuda_table`:
+  - F.pad keeps a 16-bit dtype in every mode; in torch, the modes reflect and replicate return float32.
+  - The products inside gru, lstm_cell, gru_cell and bilinear are not lowered (the outputs are float32, as in torch).
   - einsum, inner and tensordot are lowered even where torch computes them without a matrix product.
 """
 
@@ -18,9 +18,9 @@ from amplab.policies.tables.op_table import CastPolicy, OpTable
 
 __all__ = ["TORCH_CPU"]
 
-_LAPACK = "LAPACK has routines for 32-bit and 64-bit floats only"
-_FFT = "the CPU's FFT libraries take 32-bit and 64-bit floats only"
-_NO_KERNEL = "its CPU kernel took 32-bit and 64-bit floats only when torch made the list"
+_LAPACK = "LAPACK supports 32-bit and 64-bit floats only"
+_FFT = "the FFT libraries for the CPU support 32-bit and 64-bit floats only"
+_NO_KERNEL = "when torch defined the list, its CPU kernel supported 32-bit and 64-bit floats only"
 _TRANSFORMS = (
     *("fft", "fft2", "fftn", "ifft", "ifft2", "ifftn", "rfft", "rfft2", "rfftn", "irfft", "irfft2", "irfftn"),
     *("hfft", "ihfft"),
@@ -86,18 +86,18 @@ _FP32_KERNELS = rows(
     ("fake_quantize_per_tensor_affine", _NO_KERNEL, ("torch.fake_quantize_per_tensor_affine",)),
     (
         "quantile",
-        "interpolates between ranks, and half cannot tell ranks above 2048 apart",
+        "interpolates between ranks, and float16 cannot represent odd ranks above 2048",
         t("quantile", "nanquantile"),
     ),
-    ("trace", "sums the diagonal, and half reaches infinity at 65520", t("trace")),
+    ("trace", "sums the diagonal, and a float16 sum overflows at 65520", t("trace")),
     (
         "polar",
-        "makes a complex number, and its CPU kernel takes 32-bit and 64-bit floats only",
+        "returns complex numbers, and its CPU kernel supports 32-bit and 64-bit floats only",
         ("torch.polar",),
     ),
     (
         "view_as_complex",
-        "there is no complex number with parts of bfloat16's 8 significant bits",
+        "torch has no complex dtype with bfloat16 parts (8 significant bits)",
         ("torch.view_as_complex",),
     ),
     aten={
@@ -168,4 +168,4 @@ _FALL_THROUGH = recast(
 TORCH_CPU = OpTable(
     "torch_cpu", _LOWER + _FP32_SHARED + _FP32_KERNELS + _FP32_FOURIER + _FP32_LAPACK + _PROMOTE + _FALL_THROUGH
 )
-"""What torch.autocast("cpu") casts."""
+"""The lists of torch.autocast("cpu")."""

@@ -1,19 +1,19 @@
-"""The lists of torch.autocast("cuda") as an op table: what a GPU casts, to be run on any device.
+"""The lists of torch.autocast("cuda") as an op table; it works on every device.
 
-Ops that apex's lists have too are taken over from there, with their spellings and reasons, under
-torch's cast policy. torch casts ATen ops, so its lists also reach the ops inside a function written
-in C++ or in Python; an engine sees functions. Hence two kinds of rows that torch's lists do not name:
-C++ functions whose inner op decides (square calls pow), with all their spellings in `added`, and Python
-functions that are opened so that the ops inside are seen (fall_through). In-place ops and `out=` are on no list.
+Rows of ops that are on apex's lists too are copied from there, with their spellings and reasons, under torch's
+cast policy. torch casts ATen ops, so its lists also apply to the ops inside a function written in C++ or Python.
+A CastingEngine sees functions only. The table therefore has two kinds of rows that torch's lists do not name:
+C++ functions whose inner op is listed (square calls pow), with all their spellings in `added`, and Python
+functions that the engine opens to see the ops inside (fall_through). In-place ops and `out=` are on no list.
 
 Differences from torch.autocast("cuda"):
-  - A promote op with float64 or with both 16-bit dtypes runs in the widest dtype; torch refuses some of these.
-  - binary_cross_entropy is refused for 16-bit arguments only; torch refuses every call.
-  - What a C++ function computes before its deciding op is in that op's dtype already: the difference in
+  - A promote op with float64 or with both 16-bit dtypes runs in the widest dtype; torch refuses some of them.
+  - binary_cross_entropy raises an error for 16-bit arguments only; in torch, every call raises one.
+  - The ops that a C++ function runs before its listed op also run in the dtype of the listed op: the difference in
     pairwise_distance, lgamma in mvlgamma, the products in trapezoid, and the log_softmax in cross_entropy,
-    whose result torch rounds to the logits' 16 bits before it takes the nll_loss in float32.
-  - F.interpolate is float32 in mode "area" too, where torch leaves the pooling inside it as it comes.
-  - A product that a C++ function takes after other arithmetic (cov, corrcoef, pinv, matrix_power) is not lowered.
+    whose result torch rounds to the 16-bit dtype of the logits before it computes nll_loss in float32.
+  - F.interpolate runs in float32 in mode "area" too; torch runs the pooling inside it in the dtype of the input.
+  - A product that a C++ function computes after other arithmetic (cov, corrcoef, pinv, matrix_power) is not lowered.
 """
 
 from __future__ import annotations
@@ -94,4 +94,4 @@ _FALL_THROUGH = (
 )
 
 TORCH_CUDA = OpTable("torch_cuda", _LOWER + _FP32 + _SET_OPT_DTYPE + _PROMOTE + _BANNED + _FALL_THROUGH)
-"""What torch.autocast("cuda") casts."""
+"""The lists of torch.autocast("cuda")."""
