@@ -69,7 +69,7 @@ def checked_optimizers(optimizers: Any) -> list[Optimizer]:
         return []
     chosen = _each_once(optimizers)
     for optimizer in chosen:
-        if type(optimizer).__name__ == "FP16_Optimizer":  # of fp16_utils, or somebody's copy of it
+        if type(optimizer).__name__ == "FP16_Optimizer":  # of fp16_utils, or a copy of it in user code
             raise RuntimeError(
                 f"An incoming optimizer is an instance of {type(optimizer)}. The optimizer(s) passed to "
                 "amp.initialize() must be bare instances of either ordinary Pytorch optimizers, or Apex fused "
@@ -106,9 +106,9 @@ def checked_verbosity(verbosity: Any) -> int:
 
 
 def checked_combined(combine_grad: Any, check_combined_tensors: Any) -> tuple[bool, bool]:
-    """Return whether gradients are to be combined, and whether a sentence is to say when they had to be once more.
+    """Return whether to combine gradients, and whether to print a message when they have to be combined again.
 
-    Warns where the second is asked for without the first.
+    Warns if the second is requested without the first.
 
     Raises:
         TypeError: not True or False.
@@ -125,25 +125,25 @@ def checked_combined(combine_grad: Any, check_combined_tensors: Any) -> tuple[bo
 
 
 def refuse_combined_ddp(combine_ddp: Any, ddp_replica_count: Any) -> None:
-    """Refuse what the Ascend flavour of apex does in the place of DistributedDataParallel.
+    """Reject the arguments with which the Ascend version of apex replaces DistributedDataParallel.
 
     Raises:
-        NotImplementedError: one of them asks for something.
+        NotImplementedError: one of them is not the default.
     """
     for name, wanted in {"combine_ddp": combine_ddp, "ddp_replica_count": ddp_replica_count != 4}.items():
         if wanted:
             raise NotImplementedError(
-                f"{name}: amp.initialize does not average gradients over ranks; that is not built. Leave {name} out "
+                f"{name}: amp.initialize does not average gradients over ranks. Omit {name} "
                 "and wrap the model in torch.nn.parallel.DistributedDataParallel, whose buckets (bucket_cap_mb) are "
                 "flat buffers reduced during the backward; combine_grad=True works with it."
             )
 
 
 def refuse_half(model: nn.Module) -> None:
-    """Refuse a model that somebody has cast to half already.
+    """Reject a model that is already cast to half.
 
     Raises:
-        RuntimeError: a float16 parameter or buffer, named.
+        RuntimeError: a parameter or buffer is float16; the message names it.
     """
     for kind, tensors in (("param", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in tensors:
@@ -174,9 +174,9 @@ def refuse_scripted(model: nn.Module, dtype: torch.dtype | bool | None) -> None:
 
 
 def warn_of_unused(loss_scale: float | str | None, **dynamic: float) -> None:
-    """Warn of arguments of a dynamic scale that were given beside a static ``loss_scale``, which does not heed them.
+    """Warn about arguments of a dynamic scale that have no effect with a static ``loss_scale``.
 
-    Where the level alone makes the scale static (None) they may stay: one call then serves every level.
+    No warning if only the level makes the scale static (loss_scale=None), so that one call works for every level.
     """
     given = [f"{name}={value!r}" for name, value in dynamic.items() if value != _DYNAMIC[name]]
     if given and loss_scale not in (None, "dynamic"):

@@ -79,7 +79,7 @@ def refuse_torn_params(model: nn.Module, own_dtypes: Mapping[nn.Module, torch.dt
 
 
 def set_values(param: Tensor, values: Tensor) -> None:
-    """Let ``param`` hold ``values`` of whatever dtype, its gradient cast along; no copy is made of the values."""
+    """Replace the values of ``param``, of any dtype, without a copy, and cast its gradient to their dtype."""
     grad, param.grad = param.grad, None
     param.data = values
     if grad is not None:

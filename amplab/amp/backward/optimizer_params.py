@@ -30,7 +30,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
         TypeError: it has no ``param_groups``.
     """
     try:
-        groups = optimizer.param_groups  # apex takes whatever has them
+        groups = optimizer.param_groups  # apex accepts any object that has them
     except AttributeError:
         groups = None
     if not isinstance(groups, list):

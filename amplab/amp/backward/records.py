@@ -1,6 +1,6 @@
-"""What a session tells about itself: frozen values, one per event or question.
+"""The records that a session returns: frozen values, one per event or query.
 
-`ScaleRecord` at the exit of `scale_loss`, `StepOutcome` after `optimizer.step()`, `MemoryUse` when asked.
+`ScaleRecord` at the exit of `scale_loss`, `StepOutcome` after `optimizer.step()`, `MemoryUse` on request.
 """
 
 from dataclasses import dataclass, field
@@ -19,10 +19,10 @@ class ScaleRecord:
         loss_scale: the scale that this loss was multiplied by.
         next_loss_scale: the scale that the next loss will be multiplied by.
         found_inf: a gradient of the optimizers passed in is inf or NaN.
-        skipped: the next step of these optimizers will be left out (never at a static scale).
+        skipped: the next step of these optimizers will be skipped (never at a static scale).
         first_nonfinite: with ``found_inf``, the non-finite gradient that backward reached first, by its
             parameter's name; the one nearest the loss.
-        loss: what was scaled, before it was; None where it was no single tensor. Reading it waits for the device.
+        loss: the loss before scaling; None if it was not a single tensor. Reading it waits for the device.
         backward_scales: of a `GradScaler`, after an optimizer's ``step``: the scale of each call of ``scale`` since the
             update that ended the step before, the last 256 at most; several where gradients are accumulated.
     """
@@ -42,9 +42,9 @@ class StepOutcome:
     """What the last ``optimizer.step()`` did.
 
     Attributes:
-        stepped: the parameters were updated.
+        stepped: whether the parameters were updated.
         reason: why, or why not.
-        first_nonfinite: the parameter that a skipped step is due to.
+        first_nonfinite: the parameter that caused a skipped step.
     """
 
     stepped: bool
@@ -54,15 +54,15 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes held by what a session has initialized; a tensor shared by several owners counts once.
+    """Bytes of the models and optimizers of a session; a tensor shared by several owners counts once.
 
     Attributes:
         parameters: the models' parameters, in the dtype they have now.
         gradients: the gradients of those parameters and of the masters.
         masters: float32 master weights.
         optimizer_state: momenta, moments, step counts: every tensor in ``optimizer.state``.
-        gradient_buffers: what the flat buffers of ``combine_grad`` take beyond the gradients that lie in them: padding,
-            and the places of gradients that are None.
+        gradient_buffers: the bytes in the flat buffers of ``combine_grad`` that hold no gradient: padding, and
+            the places of gradients that are None.
     """
 
     parameters: int

@@ -39,7 +39,7 @@ DEFAULT_POLICY = PrecisionPolicy(table=TORCH_CUDA)
 
 
 class autocast:
-    """A region in which ops run in the dtype that a policy says: `torch.autocast`, and ``policy=`` beside.
+    """A region in which ops run in the dtype of a policy: `torch.autocast` with an additional ``policy=``.
 
     A context manager and a decorator, of plain functions, of ``forward`` (the signature is kept), of generators and of
     coroutines. Regions nest; the inner one decides. One instance can be entered while it is entered, and in several
@@ -50,22 +50,22 @@ class autocast:
     ...     print(hidden.dtype, torch.softmax(hidden, 0).dtype)
     torch.bfloat16 torch.float32
 
-    What differs from `torch.autocast`:
+    Differences from `torch.autocast`:
 
-    * On the CPU, too, the policy is that of a GPU: softmax, norms, sums and losses in float32. (torch has other lists
-      for the CPU.) Halves are multiplied there as `amplab.cpu_half` says.
-    * torch's own flags stay as they are, since setting them would switch torch's own casts on underneath. Code that
-      reads `torch.is_autocast_enabled` sees False; `amplab.is_autocast_enabled` and `amplab.get_autocast_dtype`
-      answer. Use `amplab.custom_fwd`, `custom_bwd` and `checkpoint`, which know both.
-    * Seen are the ops called from Python. Not seen are `torch.ops.*` and what C++ calls, autograd's backward
-      included; a tensor subclass decides about its dtypes itself.
-    * The weight cache tells dtypes apart and sees edits; the same instance may be entered twice; the body of a
-      decorated generator or coroutine runs inside. In torch none of these holds.
-    * A dtype that is no floating one is an error; so is one that contradicts ``policy``.
-    * Any device that torch can tell is absent turns the region off with a warning, not CUDA alone.
-    * A region inside of `torch.autocast`'s, or around it, does not end it: ops are cast by both. Use one of them.
-    * TorchScript cannot compile it. A function for torch.compile makes its regions itself, or is decorated: an
-      instance made outside cannot be entered inside (around the compiled function it can).
+    * The default policy on the CPU is that of a GPU: softmax, norms, sums and losses in float32. (torch has different
+      lists for the CPU.) `amplab.cpu_half` selects how float16 products are computed on the CPU.
+    * The autocast flags of torch are not set, because that would also enable the casts of torch. Code that reads
+      `torch.is_autocast_enabled` sees False; use `amplab.is_autocast_enabled` and `amplab.get_autocast_dtype`, and
+      `amplab.custom_fwd`, `custom_bwd` and `checkpoint`, which support both.
+    * It casts ops called from Python, but not `torch.ops.*` and ops called from C++, including the backward of
+      autograd. Tensor subclasses are not cast.
+    * The weight cache distinguishes dtypes and detects changes of a weight; one instance can be entered twice; the
+      body of a decorated generator or coroutine runs inside the region. None of this is the case in torch.
+    * A dtype that is not floating-point, or that contradicts ``policy``, is an error.
+    * If the device is not available, the region is disabled with a warning for every device type, not only for CUDA.
+    * A region does not disable an enclosing or inner `torch.autocast`: both cast. Use only one of them.
+    * TorchScript cannot compile it. With torch.compile, create the region inside the compiled function or decorate the
+      function: an instance created outside cannot be entered inside (it can be entered around the compiled function).
 
     Args:
         device_type: "cuda", "cpu", …: ops with a tensor on such a device are cast, others are not.

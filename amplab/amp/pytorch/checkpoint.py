@@ -19,17 +19,17 @@ __all__ = ["checkpoint"]
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
     """Run ``function(*args)`` without keeping its activations; backward computes them again, with the same casts.
 
-    Right wherever backward is called: inside the region of the forward, outside, or inside another; under `autocast`,
-    after `amp.initialize`, and without either. Gradients are bitwise those without checkpointing, save one case: a
-    Parameter used in several checkpointed calls of the reentrant kind has its gradients summed in float32, and not in
-    the dtype that it was cast to.
+    Correct no matter where backward is called: inside the region of the forward, outside, or inside another region;
+    under `autocast`, after `amp.initialize`, and without either. Gradients are bitwise equal to those without
+    checkpointing, with one exception: if a Parameter is used in several reentrant checkpointed calls, its gradients
+    are summed in float32 instead of the dtype that it was cast to.
 
-    What `torch.utils.checkpoint.checkpoint` does under amplab's casts: its recomputation is cast by what is active
-    when backward is called. So it is right where backward is called inside the region, and at O1 after
-    `amp.initialize`, which casts until `reset`. Outside it recomputes in float32: an op may refuse half beside
-    float32; the non-reentrant kind raises `CheckpointError` where a saved tensor has another dtype than before. Where
-    neither happens (the reentrant kind checks nothing; of a product with float32 accumulation float32 is saved)
-    gradients are other ones without a word.
+    `torch.utils.checkpoint.checkpoint` under amplab's casts recomputes with the casts that are active when backward is
+    called. It is therefore correct if backward is called inside the region, and at O1 after `amp.initialize`, which
+    casts until `reset`. Elsewhere it recomputes in float32: an op may reject half together with float32, or the
+    non-reentrant version raises `CheckpointError` because a saved tensor has a different dtype. If neither happens
+    (the reentrant version has no such check; a product with float32 accumulation saves float32), the gradients
+    are silently different.
 
     Args:
         function: what to run; it must do the same each time.

@@ -1,10 +1,10 @@
 """What optimizers that take the loss scale themselves (``fused=True``) need from a scaler.
 
-    optimizer.grad_scale, optimizer.found_inf     lent for the length of ``step``, which unscales and skips by itself
+    optimizer.grad_scale, optimizer.found_inf     set during ``step``, which unscales and skips by itself
 
-torch's fused SGD makes its momentum buffers from uninitialised memory and, where ``found_inf`` says so, returns
-before it has written them; the step after that takes what lay there for momentum. So a step that would make such
-buffers must not begin at an overflow: `makes_momentum`.
+The fused SGD of torch allocates its momentum buffers uninitialized and, if ``found_inf`` is set, returns before it
+writes them; the next step would then use uninitialized memory as momentum. A step that would allocate these buffers
+must therefore not run after an overflow: `makes_momentum`.
 """
 
 import contextlib

@@ -43,9 +43,9 @@ def model_problems(models: Sequence[Module], saved: Sequence[dict[str, Any]]) ->
 
 
 def optimizer_problems(optimizers: Sequence[Optimizer], saved: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield what keeps ``saved`` from being loaded into ``optimizers``; no optimizers, no problems.
+    """Yield the reasons why ``saved`` cannot be loaded into ``optimizers``; none without optimizers.
 
-    An optimizer of another class is welcome where the file has every option that it needs: Adam for AdamW.
+    An optimizer of another class is accepted if the file has every option that it needs, such as Adam for AdamW.
     """
     if not optimizers:
         return
