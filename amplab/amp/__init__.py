@@ -2,8 +2,8 @@
 
 apex        OPT_LEVELS, Session (one experiment), and the functions of apex, which use one session for the program
 pytorch     autocast, GradScaler, custom_fwd and custom_bwd, checkpoint
-backward    what both do around one backward of a scaled loss
-run_state   save_run_state and load_run_state: a whole run in one file
+backward    the gradients around one backward of a scaled loss, for both
+run_state   save_run_state and load_run_state: save and load a whole run in one file
 """
 
 from amplab.amp.apex.amp_state import amp_state as _amp_state

@@ -1,4 +1,4 @@
-"""Checks of arguments that several calls share: flags, numbers of losses, loss scales, one object or a list of them."""
+"""Checks of arguments for both APIs: flags, numbers of losses, loss scales, and one object or a list of objects."""
 
 import math
 from typing import Any

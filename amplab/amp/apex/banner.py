@@ -1,6 +1,6 @@
-"""The lines that `initialize` prints, byte for byte those of NVIDIA apex.
+"""The lines that `initialize` prints, identical to those of NVIDIA apex.
 
-Printed at verbosity 1 and above, and on rank 0 alone where a process group runs.
+They are printed at verbosity 1 and above, in distributed training on rank 0 only.
 """
 
 import torch
@@ -11,7 +11,7 @@ __all__ = ["banner", "is_first_rank"]
 
 
 def banner(level: OptLevel, properties: OptProperties) -> str:
-    """Return the announcement of a level and of its properties after the user's overrides."""
+    """Return the text about a level, its properties, and the properties after the user's overrides."""
     return "\n".join(
         [
             f"Selected optimization level {level.brief}",
@@ -25,6 +25,6 @@ def banner(level: OptLevel, properties: OptProperties) -> str:
 
 
 def is_first_rank() -> bool:
-    """Return whether this process prints: rank 0, or no process group."""
+    """Return whether this process is rank 0, or there is no process group."""
     distributed = torch.distributed
     return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0

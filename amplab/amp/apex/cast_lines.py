@@ -3,7 +3,7 @@
     Float->Half (linear)
     Half->Float (cross_entropy)
 
-A weight is printed when it is cast, not when the cached cast is used again.
+A weight is printed when it is cast, not when its cached cast is reused.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ _Step = Callable[..., Any]
 
 
 class VerboseEngine(CastingEngine):
-    """A `CastingEngine` that prints a line for every cast; copies of it in other processes are silent.
+    """A `CastingEngine` that prints a line for every cast. Copies in other processes print nothing.
 
     Args:
         policy: as `CastingEngine`.
@@ -43,15 +43,17 @@ class VerboseEngine(CastingEngine):
             return silent
         key = (half_mode, casts, explained)
         if key not in self._verbose:
-            self._verbose[key] = {func: self._told(step, self.policy.explain(func)) for func, step in silent.items()}
+            self._verbose[key] = {
+                func: self._printing(step, self.policy.explain(func)) for func, step in silent.items()
+            }
         return self._verbose[key]
 
-    def _told(self, step: _Step, rule: OpRule) -> _Step:
+    def _printing(self, step: _Step, rule: OpRule) -> _Step:
         target = _TARGETS.get(rule.cast)
         if target is None:
             return step
 
-        def telling(mode: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def printing(mode: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             tensors = floating_tensors((*args, *kwargs.values())) or []
             before, kept = [tensor.dtype for tensor in tensors], len(self.cache)
             result = step(mode, func, args, kwargs)
@@ -67,7 +69,7 @@ class VerboseEngine(CastingEngine):
                 print(f"{_WORDS[old]}->{_WORDS.get(dtype, dtype)} ({rule.op})")  # noqa: T201  as apex does
             return result
 
-        return telling
+        return printing
 
 
 def _lower(tensors: list[Tensor], compute_dtype: torch.dtype) -> torch.dtype | None:

@@ -2,8 +2,8 @@
 
     inputs -> cast to input_dtype -> forward, under the engine -> outputs cast to output_dtype
 
-Official hooks of `torch.nn.Module`, so a copied model runs as the original does, under the same engine, and a
-pickled one under an equal one. The weights are cast in `model_weights`; engines are in `amplab.policies`.
+It uses official hooks of `torch.nn.Module`. A copied model therefore runs under the same engine, and an unpickled one
+under an equal engine. The weights are cast in `model_weights`; engines are in `amplab.policies`.
 """
 
 import copy
@@ -25,10 +25,11 @@ class ForwardHooks:
     """Cast the inputs and outputs of a model's forward, and run the forward under an engine.
 
     Args:
-        input_dtype: floating tensors in args and kwargs are cast to it, containers kept; None for no cast.
+        input_dtype: floating-point tensors in args and kwargs are cast to it; None for no cast. Containers keep their
+            type.
         output_dtype: the same for the result.
         engine: active during forward; None for no engine.
-        on_cpu_only: use the engine only if the weights are on the CPU, where it accumulates products in float32.
+        on_cpu_only: use the engine only if the weights are on the CPU, where products are accumulated in float32.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class ForwardHooks:
         self._scopes = HookScopes()
 
     def register(self, model: nn.Module) -> list[RemovableHandle]:
-        """Register the hooks on ``model``, inside other hooks; return no handles if nothing is to be done."""
+        """Register the hooks on ``model``, inside other hooks; return no handles if there is nothing to do."""
         if self.engine is None and self.input_dtype is None and self.output_dtype is None:
             return []
         return [
@@ -73,7 +74,7 @@ class ForwardHooks:
         return value if self.output_dtype is None else cast_tree(value, self.output_dtype)
 
     def leave(self) -> None:
-        """Leave what this thread is still in: an interrupt in forward lets no hook run."""
+        """Leave the scopes that are still active in this thread: after an interrupt in forward no hook runs."""
         self._scopes.leave_all()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -98,11 +99,11 @@ def _on_cpu(model: nn.Module) -> bool:
 
 @contextmanager
 def input_edits(given: Any, cast: Any, outward: Callable[[Any], Any]) -> Iterator[None]:
-    """Repeat in ``given`` what the block adds to, changes in and removes from ``cast``.
+    """Apply to ``given`` all additions, changes and removals that the block makes in ``cast``.
 
     Args:
-        given: inputs as the caller passed them, containers in containers.
-        cast: the same, as `amplab.policies.cast_tree` returned them.
+        given: the inputs that the caller passed, nested containers.
+        cast: the result of `amplab.policies.cast_tree` for them.
         outward: applied to each value that is copied to ``given``.
 
     Sync: none.

@@ -1,7 +1,4 @@
-"""What `initialize` accepts as models and optimizers, and the sentences that refuse the rest.
-
-The properties of a level are checked in `opt_levels`.
-"""
+"""Checks of the arguments of `initialize`. The properties of a level are checked in `opt_levels`."""
 
 import warnings
 from typing import Any
@@ -28,7 +25,7 @@ __all__ = [
 ]
 
 
-_DYNAMIC = {  # defaults of the arguments that a static scale has no use for
+_DYNAMIC = {  # defaults of the arguments that a static scale does not use
     "dynamic_init_scale": 2.0**16,
     "scale_growth_factor": 2.0,
     "scale_backoff_factor": 0.5,
@@ -37,11 +34,11 @@ _DYNAMIC = {  # defaults of the arguments that a static scale has no use for
 
 
 def checked_models(models: Any) -> list[nn.Module]:
-    """Return the models of a call as a list, each once.
+    """Return the models of a call as a list without duplicates.
 
     Raises:
         TypeError: neither a module nor a list of modules.
-        RuntimeError: a model that a parallel wrapper has taken already.
+        RuntimeError: a model in a parallel wrapper.
     """
     chosen = _each_once(models)
     for model in chosen:
@@ -59,17 +56,17 @@ def checked_models(models: Any) -> list[nn.Module]:
 
 
 def checked_optimizers(optimizers: Any) -> list[Optimizer]:
-    """Return the optimizers of a call as a list, each once; None is an empty one.
+    """Return the optimizers of a call as a list without duplicates; None gives an empty list.
 
     Raises:
         TypeError: neither an optimizer nor a list of optimizers.
-        RuntimeError: an ``FP16_Optimizer``, which scales losses by itself.
+        RuntimeError: an ``FP16_Optimizer``, which scales losses itself.
     """
     if optimizers is None:
         return []
     chosen = _each_once(optimizers)
     for optimizer in chosen:
-        if type(optimizer).__name__ == "FP16_Optimizer":  # of fp16_utils, or a copy of it in user code
+        if type(optimizer).__name__ == "FP16_Optimizer":  # of fp16_utils, or a copy of it
             raise RuntimeError(
                 f"An incoming optimizer is an instance of {type(optimizer)}. The optimizer(s) passed to "
                 "amp.initialize() must be bare instances of either ordinary Pytorch optimizers, or Apex fused "
@@ -84,63 +81,67 @@ def checked_optimizers(optimizers: Any) -> list[Optimizer]:
 
 
 def checked_cast_model_outputs(dtype: Any) -> torch.dtype | None:
-    """Return the dtype that models are to return.
+    """Return the dtype of the models' outputs.
 
     Raises:
-        TypeError: neither a floating dtype nor None.
+        TypeError: neither a floating-point dtype nor None.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"cast_model_outputs={dtype!r}: expected a floating torch.dtype, or None for the level's own.")
+        raise TypeError(
+            f"cast_model_outputs={dtype!r}: expected a floating-point torch.dtype, or None for the default."
+        )
     return dtype
 
 
 def checked_verbosity(verbosity: Any) -> int:
-    """Return how much is to be printed.
+    """Return how much to print.
 
     Raises:
-        TypeError: no whole number.
+        TypeError: not an integer.
     """
     if not isinstance(verbosity, int):
-        raise TypeError(f"verbosity={verbosity!r}: expected 0 (nothing), 1 (levels and skips) or 2 (each cast too).")
+        raise TypeError(
+            f"verbosity={verbosity!r}: expected 0 (print nothing), 1 (levels and skips) or 2 (also each cast)."
+        )
     return verbosity
 
 
 def checked_combined(combine_grad: Any, check_combined_tensors: Any) -> tuple[bool, bool]:
-    """Return whether to combine gradients, and whether to print a message when they have to be combined again.
+    """Return whether to combine gradients, and whether to print a line when they are combined again.
 
-    Warns if the second is requested without the first.
+    Warns if only the second is True.
 
     Raises:
         TypeError: not True or False.
     """
-    asked = {"combine_grad": combine_grad, "check_combined_tensors": check_combined_tensors}
-    combine, check = (value is not None and checked_flag(name, value) for name, value in asked.items())
+    given = {"combine_grad": combine_grad, "check_combined_tensors": check_combined_tensors}
+    combine, check = (value is not None and checked_flag(name, value) for name, value in given.items())
     if check and not combine:
         warnings.warn(
-            "check_combined_tensors=True: there are no combined gradients to look after, since combine_grad is "
-            f"{combine_grad}; pass combine_grad=True, or leave it out.",
+            f"check_combined_tensors=True has no effect, since combine_grad is {combine_grad}: pass combine_grad=True "
+            "as well, or omit check_combined_tensors.",
             stacklevel=4,
         )
     return combine, check
 
 
 def refuse_combined_ddp(combine_ddp: Any, ddp_replica_count: Any) -> None:
-    """Reject the arguments with which the Ascend version of apex replaces DistributedDataParallel.
+    """Refuse arguments with which Ascend's apex replaces DistributedDataParallel.
 
     Raises:
-        NotImplementedError: one of them is not the default.
+        NotImplementedError: one of them is set.
     """
-    for name, wanted in {"combine_ddp": combine_ddp, "ddp_replica_count": ddp_replica_count != 4}.items():
-        if wanted:
+    for name, is_set in {"combine_ddp": combine_ddp, "ddp_replica_count": ddp_replica_count != 4}.items():
+        if is_set:
             raise NotImplementedError(
-                f"{name}: amp.initialize does not average gradients over ranks. Omit {name} "
-                "and wrap the model in torch.nn.parallel.DistributedDataParallel, whose buckets (bucket_cap_mb) are "
-                "flat buffers reduced during the backward; combine_grad=True works with it."
+                f"{name} is not supported: amp.initialize does not average gradients over ranks. Omit {name} and wrap "
+                "the model in torch.nn.parallel.DistributedDataParallel, which reduces flat buffers (bucket_cap_mb) "
+                "during the backward; combine_grad=True works with it."
             )
 
 
 def refuse_half(model: nn.Module) -> None:
-    """Reject a model that is already cast to half.
+    """Refuse a model that is half already.
 
     Raises:
         RuntimeError: a parameter or buffer is float16; the message names it.
@@ -156,10 +157,10 @@ def refuse_half(model: nn.Module) -> None:
 
 
 def refuse_scripted(model: nn.Module, dtype: torch.dtype | bool | None) -> None:
-    """Refuse TorchScript where hooks would have to be hung on it: the model itself, or what is cast to half inside.
+    """Refuse TorchScript modules that would need hooks: the model itself, or any submodule if the model is cast.
 
     Raises:
-        RuntimeError: a scripted module, named.
+        RuntimeError: a module is scripted; the message names it.
     """
     half = dtype in LOW_PRECISION_DTYPES
     for name, module in model.named_modules():
@@ -167,42 +168,42 @@ def refuse_scripted(model: nn.Module, dtype: torch.dtype | bool | None) -> None:
         if isinstance(module, torch.jit.ScriptModule) and (module is model or inside):
             where = f"Module {name} of the incoming model" if name else "The incoming model"
             raise RuntimeError(
-                f"{where} is a {type(module).__name__}: expected Python modules, since TorchScript takes no hooks of "
-                "amp.initialize. Pass the module that it was compiled from; at O0 and O1 scripted functions and "
-                "submodules may stay, and run in the dtypes that they are given."
+                f"{where} is a {type(module).__name__}: expected Python modules, since amp.initialize cannot add hooks "
+                "to TorchScript. Pass the module that it was compiled from. At O0 and O1 scripted functions and "
+                "submodules are allowed; they run in the dtypes of their inputs."
             )
 
 
 def warn_of_unused(loss_scale: float | str | None, **dynamic: float) -> None:
-    """Warn about arguments of a dynamic scale that have no effect with a static ``loss_scale``.
+    """Warn of arguments of a dynamic scale that a static ``loss_scale`` does not use.
 
-    No warning if only the level makes the scale static (loss_scale=None), so that one call works for every level.
+    No warning if the level sets the static scale (None), so that one call works with every level.
     """
     given = [f"{name}={value!r}" for name, value in dynamic.items() if value != _DYNAMIC[name]]
     if given and loss_scale not in (None, "dynamic"):
         warnings.warn(
-            f"{', '.join(given)}: not used, since loss_scale is {loss_scale} here and stays there; expected "
-            'loss_scale="dynamic" beside it. Leave it out, or pass that.',
+            f"{', '.join(given)}: not used, since the loss scale is static, loss_scale={loss_scale}. Omit it, or pass "
+            'loss_scale="dynamic".',
             stacklevel=4,
         )
 
 
 def warn_of_vanishing_eps(optimizer: Optimizer) -> None:
-    """Warn of an ``eps`` that is 0 in the dtype of the parameters that the optimizer steps (Adam's at O3)."""
-    for group in () if isinstance(optimizer, FusedOptimizer) else optimizer.param_groups:  # theirs is a float32
+    """Warn of an ``eps`` that is 0 in the dtype of the optimizer's parameters (Adam at O3)."""
+    for group in () if isinstance(optimizer, FusedOptimizer) else optimizer.param_groups:  # they keep eps in float32
         eps = group.get("eps")
         dtypes = {param.dtype for param in group["params"]}.intersection(LOW_PRECISION_DTYPES)
         for dtype in dtypes if isinstance(eps, float) and eps > 0 else ():
             if torch.tensor(eps, dtype=dtype) == 0:
                 warnings.warn(
-                    f"{type(optimizer).__name__} on half parameters: eps={eps} is 0 in {dtype}, so that a division by "
-                    "it makes parameters non-finite within a few steps. Use eps=1e-4, or master_weights=True (O2).",
+                    f"{type(optimizer).__name__} with half parameters: eps={eps} is 0 in {dtype}, and dividing by it "
+                    "makes parameters inf or NaN within a few steps. Use eps=1e-4, or master_weights=True (O2).",
                     stacklevel=4,
                 )
 
 
 def _each_once(value: Any) -> list[Any]:
-    """The items of a list, or the value itself; by identity, since lists and dicts, refused later, have no hash."""
+    """Return the items of a list, or the value itself. Compares identities, since some values are unhashable."""
     return list({id(item): item for item in (value if isinstance(value, list) else [value])}.values())
 
 

@@ -46,28 +46,26 @@ def with_registered(policy: PrecisionPolicy, registrations: Sequence[Registratio
 
 
 def checked_policies(policy: Any, models: Sequence[nn.Module], cast_model_type: Any) -> list[PrecisionPolicy]:
-    """Return the policy of each model: ``policy`` with those of its module rules that name something in the model.
+    """Return the policy of each model: ``policy`` with the module rules that name a module of this model.
 
     Args:
         policy: the user's argument; None for the default.
         models: models that `checked_models` returned.
-        cast_model_type: of the level.
+        cast_model_type: the property in force.
 
     Raises:
         TypeError: not a policy.
-        ValueError: a rule that names no module of any model, rules that contradict each other, or a compute dtype that
-            is neither the default nor the one that the models are cast to.
+        ValueError: a rule that matches no module of any model, rules that contradict each other, or a compute
+            dtype that is neither the default nor the dtype that the models are cast to.
     """
     policy = PrecisionPolicy() if policy is None else policy
     if not isinstance(policy, PrecisionPolicy):
-        raise TypeError(
-            f"policy={policy!r}: expected a PrecisionPolicy; a string becomes one by PrecisionPolicy.parse."
-        )
+        raise TypeError(f"policy={policy!r}: expected a PrecisionPolicy; use PrecisionPolicy.parse for a string.")
     half = cast_model_type in LOW_PRECISION_DTYPES
     if half and policy.compute_dtype not in (cast_model_type, torch.float16):
         raise ValueError(
-            f"policy {policy} computes in another dtype than the model is cast to, {cast_model_type}; at O2 and O3 "
-            f"give cast_model_type the dtype, and of the policy op_rules and module_rules alone."
+            f"policy={str(policy)!r} computes in {policy.compute_dtype}, but the model is cast to {cast_model_type}. "
+            "At O2 and O3 set the dtype with cast_model_type, and use only op_rules and module_rules of the policy."
         )
     for rule in policy.module_rules:
         if not any(names_in(model, rule) for model in models):

@@ -1,7 +1,7 @@
 """Cast a model's parameters and buffers in place, and back.
 
-Parameters keep their identity: only their data changes, as in ``Module.half()``. The optimizer's side of
-the change, masters and state, is in `hooked_optimizer`.
+Parameters keep their identity: only their data changes, as in ``Module.half()``. Masters and optimizer state are
+handled in `hooked_optimizer`.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _NONE: Mapping[nn.Module, torch.dtype] = MappingProxyType({})
 
 
 class Uncast(NamedTuple):
-    """What a parameter held before it was cast."""
+    """The values and the gradient of a parameter before it was cast."""
 
     values: Tensor
     grad: Tensor | None
@@ -34,13 +34,13 @@ def cast_model(
 
     Args:
         model: changed in place.
-        dtype: of weights and buffers from now on.
-        keep_batchnorm_fp32: leave BatchNorm layers that have weights of their own, and their running
-            statistics, as they are. (apex's rule: one without weights is cast.)
-        own_dtypes: the modules whose own weights and buffers get another dtype than ``dtype``.
+        dtype: the new dtype of weights and buffers.
+        keep_batchnorm_fp32: do not cast BatchNorm layers with weights, nor their running statistics. As in apex, those
+            without weights are cast.
+        own_dtypes: modules whose own weights and buffers get another dtype.
 
     Returns:
-        For each parameter that was cast what it held before.
+        The state before the cast of each parameter that was cast.
 
     Sync: none.
     """
@@ -65,7 +65,7 @@ def refuse_torn_params(model: nn.Module, own_dtypes: Mapping[nn.Module, torch.dt
     """Refuse to cast a parameter that modules of different dtypes share.
 
     Raises:
-        ValueError: names both places of the parameter.
+        ValueError: such a parameter; the message has both of its names.
     """
     places: dict[Tensor, tuple[str, torch.dtype | None]] = {}
     for path, module in model.named_modules():
@@ -73,13 +73,13 @@ def refuse_torn_params(model: nn.Module, own_dtypes: Mapping[nn.Module, torch.dt
             other, dtype = places.setdefault(param, (name, own_dtypes.get(module)))
             if dtype is not own_dtypes.get(module):
                 raise ValueError(
-                    f"module_rules: {name} and {other} are one parameter, and the rules give it two dtypes; "
-                    "let a rule name both modules or neither."
+                    f"module_rules: {name} and {other} are the same parameter, and the rules give it two dtypes. Name "
+                    "both modules in one rule, or neither."
                 )
 
 
 def set_values(param: Tensor, values: Tensor) -> None:
-    """Replace the values of ``param``, of any dtype, without a copy, and cast its gradient to their dtype."""
+    """Set the values of ``param``, of any dtype and without a copy; cast its gradient to the same dtype."""
     grad, param.grad = param.grad, None
     param.data = values
     if grad is not None:

@@ -1,4 +1,4 @@
-"""The four optimization levels as data, and which overrides each of them takes.
+"""The four optimization levels as data, and the overrides that each of them accepts.
 
 =====================  =============  =============  =============  =============
 property               O0             O1             O2             O3
@@ -10,9 +10,8 @@ master_weights         False          None           True           False
 loss_scale             1.0            "dynamic"      "dynamic"      1.0
 =====================  =============  =============  =============  =============
 
-An override is checked when it is applied, one at a time and in the order of the table, as NVIDIA
-apex does. What a level does with its properties is in `session`; the lines that announce them are
-in `banner`.
+Overrides are checked and applied one at a time in the order of the table, as in NVIDIA apex. `session` applies the
+properties of a level, and `banner` prints them.
 """
 
 import dataclasses
@@ -40,11 +39,11 @@ class OptProperties:
     Attributes:
         enabled: False makes everything a no-op.
         opt_level: "O0" to "O3", None while disabled.
-        cast_model_type: dtype of the model's weights and inputs; None or False leaves them alone.
+        cast_model_type: dtype of the model's weights and inputs; None or False for no cast.
         patch_torch_functions: cast around torch functions (O1).
-        keep_batchnorm_fp32: leave affine BatchNorm in float32 when the model is cast.
+        keep_batchnorm_fp32: keep affine BatchNorm in float32 when the model is cast.
         master_weights: the optimizer steps float32 copies of the half weights.
-        loss_scale: "dynamic", or the one scale used throughout.
+        loss_scale: "dynamic", or a static scale.
     """
 
     enabled: bool = False
@@ -61,8 +60,8 @@ class OptProperties:
         Raises:
             RuntimeError: the override makes no sense at this level.
             AssertionError: ``keep_batchnorm_fp32`` is neither a bool nor "True" or "False".
-            TypeError: ``cast_model_type`` is no dtype.
-            ValueError: ``cast_model_type`` or ``loss_scale`` has a value that cannot work.
+            TypeError: ``cast_model_type`` is not a dtype.
+            ValueError: ``cast_model_type`` or ``loss_scale`` has an invalid value.
 
         >>> OPT_LEVELS["O2"].properties.with_overrides(loss_scale="128.0").loss_scale
         128.0
@@ -74,7 +73,7 @@ class OptProperties:
                 value = _CHECKS.get(name, _accept)(properties.opt_level, value)
                 properties = dataclasses.replace(properties, **{name: value})
         if overrides:
-            raise TypeError(f"{sorted(overrides)[0]!r} is no property; the properties are {', '.join(_OVERRIDES)}.")
+            raise TypeError(f"{sorted(overrides)[0]!r} is not a property: expected one of {', '.join(_OVERRIDES)}.")
         return properties
 
     def lines(self) -> list[str]:
@@ -90,7 +89,7 @@ class OptLevel:
         name: "O0" to "O3".
         brief: the text that apex prints when the level is selected.
         properties: what the level sets before any override.
-        explanation: one line for a reader who has never heard of it.
+        explanation: one line for a reader who does not know the level.
     """
 
     name: str
@@ -110,7 +109,7 @@ OPT_LEVELS: dict[str, OptLevel] = {
         _level(
             "O0",
             "O0:  Pure FP32 training.\n",
-            "Everything in float32: the baseline to compare the others with.",
+            "Everything in float32: the baseline for the other levels.",
             cast_model_type=torch.float32,
             patch_torch_functions=False,
             keep_batchnorm_fp32=None,
@@ -120,7 +119,7 @@ OPT_LEVELS: dict[str, OptLevel] = {
         _level(
             "O1",
             "O1:  Insert automatic casts around Pytorch functions and Tensor methods.\n",
-            "Weights stay float32; each op runs in float16 or float32, whichever suits it. Start here.",
+            "Weights stay float32; each op runs in float16 or in float32, as the op lists say. Start here.",
             cast_model_type=None,
             patch_torch_functions=True,
             keep_batchnorm_fp32=None,
@@ -140,7 +139,7 @@ OPT_LEVELS: dict[str, OptLevel] = {
         _level(
             "O3",
             "O3:  Pure FP16 training.",
-            "Everything in float16, without master weights: as fast as it gets, and often unstable.",
+            "Everything in float16, without master weights: the fastest level, and often unstable.",
             cast_model_type=torch.float16,
             patch_torch_functions=False,
             keep_batchnorm_fp32=False,
@@ -153,15 +152,15 @@ OPT_LEVELS: dict[str, OptLevel] = {
 _OVERRIDES = tuple(field.name for field in dataclasses.fields(OptProperties))
 
 _SENSELESS = {
-    ("O0", "cast_model_type"): "O0 is float32 throughout; O3 is the level that casts the whole model to half.",
-    ("O0", "patch_torch_functions"): "O0 is float32 throughout; casting around functions is what O1 does.",
-    ("O0", "keep_batchnorm_fp32"): "At O0 BatchNorm is float32 like everything else.",
-    ("O0", "master_weights"): "At O0 the weights are float32, so masters would be copies of the same values.",
-    ("O1", "cast_model_type"): "O1 casts around functions and leaves the weights float32; O2 and O3 cast the model.",
-    ("O1", "keep_batchnorm_fp32"): "At O1 no weight is cast, so BatchNorm is float32 already.",
-    ("O1", "master_weights"): "At O1 the weights themselves are float32 and need no masters.",
-    ("O2", "patch_torch_functions"): "O2 casts the model, not the functions; casting around functions is what O1 does.",
-    ("O3", "patch_torch_functions"): "O3 casts the model, not the functions; casting around functions is what O1 does.",
+    ("O0", "cast_model_type"): "O0 uses float32 only; O3 casts the whole model to half.",
+    ("O0", "patch_torch_functions"): "O0 uses float32 only; O1 casts around functions.",
+    ("O0", "keep_batchnorm_fp32"): "At O0 BatchNorm is float32 already.",
+    ("O0", "master_weights"): "At O0 the weights are float32, so masters would be plain copies.",
+    ("O1", "cast_model_type"): "O1 casts around functions and keeps the weights float32; O2 and O3 cast the model.",
+    ("O1", "keep_batchnorm_fp32"): "At O1 weights are not cast, so BatchNorm is float32 already.",
+    ("O1", "master_weights"): "At O1 the model's weights are float32 and need no masters.",
+    ("O2", "patch_torch_functions"): "O2 casts the model; O1 casts around functions.",
+    ("O3", "patch_torch_functions"): "O3 casts the model; O1 casts around functions.",
 }
 
 
@@ -180,24 +179,24 @@ def opt_level_named(name: str) -> OptLevel:
 
 
 def explain_override(opt_level: str, name: str) -> str | None:
-    """Say why overriding the property ``name`` makes no sense at ``opt_level``; None when it does.
+    """Return the reason why an override of ``name`` is not useful at ``opt_level``; None if it may be useful.
 
-    A sentence here is advice. Some of these overrides are refused by `OptProperties.with_overrides`,
-    others are legal and without effect, or turn the level into another one.
+    This is advice. `OptProperties.with_overrides` refuses some of these overrides. Others are allowed and have no
+    effect, or turn the level into another one.
 
     Raises:
-        RuntimeError: no such level.
-        ValueError: no such property.
+        RuntimeError: there is no such level.
+        ValueError: there is no such property.
 
     >>> explain_override("O1", "master_weights")
-    'At O1 the weights themselves are float32 and need no masters.'
+    "At O1 the model's weights are float32 and need no masters."
     >>> explain_override("O2", "master_weights") is None
     True
     """
     level = opt_level_named(opt_level)
     if name not in _OVERRIDES[2:]:
         raise ValueError(
-            f"{name!r} is no property that can be overridden; expected one of {', '.join(_OVERRIDES[2:])}."
+            f"{name!r} is not a property that can be overridden: expected one of {', '.join(_OVERRIDES[2:])}."
         )
     return _SENSELESS.get((level.name, name))
 
@@ -214,7 +213,7 @@ def _checked_cast_model_type(opt_level: str | None, value: Any) -> Any:
             f"or 'O3'. cast_model_type was {value}"
         )
     if value is not False and not isinstance(value, torch.dtype):
-        raise TypeError(f"cast_model_type={value!r}: expected a torch.dtype, False or None, such as torch.float16.")
+        raise TypeError(f"cast_model_type={value!r}: expected a torch.dtype such as torch.float16, False or None.")
     if value not in (False, torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(
             f"cast_model_type={value}: expected torch.float16, torch.bfloat16, torch.float32 or False (no cast)."

@@ -1,3 +1,3 @@
-"""What both faces do around one backward: set gradients aside, unscale new ones, return found_inf, decide."""
+"""The gradients around one backward of a scaled loss, for both APIs: set aside, unscale, clip, and report."""
 
 __all__: list[str] = []

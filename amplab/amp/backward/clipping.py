@@ -1,8 +1,8 @@
-"""Clip gradients by their norm, with few calls however many tensors they are.
+"""Clip gradients by their total norm, with few kernel calls for many tensors.
 
     norm <- (sum |g|^p)^(1/p);   g <- g * min(1, max_norm / (norm + 1e-6))
 
-Small gradients of one dtype are copied into one flat tensor for the norm; the product is the fused kernel's.
+Small gradients of one dtype are copied into one flat tensor to compute the norm. A fused kernel multiplies.
 """
 
 import math
@@ -15,23 +15,23 @@ from amplab.kernels import unscale_
 
 __all__ = ["clip_by_norm_"]
 
-_SMALL = 1 << 16  # elements in the mean, above which a copy costs more than a call per tensor
+_SMALL = 1 << 16  # mean number of elements above which a copy costs more than one call per tensor
 
 
 @torch.no_grad()
 def clip_by_norm_(
     grads: Sequence[Tensor], max_norm: float, norm_type: float = 2.0, *, parts: Sequence[Tensor] | None = None
 ) -> Tensor:
-    """Scale ``grads`` down in place until their norm, all of them together, is at most ``max_norm``.
+    """Scale ``grads`` in place so that their total norm is at most ``max_norm``.
 
     Args:
-        grads: strided tensors of floating dtypes, on any devices.
+        grads: strided floating-point tensors, on any devices.
         max_norm: > 0.
         norm_type: ``p``; inf for the largest magnitude.
-        parts: what to multiply where ``grads`` hold zeros besides, which a norm of NaN would make NaN.
+        parts: the tensors to multiply, if ``grads`` have padding: a NaN norm would make the padding NaN.
 
     Returns:
-        ``()``, the norm before; 0.0 for no gradients.
+        ``()``, the norm before clipping; 0.0 without gradients.
 
     Sync: none.
 
@@ -63,7 +63,7 @@ def _by_device(grads: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
 
 
 def _norm(grads: list[Tensor], norm_type: float) -> Tensor:
-    """``()``, the norm of tensors on one device."""
+    """Return the norm ``()`` of tensors on one device."""
     dtype = grads[0].dtype
     small = sum(grad.numel() for grad in grads) <= _SMALL * len(grads)
     if small and all(grad.dtype is dtype for grad in grads):

@@ -1,9 +1,9 @@
-"""Change which tensors an optimizer owns, in mid-training, with its state following them.
+"""Replace the parameters of an optimizer during training, and move their state.
 
     optimizer.param_groups   old -> new, in place in each group's list
-    optimizer.state          re-keyed old -> new, floating entries cast to the new parameter's dtype
+    optimizer.state          the key old -> new; floating-point entries are cast to the new parameter's dtype
 
-Step counts and other single numbers keep their dtype, as in ``Optimizer.load_state_dict``.
+Step counts and other zero-dimensional tensors keep their dtype, as in ``Optimizer.load_state_dict``.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,25 +24,25 @@ def params_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
-    """Yield what ``optimizer`` steps, after a look at what it is.
+    """Yield the parameters that ``optimizer`` steps.
 
     Raises:
         TypeError: it has no ``param_groups``.
     """
     try:
-        groups = optimizer.param_groups  # apex accepts any object that has them
+        groups = optimizer.param_groups  # apex accepts any object with param_groups
     except AttributeError:
         groups = None
     if not isinstance(groups, list):
         raise TypeError(
-            f"master_params got an object of type {type(optimizer).__name__}: expected an optimizer; pass one of those "
-            "that amp.initialize returned."
+            f"master_params got an object of type {type(optimizer).__name__}: expected an optimizer that "
+            "amp.initialize returned."
         )
     return params_of(optimizer)
 
 
 def replace_params(optimizer: Optimizer, replacement: Callable[[Tensor], Tensor]) -> None:
-    """Let ``optimizer`` own ``replacement(param)`` in the place of each of its parameters.
+    """Replace each parameter of ``optimizer`` by ``replacement(param)``.
 
     The groups' lists are edited in place, since some optimizers (LBFGS) keep a reference to them.
     """
@@ -57,7 +57,7 @@ def replace_params(optimizer: Optimizer, replacement: Callable[[Tensor], Tensor]
 
 
 def cast_state(optimizer: Optimizer, param: Tensor) -> None:
-    """Cast the floating state of ``param`` to its dtype."""
+    """Cast the floating-point state of ``param`` to its dtype."""
     if param in optimizer.state:
         state = optimizer.state[param]
         for name, value in state.items():
@@ -65,15 +65,16 @@ def cast_state(optimizer: Optimizer, param: Tensor) -> None:
 
 
 def follow_model(optimizer: Optimizer, param: Tensor, master: Tensor) -> None:
-    """Bring ``master``, its gradient and its state to the device that ``model.cuda()`` has moved ``param`` to.
+    """Move ``master``, its gradient and its state to the device of ``param``, for example after ``model.cuda()``.
 
     Raises:
-        RuntimeError: ``param`` has lost its half dtype, so that the forward no longer casts for it.
+        RuntimeError: ``param`` is no longer half.
     """
     if not param.is_floating_point() or param.dtype == master.dtype:
         raise RuntimeError(
-            f"A half parameter of shape {tuple(param.shape)} has become {param.dtype} since amp.initialize (by "
-            "model.float() or model.to(dtype)?): leave dtypes to amp.initialize, and call it again for another level."
+            f"A half parameter of shape {tuple(param.shape)} was changed to {param.dtype} after amp.initialize, for "
+            "example by model.float() or model.to(dtype). Do not change dtypes; call amp.initialize again for another "
+            "level."
         )
     grad, master.grad = master.grad, None
     master.data = master.data.to(param.device)

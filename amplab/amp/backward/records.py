@@ -1,4 +1,4 @@
-"""The records that a session returns: frozen values, one per event or query.
+"""The records of a session, all frozen.
 
 `ScaleRecord` at the exit of `scale_loss`, `StepOutcome` after `optimizer.step()`, `MemoryUse` on request.
 """
@@ -15,16 +15,16 @@ class ScaleRecord:
     """One exit of `scale_loss` that unscaled gradients.
 
     Attributes:
-        loss_id: which loss scaler.
-        loss_scale: the scale that this loss was multiplied by.
-        next_loss_scale: the scale that the next loss will be multiplied by.
-        found_inf: a gradient of the optimizers passed in is inf or NaN.
-        skipped: the next step of these optimizers will be skipped (never at a static scale).
-        first_nonfinite: with ``found_inf``, the non-finite gradient that backward reached first, by its
-            parameter's name; the one nearest the loss.
-        loss: the loss before scaling; None if it was not a single tensor. Reading it waits for the device.
-        backward_scales: of a `GradScaler`, after an optimizer's ``step``: the scale of each call of ``scale`` since the
-            update that ended the step before, the last 256 at most; several where gradients are accumulated.
+        loss_id: number of the loss scaler.
+        loss_scale: the scale of this loss.
+        next_loss_scale: the scale of the next loss.
+        found_inf: whether a gradient of these optimizers is inf or NaN.
+        skipped: whether the next step of these optimizers is skipped; always False at a static scale.
+        first_nonfinite: with ``found_inf``, the name of the parameter whose non-finite gradient the backward reached
+            first, nearest to the loss.
+        loss: the loss before scaling; None if it was not a single tensor. Reading it synchronizes with the device.
+        backward_scales: for a `GradScaler`, after an optimizer's ``step``: the scales of the last calls of ``scale``
+            since the previous update, at most 256. There are several if gradients are accumulated.
     """
 
     loss_id: int
@@ -43,8 +43,8 @@ class StepOutcome:
 
     Attributes:
         stepped: whether the parameters were updated.
-        reason: why, or why not.
-        first_nonfinite: the parameter that caused a skipped step.
+        reason: why they were updated or not.
+        first_nonfinite: the name of the parameter that caused a skipped step.
     """
 
     stepped: bool
@@ -54,15 +54,15 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes of the models and optimizers of a session; a tensor shared by several owners counts once.
+    """Bytes of the models and optimizers of a session; a tensor with several owners counts once.
 
     Attributes:
-        parameters: the models' parameters, in the dtype they have now.
+        parameters: the models' parameters, in their current dtypes.
         gradients: the gradients of those parameters and of the masters.
         masters: float32 master weights.
-        optimizer_state: momenta, moments, step counts: every tensor in ``optimizer.state``.
-        gradient_buffers: the bytes in the flat buffers of ``combine_grad`` that hold no gradient: padding, and
-            the places of gradients that are None.
+        optimizer_state: every tensor in ``optimizer.state``: momenta, moments, step counts.
+        gradient_buffers: the flat buffers of ``combine_grad`` without the gradients in them: padding, and space for
+            gradients that are None.
     """
 
     parameters: int
@@ -73,5 +73,5 @@ class MemoryUse:
 
     @property
     def total(self) -> int:
-        """All of them together, in bytes."""
+        """The sum of all, in bytes."""
         return self.parameters + self.gradients + self.masters + self.optimizer_state + self.gradient_buffers

@@ -1,9 +1,9 @@
-"""autocast: the face that scripts know from PyTorch, on amplab's casting engine.
+"""autocast: the API of `torch.autocast` on amplab's casting engine.
 
     with amplab.autocast("cpu", dtype=torch.float16):
         loss = F.mse_loss(model(x), y)      # linear in float16, mse_loss in float32
 
-The checks of its arguments are in `autocast_arguments`, what it does to functions in `decorated_calls`.
+How it decorates generators and coroutines is in `decorated_calls`.
 """
 
 import dataclasses
@@ -35,15 +35,15 @@ __all__ = [
 ]
 
 DEFAULT_POLICY = PrecisionPolicy(table=TORCH_CUDA)
-"""What a region carries out that is given no policy, on every device: that of a GPU."""
+"""The policy of a region without ``policy=``, on every device: the lists of a GPU."""
 
 
 class autocast:
-    """A region in which ops run in the dtype of a policy: `torch.autocast` with an additional ``policy=``.
+    """A region in which a policy chooses the dtype of each op. Has the API of `torch.autocast`, and ``policy=``.
 
-    A context manager and a decorator, of plain functions, of ``forward`` (the signature is kept), of generators and of
-    coroutines. Regions nest; the inner one decides. One instance can be entered while it is entered, and in several
-    threads. Regions belong to the thread that enters them: under DataParallel decorate ``forward``.
+    It is a context manager and a decorator. It decorates functions, ``forward`` (the signature is kept), generators and
+    coroutines. Regions nest, and the innermost one applies. One instance may be entered again while it is active, and
+    in several threads. A region applies to the thread that enters it: under DataParallel decorate ``forward``.
 
     >>> with autocast("cpu", dtype=torch.bfloat16):
     ...     hidden = torch.ones(2, 2) @ torch.ones(2, 2)
@@ -52,36 +52,37 @@ class autocast:
 
     Differences from `torch.autocast`:
 
-    * The default policy on the CPU is that of a GPU: softmax, norms, sums and losses in float32. (torch has different
-      lists for the CPU.) `amplab.cpu_half` selects how float16 products are computed on the CPU.
-    * The autocast flags of torch are not set, because that would also enable the casts of torch. Code that reads
-      `torch.is_autocast_enabled` sees False; use `amplab.is_autocast_enabled` and `amplab.get_autocast_dtype`, and
-      `amplab.custom_fwd`, `custom_bwd` and `checkpoint`, which support both.
-    * It casts ops called from Python, but not `torch.ops.*` and ops called from C++, including the backward of
-      autograd. Tensor subclasses are not cast.
-    * The weight cache distinguishes dtypes and detects changes of a weight; one instance can be entered twice; the
-      body of a decorated generator or coroutine runs inside the region. None of this is the case in torch.
-    * A dtype that is not floating-point, or that contradicts ``policy``, is an error.
-    * If the device is not available, the region is disabled with a warning for every device type, not only for CUDA.
-    * A region does not disable an enclosing or inner `torch.autocast`: both cast. Use only one of them.
-    * TorchScript cannot compile it. With torch.compile, create the region inside the compiled function or decorate the
-      function: an instance created outside cannot be entered inside (it can be entered around the compiled function).
+    * The default policy on the CPU is also that of a GPU: softmax, norms, sums and losses in float32. (torch has other
+      lists for the CPU.) `amplab.cpu_half` selects how float16 products are computed there.
+    * The flags of torch do not change, since setting them would enable the casts of torch. Therefore
+      `torch.is_autocast_enabled` returns False; use `amplab.is_autocast_enabled` and `amplab.get_autocast_dtype`. Use
+      `amplab.custom_fwd`, `custom_bwd` and `checkpoint`, which support both autocasts.
+    * Only ops called from Python are cast. `torch.ops.*` and ops called from C++, including autograd's backward, are
+      not. A tensor subclass chooses its dtypes itself.
+    * The weight cache distinguishes dtypes and detects edits. The same instance may be entered twice. The body of a
+      decorated generator or coroutine runs in the region. None of this holds in torch.
+    * A dtype that is not floating-point is an error, and so is one that contradicts ``policy``.
+    * Every device type that torch reports as unavailable disables the region with a warning, not only CUDA.
+    * A region inside or around one of `torch.autocast` does not disable it: both cast. Use only one of them.
+    * TorchScript cannot compile it. For torch.compile create the region in the function or decorate the function: an
+      instance that was created outside cannot be entered inside. It can be entered around the compiled function.
 
     Args:
         device_type: "cuda", "cpu", …: ops with a tensor on such a device are cast, others are not.
-        dtype: what lower-precision ops compute in; that of ``policy``, of the region around, or torch's default for
-            the device where None (bfloat16 on the CPU, float16 on CUDA).
-        enabled: False makes a region without casts, also inside another.
-        cache_enabled: keep casts of Parameters until the outermost region ends; as around where None, else True.
-        policy: which op runs in which dtype; that of the region around where None, else `DEFAULT_POLICY`.
+        dtype: the compute dtype of lower-precision ops. None for that of ``policy``, else that of the enclosing
+            region, else torch's default for the device (bfloat16 on the CPU, float16 on CUDA).
+        enabled: False disables casts, also inside another region.
+        cache_enabled: keep casts of Parameters until the outermost region ends. None for the setting of the enclosing
+            region, else True.
+        policy: the dtype of each op. None for the policy of the enclosing region, else `DEFAULT_POLICY`.
 
     Raises:
-        ValueError: device_type is no string; dtype is not floating; dtype and policy contradict each other.
-        RuntimeError: no autocast for such a device; bfloat16 on a CUDA device without it.
-        TypeError: dtype is no dtype; policy is no PrecisionPolicy.
+        ValueError: device_type is not a string; dtype is not floating-point; dtype and policy contradict each other.
+        RuntimeError: there is no autocast for this device type; bfloat16 on a CUDA device that does not support it.
+        TypeError: dtype is not a dtype; policy is not a PrecisionPolicy.
 
     Warns:
-        UserWarning: the device is not there, or dtype is no lower-precision dtype: the region casts nothing.
+        UserWarning: the device is unavailable, or dtype is not a lower-precision dtype. The region casts nothing.
 
     Sync: none.
 
@@ -115,7 +116,7 @@ class autocast:
 
     @property
     def policy(self) -> PrecisionPolicy:
-        """What is carried out: in a region that is enabled its compute dtype is `fast_dtype`."""
+        """The policy in force; its compute dtype is `fast_dtype` if the region is enabled."""
         if not self.enabled or self._policy.compute_dtype is self._precision:
             return self._policy
         return dataclasses.replace(self._policy, compute_dtype=self._precision)
@@ -128,7 +129,7 @@ class autocast:
         )
 
     def __enter__(self) -> "autocast":
-        """Cast from here on, in this thread."""
+        """Begin to cast in this thread."""
         engine = self._engine()
         scope = None if engine is None else engine.active()
         _THREAD.entries.append((self, engine, scope))
@@ -142,7 +143,7 @@ class autocast:
         exc_value: BaseException | None,
         traceback: TracebackType | None,
     ) -> Literal[False]:
-        """Be again as before the last `__enter__` of this instance in this thread."""
+        """Restore the state before the last `__enter__` of this instance in this thread."""
         entries = _THREAD.entries
         for index in range(len(entries) - 1, -1, -1):
             region, _, scope = entries[index]
@@ -151,13 +152,13 @@ class autocast:
                 if scope is not None:
                     scope.leave()
                 return False
-        raise RuntimeError(f"{self!r} is left in a thread that is not in it; leave it in the thread that entered it.")
+        raise RuntimeError(f"{self!r} is not active in this thread: exit a region in the thread that entered it.")
 
     def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``func`` with its body inside the region.
 
         Raises:
-            TypeError: ``func`` cannot be called.
+            TypeError: ``func`` is not callable.
         """
         refuse_uncallable(func)
         return run_inside(lambda: _Entered(self), func)
@@ -171,7 +172,7 @@ class autocast:
 
 
 class _Entered:
-    """One entry of a region; torch.compile can trace a context that is made where it is entered."""
+    """One entry of a region. torch.compile can trace a context only if it is created where it is entered."""
 
     def __init__(self, region: autocast) -> None:
         self._region = region
@@ -184,7 +185,7 @@ class _Entered:
 
 
 class _AutocastThread(threading.local):
-    """The regions that this thread is in, innermost last, each with its engine and what ends it."""
+    """The regions that are active in this thread, innermost last, each with its engine and its scope."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[autocast, CastingEngine | None, Scope | None]] = []
@@ -201,21 +202,21 @@ def is_autocast_enabled(device_type: str | None = None) -> bool:
         device_type: as for `autocast`; None is "cuda", as in torch.
 
     Raises:
-        ValueError: device_type is no string.
-        RuntimeError: no such device.
+        ValueError: device_type is not a string.
+        RuntimeError: there is no such device type.
     """
     engine = casting_engine("cuda" if device_type is None else _type_of(device_type))
     return engine is not None and engine.policy.table is not None and casts_enabled()
 
 
 def get_autocast_dtype(device_type: str) -> torch.dtype:
-    """Return what lower-precision ops on ``device_type`` compute in, in this thread.
+    """Return the compute dtype of lower-precision ops on ``device_type`` in this thread.
 
-    Outside of every region that is what a region would have if it were given no dtype: torch's default.
+    Outside all regions this is torch's default, which a region without ``dtype=`` would use.
 
     Raises:
-        ValueError: device_type is no string.
-        RuntimeError: no such device.
+        ValueError: device_type is not a string.
+        RuntimeError: there is no such device type.
     """
     device_type = _type_of(device_type)
     region = _innermost(device_type)
@@ -230,7 +231,7 @@ def _type_of(device_type: str) -> str:
 
 
 def _innermost(device_type: str) -> autocast | None:
-    """The region that decides about ``device_type`` here; None where something else does."""
+    """Return the region in force for ``device_type`` in this thread; None if there is none or `initialize` casts."""
     deciding = casting_engine(device_type)
     for region, engine, _ in reversed(_THREAD.entries):
         if region.device == device_type:
@@ -241,7 +242,7 @@ def _innermost(device_type: str) -> autocast | None:
 def _policy_around(device_type: str) -> PrecisionPolicy:
     region, engine = _innermost(device_type), casting_engine(device_type)
     if region is not None:
-        return region._policy  # the very object, by which its engine is found again
+        return region._policy  # the same object: engines are looked up by identity
     return DEFAULT_POLICY if engine is None or engine.policy.table is None else engine.policy
 
 
@@ -250,24 +251,24 @@ def _checked_policy(policy: Any, dtype: torch.dtype | None) -> PrecisionPolicy |
         return None
     if not isinstance(policy, PrecisionPolicy):
         raise TypeError(
-            f"policy={policy!r}: expected a PrecisionPolicy; pass e.g. PrecisionPolicy.parse('apex/float16')."
+            f"policy={policy!r}: expected a PrecisionPolicy, such as PrecisionPolicy.parse('apex/float16')."
         )
     if dtype is not None and dtype is not policy.compute_dtype:
         raise ValueError(
             f"dtype={dtype} contradicts policy={str(policy)!r}, which computes in {policy.compute_dtype}; "
-            "leave dtype out, or give the policy that compute_dtype."
+            "omit dtype, or pass a policy with that compute_dtype."
         )
     return policy
 
 
-_MODULES_THAT_KNOW = ("cuda", "xpu", "mtia")
+_DEVICE_MODULES = ("cuda", "xpu", "mtia")
 
 
 def named_by_a_string(device_type: Any) -> str:
-    """Return ``device_type``, which is to be a string.
+    """Return ``device_type``.
 
     Raises:
-        ValueError: it is no string, such as a `torch.device`.
+        ValueError: not a string, for example a `torch.device`.
     """
     if not isinstance(device_type, str):
         raise ValueError(  # the type that torch raises here
@@ -281,8 +282,8 @@ def checked_device_type(device_type: Any) -> str:
     """Return ``device_type``, without an index, if torch has autocast for such devices.
 
     Raises:
-        ValueError: it is no string.
-        RuntimeError: there is no such device, or no autocast for it.
+        ValueError: not a string.
+        RuntimeError: there is no such device type, or no autocast for it.
     """
     try:
         available = torch.amp.is_autocast_available(named_by_a_string(device_type))
@@ -297,35 +298,35 @@ def checked_device_type(device_type: Any) -> str:
 
 
 def checked_dtype(dtype: Any) -> torch.dtype:
-    """Return ``dtype`` if it is a floating one.
+    """Return ``dtype`` if it is a floating-point one.
 
     Raises:
-        TypeError: no dtype.
+        TypeError: not a dtype.
         ValueError: a dtype of integers, booleans or complex numbers.
     """
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype={dtype!r}: expected a torch.dtype; pass torch.bfloat16 or torch.float16.")
     if not dtype.is_floating_point:
         raise ValueError(
-            f"dtype={dtype}: expected a floating dtype; pass torch.bfloat16 or torch.float16, or leave it out."
+            f"dtype={dtype}: expected a floating-point dtype; pass torch.bfloat16 or torch.float16, or omit it."
         )
     return dtype
 
 
 def enabled_here(device_type: str, dtype: torch.dtype, stacklevel: int) -> bool:
-    """Whether casts to ``dtype`` are possible on ``device_type``; a UserWarning says why not.
+    """Return whether casts to ``dtype`` are possible on ``device_type``; if not, warn with the reason.
 
     Args:
         device_type: the type of a device that has autocast.
-        dtype: a floating dtype.
-        stacklevel: whose line the warning names, as in `warnings.warn` called from here.
+        dtype: a floating-point dtype.
+        stacklevel: as in `warnings.warn` called from this function.
 
     Raises:
-        RuntimeError: bfloat16 on a CUDA device that has none.
+        RuntimeError: bfloat16 on a CUDA device that does not support it.
     """
-    if not _is_there(device_type):
+    if not _is_available(device_type):
         name = device_type.upper()
-        _turned_off(
+        _warn_disabled(
             f"autocast({device_type!r}): {name} is not available. Disabling autocast. "
             "Pass the type of the device that your tensors are on, e.g. device_type='cpu'.",
             stacklevel,
@@ -335,7 +336,7 @@ def enabled_here(device_type: str, dtype: torch.dtype, stacklevel: int) -> bool:
         raise RuntimeError("Current CUDA Device does not support bfloat16. Please switch dtype to float16.")
     if dtype in LOW_PRECISION_DTYPES or (device_type == "cuda" and dtype is torch.float32):
         return True
-    _turned_off(
+    _warn_disabled(
         f"In {device_type.upper()} autocast, but the target dtype is not supported: {dtype}. Disabling autocast.\n"
         f"{device_type.upper()} Autocast only supports dtypes of torch.bfloat16, torch.float16 currently; pass one "
         "of these, or enabled=False.",
@@ -345,10 +346,10 @@ def enabled_here(device_type: str, dtype: torch.dtype, stacklevel: int) -> bool:
 
 
 def refuse_uncallable(func: Any) -> None:
-    """Raise what `torch.autocast` raises where it is to decorate something else than a callable.
+    """Check that ``func`` can be decorated.
 
     Raises:
-        TypeError: ``func`` cannot be called.
+        TypeError: ``func`` is not callable.
     """
     if not callable(func):
         raise TypeError(
@@ -357,14 +358,14 @@ def refuse_uncallable(func: Any) -> None:
         )
 
 
-def _is_there(device_type: str) -> bool:
-    if device_type in _MODULES_THAT_KNOW:
+def _is_available(device_type: str) -> bool:
+    if device_type in _DEVICE_MODULES:
         available: Callable[[], bool] = torch.get_device_module(device_type).is_available
         return available()
     if device_type == "mps":
         return torch.backends.mps.is_available()
-    return True  # cpu; and devices whose presence only their own package can tell
+    return True  # the CPU, and device types that only their own package can check
 
 
-def _turned_off(message: str, stacklevel: int) -> None:
+def _warn_disabled(message: str, stacklevel: int) -> None:
     warnings.warn(message, UserWarning, stacklevel=stacklevel + 1)

@@ -2,7 +2,7 @@
 
     hidden = amplab.checkpoint(block, hidden, use_reentrant=False)
 
-`torch.utils.checkpoint.checkpoint` brings torch's autocast back for the recomputation; of amplab's it knows nothing.
+`torch.utils.checkpoint.checkpoint` restores torch's autocast for the recomputation, but not amplab's casts.
 """
 
 from collections.abc import Callable
@@ -17,41 +17,40 @@ __all__ = ["checkpoint"]
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
-    """Run ``function(*args)`` without keeping its activations; backward computes them again, with the same casts.
+    """Run ``function(*args)`` without keeping its activations; backward recomputes them with the same casts.
 
-    Correct no matter where backward is called: inside the region of the forward, outside, or inside another region;
-    under `autocast`, after `amp.initialize`, and without either. Gradients are bitwise equal to those without
-    checkpointing, with one exception: if a Parameter is used in several reentrant checkpointed calls, its gradients
-    are summed in float32 instead of the dtype that it was cast to.
+    Backward may be called inside the region of the forward, outside it, or inside another one; under `autocast`, after
+    `amp.initialize`, and without either. Gradients are bitwise those without checkpointing, with one exception: if a
+    Parameter is used in several reentrant checkpoints, its gradients are summed in float32 instead of the dtype that
+    it was cast to.
 
-    `torch.utils.checkpoint.checkpoint` under amplab's casts recomputes with the casts that are active when backward is
-    called. It is therefore correct if backward is called inside the region, and at O1 after `amp.initialize`, which
-    casts until `reset`. Elsewhere it recomputes in float32: an op may reject half together with float32, or the
-    non-reentrant version raises `CheckpointError` because a saved tensor has a different dtype. If neither happens
-    (the reentrant version has no such check; a product with float32 accumulation saves float32), the gradients
-    are silently different.
+    `torch.utils.checkpoint.checkpoint` recomputes with the casts that are active when backward is called. That is
+    correct inside the region, and at O1 after `amp.initialize`, which casts until `reset`. Elsewhere it recomputes in
+    float32. An op may then refuse a mix of half and float32, or the non-reentrant variant raises `CheckpointError`
+    because a saved tensor has changed its dtype. If neither happens, gradients differ without an error: the reentrant
+    variant checks nothing, and products with float32 accumulation save float32.
 
     Args:
-        function: what to run; it must do the same each time.
+        function: the function to run. It must be deterministic.
         args: its arguments.
-        use_reentrant: which of torch's two kinds; torch asks to say it, and recommends False.
-        kwargs: for torch's checkpoint (``preserve_rng_state``, ``context_fn``, ``determinism_check``, ``debug``,
-            ``early_stop``), the rest for ``function``.
+        use_reentrant: which variant of torch to use. torch requires a choice and recommends False.
+        kwargs: ``preserve_rng_state``, ``context_fn``, ``determinism_check``, ``debug`` and ``early_stop`` go to
+            torch's checkpoint, all others to ``function``.
 
     Returns:
-        What ``function`` returns.
+        The result of ``function``.
 
     Sync: none.
 
     Reference: torch.utils.checkpoint.checkpoint
     """
-    if torch.compiler.is_compiling():  # the casts are in the graph, and it is the graph that is computed again
+    if torch.compiler.is_compiling():  # the graph contains the casts, and the graph is recomputed
         return torch_checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
-    return torch_checkpoint(_AsAtFirst(function), *args, use_reentrant=use_reentrant, **kwargs)
+    return torch_checkpoint(_SameCasts(function), *args, use_reentrant=use_reentrant, **kwargs)
 
 
-class _AsAtFirst:
-    """A function that casts, whenever it is called again, as in its first call."""
+class _SameCasts:
+    """A function whose later calls cast as its first call did."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function

@@ -1,4 +1,4 @@
-"""custom_fwd and custom_bwd: autograd functions that compute under autocast as their author meant.
+"""custom_fwd and custom_bwd: decorators that choose the precision of an autograd function under autocast.
 
     class Product(torch.autograd.Function):
         @staticmethod
@@ -9,7 +9,7 @@
         @amplab.custom_bwd(device_type="cuda")
         def backward(ctx, grad): ...
 
-Both know amplab's autocast and torch's: inside of either they do what torch's own decorators do inside of torch's.
+Both support the autocast of amplab and that of torch: under either they act as torch's decorators do under torch's.
 """
 
 import functools
@@ -31,16 +31,16 @@ def custom_fwd(
 ) -> Callable[..., Any]:
     """Decorate the ``forward`` of a `torch.autograd.Function`.
 
-    Inside a region with autocast enabled: with ``cast_inputs`` its floating tensors are cast to that dtype and its body
-    runs without autocast; without, its body runs under the region. Outside it changes nothing.
+    Under autocast, ``cast_inputs`` casts its floating-point tensors to that dtype and disables autocast in its body.
+    Without ``cast_inputs`` the body runs under autocast. Outside autocast the decorator has no effect.
 
     Args:
-        fwd: ``forward``; None where the decorator is called with keywords alone.
+        fwd: ``forward``; None if the decorator is called with keywords only.
         device_type: "cuda", "cpu", …: only tensors on such a device are cast.
-        cast_inputs: a floating dtype, for tensors in args, kwargs and containers among them; float64 stays.
+        cast_inputs: a floating-point dtype, for tensors in args, kwargs and containers in them. float64 is not cast.
 
     Raises:
-        ValueError: device_type is no string.
+        ValueError: device_type is not a string.
 
     Sync: none.
 
@@ -68,11 +68,11 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> Ca
     """Decorate the ``backward`` of a `torch.autograd.Function`: it casts as its ``forward`` did.
 
     Args:
-        bwd: ``backward``; None where the decorator is called with keywords alone.
+        bwd: ``backward``; None if the decorator is called with keywords only.
         device_type: as for `custom_fwd`.
 
     Raises:
-        ValueError: device_type is no string.
+        ValueError: device_type is not a string.
         AttributeError: ``forward`` was not decorated.
 
     Sync: none.
@@ -89,8 +89,8 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> Ca
         casting: CastingState | None = getattr(ctx, "amplab_casting", None)
         if casting is None:
             raise AttributeError(
-                f"{bwd.__qualname__} is decorated with custom_bwd and its forward not with amplab's custom_fwd: "
-                f"expected both; put @amplab.custom_fwd(device_type={device_type!r}) between @staticmethod and forward."
+                f"{bwd.__qualname__} is decorated with custom_bwd, but its forward is not decorated with amplab's "
+                f"custom_fwd: add @amplab.custom_fwd(device_type={device_type!r}) between @staticmethod and forward."
             )
         with casting.active():
             return backward(ctx, *grads)
@@ -99,7 +99,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> Ca
 
 
 def _without(device_type: str) -> CastingState:
-    """The state here, without casts on ``device_type``."""
+    """Return the casting state of this thread without casts on ``device_type``."""
     with autocast(device_type, enabled=False):
         return casting_state()
 

@@ -1,7 +1,8 @@
-"""Functions of every kind, run inside a context: plain ones, generators, coroutines and asynchronous generators.
+"""Run functions of every kind inside a context: plain ones, generators, coroutines and asynchronous generators.
 
-A generator's body runs in slices, and so does a coroutine's. Each slice gets the context; between two slices the
-caller is as it was. (A decorator that wraps the call alone would cover the making of the generator and none of it.)
+The bodies of generators and coroutines run in slices. Each slice runs inside the context, which is left between
+slices, so that the caller does not see it. (A decorator that wraps only the call would cover the creation of the
+generator, not its body.)
 """
 
 import functools
@@ -19,8 +20,8 @@ def run_inside(context: Context, func: Callable[..., Any]) -> Callable[..., Any]
     """Return ``func`` with its body inside ``context()``; name, docstring and signature are kept.
 
     Args:
-        context: makes a context manager, one for each call or slice.
-        func: a callable of any kind; what it is to `inspect` (a generator function, say) the result is, too.
+        context: creates a context manager, one for each call or slice.
+        func: a callable of any kind. `inspect` reports the same kind for the result, such as a generator function.
 
     >>> import contextlib
     >>> @functools.partial(run_inside, lambda: contextlib.nullcontext())
@@ -75,7 +76,7 @@ def _async_generator(context: Context, func: Callable[..., Any]) -> Callable[...
                     step = generator.asend((yield value))
                 except GeneratorExit:
                     raise
-                except BaseException as error:  # noqa: BLE001  it is the generator's to handle
+                except BaseException as error:  # noqa: BLE001  the generator handles it
                     step = generator.athrow(error)
         finally:
             await _Sliced(context, generator.aclose())
@@ -84,7 +85,7 @@ def _async_generator(context: Context, func: Callable[..., Any]) -> Callable[...
 
 
 class _Sliced:
-    """An awaitable whose every slice runs inside a context."""
+    """An awaitable, each slice of which runs inside a context."""
 
     def __init__(self, context: Context, awaitable: Any) -> None:
         self._context = context
@@ -95,7 +96,7 @@ class _Sliced:
 
 
 def _sliced(context: Context, generator: Any) -> Generator[Any, Any, Any]:
-    """`yield from generator`, each slice inside ``context()``."""
+    """Yield from ``generator``, with each slice inside ``context()``."""
     resume: Callable[[], Any] = functools.partial(next, generator)
     while True:
         try:
@@ -109,7 +110,7 @@ def _sliced(context: Context, generator: Any) -> Generator[Any, Any, Any]:
             with context():
                 generator.close()
             raise
-        except BaseException as error:  # noqa: BLE001  it is the generator's to handle
+        except BaseException as error:  # noqa: BLE001  the generator handles it
             resume = functools.partial(generator.throw, error)
         else:
             resume = functools.partial(next, generator) if sent is None else functools.partial(generator.send, sent)

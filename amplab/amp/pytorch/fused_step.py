@@ -1,10 +1,10 @@
-"""What optimizers that take the loss scale themselves (``fused=True``) need from a scaler.
+"""The step of optimizers that unscale gradients themselves (``fused=True``).
 
     optimizer.grad_scale, optimizer.found_inf     set during ``step``, which unscales and skips by itself
 
-The fused SGD of torch allocates its momentum buffers uninitialized and, if ``found_inf`` is set, returns before it
-writes them; the next step would then use uninitialized memory as momentum. A step that would allocate these buffers
-must therefore not run after an overflow: `makes_momentum`.
+torch's fused SGD allocates its momentum buffers uninitialized. After an overflow it returns before it has written
+them, and the next step uses the uninitialized values as momentum. Therefore a step that would create such buffers is
+not run after an overflow: see `makes_momentum`.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ __all__ = ["lend_scale", "leaves_gradients_unscaled", "makes_momentum", "wants_s
 
 
 def wants_scaler(optimizer: Optimizer) -> bool:
-    """Return whether ``step`` takes the scaler itself, as a keyword; warn that torch is giving this up."""
+    """Return whether ``step`` takes the scaler as a keyword argument; warn, as torch does, that this is deprecated."""
     if "grad_scaler" not in inspect.signature(optimizer.step).parameters:
         return False
     warnings.warn(
@@ -39,12 +39,13 @@ def wants_scaler(optimizer: Optimizer) -> bool:
 
 @contextlib.contextmanager
 def lend_scale(optimizer: Any, scale: Tensor | None, found_inf: Tensor) -> Iterator[None]:
-    """Set ``grad_scale`` and ``found_inf`` on an optimizer for the length of a block.
+    """Set ``grad_scale`` and ``found_inf`` on an optimizer for the duration of a block.
 
     Args:
-        optimizer: one whose step reads the two; a ``grad_scale`` that it has already is a factor, and is gone after.
-        scale: ``()`` float32; None where the gradients are unscaled.
-        found_inf: ``()`` float32, > 0 for a step to be skipped.
+        optimizer: an optimizer whose step reads both. If it has a ``grad_scale`` already, the two are multiplied, and
+            the attribute is deleted afterwards.
+        scale: ``()`` float32; None if the gradients are unscaled.
+        found_inf: ``()`` float32; the step is skipped if it is > 0.
 
     Sync: none.
     """
@@ -59,17 +60,17 @@ def lend_scale(optimizer: Any, scale: Tensor | None, found_inf: Tensor) -> Itera
 
 
 def leaves_gradients_unscaled(optimizer: Optimizer) -> bool:
-    """Return whether its fused step writes unscaled gradients back, unless it found an overflow: torch's own do."""
+    """Return whether its fused step leaves gradients unscaled, except after an overflow, as those of torch do."""
     torchs = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
     return isinstance(optimizer, torchs) and not isinstance(optimizer, FusedOptimizer)
 
 
 def makes_momentum(optimizer: Optimizer, known: OptimizerGradients) -> bool:
-    """Return whether a step would make a momentum buffer.
+    """Return whether a step would create a momentum buffer.
 
     Args:
-        optimizer: any.
-        known: what is kept of it; remembers that every parameter has its buffer.
+        optimizer: any optimizer.
+        known: the record of this optimizer. It stores that every parameter has its buffer.
 
     Sync: none.
     """

@@ -1,6 +1,6 @@
-"""Whether a saved state fits the models and optimizers it is to be loaded into, before anything is loaded.
+"""Check that a saved state matches the given models and optimizers, before anything is loaded.
 
-Every problem is a phrase that names the model or optimizer, and the keys, shapes or options that differ.
+Each problem is a phrase that names the model or optimizer, and the keys, shapes or options that differ.
 """
 
 import re
@@ -20,17 +20,17 @@ _MOST_NAMES = 8
 
 
 def optimizer_entry(optimizer: Optimizer) -> dict[str, Any]:
-    """Return what is saved of an optimizer: its class, the shapes that it steps group by group, and its state_dict."""
+    """Return the saved form of an optimizer: its class, the shapes of each group's parameters, and its state_dict."""
     shapes = [[list(param.shape) for param in group["params"]] for group in optimizer.param_groups]
     return {"class": type(optimizer).__name__, "shapes": shapes, "state": optimizer.state_dict()}
 
 
 def model_problems(models: Sequence[Module], saved: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield what keeps ``saved`` from being loaded into ``models``; no models, no problems."""
+    """Yield the problems of loading ``saved`` into ``models``; none if there are no models."""
     if not models:
         return
     if len(models) != len(saved):
-        yield f"{len(saved)} saved model(s) for {len(models)} passed"
+        yield f"the file has {len(saved)} model(s), and {len(models)} were passed"
         return
     for index, (model, values) in enumerate(zip(models, saved, strict=True)):
         name = "model" if len(models) == 1 else f"model {index}"
@@ -39,18 +39,18 @@ def model_problems(models: Sequence[Module], saved: Sequence[dict[str, Any]]) ->
         for key in filter(values.__contains__, expected):
             here, there = _kind(expected[key]), _kind(values[key])
             if here != there and not is_lazy(expected[key]):
-                yield f"{name}: {key} is {there} in the file, {here} here"
+                yield f"{name}: {key} is {there} in the file and {here} in the model"
 
 
 def optimizer_problems(optimizers: Sequence[Optimizer], saved: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield the reasons why ``saved`` cannot be loaded into ``optimizers``; none without optimizers.
+    """Yield the problems of loading ``saved`` into ``optimizers``; none if there are no optimizers.
 
-    An optimizer of another class is accepted if the file has every option that it needs, such as Adam for AdamW.
+    The class may differ if the file has all options of the given optimizer, such as Adam and AdamW.
     """
     if not optimizers:
         return
     if len(optimizers) != len(saved):
-        yield f"{len(saved)} saved optimizer(s) for {len(optimizers)} passed"
+        yield f"the file has {len(saved)} optimizer(s), and {len(optimizers)} were passed"
         return
     for index, (optimizer, entry) in enumerate(zip(optimizers, saved, strict=True)):
         name = "optimizer" if len(optimizers) == 1 else f"optimizer {index}"
@@ -58,12 +58,12 @@ def optimizer_problems(optimizers: Sequence[Optimizer], saved: Sequence[dict[str
         if here["class"] != entry["class"]:
             needed = [key for key in optimizer.defaults if any(key not in group for group in _groups(entry))]
             if needed:
-                yield f"{name}: {entry['class']} in the file has no {', '.join(needed)} for {here['class']}"
+                yield f"{name}: {here['class']} needs {', '.join(needed)}, which {entry['class']} in the file lacks"
         yield from _different_shapes(name, here["shapes"], entry["shapes"])
 
 
 def scaler_problems(saved: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what `Session.load_state_dict` would refuse in the saved loss scalers of a session."""
+    """Yield the reasons why `Session.load_state_dict` would refuse the saved loss scalers."""
     for key, entry in saved.items():
         if re.fullmatch(r"loss_scaler\d+", key) is None:
             yield f'unexpected key "{key}" among the loss scalers'
@@ -75,10 +75,10 @@ def scaler_problems(saved: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _kind(value: Any) -> tuple[int, ...] | str:
-    """The shape of a tensor; of an extra state, that it is one, since its content is its module's own."""
+    """Return the shape of a tensor, or a description: the content of an extra state belongs to its module."""
     if is_lazy(value):
-        return "not made yet"
-    return tuple(value.shape) if isinstance(value, Tensor) else "no tensor"
+        return "uninitialized"
+    return tuple(value.shape) if isinstance(value, Tensor) else "not a tensor"
 
 
 def _groups(entry: dict[str, Any]) -> list[dict[str, Any]]:
@@ -99,13 +99,13 @@ def _different_keys(name: str, here: Mapping[str, Any], there: Mapping[str, Any]
 def _different_shapes(name: str, here: list[list[Any]], there: list[list[Any]]) -> Iterator[str]:
     counts, saved_counts = [len(group) for group in here], [len(group) for group in there]
     if counts != saved_counts:
-        yield f"{name}: groups of {saved_counts} parameters in the file, of {counts} here"
+        yield f"{name}: groups of {saved_counts} parameters in the file and of {counts} in the optimizer"
         return
     for group, (shapes, saved_shapes) in enumerate(zip(here, there, strict=True)):
         for index, (shape, saved_shape) in enumerate(zip(shapes, saved_shapes, strict=True)):
             if shape != saved_shape:
                 yield (
-                    f"{name}: parameter {index} of group {group} is {tuple(saved_shape)} in the file, "
-                    f"{tuple(shape)} here"
+                    f"{name}: parameter {index} of group {group} is {tuple(saved_shape)} in the file "
+                    f"and {tuple(shape)} in the optimizer"
                 )
                 return

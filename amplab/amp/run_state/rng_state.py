@@ -2,8 +2,8 @@
 
     {"torch": uint8 tensor, "cuda": [uint8 tensor of each device], "python": (3, (…), None), "numpy": {…}}
 
-Only the global generators. Put the state of your own generators (``torch.Generator``, ``numpy.random.Generator``,
-``random.Random``) into a run state's ``extra``.
+Only global generators are included. Save the states of other generators (``torch.Generator``,
+``numpy.random.Generator``, ``random.Random``) in the ``extra`` of a run state.
 """
 
 import random
@@ -18,16 +18,16 @@ _NUMPY_GENERATOR = "MT19937"
 
 
 def capture_rng() -> dict[str, Any]:
-    """Return the state of the global generators of torch (CPU, and CUDA once it is in use), random and numpy.
+    """Return the state of the global generators of torch (CPU, and CUDA if it is initialized), random and numpy.
 
     Raises:
-        ValueError: numpy's global generator was exchanged for another kind.
+        ValueError: numpy's global generator is not its default kind.
 
     Sync: one for each CUDA device in use.
     """
     return {
         "torch": torch.get_rng_state(),
-        # Reading the state would start CUDA; before that no number has been drawn.
+        # Reading the state would initialize CUDA. Before that no random number has been drawn.
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
         "python": random.getstate(),
         "numpy": _numpy_state(),
@@ -35,10 +35,10 @@ def capture_rng() -> dict[str, Any]:
 
 
 def checked_rng(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return ``saved`` if `restore_rng` can load it; tries it on temporary generators.
+    """Return ``saved`` if `restore_rng` can load it, checked with temporary generators.
 
     Raises:
-        ValueError: it is not what `capture_rng` returns.
+        ValueError: not a result of `capture_rng`.
     """
     try:
         torch.Generator().set_state(saved["torch"])
@@ -46,14 +46,14 @@ def checked_rng(saved: dict[str, Any]) -> dict[str, Any]:
         np.random.RandomState().set_state(_numpy_tuple(saved["numpy"]))
         sizes = [state.numel() for state in saved["cuda"]]
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
-        raise ValueError(f"the state of the random number generators cannot be taken up ({error})") from None
+        raise ValueError(f"the saved state of the random number generators is invalid ({error})") from None
     if len(set(sizes)) > 1:
-        raise ValueError("the states of the CUDA generators differ in size")
+        raise ValueError("the saved states of the CUDA generators differ in size")
     return saved
 
 
 def restore_rng(saved: dict[str, Any]) -> None:
-    """Set the global generators to what `capture_rng` returned; CUDA devices that are not here are passed over.
+    """Restore the result of `capture_rng` in the global generators. States of missing CUDA devices are ignored.
 
     Sync: none.
     """
@@ -66,12 +66,12 @@ def restore_rng(saved: dict[str, Any]) -> None:
 
 
 def _numpy_state() -> dict[str, Any]:
-    """numpy's state with its 624 words in a tensor, since an array cannot be loaded with ``weights_only=True``."""
+    """Return numpy's state. Its 624 words are in a tensor, since ``weights_only=True`` cannot load an array."""
     state = np.random.get_state(legacy=False)
     if state["bit_generator"] != _NUMPY_GENERATOR:
         raise ValueError(
-            f"numpy.random draws from {state['bit_generator']}: expected {_NUMPY_GENERATOR}, its default; "
-            "numpy.random.set_bit_generator(numpy.random.MT19937()) brings it back."
+            f"numpy.random uses {state['bit_generator']}: expected {_NUMPY_GENERATOR}, the default; restore it with "
+            "numpy.random.set_bit_generator(numpy.random.MT19937())."
         )
     words = torch.from_numpy(state["state"]["key"].astype(np.int64))
     position, has_gauss, gauss = int(state["state"]["pos"]), int(state["has_gauss"]), float(state["gauss"])

@@ -1,4 +1,4 @@
-"""A whole training run in one file: saved atomically, loaded whole or not at all, resumed bit for bit.
+"""A whole training run in one file: saved atomically, loaded completely or not at all, resumed bitwise.
 
     save_run_state(path, model=model, optimizer=optimizer, amp=amp, position=step)
     …
@@ -6,12 +6,12 @@
     for step in range(state.position, steps): …
 
 =============  ==========================================================================================
-models         state_dict of each; at O2 the float32 masters' values, at O3 the halves as float32
-optimizers     state_dict of each, and the shapes of what it steps
+models         state_dict of each; at O2 the float32 masters' values, at O3 half weights as float32
+optimizers     state_dict of each, and the shapes of its parameters
 loss scale     ``amp.state_dict()`` of a session, or ``state_dict()`` of a GradScaler
 generators     of torch (CPU and CUDA), random and numpy (`rng_state`)
 position       the position in the data: a step, an epoch, a sampler's state
-extra          anything else that the run needs: the scheduler's state_dict, a generator's state
+extra          everything else that the run needs: a scheduler's state_dict, a generator's state
 =============  ==========================================================================================
 
 Gradients are not saved: save between steps, not between two backwards of one step. Under torch.distributed each rank
@@ -46,7 +46,7 @@ class RunState:
     Attributes:
         position: what was given to `save_run_state`.
         extra: what was given to `save_run_state`.
-        notes: a sentence for each thing that was in the file or among the arguments, but not in both.
+        notes: one sentence for each part that was in the file or among the arguments, but not in both.
     """
 
     position: Any
@@ -78,9 +78,9 @@ def save_run_state(
         model: a module or a list of them.
         optimizer: an optimizer or a list of them.
         amp: the `Session` that initialized them, or the module ``amplab.amp`` for its default session.
-        scaler: the GradScaler, torch's or amplab's, in the place of ``amp``; after its ``update()``.
+        scaler: the GradScaler of torch or amplab, instead of ``amp``; after its ``update()``.
         position: the position in the data, made of tensors, numbers, text, lists, tuples and dicts.
-        extra: anything else that the run needs, made of the same types.
+        extra: everything else that the run needs, made of the same types.
 
     Raises:
         RunStateError: a value that the file cannot hold; the message names its place.
@@ -121,7 +121,7 @@ def load_run_state(
     amp: Session | ModuleType | None = None,
     scaler: GradScaler | None = None,
 ) -> RunState:
-    """Load what `save_run_state` saved into models, optimizers and scaler that are made as they were then.
+    """Load what `save_run_state` saved into models, optimizers and a scaler that are created as in the saved run.
 
     Everything is checked first: if an error is raised, nothing has been loaded. Models are saved as float32 values, so
     a run may continue at another opt_level. A loss scale in the file for which no ``amp`` or ``scaler`` is passed is
@@ -130,17 +130,17 @@ def load_run_state(
 
     Args:
         path: a file of `save_run_state`.
-        model: as it was saved, after ``amp.initialize``.
-        optimizer: as it was saved.
+        model: as for `save_run_state`, after ``amp.initialize``.
+        optimizer: as for `save_run_state`.
         amp: the `Session` that initialized them, or the module ``amplab.amp`` for its default session.
-        scaler: a GradScaler, in the place of ``amp``.
+        scaler: a GradScaler, instead of ``amp``.
 
     Returns:
-        The position and the extra values, and notes on what was left out. The global random number generators
-        have their saved state.
+        The position, the extra values, and notes about ignored parts. The global random number generators are restored.
 
     Raises:
-        RunStateError: a file that is cut off, damaged, of another kind, format or run; what differs is named.
+        RunStateError: the file is truncated, damaged, of another format, or of another run; the message has the
+            differences.
         RuntimeError: ``amp`` before its ``initialize``.
         TypeError: an argument of another type, or both ``amp`` and ``scaler``.
         OSError: there is no such file, or it cannot be read.
@@ -168,14 +168,16 @@ def _checked(model: Any, optimizer: Any, amp: Any, scaler: Any) -> tuple[list[Mo
     for name, kind, values in (("model", Module, models), ("optimizer", Optimizer, optimizers)):
         for value in values:
             if not isinstance(value, kind):
-                raise TypeError(f"{name}: got a {type(value).__name__}; expected a torch {kind.__name__} or a list.")
+                raise TypeError(
+                    f"{name}: got a {type(value).__name__}, expected a torch {kind.__name__} or a list of them."
+                )
     session = default_session() if isinstance(amp, ModuleType) else amp
     if not isinstance(session, Session | None):
-        raise TypeError(f"amp: got a {type(amp).__name__}; expected an amp.Session, the module amplab.amp, or None.")
+        raise TypeError(f"amp: got a {type(amp).__name__}, expected an amp.Session, the module amplab.amp, or None.")
     if not isinstance(scaler, GradScaler | None):
-        raise TypeError(f"scaler: got a {type(scaler).__name__}; expected a GradScaler, torch's or amplab's, or None.")
+        raise TypeError(f"scaler: got a {type(scaler).__name__}, expected a GradScaler of torch or amplab, or None.")
     if session is not None and scaler is not None:
-        raise TypeError("amp and scaler: a run has one of them; pass the session or the GradScaler.")
+        raise TypeError("amp and scaler: got both, expected one of them. Pass the session or the GradScaler.")
     if session is not None:
         session.state_dict()  # raises before initialize
     return models, optimizers, session
@@ -184,7 +186,7 @@ def _checked(model: Any, optimizer: Any, amp: Any, scaler: Any) -> tuple[list[Mo
 def _refuse_other_run(
     path: Any, state: dict[str, Any], models: list[Module], optimizers: list[Optimizer]
 ) -> dict[str, Any]:
-    """Raise with everything that does not fit; return the state of the generators."""
+    """Raise an error with all mismatches; return the state of the generators."""
     problems = [
         *model_problems(models, state["models"]),
         *optimizer_problems(optimizers, state["optimizers"]),
@@ -196,8 +198,8 @@ def _refuse_other_run(
         problems.append(str(error))
     if problems:
         raise RunStateError(
-            f"{path} does not fit what it is loaded into, and nothing was loaded. {'; '.join(problems)}. Make models "
-            "and optimizers as they were when it was saved, or read its parts with torch.load."
+            f"{path} does not match the arguments, and nothing was loaded: {'; '.join(problems)}. Create models and "
+            "optimizers as in the saved run, or read parts of the file with torch.load."
         )
     generators: dict[str, Any] = state["rng"]
     return generators
@@ -211,8 +213,8 @@ def _load_scaler(path: Any, scaler: GradScaler, saved: dict[str, Any]) -> None:
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         scaler.load_state_dict(before)
         raise RunStateError(
-            f"{path}: {type(scaler).__name__} refuses the saved state of a scaler with the keys {sorted(saved)} "
-            f"({error}), and nothing was loaded. Load it with the kind of scaler that saved it, or without scaler."
+            f"{path}: {type(scaler).__name__} cannot load the saved state of a scaler with the keys {sorted(saved)} "
+            f"({error}), and nothing was loaded. Pass a scaler of the same kind as in the saved run, or omit scaler."
         ) from error
 
 
@@ -223,20 +225,20 @@ def _left_out(
     session: Session | None,
     scaler: GradScaler | None,
 ) -> tuple[str, ...]:
-    """Return a note for each part that is in the file and not loaded, or passed and not in the file."""
+    """Return a note for each part that is only in the file or only among the arguments."""
     notes = []
     for name, given, saved in (("model", models, state["models"]), ("optimizer", optimizers, state["optimizers"])):
         if saved and not given:
-            notes.append(f"{len(saved)} saved {name}(s) left out: none was passed")
+            notes.append(f"{len(saved)} saved {name}(s) ignored: none was passed")
     here = {
         "amp": session is not None and session.properties.enabled,
         "scaler": scaler is not None and scaler.is_enabled(),
     }
     for name, passed in here.items():
         if state[name] is not None and not passed:
-            notes.append(f"the saved loss scale of {name} is left out: {name} was not passed, or is disabled")
+            notes.append(f"the saved loss scale of {name} is ignored: {name} was not passed, or is disabled")
         elif state[name] is None and passed:
-            notes.append(f"the file has no loss scale of {name}: it starts as it was made")
+            notes.append(f"the file has no loss scale of {name}: {name} keeps its initial loss scale")
     if session is not None and state["amp"] is not None and state["opt_level"] != session.opt_level:
         notes.append(f"saved at opt_level {state['opt_level']}, loaded at {session.opt_level}")
     return tuple(notes)

@@ -2,8 +2,9 @@
 
 More of them stand where their part is tested: resumed runs and late loads (test_saved_masters), copies and containers
 (test_forward_hooks), accumulation and exceptions (test_gradients), skips, schedulers and closures
-(test_hooked_optimizer), cells that run twice (test_level_switch), vanishing scales (test_collapse), decorators
-(test_function_casts), the cache itself and recurrent layers (tests of the policies).
+(test_hooked_optimizer), cells that run twice (test_level_switch), vanishing scales
+(test_loss_scale_collapse), decorators (test_function_decorators), the cache itself and recurrent layers (tests of the
+policies).
 """
 
 import copy

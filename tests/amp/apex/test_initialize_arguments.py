@@ -19,7 +19,11 @@ REFUSALS = [
     (lambda s: s.initialize(nn.Linear(1, 1), scale_window=0), ValueError, "scale_window=0: expected a whole number"),
     (lambda s: s.initialize(nn.Linear(1, 1), dynamic_init_scale=0), ValueError, "dynamic_init_scale=0: expected"),
     *(
-        (lambda s, name=name: s.initialize(nn.Linear(1, 1), **{name: 8}), NotImplementedError, f"{name}: amp.init")
+        (
+            lambda s, name=name: s.initialize(nn.Linear(1, 1), **{name: 8}),
+            NotImplementedError,
+            f"{name} is not supported",
+        )
         for name in ("combine_ddp", "ddp_replica_count")
     ),
     *(
@@ -50,9 +54,9 @@ REFUSALS = [
         ValueError,
         "loss_scale=1e-46: expected a number in the",
     ),
-    (lambda s: s.initialize(nn.Linear(1, 1), verbosity="loud"), TypeError, "verbosity='loud': expected 0 (nothing)"),
+    (lambda s: s.initialize(nn.Linear(1, 1), verbosity="loud"), TypeError, "verbosity='loud': expected 0 ("),
     (lambda s: s.initialize(nn.Linear(1, 1), cast_model_outputs="half"), TypeError, "cast_model_outputs='half': exp"),
-    (lambda s: s.initialize(nn.Linear(1, 1), cast_model_outputs=torch.int8), TypeError, "expected a floating torch."),
+    (lambda s: s.initialize(nn.Linear(1, 1), cast_model_outputs=torch.int8), TypeError, "expected a floating"),
     (lambda s: s.initialize(nn.Linear(1, 1), loss_scale=True), ValueError, 'loss_scale=True: expected "dynamic" or a'),
     (lambda s: s.initialize(nn.Linear(1, 1), opt_level="O9"), RuntimeError, "Unexpected optimization level O9."),
 ]
@@ -77,7 +81,7 @@ def test_cudnn_switched_off_is_refused(session):
 
 def test_adam_on_half_parameters_is_warned_of(session):
     model = nn.Linear(1, 1)
-    with pytest.warns(UserWarning, match=r"^Adam on half parameters: eps=1e-08 is 0 in torch.float16"):
+    with pytest.warns(UserWarning, match=r"^Adam .*eps=1e-08 is 0 in torch.float16"):
         session.initialize(model, torch.optim.Adam(model.parameters()), opt_level="O3", verbosity=0)
     session.reset()
     session.initialize(model, torch.optim.Adam(model.parameters(), eps=1e-4), opt_level="O3", verbosity=0)
@@ -89,9 +93,7 @@ def test_what_asks_for_nothing_of_ascend_is_taken(session):
 
 
 def test_a_check_of_buffers_that_are_not_there_is_warned_of(session):
-    with pytest.warns(
-        UserWarning, match=r"^check_combined_tensors=True: there are no combined gradients to look after"
-    ):
+    with pytest.warns(UserWarning, match=r"^check_combined_tensors=True .* combine_grad"):
         session.initialize(nn.Linear(1, 1), verbosity=0, check_combined_tensors=True)
 
 
@@ -149,9 +151,7 @@ DYNAMIC = {"dynamic_init_scale": 8.0, "scale_growth_factor": 4.0, "scale_backoff
 
 @pytest.mark.parametrize(("name", "value"), DYNAMIC.items())
 def test_arguments_of_a_dynamic_scale_beside_a_static_one_are_warned_of(session, name, value):
-    with pytest.warns(
-        UserWarning, match=rf"^{name}={value}: not used, since loss_scale is 128.0 here and stays there;"
-    ):
+    with pytest.warns(UserWarning, match=rf"^{name}={value}: not used.*loss_scale=128.0"):
         session.initialize(nn.Linear(1, 1), opt_level="O2", loss_scale="128.0", verbosity=0, **{name: value})
 
 

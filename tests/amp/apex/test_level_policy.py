@@ -192,7 +192,7 @@ class Tied(nn.Module):
 def test_tied_weights_want_one_dtype_where_weights_are_cast(session):
     rules = PrecisionPolicy(module_rules={"head": "float32"})
     model = Tied()
-    with pytest.raises(ValueError, match=r"head.weight and embed.weight are one parameter, .* name both modules"):
+    with pytest.raises(ValueError, match=r"head.weight and embed.weight are the same parameter"):
         session.initialize(model, opt_level="O2", verbosity=0, policy=rules)
     assert model.head.weight.dtype is f32
     session.initialize(model, opt_level="O1", verbosity=0, policy=rules)
@@ -213,13 +213,13 @@ def test_refusals_come_before_anything_is_changed(session, model, level):
         with pytest.raises(ValueError, match=message):
             session.initialize(model, opt_level=level, verbosity=0, policy=PrecisionPolicy(module_rules=rules))
         assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
-    with pytest.raises(TypeError, match=r"policy='apex/float16': expected a PrecisionPolicy; a string becomes one by"):
+    with pytest.raises(TypeError, match=r"policy='apex/float16': expected a PrecisionPolicy"):
         session.initialize(model, opt_level=level, verbosity=0, policy="apex/float16")
 
 
 def test_a_policy_in_another_dtype_than_the_weights_is_refused(session, model):
     policy = PrecisionPolicy(compute_dtype="bfloat16")
-    with pytest.raises(ValueError, match=r"another dtype than the model is cast to, torch.float16; at O2 and O3 give"):
+    with pytest.raises(ValueError, match=r"but the model is cast to torch.float16"):
         session.initialize(model, opt_level="O2", verbosity=0, policy=policy)
     session.initialize(model, opt_level="O2", verbosity=0, policy=policy, cast_model_type=torch.bfloat16)
     assert model[0].weight.dtype is b16

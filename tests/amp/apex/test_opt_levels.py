@@ -111,7 +111,7 @@ def test_override_is_refused(level, name, value, error, message):
 
 
 def test_unknown_property_is_refused():
-    with pytest.raises(TypeError, match="'keep_bn' is no property; the properties are enabled, opt_level, "):
+    with pytest.raises(TypeError, match=r"'keep_bn' is not .* enabled, opt_level, "):
         OptProperties().with_overrides(keep_bn=True)
 
 
@@ -132,11 +132,11 @@ def test_loss_scale_makes_sense_everywhere(level):
     ("level", "name", "said"),
     [
         ("O0", "master_weights", "At O0 the weights are float32"),
-        ("O1", "keep_batchnorm_fp32", "At O1 no weight is cast"),
+        ("O1", "keep_batchnorm_fp32", "At O1 weights are not cast"),
         ("O2", "master_weights", None),
         ("O3", "master_weights", None),
         ("O2", "keep_batchnorm_fp32", None),
-        ("O3", "patch_torch_functions", "casting around functions is what O1 does"),
+        ("O3", "patch_torch_functions", "O1 casts around functions"),
     ],
 )
 def test_advice(level, name, said):
@@ -145,7 +145,7 @@ def test_advice(level, name, said):
 
 
 def test_advice_about_nothing_is_refused():
-    with pytest.raises(ValueError, match="'opt_level' is no property that can be overridden; expected one of cast_"):
+    with pytest.raises(ValueError, match=r"'opt_level' is not .* one of cast_"):
         explain_override("O1", "opt_level")
 
 

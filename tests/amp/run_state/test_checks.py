@@ -51,14 +51,14 @@ def grouped(model):
 @pytest.mark.parametrize(
     ("make", "optimize", "said"),
     [
-        (wider, sgd, ["model: 4.weight is (4, 32) in the file, (5, 32) here", "4.bias is (4,)"]),
-        (deeper, sgd, ["model: missing key(s) 5.weight, 5.bias", "groups of [6] parameters in the file, of [8] here"]),
+        (wider, sgd, ["model: 4.weight is (4, 32) in the file and (5, 32)", "4.bias is (4,)"]),
+        (deeper, sgd, ["model: missing key(s) 5.weight, 5.bias", "groups of [6] parameters in the file and of [8]"]),
         (shallower, sgd, ["model: unexpected key(s) 4.weight, 4.bias"]),
-        (network, backwards, ["optimizer: parameter 0 of group 0 is (32, 16) in the file, (4,) here"]),
-        (network, grouped, ["groups of [6] parameters in the file, of [1, 5] here"]),
-        (network, lambda model: torch.optim.Adam(model.parameters()), ["SGD in the file has no betas, eps"]),
-        (lambda: [network(), network()], lambda models: sgd(models[0]), ["1 saved model(s) for 2 passed"]),
-        (network, lambda model: [sgd(model), sgd(model)], ["1 saved optimizer(s) for 2 passed"]),
+        (network, backwards, ["optimizer: parameter 0 of group 0 is (32, 16) in the file and (4,)"]),
+        (network, grouped, ["groups of [6] parameters in the file and of [1, 5]"]),
+        (network, lambda model: torch.optim.Adam(model.parameters()), ["Adam needs betas, eps"]),
+        (lambda: [network(), network()], lambda models: sgd(models[0]), ["the file has 1 model(s), and 2 were passed"]),
+        (network, lambda model: [sgd(model), sgd(model)], ["the file has 1 optimizer(s), and 2 were passed"]),
     ],
     ids=["shape", "missing", "unexpected", "order", "groups", "optimizer", "models", "optimizers"],
 )
@@ -71,7 +71,7 @@ def test_a_file_of_another_run_is_refused_and_nothing_is_loaded(tmp_path, make, 
     models = model if isinstance(model, list) else [model]
     before = [{name: value.clone() for name, value in each.state_dict().items()} for each in models]
     rng = torch.get_rng_state()
-    with pytest.raises(amp.RunStateError, match=r"does not fit .* and nothing was loaded") as refusal:
+    with pytest.raises(amp.RunStateError, match=r"nothing was loaded") as refusal:
         amp.load_run_state(path, model=model, optimizer=optimizer, scaler=scaler)
     for words in said:
         assert words in str(refusal.value)
@@ -91,10 +91,10 @@ def resave(path, **changes):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"scaler": {"scale": 4.0}}, "GradScaler refuses the saved state of a scaler with the keys ['scale']"),
+        ({"scaler": {"scale": 4.0}}, "GradScaler cannot load the saved state of a scaler with the keys ['scale']"),
         ({"amp": {"loss_scaler0": {"loss_scale": -1.0, "unskipped": 0}}}, "loss_scale=-1.0: expected a finite number"),
         ({"amp": {"foo": 1}}, 'unexpected key "foo" among the loss scalers'),
-        ({"rng": {"torch": torch.zeros(3, dtype=torch.uint8)}}, "generators cannot be taken up"),
+        ({"rng": {"torch": torch.zeros(3, dtype=torch.uint8)}}, "generators is invalid"),
     ],
     ids=["scaler", "scale", "scalers", "generators"],
 )
@@ -114,9 +114,9 @@ def test_edited_parts_that_cannot_be_loaded_are_refused(tmp_path, changes, said)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"model": 3}, "model: got a int; expected a torch Module or a list"),
-        ({"optimizer": [nn.Linear(1, 1)]}, "optimizer: got a Linear; expected a torch Optimizer or a list"),
-        ({"amp": "O1"}, "amp: got a str; expected an amp.Session"),
+        ({"model": 3}, "model: got a int, expected a torch Module or a list"),
+        ({"optimizer": [nn.Linear(1, 1)]}, "optimizer: got a Linear, expected a torch Optimizer or a list"),
+        ({"amp": "O1"}, "amp: got a str, expected an amp.Session"),
     ],
 )
 def test_other_arguments_are_refused(tmp_path, arguments, said):
@@ -125,7 +125,7 @@ def test_other_arguments_are_refused(tmp_path, arguments, said):
 
 
 def test_amp_is_either_a_session_or_a_scaler(tmp_path):
-    with pytest.raises(TypeError, match="a run has one of them"):
+    with pytest.raises(TypeError, match=r"^amp and scaler: got both"):
         amp.save_run_state(tmp_path / "run.pt", amp=amp.Session(), scaler=torch.amp.GradScaler("cpu"))
 
 

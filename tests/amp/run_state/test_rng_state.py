@@ -37,7 +37,7 @@ def test_another_generator_of_numpy_is_refused(tmp_path):
     before = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(0))
     try:
-        with pytest.raises(amp.RunStateError, match="draws from PCG64: expected MT19937"):
+        with pytest.raises(amp.RunStateError, match="uses PCG64: expected MT19937"):
             amp.save_run_state(tmp_path / "run.pt")
     finally:
         np.random.set_bit_generator(before)

@@ -220,7 +220,7 @@ def test_from_amp_to_float32(problem, tmp_path):
     run.save(path, scaler=run.scaler)
     plain = Float32Run(problem, seed=1)
     notes = plain.load(path).notes
-    assert notes == ("the saved loss scale of scaler is left out: scaler was not passed, or is disabled",)
+    assert notes == ("the saved loss scale of scaler is ignored: scaler was not passed, or is disabled",)
     assert same_values(run.model, plain.model)
     assert same_state(run.optimizer, plain.optimizer)
     assert all(np.isfinite(plain.train(3)))
@@ -232,7 +232,7 @@ def test_from_float32_to_amp(problem, tmp_path):
     plain.save(path)
     run = TorchRun(problem, torch.float16, seed=1)
     assert run.load(path, scaler=run.scaler).notes == (
-        "the file has no loss scale of scaler: it starts as it was made",
+        "the file has no loss scale of scaler: scaler keeps its initial loss scale",
     )
     assert run.scaler.get_scale() == 1024.0
     assert same_values(run.model, plain.model)
@@ -272,7 +272,7 @@ def test_weights_alone_can_be_loaded(problem, tmp_path):
     model = network()
     notes = amp.load_run_state(path, model=model).notes
     assert same_values(model, run.model)
-    assert notes[0] == "1 saved optimizer(s) left out: none was passed"
+    assert notes[0] == "1 saved optimizer(s) ignored: none was passed"
     assert len(notes) == 2
 
 
@@ -300,5 +300,5 @@ def test_a_scaler_is_saved_between_iterations_alone(tmp_path):
     disabled = amp.GradScaler("cpu", enabled=False)
     notes = amp.load_run_state(tmp_path / "run.pt", optimizer=optimizer, scaler=disabled).notes
     assert any("or is disabled" in note for note in notes)
-    with pytest.raises(TypeError, match="scaler: got a int; expected a GradScaler"):
+    with pytest.raises(TypeError, match="scaler: got a int, expected a GradScaler"):
         amp.save_run_state(tmp_path / "run.pt", scaler=3)
