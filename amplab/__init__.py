@@ -5,7 +5,7 @@ The rooms, in reading order; each imports only those before it, and each is load
 
     formats   what a number is: formats as data, bits, rounding, exponent histograms
     display   how things are shown outside of widgets: numbers, tables, HTML, drawings, colors
-    kernels   fused operations beside their references
+    kernels   fused operations and their references in PyTorch
     policies  which operation runs in which dtype, and why
     scalers   how the loss scale moves
     optimizers FusedAdam, FusedSGD and LARC, as scripts import them from apex
@@ -90,7 +90,7 @@ _HOMES = {
     "watch": "lab",
     "xray": "trace",
 }
-"""The names that have a place beside the rooms, and the room each comes from."""
+"""The names that are available here in addition to the rooms, and the room each comes from."""
 
 
 def __getattr__(name: str) -> ModuleType | object:

@@ -1,6 +1,6 @@
-"""Number formats as data: what a bit pattern means, how a value rounds, what a range loses.
+"""Number formats as data: what a bit pattern means, how a value rounds, which values a format cannot represent.
 
-`float_format` holds the one class, `known_formats` the six formats of the field,
+`float_format` holds the one class, `known_formats` the six formats used in deep learning,
 `out_of_range` and `exponents` say how much of a tensor a format loses, `histogram_drawing` draws it.
 """
 

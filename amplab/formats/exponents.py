@@ -24,7 +24,7 @@ BINS = HIGHEST_EXPONENT - LOWEST_EXPONENT + 1
 
 @dataclass(frozen=True, eq=False)
 class ExponentHistogram:
-    """Counts of finite non-zero elements per power of two, beside the zeros, infs and nans.
+    """Counts of finite non-zero elements per power of two, and of zeros, infs and NaNs.
 
     Attributes:
         counts: int64 array ``(bins,)``, read-only from here on; ``counts[i]`` elements have
