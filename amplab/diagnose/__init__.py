@@ -1,8 +1,17 @@
 """Explain what is wrong in mixed-precision training, and how to fix it: of a machine, of one step, of a whole run.
 
-Reading order: `doctor` applies every rule; `first_nonfinite` explains one step; a rule returns a `Finding`, and
-`CATALOGUE` lists all of them; `Observation` is what rules about runs read; `twin` and `ladder` train in several
-precisions; `what_if` replays a run with another loss-scaling rule.
+    tool              runs the model                              restores all state    file
+    doctor            a step once, more often if not finite;      yes                   examination
+                      a train step 1 to 7 times
+    first_nonfinite   a step, several times                       yes                   first_nonfinite
+    followed_step     only the loop's own step                    no                    followed_step
+    twin              two copies, for a few steps                 trains copies         twin
+    ladder            a new model per precision, a few steps      trains new models     ladder
+    what_if           never: replays the record of a run          reads only            what_if
+    run_findings      never: reads the record of a run            reads only            rules/run
+
+A rule returns a `Finding`, and `CATALOGUE` lists all of them. `ranking` leaves out the findings that others supersede.
+`Observation` is what rules about runs read.
 
     rules/           each file examines one kind of evidence: values, gradients, parameters, a run, ...
     remedies/        the code that a finding suggests, for each API that a training loop may use

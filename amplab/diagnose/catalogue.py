@@ -12,15 +12,14 @@ on the op, the rule passes it as the field `code`; it comes from `remedies.float
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from amplab.diagnose.finding import Certainty, Finding, Number, Severity
 from amplab.diagnose.remedies.api_styles import Api, PerApi, by_casting, by_scaling
 
-__all__ = ["CATALOGUE", "Case", "Catalogue", "CatalogueEntry", "causes_first", "finding"]
+__all__ = ["CATALOGUE", "Case", "Catalogue", "CatalogueEntry", "finding"]
 
 # What shows in a run whatever the cause: left out where an error names the cause.
 OF_THE_RUN = ("scale-collapse", "nonfinite-loss", "still-skipping")
@@ -172,46 +171,6 @@ def finding(
         name, chosen, symptom, cause, remedy, certainty,
         op=op, module=module, tensor=tensor, line=line, evidence=evidence or {},
     )  # fmt: skip
-
-
-def causes_first(found: Iterable[Finding]) -> list[Finding]:
-    """Leave out the findings that another one supersedes, and lower the certainty of those that another explains.
-
-    A diverging run explains later overflows. If a step was run again in float32 and its loss had not grown, the
-    divergence itself becomes "possible" instead.
-
-    >>> left = causes_first([Finding("diverging", "error", "a", "b", "c", "likely"),
-    ...                      Finding("overflow-in-half", "error", "d", "e", "f", "certain")])
-    >>> [(each.name, each.certainty) for each in left]
-    [('diverging', 'likely'), ('overflow-in-half', 'possible')]
-    """
-    found = list(found)
-    superseded = {name for each in found for name in _superseded_by(each)}
-    kept = [each for each in found if each.name not in superseded]
-    for cause in [each for each in kept if each.severity == "error" and _entry(each.name).explains]:
-        explained = _entry(cause.name).explains
-        doubted = (cause.name,) if _is_refuted(cause, [each for each in kept if each.name in explained]) else explained
-        kept = [replace(each, certainty="possible") if each.name in doubted else each for each in kept]
-    return kept
-
-
-def _superseded_by(found: Finding) -> tuple[str, ...]:
-    """The ids that a finding leaves out, its own never."""
-    entry = _entry(found.name)
-    names = (*entry.supersedes, *(entry.supersedes_as_error if found.severity == "error" else ()))
-    return tuple(name for name in names if name != found.name)
-
-
-def _entry(name: str) -> CatalogueEntry:
-    """The entry of an id; of an id that is not in the catalogue, one that acts as any other cause."""
-    return CATALOGUE.get(name) or CatalogueEntry(name, name, ("error",), {})
-
-
-def _is_refuted(cause: Finding, consequences: Sequence[Finding]) -> bool:
-    """Whether a step that overflowed in its dtype has, in float32, no larger loss than the run began with."""
-    began = cause.evidence.get("first_loss", -math.inf)
-    again = (each.evidence.get("loss_in_float32") for each in consequences)
-    return isinstance(began, int | float) and any(isinstance(loss, int | float) and loss <= began for loss in again)
 
 
 # -- remedies that several findings share ------------------------------------------------------------------------------

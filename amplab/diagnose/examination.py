@@ -19,13 +19,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from amplab.amp import LossScaleCollapse, Session
-from amplab.diagnose.catalogue import causes_first
 from amplab.diagnose.finding import Finding, Findings
 from amplab.diagnose.first_nonfinite import Setting, explain, setting_of
 from amplab.diagnose.machine import MachineReport, machine_report
 from amplab.diagnose.observations import Observation
 from amplab.diagnose.observed_step.blame import blame
 from amplab.diagnose.observed_step.values import ObservedStep, observe_step
+from amplab.diagnose.ranking import ranked
 from amplab.diagnose.remedies.api_styles import Api, api_style_of
 from amplab.diagnose.rules.arithmetic import arithmetic_findings
 from amplab.diagnose.rules.gradients import gradient_findings
@@ -40,6 +40,7 @@ from amplab.diagnose.rules.values import value_findings
 from amplab.diagnose.train_step.rehearse_loop import rehearse_loop
 from amplab.diagnose.train_step.schedules import schedulers_of
 from amplab.policies import PrecisionPolicy
+from amplab.trace.argument_checks import check_loss_scale
 from amplab.trace.engines import compiled_functions_eagerly
 from amplab.trace.handed_step import (
     HandedStep,
@@ -53,7 +54,6 @@ from amplab.trace.handed_step import (
     scaler_in_use,
     shows_calls,
 )
-from amplab.trace.step_checks import check_loss_scale
 
 __all__ = ["doctor"]
 
@@ -148,7 +148,7 @@ def doctor(
         found += updates_bound_to_be_lost(model, optimizers, observed)
     else:
         found += _examine_loop(model, train_step, optimizers, in_use, stateful)
-    return Findings.ranked(causes_first(found))
+    return ranked(found)
 
 
 def _check_no_arguments(**given: Any) -> None:

@@ -32,6 +32,7 @@ from amplab.diagnose.reruns import Headroom, RerunResult, headroom, probe
 from amplab.policies import PrecisionPolicy
 from amplab.policies.nested_tensors import named_tensors_in
 from amplab.trace import OpRecord, trace_step
+from amplab.trace.argument_checks import check_loss_scale
 from amplab.trace.handed_step import (
     HandedStep,
     Loss,
@@ -44,7 +45,6 @@ from amplab.trace.handed_step import (
     shows_calls,
 )
 from amplab.trace.precision_settings import precision_setting
-from amplab.trace.step_checks import check_loss_scale
 
 __all__ = ["FirstNonfinite", "Setting", "explain", "first_nonfinite", "setting_of"]
 

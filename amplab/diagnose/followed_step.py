@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from amplab.diagnose.observed_step.blame import Blame, blame
 from amplab.diagnose.observed_step.values import NamedMemory, ObservedStep, StepWatcher, memory_of, named_tensors
+from amplab.trace.argument_checks import check_model
 from amplab.trace.engines import compiled_functions_eagerly
 from amplab.trace.recorder import Recorder
-from amplab.trace.step_checks import check_model
 
 __all__ = ["FollowedStep", "followed_step"]
 

@@ -41,9 +41,9 @@ from amplab.display.drawings import loss_drawing
 from amplab.display.html import Markup, markup
 from amplab.display.numbers import power, size
 from amplab.display.table import Card, Cell, Column, Table
+from amplab.trace.argument_checks import check_gradients_on
 from amplab.trace.handed_step import Loss, shows_calls
 from amplab.trace.random_states import seed_all
-from amplab.trace.step_checks import check_gradients_on
 
 __all__ = ["RUNGS", "LadderReport", "LadderRung", "ladder"]
 

@@ -25,8 +25,8 @@ from amplab.diagnose.observed_step.tensor_summary import Measurements
 from amplab.diagnose.observed_step.values import measured_in, writes_values
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies.nested_tensors import map_tensors
+from amplab.trace.argument_checks import check_loss, check_step
 from amplab.trace.engines import clear_cast_caches
-from amplab.trace.step_checks import check_loss, check_step
 from amplab.trace.untouched import untouched
 
 __all__ = ["RerunResult", "Headroom", "in_format", "probe", "headroom"]

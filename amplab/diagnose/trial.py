@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from amplab.amp import ScaleRecord, Session
 from amplab.policies import PrecisionPolicy, disable_casts
+from amplab.trace.argument_checks import accepts, check_model
 from amplab.trace.handed_step import Loss, handed_step
-from amplab.trace.step_checks import accepts, check_model
 
 __all__ = [
     "MakeOptimizer",

@@ -28,9 +28,9 @@ from amplab.diagnose.trial import (
 )
 from amplab.diagnose.twin_report import TwinReport, TwinRow, TwinStep, twin_error
 from amplab.policies.nested_tensors import floating_tensors_in
+from amplab.trace.argument_checks import accepts, check_gradients_on
 from amplab.trace.handed_step import Loss, handed_step, shows_calls
 from amplab.trace.random_states import seed_all
-from amplab.trace.step_checks import accepts, check_gradients_on
 from amplab.trace.untouched import untouched
 
 __all__ = ["twin"]

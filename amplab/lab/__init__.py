@@ -9,8 +9,8 @@ The files, by part::
     what to train           config (the fields of an experiment), tasks, models
     training                experiment (one step), trainer (states and controls), worker (its thread), events
     the run                 history (in memory), run_log (on disk), run_store (both), findings
-    your own loop           watch, watched_run, scale_probe, optimizer_watch, step_check, step_replay,
-                            watch_callback, tensorboard_scalars
+    your own loop           watch, watched_run, scale_probe, gradient_measure, idle_optimizers,
+                            step_check, step_rerun, watch_callback, tensorboard_scalars
     how to start            open (JupyterLab), console (terminal)
 
 `open()` shows an experiment in JupyterLab. The widgets are in `amplab.views`, which `open()` imports.

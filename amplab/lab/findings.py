@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from amplab.diagnose import Finding, Findings, Observation, StepObservation
-from amplab.diagnose.catalogue import causes_first
+from amplab.diagnose.ranking import ranked
 from amplab.formats import FLOAT16
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import StepRecord
@@ -66,7 +66,7 @@ def observed_run(
 def with_explained(found: Iterable[Finding], explained: Iterable[Finding]) -> Findings:
     """Return the findings in a run and those of its explained steps, the worst first; of equal ones only the last."""
     last = {(each.name, each.module, each.op): each for each in explained}
-    return Findings.ranked(causes_first((*found, *last.values())))
+    return ranked((*found, *last.values()))
 
 
 def finding_to_log(finding: Finding) -> dict[str, Any]:

@@ -9,7 +9,8 @@
     print(w.findings())
 
 The loop does not change. The watch uses optimizer hooks, a forward hook and the scaler's callbacks. `scale_probe`
-learns the outcome of a step, `optimizer_watch` measures gradients, `step_replay` explains a skipped step.
+learns the outcome of a step, `gradient_measure` measures gradients, `idle_optimizers` finds optimizers that never step,
+`step_rerun` explains a skipped step.
 """
 
 from __future__ import annotations
@@ -35,14 +36,16 @@ from amplab.display.numbers import count
 from amplab.formats import ExponentHistogram
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
 from amplab.lab.findings import LOOK_BACK, finding_to_log, observed_run, with_explained
+from amplab.lab.gradient_measure import GradientMeasure
 from amplab.lab.history import History, recorded
-from amplab.lab.optimizer_watch import GradientMeasure, IdleOptimizers
+from amplab.lab.idle_optimizers import IdleOptimizers
 from amplab.lab.run_store import RunStore
 from amplab.lab.scale_probe import ScaledStep, probe_of
 from amplab.lab.step_check import StepCheck
-from amplab.lab.step_replay import StepReplay
+from amplab.lab.step_rerun import StepRerun
 from amplab.lab.tensorboard_scalars import TensorBoardScalars
 from amplab.lab.watched_run import WatchedRun
+from amplab.trace.argument_checks import check_values
 from amplab.trace.handed_step import (
     Loss,
     Scaler,
@@ -51,7 +54,6 @@ from amplab.trace.handed_step import (
     optimizers_of,
     shows_calls,
 )
-from amplab.trace.step_checks import check_values
 
 __all__ = ["Watch", "check_options", "watch"]
 
@@ -85,7 +87,7 @@ class Watch:
         self._store = RunStore(self.config, log=log, on_failure=self._fail)
         self._every = every
         self._measure = GradientMeasure(optimizers)
-        self._replay = StepReplay(model, loss, step, self._probe.amp)
+        self._rerun = StepRerun(model, loss, step, self._probe.amp)
         self._scalars = scalars
         self._rates: deque[tuple[int, float]] = deque(maxlen=LOOK_BACK)
         self._norms: dict[int, float] = {}
@@ -141,7 +143,7 @@ class Watch:
         try:
             for batch in loader:
                 self._probe.at_forward()  # the step before is over
-                self._replay.remember(batch)
+                self._rerun.remember(batch)
                 yield batch
         finally:
             self._hooks.need("forward", self._probe.waits_for_forward and bool(self._ends))
@@ -215,12 +217,12 @@ class Watch:
     # -- what the hooks see ------------------------------------------------------------------------
 
     def _see_forward(self, module: nn.Module, _args: object) -> None:
-        if module.training and torch.is_grad_enabled() and not self._replay.at_work:
+        if module.training and torch.is_grad_enabled() and not self._rerun.at_work:
             self._probe.at_forward()
 
     def _see_output(self, module: nn.Module, _args: object, output: object) -> None:
         """Take the loss that models of transformers return."""
-        if not module.training or isinstance(output, Tensor) or self._replay.at_work:
+        if not module.training or isinstance(output, Tensor) or self._rerun.at_work:
             return
         loss = output.get("loss") if isinstance(output, Mapping) else None
         if isinstance(loss, Tensor) and loss.numel() == 1:
@@ -233,14 +235,14 @@ class Watch:
         if self._checks_before_step and (self._measure.is_finite is False or not self._is_finite_so_far()):
             self._bad_in_a_row += 1
             if self._bad_in_a_row == 1:  # after this step the weights contain NaN
-                self._replay_once(1, self._probe.scale(), self._steps)
+                self._rerun_once(1, self._probe.scale(), self._steps)
         else:
             self._bad_in_a_row = 0
 
     @property
     def _checks_before_step(self) -> bool:
         """Whether a bad step runs again before the optimizer steps: if nothing skips it, its weights are lost."""
-        return self._replay.is_possible and not self._probe.dynamic
+        return self._rerun.is_possible and not self._probe.dynamic
 
     def _is_finite_so_far(self) -> bool:
         """Whether the loss of this step is finite, and the gradients as far as the scaler knows. Sync: as `_value`."""
@@ -260,7 +262,7 @@ class Watch:
         self._choose_hooks(has_loss)
         if outcome.skipped or self._skips_in_a_row or self._check is not None:
             self._explain_skip(recorded(row))
-        self._replay.forget()
+        self._rerun.forget()
         if self._subscribers or self._scalars is not None:
             self._publish(recorded(row))
 
@@ -308,15 +310,15 @@ class Watch:
                 self._explain(record.step, found)
             self._check = None
         self._skips_in_a_row = self._skips_in_a_row + 1 if record.skipped else 0
-        self._replay_once(self._skips_in_a_row, record.loss_scale, record.step)
-        if self._skips_in_a_row == _CHECK_AFTER and not self._replay.is_possible:
+        self._rerun_once(self._skips_in_a_row, record.loss_scale, record.step)
+        if self._skips_in_a_row == _CHECK_AFTER and not self._rerun.is_possible:
             self._check = StepCheck(self._model)
 
-    def _replay_once(self, in_a_row: int, loss_scale: float, step: int) -> None:
-        if not self._replay.is_worth_it(in_a_row):
+    def _rerun_once(self, in_a_row: int, loss_scale: float, step: int) -> None:
+        if not self._rerun.is_worth_it(in_a_row):
             return
         try:
-            found = self._replay.explain(loss_scale)
+            found = self._rerun.explain(loss_scale)
         except Exception as error:  # noqa: BLE001  a failed explanation must not end the loop
             self._fail(f"step {step} could not run again: {type(error).__name__}: {error}")
         else:
@@ -408,7 +410,7 @@ def watch(
     optimizers = optimizers_of(optimizer)
     _check_watched(model, optimizers)
     check_options(log=log, every=every, tensorboard=tensorboard)
-    _check_replayed(loss, step)
+    _check_rerun(loss, step)
     scalars = None if tensorboard is None else TensorBoardScalars(tensorboard)
     return Watch(model, optimizers, scaler=scaler, loss=loss, step=step, log=log, every=every, scalars=scalars)
 
@@ -426,7 +428,7 @@ def _check_watched(model: Any, optimizers: Sequence[Optimizer]) -> None:
         raise TypeError("0 optimizers: expected a torch.optim.Optimizer, or a list of them.")
 
 
-def _check_replayed(loss: Any, step: Any) -> None:
+def _check_rerun(loss: Any, step: Any) -> None:
     """Raise a TypeError unless `loss` and `step` can run a step again."""
     if step is not None:
         if loss is not None:

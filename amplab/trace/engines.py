@@ -2,7 +2,7 @@
 
 A trace reads which op table decides, empties the weight caches, and runs compiled functions eagerly. Under a dispatch
 mode the compiler would trace the mode itself, and its graph would order ops differently from autograd's numbers.
-Compiled *modules* are refused (`step_checks`).
+Compiled *modules* are refused (`argument_checks`).
 """
 
 import sys

@@ -24,9 +24,9 @@ from amplab.display.numbers import percent, power
 from amplab.display.table import Card, Cell, Column, Table
 from amplab.formats import FLOAT16, ExponentHistogram, FloatFormat
 from amplab.policies import disable_casts
+from amplab.trace.argument_checks import check_gradients_on, check_loss_scale
 from amplab.trace.handed_step import Loss, Models, as_model, handed_step, shows_calls
 from amplab.trace.statistics import Statistics
-from amplab.trace.step_checks import check_gradients_on, check_loss_scale
 from amplab.trace.untouched import untouched
 
 __all__ = ["GradientRange", "gradient_range"]

@@ -41,7 +41,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from amplab.amp import Session, default_session
 from amplab.policies.nested_tensors import floating_tensors_in
-from amplab.trace.step_checks import accepts, check_loss, check_model
+from amplab.trace.argument_checks import accepts, check_loss, check_model
 
 __all__ = [
     "HandedStep",

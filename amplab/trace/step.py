@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
+from amplab.trace.argument_checks import check_loss, check_step
 from amplab.trace.engines import clear_cast_caches, compiled_functions_eagerly
 from amplab.trace.kept_tensors import KeptTensors
 from amplab.trace.reasons import SCALE_LOSS, records_of
 from amplab.trace.recorder import Event, Observer, Recorder
 from amplab.trace.records import Trace
-from amplab.trace.step_checks import check_loss, check_step
 from amplab.trace.untouched import ParkedGradients, untouched
 
 __all__ = ["record_step", "trace_step"]
@@ -75,7 +75,7 @@ def record_step(
     Args:
         kept: counts what is saved for backward.
         before_restoring: called after backward, while the gradients exist.
-        model, step, casting, loss_scale, observer: as `trace_step`; checked already, see `step_checks`.
+        model, step, casting, loss_scale, observer: as `trace_step`; checked already, see `argument_checks`.
 
     Sync: none.
     """

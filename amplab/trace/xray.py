@@ -6,12 +6,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from amplab.policies import PrecisionPolicy
+from amplab.trace.argument_checks import check_gradients_on, check_loss_scale
 from amplab.trace.handed_step import HandedStep, Loss, Models, as_model, handed_step, shows_calls
 from amplab.trace.kept_tensors import KeptTensors
 from amplab.trace.precision_settings import PrecisionSetting, precision_setting
 from amplab.trace.statistics import Statistics
 from amplab.trace.step import record_step
-from amplab.trace.step_checks import check_gradients_on, check_loss_scale
 from amplab.trace.xray_value import XRay
 
 __all__ = ["xray"]

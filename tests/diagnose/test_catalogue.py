@@ -8,8 +8,9 @@ import pytest
 
 import amplab
 from amplab.diagnose import CATALOGUE, Finding
-from amplab.diagnose.catalogue import causes_first, finding
+from amplab.diagnose.catalogue import finding
 from amplab.diagnose.finding import SEVERITIES
+from amplab.diagnose.ranking import ranked
 from amplab.diagnose.remedies.api_styles import Api, ApiStyle, PerApi
 
 PACKAGE = Path(amplab.__file__).parent
@@ -104,18 +105,18 @@ def made(name, severity="error", certainty="certain", **evidence):
     ],
 )
 def test_what_an_error_supersedes(found, left):
-    assert [each.name for each in causes_first(map(made, found))] == left
-    assert [each.name for each in causes_first([*map(made, found), made("still-skipping", "note")])] == left
+    assert [each.name for each in ranked(map(made, found))] == left
+    assert [each.name for each in ranked([*map(made, found), made("still-skipping", "note")])] == left
 
 
 def test_a_note_supersedes_what_its_entry_says():
     skipping = made("still-skipping", "note")
-    assert causes_first([skipping, made("tiny-ops", "note")])[0] is skipping
+    assert ranked([skipping, made("tiny-ops", "note")])[0] is skipping
     for name in ("scale-too-large", "nonfinite-gradient"):
-        assert [each.name for each in causes_first([skipping, made(name, "note")])] == [name]
+        assert [each.name for each in ranked([skipping, made(name, "note")])] == [name]
 
 
 @pytest.mark.parametrize(("in_float32", "doubted"), [(1e9, "overflow-in-half"), (1.0, "diverging")])
 def test_divergence_explains_an_overflow_unless_float32_refutes_it(in_float32, doubted):
-    found = causes_first([made("diverging", first_loss=2.0), made("overflow-in-half", loss_in_float32=in_float32)])
+    found = ranked([made("diverging", first_loss=2.0), made("overflow-in-half", loss_in_float32=in_float32)])
     assert [each.name for each in found if each.certainty == "possible"] == [doubted]

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import amplab
 from amplab.diagnose import Finding, Findings, MachineReport, Observation, StepObservation, doctor
-from amplab.diagnose.catalogue import causes_first
+from amplab.diagnose.ranking import ranked
 
 
 def test_without_a_model_it_looks_at_the_machine():
@@ -186,5 +186,5 @@ def test_a_loss_that_float32_has_not_lost_has_not_diverged(in_float32, first):
     """Losses of 2e4 and 3e3, and then none that is finite: the rate, or the format."""
     lost = Finding("diverging", "error", "a", "b", "c", "likely", evidence={"first_loss": 2e4})
     overflows = Finding("logits-overflow-half", "error", "d", "e", "f", evidence={"loss_in_float32": in_float32})
-    ranked = Findings.ranked(causes_first([lost, overflows]))
-    assert (ranked[0].name, ranked[1].certainty) == (first, "possible")
+    first_two = ranked([lost, overflows])
+    assert (first_two[0].name, first_two[1].certainty) == (first, "possible")

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from amplab.diagnose.observed_step.tensor_summary import MEASURED, Measurements, TensorSummary, counted
 from amplab.policies.nested_tensors import named_tensors_in, tensors_in
 from amplab.trace import Trace
+from amplab.trace.argument_checks import check_step
 from amplab.trace.lazy_tuple import LazyTuple
 from amplab.trace.reasons import lazy_records_of
 from amplab.trace.recorder import Event
 from amplab.trace.step import record_step
-from amplab.trace.step_checks import check_step
 
 __all__ = [
     "Begun",

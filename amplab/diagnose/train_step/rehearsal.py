@@ -6,8 +6,8 @@
     a schedule   moves: whether it does so before the step, or without one
 
 The norms alone show what a gradient was multiplied by between backward and step, whichever functions did it.
-The rules about it are in `rules.gradients`, `rules.updates` and `rules.schedule`; which rehearsals a loop needs, in
-`rehearsals`.
+The rules about it are in `rules.gradients`, `rules.updates` and `rules.schedule`; `rehearse_loop`
+decides which rehearsals a loop needs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of a step before it runs, each with one sentence that says what is missing.
+"""Checks of the arguments that describe a step, before it runs; each error says what is missing.
 
 model      a module, not scripted, with initialized parameters; not compiled if its ops are recorded, and not on the
            meta device if its values are measured

@@ -16,7 +16,7 @@ import amplab
 from amplab.diagnose import doctor, first_nonfinite, followed_step, twin
 from amplab.diagnose.reruns import probe
 from amplab.trace import GradientRange, trace_step
-from amplab.trace.step_checks import accepts
+from amplab.trace.argument_checks import accepts
 
 X = torch.ones(5, 4)
 

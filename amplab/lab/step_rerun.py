@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from amplab.diagnose import Finding, FirstNonfinite, finding_of, first_nonfinite
 from amplab.trace.handed_step import Loss, Scaler
 
-__all__ = ["StepReplay"]
+__all__ = ["StepRerun"]
 
 _HAS_CUDA = torch.backends.cuda.is_built()
 _AT = (1, 5)  # skips in a row: the first may be a scale that settles, five are not
-_MOST = 6  # replays in one watch: each costs three to six steps, of a net of microseconds twenty-five
+_MOST = 6  # reruns in one watch: each costs three to six steps, of a net of microseconds twenty-five
 
 _BATCHES = 64  # kept of one step, so that a loop which never steps does not keep all
 
@@ -32,7 +32,7 @@ class _Begun(NamedTuple):
     random: list[Tensor]
 
 
-class StepReplay:
+class StepRerun:
     """Keeps the state that a step began with, and explains the step.
 
     Args:

@@ -1,0 +1,57 @@
+"""Which of the findings of all rules a report contains, in which order, and how certain each is.
+
+The catalogue says for each finding which ones it supersedes and which ones it may explain; `ranked` applies that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from amplab.diagnose.catalogue import CATALOGUE, CatalogueEntry
+from amplab.diagnose.finding import Finding, Findings
+
+__all__ = ["ranked"]
+
+
+def ranked(found: Iterable[Finding]) -> Findings:
+    """Return the findings to report, the most severe first.
+
+    Findings that another one supersedes are left out. Those that another one explains become "possible".
+
+    A diverging run explains later overflows. If a step was run again in float32 and its loss had not grown, the
+    divergence itself becomes "possible" instead.
+
+    >>> left = ranked([Finding("diverging", "error", "a", "b", "c", "likely"),
+    ...                Finding("overflow-in-half", "error", "d", "e", "f", "certain")])
+    >>> [(each.name, each.certainty) for each in left]
+    [('diverging', 'likely'), ('overflow-in-half', 'possible')]
+    """
+    found = list(found)
+    superseded = {name for each in found for name in _superseded_by(each)}
+    kept = [each for each in found if each.name not in superseded]
+    for cause in [each for each in kept if each.severity == "error" and _entry(each.name).explains]:
+        explained = _entry(cause.name).explains
+        doubted = (cause.name,) if _is_refuted(cause, [each for each in kept if each.name in explained]) else explained
+        kept = [replace(each, certainty="possible") if each.name in doubted else each for each in kept]
+    return Findings.ranked(kept)
+
+
+def _superseded_by(found: Finding) -> tuple[str, ...]:
+    """The ids that a finding leaves out, its own never."""
+    entry = _entry(found.name)
+    names = (*entry.supersedes, *(entry.supersedes_as_error if found.severity == "error" else ()))
+    return tuple(name for name in names if name != found.name)
+
+
+def _entry(name: str) -> CatalogueEntry:
+    """The entry of an id; of an id that is not in the catalogue, one that acts as any other cause."""
+    return CATALOGUE.get(name) or CatalogueEntry(name, name, ("error",), {})
+
+
+def _is_refuted(cause: Finding, consequences: Sequence[Finding]) -> bool:
+    """Whether a step that overflowed in its dtype has, in float32, no larger loss than the run began with."""
+    began = cause.evidence.get("first_loss", -math.inf)
+    again = (each.evidence.get("loss_in_float32") for each in consequences)
+    return isinstance(began, int | float) and any(isinstance(loss, int | float) and loss <= began for loss in again)
