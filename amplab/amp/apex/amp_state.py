@@ -146,8 +146,8 @@ class AmpState(ModuleType):
                 f"amp._amp_state.{name}: nothing is initialized, or with enabled=False; call amp.initialize first."
             )
         raise AttributeError(
-            f"amp._amp_state.{name} does not exist in amplab: expected loss_scalers, opt_properties, handle, verbosity, "
-            "hard_override or allow_incoming_model_not_fp32."
+            f"amp._amp_state.{name} does not exist in amplab: expected loss_scalers, opt_properties, handle, "
+            "verbosity, hard_override or allow_incoming_model_not_fp32."
         )
 
 
