@@ -117,7 +117,7 @@ REFUSALS = [
     (lambda: amp._amp_state.nothing, AttributeError, "amp._amp_state.nothing does not exist"),
     (lambda: setattr(amp._amp_state, "hard_override", True), AttributeError, "amp._amp_state.hard_override = True: "),
     (lambda: setattr(amp._amp_state, "verbosity", 0), AttributeError, "Pass the option to amp.initialize"),
-    (lambda: amp._amp_state.handle._save_func, AttributeError, "amp._amp_state.handle._save_func: amplab replaces"),
+    (lambda: amp._amp_state.handle._save_func, AttributeError, "amp._amp_state.handle._save_func does not exist"),
     (lambda: amp._amp_state.handle.wrap_optimizer(1), RuntimeError, "The old Amp API is no longer supported."),
 ]
 
