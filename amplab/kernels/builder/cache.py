@@ -176,7 +176,7 @@ def _existing(folder: Path) -> Path:
 
 
 def _make_private(folder: Path) -> None:
-    """Make a folder, and those above it that are missing, for this user alone, whatever the umask."""
+    """Make a folder, and those above it that are missing, for this user only, regardless of the umask."""
     for part in reversed((folder, *folder.parents)):
         if not part.exists():
             part.mkdir(mode=0o700, exist_ok=True)

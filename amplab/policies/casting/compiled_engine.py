@@ -10,7 +10,7 @@ Python, C++ code inside a composite, `torch.ops`. The kernel is `amplab.kernels.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from amplab.kernels import DispatchCasts
 from amplab.kernels.dispatch_casts import CASTS, PRODUCT, CastPlan, overloads
@@ -18,7 +18,7 @@ from amplab.policies.casting.engine import CastingEngine
 from amplab.policies.casting.explanation import Explanation
 from amplab.policies.casting.function_mode import CastingMode
 from amplab.policies.casting.half_on_cpu import PRODUCTS, HalfMode
-from amplab.policies.casting.thread_scopes import THREAD
+from amplab.policies.casting.thread_scopes import THREAD, Scope
 from amplab.policies.policy.precision_policy import PrecisionPolicy
 from amplab.policies.tables.apex_table import APEX
 from amplab.policies.tables.op_table import CastPolicy, OpRule, OpTable, resolve
@@ -84,10 +84,10 @@ class CompiledEngine(CastingEngine):
 
     def install(self) -> None:
         """Cast in the calling thread until `uninstall`; do nothing if already installed. Sync: none."""
-        THREAD.drop_ended()
+        THREAD.own.drop_ended()
         if not self.installed:
-            THREAD.installed.append(CompiledMode(self, self._casts))
-            THREAD.refresh()
+            THREAD.own.installed.append(CompiledMode(self, self._casts))
+            THREAD.own.refresh()
 
     def clear_cache(self) -> None:
         """Drop the weight casts cached by the calling thread. Sync: none."""
@@ -101,7 +101,8 @@ class CompiledEngine(CastingEngine):
     def is_live(self) -> bool:
         """Return whether the topmost mode of the thread is of this engine and was entered in the same backward pass."""
         # In a backward pass (a recomputation), the enclosing region casts nothing, so the engine is entered again.
-        top = THREAD.modes[-1] if THREAD.modes else None
+        modes = THREAD.own.modes
+        top = modes[-1] if modes else None
         return isinstance(top, CompiledMode) and top.engine is self and top.task == self._casts.task()
 
     def push(self, mode: CastingMode | CompiledMode) -> None:
@@ -109,13 +110,14 @@ class CompiledEngine(CastingEngine):
 
     def new_mode(self) -> CompiledMode:
         """Return a mode of this engine that casts nothing yet."""
-        if THREAD.explanation is not None:
+        if THREAD.own.explanation is not None:
             self.require_reasons()
         return CompiledMode(self, self._casts)
 
     def withdraw(self, mode: CastingMode | CompiledMode) -> None:
         """End the mode; a second call does nothing."""
         mode.rest()
+        mode.entered_by = None
 
     def give_plan(self, mode: CastingMode | CompiledMode, half_mode: HalfMode, casts: bool, explained: bool) -> None:  # noqa: ARG002  no explanations here
         """Set the plan of `mode` for these switches."""
@@ -157,13 +159,15 @@ class CompiledMode:
         explanation: None; the thread sets it.
     """
 
-    __slots__ = ("_enter", "_plan", "engine", "explanation", "live", "task")
+    __slots__ = ("_enter", "_plan", "engine", "entered_by", "explanation", "has_ended", "live", "task")
 
     def __init__(self, engine: CompiledEngine, casts: DispatchCasts) -> None:
         self.engine, self.task, self._enter = engine, casts.task(), casts.enter
         self._plan: CastPlan | None = None
         self.live = False
         self.explanation: Explanation | None = None
+        self.entered_by: Scope | None = None
+        self.has_ended: Callable[[], bool] | None = None
 
     def cast_by(self, plan: CastPlan) -> None:
         """Cast the ops of the thread by `plan` from now on."""

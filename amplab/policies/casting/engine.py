@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch.overrides import _push_mode
+from torch._C import _get_function_stack_at, _len_torch_function_stack, _push_on_torch_function_stack
 
 from amplab.policies.casting.cast_cache import CastCache, NoCastCache
 from amplab.policies.casting.function_mode import CastingMode, function_modes, insert_above_device, remove
@@ -91,26 +91,26 @@ class CastingEngine:
         The mode goes to the bottom of the thread's stack, so contexts of other modes that are open
         now can close in their own order. Sync: none.
         """
-        THREAD.drop_ended()
+        THREAD.own.drop_ended()
         if not self.installed:
             mode = CastingMode(self)
-            THREAD.installed.append(mode)
+            THREAD.own.installed.append(mode)
             insert_above_device(mode)
-            THREAD.refresh()
+            THREAD.own.refresh()
 
     def uninstall(self) -> None:
         """Undo `install` in the calling thread and clear the cache; does nothing where not installed."""
-        THREAD.drop_ended()
-        for mode in [mode for mode in THREAD.installed if mode.engine is self]:
-            THREAD.installed.remove(mode)
+        THREAD.own.drop_ended()
+        for mode in [mode for mode in THREAD.own.installed if mode.engine is self]:
+            THREAD.own.installed.remove(mode)
             self.withdraw(mode)
-        THREAD.refresh()
+        THREAD.own.refresh()
         self.clear_cache()
 
     @property
     def installed(self) -> bool:
         """Whether this engine is installed in the calling thread."""
-        return self in [mode.engine for mode in THREAD.installed]
+        return self in [mode.engine for mode in THREAD.own.installed]
 
     def clear_cache(self) -> None:
         """Drop the kept casts of Parameters, e.g. after an optimizer step. Sync: none."""
@@ -131,30 +131,36 @@ class CastingEngine:
 
     def is_live(self) -> bool:
         """Whether the topmost mode of the calling thread is one of this engine, and sees the next op."""
-        top = THREAD.modes[-1] if THREAD.modes else None
-        return top is not None and top.engine is self and _is_pushed(top)
+        modes = THREAD.own.modes
+        return bool(modes) and modes[-1].engine is self and _is_pushed(modes[-1])
 
     def new_mode(self) -> CastingMode | CompiledMode:
         """Return a mode of this engine that casts nothing yet."""
         return CastingMode(self)
 
     def push(self, mode: CastingMode | CompiledMode) -> None:
-        """Let a mode of this engine see the ops of the calling thread; `THREAD.refresh` gives it its plan."""
+        """Let a mode of this engine see the ops of the calling thread; `CastingThread.give_plans` gives it its plan."""
         if isinstance(mode, CastingMode):
-            _push_mode(mode)
+            _push_on_torch_function_stack(mode)
 
     def withdraw(self, mode: CastingMode | CompiledMode) -> None:
         """Take a mode of this engine off again; does nothing the second time."""
         mode.rest()
+        mode.entered_by = None
         if isinstance(mode, CastingMode):
             mode.withdrawn = True
             if not remove(mode):  # perhaps it handles a call, after which torch pushes it again
-                THREAD.may_be_pushed_again = True
+                THREAD.own.may_be_pushed_again = True
+
+    @staticmethod
+    def drop_ended_scopes() -> None:
+        """Leave the scopes of the calling thread that have ended; its modes get their plans anew."""
+        THREAD.own.drop_ended()
 
     def give_plan(self, mode: CastingMode | CompiledMode, half_mode: HalfMode, casts: bool, explained: bool) -> None:
         """Give `mode` the plan for this combination of switches."""
         if isinstance(mode, CastingMode):
-            mode.plan = self.plan(half_mode, casts, explained)
+            mode.plan = self._plans.get((half_mode, casts, explained)) or self.plan(half_mode, casts, explained)
 
     def _build_first_plan(self) -> None:
         self.plan(cpu_half_mode(), casts=True, explained=False)  # torch.compile can trace `active`, not this
@@ -169,7 +175,8 @@ class CastingEngine:
 
 
 def _is_pushed(mode: object) -> bool:
-    return any(other is mode for other in function_modes())
+    depth = _len_torch_function_stack()
+    return depth > 0 and (_get_function_stack_at(depth - 1) is mode or mode in function_modes())
 
 
 def _rebuilt(policy: PrecisionPolicy, device_type: str | None, cache_enabled: bool) -> CastingEngine:

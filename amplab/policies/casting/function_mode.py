@@ -7,13 +7,18 @@ cpu_half, explaining) replaces the dict. Which mode of a thread holds which plan
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C import _get_function_stack_at, _len_torch_function_stack
+from torch._C import (
+    _get_function_stack_at,
+    _len_torch_function_stack,
+    _pop_torch_function_stack,
+    _push_on_torch_function_stack,
+)
 from torch.compiler import is_dynamo_compiling
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
 from amplab.policies.casting.explanation import Explanation
@@ -21,18 +26,11 @@ from amplab.policies.casting.steps import Step
 
 if TYPE_CHECKING:
     from amplab.policies.casting.engine import CastingEngine
+    from amplab.policies.casting.thread_scopes import Scope
 
-__all__ = ["CastingMode", "StepLookup", "function_modes", "insert_above_device", "remove", "set_function_modes"]
+__all__ = ["CastingMode", "function_modes", "insert_above_device", "remove", "set_function_modes"]
 
 _PYTHON_METHODS = tuple(value for value in vars(torch.Tensor).values() if isinstance(value, types.FunctionType))
-
-
-class StepLookup(Protocol):
-    """What a mode looks up steps in: a plan, or something that stands in for one."""
-
-    def get(self, func: Callable[..., Any], /) -> Step | None:
-        """Return the step of a function; None for a function that runs as it is."""
-        ...
 
 
 class CastingMode(TorchFunctionMode):
@@ -44,25 +42,35 @@ class CastingMode(TorchFunctionMode):
         live: whether this is the mode that casts, for its device type.
         explanation: where steps report to while somebody reads explanations.
         withdrawn: whether its engine has taken it off.
+        entered_by: the scope that a hook has entered the mode with; None for a mode that a block has entered.
+        has_ended: called before each op: whether a scope that the plan depends on has ended; None where none can.
     """
 
+    live = withdrawn = False
+    explanation: Explanation | None = None
+    entered_by: Scope | None = None
+    has_ended: Callable[[], bool] | None = None
+
     def __init__(self, engine: CastingEngine) -> None:
-        """Start with an empty plan; `THREAD.refresh` gives a plan to the live mode."""
-        super().__init__()
-        self.engine = engine
-        self.plan: StepLookup = {}
-        self.live = self.withdrawn = False
-        self.explanation: Explanation | None = None
+        """Start with an empty plan; `CastingThread.give_plans` gives a plan to the live mode."""
+        self.engine = engine  # TorchFunctionMode has no state of its own
+        self.plan: Mapping[Callable[..., Any], Step] = {}
 
     def rest(self) -> None:
         """Cast nothing until the next plan."""
-        self.plan = {}
+        self.plan, self.has_ended = {}, None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run `func` by its step, or as it is where the plan has none."""
-        step = self._traced_step(func) if is_dynamo_compiling() else self.plan.get(func)
+        if is_dynamo_compiling():
+            step = self._traced_step(func)
+        else:
+            has_ended = self.has_ended
+            if has_ended is not None and has_ended():
+                self.engine.drop_ended_scopes()
+            step = self.plan.get(func)
         if step is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         return step(self, func, args, kwargs or {})
@@ -77,8 +85,7 @@ class CastingMode(TorchFunctionMode):
 
 def function_modes() -> list[TorchFunctionMode]:
     """Return this thread's stack of function modes, bottom first. A mode is not on it while it handles a call."""
-    modes: list[TorchFunctionMode] = _get_current_function_mode_stack()
-    return modes
+    return [_get_function_stack_at(place) for place in range(_len_torch_function_stack())]
 
 
 def insert_above_device(mode: TorchFunctionMode) -> None:
@@ -96,7 +103,7 @@ def remove(mode: TorchFunctionMode) -> bool:
     """Take `mode` out of this thread's stack, wherever it is, and return whether it was there."""
     depth = _len_torch_function_stack()
     if depth and _get_function_stack_at(depth - 1) is mode:
-        _pop_mode()
+        _pop_torch_function_stack()
         return True
     modes = function_modes()
     others = [other for other in modes if other is not mode]
@@ -116,6 +123,6 @@ def set_function_modes(modes: list[TorchFunctionMode]) -> None:
 
 def _replace_stack(modes: list[TorchFunctionMode]) -> None:
     for _ in range(_len_torch_function_stack()):
-        _pop_mode()
+        _pop_torch_function_stack()
     for mode in modes:
-        _push_mode(mode)
+        _push_on_torch_function_stack(mode)

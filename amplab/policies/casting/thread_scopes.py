@@ -15,19 +15,18 @@ import copy
 import functools
 import inspect
 import opcode
-import sys
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
+from sys import _getframe
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.compiler import is_dynamo_compiling
 
 from amplab.policies.casting.explanation import Explanation
-from amplab.policies.casting.function_mode import CastingMode, StepLookup, function_modes, remove, set_function_modes
+from amplab.policies.casting.function_mode import CastingMode, function_modes, remove, set_function_modes
 from amplab.policies.casting.half_on_cpu import DEFAULT_HALF_MODE, HalfMode
-from amplab.policies.casting.steps import Step
 
 if TYPE_CHECKING:
     from amplab.policies.casting.compiled_engine import CompiledMode
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "THREAD",
     "CastingState",
+    "CastingThread",
     "HookScopes",
     "Scope",
     "casting_engine",
@@ -56,7 +56,10 @@ _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GE
 
 def is_running(frame: FrameType) -> bool:
     """Return whether `frame` is on the stack of the calling thread. Takes time in proportion to the frames above."""
-    caller: FrameType | None = sys._getframe(1)
+    return _leads_to(frame, _getframe(1))
+
+
+def _leads_to(frame: FrameType, caller: FrameType | None) -> bool:
     while caller is not None:
         if caller is frame:
             return True
@@ -82,9 +85,12 @@ class Scope:
     mode: CastingMode | CompiledMode | None = None
     frame: FrameType | None = None
     by_hook = False
+    _thread: CastingThread | None = None
+    _outer: _Switches | None = None
     _left = False
     _caller: FrameType | None = None
     _place = 0
+    _depth = 2
 
     def __init__(
         self,
@@ -98,7 +104,7 @@ class Scope:
 
     def __enter__(self) -> Any:
         """Enter, until the block ends."""
-        return self.enter(None if is_dynamo_compiling() else sys._getframe(1))
+        return self.enter(None if is_dynamo_compiling() else _getframe(1))
 
     def __exit__(self, *_error: object) -> None:
         self.leave()
@@ -127,9 +133,10 @@ class Scope:
         elif frame is not None and not frame.f_code.co_flags & _SUSPENDABLE:
             self.frame, self._place = frame, frame.f_lasti
         try:
-            THREAD.drop_ended()
-            self._begin()
-            THREAD.refresh()
+            thread = self._thread = THREAD.own
+            if thread.scopes or thread.may_be_pushed_again:
+                thread.drop_ended(frame)
+            self._begin(thread)
         except BaseException:
             self.leave()
             raise
@@ -142,10 +149,16 @@ class Scope:
         call of amplab.
         """
         self._left = True
+        thread = self._thread
+        if thread is None:
+            return
+        if thread is not THREAD.own:
+            thread.left_elsewhere = True
+            return
         try:
-            self._end()
+            self._end(thread)
         except BaseException:  # an interrupt: finish
-            self._end()
+            self._end(thread)
             raise
 
     def has_ended(self) -> bool:
@@ -157,6 +170,24 @@ class Scope:
         self.frame = None  # entered by a call, such as ExitStack.enter_context: the frame says nothing
         return False
 
+    def has_ended_before_op(self) -> bool:
+        """As `has_ended`, for `CastingMode.__torch_function__`: looks first at the place where the frame was last."""
+        try:
+            if _getframe(self._depth) is self.frame:
+                return False
+        except ValueError:  # the stack is not as deep as that
+            pass
+        if self.frame is None:
+            return self._left
+        depth = 2
+        caller: FrameType | None = _getframe(depth)
+        while caller is not None:
+            if caller is self.frame:
+                self._depth = depth
+                return False
+            depth, caller = depth + 1, caller.f_back
+        return self.has_ended()
+
     def seems_ended(self) -> bool:
         """Whether a call has surely ended, by a sign that takes no walk along the stack: its caller has moved on.
 
@@ -165,23 +196,49 @@ class Scope:
         """
         return self._caller is not None and self._caller.f_lasti != self._place
 
-    def _begin(self) -> None:
+    def _begin(self, thread: CastingThread) -> None:
+        thread.scopes.append(self)
         engine = self.engine
-        casts_already = engine is None or engine.is_live()
-        THREAD.scopes.append(self)
-        if engine is not None and not casts_already:
-            self.mode = engine.new_mode()
-            engine.push(self.mode)
+        if engine is not None and not engine.is_live():
+            self.mode = mode = engine.new_mode()
+            if self.by_hook:
+                mode.entered_by = self
+            engine.push(mode)
+        self.apply(thread)
+        if self.mode is not None or engine is None:
+            thread.give_plans()
 
-    def _end(self) -> None:
-        scopes = THREAD.scopes
-        if self in scopes:
-            if self.mode is not None:
-                self.mode.engine.withdraw(self.mode)
-            scopes.remove(self)
-        THREAD.refresh()
-        if self.engine is not None and not (scopes and self.engine in [scope.engine for scope in scopes]):
-            self.engine.clear_cache()
+    def apply(self, thread: CastingThread) -> None:
+        """Change the switches of `thread` as this scope does, and remember how they were."""
+        self._outer = thread.modes, thread.disabled, thread.half_mode, thread.explanation
+        if self.mode is not None:
+            thread.modes = (*thread.modes, self.mode)
+        if self.disables:
+            thread.disabled = (*thread.disabled, self)
+        if self.half_mode is not None:
+            thread.half_mode = self.half_mode
+        if self.explanation is not None:
+            thread.explanation = self.explanation
+
+    def _end(self, thread: CastingThread) -> None:
+        scopes, mode, engine = thread.scopes, self.mode, self.engine
+        if mode is not None:
+            mode.engine.withdraw(mode)
+        if scopes and scopes[-1] is self and self._outer is not None:
+            scopes.pop()
+            thread.modes, thread.disabled, thread.half_mode, thread.explanation = self._outer
+            if mode is not None or engine is None:
+                thread.give_plans()
+        else:
+            if self in scopes:
+                scopes.remove(self)
+            thread.refresh()
+        if engine is None:
+            return
+        for scope in scopes:
+            if scope.engine is engine:
+                return
+        engine.clear_cache()
 
 
 def _is_with_statement(frame: FrameType, place: int) -> bool:
@@ -189,23 +246,11 @@ def _is_with_statement(frame: FrameType, place: int) -> bool:
     return 0 <= place < len(code) and opcode.opname[code[place]] == "BEFORE_WITH"
 
 
-class _CheckedPlan:
-    """Stands in for a plan that is valid while a scope lasts, and checks before each op that it does."""
-
-    __slots__ = ("_has_ended", "_mode", "_plan")
-
-    def __init__(self, mode: CastingMode, plan: StepLookup, has_ended: Callable[[], bool]) -> None:
-        self._mode, self._plan, self._has_ended = mode, plan, has_ended
-
-    def get(self, func: Callable[..., Any], /) -> Step | None:
-        """Return the step of `func` in the plan that is valid now."""
-        if is_dynamo_compiling() or not self._has_ended():
-            return self._plan.get(func)
-        THREAD.drop_ended()
-        return None if self._mode.plan is self else self._mode.plan.get(func)
+_Modes = tuple["CastingMode | CompiledMode", ...]
+_Switches = tuple[_Modes, tuple[Scope, ...], HalfMode | None, Explanation | None]
 
 
-class _CastingThread(threading.local):
+class CastingThread:
     """The open scopes of a thread, and what follows from them.
 
     Attributes:
@@ -216,22 +261,32 @@ class _CastingThread(threading.local):
         half_mode: how CPU halves are multiplied; None for the default.
         explanation: where steps report to; None while nobody reads explanations.
         may_be_pushed_again: whether a mode may be on the stack of function modes that its engine has withdrawn.
+        left_elsewhere: whether another thread has left one of the scopes.
     """
 
     def __init__(self) -> None:
         self.scopes: list[Scope] = []
         self.installed: list[CastingMode | CompiledMode] = []
-        self.modes: list[CastingMode | CompiledMode] = []
-        self.disabled: list[Scope] = []
+        self.modes: _Modes = ()
+        self.disabled: tuple[Scope, ...] = ()
         self.half_mode: HalfMode | None = None
         self.explanation: Explanation | None = None
-        self.may_be_pushed_again = False
-        self._by_hook = False  # whether a hook has pushed one of the modes
+        self.may_be_pushed_again = self.left_elsewhere = False
 
-    def drop_ended(self) -> None:
-        """Leave the scopes whose frame no longer runs: nobody else is going to."""
+    def drop_ended(self, caller: FrameType | None = None) -> None:
+        """Leave the scopes whose frame no longer runs: nobody else is going to.
+
+        Args:
+            caller: a frame that runs, to begin the search at; by default that which called the calling function.
+        """
         if (not self.scopes and not self.may_be_pushed_again) or is_dynamo_compiling():
             return
+        if not (self.may_be_pushed_again or self.left_elsewhere):
+            last = self.scopes[-1]
+            above = caller or _getframe(1).f_back
+            if last.frame is not None and not last.by_hook and _leads_to(last.frame, above):
+                return  # a block runs: the frames of earlier scopes, which call its frame, run too
+        self.left_elsewhere = False
         for scope in [scope for scope in reversed(self.scopes) if scope.has_ended()]:
             scope.leave()
         if self.may_be_pushed_again:
@@ -240,69 +295,59 @@ class _CastingThread(threading.local):
                 self.may_be_pushed_again = False
 
     def refresh(self) -> None:
-        """Take up what the open scopes say: give the live modes their plans, and every other mode the empty plan."""
-        if not self.scopes and not self.installed:  # after a region that is entered in every step
-            self.modes, self.disabled, self.half_mode, self.explanation = [], [], None, None
-            return
-        modes, disabled, half_mode, explanation, self._by_hook = list(self.installed), [], None, None, False
+        """Take up what the open scopes say from the start, after they did not end in order."""
+        self.modes, self.disabled, self.half_mode, self.explanation = tuple(self.installed), (), None, None
         for scope in self.scopes:
-            if scope.mode is not None:
-                modes.append(scope.mode)
-                self._by_hook = self._by_hook or scope.by_hook
-            if scope.disables:
-                disabled.append(scope)
-            half_mode = scope.half_mode or half_mode
-            explanation = scope.explanation or explanation
-        self.modes, self.disabled, self.half_mode, self.explanation = modes, disabled, half_mode, explanation
-        if len(modes) == 1:
-            self._give_plan(modes[0], live=True)
-        elif modes:
-            self._give_plans()
+            scope.apply(self)
+        self.give_plans()
 
-    def _give_plans(self) -> None:
-        """Only the topmost mode casts, so that an op is cast once; modes with a device type each meet different ops."""
+    def give_plans(self) -> None:
+        """Give the live modes their plans, and every other mode the empty plan.
+
+        Only the topmost mode casts, so that an op is cast once; modes with a device type each meet different ops.
+        """
+        modes = self.modes
+        if len(modes) == 1:  # a region that is entered in every step
+            self._give_plan(modes[0])
+        if len(modes) < 2:
+            return
         seen: set[str | None] = set()
         live: list[CastingMode | CompiledMode] = []
-        resting: list[CastingMode | CompiledMode] = []
-        for mode in reversed(self.modes):
+        for mode in reversed(modes):
             device_type = mode.engine.device_type
-            casts = not seen or not (device_type in seen or device_type is None or None in seen)
-            (live if casts else resting).append(mode)
+            if seen and (device_type in seen or device_type is None or None in seen):
+                mode.live = False
+                mode.rest()  # before the live ones: the modes of compiled engines share one place
+            else:
+                live.append(mode)
             seen.add(device_type)
-        for mode in resting:  # before the live ones: the modes of compiled engines share one place
-            self._give_plan(mode, live=False)
         for mode in live:
-            self._give_plan(mode, live=True)
+            self._give_plan(mode)
 
-    def _give_plan(self, mode: CastingMode | CompiledMode, *, live: bool) -> None:
-        mode.live, mode.explanation = live, self.explanation
-        if not live:
-            mode.rest()
-            return
-        half_mode, explained = self.half_mode or DEFAULT_HALF_MODE, self.explanation is not None
-        mode.engine.give_plan(mode, half_mode, not self.disabled, explained)
-        if self.disabled or self._by_hook:
-            self._check_before_ops(mode)
-
-    def _check_before_ops(self, mode: CastingMode | CompiledMode) -> None:
-        """Let `mode` check before each op that the scope lasts that its plan depends on."""
-        if not isinstance(mode, CastingMode):
-            return
-        for scope in reversed(self.disabled):
+    def _give_plan(self, mode: CastingMode | CompiledMode) -> None:
+        mode.live, mode.explanation = True, self.explanation
+        mode.engine.give_plan(
+            mode, self.half_mode or DEFAULT_HALF_MODE, not self.disabled, self.explanation is not None
+        )
+        mode.has_ended = None if mode.entered_by is None else mode.entered_by.seems_ended
+        for scope in self.disabled:
             if scope.frame is not None:
-                mode.plan = _CheckedPlan(mode, mode.plan, scope.has_ended)
-                return
-        for scope in self.scopes:
-            if scope.mode is mode and scope.by_hook:
-                mode.plan = _CheckedPlan(mode, mode.plan, scope.seems_ended)
+                mode.has_ended = scope.has_ended_before_op
 
 
-THREAD = _CastingThread()
+class _Threads(threading.local):
+    """Where each thread finds its own; one look-up here takes as long as many in a `CastingThread`."""
+
+    def __init__(self) -> None:
+        self.own = CastingThread()
+
+
+THREAD = _Threads()
 
 
 class _OpenCall(NamedTuple):
     frame: FrameType | None
-    scopes: ExitStack
+    scopes: list[AbstractContextManager[Any] | Scope]
 
 
 class HookScopes(threading.local):
@@ -313,25 +358,26 @@ class HookScopes(threading.local):
 
     def enter(self, *scopes: AbstractContextManager[Any] | Scope) -> None:
         """Enter `scopes` until the call ends that the calling hook is part of."""
-        frame = None if is_dynamo_compiling() else sys._getframe(2)
+        frame = None if is_dynamo_compiling() else _getframe(2)
         while self._calls and (last := self._calls[-1].frame) is not None and not is_running(last):
             self._leave_last()
-        call = _OpenCall(frame, ExitStack())
-        self._calls.append(call)
+        entered: list[AbstractContextManager[Any] | Scope] = []
+        self._calls.append(_OpenCall(frame, entered))
         for scope in scopes:
             if isinstance(scope, Scope):
-                call.scopes.callback(scope.leave)
+                entered.append(scope)
                 scope.enter(frame, by_hook=True)
             else:
-                call.scopes.enter_context(scope)
+                self.add(scope)
 
     def add(self, scope: AbstractContextManager[Any]) -> None:
         """Enter one more context manager for the innermost call."""
-        self._calls[-1].scopes.enter_context(scope)
+        scope.__enter__()
+        self._calls[-1].scopes.append(scope)
 
     def leave(self) -> None:
         """Leave what was entered for the call that the calling hook is part of; does nothing where that has ended."""
-        frame = None if is_dynamo_compiling() else sys._getframe(2)
+        frame = None if is_dynamo_compiling() else _getframe(2)
         for place in reversed(range(len(self._calls))):
             own = self._calls[place].frame
             if own is None or frame is None or own is frame or own.f_back is frame:  # the caller's, after an exception
@@ -345,7 +391,10 @@ class HookScopes(threading.local):
             self._leave_last()
 
     def _leave_last(self) -> None:
-        self._calls.pop().scopes.close()
+        scopes = self._calls[-1].scopes
+        while scopes:
+            scopes.pop().__exit__(None, None, None)
+        self._calls.pop()
 
 
 def suspend_casts(frame: FrameType) -> None:
@@ -355,7 +404,7 @@ def suspend_casts(frame: FrameType) -> None:
 
 def resume_casts(frame: FrameType) -> None:
     """Undo `suspend_casts` for `frame`; does nothing if that has happened already. Sync: none."""
-    for scope in [scope for scope in THREAD.disabled if scope.by_hook and scope.frame is frame]:
+    for scope in [scope for scope in THREAD.own.disabled if scope.by_hook and scope.frame is frame]:
         scope.leave()
 
 
@@ -369,8 +418,9 @@ def disable_casts() -> Scope:
 
 def casts_enabled() -> bool:
     """Whether engines of this thread may cast: no `disable_casts` block is open, and no optimizer step is running."""
-    THREAD.drop_ended()
-    return not THREAD.disabled
+    thread = THREAD.own
+    thread.drop_ended()
+    return not thread.disabled
 
 
 def cpu_half(mode: HalfMode) -> Scope:
@@ -392,8 +442,8 @@ def cpu_half(mode: HalfMode) -> Scope:
 
 def cpu_half_mode() -> HalfMode:
     """How this thread multiplies CPU halves: the innermost `cpu_half`, else the default for this CPU."""
-    THREAD.drop_ended()
-    return THREAD.half_mode or DEFAULT_HALF_MODE
+    THREAD.own.drop_ended()
+    return THREAD.own.half_mode or DEFAULT_HALF_MODE
 
 
 def explaining() -> Scope:
@@ -406,19 +456,20 @@ def explaining() -> Scope:
     """
     for engine in thread_engines():
         engine.require_reasons()
-    return Scope(explanation=THREAD.explanation or Explanation())
+    return Scope(explanation=THREAD.own.explanation or Explanation())
 
 
 def thread_engines() -> tuple[CastingEngine, ...]:
     """The engines that are active in the calling thread, outermost first; the last one casts."""
-    THREAD.drop_ended()
-    return tuple(mode.engine for mode in THREAD.modes)
+    THREAD.own.drop_ended()
+    return tuple(mode.engine for mode in THREAD.own.modes)
 
 
 def casting_engine(device_type: str) -> CastingEngine | None:
     """The engine that decides about ops on `device_type` in the calling thread, e.g. "cpu"; None without one."""
-    THREAD.drop_ended()
-    for mode in reversed(THREAD.modes):
+    thread = THREAD.own
+    thread.drop_ended()
+    for mode in reversed(thread.modes):
         if mode.live and mode.engine.device_type in (None, device_type):
             return mode.engine
     return None
@@ -451,31 +502,31 @@ class _StateScope(Scope):
     def __init__(self, state: CastingState) -> None:
         super().__init__()
         self._state = state
-        self._outer: _Outer | None = None
+        self._replaced: _Outer | None = None
 
-    def _begin(self) -> None:
-        outer = _Outer(THREAD.scopes, THREAD.installed, function_modes())
-        self._outer = outer
-        for mode in THREAD.modes:
+    def _begin(self, thread: CastingThread) -> None:
+        outer = _Outer(thread.scopes, thread.installed, function_modes())
+        self._replaced = outer
+        for mode in thread.modes:
             mode.rest()  # modes of compiled engines cast without being on the stack
         set_function_modes([mode for mode in outer.function_modes if not isinstance(mode, CastingMode)])
-        THREAD.scopes, THREAD.installed = [self], []
-        THREAD.refresh()
+        thread.scopes, thread.installed = [self], []
+        thread.refresh()
         Scope(disables=self._state.disabled, half_mode=self._state.half_mode).enter(None)
         for engine in self._state.engines:
             Scope(engine).enter(None)
 
-    def _end(self) -> None:
-        if self._outer is None:
+    def _end(self, thread: CastingThread) -> None:
+        if self._replaced is None:
             return
-        for mode in THREAD.modes:
+        for mode in thread.modes:
             mode.rest()
-        THREAD.scopes, THREAD.installed = self._outer.scopes, self._outer.installed
-        set_function_modes(self._outer.function_modes)
-        THREAD.refresh()
-        self._outer = None
+        thread.scopes, thread.installed = self._replaced.scopes, self._replaced.installed
+        set_function_modes(self._replaced.function_modes)
+        thread.refresh()
+        self._replaced = None
         for engine in self._state.engines:
-            if engine not in [scope.engine for scope in THREAD.scopes] and engine not in thread_engines():
+            if engine not in [scope.engine for scope in thread.scopes] and engine not in thread_engines():
                 engine.clear_cache()
 
 
@@ -487,7 +538,7 @@ class _Outer(NamedTuple):
 
 def casting_state() -> CastingState:
     """The state of the calling thread. Sync: none."""
-    THREAD.drop_ended()
+    THREAD.own.drop_ended()
     # autograd hands the stack of function modes to its threads, and not THREAD: there the stack itself is read.
-    modes = THREAD.modes or [mode for mode in function_modes() if isinstance(mode, CastingMode)]
-    return CastingState(tuple(mode.engine for mode in modes), bool(THREAD.disabled), THREAD.half_mode)
+    modes = THREAD.own.modes or [mode for mode in function_modes() if isinstance(mode, CastingMode)]
+    return CastingState(tuple(mode.engine for mode in modes), bool(THREAD.own.disabled), THREAD.own.half_mode)

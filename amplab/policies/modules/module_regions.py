@@ -29,7 +29,7 @@ from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies.casting.engine import CastingEngine
 from amplab.policies.casting.explanation import Decision, decided
 from amplab.policies.casting.function_mode import remove
-from amplab.policies.casting.thread_scopes import THREAD, Scope, casts_enabled, thread_engines
+from amplab.policies.casting.thread_scopes import THREAD, CastingThread, Scope, casts_enabled, thread_engines
 from amplab.policies.modules.would_be_dtypes import WouldBeDtypes
 from amplab.policies.nested_tensors import cast_tree, floating_tensors_in
 from amplab.policies.policy.module_rules import RuledModule, ruled_modules
@@ -96,7 +96,7 @@ class ModuleRegion:
 
     def before_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Cast the inputs, then enter the rule."""
-        THREAD.drop_ended()
+        THREAD.own.drop_ended()
         frame = sys._getframe(1)
         around = _policy_at_work()
         by_op = self._outside_dtype is None
@@ -151,12 +151,13 @@ class ModuleRegion:
     @contextlib.contextmanager
     def _explained(self, tensors: str, dtype: torch.dtype) -> Iterator[None]:
         """Report the rule as the reason for the casts in the block."""
-        if THREAD.explanation is None:
+        explanation = THREAD.own.explanation
+        if explanation is None:
             yield
             return
         detail = f"your rule {self._rule}: the {tensors} of {self._name} are cast to {precision_name(dtype)}"
         # An active engine would report these casts as ops of the model.
-        with decided(THREAD.explanation, Decision(self._name, None, "cast", detail)), torch._C.DisableTorchFunction():
+        with decided(explanation, Decision(self._name, None, "cast", detail)), torch._C.DisableTorchFunction():
             yield
 
 
@@ -193,24 +194,24 @@ class _Visit(Scope):
             for inside, around in inputs:
                 self.would_be.note(inside, around.dtype)
 
-    def _begin(self) -> None:
+    def _begin(self, thread: CastingThread) -> None:
         if self.would_be is not None:
             _push_mode(self.would_be)  # under the mode that casts
-        super()._begin()
+        super()._begin(thread)
 
-    def _end(self) -> None:
+    def _end(self, thread: CastingThread) -> None:
         if self.would_be is not None:
             remove(self.would_be)
-        super()._end()
+        super()._end(thread)
 
 
 def _visits() -> list[_Visit]:
     """Return the forward calls of modules with a rule that this thread is in, innermost last."""
-    return [scope for scope in THREAD.scopes if isinstance(scope, _Visit)]
+    return [scope for scope in THREAD.own.scopes if isinstance(scope, _Visit)]
 
 
 def _innermost_visit() -> _Visit | None:
-    for scope in reversed(THREAD.scopes):
+    for scope in reversed(THREAD.own.scopes):
         if isinstance(scope, _Visit):
             return scope
     return None
@@ -218,7 +219,7 @@ def _innermost_visit() -> _Visit | None:
 
 def module_rule_at_work() -> str:
     """Return the module rule active in the calling thread: "blocks.*=float32 in blocks.0"; empty for none."""
-    THREAD.drop_ended()
+    THREAD.own.drop_ended()
     visit = _innermost_visit()
     return "" if visit is None or visit.engine is None else str(visit.region)
 
