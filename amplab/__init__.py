@@ -1,11 +1,11 @@
-"""amplab: a lab for automatic mixed precision, on a library that stands on its own.
+"""amplab: a lab for automatic mixed precision, on a library that works without it.
 
 The rooms, in reading order; each imports only those before it, and each is loaded when it is first touched, so that
 ``import amplab`` costs nothing::
 
     formats   what a number is: formats as data, bits, rounding, exponent histograms
     display   how things are shown outside of widgets: numbers, tables, HTML, drawings, colors
-    kernels   fused operations beside their references
+    kernels   fused operations with their references
     policies  which operation runs in which dtype, and why
     scalers   how the loss scale moves
     optimizers FusedAdam, FusedSGD and LARC, as scripts import them from apex
@@ -18,7 +18,7 @@ The rooms, in reading order; each imports only those before it, and each is load
     views     the widgets of the lab (imported by name: they need the extra ``lab``)
     bench     measurements that you can repeat
     launch    JupyterLab, opened on one notebook
-    scripts   scripts that import apex, run as they are
+    scripts   runs scripts that import apex, unchanged
     cli       the ``amplab`` command
 """
 
@@ -90,7 +90,7 @@ _HOMES = {
     "watch": "lab",
     "xray": "trace",
 }
-"""The names that have a place beside the rooms, and the room each comes from."""
+"""The names that `amplab` itself exports, and the room of each."""
 
 
 def __getattr__(name: str) -> ModuleType | object:

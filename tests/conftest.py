@@ -1,9 +1,9 @@
-"""What every test shares: one compute thread, quick tests first, a limit on each test's time; the built kernels."""
+"""Configuration of all tests: one compute thread, fast tests first, a time limit per test, the built kernels."""
 
 import os
 
-# Before the first import of torch, and inherited by the kernels of the notebooks and of the browser tests:
-# two cores serve the whole run.
+# Set before the first import of torch. The kernels of the notebooks and of the browser tests inherit it, so that two
+# cores are enough for the whole run.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 
@@ -22,12 +22,12 @@ SECONDS_PER_TEST = 300
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep run logs out of the user's own folder; let hypothesis take its time, and draw the same in each run of CI."""
+    """Keep run logs out of the user's folder; run hypothesis without a deadline, and deterministically in CI."""
     if "AMPLAB_RUNS" not in os.environ:
         runs = tempfile.TemporaryDirectory(prefix="amplab-runs-")
         config.add_cleanup(runs.cleanup)
         os.environ["AMPLAB_RUNS"] = runs.name
-    # A shell starts what it puts in the background deaf to Ctrl+C, and so would be every process of the tests.
+    # A shell starts background processes with SIGINT ignored, and every process of the tests would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if importlib.util.find_spec("hypothesis") is None:
@@ -51,13 +51,13 @@ def stage(item: pytest.Item) -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put what fails soonest first; the order within a stage is kept."""
+    """Sort by stage, fast tests first; the order within a stage is kept."""
     items.sort(key=stage)
 
 
 @contextmanager
 def time_limit(what: str, seconds: float = SECONDS_PER_TEST) -> Iterator[None]:
-    """Raise TimeoutError in the main thread after `seconds` (where the system has interval timers)."""
+    """Raise TimeoutError in the main thread after `seconds`, on systems with interval timers."""
     if os.name != "posix" or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -83,13 +83,13 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Limit the time of the test itself."""
+    """Limit the time of the test."""
     with time_limit(item.nodeid):
         return (yield)
 
 
 def in_ci():
-    """Whether a CI run says so: CI=1, CI=true."""
+    """Return whether the tests run in CI: CI=1, CI=true."""
     return os.environ.get("CI", "").lower() not in ("", "0", "false")
 
 
@@ -97,13 +97,13 @@ def in_ci():
 def built():
     """The kernels, built and loaded in this process.
 
-    Skips where AMPLAB_KERNELS forbids it, or a tool is missing: in CI that fails, since nobody would see the skip.
+    Skips if AMPLAB_KERNELS=reference or a build tool is missing. In CI, a missing tool fails instead of skipping.
     """
     from amplab import kernels
     from amplab.kernels.builder.recipe import obstacle
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # what it warns of is in the report
+        warnings.simplefilter("ignore", RuntimeWarning)  # the report contains the warning
         report = kernels.ensure(wait=True)
     if report.status == "reference":
         pytest.skip(str(report))

@@ -21,7 +21,7 @@ from amplab.diagnose.remedies.api_styles import Api, PerApi, by_casting, by_scal
 
 __all__ = ["CATALOGUE", "Case", "Catalogue", "CatalogueEntry", "finding"]
 
-# What shows in a run whatever the cause: left out where an error names the cause.
+# Symptoms without a specific cause: omitted if an error names the cause.
 OF_THE_RUN = ("scale-collapse", "nonfinite-loss", "still-skipping")
 SYMPTOMS = (*OF_THE_RUN, "nonfinite-parameter")
 
@@ -52,7 +52,7 @@ class CatalogueEntry:
         title: what it means, in one line.
         severities: the usual one first; a rule may choose a later one where a run shows less harm.
         cases: situation -> what is said, the usual one first; its name is "" where it needs none.
-        supersedes: ids that are left out wherever this one is found.
+        supersedes: ids that are omitted if this one is found.
         supersedes_as_error: ids that are left out where this one is an error.
         explains: ids that this one may be the cause of: their certainty becomes "possible".
     """

@@ -81,7 +81,7 @@ def doctor(
     """Report what is wrong with a model in training, the most harmful first; without arguments report on the machine.
 
     All state of the model, the optimizers and the scaler is restored. Not restored: an object that forward changes in
-    place, such as a list in an attribute, and whatever lies outside of the model and is not in `stateful`.
+    place, such as a list in an attribute, and everything outside of the model and is not in `stateful`.
 
     `step` and `train_step` are two things. A step runs the forward and returns the loss: the doctor does the backward
     and examines every value. A train step is one whole iteration, with its own backward and ``optimizer.step()``: the

@@ -153,7 +153,7 @@ def first_nonfinite(
     """Run a step again and report where its first harmful inf or NaN began; None if loss and gradients are finite.
 
     All state is restored: parameters, buffers, gradients, random states, what the modules' plain attributes refer to,
-    and generators among these. Not restored: an object that forward changes in place, and whatever lies outside of the
+    and generators among these. Not restored: an object that forward changes in place, and everything outside of the
     modules. Where that decides, the cause is "state".
 
     Args:

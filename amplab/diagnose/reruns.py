@@ -225,7 +225,7 @@ class _OtherFormat(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.is_view:  # the same memory goes on
+        if func.is_view:  # a view uses the same memory
             return func(*args, **(kwargs or {}))
         args, kwargs = map_tensors((args, kwargs or {}), self._cast)
         return func(*map(self._asked, args), **{name: self._asked(value) for name, value in kwargs.items()})

@@ -1,7 +1,7 @@
-"""How results are shown outside of widgets.
+"""Display of results outside of widgets.
 
 Reading order: `numbers`, numbers as text; `text`, plain text of at most 100 columns; `html`, pieces of HTML; `table`,
-tables and cards that are described once for both; `drawings`, SVG; `palette`, the colors of everything, widgets too.
+tables and cards with both a text and an HTML form; `drawings`, SVG; `palette`, all colors, including those of widgets.
 """
 
 from amplab.display import html, numbers, text

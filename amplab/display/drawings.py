@@ -1,4 +1,4 @@
-"""Small drawings as SVG: loss scales over the steps of a run, and in a cell of a table losses or exponents."""
+"""SVG drawings: loss scales over the steps of a run; losses and exponents in the cells of a table."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The colors of everything amplab shows: widgets, plain HTML, drawings and figures, on a light and on a dark ground.
+"""The colors of widgets, plain HTML, drawings and figures, for light and dark themes.
 
-The hues are Okabe and Ito's, which nearly everyone can tell apart; some are darker or lighter than theirs, so that text
-in them has a contrast of at least 4.5 (WCAG 2 AA). In CSS each color is a variable, such as ``var(--amp-float16)``.
+The hues are those of Okabe and Ito, which are distinguishable with common color vision deficiencies. Some are darker
+or lighter than the original, so that text in them has a contrast of at least 4.5 (WCAG 2 AA). In CSS
+each color is a variable, such as ``var(--amp-float16)``.
 """
 
 from functools import cache
@@ -34,7 +35,7 @@ PALETTE: dict[str, tuple[str, str]] = {
     "curve-6": ("#d55e00", "#ff8a3d"),
     "curve-7": ("#77777a", "#a8a8ab"),
 }
-"""Each color on a light ground and on a dark one."""
+"""Each color on a light background and on a dark one."""
 
 CURVES = tuple(name for name in PALETTE if name.startswith("curve-"))
 

@@ -1,4 +1,4 @@
-"""Tables and cards that are described once and shown both as text of at most 100 columns and as HTML."""
+"""Tables and cards with two forms: text of at most 100 columns, and HTML."""
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ _NOTHING = ("", "-", "–")
 
 
 class Cell(str):
-    """Text with an HTML form of its own, such as a drawing.
+    """Text with a separate HTML form, such as a drawing.
 
     >>> cell = Cell("2^-3 to 2^4", Markup("<svg></svg>"))
     >>> cell, cell.html
@@ -24,7 +24,7 @@ class Cell(str):
     html: Markup
 
     def __new__(cls, text: str, html: Markup) -> "Cell":
-        """Take both forms."""
+        """Create a cell from both forms."""
         cell = super().__new__(cls, text)
         cell.html = html
         return cell
@@ -35,10 +35,10 @@ class Column:
     """One column of a table.
 
     Attributes:
-        title: the head of the column.
-        right: whether cells are aligned to the right, as numbers are.
-        cut: whether text is cut where it is too long; other columns wrap it.
-        as_html: the HTML form of a cell that is no `Cell`.
+        title: the heading of the column.
+        right: whether cells are right-aligned, as for numbers.
+        cut: whether text that is too long is truncated; other columns wrap it.
+        as_html: returns the HTML form of a cell that is not a `Cell`.
     """
 
     title: str
@@ -79,7 +79,7 @@ class Table:
         return "\n".join([*head, *_grouped(rows, self.groups)])
 
     def text_rows(self) -> list[list[str]]:
-        """Return the lines of text that the titles take, and those that each line of the table takes."""
+        """Return the lines of text of the titles, then those of each line of the table."""
         columns, lines = self._filled(lambda _, cell: cell)
         right = {place for place, column in enumerate(columns) if column.right}
         cut = {place for place, column in enumerate(columns) if column.cut}
@@ -98,7 +98,7 @@ class Table:
         )
 
     def _filled(self, shown: Callable[[Column, str], str]) -> tuple[list[Column], list[list[str]]]:
-        """The columns that have content, and the cells of these as `shown` gives them."""
+        """Return the columns that have content, and their cells after `shown`."""
         columns = [each if isinstance(each, Column) else Column(each) for each in self.columns]
         lines = [[shown(column, cell) for column, cell in zip(columns, line, strict=True)] for line in self.lines]
         kept: Sequence[int] = range(len(columns))
@@ -109,11 +109,11 @@ class Table:
 
 @dataclass(frozen=True)
 class Card:
-    """A result: one sentence that says what it is, and the parts that show it.
+    """A result: a summary sentence and the parts below it.
 
     Attributes:
         lead: the sentence; may be empty.
-        parts: paragraphs of text, tables, and HTML that has no form as text.
+        parts: paragraphs of text, tables, and HTML without a text form.
     """
 
     lead: str

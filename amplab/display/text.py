@@ -7,9 +7,9 @@ from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 __all__ = ["WIDTH", "fitted", "labelled", "wrapped"]
 
 WIDTH = 100
-"""The number of columns that a notebook 1000 pixels wide shows without breaking lines."""
+"""The number of columns that fit in a notebook 1000 pixels wide."""
 
-# Least widths of a wrapped cell and of one that is cut, tried in order: the cut ones shrink first.
+# Minimum widths of a wrapped and of a truncated cell, tried in order: truncated cells shrink first.
 _FLOORS = ((WIDTH, 24), (13, 24), (9, 14))
 _BREAKS = re.compile(
     r"(?<=[./_])(?=[^\d\s])|(?<=[^\d\s][./_])(?=\d)|(?<=\s)"
@@ -35,10 +35,10 @@ def labelled(label: str, text: str) -> str:
 def fitted(
     lines: Sequence[Sequence[str]], right: Container[int] = (), cut: Collection[int] = ()
 ) -> Iterator[list[str]]:
-    """Yield for each line of cells its lines of text in a table of at most `WIDTH` columns.
+    """Yield the lines of text for each line of cells, in a table of at most `WIDTH` columns.
 
-    Cells that are too wide are wrapped, paths after a dot. Cells of the columns in `cut` take no more lines than the
-    others, and end in "…". Cells of the columns in `right` are aligned to the right.
+    Cells that are too wide are wrapped; paths are wrapped after a dot. Cells of the columns in `cut` are truncated with
+    "…" to as many lines as the others need. Cells of the columns in `right` are right-aligned.
     """
     columns = list(zip(*lines, strict=True))
     widths = [max(map(len, column)) for column in columns]
@@ -56,7 +56,7 @@ def fitted(
 
 
 def _narrow(widths: list[int], floors: Mapping[int, int]) -> None:
-    """Narrow the widest column until all fit or have their least width."""
+    """Narrow the widest column until all fit or have their minimum width."""
     while sum(widths) + 2 * len(widths) - 2 > WIDTH:
         wide = [place for place, floor in floors.items() if widths[place] > floor]
         if not wide:
@@ -73,7 +73,7 @@ def _line(cells: Sequence[str], widths: Sequence[int], right: Container[int]) ->
 
 
 def _cut(lines: list[str], height: int, width: int) -> list[str]:
-    """The first lines of a cell, with dots at the end if there are more."""
+    """The first lines of a cell, with an ellipsis at the end if there are more."""
     if len(lines) <= height:
         return lines
     last, following = lines[height - 1 : height + 1]

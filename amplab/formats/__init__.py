@@ -1,7 +1,7 @@
-"""Number formats as data: what a bit pattern means, how a value rounds, what a range loses.
+"""Number formats: the value of a bit pattern, rounding, and the values of a tensor that are out of range.
 
-`float_format` holds the one class, `known_formats` the six formats of the field,
-`out_of_range` and `exponents` say how much of a tensor a format loses, `histogram_drawing` draws it.
+`float_format` defines the class, `known_formats` six formats in use. `out_of_range` and `exponents` measure which
+share of a tensor underflows or overflows in a format, and `histogram_drawing` draws it.
 """
 
 from amplab.formats.exponents import ExponentHistogram, exponent_histogram

@@ -1,8 +1,8 @@
-"""How many elements of a tensor lie at each power of two: the histogram of floor(log2|x|).
+"""The number of elements of a tensor in each binade: the histogram of floor(log2|x|).
 
-A loss scale of 2^k moves the whole histogram k places to the right and changes nothing else, so
-one pass over the gradients answers for every scale how much a format would flush to zero and how
-much would overflow. The shares at one scale, exact to the last element, are in `out_of_range`.
+A loss scale of 2^k shifts the histogram by k bins and changes nothing else. One pass over the gradients is therefore
+enough to compute, for every scale, which share a format would flush to zero and which share would overflow.
+`out_of_range` computes the exact shares at one scale.
 """
 
 import math
@@ -24,14 +24,14 @@ BINS = HIGHEST_EXPONENT - LOWEST_EXPONENT + 1
 
 @dataclass(frozen=True, eq=False)
 class ExponentHistogram:
-    """Counts of finite non-zero elements per power of two, beside the zeros, infs and nans.
+    """Counts of finite non-zero elements per power of two, and counts of zeros, infs and nans.
 
     Attributes:
-        counts: int64 array ``(bins,)``, read-only from here on; ``counts[i]`` elements have
+        counts: int64 array ``(bins,)``, made read-only; ``counts[i]`` elements have
             2^(low+i) <= |x| < 2^(low+i+1).
         low: exponent of the first bin.
-        zeros, infs, nans: elements that are in no bin.
-        total: all elements: ``counts.sum() + zeros + infs + nans``.
+        zeros, infs, nans: number of elements of each kind, which are in no bin.
+        total: number of elements: ``counts.sum() + zeros + infs + nans``.
     """
 
     counts: np.ndarray
@@ -42,17 +42,17 @@ class ExponentHistogram:
     total: int
 
     def __post_init__(self) -> None:
-        """Close the counts to changes, as the other fields are."""
+        """Make the counts read-only; the other fields are immutable."""
         self.counts.setflags(write=False)
 
     def __eq__(self, other: object) -> bool:
-        """Compare bins and counts; an array alone would not compare to one truth."""
+        """Compare all fields; the default would compare arrays elementwise."""
         if not isinstance(other, ExponentHistogram):
             return NotImplemented
         return self._identity == other._identity
 
     def __hash__(self) -> int:
-        """Hash what equality compares."""
+        """Return a hash consistent with equality."""
         return hash(self._identity)
 
     @property
@@ -66,13 +66,13 @@ class ExponentHistogram:
 
     @property
     def finite_nonzero(self) -> int:
-        """Elements that are in a bin."""
+        """Number of elements in a bin."""
         return int(self.counts.sum())
 
     def shifted(self, log2_scale: float) -> "ExponentHistogram":
         """Return the histogram of the same elements times 2^log2_scale.
 
-        Bins are whole powers of two: a scale between two of them counts as the nearer one.
+        Bins are whole powers of two, so `log2_scale` is rounded to the nearest integer.
 
         >>> exponent_histogram(torch.tensor([0.75])).shifted(16).span
         (15, 15)
@@ -87,7 +87,7 @@ class ExponentHistogram:
     def underflow_fraction(self, fmt: FloatFormat) -> float:
         """Return the share of finite non-zero elements below half of `fmt`'s smallest number.
 
-        Exact but for elements that are exactly that half, which round to zero and are not counted.
+        Exact except for elements equal to that half: they round to zero but are not counted.
         """
         lowest_kept = round(math.log2(fmt.smallest_subnormal)) - 1
         return self._share(self.exponents < lowest_kept)
@@ -95,8 +95,8 @@ class ExponentHistogram:
     def overflow_fraction(self, fmt: FloatFormat) -> float:
         """Return the share of finite non-zero elements in the binades above `fmt`'s largest number.
 
-        The binade of the largest number counts as inside; for the exact share, which splits that
-        binade (at 65520 in float16), see `amplab.formats.overflow_fraction`.
+        Elements in the binade of the largest number are not counted. `amplab.formats.overflow_fraction` returns the
+        exact share, which includes part of that binade (from 65520 in float16).
         """
         return self._share(self.exponents > fmt.max_exponent)
 
@@ -106,7 +106,7 @@ class ExponentHistogram:
     def lost_share(self, loss_scale: float, fmt: FloatFormat) -> float | None:
         """Return the share of finite non-zero elements that `fmt` turns into zero when scaled by `loss_scale`.
 
-        None where the scale is not a finite number above 0.
+        Returns None if the scale is not finite and positive.
 
         >>> from amplab.formats import FLOAT16
         >>> exponent_histogram(torch.tensor([2.0**-30, 1.0])).lost_share(1.0, FLOAT16)
@@ -117,19 +117,19 @@ class ExponentHistogram:
 
     @property
     def span(self) -> tuple[int, int] | None:
-        """Lowest and highest exponent that occur, or None where no element is in a bin."""
+        """Lowest and highest exponent that occur, or None if no element is in a bin."""
         occupied = self.exponents[self.counts > 0]
         return (int(occupied[0]), int(occupied[-1])) if len(occupied) else None
 
     @property
     def largest_exponent(self) -> float:
-        """floor(log2) of the largest element: inf where one is not finite, -inf where all are zero."""
+        """floor(log2) of the largest element: inf if an element is not finite, -inf if all are zero."""
         if self.infs or self.nans:
             return math.inf
         return -math.inf if self.span is None else float(self.span[1])
 
     def __add__(self, other: "ExponentHistogram") -> "ExponentHistogram":
-        """Count both together, whatever bins each starts from."""
+        """Return the sum of two histograms, which may have different bins."""
         if not isinstance(other, ExponentHistogram):
             return NotImplemented
         low = min(self.low, other.low)
@@ -151,9 +151,8 @@ class ExponentHistogram:
 def exponent_histogram(tensors: Tensor | Iterable[Tensor]) -> ExponentHistogram:
     """Count the elements of one tensor, or of several together, by power of two.
 
-    The bins run from 2^-149 to 2^127, float32's whole range; the few float64 elements that lie
-    beyond are counted in the nearest bin. One pass of integer arithmetic: a few milliseconds for a
-    million elements on one CPU core.
+    The bins run from 2^-149 to 2^127, the range of float32; float64 elements outside of it are counted in the
+    nearest bin. Takes one pass of integer arithmetic: a few milliseconds for a million elements on one CPU core.
 
     >>> histogram = exponent_histogram(torch.tensor([0.0, 1.0, 1.5, -2.0, float("inf")]))
     >>> histogram.span, histogram.zeros, histogram.infs, histogram.total
@@ -197,7 +196,7 @@ def _histogram_of(tensor: Tensor) -> ExponentHistogram:
 
 
 def _dense_values(tensor: Tensor) -> Tensor:
-    """The elements as float32, or float64 where they are float64, in one dimension."""
+    """Return the elements in one dimension, as float32 or, if they are float64, as float64."""
     if not tensor.is_floating_point():
         raise TypeError(
             f"exponent_histogram({tensor.dtype}): expected a floating-point tensor; "
@@ -213,7 +212,7 @@ def _dense_values(tensor: Tensor) -> Tensor:
 
 
 def _exponent_fields(values: Tensor) -> Tensor:
-    """Float32's exponent field (0: zero or subnormal, 255: inf or nan) of each element, int32."""
+    """Return the float32 exponent field (0: zero or subnormal, 255: inf or nan) of each element, int32."""
     if values.dtype is torch.float32:
         return (values.view(torch.int32) >> 23) & 0xFF
     fields = ((values.view(torch.int64) >> 52) & 0x7FF).int()
@@ -222,7 +221,7 @@ def _exponent_fields(values: Tensor) -> Tensor:
 
 
 def _subnormal_counts(values: Tensor) -> np.ndarray:
-    """Counts ``(BINS,)`` of elements below 2^-126, whose exponent is in no field."""
+    """Return counts ``(BINS,)`` of elements below 2^-126, whose exponent is not in the exponent field."""
     exponents = torch.frexp(values.double()).exponent - 1
     bins = exponents.clamp_(min=LOWEST_EXPONENT) - LOWEST_EXPONENT
     return torch.bincount(bins, minlength=BINS).cpu().numpy()

@@ -1,17 +1,17 @@
-"""One binary floating-point format as a frozen value: its bits, its range, its rounding.
+"""A binary floating-point format: its bits, its range, its rounding.
 
 A pattern is sign | exponent | mantissa, the sign in the highest bit. With bias = 2^(E-1) - 1,
 
     exponent field 0:      (-1)^sign * 2^(1 - bias)     * 0.mantissa     zero and subnormals
     any other:             (-1)^sign * 2^(field - bias) * 1.mantissa     normals
-    exponent all ones:     infinity (mantissa 0) or NaN, where the format has an infinity;
-                           where it has none, only the pattern of all ones is NaN.
+    exponent all ones:     infinity (mantissa 0) or NaN, if the format has an infinity;
+                           otherwise only the pattern of all ones is NaN.
 
-`mantissa_bits` counts the stored bits, without the implicit one. The formats that are in use
-are listed in `known_formats`; what a format does to a whole tensor's range is in `out_of_range`.
+`mantissa_bits` counts the stored bits, without the implicit one. `known_formats` lists the formats in use;
+`out_of_range` measures which share of a tensor is out of range.
 
-What lies beyond the range rounds to infinity; where there is none, it saturates at the largest
-number, as torch 2.13 casts to float8_e4m3fn (earlier versions of torch give NaN there).
+Values beyond the range round to infinity. In a format without infinity they saturate at the largest number, as in
+the float8_e4m3fn cast of torch 2.13 (earlier versions of torch return NaN).
 
 Reference: IEEE 754-2019, section 3.4; Micikevicius et al., "FP8 Formats for Deep Learning" (2022).
 """
@@ -34,7 +34,7 @@ FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 
 class BitFields(NamedTuple):
-    """The three fields of a pattern as unsigned integers, the exponent still biased."""
+    """The three fields of a pattern as unsigned integers, with the biased exponent."""
 
     sign: int
     exponent: int
@@ -43,7 +43,7 @@ class BitFields(NamedTuple):
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """A binary floating-point format whose every value is also a float32 value.
+    """A binary floating-point format whose values are all float32 values.
 
     >>> half = FloatFormat("float16", exponent_bits=5, mantissa_bits=10)
     >>> half.max, half.epsilon, half.smallest_subnormal == 2**-24
@@ -52,11 +52,11 @@ class FloatFormat:
     ('0x3c00', 65504.0, 2050.0)
 
     Args:
-        name: what the format is called, e.g. ``"float16"``.
+        name: the name of the format, e.g. ``"float16"``.
         exponent_bits: 2 to 8.
         mantissa_bits: stored bits, 1 to 23.
-        has_infinity: whether the top exponent is kept for infinity and NaN (as IEEE 754 does).
-        torch_dtype: torch's own dtype with these bits, or None where there is none.
+        has_infinity: whether the largest exponent is reserved for infinity and NaN, as in IEEE 754.
+        torch_dtype: the torch dtype with these bits, or None if there is none.
 
     Raises:
         ValueError: if a width is out of range, or the values would not fit in float32.
@@ -69,7 +69,7 @@ class FloatFormat:
     torch_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what could not be computed with here."""
+        """Raise ValueError for a format that does not fit in float32."""
         if not 2 <= self.exponent_bits <= 8:
             raise ValueError(
                 f"exponent_bits={self.exponent_bits}: expected 2 to 8; wider formats do not fit in float32."
@@ -82,19 +82,19 @@ class FloatFormat:
         if self.max > FLOAT32_MAX:
             raise ValueError(
                 f"exponent_bits={self.exponent_bits}, has_infinity=False: the largest value would "
-                "lie beyond float32; use has_infinity=True or at most 7 exponent bits."
+                "exceed the float32 range; use has_infinity=True or at most 7 exponent bits."
             )
 
     # ---- the range --------------------------------------------------------------------------
 
     @property
     def bias(self) -> int:
-        """What is subtracted from the exponent field: 2^(E-1) - 1."""
+        """The exponent bias, 2^(E-1) - 1."""
         return (1 << (self.exponent_bits - 1)) - 1
 
     @property
     def total_bits(self) -> int:
-        """Bits of a pattern, the sign included (19 for tf32, which is stored in 32)."""
+        """Bits of a pattern, including the sign (19 for tf32, which is stored in 32)."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
@@ -119,7 +119,7 @@ class FloatFormat:
 
     @property
     def smallest_subnormal(self) -> float:
-        """The smallest positive number; half of it, and all below, rounds to zero."""
+        """The smallest positive number; values up to half of it round to zero."""
         return 2.0 ** (self.min_exponent - self.mantissa_bits)
 
     @property
@@ -140,8 +140,8 @@ class FloatFormat:
         """
         if not 0 <= bits < 2**self.total_bits:
             raise ValueError(
-                f"bits={bits:#x}: a pattern of {self.name} lies between 0x0 and "
-                f"{2**self.total_bits - 1:#x}; mask off the bits above it."
+                f"bits={bits:#x}: expected a pattern of {self.name}, from 0x0 to "
+                f"{2**self.total_bits - 1:#x}; mask off the higher bits."
             )
         return BitFields(
             sign=bits >> (self.total_bits - 1),
@@ -150,7 +150,7 @@ class FloatFormat:
         )
 
     def kind(self, bits: int) -> Kind:
-        """Name what a pattern is: zero, subnormal, normal, infinity or nan."""
+        """Return the kind of a pattern: zero, subnormal, normal, infinity or nan."""
         _, exponent, mantissa = self.fields(bits)
         if exponent == 0:
             return "subnormal" if mantissa else "zero"
@@ -160,7 +160,7 @@ class FloatFormat:
         return "infinity" if self.has_infinity and mantissa == 0 else "nan"
 
     def value(self, bits: int) -> float:
-        """Return the number that a pattern stands for, exactly.
+        """Return the exact value of a pattern.
 
         Raises:
             ValueError: if `bits` is not a pattern of this format.
@@ -180,8 +180,8 @@ class FloatFormat:
     def bits(self, value: float) -> int:
         """Return the pattern of the number nearest to `value`, ties to the even pattern.
 
-        A value beyond the range gives infinity, or the largest number where the format has no
-        infinity. Every NaN gives the one quiet NaN; the sign of a zero is kept.
+        A value beyond the range becomes infinity, or the largest number if the format has no infinity.
+        Every NaN becomes the quiet NaN; the sign of a zero is kept.
         """
         if math.isnan(value):
             return self._nan_bits
@@ -190,8 +190,8 @@ class FloatFormat:
             return sign_bit | self._overflow_bits
         exponent = self._exponent_of(value)
         steps = round(math.ldexp(abs(value), self.mantissa_bits - exponent))  # half to even
-        # The leading one in `steps` carries into the exponent field by itself, and so does a
-        # mantissa that rounds up to the next power of two.
+        # The leading one in `steps` carries into the exponent field, and so does a mantissa that
+        # rounds up to the next power of two.
         pattern = ((exponent - self.min_exponent) << self.mantissa_bits) + steps
         if pattern > self._largest_finite_bits:
             pattern = self._overflow_bits
@@ -212,15 +212,15 @@ class FloatFormat:
         return self._largest_finite_bits + 1 + quiet_bit
 
     def _exponent_of(self, value: float) -> int:
-        """floor(log2|value|), but never below that of the subnormals; `value` is finite."""
+        """Return floor(log2|value|), at least the exponent of the subnormals; `value` is finite."""
         return max(math.frexp(value)[1] - 1, self.min_exponent) if value else self.min_exponent
 
     # ---- neighbors --------------------------------------------------------------------------
 
     def ulp(self, x: float) -> float:
-        """Return the spacing of the format at `x`, that is, the last bit of `x` once rounded.
+        """Return the spacing of the format at `x`: the value of the last bit of `x` after rounding.
 
-        It is inf where `x` rounds to infinity, and nan for NaN, as `math.ulp` has it.
+        The spacing is inf if `x` rounds to infinity, and nan for NaN, as in `math.ulp`.
         """
         rounded = abs(self.value(self.bits(x)))
         if not math.isfinite(rounded):
@@ -230,8 +230,8 @@ class FloatFormat:
     def next_up(self, x: float) -> float:
         """Return the least number of the format that is greater than `x`.
 
-        From the largest finite number on, that is inf, or nan where the format has no infinity
-        and nothing is greater. `x` itself need not be a number of the format.
+        For the largest finite number and above, the result is inf, or nan if the format has no infinity.
+        `x` need not be a number of the format.
         """
         if math.isnan(x):
             return x
@@ -256,9 +256,8 @@ class FloatFormat:
     def round(self, tensor: Tensor) -> Tensor:
         """Round every element to the nearest number of the format, ties to even.
 
-        One rounding, whatever the input: a float64 is not rounded to float32 on the way.
-        Overflow gives infinity, or the largest number where there is no infinity.
-        Not differentiable.
+        Rounds once: a float64 input is not rounded to float32 first. Overflow gives infinity, or the largest number if
+        the format has no infinity. Not differentiable.
 
         >>> FloatFormat("float16", 5, 10).round(torch.tensor([2049.0, 65519.0, 65520.0]))
         tensor([ 2048., 65504.,    inf])
@@ -279,7 +278,7 @@ class FloatFormat:
                 f"round({tensor.dtype}): expected a floating-point tensor; convert it with tensor.float() first."
             )
         x = tensor.detach().double()
-        # Powers of two made of bits are exact; torch.pow and torch.ldexp need not be.
+        # Powers of two from bits are exact; torch.pow and torch.ldexp may not be.
         exponent = ((x.view(torch.int64) >> FLOAT64_MANTISSA_BITS) & 0x7FF) - FLOAT64_BIAS
         last_bit = exponent.clamp(min=self.min_exponent) - self.mantissa_bits
         spacing = ((last_bit + FLOAT64_BIAS) << FLOAT64_MANTISSA_BITS).view(torch.float64)

@@ -1,6 +1,6 @@
-"""An exponent histogram drawn in plain text above the range of a format, for consoles and notebooks.
+"""Draw an exponent histogram as plain text above the range of a format.
 
-One column per power of two, so that a loss scale of 2^k moves the picture k columns to the right.
+Each column is one power of two, so a loss scale of 2^k shifts the histogram k columns to the right.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 def histogram_text(
     histogram: ExponentHistogram, fmt: FloatFormat, *, low: int = -45, high: int = 24, height: int = 4
 ) -> str:
-    """Draw the histogram, an axis of exponents, and what `fmt` does to each column.
+    """Return the histogram, an axis of exponents, and the range of `fmt` as text.
 
     >>> import torch
     >>> from amplab.formats import FLOAT8_E4M3, exponent_histogram
@@ -27,18 +27,18 @@ def histogram_text(
     zero────│sub│normal────────│overflow
 
     Args:
-        histogram: what to draw, perhaps `shifted` by a loss scale.
-        fmt: the format whose range is drawn below.
+        histogram: the histogram, which may be `shifted` by a loss scale.
+        fmt: the format whose range is drawn below it.
         low, high: exponents of the first and last column; counts beyond them are added to these columns.
-        height: lines of the picture; the fullest column fills them all.
+        height: number of lines of the highest column.
 
     Raises:
-        ValueError: if there is no column, or no line to draw in.
+        ValueError: if there is no column or no line.
     """
     if low > high or height < 1:
         raise ValueError(
             f"low={low}, high={high}, height={height}: expected low <= high and height >= 1; "
-            "leave them out for float16's surroundings."
+            "omit them for the range around float16."
         )
     columns = _columns(histogram, low, high)
     return "\n".join(line.rstrip() for line in [*_bars(columns, height), _axis(low, high), _range_line(fmt, low, high)])
@@ -50,7 +50,7 @@ def _columns(histogram: ExponentHistogram, low: int, high: int) -> np.ndarray:
 
 
 def _bars(columns: np.ndarray, height: int) -> list[str]:
-    """Lines from the top; a column that is not empty shows at least its lowest step."""
+    """Return the lines from the top; a column that is not empty has at least the lowest block."""
     steps = np.ceil(columns / max(columns.max(), 1) * height * (len(BLOCKS) - 1)).astype(int)
     full = len(BLOCKS) - 1
     filled = [np.clip(steps - full * line, 0, full) for line in reversed(range(height))]  # per line (columns,)
@@ -58,7 +58,7 @@ def _bars(columns: np.ndarray, height: int) -> list[str]:
 
 
 def _axis(low: int, high: int) -> str:
-    """Exponents that are multiples of ten, each written from its own column on."""
+    """Return the multiples of ten, each starting in its column."""
     labels = {exponent - low: str(exponent) for exponent in range(-(-low // 10) * 10, high + 1, 10)}
     line = ""
     for column, label in labels.items():
@@ -67,7 +67,7 @@ def _axis(low: int, high: int) -> str:
 
 
 def _range_line(fmt: FloatFormat, low: int, high: int) -> str:
-    """Name what happens to the columns; a column of ties at the bottom counts as kept."""
+    """Return the names of the ranges; the column with the tie at half the smallest subnormal counts as subnormal."""
     lowest_kept = fmt.min_exponent - fmt.mantissa_bits - 1
     edges = [low, lowest_kept, fmt.min_exponent, fmt.max_exponent + 1, high + 1]
     names = ["zero", "subnormal", "normal", "overflow"]

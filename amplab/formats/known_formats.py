@@ -1,4 +1,4 @@
-"""The formats that mixed precision is made of, as one table of data.
+"""The formats used in mixed precision.
 
 | name        | sign, exponent, mantissa | largest | smallest normal | smallest | epsilon |
 |-------------|--------------------------|---------|-----------------|----------|---------|
@@ -9,10 +9,10 @@
 | float8_e5m2 | 1, 5, 2                  | 57344   | 2^-14           | 2^-16    | 2^-2    |
 | float8_e4m3 | 1, 4, 3                  | 448     | 2^-6            | 2^-9     | 2^-3    |
 
-float8_e4m3 is the variant that torch calls ``float8_e4m3fn`` (finite, one NaN): it has no infinity,
-and what is too large becomes 448.
-tf32 is what a tensor core keeps of a float32; torch has no dtype for it, and the hardware's own
-conversion may truncate, where `FloatFormat.round` always rounds to nearest even.
+float8_e4m3 is the variant that torch calls ``float8_e4m3fn`` (finite, one NaN): it has no infinity, and values that
+are too large become 448.
+tf32 is the part of a float32 that a tensor core uses. torch has no dtype for it. The conversion in hardware may
+truncate; `FloatFormat.round` always rounds to nearest even.
 """
 
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ FORMATS: Mapping[str, FloatFormat] = MappingProxyType(
     {known.name: known for known in (FLOAT32, TF32, BFLOAT16, FLOAT16, FLOAT8_E5M2, FLOAT8_E4M3)}
 )
 
-# The two 16-bit floating dtypes: what "low precision" means for weights, gradients and ops. A set, since ops look here.
+# The two 16-bit floating dtypes, "low precision" for weights, gradients and ops. A set, for fast lookup in every op.
 LOW_PRECISION_DTYPES = frozenset([torch.float16, torch.bfloat16])
 
 
@@ -56,7 +56,7 @@ def format_of(dtype: torch.dtype) -> FloatFormat:
     'bfloat16'
 
     Raises:
-        ValueError: if no known format has that dtype (float64 and integers among them).
+        ValueError: if no known format has that dtype (including float64 and integers).
     """
     for known in FORMATS.values():
         if known.torch_dtype is not None and known.torch_dtype is dtype:

@@ -1,11 +1,11 @@
-"""The share of a tensor that a format cannot hold: what underflows to zero, what overflows.
+"""The shares of a tensor that underflow and overflow in a format.
 
     underflow: x != 0 finite, and round(scale * x) == 0
-    overflow:  x finite, and |scale * x| lies too far beyond the largest number to round to it,
-               so that it becomes infinity, or is clipped where the format has none
+    overflow:  x finite, and |scale * x| too large to round to the largest number;
+               it becomes infinity, or is clipped if the format has no infinity
 
-Both are shares of the finite non-zero elements. Counts by power of two, from which the same
-shares follow for every scale at once, are in `exponents`.
+Both are shares of the finite non-zero elements. `exponents` counts elements by power of two, from which
+approximate shares follow for every scale at once.
 """
 
 import math
@@ -19,7 +19,7 @@ __all__ = ["overflow_fraction", "underflow_fraction"]
 
 
 def underflow_fraction(tensor: Tensor, fmt: FloatFormat, *, scale: float = 1.0) -> float:
-    """Return the share of finite non-zero elements that round to zero once scaled.
+    """Return the share of finite non-zero elements that round to zero after scaling.
 
     >>> from amplab.formats import FLOAT16
     >>> underflow_fraction(torch.tensor([0.0, 1.0, 1e-8, -1e-9]), FLOAT16)
@@ -30,10 +30,10 @@ def underflow_fraction(tensor: Tensor, fmt: FloatFormat, *, scale: float = 1.0) 
     Args:
         tensor: any floating dtype, any shape.
         fmt: the format to round to.
-        scale: what the elements are multiplied by first, finite and > 0 (a loss scale).
+        scale: the factor to multiply the elements by first, finite and > 0 (a loss scale).
 
     Returns:
-        A share in [0, 1]; 0.0 where there is no finite non-zero element.
+        A share in [0, 1]; 0.0 if there is no finite non-zero element.
 
     Raises:
         TypeError: if the tensor is not floating-point.
@@ -42,31 +42,31 @@ def underflow_fraction(tensor: Tensor, fmt: FloatFormat, *, scale: float = 1.0) 
     Sync: one
     """
     magnitudes = _magnitudes(tensor)
-    # The tie at half of the smallest subnormal goes to zero, which is even.
+    # The tie at half of the smallest subnormal rounds to zero, which is even.
     flushed = magnitudes * _checked_scale(scale) <= fmt.smallest_subnormal / 2
     return _share(flushed & (magnitudes > 0), magnitudes)
 
 
 def overflow_fraction(tensor: Tensor, fmt: FloatFormat, *, scale: float = 1.0) -> float:
-    """Return the share of finite non-zero elements that leave the range once scaled.
+    """Return the share of finite non-zero elements that overflow after scaling.
 
     >>> from amplab.formats import FLOAT16
     >>> overflow_fraction(torch.tensor([1.0, 65519.0, 65520.0, 1e9]), FLOAT16)
     0.5
 
-    Args, Returns, Raises and Sync are those of `underflow_fraction`.
+    Args, Returns, Raises and Sync are the same as for `underflow_fraction`.
     """
     magnitudes = _magnitudes(tensor)
     scaled = magnitudes * _checked_scale(scale)
     tie = fmt.max + fmt.ulp(fmt.max) / 2
-    # With an infinity the largest mantissa is all ones, odd, so the tie rounds away from it.
-    # Without one that last pattern is NaN; the largest number is even and keeps the tie.
+    # In a format with infinity the largest mantissa is all ones, which is odd, so the tie rounds to infinity.
+    # Without infinity that pattern is NaN; the largest number is even, so the tie rounds to it.
     overflowed = scaled >= tie if fmt.has_infinity else scaled > tie
     return _share(overflowed & (magnitudes < math.inf), magnitudes)
 
 
 def _magnitudes(tensor: Tensor) -> Tensor:
-    """|x| in float64, where no scale in use over- or underflows."""
+    """Return |x| in float64, where scaling neither overflows nor underflows for usual scales."""
     if not tensor.is_floating_point():
         raise TypeError(
             f"tensor of {tensor.dtype}: expected a floating-point tensor; integers neither underflow nor overflow here."
@@ -83,7 +83,7 @@ def _checked_scale(scale: float) -> float:
 
 
 def _share(chosen: Tensor, magnitudes: Tensor) -> float:
-    """Chosen elements per finite non-zero element, both counted in one read."""
+    """Return chosen / finite non-zero elements; reads both counts in one transfer."""
     finite_nonzero = (magnitudes > 0) & (magnitudes < math.inf)
     counts = torch.stack([chosen.count_nonzero(), finite_nonzero.count_nonzero()])
     part, whole = counts.tolist()

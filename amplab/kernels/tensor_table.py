@@ -4,7 +4,7 @@
     flat = FlatGradients(params)
     table = TensorTable(flat.buffers);  table.unscale_(found_inf, inv_scale)        as `unscale_`
 
-A `ParameterList` is for the gradients of parameters, which each backward makes anew. Such a gradient has no Python
+A `ParameterList` is for the gradients of parameters, which each backward creates again. Such a gradient has no Python
 object yet, and making one costs more than unscaling a thousand elements. A `TensorTable` is for tensors that stay the
 same objects, such as flat buffers, or gradients under ``zero_grad(set_to_none=False)``.
 

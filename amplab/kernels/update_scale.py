@@ -144,7 +144,7 @@ def update_scale__reference(
 
 
 def _check_numbers(growth_factor: float, backoff_factor: float, floor: float, ceiling: float) -> None:
-    """Raise for constants that would make the scale invalid, in the kernel and the reference alike."""
+    """Raise for constants that would make the scale invalid, in both the kernel and the reference."""
     for name, factor in (("growth_factor", growth_factor), ("backoff_factor", backoff_factor)):
         if not 0.0 < factor < math.inf:
             raise ValueError(f"{name}={factor}: expected a finite number > 0, such as 2.0 to grow and 0.5 to back off.")

@@ -79,7 +79,7 @@ OPTIMIZERS = {
 """Each optimizer by the name that a config gives it."""
 
 DEFAULT_LR = {name: choice.lr for name, choice in OPTIMIZERS.items()}
-"""The learning rate that lr=None stands for, by optimizer."""
+"""The default learning rate (lr=None), by optimizer."""
 
 
 # What a field may hold
@@ -170,7 +170,7 @@ class Change(Enum):
     """What a changed field requires of an experiment that has begun."""
 
     NEW_WEIGHTS = "a reset: the model or the data are other ones"
-    NEW_SESSION = "amp to be initialized anew at a step boundary, with weights and optimizer state kept"
+    NEW_SESSION = "amp to be initialized again at a step boundary, with weights and optimizer state kept"
     IN_PLACE = "nothing: the next step uses the new value"
 
 
@@ -185,7 +185,7 @@ class ConfigField:
         label: Its name in the dashboard.
         help: A phrase that says what it is, for the command line and the dashboard.
         change: What a new value requires of an experiment that has begun.
-        none_means: What None stands for; empty where None is not accepted.
+        none_means: The meaning of None; empty if None is not accepted.
         example: A value as it is typed on the command line.
         overrides_level: Whether it overrides what the opt_level sets.
         changes_dtypes: Whether a new value may change the dtype of an operation, so that a trace is out of date.
@@ -211,7 +211,7 @@ class ConfigField:
 
     @property
     def default_text(self) -> str:
-        """The default as it is typed, or what it stands for where it is None."""
+        """The default as it is typed, or its meaning if it is None."""
         return self.none_means if self.default is None else spell(self.default)
 
     @property

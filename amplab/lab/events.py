@@ -225,7 +225,7 @@ class Publisher:
         """Call every callback with an event; report a callback that raises to all of them.
 
         Each different exception of a callback is reported once, at most 20 in all. So a callback that raises whenever
-        it gets such a report does not loop for ever.
+        it gets such a report does not loop forever.
         """
         if isinstance(event, Failed):
             self._failures.append(event)

@@ -1,10 +1,10 @@
-"""A watch as a callback, for trainers that own the loop: transformers' ``Trainer`` and others with its callbacks.
+"""A watch as a callback, for trainers with the callback interface of the transformers ``Trainer``.
 
     callback = amplab.lab.WatchCallback(log="runs")
     Trainer(..., callbacks=[callback]).train()
     print(callback.watch.findings())
 
-This does not import transformers: its handler needs the methods, not the base class.
+transformers is not imported: its callback handler needs the methods, not the base class.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ __all__ = ["WatchCallback"]
 
 
 class WatchCallback:
-    """Watches from the start of training to its end.
+    """Watch a training run from start to end.
 
     Args:
-        log, every, tensorboard: as `watch` takes them.
+        log, every, tensorboard: see `watch`.
 
     Raises:
-        TypeError, ValueError: a wrong option.
+        TypeError, ValueError: an invalid option.
 
     Attributes:
-        watch: the watch; None before training has begun.
+        watch: the watch; None before training starts.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class WatchCallback:
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Optimizer, **_: Any
     ) -> None:
-        """Start a watch; of an optimizer that accelerate has wrapped, follow the inner one with its scaler.
+        """Start a watch. For an optimizer wrapped by accelerate, watch the inner optimizer and its scaler.
 
         Raises:
             TypeError, ValueError: as `watch`.
@@ -55,7 +55,7 @@ class WatchCallback:
         del args, state, control
         if optimizer is None:
             raise TypeError(
-                "optimizer=None: expected a torch.optim.Optimizer; the trainer calls this before it has one."
+                "optimizer=None: expected a torch.optim.Optimizer; the trainer called on_train_begin without one."
             )
         inner, scaler = (vars(optimizer).get(name) for name in ("optimizer", "scaler"))
         self.watch = watch(model, inner or optimizer, scaler=scaler, **self._options)

@@ -134,9 +134,9 @@ class FlatBuffer:
             unscale_(arrivals.kept, found_inf, inverse)
 
     def lent(self, index: int) -> Tensor:
-        """Return the tensor for ``.grad`` of a parameter: its part, as the same object as long as that is unchanged.
+        """Return the tensor for ``.grad`` of a parameter: a view of its part of the buffer.
 
-        If somebody gave ``.grad.data`` other memory, or had it require a gradient, it is a new object. Sync: none.
+        Returns the same object each time, unless ``.grad.data`` was replaced or requires_grad was set. Sync: none.
         """
         tensor = self._lent[index]
         if tensor.data_ptr() != self._addresses[index] or tensor.requires_grad:

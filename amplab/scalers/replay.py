@@ -95,7 +95,7 @@ def replay(
 
     Args:
         rule: any rule.
-        found_infs: found_inf of every step, used whatever the scale.
+        found_infs: found_inf of every step, used for every scale.
         gradient_exponents: instead, for every step: floor(log2) of the largest unscaled gradient (-inf if all are
             zero, inf or nan if one was not finite, None if all were finite and their size is unknown), or the
             `ExponentHistogram` of the unscaled gradients.

@@ -1,11 +1,11 @@
-"""`gradient_range`: what float16 loses of the gradients of a step, by parameter, and which loss scale fits.
+"""`gradient_range`: the share of the gradients that float16 flushes to zero, by parameter, and the largest loss scale.
 
     flushed(s)   = the share of finite x != 0 with |s x| < 2^-25
     largest fit  = the largest power of two s with every |s x| below 2^16
-    range left   = log2(largest fit / s), the powers of two by which the scale may grow
+    range left   = log2(largest fit / s), the powers of two by which the scale can grow
 
-A loss scale only shifts the histogram of exponents, so one measurement answers for every scale. Counting is in
-`amplab.formats.exponents`.
+A loss scale only shifts the histogram of exponents, so one measurement is valid for every scale.
+`amplab.formats.exponents` counts the exponents.
 """
 
 import math
@@ -88,7 +88,7 @@ class GradientRange:
 
     @property
     def range_left(self) -> float | None:
-        """The powers of two by which the scale may grow until an element overflows; negative if one overflows now."""
+        """The powers of two by which the scale can grow before an element overflows; negative if one overflows now."""
         fit = self.largest_fit
         return None if fit is None else math.log2(fit / self.loss_scale)
 

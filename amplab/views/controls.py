@@ -87,7 +87,7 @@ def _scale(config: ExperimentConfig) -> dict[str, object]:
 
 
 def act(trainer: Trainer, message: Mapping[str, Any]) -> str | None:
-    """Do what a message of the page asks for; return why it was refused, None if it was done.
+    """Handle a message of the page; return why it was refused, or None.
 
     Raises:
         KeyError: The message has an unknown type.
@@ -113,7 +113,7 @@ def field_value(name: str, value: object) -> object:
 
 
 def _change(trainer: Trainer, message: Mapping[str, Any]) -> None:
-    """Change one field. A field that needs new weights resets the run, which then goes on if it was running."""
+    """Change one field. A field that needs new weights resets the run, which then continues if it was running."""
     name = message["field"]
     value = field_value(name, message["value"])
     if name in LIVE_FIELDS:

@@ -1,6 +1,6 @@
 """The messages above the dashboard: failures with their traceback, notes, and the offer of a running experiment.
 
-A notice is a frozen value; the board keeps those that nobody has answered yet. No widget here.
+A notice is a frozen value; the board keeps notices until the user dismisses them. No widget here.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Notice:
         kind: "error", "note" or "offer".
         title: A few words.
         text: A sentence.
-        detail: Lines to show as they are, such as a traceback.
+        detail: Lines shown unchanged, such as a traceback.
         choices: (message type, label) of the buttons; the first is the default button.
-        of_run: Whether it is about the present run, so that a reset removes it.
+        of_run: Whether it is about the current run, so that a reset removes it.
     """
 
     kind: str
@@ -55,23 +55,23 @@ def failure(text: str, *, fatal: bool = False, damaged: bool = False) -> Notice:
 
 
 def offer(running: str, steps: int, state: str, wanted: str | None) -> Notice:
-    """Return the choice between the present experiment and a new one.
+    """Return the choice between the current experiment and a new one.
 
     Args:
-        running: Config of the present experiment.
+        running: Config of the current experiment.
         steps: Its number of steps.
         state: State of its trainer.
         wanted: Config of the new one, None for the same config.
     """
     text = f"{running} is {state} at step {steps:,} and has not been changed."
     if wanted is not None:
-        text += f" Start new begins {wanted}."
+        text += f" Start new starts {wanted}."
     choices = (("dismiss", "Continue with it"), ("new", "Start new"))
     return Notice("offer", "This kernel already has an experiment", text, choices=choices, of_run=True)
 
 
 class NoticeBoard:
-    """The notices that are shown, each under a number of its own."""
+    """The notices on display, each with a unique number."""
 
     def __init__(self) -> None:
         self._notices: dict[int, Notice] = {}

@@ -89,7 +89,7 @@ def _row(record: StepRecord, explained: str | None) -> dict[str, object]:
         "tensor": record.first_nonfinite or "–",
         "level": record.opt_level,
         "cause": "; ".join(filter(None, (f"injected {record.injected}" if record.injected else None, explained)))
-        or "not injected",
+        or "unknown; no fault injected",
     }
 
 

@@ -1,4 +1,4 @@
-"""Read a piece of HTML as a browser and a screen reader would, and refuse what nothing of amplab may show."""
+"""Parse a piece of HTML and check that it is well formed, accessible and loads nothing."""
 
 import re
 from html.parser import HTMLParser
@@ -10,12 +10,12 @@ _FOREIGN = {"script", "link", "img", "iframe", "object", "form"}
 
 
 class Outline(HTMLParser):
-    """Tags in the order in which they open, each closed in its turn, and the text between them.
+    """Tags in the order in which they open, and the text between them.
 
     Attributes:
         tags: (tag, attributes) of each.
-        counts: how often each tag came.
-        text: what is read, the style sheet left out.
+        counts: number of occurrences of each tag.
+        text: the text, without the style sheet.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Outline(HTMLParser):
 
 
 def outline(html: str) -> Outline:
-    """Return the outline of a piece of a page that is well formed, asks for nothing, and can be heard and operated."""
+    """Return the outline of a piece of a page; check that it is well formed, accessible and loads nothing."""
     read = Outline()
     read.feed(html)
     read.close()
@@ -74,6 +74,6 @@ def outline(html: str) -> Outline:
 
 
 def _fixed_colours(style: str) -> list[str]:
-    """Colours that are right on one ground alone; a fallback of a variable is none."""
+    """Return colors that only suit a light or a dark background; the fallback of a variable does not count."""
     bare = re.sub(r"var\([^()]*\)", "", style)
     return re.findall(r"#[0-9a-fA-F]{3,8}\b|rgba?\(|hsl\(|\b(?:white|black)\b(?!-)", bare)

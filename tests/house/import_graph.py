@@ -1,4 +1,4 @@
-"""Which modules a source file imports, read from its syntax tree: at the top and inside functions."""
+"""Read from the syntax tree which modules a source file imports, at module level and inside functions."""
 
 import ast
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ class Import:
         target: what is imported, dotted: ``from a import b`` gives ``a.b`` (b may be a module or a name of a).
         line: line number in the source.
         function: the innermost function around it, None at module level.
-        for_types: under ``if TYPE_CHECKING``, so never carried out.
+        for_types: under ``if TYPE_CHECKING``, so never executed.
     """
 
     target: str

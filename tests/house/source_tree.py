@@ -1,4 +1,4 @@
-"""Where the house tests look: the checkout's files, and their syntax trees."""
+"""The files of the checkout and their syntax trees, for the house tests."""
 
 import ast
 from collections.abc import Iterator
@@ -8,12 +8,12 @@ __all__ = ["ROOT", "PACKAGE", "files_under", "python_files", "parse", "module_na
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "amplab"
-# Made by tools, beside the hidden folders.
+# Folders that tools create; hidden folders are skipped too.
 SKIPPED = {"__pycache__", "build", "dist", "node_modules"}
 
 
 def files_under(*folders: Path) -> Iterator[Path]:
-    """Yield the files that belong to the project, sorted, without caches and what an installation left."""
+    """Yield the files of the project, sorted, without caches and files from an installation."""
     for folder in folders:
         for path in sorted(folder.rglob("*")):
             parts = path.relative_to(folder).parts
@@ -39,5 +39,5 @@ def module_name(path: Path, root: Path = ROOT) -> str:
 
 
 def relative(path: Path) -> str:
-    """Return `path` as a test's id."""
+    """Return `path` as the id of a test."""
     return path.relative_to(ROOT).as_posix()

@@ -1,4 +1,4 @@
-"""Every file is named by what it holds, says so in its first line, and names no machine but the reader's."""
+"""Every file has a descriptive name and a docstring, and links only to allowed hosts and paths."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ import pytest
 from source_tree import PACKAGE, ROOT, files_under, parse, python_files, relative
 
 CODE = {".py", ".js", ".css", ".cpp", ".cu", ".cuh", ".h"}
-# Names that say nothing of what is inside.
+# Names that do not describe the content.
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "handle", "stuff"}
 TOP = {
     *("amplab", "notebooks", "tests"),
@@ -24,7 +24,7 @@ TOP = {
     ),
     *(".gitignore", ".gitattributes", ".ci", ".git"),
 }
-# Where a reader may be sent. Where packages come from is for the reader's own tools to know.
+# Hosts that the project may link to; package indexes are not among them.
 HOSTS = {
     *("arxiv.org", "doi.org", "docs.nvidia.com", "docs.pytorch.org", "pytorch.org", "github.com", "www.w3.org"),
     *("127.0.0.1", "localhost"),
@@ -33,24 +33,24 @@ FOLDER_OF_ONE_MACHINE = re.compile(r"(?<![\w.$}/])/(?:root|home|work|opt|Users|m
 
 
 def source_files() -> list[Path]:
-    """Return the code and the pages of the project."""
+    """Return the code and documentation files of the project."""
     tops = [path for path in ROOT.iterdir() if path.is_file() and path.name in TOP and path.name != ".git"]
     folders = [ROOT / name for name in ("amplab", "notebooks", "tests", ".ci")]
     return sorted(tops + [path for path in files_under(*folders) if path.suffix not in {".png", ".jpg", ".so"}])
 
 
 def foreign_hosts(text: str) -> list[str]:
-    """Return the hosts that `text` links to and that are not the reader's to see."""
+    """Return the hosts that `text` links to and that are not allowed."""
     return [host for host in re.findall(r"https?://([\w.-]*\w)", text) if host not in HOSTS]
 
 
 def machine_paths(text: str) -> list[str]:
-    """Return the absolute paths in `text` that exist on one machine only."""
+    """Return the absolute paths in `text` that are specific to one machine."""
     return FOLDER_OF_ONE_MACHINE.findall(text)
 
 
 def empty_names(path: Path) -> set[str]:
-    """Return the words of a file's name that say nothing."""
+    """Return the words in the name of a file that do not describe its content."""
     return set(re.split(r"[_\W]+", path.stem.lower())) & EMPTY_NAMES
 
 

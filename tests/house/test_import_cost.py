@@ -1,6 +1,6 @@
-"""`import amplab` loads, compiles, opens and starts nothing; and the core runs with torch and numpy alone.
+"""`import amplab` loads, compiles, opens and starts nothing, and the core needs only torch and numpy.
 
-Each check runs in a fresh interpreter, and each is shown to fire.
+Each check runs in a fresh interpreter and has a test that shows that it fails when it should.
 """
 
 import re
@@ -15,7 +15,7 @@ from test_layers import CORE, room_of
 
 IMPORT_ALL = "import amplab\nfor room in amplab.__all__: getattr(amplab, room)\n"
 
-# Watches what importing does: modules, processes, sockets and threads beyond those of torch itself.
+# Record the modules, processes, sockets and threads that an import adds to those of torch.
 WATCH = """
 import sys, threading
 import torch, numpy
@@ -35,7 +35,7 @@ for thread in threading.enumerate():
     if thread is not threading.main_thread(): print("started", thread.name)
 """
 
-# Hides what is installed beyond torch, numpy, what these two require and the standard library.
+# Hide all packages except torch, numpy, their requirements and the standard library.
 HIDE = """
 import sys
 class Hiding:
@@ -73,7 +73,7 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
 
 
 def watch(code: str) -> list[str]:
-    """Return what `code` loaded, did and started that an import must not."""
+    """Return the forbidden modules, events and threads of `code`."""
     result = run(WATCH.format(code=code))
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
@@ -84,7 +84,7 @@ def normal(name: str) -> str:
 
 
 def required_by(*names: str) -> set[str]:
-    """Return `names` and the distributions that they require, extras aside, normalised."""
+    """Return the normalized names of `names` and of the distributions that they require, without extras."""
     needed, queue = set(), list(names)
     while queue:
         name = normal(queue.pop())
@@ -100,8 +100,8 @@ def required_by(*names: str) -> set[str]:
 
 
 def foreign_packages() -> set[str]:
-    """Return the installed top-level packages that the core may not need."""
-    # setuptools, which torch requires, carries what it needs itself.
+    """Return the installed top-level packages that the core must not need."""
+    # setuptools, a requirement of torch, bundles its own dependencies.
     carried = {path.name for path in (Path(find_spec("setuptools").origin).parent / "_vendor").iterdir()}
     allowed = required_by("torch", "numpy") | {"amplab"}
     return {
@@ -127,7 +127,7 @@ def test_the_watch_sees() -> None:
         "did socket.bind": "import socket; socket.socket().bind(('127.0.0.1', 0))",
         "started x": "threading.Thread(target=threading.Event().wait, name='x', daemon=True).start()",
     }
-    # Importing plotly brings more of its kind.
+    # Importing plotly imports others of these packages too.
     assert set(slips) <= set(watch("\n".join(slips.values())))
 
 

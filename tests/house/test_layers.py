@@ -1,4 +1,4 @@
-"""Rooms import only rooms named before them, and what comes before the views needs torch and numpy alone."""
+"""Rooms import only rooms listed before them, and rooms before the views need only torch and numpy."""
 
 import re
 import sys
@@ -8,7 +8,7 @@ import pytest
 from import_graph import Import, imports_of
 from source_tree import PACKAGE, module_name, python_files, relative
 
-# The one order of the house.
+# The order of the rooms.
 ROOMS = (
     "formats",
     "display",
@@ -32,8 +32,7 @@ ROOMS = (
 )
 CORE = ROOMS[: ROOMS.index("views")]
 CORE_NEEDS = {"torch", "numpy", "amplab"} | sys.stdlib_module_names
-# The one way up: what a user types in a cell returns a dashboard, so the functions of this file import the views when
-# they are called.
+# The only exception: functions of this file return a dashboard, so they import the views when they are called.
 DOOR = "amplab.lab.open"
 
 
@@ -46,7 +45,7 @@ def room_of(module: str) -> str | None:
 
 
 def upward_imports(source: str, *, module: str, is_package: bool = False) -> list[Import]:
-    """Return the imports of `source` that reach a room after its own."""
+    """Return the imports of `source` from later rooms."""
     room = room_of(module)
     if room is None:
         return []
@@ -68,13 +67,13 @@ def foreign_imports(source: str, *, module: str, is_package: bool = False) -> li
         found
         for found in imports_of(source, module=module, is_package=is_package)
         if (name := found.target.split(".")[0]) not in CORE_NEEDS
-        # The bundled data sets, when one is asked for.
+        # The bundled data sets, imported on use.
         and not (name == "sklearn" and room_of(module) == "lab" and found.function)
     ]
 
 
 def private_imports(source: str, *, module: str, is_package: bool = False) -> list[Import]:
-    """Return the imports of what another file of the package keeps to itself (``_name``)."""
+    """Return the imports of private names (``_name``) of other files of the package."""
     return [
         found
         for found in imports_of(source, module=module, is_package=is_package)

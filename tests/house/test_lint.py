@@ -1,4 +1,4 @@
-"""Lint, format and types are clean: `.ci/lint` passes, and fails on each kind of fault."""
+"""`.ci/lint` passes on the repository and fails on lint, format and type errors."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from source_tree import ROOT
 
-# Each of the three tools finds one of these faults.
+# One fault for each of the three tools.
 FAULTS = {
     "ruff check": "import os\n",
     "ruff format": "x  =  1\n",

@@ -1,4 +1,4 @@
-"""What every notebook keeps to, so that it opens clean, re-runs and compares."""
+"""Rules for notebooks, so that they open without changes, run again and compare equal."""
 
 import json
 import re
@@ -24,7 +24,7 @@ def faults(notebook: Notebook) -> Iterator[str]:
     """Yield a sentence for each rule that a notebook breaks."""
     metadata, cells = notebook["metadata"], notebook["cells"]
     if "widgets" in metadata:
-        yield "metadata.widgets: megabytes of state that nothing reads; remove it"
+        yield "metadata.widgets: large state that is never used; remove it"
     if metadata.get("language_info", {}).get("name") != "python":
         yield "metadata.language_info: without it JupyterLab marks the notebook changed when it opens"
     if metadata.get("kernelspec", {}).get("name") != "python3":
@@ -41,7 +41,7 @@ def faults(notebook: Notebook) -> Iterator[str]:
 
 
 def is_word(name: str) -> bool:
-    """Return whether a cell's id was written by a person."""
+    """Return whether the id of a cell is a readable name, not a random one."""
     return bool(re.fullmatch(r"[a-z][a-z0-9_-]*", name)) and not RANDOM_ID.fullmatch(name)
 
 
@@ -67,7 +67,7 @@ def read(path: Path) -> Notebook:
 
 
 def sound_notebook() -> Notebook:
-    """Return a notebook that keeps to every rule."""
+    """Return a notebook that follows every rule."""
     code = {"cell_type": "code", "id": "first", "execution_count": 1, "metadata": {}, "outputs": [], "source": ["1\n"]}
     title = {"cell_type": "markdown", "id": "title", "metadata": {}, "source": ["# A title\n"]}
     metadata = {"language_info": {"name": "python"}, "kernelspec": {"name": "python3"}}

@@ -1,4 +1,4 @@
-"""The files that install amplab agree with each other, and a wheel holds everything that runs."""
+"""The packaging files are consistent, and a wheel contains all files of the package."""
 
 import re
 import shutil
@@ -15,20 +15,20 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 
 def declared(project: dict) -> set[str]:
-    """Return every requirement of pyproject, of all extras, with Python's own."""
+    """Return every requirement in pyproject.toml, including all extras and the Python version."""
     lists = [project["dependencies"], *project["optional-dependencies"].values()]
     own = {line for lines in lists for line in lines if not line.startswith(project["name"])}
     return own | {f"python{project['requires-python']}"}
 
 
 def conda_requirements(text: str) -> set[str]:
-    """Return the requirements in environment.yml, those under ``pip:`` too, by their names on the Python index."""
+    """Return the requirements in environment.yml, including those under ``pip:``, by their PyPI names."""
     lines = re.findall(r"^ +- +([A-Za-z][\w.-]*[<>=!~][^\s#]*)", text, flags=re.MULTILINE)
     return {re.sub(r"^[\w.-]+", lambda match: CONDA_NAMES.get(match[0], match[0]), line) for line in lines}
 
 
 def pins(text: str) -> dict[str, str]:
-    """Return name and version of each line of constraints.txt, names normalised."""
+    """Return name and version of each line of constraints.txt, with normalized names."""
     return {normal(name): version for name, version in re.findall(r"^([\w.-]+)==(\S+)$", text, flags=re.MULTILINE)}
 
 
@@ -48,7 +48,7 @@ def build_wheel(source: Path, folder: Path) -> set[str]:
 
 
 def copy_source(target: Path) -> Path:
-    """Copy what a wheel is built from, so that the checkout stays as it is."""
+    """Copy the sources of the wheel, so that the build does not change the checkout."""
     target.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, target)
@@ -71,7 +71,7 @@ def test_the_check_of_conda_fires() -> None:
 
 
 def test_every_requirement_is_pinned_within_its_range() -> None:
-    # The ranges of pyproject are lower bounds.
+    # pyproject.toml contains lower bounds only.
     pinned = pins((ROOT / "constraints.txt").read_text(encoding="utf-8"))
     for line in declared(PROJECT) - {f"python{PROJECT['requires-python']}"}:
         name, bound = re.fullmatch(r"([\w.-]+)>=([\d.]+)", line).groups()
@@ -86,7 +86,7 @@ def numbers(version: str) -> tuple[int, ...]:
 def test_wheel_holds_every_file_of_the_package(tmp_path: Path) -> None:
     names = build_wheel(copy_source(tmp_path / "source"), tmp_path)
     assert package_files() - names == set()
-    # Lower bound: there is at least one file of each kind to miss.
+    # Check that the package has at least one file of each kind.
     assert {".py", ".js", ".css", ".cpp", ".cu"} <= {Path(name).suffix for name in names}
     assert not [name for name in names if name.startswith(("tests/", "notebooks/"))]
 

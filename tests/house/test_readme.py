@@ -1,4 +1,4 @@
-"""README and CONTRIBUTING are correct: the example prints its number, the commands are CI's, each link has a target."""
+"""README and CONTRIBUTING are correct: the example prints its number, commands match CI, links have targets."""
 
 import re
 import subprocess
@@ -18,12 +18,12 @@ def blocks(language: str, text: str = README) -> list[str]:
 
 
 def local_links(text: str = README) -> list[str]:
-    """Return the targets of the links that stay in the repository."""
+    """Return the targets of the links within the repository."""
     return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
 
 
 def last_command(script: str) -> str:
-    """Return the last line of a shell script that does something."""
+    """Return the last command of a shell script."""
     return [line for line in script.splitlines() if line.strip() and not line.startswith("#")][-1]
 
 

@@ -1,4 +1,4 @@
-"""Slips that readers miss and a syntax tree does not: each has a check, and each check is shown to fire."""
+"""Common mistakes, found in the syntax tree. Each check has a test that shows that it finds the mistake."""
 
 import ast
 from collections.abc import Callable, Iterator

@@ -25,7 +25,7 @@ def test_a_sentence_before_a_traceback_is_the_sentence() -> None:
 
 def test_an_offer_names_both_experiments() -> None:
     text = offer("amplab/1 one", 1234, "paused", "amplab/1 two").text
-    assert text == "amplab/1 one is paused at step 1,234 and has not been changed. Start new begins amplab/1 two."
+    assert text == "amplab/1 one is paused at step 1,234 and has not been changed. Start new starts amplab/1 two."
     assert "Start new" not in offer("amplab/1 one", 0, "running", None).text
 
 

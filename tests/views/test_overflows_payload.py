@@ -17,7 +17,7 @@ def test_one_row_for_each_skip_newest_first(eventful: History) -> None:
             "after": 65536.0,
             "tensor": "hidden.weight",
             "level": "O2",
-            "cause": "not injected",
+            "cause": "unknown; no fault injected",
         },
         {
             "step": 5,

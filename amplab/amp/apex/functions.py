@@ -74,9 +74,9 @@ def reset() -> None:
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Run ``module.name`` in half at O1, whatever the built-in lists say. Call it before `initialize`.
+    """Run ``module.name`` in half at O1; this overrides the built-in lists. Call it before `initialize`.
 
-    A function of torch stands for the op: ``torch.sigmoid`` includes ``Tensor.sigmoid`` and ``F.sigmoid``. For any
+    A function of torch means the op: ``torch.sigmoid`` includes ``Tensor.sigmoid`` and ``F.sigmoid``. For any
     other function the attribute of ``module`` is replaced from `initialize` to `reset` by one that casts its arguments
     first. Names imported from the module before that are not replaced: use `half_function` on those.
 

@@ -406,7 +406,8 @@ class LossScaleCollapse(RuntimeError):
     """Raised at the end of `scale_loss` when every recent step was skipped and no smaller scale can avoid that.
 
     A skip counts if the loss was not finite before scaling, or if the scale was 1 or less. It is raised after
-    `SKIPS_BEFORE_COLLAPSE` of them in a row. The scale has moved and the step will be skipped, so training may go on.
+    `SKIPS_BEFORE_COLLAPSE` of them in a row. The scale has been updated and the step will be skipped,
+    so training can continue.
 
     Attributes:
         record: the last of the skips, with the loss scale and the gradient that was reached first.
@@ -470,7 +471,7 @@ def checked_on_collapse(value: str) -> OnCollapse:
     if value == "warn":
         return "warn"
     raise ValueError(
-        f'on_collapse={value!r}: expected "raise" (LossScaleCollapse) or "warn"; use "warn" to go on after a collapse.'
+        f'on_collapse={value!r}: expected "raise" (LossScaleCollapse), or "warn" to continue after a collapse.'
     )
 
 

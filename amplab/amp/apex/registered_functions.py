@@ -213,7 +213,7 @@ def promote_function(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def casting_function(fn: Callable[..., Any], cast: CastPolicy) -> Callable[..., Any]:
-    """Return ``fn`` with its arguments cast as ``cast`` says, wherever the calling thread casts.
+    """Return ``fn`` with its arguments cast according to ``cast`` while the calling thread casts.
 
     Raises:
         TypeError: ``fn`` is a class or not callable.

@@ -51,7 +51,7 @@ class SavedMasters:
         for name, tensor in _own_tensors(module):
             if prefix + name in saved and tensor.dtype in LOW_PRECISION_DTYPES:
                 values = self._master_of(tensor)
-                # A Parameter is asked for with keep_vars=True only.
+                # It is a Parameter with keep_vars=True only.
                 wanted = values if isinstance(saved[prefix + name], Parameter) else values.detach()
                 saved[prefix + name] = wanted.float()
 
@@ -60,13 +60,12 @@ class SavedMasters:
         """Copy loaded values to the masters before the model rounds them.
 
         Raises:
-            RuntimeError: ``assign=True``, which would put new parameters in the place of those that the
-                optimizer steps.
+            RuntimeError: ``assign=True``, which would replace the parameters that the optimizer steps.
         """
         if metadata.get("assign_to_params_buffers", False):
             raise RuntimeError(
-                "load_state_dict(assign=True) on a model that amp.initialize has cast: the optimizer would go on "
-                "stepping the old parameters; load without assign, or load before amp.initialize."
+                "load_state_dict(assign=True) on a model that amp.initialize has cast: the optimizer would "
+                "continue to step the old parameters; load without assign, or load before amp.initialize."
             )
         for name, master in self._own_masters(module):
             values = saved.get(prefix + name)

@@ -542,7 +542,7 @@ class Session:
 
 
 def _unscaler_maker(*, combine: bool, check: bool) -> Callable[[], Unscaler]:
-    """Return what makes the unscalers of a session: with flat buffers or without, and who is told of those."""
+    """Return the factory of the unscalers of a session, with or without flat buffers."""
     if not combine:
         return Unscaler
     return lambda: CombinedUnscaler(_say if check else None)

@@ -11,7 +11,7 @@ Each optimizer goes READY -> UNSCALED -> STEPPED; `update` begins the next itera
     scale_loss(loss, optimizer, loss_id)   the block around a backward of one loss among several
     loss_scale                             the scale of one loss: where it is halved
     optimizer_gradients                    the parameters of an optimizer, and unscaling them: where found_inf is made
-    step_report                            what a step did, and who is told
+    step_report                            the result of a step, and its subscribers
 """
 
 import contextlib

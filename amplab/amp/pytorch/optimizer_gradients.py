@@ -1,11 +1,11 @@
 """The gradients of an optimizer, unscaled and checked in one pass that accesses each parameter once.
 
-    OptimizerGradients      what a scaler knows about one optimizer: its parameters, each once
+    OptimizerGradients      the parameters of one optimizer, each once
     UnscaledGradients       the gradients unscaled since the last update, which are not unscaled again
     unscale_gradients_      grad <- round(grad * inv_scale);  found_inf of each device
 
-Nothing is grouped by device or dtype while all gradients lie on one device and are strided, which the kernel itself
-finds out: it refuses a list before it writes anything. Where it is built it finds the gradients, too.
+Gradients are grouped by device and dtype only if they are not all strided and on one device. The kernel checks this:
+it rejects a list before it writes anything. If the kernel is built, it also finds the gradients.
 """
 
 import operator

@@ -103,13 +103,13 @@ def _refuse_damage(path: Path) -> None:
                 damaged = archive.testzip()
         except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError) as error:
             raise RunStateError(
-                f"{path} is cut off after {path.stat().st_size} bytes, or damaged ({error}). It cannot be mended: "
-                "load an earlier checkpoint, or copy it again from where it is whole."
+                f"{path} is truncated at {path.stat().st_size} bytes or damaged ({error}). It cannot be repaired: "
+                "load an earlier checkpoint, or copy the file again from an intact source."
             ) from None
     if damaged is not None:
         raise RunStateError(
-            f"{path} is damaged: the bytes of {damaged} do not match their checksum. It cannot be mended: load an "
-            "earlier checkpoint, or copy it again from where it is whole."
+            f"{path} is damaged: the bytes of {damaged} do not match their checksum. It cannot be repaired: load an "
+            "earlier checkpoint, or copy the file again from an intact source."
         )
 
 

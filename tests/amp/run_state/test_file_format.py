@@ -51,7 +51,7 @@ def test_a_file_cut_off_is_refused(path, share):
     saved_model(path)
     whole = path.read_bytes()
     path.write_bytes(whole[: int(len(whole) * share)])
-    with pytest.raises(amp.RunStateError, match=r"run\.pt (is empty|is cut off after \d+ bytes)"):
+    with pytest.raises(amp.RunStateError, match=r"run\.pt (is empty|is truncated at \d+ bytes)"):
         amp.load_run_state(path, model=network())
 
 
