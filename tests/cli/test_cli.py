@@ -1,5 +1,6 @@
 """The command line: what it accepts, what it refuses and in how many words, and what it does not load."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -175,3 +176,14 @@ def test_help_needs_no_torch(command: list[str]) -> None:
     result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "usage: amplab" in result.stdout
     assert result.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize("name", [3, "", "A B", "Mlp", "a=b"])
+def test_a_name_that_a_config_cannot_spell_is_refused(name):
+    with pytest.raises(ValueError, match=re.escape(f"register_model({name!r})")):
+        register_model(name, label="Other")
+
+
+def test_a_model_that_cannot_be_called_is_refused():
+    with pytest.raises(TypeError, match="got 3"):
+        register_model("three", label="Three")(3)
