@@ -57,11 +57,14 @@ def size(nbytes: int) -> str:
 
     >>> size(0), size(640), size(102_840), size(2_500_000_000)
     ('0 B', '640 B', '103 kB', '2.50 GB')
+    >>> size(9_996), size(999_999)
+    ('10.0 kB', '1.00 MB')
     """
     if nbytes < 1000:
         return f"{nbytes} B"
-    place = min(int(math.log10(nbytes)) // 3, 4)
-    value = nbytes / 1000.0**place
+    rounded = float(f"{nbytes:.2e}")  # before the unit is chosen: 999,999 is 1.00 MB
+    place = min(int(math.log10(rounded)) // 3, 4)
+    value = rounded / 1000.0**place
     return f"{value:.{max(0, 2 - int(math.log10(value)))}f} {('B', 'kB', 'MB', 'GB', 'TB')[place]}"
 
 

@@ -6,6 +6,7 @@ To add a model, define it here under `register_model`: configs, the command line
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -18,6 +19,7 @@ __all__ = ["CLASSES", "CNN", "MLP", "MODELS", "ModelChoice", "build_model", "reg
 
 CLASSES = 10
 _PIXELS = 8 * 8
+_NAME = re.compile(r"[a-z][a-z0-9_-]*")
 
 Build = TypeVar("Build", bound=Callable[[int], nn.Module])
 
@@ -48,12 +50,19 @@ def register_model(name: str, *, label: str) -> Callable[[Build], Build]:
         label: The name in the dashboard.
 
     Raises:
-        ValueError: Another model has this name.
+        TypeError: What is decorated cannot be called.
+        ValueError: The name is not such a word, or another model has it.
     """
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(f"register_model({name!r}): expected a name of a-z, 0-9, _ and -, such as 'mlp'.")
     if name in MODELS:
         raise ValueError(f"register_model({name!r}): this name belongs to {MODELS[name].label}; choose another name.")
 
     def register(build: Build) -> Build:
+        if not callable(build):
+            raise TypeError(
+                f"register_model({name!r}) got {build!r}: expected a class or a function that takes a width."
+            )
         MODELS[name] = ModelChoice(label, build)
         return build
 

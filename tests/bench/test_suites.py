@@ -1,16 +1,19 @@
-"""The suites, on small tensors: both sides of each case do the same work, and every case comes out as a row."""
+"""The suites on small tensors: every case becomes a row; the progress line, and the facts of the machine."""
 
 import io
+import json
+from datetime import datetime
 
 import pytest
 import torch
 
-from amplab.bench import Goal, run_cases, run_suite
+from amplab import kernels
+from amplab.bench import Goal, Row, machine_facts, run_cases, run_suite
 from amplab.bench.casting import casting_cases
 from amplab.bench.diagnose import diagnose_cases
 from amplab.bench.kernels import kernel_cases
 from amplab.bench.scaler import Gradients, iteration, scaler_cases, torch_scaler
-from amplab.bench.suites import SUITES
+from amplab.bench.suites import SUITES, Progress
 from amplab.bench.xray import xray_cases
 
 SMALL = {
@@ -77,3 +80,37 @@ def test_gradients_are_refilled(fresh):
 def test_an_unknown_suite_is_refused():
     with pytest.raises(ValueError, match="suite='dance'"):
         run_suite("dance")
+
+
+ROW = Row("a", "b", Goal("at least", 3.0), 2.0, (1.9, 2.1))
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def follow(stream):
+    progress = Progress(2, 5, stream)
+    progress.begin(0, "a")
+    progress.round(1)
+    progress.end(ROW)
+    return stream.getvalue()
+
+
+def test_a_file_gets_finished_rows():
+    assert follow(io.StringIO()) == "1/2 a: 2.00 (≥ 3)\n"
+
+
+def test_a_terminal_sees_the_rounds():
+    clear = "\r\x1b[K"
+    assert follow(Terminal()) == f"{clear}1/2 a …{clear}1/2 a: round 1 of 5{clear}1/2 a: 2.00 (≥ 3)\n"
+
+
+def test_facts_fit_into_json_and_are_those_of_this_machine():
+    facts = json.loads(json.dumps(machine_facts(), allow_nan=False))
+    assert facts["torch"] == torch.__version__
+    assert facts["threads"] == 1
+    assert facts["kernels"] == kernels.report().status
+    assert facts["cpu"]
+    assert abs((datetime.now().astimezone() - datetime.fromisoformat(facts["date"])).total_seconds()) < 600

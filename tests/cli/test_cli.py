@@ -1,5 +1,6 @@
 """The command line: what it accepts, what it refuses and in how many words, and what it does not load."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,9 +86,7 @@ def test_a_registered_model_is_offered_everywhere(capsys: pytest.CaptureFixture[
         (["--colour", "red"], ["--colour", "amplab train --help"]),
     ],
 )
-def test_train_refuses_in_one_sentence(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], said: list[str]
-) -> None:
+def test_train_refuses_in_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], said: list[str]) -> None:
     message = refusal(capsys, "train", *arguments)
     assert message.startswith("amplab")
     for word in said:
@@ -95,7 +94,7 @@ def test_train_refuses_in_one_sentence(
 
 
 @pytest.mark.parametrize("words", ["", "dance", "lab --notebook 77", "lab --port http", "lab --port 0", "lab --brwser"])
-def test_other_refusals_are_one_sentence_too(capsys: pytest.CaptureFixture[str], words: str) -> None:
+def test_other_refusals_are_one_line_too(capsys: pytest.CaptureFixture[str], words: str) -> None:
     assert refusal(capsys, *words.split()).startswith("amplab")
 
 
@@ -112,7 +111,7 @@ def test_other_refusals_are_one_sentence_too(capsys: pytest.CaptureFixture[str],
         (["-m", "no_such_module"], "no_such_module"),
     ],
 )
-def test_run_refuses_in_one_sentence(
+def test_run_refuses_in_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -177,3 +176,14 @@ def test_help_needs_no_torch(command: list[str]) -> None:
     result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "usage: amplab" in result.stdout
     assert result.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize("name", [3, "", "A B", "Mlp", "a=b"])
+def test_a_name_that_a_config_cannot_spell_is_refused(name):
+    with pytest.raises(ValueError, match=re.escape(f"register_model({name!r})")):
+        register_model(name, label="Other")
+
+
+def test_a_model_that_cannot_be_called_is_refused():
+    with pytest.raises(TypeError, match="got 3"):
+        register_model("three", label="Three")(3)

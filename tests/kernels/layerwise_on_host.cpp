@@ -1,5 +1,5 @@
 // What layerwise_steps.cu does with the kernels of layerwise_device.h, with the host in the place of the device; for
-// test_layerwise_device.py. Scratch memory is NaN where nothing has been written to it yet.
+// test_layerwise_steps_on_host.py. Scratch memory is NaN where nothing has been written to it yet.
 #include <algorithm>
 #include <cmath>
 #include <limits>

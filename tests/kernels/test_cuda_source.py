@@ -1,6 +1,6 @@
 """The CUDA sources without a GPU: every architecture compiles, registers are few, memory moves 16 bytes at a time.
 
-Skipped where nvcc is not installed. What the kernels compute is in test_unscale_cuda_on_host.py.
+Skipped where nvcc is not installed. What the kernels compute is in test_unscale_on_host.py.
 """
 
 import re

@@ -2,12 +2,8 @@
 
 import ctypes
 import random
-import shutil
-import subprocess
 
 import pytest
-
-from amplab.kernels.builder import recipe
 
 SOURCE = """
 #include "launch_table.h"
@@ -57,17 +53,9 @@ class Stretch(ctypes.Structure):
 
 
 @pytest.fixture(scope="module")
-def header(tmp_path_factory):
-    """The header compiled by itself, as a library that ctypes can call."""
-    compiler = shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler on PATH")
-    folder = tmp_path_factory.mktemp("table")
-    source, library = folder / "table.cpp", folder / "table.so"
-    source.write_text(SOURCE)
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    subprocess.run([compiler, *flags, *recipe.INCLUDES, str(source), "-o", str(library)], check=True)
-    return ctypes.CDLL(str(library))
+def header(compiled):
+    """The header compiled by itself."""
+    return compiled(SOURCE, "-O1", "-Wall", "-Wextra", "-Werror")
 
 
 def walk(header, numels, most_blocks, places=None):

@@ -3,17 +3,12 @@
 import ctypes
 import functools
 import math
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 
 from amplab.kernels import adaptive_steps, steps
-from amplab.kernels.builder import recipe
 
-HERE = Path(__file__).parent
 STORED = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3, None: 4}
 ADAM = (1e-2, 0.9, 0.999, 1e-8, 0.1, True, True, False)
 SGD = (0.1, 0.9, 0.25, 0.3, False, False, False)
@@ -34,16 +29,9 @@ class Call(ctypes.Structure):
 
 
 @pytest.fixture(scope="module")
-def device(tmp_path_factory):
-    """The kernels, as a library that ctypes can call."""
-    compiler = shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler on PATH")
-    library = tmp_path_factory.mktemp("on_host") / "steps.so"
-    flags = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", "-U_FORTIFY_SOURCE"]
-    include = [f"-I{HERE}", *recipe.INCLUDES]
-    subprocess.run([compiler, *flags, *include, str(HERE / "steps_on_host.cpp"), "-o", str(library)], check=True)
-    return ctypes.CDLL(str(library))
+def device(compiled_cuda):
+    """The CUDA kernels, on the host."""
+    return compiled_cuda("steps_on_host.cpp")
 
 
 def placed(values, offset):

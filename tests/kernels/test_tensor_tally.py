@@ -2,14 +2,11 @@
 
 import ctypes
 import platform
-import shutil
-import subprocess
 
 import numpy as np
 import pytest
 import torch
 
-from amplab.kernels.builder import recipe
 from amplab.kernels.tensor_stats import tensor_stats_reference
 
 WRAPPER = """
@@ -51,21 +48,13 @@ def runs_avx2():
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
-def header(request, tmp_path_factory):
+def header(request, compiled):
     """The header compiled for one kind of CPU, as a library that ctypes can call."""
-    compiler = shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler on PATH")
     flags, lanes = VARIANTS[request.param]
     if request.param == "avx2" and not runs_avx2():
         pytest.skip("no AVX2")
-    folder = tmp_path_factory.mktemp("tally")
-    source, library = folder / "wrapper.cpp", folder / "wrapper.so"
-    source.write_text(WRAPPER)
     warnings = ["-Wall", "-Wextra", "-Werror", "-Wno-ignored-attributes"]
-    options = ["-std=c++17", "-O2", *warnings, "-ffp-contract=off", "-shared", "-fPIC", *flags]
-    subprocess.run([compiler, *options, *recipe.INCLUDES, str(source), "-o", str(library)], check=True)
-    loaded = ctypes.CDLL(str(library))
+    loaded = compiled(WRAPPER, "-O2", *warnings, "-ffp-contract=off", *flags)
     assert loaded.has_lanes() == lanes
     return loaded
 

@@ -1,14 +1,10 @@
 """unscale.h without torch and without vector instructions: what a CPU without AVX2 runs, and the code CUDA shares."""
 
 import ctypes
-import shutil
-import subprocess
 
 import numpy as np
 import pytest
 import torch
-
-from amplab.kernels.builder import recipe
 
 WRAPPER = """
 #include "unscale.h"
@@ -31,17 +27,9 @@ extern "C" int accumulate(float x, float* y, float inv_scale) {
 
 
 @pytest.fixture(scope="module")
-def header(tmp_path_factory):
-    """The header compiled by itself, as a library that ctypes can call."""
-    compiler = shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler on PATH")
-    folder = tmp_path_factory.mktemp("header")
-    source, library = folder / "wrapper.cpp", folder / "wrapper.so"
-    source.write_text(WRAPPER)
-    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-shared", "-fPIC"]
-    subprocess.run([compiler, *flags, *recipe.INCLUDES, str(source), "-o", str(library)], check=True)
-    return ctypes.CDLL(str(library))
+def header(compiled):
+    """The header compiled by itself."""
+    return compiled(WRAPPER, "-O2", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off")
 
 
 def pointer(array):

@@ -1,5 +1,5 @@
 // What unscale.cu does with the kernels of unscale_device.h, with the host in the place of the device; for
-// test_unscale_cuda_on_host.py.
+// test_unscale_on_host.py.
 #include "cuda_on_host.h"
 #include "unscale_device.h"
 

@@ -1,4 +1,4 @@
-"""History: every record comes back, copies are consistent while it grows, thinning shares its rows."""
+"""History: every record is returned, copies are consistent while it grows, thinning keeps extremes and marks."""
 
 import math
 import threading
@@ -6,8 +6,11 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from amplab.lab import COLUMNS, History, StepRecord
+from amplab.lab.history import BLOCK, BlockExtremes, extreme_rows, thin
 
 FIRST = StepRecord(0, 2.3, 65536.0, 65536.0, False, None, "O1", None, 0.01, None)
 
@@ -115,3 +118,61 @@ def test_reading_while_it_grows_gives_whole_rows():
         np.testing.assert_array_equal(thinned["step"], thinned["loss_scale"])
     writer.join()
     assert len(history) == 20_000
+
+
+NONFINITE = [math.nan, math.inf, -math.inf]
+VALUES = st.lists(st.floats(-1e3, 1e3, width=16) | st.sampled_from(NONFINITE), min_size=1, max_size=300)
+
+
+def shown(bucket: list[float]) -> tuple:
+    """What a bucket of a drawing shows: its range, and which edges are marked."""
+    finite = [value for value in bucket if math.isfinite(value)]
+    return (
+        min(finite, default=None),
+        max(finite, default=None),
+        any(math.isnan(value) for value in bucket),
+        math.inf in bucket,
+        -math.inf in bucket,
+    )
+
+
+@given(VALUES, st.integers(1, 40))
+def test_extreme_rows_show_what_all_rows_show(values, width):
+    rows = extreme_rows(np.array(values), np.arange(0, len(values), width))
+    assert (np.diff(rows) > 0).all()
+    for start in range(0, len(values), width):
+        kept = [values[row] for row in rows if start <= row < start + width]
+        assert shown(kept) == shown(values[start : start + width])
+        assert len(kept) <= 5
+
+
+@given(VALUES, st.integers(1, 7))
+def test_block_extremes_grow_with_the_column(values, pieces):
+    column = np.array(values * 3)
+    blocks = BlockExtremes()
+    for end in sorted({len(column) * piece // pieces for piece in range(1, pieces + 1)} - {0}):
+        rows = blocks.rows(column[:end])
+    for start in range(0, len(column), BLOCK):
+        kept = [column[row] for row in rows if start <= row < start + BLOCK]
+        assert shown(kept) == shown(list(column[start : start + BLOCK]))
+
+
+@pytest.mark.parametrize("total", [1_000, 50_000])
+def test_thin_keeps_ends_marks_and_spikes_within_the_limit(total):
+    generator = np.random.default_rng(0)
+    loss, scale = generator.normal(size=total), np.full(total, 65536.0)
+    loss[total // 3], loss[total // 2] = 1e6, math.nan
+    marked = np.array([17, total // 3, total - 5])
+    candidates = [BlockExtremes().rows(column) for column in (loss, scale)]
+    rows = thin([loss, scale], candidates=candidates, marked=marked, limit=400)
+    assert len(rows) <= 402
+    assert {0, total - 1, total // 2, *marked.tolist()} <= set(rows.tolist())
+    assert rows.dtype == np.int64
+
+
+def test_thin_spreads_marks_that_do_not_fit():
+    total = 100_000
+    columns = [np.zeros(total)]
+    rows = thin(columns, candidates=[BlockExtremes().rows(columns[0])], marked=np.arange(total), limit=500)
+    assert len(rows) <= 502
+    assert np.diff(rows).max() <= 2 * total / 250  # somewhere in every pixel's worth of steps

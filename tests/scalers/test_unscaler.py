@@ -1,12 +1,14 @@
-"""Unscaling gradients in place: values, verdicts, devices, sparse gradients, no sync."""
+"""Unscaling gradients in place: values, found_inf, devices, sparse gradients, no sync; lists that are rejected."""
 
 import math
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from amplab.scalers import Unscaler, inverse_scale
+from amplab.scalers import FlatGradients, MasterWeights, Unscaler, inverse_scale
+from amplab.scalers.unscaler import tensors_of
 
 
 def parameter(*grad, dtype=torch.float32):
@@ -150,3 +152,26 @@ def test_a_gradient_that_cannot_be_unscaled_is_named_by_its_parameters_place():
     with pytest.raises(RuntimeError, match="parameter 2 is expanded"):
         Unscaler().unscale_(params, 2.0)
     assert params[1].grad.tolist() == [1.0, 1.0]
+
+
+REFUSED = [
+    ([3], "params[0]=3: expected a tensor; pass model.parameters()."),
+    ([torch.ones(1), "a"], "params[1]='a': expected a tensor; pass model.parameters()."),
+    (3, "params is a int: expected several tensors; pass a list of them."),
+    (torch.ones(2), "params is a Tensor: expected several tensors; pass a list of them."),
+    (nn.Linear(1, 1), "params is a Linear: expected tensors; pass model.parameters()."),
+]
+
+
+@pytest.mark.parametrize("take", [tensors_of, MasterWeights, FlatGradients, MasterWeights().add_pairs])
+@pytest.mark.parametrize(("params", "said"), REFUSED, ids=[said[:20] for _, said in REFUSED])
+def test_what_is_no_list_of_parameters_is_refused(take, params, said):
+    with pytest.raises(TypeError) as refusal:
+        take(params)
+    assert str(refusal.value) == said
+
+
+def test_any_iterable_of_tensors_is_taken():
+    model = nn.Linear(2, 1)
+    assert [*map(id, tensors_of(model.parameters()))] == [id(model.weight), id(model.bias)]
+    assert tensors_of(()) == []

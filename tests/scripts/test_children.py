@@ -80,7 +80,7 @@ def test_the_launcher_of_the_time(tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
     words = ["-m", "torch.distributed.launch", "--nproc_per_node", "2", "rank.py"]
     result = run(tmp_path, "--device", "cpu", *words, OMP_NUM_THREADS="1")
-    said = "group_size=3: expected a divisor of the 2 processes; 0 is one group of all."
+    said = "group_size=3: expected a divisor of the 2 processes; 0 means one group of all."
     ranks = [f"{rank} [[1.5, 1.5], [1.5, 1.5, 1.5], 1.0] [1, 2] None {said}" for rank in range(2)]
     assert sorted(result.stdout.splitlines()) == ranks
 

@@ -1,4 +1,4 @@
-"""CUDA calls on the CPU: each kind that old scripts make, what is said about it, and that torch is itself again."""
+"""CUDA calls on the CPU: each kind that old scripts make, what is printed, and that torch's names are restored."""
 
 import io
 import warnings
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from amplab.scripts.cuda_on_cpu import FACTORIES, TENSOR_TYPES, cuda_on_cpu
+from amplab.scripts.cuda_on_cpu import FACTORIES, TENSOR_TYPES, ReplacedNames, cuda_on_cpu
 
 CPU = torch.device("cpu")
 
@@ -279,3 +279,31 @@ def test_generators_and_numbers_of_devices(said):
     assert torch.ones(1, device=f"cuda:{torch.ones(1).cuda().get_device()}").device == CPU
     assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == 0
     torch.cuda.set_per_process_memory_fraction(0.5)
+
+
+class Base:
+    own = "base"
+
+
+class Derived(Base):
+    other = "derived"
+
+
+def test_the_last_replacement_is_undone_first():
+    replaced = ReplacedNames()
+    for value in ("a", "b"):
+        replaced.replace(Derived, "other", value)
+    assert Derived.other == "b"
+    replaced.restore()
+    replaced.restore()
+    assert Derived.other == "derived"
+
+
+def test_inherited_and_missing_names_are_so_again():
+    replaced = ReplacedNames()
+    replaced.replace(Derived, "own", "new")
+    replaced.replace(Derived, "missing", 1)
+    assert (Derived.own, Derived.missing, Base.own) == ("new", 1, "base")
+    replaced.restore()
+    assert set(vars(Derived)) & {"own", "missing"} == set()
+    assert Derived.own == "base"

@@ -151,8 +151,11 @@ def _distrusted(path: Path, own: int) -> str | None:
         except OSError as error:
             reason = f"cannot be checked: {error.strerror}"
         if reason is not None:
-            remedy = f"remove it or run chmod go-w {part}" if "mode" in reason else "remove it"
-            return f"{part} {reason}; {remedy}, or set XDG_CACHE_HOME to a folder that only you can write"
+            # Folders above those that amplab makes may hold anything: never advise to remove them.
+            remedies = [f"run chmod go-w {part}"] if "mode" in reason else []
+            remedies += ["remove it"] if level < own else []
+            remedies.append("set XDG_CACHE_HOME to a folder that only you can write")
+            return f"{part} {reason}; {', or '.join(remedies)}"
     return None
 
 

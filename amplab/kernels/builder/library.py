@@ -231,7 +231,9 @@ def _load_cached(recipe: Recipe) -> BuildReport | None:
     """Load the libraries of an earlier build; return None if there are none that can be trusted and loaded."""
     began = time.perf_counter()
     for refusal in cache.refusals(recipe.key):
-        warnings.warn(f"amplab kernels: not loading {refusal}.", RuntimeWarning, stacklevel=_frames_to_caller())
+        warnings.warn(
+            f"amplab kernels: not loading a built library: {refusal}.", RuntimeWarning, stacklevel=_frames_to_caller()
+        )
     libraries = cache.find(recipe.key)
     if not libraries:
         return None

@@ -513,10 +513,21 @@ def test_an_untrusted_build_is_named_in_one_warning(library, tmp_path, monkeypat
     folder = cache.writable_folder(recipe.current_recipe().key)
     publish(tmp_path, folder, b"a library of a stranger")
     folder.chmod(0o777)
-    with pytest.warns(RuntimeWarning, match=re.escape(f"{folder} can be written by other users")):
+    with pytest.warns(RuntimeWarning, match=re.escape(f"{folder} can be written by other users")) as warned:
         library.ensure(print)
     assert library.report.status == "failed"
     assert len(libraries(tmp_path)) == 1  # neither loaded nor removed
+    assert "remove it" in str(warned[0].message)
+
+
+@posix
+def test_nobody_is_told_to_remove_a_folder_that_amplab_did_not_make(library, tmp_path, monkeypatch):
+    folder = cache.writable_folder(recipe.current_recipe().key)
+    publish(tmp_path, folder, b"a library in a shared folder")
+    tmp_path.chmod(0o777)
+    (refusal,) = cache.refusals(recipe.current_recipe().key)
+    assert refusal.startswith(f"{tmp_path} can be written by other users (mode 0777); run chmod go-w {tmp_path}")
+    assert "remove it" not in refusal
 
 
 IMPOSTORS = ("amplab", "ninja", "setuptools", "shlex", "torch")

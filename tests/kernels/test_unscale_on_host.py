@@ -3,17 +3,12 @@
 import ctypes
 import math
 import random
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 
 from amplab.kernels import unscale
-from amplab.kernels.builder import recipe
 
-HERE = Path(__file__).parent
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 REPLACE, ACCUMULATE, NOTHING = range(3)
 
@@ -54,17 +49,9 @@ class Call(ctypes.Structure):
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
-    """The kernels, as a library that ctypes can call."""
-    compiler = shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler on PATH")
-    folder = tmp_path_factory.mktemp("on_host")
-    source, library = HERE / "unscale_on_host.cpp", folder / "kernels.so"
-    flags = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", "-U_FORTIFY_SOURCE"]
-    include = [f"-I{HERE}", *recipe.INCLUDES]
-    subprocess.run([compiler, *flags, *include, str(source), "-o", str(library)], check=True)
-    return ctypes.CDLL(str(library))
+def kernels(compiled_cuda):
+    """The CUDA kernels, on the host."""
+    return compiled_cuda("unscale_on_host.cpp")
 
 
 def placed(numel, dtype, offset, poison):

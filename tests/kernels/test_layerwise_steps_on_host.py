@@ -2,33 +2,21 @@
 
 import ctypes
 import math
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 
-from amplab.kernels.builder import recipe
 from amplab.kernels.layerwise_steps import multi_tensor_lamb__reference, multi_tensor_novograd__reference
 
-HERE = Path(__file__).parent
 STORED = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, None: 4}
 MOMENTS = (0.01, 0.9, 0.99, 0.1, 1e-6, 0.1)
 SIZES = [1, 5, 1024, 1025, 3000, 7, 20_000, 2, 2048]
 
 
 @pytest.fixture(scope="module")
-def device(tmp_path_factory):
-    """The kernels, as a library that ctypes can call."""
-    compiler = shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler on PATH")
-    library = tmp_path_factory.mktemp("on_host") / "layerwise.so"
-    flags = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", "-U_FORTIFY_SOURCE"]
-    include = [f"-I{HERE}", *recipe.INCLUDES]
-    subprocess.run([compiler, *flags, *include, str(HERE / "layerwise_on_host.cpp"), "-o", str(library)], check=True)
-    return ctypes.CDLL(str(library))
+def device(compiled_cuda):
+    """The CUDA kernels, on the host."""
+    return compiled_cuda("layerwise_on_host.cpp")
 
 
 def lists(states, *, grad, copy, seed=0):
