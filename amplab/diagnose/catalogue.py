@@ -1156,6 +1156,18 @@ _SPEED = (
 
 _RAISING = (
     CatalogueEntry(
+        "step-not-explained",
+        "A watch could not run a step again",
+        ("note",),
+        {
+            "": Case(
+                "Step {step} was not explained, because the watch could not run it again: {failure}",
+                "A watch runs a bad step again with its `step` or `loss`. That call failed; the training went on.",
+                "loss_of(model, batch)  # what `step` calls must run after the step, and return the loss",
+            )
+        },
+    ),
+    CatalogueEntry(
         "recomputed-without-casts",
         "torch.utils.checkpoint recomputes a block without amplab's casts",
         ("error",),
