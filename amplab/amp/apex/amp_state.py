@@ -66,8 +66,8 @@ class AmpHandle:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
-            f"amp._amp_state.handle.{name}: amplab replaces nothing in torch, so there is no such thing; it has "
-            "is_active(), _disable_casts(), _clear_cache() and _deactivate(). To undo amp.initialize call amp.reset()."
+            f"amp._amp_state.handle.{name} does not exist, since amplab replaces nothing in torch: expected "
+            "is_active(), _disable_casts(), _clear_cache() or _deactivate(). To undo amp.initialize call amp.reset()."
         )
 
 
@@ -146,8 +146,8 @@ class AmpState(ModuleType):
                 f"amp._amp_state.{name}: nothing is initialized, or with enabled=False; call amp.initialize first."
             )
         raise AttributeError(
-            f"amp._amp_state.{name}: amplab has no such state; it has loss_scalers, opt_properties, handle, verbosity, "
-            "hard_override and allow_incoming_model_not_fp32."
+            f"amp._amp_state.{name} does not exist in amplab: expected loss_scalers, opt_properties, handle, "
+            "verbosity, hard_override or allow_incoming_model_not_fp32."
         )
 
 

@@ -212,8 +212,8 @@ class LossScaler:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
-            f"amp._amp_state.loss_scalers[…].{name}: amplab has no such thing; a scaler has loss_scale(), _loss_scale, "
-            "_unskipped, dynamic, _overflow_buf, update_scale() and clear_overflow_state(). Gradients are unscaled by "
+            f"amp._amp_state.loss_scalers[…].{name} does not exist in amplab: expected loss_scale(), _loss_scale, "
+            "_unskipped, dynamic, _overflow_buf, update_scale() or clear_overflow_state(). Gradients are unscaled by "
             "amp.scale_loss."
         )
 

@@ -83,7 +83,7 @@ class AmpStash:
 
     @property
     def all_fp32_from_fp16_params(self) -> list[Tensor]:
-        """The masters of the half parameters; empty where there are none."""
+        """The masters of the half parameters; empty without masters."""
         return [pair.master for pair in self._masters.pairs]
 
     @property
@@ -93,30 +93,30 @@ class AmpStash:
 
     @property
     def all_fp32_params(self) -> list[Tensor]:
-        """The same, by apex's name for it where there are no masters."""
+        """The same, under the name that apex uses without masters."""
         return self.all_fp32_from_fp32_params
 
     def __getattr__(self, name: str) -> NoReturn:
         known = sorted(key for key in vars(AmpStash) if not key.startswith("_"))
         raise AttributeError(
-            f"optimizer._amp_stash.{name}: amplab keeps no such thing; what it answers is lazy_init_called, "
-            f"{', '.join(known)}. Gradients and masters are found with amp.master_params(optimizer)."
+            f"optimizer._amp_stash.{name} does not exist in amplab: expected lazy_init_called, "
+            f"{', '.join(known)}. Use amp.master_params(optimizer) for parameters and masters."
         )
 
 
 def refuse_taken_names(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that has one of the names from elsewhere.
+    """Refuse an optimizer that has one of the names already.
 
     Raises:
-        RuntimeError: names it.
+        RuntimeError: the message has the name.
     """
     if isinstance(vars(optimizer).get("_amp_stash"), AmpStash):
         return
     for name in _NAMES:
         if hasattr(optimizer, name):
             raise RuntimeError(
-                f"Incoming optimizer already has {name} defined. amp.initialize needs the name for itself: pass an "
-                "optimizer that no other amp has prepared, such as a new one over the same parameters."
+                f"Incoming optimizer already has {name} defined. amp.initialize needs this name: pass an "
+                "optimizer that no other amp has prepared, such as a new one with the same parameters."
             )
 
 

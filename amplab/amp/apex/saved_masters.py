@@ -51,7 +51,7 @@ class SavedMasters:
         for name, tensor in _own_tensors(module):
             if prefix + name in saved and tensor.dtype in LOW_PRECISION_DTYPES:
                 values = self._master_of(tensor)
-                # It is a Parameter with keep_vars=True only.
+                # Only keep_vars=True returns a Parameter.
                 wanted = values if isinstance(saved[prefix + name], Parameter) else values.detach()
                 saved[prefix + name] = wanted.float()
 

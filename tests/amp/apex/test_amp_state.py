@@ -114,10 +114,10 @@ def test_init_allows_the_refused_loss(problem):
 
 REFUSALS = [
     (lambda: amp._amp_state.loss_scalers, AttributeError, "loss_scalers: nothing is initialized, or with enabled"),
-    (lambda: amp._amp_state.nothing, AttributeError, "amp._amp_state.nothing: amplab has no such state; it has loss_"),
+    (lambda: amp._amp_state.nothing, AttributeError, "amp._amp_state.nothing does not exist"),
     (lambda: setattr(amp._amp_state, "hard_override", True), AttributeError, "amp._amp_state.hard_override = True: "),
     (lambda: setattr(amp._amp_state, "verbosity", 0), AttributeError, "Pass the option to amp.initialize"),
-    (lambda: amp._amp_state.handle._save_func, AttributeError, "amp._amp_state.handle._save_func: amplab replaces"),
+    (lambda: amp._amp_state.handle._save_func, AttributeError, "amp._amp_state.handle._save_func does not exist"),
     (lambda: amp._amp_state.handle.wrap_optimizer(1), RuntimeError, "The old Amp API is no longer supported."),
 ]
 
@@ -130,7 +130,7 @@ def test_refusals(call, error, message):
 
 
 def test_unknown_names_of_a_scaler_say_what_there_is(run):
-    with pytest.raises(AttributeError, match=r"^amp._amp_state.loss_scalers\[…\].unscale: amplab has no such thing; a"):
+    with pytest.raises(AttributeError, match=r"^amp._amp_state.loss_scalers\[…\].unscale does not exist"):
         amp._amp_state.loss_scalers[0].unscale  # noqa: B018
 
 

@@ -167,7 +167,7 @@ REFUSED = {
             lambda name=name: initialize(nn.Linear(2, 2), with_a_name_taken(name)),
             (
                 RuntimeError,
-                f"Incoming optimizer already has {name} defined. amp.initialize needs the name for itself: pa",
+                f"Incoming optimizer already has {name} defined. amp.initialize needs this name",
             ),
         )
         for name in (
