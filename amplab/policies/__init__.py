@@ -9,15 +9,14 @@
 `nested_tensors` finds, replaces and casts the tensors in batches and outputs.
 """
 
-from amplab.policies.casting.cast_cache import CastCache
+from amplab.policies.casting.casting_state import CastingState, casting_state
 from amplab.policies.casting.compiled_engine import CompiledEngine
 from amplab.policies.casting.engine import CastingEngine
 from amplab.policies.casting.explanation import Decision, Explanation
 from amplab.policies.casting.half_on_cpu import accumulate_fp32
+from amplab.policies.casting.steps import CastCache
 from amplab.policies.casting.thread_scopes import (
-    CastingState,
     casting_engine,
-    casting_state,
     casts_enabled,
     cpu_half,
     cpu_half_mode,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from amplab.policies import APEX, CastPolicy
-from amplab.policies.casting.composites import COMPOSITES, opened
+from amplab.policies.casting.plan import COMPOSITES, opened
 from amplab.trace.lines import CodeLine, user_line
 from amplab.trace.modules import ModuleStack
 

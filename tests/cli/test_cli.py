@@ -86,9 +86,7 @@ def test_a_registered_model_is_offered_everywhere(capsys: pytest.CaptureFixture[
         (["--colour", "red"], ["--colour", "amplab train --help"]),
     ],
 )
-def test_train_refuses_in_one_sentence(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], said: list[str]
-) -> None:
+def test_train_refuses_in_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], said: list[str]) -> None:
     message = refusal(capsys, "train", *arguments)
     assert message.startswith("amplab")
     for word in said:
@@ -96,7 +94,7 @@ def test_train_refuses_in_one_sentence(
 
 
 @pytest.mark.parametrize("words", ["", "dance", "lab --notebook 77", "lab --port http", "lab --port 0", "lab --brwser"])
-def test_other_refusals_are_one_sentence_too(capsys: pytest.CaptureFixture[str], words: str) -> None:
+def test_other_refusals_are_one_line_too(capsys: pytest.CaptureFixture[str], words: str) -> None:
     assert refusal(capsys, *words.split()).startswith("amplab")
 
 
@@ -113,7 +111,7 @@ def test_other_refusals_are_one_sentence_too(capsys: pytest.CaptureFixture[str],
         (["-m", "no_such_module"], "no_such_module"),
     ],
 )
-def test_run_refuses_in_one_sentence(
+def test_run_refuses_in_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -213,7 +213,7 @@ def patient():
         ({"loss_scale": "a"}, "loss_scale='a': expected a number"),
     ],
 )
-def test_another_type_is_refused_in_one_sentence(given, words):
+def test_another_type_is_refused(given, words):
     model, loss_fn, _ = patient()
     with pytest.raises(TypeError) as refusal:
         doctor(**({"model": model, "step": loss_fn} | given))

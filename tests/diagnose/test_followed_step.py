@@ -103,7 +103,7 @@ def test_what_the_block_raises_goes_on_and_nothing_stays():
         followed_step(3)
 
 
-def test_questions_out_of_place_are_answered_with_a_sentence():
+def test_calls_out_of_order_are_refused():
     model = nn.Linear(2, 1)
     step = followed_step(model)
     with pytest.raises(RuntimeError, match="block has not ended"):

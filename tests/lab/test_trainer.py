@@ -230,7 +230,7 @@ def fail_at_the_next_forward(trainer: Trainer) -> None:
     trainer._experiment.model.register_forward_pre_hook(explode)
 
 
-def test_a_failed_run_says_so_and_a_reset_mends_it(trainer, listen):
+def test_a_failed_run_says_so_and_a_reset_recovers(trainer, listen):
     ear = listen(trainer)
     trainer.run(2)
     fail_at_the_next_forward(trainer)

@@ -170,7 +170,7 @@ def test_float32_parameters_beside_masters_need_none(model_of, train):
         (lambda params: FusedAdamW([{"params": params, "amsgrad": True}]), "amsgrad=True"),
     ],
 )
-def test_refusals_say_what_to_use(make, words):
+def test_unsupported_arguments_are_refused(make, words):
     with pytest.raises(RuntimeError, match=words):
         make([nn.Parameter(torch.ones(1))])
 

@@ -243,7 +243,7 @@ def test_rmsprop_tf_is_timms(check, start, decoupled, centered, momentum, inside
         (FusedBertAdam, TypeError, "lr"),
     ],
 )
-def test_refusals_say_what_was_expected(make, error, words):
+def test_wrong_arguments_are_refused(make, error, words):
     with pytest.raises(error, match=words):
         make([nn.Parameter(torch.ones(1))])
 

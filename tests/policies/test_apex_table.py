@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 
 from amplab.policies import APEX, CastPolicy
-from amplab.policies.casting.composites import COMPOSITES
+from amplab.policies.casting.plan import COMPOSITES
 from amplab.policies.tables.op_table import absent, resolve
 
 # apex's own lists, name by name, as its last version has them.

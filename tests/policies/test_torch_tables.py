@@ -11,7 +11,7 @@ from torch.autograd.profiler import profile
 from torch.overrides import get_overridable_functions
 
 from amplab.policies import APEX, TABLES, TORCH_CPU, TORCH_CUDA, CastPolicy
-from amplab.policies.casting.composites import composites_of
+from amplab.policies.casting.plan import composites_of
 from amplab.policies.tables.op_table import absent, resolve
 
 REGISTERED = {

@@ -319,7 +319,7 @@ def test_contradicting_arguments():
         xray(model, batch, loss=3)
 
 
-def test_compiled_and_scripted_models_are_refused_with_a_sentence():
+def test_compiled_and_scripted_models_are_refused():
     model = nn.Linear(2, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -74,7 +74,7 @@ def test_hex_and_binary_are_patterns():
 
 @pytest.mark.parametrize(
     ("text", "problem"),
-    [("abc", "'abc' is not a number"), ("0xzz", "'0xzz' is not a pattern"), ("0x10000", "between 0x0 and 0xffff")],
+    [("abc", "'abc' is not a number"), ("0xzz", "'0xzz' is not a pattern"), ("0x10000", "from 0x0 to 0xffff")],
 )
 def test_what_cannot_be_read_changes_no_bits_and_is_explained(text, problem):
     before = BitState("float16").with_number("1")

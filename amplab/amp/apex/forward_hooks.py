@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from amplab.policies import CastingEngine, cast_tree
-from amplab.policies.casting.thread_scopes import HookScopes
+from amplab.policies.casting.hook_scopes import HookScopes
 
 __all__ = ["ForwardHooks", "input_edits"]
 

@@ -13,11 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch._C import _get_function_stack_at, _len_torch_function_stack, _push_on_torch_function_stack
 
-from amplab.policies.casting.cast_cache import CastCache, NoCastCache
-from amplab.policies.casting.function_mode import CastingMode, function_modes, insert_above_device, remove
 from amplab.policies.casting.half_on_cpu import HalfMode
 from amplab.policies.casting.plan import Plan, build_plan, on_device
-from amplab.policies.casting.thread_scopes import THREAD, Scope, cpu_half_mode
+from amplab.policies.casting.steps import CastCache, NoCastCache
+from amplab.policies.casting.thread_scopes import (
+    THREAD,
+    CastingMode,
+    Scope,
+    cpu_half_mode,
+    function_modes,
+    insert_above_device,
+    remove,
+)
 from amplab.policies.policy.precision_policy import PrecisionPolicy
 
 if TYPE_CHECKING:
@@ -39,7 +46,7 @@ class CastingEngine:
     has a device type of its own.
 
     Casts of Parameters are kept until the outermost `active()` block of the thread ends, and checked
-    against edits (see `cast_cache`); with `install` there is no such block, so call `clear_cache` after each
+    against edits (see `CastCache`); with `install` there is no such block, so call `clear_cache` after each
     optimizer step and at each forward.
 
     Args:

@@ -4,29 +4,44 @@ A plan is a plain dict, function -> step; a function without a step runs as it i
 holds depends on the policy, on how CPU halves are multiplied, on whether casts are disabled, and on
 whether somebody wants explanations; an engine builds each combination once. The steps are in
 `steps`; here is what runs an op once its arguments are cast.
+
+A function mode sees a function that is written in Python, such as F.multi_head_attention_forward, as one call, and the
+mode is off while it handles that call, so it would not see the linear and the softmax inside. Such functions are the
+composites. `opened` returns a composite's own code with torch's check for overrides removed, and the plan runs that
+code with the mode on. Tensor.backward is a composite: what a checkpoint or a user's autograd.Function computes in it is
+cast as in the forward.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amplab.policies.casting.cast_cache import CastCache
-from amplab.policies.casting.composites import composites_of, opened
 from amplab.policies.casting.explanation import ExplainedPlan, reporting_run, reporting_step
 from amplab.policies.casting.half_on_cpu import PRODUCTS, WITHOUT_KERNEL, HalfMode, accumulated
-from amplab.policies.casting.steps import Run, Step, StepParts, floating_tensors, lies_on, make_step, restoring_step
+from amplab.policies.casting.steps import (
+    CastCache,
+    Run,
+    Step,
+    StepParts,
+    floating_tensors,
+    lies_on,
+    make_step,
+    restoring_step,
+)
 from amplab.policies.policy.precision_policy import PrecisionPolicy
-from amplab.policies.tables.op_table import CastPolicy, OpRule
+from amplab.policies.tables.apex_table import APEX
+from amplab.policies.tables.op_table import CastPolicy, OpRule, OpTable, resolve
 
 if TYPE_CHECKING:
-    from amplab.policies.casting.function_mode import CastingMode
+    from amplab.policies.casting.thread_scopes import CastingMode
 
-__all__ = ["Plan", "build_plan", "on_device"]
+__all__ = ["COMPOSITES", "Plan", "build_plan", "composites_of", "on_device", "opened"]
 
 Plan = dict[Callable[..., Any], Step]
 
@@ -126,3 +141,40 @@ def _exposing_step(cache: CastCache) -> Step:
         return func(*args, **kwargs)
 
     return step
+
+
+def _fall_through(table: OpTable) -> frozenset[Callable[..., Any]]:
+    found = (resolve(spelling) for row in table.rows_of(CastPolicy.FALL_THROUGH) for spelling in row.spellings)
+    return frozenset(func for func in found if func is not None)
+
+
+COMPOSITES = _fall_through(APEX)
+"""The Python-level functions whose inner ops have rows of their own, whatever the table."""
+
+
+def composites_of(table: OpTable | None) -> frozenset[Callable[..., Any]]:
+    """COMPOSITES with those that fall through in `table`: its lists may name what is inside, not the function."""
+    return COMPOSITES if table is None else COMPOSITES | _fall_through(table)
+
+
+def _no_override(*_args: Any) -> bool:
+    return False
+
+
+@functools.cache
+def opened(func: types.FunctionType) -> types.FunctionType:
+    """`func` without its check for `__torch_function__`; built-in functions come back as they are.
+
+    >>> from torch.nn import functional as F
+    >>> opened(F.multi_head_attention_forward).__code__ is F.multi_head_attention_forward.__code__
+    True
+    """
+    inner = getattr(func, "__wrapped__", func)
+    if not isinstance(inner, types.FunctionType):
+        return func
+    scope = {name: value for name, value in inner.__globals__.items() if name != "__name__"}
+    checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    scope.update(dict.fromkeys(checks, _no_override))
+    copy = types.FunctionType(inner.__code__, scope, inner.__name__, inner.__defaults__, inner.__closure__)
+    copy.__kwdefaults__ = inner.__kwdefaults__
+    return copy

@@ -1,12 +1,14 @@
-"""What a thread has switched on: its open scopes, and the plan that each of its modes gets from them.
+"""What a thread has switched on: its function modes, its open scopes, and the plan that each mode gets from them.
 
 A scope is one entry into something that changes how the ops of a thread are cast: an engine, `disable_casts`,
 `cpu_half`, `explaining`. It ends with its block, or, if a hook enters it, with the call that the hook is part of.
 
 Neither end is certain: torch skips the hook after a call that is interrupted, and an interrupt may come before the
 first line of `__exit__`. Therefore every scope keeps the frame that it ends with. A frame that no longer runs has
-ended its scopes. `THREAD.drop_ended` removes them: whenever scopes are entered, left or read, and before each op
+ended its scopes. `CastingThread.drop_ended` removes them: whenever scopes are entered, left or read, and before each op
 while casts are off or while an engine casts that a hook has entered. Other ops pay nothing.
+
+A mode looks up each op in a dict, its plan. Everything that changes what a mode does replaces the dict.
 """
 
 from __future__ import annotations
@@ -16,37 +18,48 @@ import functools
 import inspect
 import opcode
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import types
+from collections.abc import Callable, Mapping
 from sys import _getframe
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch._C import (
+    _get_function_stack_at,
+    _len_torch_function_stack,
+    _pop_torch_function_stack,
+    _push_on_torch_function_stack,
+)
 from torch.compiler import is_dynamo_compiling
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
 
 from amplab.policies.casting.explanation import Explanation
-from amplab.policies.casting.function_mode import CastingMode, function_modes, remove, set_function_modes
 from amplab.policies.casting.half_on_cpu import DEFAULT_HALF_MODE, HalfMode
+from amplab.policies.casting.steps import Step
 
 if TYPE_CHECKING:
     from amplab.policies.casting.compiled_engine import CompiledMode
     from amplab.policies.casting.engine import CastingEngine
 
 __all__ = [
-    "THREAD",
-    "CastingState",
+    "CastingMode",
     "CastingThread",
-    "HookScopes",
     "Scope",
+    "THREAD",
     "casting_engine",
-    "casting_state",
     "casts_enabled",
     "cpu_half",
     "cpu_half_mode",
     "disable_casts",
     "explaining",
+    "function_modes",
+    "insert_above_device",
     "is_running",
+    "remove",
     "resume_casts",
+    "set_function_modes",
     "suspend_casts",
     "thread_engines",
 ]
@@ -345,58 +358,6 @@ class _Threads(threading.local):
 THREAD = _Threads()
 
 
-class _OpenCall(NamedTuple):
-    frame: FrameType | None
-    scopes: list[AbstractContextManager[Any] | Scope]
-
-
-class HookScopes(threading.local):
-    """The scopes that the hook before a call enters and the hook after it leaves, each thread for itself."""
-
-    def __init__(self) -> None:
-        self._calls: list[_OpenCall] = []
-
-    def enter(self, *scopes: AbstractContextManager[Any] | Scope) -> None:
-        """Enter `scopes` until the call ends that the calling hook is part of."""
-        frame = None if is_dynamo_compiling() else _getframe(2)
-        while self._calls and (last := self._calls[-1].frame) is not None and not is_running(last):
-            self._leave_last()
-        entered: list[AbstractContextManager[Any] | Scope] = []
-        self._calls.append(_OpenCall(frame, entered))
-        for scope in scopes:
-            if isinstance(scope, Scope):
-                entered.append(scope)
-                scope.enter(frame, by_hook=True)
-            else:
-                self.add(scope)
-
-    def add(self, scope: AbstractContextManager[Any]) -> None:
-        """Enter one more context manager for the innermost call."""
-        scope.__enter__()
-        self._calls[-1].scopes.append(scope)
-
-    def leave(self) -> None:
-        """Leave what was entered for the call that the calling hook is part of; does nothing where that has ended."""
-        frame = None if is_dynamo_compiling() else _getframe(2)
-        for place in reversed(range(len(self._calls))):
-            own = self._calls[place].frame
-            if own is None or frame is None or own is frame or own.f_back is frame:  # the caller's, after an exception
-                while len(self._calls) > place:
-                    self._leave_last()
-                return
-
-    def leave_all(self) -> None:
-        """Leave everything that this thread has entered."""
-        while self._calls:
-            self._leave_last()
-
-    def _leave_last(self) -> None:
-        scopes = self._calls[-1].scopes
-        while scopes:
-            scopes.pop().__exit__(None, None, None)
-        self._calls.pop()
-
-
 def suspend_casts(frame: FrameType) -> None:
     """Cast nothing in this thread until the call that `frame` runs has ended in any way. Sync: none."""
     Scope(disables=True).enter(frame, by_hook=True)
@@ -475,70 +436,101 @@ def casting_engine(device_type: str) -> CastingEngine | None:
     return None
 
 
-class CastingState(NamedTuple):
-    """What decides about the casts of a thread, to be restored later, in that thread or in another.
+# -- the function modes of a thread ------------------------------------------------------------
 
-    Code that runs a second time (the recomputation of a checkpoint, the backward of an autograd function) must cast
-    as it did the first time, whatever is active around it by then.
+_PYTHON_METHODS = tuple(value for value in vars(torch.Tensor).values() if isinstance(value, types.FunctionType))
+
+
+class CastingMode(TorchFunctionMode):
+    """One entry of an engine on one thread's stack of function modes.
 
     Attributes:
-        engines: the active engines, outermost first.
-        disabled: whether casts are disabled.
-        half_mode: the argument of the innermost `cpu_half`; None outside.
+        engine: the engine whose plan the mode carries.
+        plan: function -> step; a function without a step runs as it is.
+        live: whether this is the mode that casts, for its device type.
+        explanation: where steps report to while somebody reads explanations.
+        withdrawn: whether its engine has taken it off.
+        entered_by: the scope that a hook has entered the mode with; None for a mode that a block has entered.
+        has_ended: called before each op: whether a scope that the plan depends on has ended; None where none can.
     """
 
-    engines: tuple[CastingEngine, ...]
-    disabled: bool
-    half_mode: HalfMode | None
+    live = withdrawn = False
+    explanation: Explanation | None = None
+    entered_by: Scope | None = None
+    has_ended: Callable[[], bool] | None = None
 
-    def active(self) -> Scope:
-        """Return a block in which the calling thread casts as in this state, and in no other way. Sync: none."""
-        return _StateScope(self)
+    def __init__(self, engine: CastingEngine) -> None:
+        """Start with an empty plan; `CastingThread.give_plans` gives a plan to the live mode."""
+        self.engine = engine  # TorchFunctionMode has no state of its own
+        self.plan: Mapping[Callable[..., Any], Step] = {}
 
+    def rest(self) -> None:
+        """Cast nothing until the next plan."""
+        self.plan, self.has_ended = {}, None
 
-class _StateScope(Scope):
-    """A block that replaces all scopes of the thread by those of a state."""
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run `func` by its step, or as it is where the plan has none."""
+        if is_dynamo_compiling():
+            step = self._traced_step(func)
+        else:
+            has_ended = self.has_ended
+            if has_ended is not None and has_ended():
+                self.engine.drop_ended_scopes()
+            step = self.plan.get(func)
+        if step is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return step(self, func, args, kwargs or {})
 
-    def __init__(self, state: CastingState) -> None:
-        super().__init__()
-        self._state = state
-        self._replaced: _Outer | None = None
-
-    def _begin(self, thread: CastingThread) -> None:
-        outer = _Outer(thread.scopes, thread.installed, function_modes())
-        self._replaced = outer
-        for mode in thread.modes:
-            mode.rest()  # modes of compiled engines cast without being on the stack
-        set_function_modes([mode for mode in outer.function_modes if not isinstance(mode, CastingMode)])
-        thread.scopes, thread.installed = [self], []
-        thread.refresh()
-        Scope(disables=self._state.disabled, half_mode=self._state.half_mode).enter(None)
-        for engine in self._state.engines:
-            Scope(engine).enter(None)
-
-    def _end(self, thread: CastingThread) -> None:
-        if self._replaced is None:
-            return
-        for mode in thread.modes:
-            mode.rest()
-        thread.scopes, thread.installed = self._replaced.scopes, self._replaced.installed
-        set_function_modes(self._replaced.function_modes)
-        thread.refresh()
-        self._replaced = None
-        for engine in self._state.engines:
-            if engine not in [scope.engine for scope in thread.scopes] and engine not in thread_engines():
-                engine.clear_cache()
+    def _traced_step(self, func: Callable[..., Any]) -> Step | None:
+        # torch.compile compares Tensor's Python methods right with `is`, and wrongly as dict keys.
+        for method in _PYTHON_METHODS:
+            if func is method:
+                return self.plan.get(method)
+        return self.plan.get(func)
 
 
-class _Outer(NamedTuple):
-    scopes: list[Scope]
-    installed: list[CastingMode | CompiledMode]
-    function_modes: list[Any]
+def function_modes() -> list[TorchFunctionMode]:
+    """Return this thread's stack of function modes, bottom first. A mode is not on it while it handles a call."""
+    return [_get_function_stack_at(place) for place in range(_len_torch_function_stack())]
 
 
-def casting_state() -> CastingState:
-    """The state of the calling thread. Sync: none."""
-    THREAD.own.drop_ended()
-    # autograd hands the stack of function modes to its threads, and not THREAD: there the stack itself is read.
-    modes = THREAD.own.modes or [mode for mode in function_modes() if isinstance(mode, CastingMode)]
-    return CastingState(tuple(mode.engine for mode in modes), bool(THREAD.own.disabled), THREAD.own.half_mode)
+def insert_above_device(mode: TorchFunctionMode) -> None:
+    """Put `mode` at the bottom of this thread's stack, above the default device's context if there is one.
+
+    Contexts that are open now pop from the top when they close, so only the bottom is safe for a mode that is removed
+    at any time. The context of set_default_device must be at the very bottom. It is the one that keeps `old_device`.
+    """
+    modes = function_modes()
+    place = 1 if modes and isinstance(modes[0], DeviceContext) and "old_device" in vars(modes[0]) else 0
+    set_function_modes([*modes[:place], mode, *modes[place:]])
+
+
+def remove(mode: TorchFunctionMode) -> bool:
+    """Take `mode` out of this thread's stack, wherever it is, and return whether it was there."""
+    depth = _len_torch_function_stack()
+    if depth and _get_function_stack_at(depth - 1) is mode:
+        _pop_torch_function_stack()
+        return True
+    modes = function_modes()
+    others = [other for other in modes if other is not mode]
+    if len(others) < len(modes):
+        set_function_modes(others)
+    return len(others) < len(modes)
+
+
+def set_function_modes(modes: list[TorchFunctionMode]) -> None:
+    """Make `modes`, bottom first, this thread's stack of function modes."""
+    try:
+        _replace_stack(modes)
+    except BaseException:  # an interrupt must not lose the modes of others
+        _replace_stack(modes)
+        raise
+
+
+def _replace_stack(modes: list[TorchFunctionMode]) -> None:
+    for _ in range(_len_torch_function_stack()):
+        _pop_torch_function_stack()
+    for mode in modes:
+        _push_on_torch_function_stack(mode)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from amplab.policies.casting.engine import CastingEngine
-from amplab.policies.casting.thread_scopes import HookScopes
+from amplab.policies.casting.hook_scopes import HookScopes
 from amplab.policies.modules.module_regions import register_module_rules
 from amplab.policies.nested_tensors import cast_tree
 from amplab.policies.policy.precision_policy import PrecisionPolicy

@@ -28,8 +28,7 @@ from torch.overrides import _push_mode
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies.casting.engine import CastingEngine
 from amplab.policies.casting.explanation import Decision, decided
-from amplab.policies.casting.function_mode import remove
-from amplab.policies.casting.thread_scopes import THREAD, CastingThread, Scope, casts_enabled, thread_engines
+from amplab.policies.casting.thread_scopes import THREAD, CastingThread, Scope, casts_enabled, remove, thread_engines
 from amplab.policies.modules.would_be_dtypes import WouldBeDtypes
 from amplab.policies.nested_tensors import cast_tree, floating_tensors_in
 from amplab.policies.policy.module_rules import RuledModule, ruled_modules

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from amplab.formats import LOW_PRECISION_DTYPES
-from amplab.policies.casting.composites import composites_of, opened
+from amplab.policies.casting.plan import composites_of, opened
 from amplab.policies.nested_tensors import floating_tensors_in
 from amplab.policies.policy.precision_policy import PrecisionPolicy
 from amplab.policies.policy.precisions import tensor_dtype

@@ -15,7 +15,7 @@ from amplab.policies import (
     disable_casts,
     explaining,
 )
-from amplab.policies.casting.composites import COMPOSITES, composites_of, opened
+from amplab.policies.casting.plan import COMPOSITES, composites_of, opened
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,67 @@
+"""HookScopes: what a hook before a call enters, and the hook after the call leaves."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager
+from sys import _getframe
+from types import FrameType
+from typing import Any, NamedTuple
+
+from torch.compiler import is_dynamo_compiling
+
+from amplab.policies.casting.thread_scopes import Scope, is_running
+
+__all__ = ["HookScopes"]
+
+
+class _OpenCall(NamedTuple):
+    frame: FrameType | None
+    scopes: list[AbstractContextManager[Any] | Scope]
+
+
+class HookScopes(threading.local):
+    """The scopes that the hook before a call enters and the hook after it leaves, each thread for itself."""
+
+    def __init__(self) -> None:
+        self._calls: list[_OpenCall] = []
+
+    def enter(self, *scopes: AbstractContextManager[Any] | Scope) -> None:
+        """Enter `scopes` until the call ends that the calling hook is part of."""
+        frame = None if is_dynamo_compiling() else _getframe(2)
+        while self._calls and (last := self._calls[-1].frame) is not None and not is_running(last):
+            self._leave_last()
+        entered: list[AbstractContextManager[Any] | Scope] = []
+        self._calls.append(_OpenCall(frame, entered))
+        for scope in scopes:
+            if isinstance(scope, Scope):
+                entered.append(scope)
+                scope.enter(frame, by_hook=True)
+            else:
+                self.add(scope)
+
+    def add(self, scope: AbstractContextManager[Any]) -> None:
+        """Enter one more context manager for the innermost call."""
+        scope.__enter__()
+        self._calls[-1].scopes.append(scope)
+
+    def leave(self) -> None:
+        """Leave what was entered for the call that the calling hook is part of; does nothing where that has ended."""
+        frame = None if is_dynamo_compiling() else _getframe(2)
+        for place in reversed(range(len(self._calls))):
+            own = self._calls[place].frame
+            if own is None or frame is None or own is frame or own.f_back is frame:  # the caller's, after an exception
+                while len(self._calls) > place:
+                    self._leave_last()
+                return
+
+    def leave_all(self) -> None:
+        """Leave everything that this thread has entered."""
+        while self._calls:
+            self._leave_last()
+
+    def _leave_last(self) -> None:
+        scopes = self._calls[-1].scopes
+        while scopes:
+            scopes.pop().__exit__(None, None, None)
+        self._calls.pop()
