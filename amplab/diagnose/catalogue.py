@@ -149,7 +149,7 @@ def finding(
         api: what the training loop uses, for the remedy.
         severity: one of the entry's severities; None for the first.
         certainty, op, module, tensor, line, evidence: as in `Finding`.
-        fields: what the sentences need beside these.
+        fields: what the sentences need in addition.
 
     Raises:
         KeyError: no entry has this id or case, or a field of its sentences is missing.
@@ -764,7 +764,8 @@ _NONFINITE = (
                 "{fn} received an inf that is written in the code or was passed to it, and wrote {counted}.",
                 "inf stays inf in every dtype, and becomes NaN where it is multiplied by 0 or meets another inf. No "
                 "loss scale fixes this.",
-                "assert torch.isfinite(x).all(), 'inf given'  # x: each factor and weight of that line, before it",
+                "# put it before that line, for each input and weight x that it uses\n"
+                "assert torch.isfinite(x).all(), 'inf given'",
             )
         },
     ),
@@ -1154,6 +1155,18 @@ _SPEED = (
 )
 
 _RAISING = (
+    CatalogueEntry(
+        "step-not-explained",
+        "A watch could not run a step again",
+        ("note",),
+        {
+            "": Case(
+                "Step {step} was not explained, because the watch could not run it again: {failure}",
+                "A watch runs a bad step again with its `step` or `loss`. That call failed; the training went on.",
+                "loss_of(model, batch)  # what `step` calls must run after the step, and return the loss",
+            )
+        },
+    ),
     CatalogueEntry(
         "recomputed-without-casts",
         "torch.utils.checkpoint recomputes a block without amplab's casts",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from os import PathLike
@@ -19,7 +18,7 @@ from amplab.amp import MemoryUse
 from amplab.display.numbers import number, size
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import StepRecord
-from amplab.lab.run_log import runs_directory
+from amplab.lab.run_log import check_writable, runs_directory
 from amplab.lab.trainer import Trainer
 
 __all__ = ["TrainSummary", "train"]
@@ -108,7 +107,7 @@ def train(
             written to `log_path`.
     """
     if log_path is not None:
-        _check_writable(Path(log_path))
+        check_writable(log_path, "--log ", f"Leave --log out to write to {runs_directory()}.")
     trainer = Trainer(config, log=runs_directory() if log_path is None else log_path)
     progress = _Progress(trainer, steps, sys.stdout if stream is None else stream)
     interrupted = False
@@ -127,20 +126,6 @@ def train(
     trainer.wait()
     progress.line(f"\n{summary}")
     return summary
-
-
-def _check_writable(path: Path) -> None:
-    """Raise ValueError if no log can be written to `path`, before the training instead of after it."""
-    folder = path.parent if path.suffix == ".jsonl" and not path.is_dir() else path
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"--log {path}: cannot write there ({error.strerror or error}); expected a writable folder or .jsonl file. "
-            f"Leave --log out to write to {runs_directory()}."
-        ) from error
 
 
 class _Progress:

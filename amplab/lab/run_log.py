@@ -16,11 +16,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import tempfile
 import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -36,7 +38,17 @@ from amplab.lab.history import COLUMNS, History, row_of
 from amplab.lab.watched_run import WatchedRun
 from amplab.scalers import ScaleRule
 
-__all__ = ["FLUSH_SECONDS", "FORMAT", "Run", "RunLog", "free_path", "load_run", "new_path", "runs_directory"]
+__all__ = [
+    "FLUSH_SECONDS",
+    "FORMAT",
+    "Run",
+    "RunLog",
+    "check_writable",
+    "free_path",
+    "load_run",
+    "new_path",
+    "runs_directory",
+]
 
 FORMAT = 3
 """Version of the file format, the value of "amplab_run" in the header."""
@@ -72,6 +84,27 @@ def free_path(path: Path) -> Path:
         number += 1
         candidate = path.with_stem(f"{path.stem}-{number}")
     return candidate
+
+
+def check_writable(path: str | PathLike[str], named: str, otherwise: str) -> None:
+    """Raise a ValueError if no log can be written to `path`, before a training instead of during it.
+
+    Args:
+        path: a folder, which is created, or a .jsonl file.
+        named: how the caller was given it, such as "log=", for the message.
+        otherwise: a last sentence, on what else the caller can do.
+    """
+    path = Path(path)
+    folder = path.parent if path.suffix == ".jsonl" and not path.is_dir() else path
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{named}{path}: cannot write there ({error.strerror or error}); expected a writable folder or .jsonl "
+            f"file. {otherwise}"
+        ) from error
 
 
 class RunLog:

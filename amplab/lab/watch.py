@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
@@ -30,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from amplab.amp import ScaleRecord
 from amplab.diagnose import Finding, Findings, Observation, run_findings
+from amplab.diagnose.catalogue import finding
 from amplab.diagnose.rules.parameters import adam_on_half, nonfinite_buffers
 from amplab.display.html import page
 from amplab.display.numbers import count
@@ -39,6 +41,7 @@ from amplab.lab.findings import LOOK_BACK, finding_to_log, observed_run, with_ex
 from amplab.lab.gradient_measure import GradientMeasure
 from amplab.lab.history import History, recorded
 from amplab.lab.idle_optimizers import IdleOptimizers
+from amplab.lab.run_log import check_writable
 from amplab.lab.run_store import RunStore
 from amplab.lab.scale_probe import ScaledStep, probe_of
 from amplab.lab.step_check import StepCheck
@@ -174,7 +177,7 @@ class Watch:
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """What failed in the watch itself, one sentence each."""
+        """What failed in the watch itself, one sentence each; the first one is also a warning."""
         return tuple(self._failures)
 
     @property
@@ -198,7 +201,7 @@ class Watch:
     def subscribe(self, callback: Callable[[StepRecord], object]) -> Callable[[], None]:
         """Call `callback` with every `StepRecord`, in the loop's thread; return a function that unsubscribes it."""
         if not callable(callback):
-            raise TypeError(f"subscribe({callback!r}): expected a function of a StepRecord, such as print.")
+            raise TypeError(f"subscribe({callback!r}): expected a function that takes a StepRecord, such as print.")
         self._subscribers.append(callback)
         return lambda: self._subscribers.remove(callback) if callback in self._subscribers else None
 
@@ -320,7 +323,9 @@ class Watch:
         try:
             found = self._rerun.explain(loss_scale)
         except Exception as error:  # noqa: BLE001  a failed explanation must not end the loop
-            self._fail(f"step {step} could not run again: {type(error).__name__}: {error}")
+            failure = f"{type(error).__name__}: {error}"
+            self._explain(step, finding("step-not-explained", evidence={"step": step}, failure=failure))
+            self._fail(f"step {step} could not run again: {failure}")
         else:
             if found is not None:
                 self._explain(step, found)
@@ -331,6 +336,8 @@ class Watch:
 
     def _fail(self, text: str) -> None:
         self._failures.append(text)
+        if len(self._failures) == 1:
+            warnings.warn(f"amplab.watch: {text}", RuntimeWarning, stacklevel=2)
 
 
 class _Hooks:
@@ -392,7 +399,7 @@ def watch(
         tensorboard: folder of scalars for TensorBoard, which must be installed.
 
     Raises:
-        TypeError: another type of argument. ValueError: ``every`` below 1, a scripted model.
+        TypeError: another type of argument. ValueError: ``every`` below 1, a scripted model, an unwritable `log`.
         ImportError: `tensorboard` is given and TensorBoard is not installed.
 
     Sync: one per step if the loss or the scale is on a device.
@@ -442,6 +449,8 @@ def check_options(*, log: Any, every: Any, tensorboard: Any) -> None:
     """Raise a TypeError or ValueError for the first wrong option of `watch`."""
     if log is not None and not isinstance(log, str | PathLike):
         raise TypeError(f"log={log!r}: expected a folder or a .jsonl file, or None for no log.")
+    if log is not None:
+        check_writable(log, "log=", "Leave log= out to watch without a log.")
     if tensorboard is not None and not isinstance(tensorboard, str | PathLike):
         raise TypeError(f"tensorboard={tensorboard!r}: expected a folder, or None for no scalars.")
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:

@@ -126,13 +126,14 @@ def check_gradients_on() -> None:
     )
 
 
-def check_loss(loss: Any, model: nn.Module, name: str = "step") -> Tensor:
+def check_loss(loss: Any, model: nn.Module, name: str = "step", *, whole: bool = True) -> Tensor:
     """Return `loss`, one floating-point number that backward can start from.
 
     Args:
         loss: what the function returned.
         model: whose parameters it depends on.
         name: of the function, for the message.
+        whole: whether to name `doctor`, which takes a whole iteration, in place of a step without a loss.
 
     Raises:
         TypeError, ValueError: it is something else.
@@ -141,7 +142,7 @@ def check_loss(loss: Any, model: nn.Module, name: str = "step") -> Tensor:
         if not isinstance(loss, Tensor):
             raise TypeError(
                 f"{name} returned {type(loss).__name__}: expected the loss as a tensor with one element; "
-                f"{_instead_of(loss, name)}."
+                f"{_instead_of(loss, whole and name == 'step')}."
             )
         if loss.numel() != 1 or not loss.is_floating_point():
             raise ValueError(
@@ -228,11 +229,11 @@ def _fault_of(module: nn.Module, compiled: bool) -> str | None:
     return None
 
 
-def _instead_of(value: Any, name: str) -> str:
-    """Return a phrase that says what to return instead of `value`."""
+def _instead_of(value: Any, whole: bool) -> str:
+    """Return a phrase that says what to return instead of `value`, or where a whole iteration goes."""
     if value is None:
-        whole = "; a whole iteration with backward and optimizer.step() goes to amplab.doctor(model, train_step=fn)"
-        return f"the function has no return statement{whole if name == 'step' else ''}"
+        goes_to = "; a whole iteration with backward and optimizer.step() goes to amplab.doctor(model, train_step=fn)"
+        return f"the function has no return statement{goes_to if whole else ''}"
     if isinstance(value, Mapping):
         return "return the one value that is the loss, such as out['loss']"
     if isinstance(value, tuple | list):

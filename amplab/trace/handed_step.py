@@ -71,7 +71,7 @@ def shows_calls(*calls: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a tool: arguments that it does not take raise a TypeError with `calls`, the ones to write.
 
     >>> @shows_calls("tool(model, batch, loss=criterion)")
-    ... def tool(model, batch=None, *, loss=None): ...
+    ... def tool(model, batch=None, *, loss=None, scaler=None): ...
     >>> tool(None, amp=None)
     Traceback (most recent call last):
     TypeError: tool() got an unexpected keyword argument 'amp'; use scaler=. Write tool(model, batch, loss=criterion).
@@ -86,9 +86,7 @@ def shows_calls(*calls: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 signature.bind(*args, **kwargs)
             except TypeError as refusal:
                 verb = next((verb for start, verb in _VERBS.items() if str(refusal).startswith(start)), "")
-                unknown = next((name for name in kwargs if name not in signature.parameters), "")
-                use = f"; use {_INSTEAD[unknown]}" if unknown in _INSTEAD else ""
-                what = f"{tool.__name__}() {verb}{refusal}{use}"
+                what = f"{tool.__name__}() {verb}{refusal}{_instead(kwargs, signature)}"
                 raise TypeError(f"{what}. Write {' or '.join(calls)}.") from None
             return tool(*args, **kwargs)
 
@@ -97,19 +95,28 @@ def shows_calls(*calls: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
+def _instead(kwargs: Mapping[str, Any], signature: inspect.Signature) -> str:
+    """Return advice on the argument to use for the first one that the tool does not take; empty for none."""
+    unknown = next((name for name in kwargs if name not in signature.parameters), "")
+    argument, words = _INSTEAD.get(unknown, ("", ""))
+    if argument == "scaler" and isinstance(kwargs[unknown], str):
+        argument = "opt_level"
+    return f"; use {argument}={words}" if argument in signature.parameters else ""
+
+
 _VERBS = {"missing": "is ", "too many": "got "}
 _INSTEAD = {
-    "amp": "scaler=",
-    "scaler_or_amp": "scaler=",
-    "grad_scaler": "scaler=",
-    "session": "scaler=",
-    "criterion": "loss=",
-    "loss_fn": "loss= for a function of the output, or step= for a function that runs the forward",
-    "closure": "step=",
-    "train_step": "step= for a function that returns the loss; only amplab.doctor takes a whole train_step",
-    "optimizers": "optimizer=",
+    "amp": ("scaler", ""),
+    "scaler_or_amp": ("scaler", ""),
+    "grad_scaler": ("scaler", ""),
+    "session": ("scaler", ""),
+    "criterion": ("loss", ""),
+    "loss_fn": ("loss", " for a function of the output, or step= for a function that runs the forward"),
+    "closure": ("step", ""),
+    "train_step": ("step", " for a function that returns the loss; only amplab.doctor takes a whole train_step"),
+    "optimizers": ("optimizer", ""),
 }
-"""Names that other libraries use, and the argument that takes such a value here."""
+"""Names that other libraries use; the argument that takes such a value here, and what else to say."""
 
 
 class ModelGroup(nn.Module):
@@ -135,12 +142,14 @@ class HandedStep:
         run: the user's part: returns the loss, or the model's output if there is neither `loss=` nor `step=`.
         name: what returns the loss, for messages: "step", "loss" or "the model".
         loss: where the loss comes from, in words; for "the model" known after the first call.
+        of_copies: whether the tool trains copies of the model.
     """
 
     model: nn.Module
     run: Callable[[], Any]
     name: str
     loss: str = ""
+    of_copies: bool = False
 
     def __call__(self) -> Tensor:
         """Return the loss of one forward.
@@ -151,7 +160,7 @@ class HandedStep:
         loss = self.run()
         if self.name == "the model":
             loss, self.loss = _loss_in(loss)
-        return check_loss(loss, self.model, self.name)
+        return check_loss(loss, self.model, self.name, whole=not self.of_copies)
 
 
 def as_model(model: Any, *, compiled: bool = False, values: bool = False) -> nn.Module:
@@ -195,17 +204,17 @@ def handed_step(
     if step is not None:
         if loss is not None:
             raise TypeError(
-                f"loss= together with step=: expected one of them, amplab.{tool}(model, batch, loss=criterion) or "
-                f"amplab.{tool}(model, step=loss_of); a step computes the loss itself."
+                f"loss= together with step=: expected one of them, {_by_loss(tool)} or {_by_step(tool)}; a step "
+                "computes the loss itself."
             )
         run = bound_to_batch(tool, "step", step, model, batch)
-        return HandedStep(model, run, "step", f"{_name_of(step)}, as given")
+        return HandedStep(model, run, "step", f"{_name_of(step)}, as given", tool in _OF_COPIES)
     check_loss_function(loss)
     if batch is None:
         also = " loss= takes the model's output, so it needs a batch as well." if loss is not None else ""
         raise TypeError(
-            f"no batch: expected amplab.{tool}(model, batch, loss=criterion), or amplab.{tool}(model, step=loss_of) "
-            f"with a function that runs the forward and returns the loss.{also}"
+            f"no batch: expected {_by_loss(tool)}, or {_by_step(tool)} with a function that runs the forward and "
+            f"returns the loss.{also}"
         )
     if isinstance(model, ModelGroup):
         raise TypeError(
@@ -217,9 +226,23 @@ def handed_step(
     _check_call(model, args, kwargs, batch)
     if loss is None:
         return HandedStep(model, lambda: _called(model, args, kwargs), "the model")
-    beside = f", {len(rest)} more of the batch" if rest else ""
-    _check_given(loss, 1 + len(rest), f"the model's output{beside}")
+    more = f", {len(rest)} more of the batch" if rest else ""
+    _check_given(loss, 1 + len(rest), f"the model's output{more}")
     return HandedStep(model, lambda: loss(_called(model, args, kwargs), *rest), "loss", f"{_name_of(loss)}, as given")
+
+
+_OF_COPIES = {"twin": "model, batch", "ladder": "make_model, data"}
+"""Tools that train models of their own: their step takes the model and the batch."""
+
+
+def _by_loss(tool: str) -> str:
+    return f"amplab.{tool}({_OF_COPIES.get(tool, 'model, batch')}, loss=criterion)"
+
+
+def _by_step(tool: str) -> str:
+    if tool in _OF_COPIES:
+        return f"amplab.{tool}({_OF_COPIES[tool]}, step=lambda model, batch: criterion(model(batch)))"
+    return f"amplab.{tool}(model, step=loss_of)"
 
 
 def bound_to_batch(
@@ -318,8 +341,8 @@ def _check_batch(tool: str, batch: Any) -> None:
         raise TypeError(f"batch={type(batch).__name__}: {many}, next(batch).")
     if callable(batch):
         raise TypeError(
-            f"batch={_name_of(batch)}: expected a batch, and this is a function. Write amplab.{tool}(model, step=fn) "
-            f"for a function that returns the loss, or amplab.{tool}(model, batch, loss=fn) for one of the output."
+            f"batch={_name_of(batch)}: expected a batch, and this is a function. Write {_by_step(tool)} for a function "
+            f"that returns the loss, or {_by_loss(tool)} for one of the output."
         )
 
 

@@ -1,6 +1,7 @@
 """All tools take a step in the same ways, and a call in another way names the right one."""
 
 import re
+from inspect import signature
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 
 import amplab
 from amplab import amp
+from amplab.lab import load_run
 
 X, Y = torch.ones(4, 3), torch.tensor([0, 1, 0, 1])
 ONE_STEP = ("xray", "gradient_range", "first_nonfinite", "doctor")
@@ -81,6 +83,7 @@ CALLS = {
 OTHER_NAMES = {
     "amp": "scaler=",
     "scaler_or_amp": "scaler=",
+    "grad_scaler": "scaler=",
     "loss_fn": "step= for a function that runs the forward",
     "criterion": "loss=",
     "closure": "step=",
@@ -95,7 +98,41 @@ def test_another_name_of_an_argument_shows_the_call(tool, name):
     with pytest.raises(TypeError, match=re.escape(CALLS[tool])) as refusal:
         getattr(amplab, tool)(net(), X, **{name: 3})
     assert f"{tool}() got an unexpected keyword argument {name!r}" in str(refusal.value)
-    assert OTHER_NAMES[name] in str(refusal.value)
+    use = OTHER_NAMES[name]
+    taken = signature(getattr(amplab, tool)).parameters
+    if use.split("=")[0] in taken:
+        assert use in str(refusal.value)
+    else:
+        assert "; use" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["amp", "session"])
+@pytest.mark.parametrize("tool", CALLS)
+def test_a_level_in_the_place_of_a_scaler(tool, name):
+    with pytest.raises(TypeError, match="unexpected keyword argument") as refusal:
+        getattr(amplab, tool)(net(), X, **{name: "O1"})
+    takes = "opt_level" in signature(getattr(amplab, tool)).parameters
+    assert ("; use opt_level=" in str(refusal.value)) == takes
+    assert "scaler=. " not in str(refusal.value)
+
+
+@pytest.mark.parametrize("tool", TRAINING)
+@pytest.mark.parametrize("way", [{"step": lambda model, batch: 0, "loss": len}, {"batch": None}])
+def test_tools_that_train_copies_show_their_own_calls(tool, way):
+    way = {"batch": (X, Y), **way}
+    batch = way.pop("batch")
+    if batch is None and tool == "ladder":  # data is required there
+        return
+    with pytest.raises(TypeError, match=r"step=lambda model, batch: criterion") as refusal:
+        getattr(amplab, tool)(net(), batch, **way)
+    assert "loss_of" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("tool", TRAINING)
+def test_a_step_of_copies_without_a_loss(tool):
+    with pytest.raises(TypeError, match="step returned NoneType") as refusal:
+        getattr(amplab, tool)(net(), (X, Y), step=lambda model, batch: None)
+    assert "train_step" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("tool", [tool for tool in CALLS if tool != "doctor"])
@@ -221,6 +258,46 @@ def test_a_watch_runs_a_step_again_in_each_way(way):
             scaler.update()
     assert w.failures == ()
     assert [each.name for each in w.findings() if each.op] != []
+
+
+def six_skips(**options):
+    """A watch of six steps whose gradients overflow."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    with amplab.watch(model, optimizer, scaler=scaler, **options) as w:
+        for x, y in w.batches([(X, Y)] * 6):
+            optimizer.zero_grad()
+            scaler.scale(w.loss(F.cross_entropy(model(x) * 1e38, y) * 1e30)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return w
+
+
+def raises_key_error(_batch):
+    return {}["loss"]
+
+
+@pytest.mark.parametrize(("step", "words"), [
+    (lambda _batch: None, "TypeError: step returned NoneType"),
+    (raises_key_error, "KeyError: 'loss'"),
+])  # fmt: skip
+def test_a_watch_reports_that_a_step_cannot_run_again(step, words, tmp_path):
+    with pytest.warns(RuntimeWarning, match="could not run again") as warned:
+        w = six_skips(step=step, log=tmp_path)
+    assert len(warned) == 1
+    assert w.history.skip_count == 6
+    for found in (w.findings(), load_run(w.log_path).findings()):
+        assert words in found.named("step-not-explained")[0].symptom
+    assert all(words in failure for failure in w.failures)
+
+
+@pytest.mark.parametrize("path", ["taken.txt", "taken.txt/run.jsonl", "taken.txt/folder"])
+def test_a_log_that_cannot_be_written_is_refused_at_once(path, tmp_path):
+    (tmp_path / "taken.txt").write_text("no log")
+    model = net()
+    with pytest.raises(ValueError, match=re.escape(f"log={tmp_path / path}: cannot write there")):
+        amplab.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), log=tmp_path / path)
 
 
 @pytest.mark.parametrize(("options", "words"), [

@@ -263,7 +263,7 @@ def test_no_batch(look, batch, words):
 def test_a_function_is_no_batch():
     for tool in (amplab.xray, amplab.gradient_range, first_nonfinite, doctor):
         for given in (lambda: X, len, nn.MSELoss()):
-            with pytest.raises(TypeError, match=rf"Write amplab\.{tool.__name__}\(model, step=fn\)"):
+            with pytest.raises(TypeError, match=rf"Write amplab\.{tool.__name__}\(model, step=loss_of\)"):
                 tool(net(), given)
 
 
