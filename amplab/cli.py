@@ -342,7 +342,7 @@ def parse_count(text: str) -> int:
     (300, 1000, 32)
 
     Raises:
-        argparse.ArgumentTypeError: the text is no whole number > 0.
+        argparse.ArgumentTypeError: the text is not a whole number > 0.
     """
     try:
         number = parse_number(text)

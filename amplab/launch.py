@@ -5,7 +5,7 @@ environment. The user's Jupyter configuration stays in effect: the command line 
 the defaults in ``jupyter/labconfig`` (no news pop-up) rank below the user's own settings.
 
 The server starts with ``-P``: it never imports from the folder in which ``amplab lab`` was called. Kernels start
-without it, so a notebook can import the modules beside it.
+without it, so a notebook can import the modules next to it.
 
 Standard library only, so that JupyterLab does not wait for torch. The dashboard itself is in :mod:`amplab.views`.
 """
@@ -47,10 +47,10 @@ class Launch:
 
 
 def find_notebooks(start: Path | None = None) -> Path:
-    """Return the folder of the numbered notebooks: beside the package, else in the working directory.
+    """Return the folder of the numbered notebooks: next to the package, else in the working directory.
 
     Args:
-        start: folder that holds ``notebooks/``; None searches beside the package and in the working directory.
+        start: folder that holds ``notebooks/``; None searches next to the package and in the working directory.
 
     Raises:
         LaunchError: no such folder.

@@ -155,7 +155,7 @@ def _compare(
             yield f"tensor {index}: {different} of {now.numel()} elements differ from float64"
         before[now.storage_offset() :][: now.numel()] = now
         if not _same_bits(room, before):
-            yield f"tensor {index}: memory beside it was written"
+            yield f"tensor {index}: memory next to it was written"
     yield from _compare_findings(lists, expected)
 
 
@@ -288,7 +288,7 @@ def _check_rule(
     for (room, param), poisoned in zip(here.rooms, rooms, strict=True):
         poisoned[param.storage_offset() :][: param.numel()] = param
         if not _same_bits(room, poisoned):
-            yield "memory beside a parameter was written"
+            yield "memory next to a parameter was written"
 
 
 def _compare_steps(here: _Side, exact: _Side, tolerance: float) -> Iterator[str]:

@@ -26,7 +26,7 @@ __all__ = ["Case", "Contestant", "Pair", "measure", "one_thread", "quartiles"]
 _WARM_UP = 3
 _TURN_SECONDS = 0.02  # of one side in one round, if a single run is shorter
 _MOST_RUNS = 200
-_ROUNDS_BESIDE = 7
+_EXTRA_ROUNDS = 7
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class Pair:
         ours: amplab.
         theirs: what it is compared with.
         details: for the row.
-        beside: further references by name, such as plain Python or the bandwidth bound: timed in the first rounds, one
+        extra: further references by name, such as plain Python or the bandwidth bound: timed in the first rounds, one
             run each, and reported in the details as ``<name>_ms``.
     """
 
     ours: Contestant
     theirs: Contestant
     details: Mapping[str, float | int | str] = field(default_factory=dict)
-    beside: Mapping[str, Contestant] = field(default_factory=dict)
+    extra: Mapping[str, Contestant] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,12 +102,12 @@ def measure(
         sides = (pair.ours, pair.theirs)
         runs = [_runs_per_turn(side, clock) for side in sides]
         times: tuple[list[float], list[float]] = ([], [])
-        beside: dict[str, list[float]] = {name: [] for name in pair.beside}
+        extra: dict[str, list[float]] = {name: [] for name in pair.extra}
         for number in range(rounds):
             for side in (0, 1) if number % 2 == 0 else (1, 0):
                 times[side].append(_seconds(sides[side], runs[side], clock))
-            for name, contestant in pair.beside.items() if number < _ROUNDS_BESIDE else ():
-                beside[name].append(_seconds(contestant, 1, clock))
+            for name, contestant in pair.extra.items() if number < _EXTRA_ROUNDS else ():
+                extra[name].append(_seconds(contestant, 1, clock))
             if on_round is not None:
                 on_round(number + 1)
     ratios = [case.goal.ratio(ours, theirs) for ours, theirs in zip(*times, strict=True)]
@@ -117,7 +117,7 @@ def measure(
         "theirs_ms": statistics.median(times[1]) * 1e3,
         "rounds": rounds,
         "runs": rounds * runs[0],
-        **{f"{name}_ms": statistics.median(seconds) * 1e3 for name, seconds in beside.items()},
+        **{f"{name}_ms": statistics.median(seconds) * 1e3 for name, seconds in extra.items()},
         **pair.details,
     }
     return Row(case.name, case.against, case.goal, ratio, quartiles(ratios), details)

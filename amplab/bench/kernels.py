@@ -82,7 +82,7 @@ def _on_parameters(shapes: Shapes, dtype: torch.dtype = torch.float32) -> list[n
     return params
 
 
-def _beside(tensors: list[Tensor]) -> dict[str, Contestant]:
+def _extra(tensors: list[Tensor]) -> dict[str, Contestant]:
     """Return plain Python on the same tensors, and a read and write of as many contiguous bytes."""
     size = sum(each.numel() * each.element_size() for each in tensors)
     flat = torch.ones(max(1, size // 4))
@@ -106,7 +106,7 @@ def _against_bound(shapes: Shapes) -> Pair:
         Contestant(lambda: unscale_(ours, found_inf, inverse)),
         Contestant(lambda: flat.mul_(_INVERSE)),
         _sizes(shapes),
-        {"python": _beside(ours)["python"]},
+        {"python": _extra(ours)["python"]},
     )
 
 
@@ -121,7 +121,7 @@ def _in_place(shapes: Shapes, dtype: torch.dtype = torch.float32, *, table: bool
         Contestant(lambda: ours(found_inf, inverse)),
         Contestant(lambda: torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inverse)),
         _sizes(shapes),
-        _beside(tensors),
+        _extra(tensors),
     )
 
 
@@ -162,7 +162,7 @@ def _with_norm(shapes: Shapes) -> Pair:
         torch._amp_foreach_non_finite_check_and_unscale_(grads_of(params), found_inf, inverse)
         nn.utils.clip_grad_norm_(params, 1e9)
 
-    return Pair(Contestant(ours), Contestant(torchs), _sizes(shapes), {"bound": _beside(grads_of(params))["bound"]})
+    return Pair(Contestant(ours), Contestant(torchs), _sizes(shapes), {"bound": _extra(grads_of(params))["bound"]})
 
 
 def _statistics_cases(large: int, many: int, elements: int, shapes: Shapes) -> list[Case]:

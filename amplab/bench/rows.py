@@ -20,7 +20,7 @@ FORMAT = 1
 """Version of the JSON, the value of "amplab_bench"."""
 
 _HEADS = ("what", "against", "ratio", "quartiles", "goal", "")
-_BESIDE = {"python_ms": "python", "bound_ms": "of bound"}  # columns of the tables that have them
+_EXTRA_COLUMNS = {"python_ms": "python", "bound_ms": "of bound"}  # columns of the tables that have them
 _WIDTH = 120
 
 
@@ -107,8 +107,8 @@ class BenchResults:
 
 def as_text(results: BenchResults) -> str:
     """Return the table, and below it the machine."""
-    beside = [key for key in _BESIDE if any(key in row.details for row in results.rows)]
-    lines = [(*_HEADS, *(_BESIDE[key] for key in beside)), *(_cells(row, beside) for row in results.rows)]
+    extra = [key for key in _EXTRA_COLUMNS if any(key in row.details for row in results.rows)]
+    lines = [(*_HEADS, *(_EXTRA_COLUMNS[key] for key in extra)), *(_cells(row, extra) for row in results.rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     table.insert(1, "-" * max(map(len, table)))
@@ -122,16 +122,16 @@ def as_json(results: BenchResults, **more: Any) -> str:
     return json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _cells(row: Row, beside: Sequence[str]) -> tuple[str, ...]:
+def _cells(row: Row, extra: Sequence[str]) -> tuple[str, ...]:
     if row.ratio is None or row.spread is None:
-        return row.name, row.against, "not measured", "", str(row.goal), "", *("" for _ in beside)
+        return row.name, row.against, "not measured", "", str(row.goal), "", *("" for _ in extra)
     low, high = row.spread
-    verdict = "met" if row.met else "missed"
+    result = "met" if row.met else "missed"
     ratio = f"{row.ratio:.2f}", f"{low:.2f}–{high:.2f}"
-    return row.name, row.against, *ratio, str(row.goal), verdict, *(_beside(row, key) for key in beside)
+    return row.name, row.against, *ratio, str(row.goal), result, *(_extra_cell(row, key) for key in extra)
 
 
-def _beside(row: Row, key: str) -> str:
+def _extra_cell(row: Row, key: str) -> str:
     """Return how many times as fast as plain Python, or which part of the bound; empty if it was not measured."""
     if key not in row.details:
         return ""

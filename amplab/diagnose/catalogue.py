@@ -149,7 +149,7 @@ def finding(
         api: what the training loop uses, for the remedy.
         severity: one of the entry's severities; None for the first.
         certainty, op, module, tensor, line, evidence: as in `Finding`.
-        fields: what the sentences need beside these.
+        fields: what the sentences need in addition.
 
     Raises:
         KeyError: no entry has this id or case, or a field of its sentences is missing.
@@ -764,7 +764,8 @@ _NONFINITE = (
                 "{fn} received an inf that is written in the code or was passed to it, and wrote {counted}.",
                 "inf stays inf in every dtype, and becomes NaN where it is multiplied by 0 or meets another inf. No "
                 "loss scale fixes this.",
-                "assert torch.isfinite(x).all(), 'inf given'  # x: each factor and weight of that line, before it",
+                "# put it before that line, for each input and weight x that it uses\n"
+                "assert torch.isfinite(x).all(), 'inf given'",
             )
         },
     ),

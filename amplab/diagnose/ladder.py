@@ -1,9 +1,9 @@
-"""`ladder`: a short training in each precision, from the fastest to the safest, and the first that holds.
+"""`ladder`: train briefly in each precision, from the fastest to the safest; find the first that trains successfully.
 
     O2 static 128 → O1 static 128 → O1 dynamic → bf16 → fp32
 
-Every rung starts from the same weights and gets the same batches. A rung holds if its weights stay finite, few steps
-are skipped, and its loss is as low as float32's within the tolerance.
+Every rung starts from the same weights and gets the same batches. A rung holds (trains successfully) if its weights
+stay finite, few steps are skipped, and its loss is as low as float32's within the tolerance.
 """
 
 import copy
@@ -63,7 +63,7 @@ _COLUMNS = (
     Column("loss, step by step"),
     *(Column(title, right=True) for title in ("loss", "against fp32", "score", "skipped", "loss scale", "steps/s")),
     Column("memory", right=True),
-    Column("verdict"),
+    Column("result"),
 )
 
 
@@ -169,7 +169,7 @@ class LadderReport:
             power(rung.steps[-1].loss_scale) if rung.steps else "–",
             f"{rung.steps_per_second:,.{0 if rung.steps_per_second >= 10 else 1}f}" if rung.steps else "–",
             size(rung.state_bytes) if rung.steps else "–",
-            _verdict(rung.failure),
+            _result(rung.failure),
         )
 
 
@@ -181,7 +181,7 @@ def _against(loss: float, reference: float) -> str:
     return "0.0 %" if abs(share) < 0.05 else f"{share:+.1f} %"
 
 
-def _verdict(failure: str | None) -> Cell:
+def _result(failure: str | None) -> Cell:
     if failure is None:
         return Cell("holds", Markup('<span class="good">✓ holds</span>'))
     return Cell(failure, Markup(f'<span class="bad">✗</span> {markup(failure)}'))

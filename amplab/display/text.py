@@ -26,7 +26,7 @@ def wrapped(text: str, indent: int = 2) -> str:
 
 
 def labelled(label: str, text: str) -> str:
-    """Return a label and a text beside it, in lines of at most `WIDTH` columns."""
+    """Return a label and a text next to it, in lines of at most `WIDTH` columns."""
     first = f"  {label:<8}  "
     return textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent=" " * len(first), break_on_hyphens=False,
                          break_long_words=False)  # fmt: skip

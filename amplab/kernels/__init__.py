@@ -1,4 +1,4 @@
-"""Fused operators, each beside its PyTorch reference; `builder` compiles the C++ and CUDA kernels."""
+"""Fused operators, each with its PyTorch reference; `builder` compiles the C++ and CUDA kernels."""
 
 from amplab.kernels.adaptive_steps import adadelta_, adagrad_, rmsprop_
 from amplab.kernels.builder import BuildReport, ensure, report

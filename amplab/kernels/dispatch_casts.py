@@ -95,7 +95,9 @@ class DispatchCasts:
         return None if place < 0 else place
 
     def plan(self, marks: dict[int, int], dtype: torch.dtype, *, accumulates: bool) -> CastPlan:
-        """Return a plan from place -> mark; the mark of every other place is "none"."""
+        """Return a plan. `marks` gives the cast of an op (an index into `CASTS`) by its place; ops that are not in it
+        are not cast.
+        """
         casts = bytearray(len(self._places))
         for place, mark in marks.items():
             casts[place] = mark

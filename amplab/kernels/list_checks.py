@@ -63,17 +63,17 @@ def check_memory(
     Args:
         inputs: of the operator.
         outputs: of the operator; None if it writes none, and the inputs may overlap.
-        scalars: the tensors beside the lists, by name; all but ``inv_scale`` are written.
+        scalars: the tensors outside the lists, by name; all but ``inv_scale`` are written.
 
     Raises:
         RuntimeError: names the first two tensors, by address, that overlap.
     """
-    beside = [
+    others = [
         extent_of(tensor, name, place - len(scalars), only_read=name == "inv_scale")
         for place, (name, tensor) in enumerate(scalars.items())
         if tensor is not None and tensor.numel() > 0 and not tensor.is_meta
     ]
-    check_apart([*beside, *(() if outputs is None else _extents(inputs, outputs))])
+    check_apart([*others, *(() if outputs is None else _extents(inputs, outputs))])
 
 
 def check_apart(extents: Iterable[Extent]) -> None:

@@ -256,8 +256,8 @@ class _Found:
         first_bad: Tensor | None = None,
     ) -> None:
         _check(inputs, outputs, found_inf, inv_scale, norm=norm, norms=norms, first_bad=first_bad)
-        beside = {"found_inf": found_inf, "inv_scale": inv_scale, "norm": norm, "norms": norms, "first_bad": first_bad}
-        check_memory(inputs, outputs, beside)
+        others = {"found_inf": found_inf, "inv_scale": inv_scale, "norm": norm, "norms": norms, "first_bad": first_bad}
+        check_memory(inputs, outputs, others)
         self._found_inf, self._norm, self._norms, self._first_bad = found_inf, norm, norms, first_bad
         self._bad: list[Tensor] = []
         self._lengths: list[Tensor] = []

@@ -304,7 +304,7 @@ class Experiment:
     @property
     def _last_scaled(self) -> ScaleRecord:
         if self._scaled is None:
-            raise RuntimeError("no step was scaled yet: expected scale_loss to publish a record.")
+            raise RuntimeError("no training step has run yet; run a step first.")
         return self._scaled
 
     def _record(self, loss: Tensor, began: float) -> StepRecord:

@@ -1,4 +1,4 @@
-"""What the rules of `amplab.diagnose` find in a run: its history as they read it, and findings in a run log."""
+"""Prepare the history of a run for the rules of `amplab.diagnose`, and write their findings to a run log."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class _AmplabProbe(ScaleProbe):
 
         def hear(record: ScaleRecord) -> None:
             nonlocal stepped
-            if stepped or record.skipped:  # an update that sets the scale is no step
+            if stepped or record.skipped:  # an update that sets the scale is not a step
                 report(record)
             stepped = False
 

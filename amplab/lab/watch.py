@@ -201,7 +201,7 @@ class Watch:
     def subscribe(self, callback: Callable[[StepRecord], object]) -> Callable[[], None]:
         """Call `callback` with every `StepRecord`, in the loop's thread; return a function that unsubscribes it."""
         if not callable(callback):
-            raise TypeError(f"subscribe({callback!r}): expected a function of a StepRecord, such as print.")
+            raise TypeError(f"subscribe({callback!r}): expected a function that takes a StepRecord, such as print.")
         self._subscribers.append(callback)
         return lambda: self._subscribers.remove(callback) if callback in self._subscribers else None
 

@@ -2,7 +2,7 @@
 
 It computes with one intra-op thread. `torch.set_num_threads` sets the calling thread's own number and the number that
 later threads start with; the starting thread therefore restores the latter, and nothing outside the worker changes. The
-thread ends after some idle seconds and starts again when there is work, so that a forgotten worker is no leak.
+thread ends after some idle seconds and starts again when there is work, so a forgotten worker leaks no thread.
 """
 
 from __future__ import annotations

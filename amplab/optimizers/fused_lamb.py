@@ -35,7 +35,7 @@ class FusedLAMB(FusedOptimizer):
         weight_decay: weight decay factor.
         amsgrad: must be False, as in apex.
         adam_w_mode: add the decay to the update; False: to the gradient.
-        grad_averaging: weight the gradient by 1 - beta1 in the first moment; False: by 1.
+        grad_averaging: True: the first moment adds (1 - beta1) g; False: it adds g.
         set_grad_none: `zero_grad` sets gradients to None; False: to zeros.
         max_grad_norm: clip the norm of all gradients to this; 0 for no clipping.
         use_nvlamb: also adapt groups without decay.

@@ -17,7 +17,7 @@ from amplab.optimizers.fused_optimizer import FusedOptimizer, StepBatch, new_sta
 __all__ = ["FusedNovoGrad"]
 
 _MAXIMUM_NORM, _TWO_NORM = 0, 2
-_FIRST = -1.0  # instead of a norm: start with the first gradient's
+_FIRST = -1.0  # stored as the norm before the first step, which replaces it by the norm of its gradient
 
 
 class FusedNovoGrad(FusedOptimizer):
@@ -33,7 +33,7 @@ class FusedNovoGrad(FusedOptimizer):
         weight_decay: weight decay factor.
         amsgrad: must be False, as in apex.
         reg_inside_moment: average g / (n / sqrt(c2) + eps) + weight_decay p in the moment.
-        grad_averaging: weight the gradient by 1 - beta1 in the moment; False: by 1.
+        grad_averaging: True: the moment adds (1 - beta1) g; False: it adds g.
         norm_type: 2, or 0 for the maximum norm, whose mean is not of squares.
         init_zero: start n at 0 instead of the norm of the first gradient.
         set_grad_none: `zero_grad` sets gradients to None; False: to zeros.

@@ -147,7 +147,7 @@ class NpuFusedLamb(FusedLAMB):
 
 
 class Lamb(NpuFusedLamb):
-    """`NpuFusedLamb` without the clipping.
+    """`NpuFusedLamb` that never clips the norm of the gradients.
 
     Reference: Ascend apex ``Lamb``, which also keeps norms and ratios in its state.
     """

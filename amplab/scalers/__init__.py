@@ -1,4 +1,14 @@
-"""Loss scaling: how the scale moves, unscaling of gradients, and float32 master weights."""
+"""Loss scaling: how the scale moves, unscaling of gradients, and float32 master weights.
+
+    rule                         state              on the host                    on the device
+    `DynamicScale`, `ApexScale`  `ScaleState`       `rule.next(state, found_inf)`  `RecurrentScale`: no sync
+    `MegatronScale`              `HysteresisState`  the same                       `RecurrentScale`: no sync
+    `DeepSpeedScale`             `HysteresisState`  the same                       `HostScale`: one sync
+    a rule of your own           `ScaleState`       the same                       `HostScale`: one sync
+
+`device_scale(rule, device)` makes the form for the device. `DeviceScale` is the base of both: `RecurrentScale` computes
+on the device, for every `RecurrentRule`; `HostScale` computes on the host and copies the scale to the device.
+"""
 
 from amplab.scalers.combined_unscaler import CombinedUnscaler
 from amplab.scalers.device_scale import DeviceScale, HostScale, RecurrentScale, device_scale

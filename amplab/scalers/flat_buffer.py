@@ -57,7 +57,7 @@ class Arrivals(NamedTuple):
 
 
 class FlatBuffer:
-    """A buffer with a part for each of some parameters.
+    """One flat tensor that holds the gradients of several parameters, one part for each.
 
     Args:
         params: each has a gradient, all on one device and in one dtype; the values are not copied.
@@ -85,13 +85,14 @@ class FlatBuffer:
         self._end = self._start + self.tensor.nbytes
 
     def arrivals(self, only: Collection[int] | None = None) -> Arrivals | None:
-        """Find where the gradients are.
+        """Sort the gradients into those inside this buffer and those stored elsewhere.
 
         Args:
             only: the parameters to consider, by ``id``; None for all.
 
         Returns:
-            None if one does not fit its part: it was converted, is sparse, has a graph, or is in the part of another.
+            The `Arrivals`; None if a gradient cannot be stored in its part of the buffer: its dtype changed, it is
+            sparse, it has a graph, or it is stored in another parameter's part.
 
         Sync: none.
         """

@@ -132,7 +132,7 @@ class AscendScale(RecurrentRule):
 
     @cached_property
     def recurrence(self) -> Recurrence:
-        """The constants given."""
+        """The constants of this rule, as passed to the constructor."""
         factors = (self.growth_factor, self.backoff_factor)
         return _apex_recurrence(self.init_scale, *factors, self.growth_interval, self.floor, self.ceiling)
 

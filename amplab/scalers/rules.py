@@ -122,7 +122,7 @@ class Recurrence:
     hysteresis: int | None = None
 
     def round(self, scale: float) -> float:
-        """Return ``scale`` in the precision in which the source keeps it."""
+        """Return ``scale`` rounded to the precision of the original library (float32, or a Python float)."""
         return float32(scale) if self.single else scale
 
 
@@ -295,7 +295,7 @@ class DynamicScale(RecurrentRule):
 
 
 def float32(value: float) -> float:
-    """Return ``value`` rounded to float32, inf if it overflows: the arithmetic of a scale that is a tensor.
+    """Return ``value`` rounded to float32; inf if it is too large. A scale in a float32 tensor rounds the same way.
 
     >>> float32(1e39), float32(0.1) == 0.1
     (inf, False)

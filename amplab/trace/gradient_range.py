@@ -79,7 +79,7 @@ class GradientRange:
 
     @property
     def lost(self) -> float:
-        """The share that the format flushes to zero at `loss_scale`."""
+        """The share of non-zero elements that the format flushes to zero at `loss_scale`."""
         return self.at_scale(self.total).underflow_fraction(self.format)
 
     @property

@@ -226,8 +226,8 @@ def handed_step(
     _check_call(model, args, kwargs, batch)
     if loss is None:
         return HandedStep(model, lambda: _called(model, args, kwargs), "the model")
-    beside = f", {len(rest)} more of the batch" if rest else ""
-    _check_given(loss, 1 + len(rest), f"the model's output{beside}")
+    more = f", {len(rest)} more of the batch" if rest else ""
+    _check_given(loss, 1 + len(rest), f"the model's output{more}")
     return HandedStep(model, lambda: loss(_called(model, args, kwargs), *rest), "loss", f"{_name_of(loss)}, as given")
 
 

@@ -5,8 +5,8 @@ training flags, the random states of torch, its devices, Python and NumPy, and t
 the plain Python attributes of modules: their bindings, and the states of random generators among them.
 
 Not restored: objects in plain attributes that forward changes in place (a list that grows, the elements of a tensor
-that is no buffer), anything outside the modules, and a loss scale. Attributes of torch's own modules are not touched:
-they hold no state, or, in wrappers such as DDP and FSDP, what may be set up only once.
+that is not a buffer), anything outside the modules, and a loss scale. Attributes of torch's own modules are not
+touched: they hold no state, or, in wrappers such as DDP and FSDP, what may be set up only once.
 
 Reference: torch.optim.optimizer.register_optimizer_step_pre_hook.
 """
@@ -174,7 +174,7 @@ def unchanged_optimizers() -> Iterator[None]:
 
     def remember(optimizer: Optimizer, *_arguments: object) -> None:
         if get_ident() == thread and id(optimizer) not in seen:
-            # Copies are no ops of the step: they are neither cast nor recorded.
+            # Copies are not ops of the step: they are neither cast nor recorded.
             with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
                 seen[id(optimizer)] = _OptimizerState.of(optimizer)
 

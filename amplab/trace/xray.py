@@ -34,7 +34,7 @@ def xray(
 
     All state is restored: parameters, buffers, gradients, training flags, random states and hooks; what the modules'
     plain attributes refer to, and generators among these; an optimizer that `step` steps. Not restored: an object that
-    forward changes in place (a list in an attribute, the elements of a tensor that is no buffer), and everything
+    forward changes in place (a list in an attribute, the elements of a tensor that is not a buffer), and everything
     outside of the modules.
 
     The step runs in the given precision, or in the one in force: that of a model that `amp.initialize` has prepared, or

@@ -75,7 +75,7 @@ def _kept(xray: "XRay") -> str:
 def _totals(xray: "XRay") -> list[str]:
     """Return what the X-ray comes to, line by line."""
     saved = sum(cast.saved for cast in xray.casts if cast.cached)
-    lines = [f"{summary(xray)}.", f"Backward starts from {xray.loss}, times {power(xray.loss_scale)}."]
+    lines = [f"{summary(xray)}.", f"Backward starts from {xray.loss}, multiplied by {power(xray.loss_scale)}."]
     if saved:
         lines.append(f"The weight cache avoided {size(saved)} of casts.")
     if xray.measured is not None and xray.measured.by_reference:

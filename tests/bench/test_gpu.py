@@ -137,7 +137,7 @@ def leave_the_last(inputs, outputs, found_inf, inv_scale, **findings):
     kernels.unscale_copy(*shorter, found_inf, inv_scale)
 
 
-def write_beside(inputs, outputs, found_inf, inv_scale, **findings):
+def write_next_to(inputs, outputs, found_inf, inv_scale, **findings):
     kernels.unscale_copy(inputs, outputs, found_inf, inv_scale, **findings)
     first = outputs[0]
     first.as_strided((1,), (1,), first.storage_offset() + first.numel()).zero_()
@@ -160,7 +160,7 @@ def miss_a_norm(inputs, outputs, found_inf, inv_scale, **findings):
     ("broken", "said"),
     [
         (leave_the_last, "elements differ from float64"),
-        (write_beside, "memory beside it was written"),
+        (write_next_to, "memory next to it was written"),
         (round_otherwise, "1 of "),
         (miss_what_is_bad, "found_inf 0.0"),
         (miss_a_norm, "norms: "),

@@ -54,10 +54,10 @@ def test_the_ratio_is_that_of_the_goal(clock):
     assert not row.met
 
 
-def test_what_is_timed_beside_is_told_and_no_part_of_the_ratio(clock):
+def test_extra_references_are_reported_and_not_part_of_the_ratio(clock):
     sides = Contestant(clock.work("ours", 1.0)), Contestant(clock.work("theirs", 3.0))
-    beside = {"python": Contestant(clock.work("python", 5.0))}
-    row = measure(Case("a", "b", TWICE_AS_FAST, lambda: Pair(*sides, {}, beside)), 10, clock=clock)
+    extra = {"python": Contestant(clock.work("python", 5.0))}
+    row = measure(Case("a", "b", TWICE_AS_FAST, lambda: Pair(*sides, {}, extra)), 10, clock=clock)
     assert (row.ratio, row.details["python_ms"]) == (3.0, 5000.0)
     assert clock.log.count("python") == 7
 

@@ -45,11 +45,11 @@ def test_table():
     )
 
 
-def test_columns_of_what_was_timed_beside():
+def test_columns_of_extra_references():
     goal = Goal("at least", 1.8)
-    beside = Row("unscale_", "torch's", goal, 2.0, (2.0, 2.0), {"ours_ms": 2.0, "python_ms": 25.0})
+    extra = Row("unscale_", "torch's", goal, 2.0, (2.0, 2.0), {"ours_ms": 2.0, "python_ms": 25.0})
     bound = Row("copy", "torch's", goal, 2.0, (2.0, 2.0), {"ours_ms": 2.0, "bound_ms": 1.5})
-    assert as_text(BenchResults("kernels", {}, (beside, bound))).splitlines()[:4] == [
+    assert as_text(BenchResults("kernels", {}, (extra, bound))).splitlines()[:4] == [
         "what      against  ratio  quartiles  goal        python  of bound",
         "-----------------------------------------------------------------",
         "unscale_  torch's  2.00   2.00–2.00  ≥ 1.8  met  12.5 ×",

@@ -119,14 +119,14 @@ def test_has_the_bits_of_the_pure_rule(rule, found_infs):
 @pytest.mark.parametrize("name", [name for name in PUBLISHED_RULES if name != "DeepSpeed"])
 @pytest.mark.parametrize("found_inf", [0.0, 1.0])
 def test_scaling_and_updating_never_wait(name, found_inf):
-    verdict, loss = torch.tensor([found_inf]), torch.ones((), requires_grad=True)
+    flag, loss = torch.tensor([found_inf]), torch.ones((), requires_grad=True)
     scale = device_scale(PUBLISHED_RULES[name])
     assert isinstance(scale, RecurrentScale)
     assert scale.syncs == 0
     with NoReading():
         device_scale(PUBLISHED_RULES[name])
         (loss * scale.scale).backward()
-        scale.update_(verdict)
+        scale.update_(flag)
         scale.update_(True)
         scale.load_(ScaleState(2.0, 1))
     with pytest.raises(AssertionError, match="the host reads"), NoReading():  # the check itself: this one waits
@@ -134,13 +134,13 @@ def test_scaling_and_updating_never_wait(name, found_inf):
 
 
 @pytest.mark.parametrize("rule", [DeepSpeedScale(), Own()])
-def test_rules_that_are_asked_read_the_verdict_once(rule):
-    verdict, scale, state = torch.ones(1), device_scale(rule), rule.start()
+def test_rules_that_are_asked_read_found_inf_once(rule):
+    found_inf, scale, state = torch.ones(1), device_scale(rule), rule.start()
     assert isinstance(scale, HostScale)
     assert scale.syncs == 1
     for _ in range(3):
         with CountReadings() as count:
-            scale.update_(verdict)
+            scale.update_(found_inf)
         assert count.readings == 1
         with NoReading():
             scale.update_(False)
@@ -162,10 +162,10 @@ def test_a_scale_beyond_float32_is_inf_on_the_device():
     assert scale.state().scale == 2.0**200
 
 
-@pytest.mark.parametrize("verdict", [torch.tensor(2.0), torch.tensor([0.5]), torch.tensor([math.inf]), True])
-def test_any_verdict_above_zero_is_an_overflow(verdict):
+@pytest.mark.parametrize("found_inf", [torch.tensor(2.0), torch.tensor([0.5]), torch.tensor([math.inf]), True])
+def test_any_found_inf_above_zero_is_an_overflow(found_inf):
     scale = device_scale(DynamicScale())
-    scale.update_(verdict)
+    scale.update_(found_inf)
     assert scale.state() == ScaleState(2.0**15)
 
 

@@ -41,7 +41,7 @@ def test_the_table_has_a_line_for_each_row_and_the_phases_apart(found):
     (relu,) = [line for line in lines[: lines.index(phases[1])] if " relu " in line]
     assert re.search(r"relu\s+Net\s+test_xray_\s+float16 →", relu)  # long cells go on below
     assert " ".join(line.strip() for line in totals).startswith(f"{repr(found)[5:-1]}.")
-    assert "Backward starts from cross_entropy, as given, times 2^16." in totals
+    assert "Backward starts from cross_entropy, as given, multiplied by 2^16." in totals
     assert any(line.startswith("Activations kept for backward:") for line in totals)
     assert "Casts of weights kept for backward: 64 B: fc2 64 B." in totals
 

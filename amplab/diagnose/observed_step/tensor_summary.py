@@ -159,8 +159,8 @@ def _summary(row: Sequence[float], dtype: torch.dtype, numel: int) -> TensorSumm
 class Measurements:
     """Summaries of many tensors, by index.
 
-    A tensor on the host is read at once, which is faster than reading many later. Measurements on a device stay there
-    until `settle`.
+    Tensors on the host are measured and read immediately; this is faster than reading many of them later. Tensors on a
+    device are measured immediately, but `settle` reads the results.
     """
 
     def __init__(self) -> None:

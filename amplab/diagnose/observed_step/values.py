@@ -48,7 +48,9 @@ __all__ = [
 
 _FILLS = frozenset(("masked_fill", "masked_fill_", "fill", "fill_", "full", "full_like", "new_full", "scalar_tensor"))
 _ALLOCATES = frozenset(("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"))
-_VIEWS = frozenset(("_unsafe_view", "detach", "lift_fresh", "_reshape_alias"))  # beside those whose schema says so
+_VIEWS = frozenset(
+    ("_unsafe_view", "detach", "lift_fresh", "_reshape_alias")
+)  # in addition to those whose schema says so
 _ACCUMULATES = "torch::autograd::AccumulateGrad"
 _unseen_by_engines = torch._C.DisableTorchFunction
 

@@ -40,7 +40,7 @@ class ApiStyle(StrEnum):
 
 
 def api_style_of(amp: Session | torch.amp.GradScaler | None) -> ApiStyle:
-    """Return who scales the loss; a disabled scaler does not.
+    """Return the API that scales the loss; ``PLAIN`` if `amp` is None or a disabled scaler.
 
     >>> str(api_style_of(GradScaler("cpu"))), str(api_style_of(torch.amp.GradScaler("cpu"))), str(api_style_of(None))
     ('amplab', 'torch', 'none')

@@ -111,7 +111,7 @@ def _of_squares(step: ObservedStep, op: int) -> bool:
 
 
 def exponentials_in_half(step: ObservedStep, api: Api) -> Iterator[Finding]:
-    """An exp, or a power other than a square, near an end of the float16 range; exp(-inf) of a mask is no loss."""
+    """An exp, or a power other than a square, near an end of the float16 range; not exp(-inf) of a mask."""
     for record in forward_ops(step):
         if short_name(record) not in _EXPONENTIALS or not computes_in_half(step, record.index):
             continue

@@ -50,7 +50,7 @@ _PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm", "matmul", "dot", "mv", "
 _SCALES_AND_MASKS = frozenset(("to_copy", "clone", "mul", "div", "add", "sub", "masked_fill", "where"))
 
 
-class _Verdict(NamedTuple):
+class _Explanation(NamedTuple):
     """A finding's id, its case, and the fields of its sentences."""
 
     name: str
@@ -60,13 +60,13 @@ class _Verdict(NamedTuple):
 
 def finding_of(found: FirstNonfinite) -> Finding:
     """Return the finding: an error, or a note for a skip that a dynamic loss scale corrects by itself."""
-    verdict, place = _verdict(found), _place(found)
+    explanation, place = _explanation(found), _place(found)
     numbers: dict[str, Any] = {"counted": "", "fn": "", "dtype": _dtype(found)}
     if found.record is not None:
         numbers |= {"counted": _counted(found), "fn": found.record.op}
     return finding(
-        verdict.name,
-        verdict.case,
+        explanation.name,
+        explanation.case,
         api=api_in_use(found.setting, found.step),
         severity=_severity(found),
         certainty="likely" if found.cause in ("model", "state", "input") else "certain",
@@ -75,7 +75,7 @@ def finding_of(found: FirstNonfinite) -> Finding:
         tensor=found.tensor or _tensor_cast(found),
         line=place.line,
         evidence=_evidence(found),
-        **(numbers | dict(verdict.fields)),
+        **(numbers | dict(explanation.fields)),
     )
 
 
@@ -156,31 +156,31 @@ def _met_zero(found: FirstNonfinite) -> bool:
     return any(each.zeros for each in found.inputs)
 
 
-def _verdict(found: FirstNonfinite) -> _Verdict:
+def _explanation(found: FirstNonfinite) -> _Explanation:
     if found.record is None:
         return _came_in(found)
     if found.cause == "scale":
         case = "dynamic" if found.setting.dynamic else ""
         scales = {"scale": power(found.setting.loss_scale), "fits": power(found.fitting_scale or 1.0)}
-        return _Verdict("scale-too-large", case, scales)
+        return _Explanation("scale-too-large", case, scales)
     if found.cause == "state":
-        return _Verdict("nonfinite-once")
+        return _Explanation("nonfinite-once")
     if found.kind == "masked":
         names = found.record.op, short_name(found.record)
         is_softmax = any(word in name for word in ("softmax", "attention") for name in names)
-        return _Verdict("masked-row" if is_softmax else "inf-given")
+        return _Explanation("masked-row" if is_softmax else "inf-given")
     if sigmoid_of_bce(found.step, found.record.index) is not None:
-        return _Verdict("bce-after-sigmoid", "nonfinite")
+        return _Explanation("bce-after-sigmoid", "nonfinite")
     return _zero(found, found.record) or _overflow(found, found.record)
 
 
-def _came_in(found: FirstNonfinite) -> _Verdict:
+def _came_in(found: FirstNonfinite) -> _Explanation:
     names = {"tensor_name": found.tensor or "a tensor that no op of this step wrote"}
     if found.cause == "parameter":
-        return _Verdict("nonfinite-parameter", _case_of_weights(found), names | {"rate": "group['lr'] / 10"})
+        return _Explanation("nonfinite-parameter", _case_of_weights(found), names | {"rate": "group['lr'] / 10"})
     if found.cause == "buffer":
-        return _Verdict("nonfinite-buffer", "came-in", names)
-    return _Verdict(f"nonfinite-{found.cause}", "", names)
+        return _Explanation("nonfinite-buffer", "came-in", names)
+    return _Explanation(f"nonfinite-{found.cause}", "", names)
 
 
 def _case_of_weights(found: FirstNonfinite) -> str:
@@ -190,7 +190,7 @@ def _case_of_weights(found: FirstNonfinite) -> str:
     return "unchecked" if any(value.summary.is_half for value in found.step.values) else "no-half"
 
 
-def _zero(found: FirstNonfinite, record: OpRecord) -> _Verdict | None:
+def _zero(found: FirstNonfinite, record: OpRecord) -> _Explanation | None:
     """The finding for an op that divided by 0 or took its logarithm, in forward or in its gradient."""
     name, lost = short_name(record), _lost_constant(found)
     if name in LOGARITHMS | _ROOTS and found.output.nans and any(each.lowest < 0 for each in found.inputs):
@@ -199,24 +199,24 @@ def _zero(found: FirstNonfinite, record: OpRecord) -> _Verdict | None:
         return None
     if lost:
         at = found.step.trace.records[lost[0]]
-        return _Verdict(
+        return _Explanation(
             "constant-underflows-half",
             "nonfinite",
             {"code": _in_float32(found, at, f"or an eps of at least 1e-4, not {lost[1]:g}")},
         )
     if record.phase == "backward" and name not in LOGARITHMS:
-        return _Verdict("gradient-undefined")
-    return _log(found, record) if name in LOGARITHMS else _Verdict("division-by-zero")
+        return _Explanation("gradient-undefined")
+    return _log(found, record) if name in LOGARITHMS else _Explanation("division-by-zero")
 
 
-def _outside_domain(found: FirstNonfinite, record: OpRecord) -> _Verdict:
+def _outside_domain(found: FirstNonfinite, record: OpRecord) -> _Explanation:
     lowest = min(each.lowest for each in found.inputs if each.lowest < 0)
     if found.cause == "format" and found.phase == "forward" and _is_difference_in_half(found, record):
         code = variance_in_float32(record, api=_api(found), reader=_reader(found, record))
-        return _Verdict("variance-in-half", "nonfinite", {"lowest": lowest, "code": code})
+        return _Explanation("variance-in-half", "nonfinite", {"lowest": lowest, "code": code})
     in_float32 = " In float32 it is not negative." if found.cause == "format" else ""
     case = "gradient" if found.result.startswith("gradient") else ""
-    return _Verdict("outside-domain", case, {"lowest": lowest, "float32": in_float32})
+    return _Explanation("outside-domain", case, {"lowest": lowest, "float32": in_float32})
 
 
 def _is_difference_in_half(found: FirstNonfinite, record: OpRecord) -> bool:
@@ -225,27 +225,27 @@ def _is_difference_in_half(found: FirstNonfinite, record: OpRecord) -> bool:
     return any(value.summary.is_half for op in near for value in step.inputs(op))
 
 
-def _log(found: FirstNonfinite, record: OpRecord) -> _Verdict:
+def _log(found: FirstNonfinite, record: OpRecord) -> _Explanation:
     above = (short_name(found.step.trace.records[op]) for op in upstream(found.step, record.index, 5))
     case = "softmax" if any(name in SOFTMAXES for name in above) else ""
     in_float32 = ", but not in float32" if found.cause == "format" else ", and in float32 too"
-    return _Verdict("log-of-zero", case, {"zero_dtype": _where_zeros_began(found, record), "float32": in_float32})
+    return _Explanation("log-of-zero", case, {"zero_dtype": _where_zeros_began(found, record), "float32": in_float32})
 
 
-def _overflow(found: FirstNonfinite, record: OpRecord) -> _Verdict:
+def _overflow(found: FirstNonfinite, record: OpRecord) -> _Explanation:
     if found.cause == "model":
-        return _Verdict("nonfinite-in-float32", *why_out_of_float32(found, record))
+        return _Explanation("nonfinite-in-float32", *why_out_of_float32(found, record))
     if found.kind == "constant":
-        return _Verdict("constant-overflows-half", "nonfinite")
+        return _Explanation("constant-overflows-half", "nonfinite")
     words = {"bfloat16": "and bfloat16" if found.in_bfloat16 else "but not in bfloat16"}
     softmax = _softmax_that_reads(found)
     if softmax is not None and _is_product(found, record):
         note = "or scale the queries before the product: q = q * q.shape[-1] ** -0.5"
         note = note if short_name(softmax) == "softmax" else ""
-        return _Verdict("logits-overflow-half", "nonfinite", words | {"code": _in_float32(found, record, note)})
+        return _Explanation("logits-overflow-half", "nonfinite", words | {"code": _in_float32(found, record, note)})
     reduces = short_name(record) in REDUCTIONS or record.op in REDUCTIONS
     kind = "reduction-overflows-half" if reduces else "overflow-in-half"
-    return _Verdict(kind, "nonfinite", words | {"code": _in_float32(found, record)})
+    return _Explanation(kind, "nonfinite", words | {"code": _in_float32(found, record)})
 
 
 def _in_float32(found: FirstNonfinite, record: OpRecord, note: str = "") -> str:

@@ -190,7 +190,7 @@ def adam_on_half(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[
 def stale_masters(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Finding]:
     """Half weights that differ from their masters rounded to float16: the next step overwrites them.
 
-    NaN rounds to NaN, so NaN in both is no difference.
+    NaN rounds to NaN, so NaN in both is not a difference.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for optimizer in optimizers:

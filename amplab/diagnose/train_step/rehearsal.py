@@ -42,11 +42,11 @@ class GradientWrite(NamedTuple):
     """An op outside of autograd that changed gradients in place.
 
     Args:
-        op: the aten op.
-        names: of the parameters whose gradients it changed.
-        before: their norm before, divided by the norm that backward had delivered.
-        factor: norm after divided by norm before.
-        norm: norm before.
+        op: name of the aten op.
+        names: names of the parameters whose gradients it changed.
+        before: norm of these gradients before the op, divided by the norm that backward delivered.
+        factor: norm after the op divided by the norm before it.
+        norm: norm before the op.
     """
 
     op: str

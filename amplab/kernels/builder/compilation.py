@@ -50,7 +50,7 @@ def compile_key(key: str) -> None:
 
 
 def compile_libraries(recipe: Recipe, folder: Path) -> None:
-    """Compile into a fresh folder beside the libraries' place, then move the libraries there.
+    """Compile into a fresh folder next to the libraries' place, then move the libraries there.
 
     A fresh folder holds no lock of a killed process, and no other process writes to it.
     """

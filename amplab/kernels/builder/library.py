@@ -1,4 +1,4 @@
-"""Build the kernels beside their references, once per machine, without delaying the caller.
+"""Build the kernels, once per machine, without delaying the caller.
 
 The environment variable ``AMPLAB_KERNELS`` chooses:
 

@@ -18,7 +18,7 @@ export function outline(low, shares) {
   return [[low, 0], ...corners, [low + shares.length, 0]];
 }
 
-/** The bin under a horizontal position in px, or null beside the plot. */
+/** The bin under a horizontal position in px, or null outside the plot. */
 export function binAt(curves, x, width) {
   const share = (x - MARGIN.left) / (width - MARGIN.left - MARGIN.right);
   const bin = Math.floor(share * curves.unscaled.length);

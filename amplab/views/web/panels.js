@@ -1,4 +1,4 @@
-// The tabs below the charts: op dtypes and overflows as tables, gradients as a histogram with a table beside it.
+// The tabs below the charts: op dtypes and overflows as tables, gradients as a histogram with a table next to it.
 
 import { drawSoon, palette } from "./canvas.js";
 import { choices, h, moveByArrows, write } from "./elements.js";
