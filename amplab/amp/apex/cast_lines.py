@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from amplab.formats import LOW_PRECISION_DTYPES
-from amplab.policies import CastingEngine, CastPolicy, OpRule, PrecisionPolicy
+from amplab.policies import CastingEngine, CastPolicy, OpRule
 from amplab.policies.casting.half_on_cpu import HalfMode
 from amplab.policies.casting.steps import floating_tensors, widest
 
@@ -32,21 +32,12 @@ class VerboseEngine(CastingEngine):
         policy: as `CastingEngine`.
     """
 
-    def __init__(self, policy: PrecisionPolicy) -> None:
-        self._verbose: dict[tuple[HalfMode, bool, bool], dict[Any, _Step]] = {}
-        super().__init__(policy)
-
-    def plan(self, half_mode: HalfMode, casts: bool, explained: bool) -> dict[Any, _Step]:
-        """Return the plan of `CastingEngine` with steps that print their casts, except while casts are explained."""
-        silent = super().plan(half_mode, casts, explained)
+    def new_plan(self, half_mode: HalfMode, casts: bool, explained: bool) -> dict[Any, _Step]:
+        """Build the plan of `CastingEngine` with steps that print their casts, except while casts are explained."""
+        silent = super().new_plan(half_mode, casts, explained)
         if explained or not casts:
             return silent
-        key = (half_mode, casts, explained)
-        if key not in self._verbose:
-            self._verbose[key] = {
-                func: self._printing(step, self.policy.explain(func)) for func, step in silent.items()
-            }
-        return self._verbose[key]
+        return {func: self._printing(step, self.policy.explain(func)) for func, step in silent.items()}
 
     def _printing(self, step: _Step, rule: OpRule) -> _Step:
         target = _TARGETS.get(rule.cast)

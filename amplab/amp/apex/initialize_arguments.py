@@ -196,7 +196,7 @@ def warn_of_vanishing_eps(optimizer: Optimizer) -> None:
         for dtype in dtypes if isinstance(eps, float) and eps > 0 else ():
             if torch.tensor(eps, dtype=dtype) == 0:
                 warnings.warn(
-                    f"{type(optimizer).__name__} with half parameters: eps={eps} is 0 in {dtype}, and dividing by it "
+                    f"{type(optimizer).__name__} on half parameters: eps={eps} is 0 in {dtype}, and dividing by it "
                     "makes parameters inf or NaN within a few steps. Use eps=1e-4, or master_weights=True (O2).",
                     stacklevel=4,
                 )

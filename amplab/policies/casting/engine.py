@@ -176,9 +176,13 @@ class CastingEngine:
         """The plan for this combination of switches, built on first use."""
         key = (half_mode, casts, explained)
         if key not in self._plans:
-            plan = build_plan(self.policy, self._cache, half_mode, casts, explained)
-            self._plans[key] = plan if self.device_type is None else on_device(plan, self.device_type)
+            self._plans[key] = self.new_plan(half_mode, casts, explained)
         return self._plans[key]
+
+    def new_plan(self, half_mode: HalfMode, casts: bool, explained: bool) -> Plan:
+        """Build the plan for this combination of switches; `plan` keeps it."""
+        plan = build_plan(self.policy, self._cache, half_mode, casts, explained)
+        return plan if self.device_type is None else on_device(plan, self.device_type)
 
 
 def _is_pushed(mode: object) -> bool:
