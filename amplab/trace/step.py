@@ -3,8 +3,8 @@
 The optimizer's step is not part of a trace.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from amplab.trace.recorder import Event, Observer, Recorder
 from amplab.trace.records import Trace
 from amplab.trace.untouched import ParkedGradients, nodes_behind, untouched
 
-__all__ = ["checked_backward", "record_step", "trace_step"]
+__all__ = ["record_step", "run_backward", "trace_step"]
 
 _AS_IT_IS: AbstractContextManager[object] = nullcontext()
 
@@ -106,20 +106,19 @@ def _run(
         if loss_scale != 1:
             with recorder.calls.named(SCALE_LOSS):
                 loss = loss.float() * loss_scale
-        with recorder.calls, checked_backward(loss, model):
-            _backward(loss)
+        with recorder.calls:
+            run_backward(loss, model)
 
 
-@contextmanager
-def checked_backward(loss: Tensor, model: nn.Module) -> Iterator[None]:
-    """Run the backward of `loss` in a block, whose model has no gradients of before.
+def run_backward(loss: Tensor, model: nn.Module) -> None:
+    """Run the backward of `loss`, the result of a step that began without gradients.
 
     Raises:
         ValueError: the step has called backward, or `loss` depends on no parameter of a model that has some to train.
     """
     began = _has_gradients(model)
     try:
-        yield
+        _backward(loss)
     except RuntimeError as error:
         if began and "through the graph a second time" in str(error):
             raise ValueError(
