@@ -27,6 +27,7 @@ from amplab.policies import disable_casts
 from amplab.trace.argument_checks import check_gradients_on, check_loss_scale
 from amplab.trace.handed_step import Loss, Models, as_model, handed_step, shows_calls
 from amplab.trace.statistics import Statistics
+from amplab.trace.step import run_backward
 from amplab.trace.untouched import untouched
 
 __all__ = ["GradientRange", "gradient_range"]
@@ -196,7 +197,7 @@ def gradient_range(
     with untouched(model) as gradients, disable_casts(), torch.autocast(device, enabled=False):
         value = handed()
         gradients.park_leaves_of(value)
-        value.backward()
+        run_backward(value, model)
         measured = Statistics()
         measured.measure_gradients(model)
     measured.fetch()

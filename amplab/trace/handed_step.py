@@ -317,9 +317,8 @@ def optimizers_of(optimizer: Any) -> list[Optimizer]:
     if found is not None and all(isinstance(each, Optimizer) for each in found):
         return found
     kinds = f" of {', '.join(dict.fromkeys(type(each).__name__ for each in found))}" if found else ""
-    raise TypeError(
-        f"optimizer={type(optimizer).__name__}{kinds}: expected a torch.optim.Optimizer, or a list of them."
-    )
+    given_as = repr(optimizer) if isinstance(optimizer, str) else f"{type(optimizer).__name__}{kinds}"
+    raise TypeError(f"optimizer={given_as}: expected a torch.optim.Optimizer, or a list of them.")
 
 
 def check_loss_function(loss: Any) -> None:

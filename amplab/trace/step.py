@@ -16,9 +16,9 @@ from amplab.trace.kept_tensors import KeptTensors
 from amplab.trace.reasons import SCALE_LOSS, records_of
 from amplab.trace.recorder import Event, Observer, Recorder
 from amplab.trace.records import Trace
-from amplab.trace.untouched import ParkedGradients, untouched
+from amplab.trace.untouched import ParkedGradients, nodes_behind, untouched
 
-__all__ = ["record_step", "trace_step"]
+__all__ = ["record_step", "run_backward", "trace_step"]
 
 _AS_IT_IS: AbstractContextManager[object] = nullcontext()
 
@@ -107,7 +107,41 @@ def _run(
             with recorder.calls.named(SCALE_LOSS):
                 loss = loss.float() * loss_scale
         with recorder.calls:
-            _backward(loss)
+            run_backward(loss, model)
+
+
+def run_backward(loss: Tensor, model: nn.Module) -> None:
+    """Run the backward of `loss`, the result of a step that began without gradients.
+
+    Raises:
+        ValueError: the step has called backward, or `loss` depends on no parameter of a model that has some to train.
+    """
+    began = _has_gradients(model)
+    try:
+        _backward(loss)
+    except RuntimeError as error:
+        if began and "through the graph a second time" in str(error):
+            raise ValueError(
+                "step called backward(), and backward can run once: expected a function that runs the forward and "
+                "returns the loss; return the loss without calling backward."
+            ) from error
+        raise
+    trained = {id(each) for each in model.parameters() if each.requires_grad}
+    # Backward of a reentrant checkpoint reaches parameters that the graph does not show; a hook may drop gradients.
+    if trained and not _has_gradients(model) and trained.isdisjoint(_leaves_of(loss)):
+        raise ValueError(
+            f"the loss depends on no parameter of {type(model).__name__}: expected the loss of this model's output; "
+            "look for another model in the step, or a loss of the inputs alone."
+        )
+
+
+def _has_gradients(model: nn.Module) -> bool:
+    with torch._C.DisableTorchFunction():
+        return any(each.grad is not None for each in model.parameters())
+
+
+def _leaves_of(loss: Tensor) -> set[int]:
+    return {id(getattr(node, "variable", None)) for node in nodes_behind(loss)}
 
 
 def _backward(loss: Tensor) -> None:

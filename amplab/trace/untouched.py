@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from amplab.trace.random_states import random_states_kept, restorers
 
-__all__ = ["ParkedGradients", "unchanged_optimizers", "untouched"]
+__all__ = ["ParkedGradients", "nodes_behind", "unchanged_optimizers", "untouched"]
 
 
 class ParkedGradients:
@@ -47,7 +47,7 @@ class ParkedGradients:
 
     def park_leaves_of(self, loss: Tensor) -> None:
         """Set aside the gradients of all leaves that a backward from `loss` reaches."""
-        nodes = (node for node in _nodes_behind(loss) if node.name() == "torch::autograd::AccumulateGrad")
+        nodes = (node for node in nodes_behind(loss) if node.name() == "torch::autograd::AccumulateGrad")
         self.park(node.variable for node in nodes)  # type: ignore[attr-defined]  # AccumulateGrad has one
 
     def restore(self) -> None:
@@ -59,7 +59,8 @@ class ParkedGradients:
         self._parked.clear()
 
 
-def _nodes_behind(loss: Tensor) -> Iterator[torch.autograd.graph.Node]:
+def nodes_behind(loss: Tensor) -> Iterator[torch.autograd.graph.Node]:
+    """Yield the nodes of the graph that a backward from `loss` runs."""
     start = [] if loss.grad_fn is None else [loss.grad_fn]
     waiting, seen = start, set(start)
     while waiting:

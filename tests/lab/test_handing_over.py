@@ -5,6 +5,7 @@ from inspect import signature
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.nn import functional as F
 
@@ -311,3 +312,37 @@ def test_what_a_watch_cannot_run_again(options, words):
     model = net()
     with pytest.raises(TypeError, match=re.escape(words)):
         amplab.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+
+def backward_and_loss(model):
+    loss = F.cross_entropy(model(X), Y)
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize("tool", ONE_STEP)
+def test_a_step_that_calls_backward(tool):
+    model = net()
+    with pytest.raises(ValueError, match=r"step called backward\(\)"):
+        seen(tool, model, step=lambda: backward_and_loss(model))
+    assert model.weight.grad is None
+
+
+@pytest.mark.parametrize("tool", ONE_STEP)
+def test_a_loss_of_another_model(tool):
+    other = net()
+    with pytest.raises(ValueError, match="depends on no parameter of Linear"):
+        seen(tool, net(), step=lambda: F.cross_entropy(other(X), Y))
+
+
+@pytest.mark.parametrize("tool", ONE_STEP)
+def test_a_loss_whose_graph_does_not_show_the_parameters(tool):
+    """A reentrant checkpoint builds the graph of its block in backward."""
+    model = net()
+    x = X.clone().requires_grad_()
+    seen(tool, model, step=lambda: torch.utils.checkpoint.checkpoint(model, x, use_reentrant=True).sum())
+
+
+def test_the_name_of_an_optimizer():
+    with pytest.raises(TypeError, match="optimizer='adam': expected"):
+        amplab.doctor(net(), X, optimizer="adam")
