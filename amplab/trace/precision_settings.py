@@ -145,7 +145,7 @@ def _refuse_what_is_in_force() -> None:
     if thread_engines() or torch._C._is_any_autocast_enabled():
         raise ValueError(
             "opt_level or policy while casts are already in force: expected a model that is not initialized, and no "
-            "autocast around the call; omit both to X-ray the model as it is, or call amp.reset() first."
+            "autocast around the call; omit both to run the model in the precision in force, or call amp.reset() first."
         )
 
 
