@@ -101,12 +101,12 @@ class autocast:
         self.device = checked_device_type(device_type)
         if not isinstance(enabled, bool):
             raise TypeError(f"enabled={enabled!r}: expected True or False.")
-        around = _innermost(self.device)
-        self._policy = _checked_policy(policy, dtype) or _policy_around(self.device)
+        around, engine = _in_force(self.device)
+        self._policy = _checked_policy(policy, dtype) or _policy_around(around, engine)
         if dtype is None and self._policy.simulated:
             policy = self._policy
         chosen = policy.tensor_dtype if policy is not None else dtype
-        self.fast_dtype = checked_dtype(get_autocast_dtype(self.device) if chosen is None else chosen)
+        self.fast_dtype = checked_dtype(_dtype_around(self.device, around, engine) if chosen is None else chosen)
         around_caches = around is None or around.cache_enabled
         self.cache_enabled: bool = around_caches if cache_enabled is None else cache_enabled
         self.enabled = bool(enabled) and enabled_here(
@@ -219,28 +219,32 @@ def get_autocast_dtype(device_type: str) -> torch.dtype:
         RuntimeError: there is no such device type.
     """
     device_type = _type_of(device_type)
-    region = _innermost(device_type)
-    if region is not None:
-        return region.fast_dtype
-    engine = casting_engine(device_type)
-    return torch.get_autocast_dtype(device_type) if engine is None else engine.policy.tensor_dtype
+    return _dtype_around(device_type, *_in_force(device_type))
 
 
 def _type_of(device_type: str) -> str:
     return torch.device(named_by_a_string(device_type)).type
 
 
-def _innermost(device_type: str) -> autocast | None:
-    """Return the region in force for ``device_type`` in this thread; None if there is none or `initialize` casts."""
+def _in_force(device_type: str) -> tuple[autocast | None, CastingEngine | None]:
+    """Return the region and the engine that decide for ``device_type`` in this thread.
+
+    The region is None outside all regions, and where an engine entered later, such as that of `initialize`, decides.
+    """
     deciding = casting_engine(device_type)
     for region, engine, _ in reversed(_THREAD.entries):
         if region.device == device_type:
-            return region if engine is deciding else None
-    return None
+            return (region if engine is deciding else None), deciding
+    return None, deciding
 
 
-def _policy_around(device_type: str) -> PrecisionPolicy:
-    region, engine = _innermost(device_type), casting_engine(device_type)
+def _dtype_around(device_type: str, region: autocast | None, engine: CastingEngine | None) -> torch.dtype:
+    if region is not None:
+        return region.fast_dtype
+    return torch.get_autocast_dtype(device_type) if engine is None else engine.policy.tensor_dtype
+
+
+def _policy_around(region: autocast | None, engine: CastingEngine | None) -> PrecisionPolicy:
     if region is not None:
         return region._policy  # the same object: engines are looked up by identity
     return DEFAULT_POLICY if engine is None or engine.policy.table is None else engine.policy
