@@ -62,7 +62,9 @@ class ForwardHooks:
         if self.input_dtype is None:
             return None
         cast = cast_tree(args, self.input_dtype), cast_tree(kwargs, self.input_dtype)
-        self._scopes.add(input_edits((args, kwargs), cast, self._outward))
+        given, received = (*args, *kwargs.values()), (*cast[0], *cast[1].values())
+        if any(True for _ in _copied(given, received)):  # rarely: most inputs are tensors
+            self._scopes.add(input_edits(given, received, self._outward))
         return cast
 
     def after_forward(self, _model: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
