@@ -10,7 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from amplab.policies import OpTable, casts_enabled, thread_engines
+from amplab.policies import OpTable, thread_engines
+from amplab.policies.casting.thread_scopes import engine_at_work
 
 __all__ = [
     "REQUESTS_DTYPE",
@@ -36,11 +37,11 @@ def current_table(autocast: bool) -> str | None:
     NO_TABLE if the innermost engine has none or casts are disabled. Without an engine, TORCH_AUTOCAST if `autocast` is
     set, else NO_ENGINE. Sync: none.
     """
-    engines = thread_engines()
-    if not engines:
+    engine, may_cast = engine_at_work()
+    if engine is None:
         return TORCH_AUTOCAST if autocast else NO_ENGINE
-    table = engines[-1].policy.table
-    return table.name if isinstance(table, OpTable) and casts_enabled() else NO_TABLE
+    table = engine.policy.table
+    return table.name if isinstance(table, OpTable) and may_cast else NO_TABLE
 
 
 def clear_cast_caches() -> None:

@@ -49,6 +49,7 @@ __all__ = [
     "Scope",
     "THREAD",
     "casting_engine",
+    "engine_at_work",
     "casts_enabled",
     "cpu_half",
     "cpu_half_mode",
@@ -424,6 +425,15 @@ def thread_engines() -> tuple[CastingEngine, ...]:
     """The engines that are active in the calling thread, outermost first; the last one casts."""
     THREAD.own.drop_ended()
     return tuple(mode.engine for mode in THREAD.own.modes)
+
+
+def engine_at_work() -> tuple[CastingEngine | None, bool]:
+    """The innermost engine of the calling thread and whether it may cast, as they are for the op that runs now.
+
+    For readers of every op: unlike `thread_engines` and `casts_enabled`, it does not look for scopes that have ended.
+    """
+    thread = THREAD.own
+    return (thread.modes[-1].engine if thread.modes else None), not thread.disabled
 
 
 def casting_engine(device_type: str) -> CastingEngine | None:
