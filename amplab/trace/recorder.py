@@ -25,8 +25,8 @@ from amplab.policies import (
     cpu_half,
     cpu_half_mode,
     explaining,
-    module_rule_at_work,
 )
+from amplab.policies.modules.module_regions import module_rule_of_op
 from amplab.trace.calls import Calls
 from amplab.trace.engines import NO_ENGINE, REQUESTS_DTYPE, TORCH_AUTOCAST, current_table
 from amplab.trace.kept_tensors import KeptTensors
@@ -183,7 +183,7 @@ class Recorder:
     def _place(self) -> Place:
         calls, modules, node = self.calls, self._modules, _current_node()
         table = current_table(calls.autocast)
-        called = calls.name, modules.path, modules.stage, table, self._explanation.decision, module_rule_at_work()
+        called = calls.name, modules.path, modules.stage, table, self._explanation.decision, module_rule_of_op()
         if node is None and not calls.in_autograd:
             self._take_number()
             fields = (*called, *_IN_FORWARD, calls.line)

@@ -36,7 +36,7 @@ from amplab.policies.policy.precision_policy import PrecisionPolicy
 from amplab.policies.policy.precisions import Precision, precision_name, tensor_dtype
 from amplab.policies.tables.apex_table import APEX
 
-__all__ = ["ModuleRegion", "module_rule_at_work", "register_module_rules"]
+__all__ = ["ModuleRegion", "module_rule_at_work", "module_rule_of_op", "register_module_rules"]
 
 _FLOAT32 = PrecisionPolicy(None, torch.float32)
 
@@ -219,6 +219,11 @@ def _innermost_visit() -> _Visit | None:
 def module_rule_at_work() -> str:
     """Return the module rule active in the calling thread: "blocks.*=float32 in blocks.0"; empty for none."""
     THREAD.own.drop_ended()
+    return module_rule_of_op()
+
+
+def module_rule_of_op() -> str:
+    """As `module_rule_at_work`, for readers of every op: it does not look for scopes that have ended."""
     visit = _innermost_visit()
     return "" if visit is None or visit.engine is None else str(visit.region)
 
