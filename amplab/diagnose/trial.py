@@ -171,10 +171,9 @@ def check_step_of_copies(tool: str, step: Any, batches: str) -> None:
     """Raise a TypeError unless `step` is a function of the model that a tool has made, and a batch."""
     if step is None:
         return
+    refused = accepts(step, 2) if callable(step) else f"it is of type {type(step).__name__}"
     if isinstance(step, nn.Module):
         refused = f"this is the module {type(step).__name__}"
-    else:
-        refused = accepts(step, 2) if callable(step) else f"it is of type {type(step).__name__}"
     if refused is not None:
         raise TypeError(
             f"step is called as step(model, batch) with the model that {tool} trains, and {refused}: expected a "

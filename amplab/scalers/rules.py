@@ -328,7 +328,8 @@ def require_scale(name: str, value: float | None, *, optional: bool = False) -> 
     """
     if value is None and optional:
         return
-    require_number(name, value, "65536.0; for a dynamic scale use DynamicScale")
+    if not isinstance(value, Real):
+        raise TypeError(f"{name}={value!r}: expected a number, such as 65536.0; for a dynamic scale use DynamicScale.")
     if not 0.0 < value < math.inf:
         expected = f"{name}={value}: expected a finite number > 0" + (f" or None for no {name}" if optional else "")
         raise ValueError(f"{expected}; powers of two, such as 128.0 or 65536.0, scale without rounding.")
