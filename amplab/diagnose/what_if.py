@@ -193,8 +193,8 @@ class WhatIfs:
         for run in self.runs:
             if run.lost_from is not None:
                 yield (
-                    f"{run.name}, step {run.lost_from}: the gradients overflow and the step is taken, because this rule "
-                    "skips none. The weights are then inf or NaN, and the run is lost."
+                    f"{run.name}, step {run.lost_from}: the gradients overflow and the step is taken: this rule skips "
+                    "none. The weights are then inf or NaN, and the run is lost."
                 )
             if run.doubt is not None:
                 yield f"{run.name}, a guess from step {run.certain_until} on: {run.doubt}."
