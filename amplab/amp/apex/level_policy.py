@@ -5,7 +5,8 @@
     O1      the policy's                 apply       casts by op inside the modules, weights float32
     O2 O3   none, cast_model_type        apply       weights of the modules in the rule's dtype
 
-The casts at the boundaries of those modules are in `amplab.policies.modules.module_regions`.
+The casts at the boundaries of those modules are in `amplab.policies.modules.module_regions`, those of ops that get
+both what a rule returns and tensors of another dtype in `amplab.policies.casting.mixed_arguments`.
 """
 
 import dataclasses
@@ -33,9 +34,11 @@ def engine_policy(
     policy = PrecisionPolicy() if policy is None else policy
     if properties.patch_torch_functions:
         return with_registered(policy, registrations)
-    if properties.cast_model_type in LOW_PRECISION_DTYPES:
-        return PrecisionPolicy(None, properties.cast_model_type, policy.op_rules)
-    return PrecisionPolicy(None, torch.float32, policy.op_rules) if policy.op_rules else None
+    half = properties.cast_model_type in LOW_PRECISION_DTYPES
+    if not half and not policy.op_rules and not policy.module_rules:
+        return None
+    dtype = properties.cast_model_type if half else torch.float32
+    return dataclasses.replace(policy, table=None, compute_dtype=dtype)
 
 
 def with_registered(policy: PrecisionPolicy, registrations: Sequence[Registration]) -> PrecisionPolicy:
