@@ -12,9 +12,7 @@ NAMES = st.dictionaries(st.text(), st.sampled_from(["float32", "tf32", "promote"
 @settings(deadline=None)
 @given(NAMES, NAMES, st.booleans())
 def test_any_names_come_back(op_rules, module_rules, cast_outputs_back):
-    text = write_policy(
-        "apex", "float16", op_rules.items(), module_rules.items(), cast_outputs_back=cast_outputs_back
-    )
+    text = write_policy("apex", "float16", op_rules.items(), module_rules.items(), cast_outputs_back=cast_outputs_back)
     assert read_policy(text) == ("apex", "float16", op_rules, module_rules, cast_outputs_back)
 
 

@@ -92,9 +92,7 @@ def build_plan(policy: PrecisionPolicy, cache: CastCache, half_mode: HalfMode, c
     return plan
 
 
-def _add_mixed_steps(
-    plan: Plan, policy: PrecisionPolicy, runs: dict[Callable[..., Any], Run], explained: bool
-) -> None:
+def _add_mixed_steps(plan: Plan, policy: PrecisionPolicy, runs: dict[Callable[..., Any], Run], explained: bool) -> None:
     """Add the steps of ops that may get what a rule returns together with tensors of the other dtype."""
     for func, rule in mixed_rules():
         if func in policy.by_function:
