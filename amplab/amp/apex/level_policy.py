@@ -34,11 +34,10 @@ def engine_policy(
     policy = PrecisionPolicy() if policy is None else policy
     if properties.patch_torch_functions:
         return with_registered(policy, registrations)
-    half = properties.cast_model_type in LOW_PRECISION_DTYPES
-    if not half and not policy.op_rules and not policy.module_rules:
-        return None
-    dtype = properties.cast_model_type if half else torch.float32
-    return dataclasses.replace(policy, table=None, compute_dtype=dtype)
+    if properties.cast_model_type in LOW_PRECISION_DTYPES:
+        return dataclasses.replace(policy, table=None, compute_dtype=properties.cast_model_type)
+    has_rules = bool(policy.op_rules or policy.module_rules)
+    return dataclasses.replace(policy, table=None, compute_dtype=torch.float32) if has_rules else None
 
 
 def with_registered(policy: PrecisionPolicy, registrations: Sequence[Registration]) -> PrecisionPolicy:
