@@ -204,7 +204,7 @@ def setting_of(
     """Put `model` into the precision of the block; arguments as for `first_nonfinite`.
 
     Raises:
-        TypeError, ValueError: as `precision_setting`; a session together with a precision.
+        TypeError, ValueError: as `precision_setting`; both a session and a precision.
     """
     if opt_level is None and policy is None and autocast is None:
         yield _setting_in_force(scaler_in_use(scaler), loss_scale)
@@ -212,8 +212,8 @@ def setting_of(
     scaler = check_scaler(scaler)
     if isinstance(scaler, Session):
         raise ValueError(
-            "scaler=Session together with opt_level, policy or autocast: expected one of them; a session runs in the "
-            "precision that initialize gave it."
+            "scaler= is a Session (as the module amp is), and opt_level=, policy= or autocast= is given too: expected "
+            "one of the two; a session already has the precision that initialize gave it."
         )
     with precision_setting(model, opt_level=opt_level, policy=policy, autocast=autocast) as precision:
         level = (opt_level or "O1") if autocast is None else ""

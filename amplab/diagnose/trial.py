@@ -206,15 +206,22 @@ class TrialStep:
 
 
 class Trial:
-    """A model and an optimizer in one precision.
+    """Trains a model in one precision, with its own session and optimizer.
 
     Args:
-        model: float32; it changes.
-        make_optimizer: called with the parameters that are trained.
-        precision: see the module's table.
-        loss, step: as `handed_step` takes them.
-        tool: the tool that trains, for messages.
-        on_collapse: of `Session.initialize`: "warn" or "raise".
+        model: in float32. The trial trains this model, not a copy; `close` removes the precision, not the training.
+        make_optimizer: a function that returns an optimizer of the parameters it gets, those that require a gradient.
+        precision: one of the module's table.
+        loss, step: how the loss is computed, as `handed_step` takes them.
+        tool: the name of the function that runs the trial, for error messages.
+        on_collapse: passed to `Session.initialize`: "warn" or "raise".
+
+    Attributes:
+        name: of the precision.
+        model: the model in training.
+
+    Raises:
+        TypeError, ValueError: not a precision, or not such a function.
 
     Sync: one per step.
     """

@@ -19,8 +19,8 @@ from amplab.trace.handed_step import Loss, Scaler
 __all__ = ["StepRerun"]
 
 _HAS_CUDA = torch.backends.cuda.is_built()
-_AT = (1, 5)  # skips in a row: the first may be a scale that settles, five are not
-_MOST = 6  # reruns in one watch: each costs three to six steps, of a net of microseconds twenty-five
+_RERUN_AFTER = (1, 5)  # skips in a row after which a step runs again: one may be a scale that settles, five are not
+_MAX_RERUNS = 6  # of one watch; each takes as long as 3 to 6 steps, or 25 if a step takes microseconds
 
 _BATCHES = 64  # kept of one step, so that a loop which never steps does not keep all
 
@@ -71,7 +71,7 @@ class StepRerun:
 
     def is_worth_it(self, skips_in_a_row: int) -> bool:
         """Whether to explain this skip: it is possible, and only some skips of a long row are explained."""
-        return self.is_possible and skips_in_a_row in _AT and self._made < _MOST
+        return self.is_possible and skips_in_a_row in _RERUN_AFTER and self._made < _MAX_RERUNS
 
     def explain(self, loss_scale: float) -> Finding | None:
         """Run the kept step again at its scale, batch by batch; None if all are finite.

@@ -204,7 +204,7 @@ def handed_step(
     if step is not None:
         if loss is not None:
             raise TypeError(
-                f"loss= together with step=: expected one of them, {_by_loss(tool)} or {_by_step(tool)}; a step "
+                f"got both loss= and step=: expected one of them, {_by_loss(tool)} or {_by_step(tool)}; a step "
                 "computes the loss itself."
             )
         run = bound_to_batch(tool, "step", step, model, batch)

@@ -55,7 +55,7 @@ def precision_setting(
     """
     if autocast is not None and (opt_level is not None or policy is not None):
         raise ValueError(
-            "autocast together with opt_level or policy: expected only one of them; pass a policy for autocast as "
+            "got autocast= and also opt_level= or policy=: expected one of them; to use a policy under autocast, pass "
             "autocast=dict(policy=...)."
         )
     if autocast is not None:

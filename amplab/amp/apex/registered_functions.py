@@ -137,7 +137,8 @@ def _registration(cast: CastPolicy, owner: Any, name: str) -> Registration:
     if function is None:
         raise ValueError(f"No function named {name} in module {owner}. Name one that is in {title}.")
     if isinstance(function, type) or not callable(function):
-        raise TypeError(f"{title}.{name} is no function: expected one; register what its forward calls.")
+        kind = "a class" if isinstance(function, type) else f"of type {type(function).__name__}"
+        raise TypeError(f"{title}.{name} is {kind}: expected a function, such as one that a module's forward calls.")
     spellings = _spellings(function, name)
     if not spellings and _is_torchs_own(owner):
         raise ValueError(
@@ -185,7 +186,7 @@ def half_function(fn: Callable[..., Any]) -> Callable[..., Any]:
     all of them as they are. Other containers pass as they are.
 
     Raises:
-        TypeError: ``fn`` is no function.
+        TypeError: ``fn`` is not a function.
 
     Reference: ``apex.amp.half_function``.
 

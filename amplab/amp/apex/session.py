@@ -498,7 +498,7 @@ class Session:
         """Load what `state_dict` returned, here or in apex; entries go by the number in their key.
 
         Raises:
-            RuntimeError: before `initialize`; or keys that are no loss scaler's.
+            RuntimeError: before `initialize`; or keys that do not belong to a loss scaler.
             ValueError: an entry without a positive ``loss_scale``.
         """
         self._require_initialized("amp.load_state_dict")

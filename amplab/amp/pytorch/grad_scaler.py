@@ -469,7 +469,7 @@ class GradScaler(torch.amp.GradScaler):
             A context manager. When the block raises, the gradients are those from before it.
 
         Raises:
-            TypeError: a loss that is no tensor; something that is no optimizer; a ``loss_id`` that is no whole number.
+            TypeError: the loss is not a tensor, ``optimizer`` not an optimizer, or ``loss_id`` not a whole number.
             IndexError: no such loss.
             RuntimeError: after `unscale_` or `step` of one of the optimizers, since the last `update`.
             ValueError: float16 parameters.
