@@ -25,6 +25,7 @@ from amplab.diagnose.trial import (
     check_steps,
     check_tolerance,
     check_trained,
+    precision_named,
 )
 from amplab.diagnose.twin_report import TwinReport, TwinRow, TwinStep, twin_error
 from amplab.policies.nested_tensors import floating_tensors_in
@@ -91,6 +92,8 @@ def twin(
     check_seed(seed)
     check_tolerance(tolerance)
     check_trained(model)
+    for argument, precision in (("left", left), ("right", right)):
+        precision_named(precision, argument)
     check_optimizer(optimizer)
     check_gradients_on()
     check_step_of_copies("twin", step, "model, batch")

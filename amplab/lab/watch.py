@@ -417,7 +417,7 @@ def watch(
     optimizers = optimizers_of(optimizer)
     _check_watched(model, optimizers)
     check_options(log=log, every=every, tensorboard=tensorboard)
-    _check_rerun(loss, step)
+    _check_rerun(model, loss, step)
     scalars = None if tensorboard is None else TensorBoardScalars(tensorboard)
     return Watch(model, optimizers, scaler=scaler, loss=loss, step=step, log=log, every=every, scalars=scalars)
 
@@ -435,12 +435,12 @@ def _check_watched(model: Any, optimizers: Sequence[Optimizer]) -> None:
         raise TypeError("0 optimizers: expected a torch.optim.Optimizer, or a list of them.")
 
 
-def _check_rerun(loss: Any, step: Any) -> None:
+def _check_rerun(model: nn.Module, loss: Any, step: Any) -> None:
     """Raise a TypeError unless `loss` and `step` can run a step again."""
     if step is not None:
         if loss is not None:
             raise TypeError("got both loss= and step=: expected one of them; a step computes the loss itself.")
-        bound_to_batch("watch", "step", step, None, (), such="lambda batch: loss_of(model, batch)")
+        bound_to_batch("watch", "step", step, model, (), such="lambda batch: loss_of(model, batch)")
     elif loss is not None:
         check_loss_function(loss)
 

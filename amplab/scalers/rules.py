@@ -26,7 +26,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
-from typing import Protocol
+from typing import Any, Protocol
 
 __all__ = [
     "APEX_DYNAMIC",
@@ -337,8 +337,16 @@ def require_scale(name: str, value: float | None, *, optional: bool = False) -> 
         raise ValueError(f"{name}={value}: expected a number in the range of float32, from 2^-149 to 2^128.")
 
 
+def require_number(name: str, value: Any, such: str) -> None:
+    """Raise TypeError unless ``value`` is a real number; the message says "such as ``such``"."""
+    if not isinstance(value, Real):
+        raise TypeError(f"{name}={value!r}: expected a number, such as {such}.")
+
+
 def require_factors(growth_factor: float, backoff_factor: float) -> None:
-    """Raise ValueError unless the one factor is > 1 and the other in (0, 1)."""
+    """Raise ValueError unless the one factor is > 1 and the other in (0, 1), TypeError unless both are numbers."""
+    require_number("growth_factor", growth_factor, "2.0")
+    require_number("backoff_factor", backoff_factor, "0.5")
     if not 1.0 < growth_factor < math.inf:
         raise ValueError(
             f"growth_factor={growth_factor}: expected a finite value > 1; use backoff_factor to shrink the scale."
@@ -350,7 +358,8 @@ def require_factors(growth_factor: float, backoff_factor: float) -> None:
 
 
 def require_interval(name: str, value: int) -> None:
-    """Raise ValueError unless ``value`` is a whole number of steps >= 1."""
+    """Raise ValueError unless ``value`` is a whole number of steps >= 1, TypeError unless it is a number."""
+    require_number(name, value, "2000")
     if not value >= 1 or value % 1 != 0:
         remedy = "for a constant scale use StaticScale" if name == "growth_interval" else "1 is the smallest value"
         raise ValueError(f"{name}={value}: expected a whole number of steps >= 1; {remedy}.")

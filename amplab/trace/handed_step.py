@@ -269,6 +269,11 @@ def bound_to_batch(
     if isinstance(function, type) or not callable(function):
         kind = f"{function.__name__} is a class" if isinstance(function, type) else type(function).__name__
         raise TypeError(f"{name}={kind}: expected a function such as {such}.")
+    if isinstance(function, nn.Module) and not _shares_parameters(function, model):
+        raise TypeError(
+            f"{name}={type(function).__name__} is a module that does not contain the model: expected a function that "
+            f"runs the model, such as {such}; pass a function of the model's output as loss=."
+        )
     required = len(_required(function)) or int(batch is not None and _takes_any_number(function))
     if required and batch is None:
         raise TypeError(
@@ -286,6 +291,10 @@ def bound_to_batch(
     return functools.partial(function, *given) if given else function
 
 
+def _shares_parameters(module: nn.Module, model: nn.Module) -> bool:
+    return not {*map(id, module.parameters())}.isdisjoint(map(id, model.parameters()))
+
+
 def check_scaler(scaler: Any) -> Scaler | None:
     """Return `scaler`, a session or a GradScaler; for the module ``amp`` this thread's session.
 
@@ -300,10 +309,21 @@ def check_scaler(scaler: Any) -> Scaler | None:
 
 
 def scaler_in_use(scaler: Any) -> Scaler | None:
-    """Return the result of `check_scaler`; for None this thread's session, if ``amp.initialize`` was called."""
+    """Return the result of `check_scaler`; for None this thread's session, if ``amp.initialize`` was called.
+
+    Raises:
+        TypeError: as `check_scaler`. RuntimeError: a session, or the module ``amp``, before `initialize`.
+    """
     if scaler is None and default_session().initialized:
         return default_session()
-    return check_scaler(scaler)
+    found = check_scaler(scaler)
+    if isinstance(found, Session) and not found.initialized:
+        given, name = ("amp", "amp") if isinstance(scaler, ModuleType) else ("Session", "session")
+        raise RuntimeError(
+            f"scaler={given} has no loss scale, since {name}.initialize was not called: call "
+            f"{name}.initialize(model, optimizer) first{', in this thread' if given == 'amp' else ''}, or omit scaler=."
+        )
+    return found
 
 
 def optimizers_of(optimizer: Any) -> list[Optimizer]:

@@ -41,6 +41,7 @@ from amplab.amp.pytorch.optimizer_gradients import (
 from amplab.amp.pytorch.step_report import NO_STEP_YET, STEPPED, ScaleSubscribers, StepReport
 from amplab.optimizers import FusedOptimizer
 from amplab.scalers import ScaleRule
+from amplab.scalers.rules import require_number
 
 __all__ = ["GradScaler"]
 
@@ -105,6 +106,7 @@ class GradScaler(torch.amp.GradScaler):
 
     Raises:
         AssertionError: ``growth_factor`` <= 1 or ``backoff_factor`` >= 1, where scaling is enabled.
+        TypeError: one of the four numbers is not a number, or ``growth_interval`` not a whole one.
         ValueError: a rule and numbers; a floor that is not a finite number > 0, or above the rule's ceiling;
             ``num_losses`` < 1.
 
@@ -141,6 +143,7 @@ class GradScaler(torch.amp.GradScaler):
             warnings.warn("torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", stacklevel=2)
             enabled = False
         numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
+        _check_numbers(*numbers)
         if rule is not None and numbers != _NUMBERS:
             raise ValueError(
                 f"rule={rule!r} and numbers of torch's rule, {numbers}: expected one of the two; put the numbers into "
@@ -717,6 +720,16 @@ class GradScaler(torch.amp.GradScaler):
         """Take up what `__getstate__` gave."""
         vars(self).update(state)
         self._begin()
+
+
+def _check_numbers(init_scale: Any, growth_factor: Any, backoff_factor: Any, growth_interval: Any) -> None:
+    """Raise TypeError for the first that is not a number; torch takes a tensor of one element, too."""
+    given = {"init_scale": init_scale, "growth_factor": growth_factor, "backoff_factor": backoff_factor}
+    for (name, value), such in zip(given.items(), ("65536.0", "2.0", "0.5"), strict=True):
+        if not (isinstance(value, Tensor) and value.numel() == 1):
+            require_number(name, value, such)
+    if not isinstance(growth_interval, Real) or growth_interval % 1 != 0:
+        raise TypeError(f"growth_interval={growth_interval!r}: expected a whole number of steps, such as 2000.")
 
 
 def _verdict_of_all(rows: Iterable[dict[str, Any]]) -> bool | None:
