@@ -25,7 +25,6 @@ import torch
 from amplab.diagnose.observed_step.dataflow import short_name, writers
 from amplab.diagnose.observed_step.tensor_summary import TensorSummary
 from amplab.diagnose.observed_step.values import ObservedStep
-from amplab.trace import OpRecord
 
 __all__ = ["DOMAINS", "Domain", "Met", "Origin", "domain_of", "forward_op_of", "met_point"]
 

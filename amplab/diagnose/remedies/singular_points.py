@@ -59,9 +59,9 @@ def _replaced(record: OpRecord, inner: OpRecord, stable: str) -> str:
     """The user's statement with a function that computes two ops at once."""
     call, within = call_on(record.line, record.op), call_on(inner.line, inner.op)
     known = within is not None and inner.module == record.module
-    argument = within.operands[0] if known and within is not None else "x"
-    text = argument if argument.isidentifier() or stable.endswith(f"({{x}}, dim=-1)") else f"({argument})"
-    code = stable.format(x=text if "{x}" != stable else argument)
+    argument = within.tensor if known and within is not None else "x"
+    text = argument if argument.isidentifier() or stable.endswith("({x}, dim=-1)") else f"({argument})"
+    code = stable.format(x=text if stable != "{x}" else argument)
     note = "" if known else f"  # x is the input of {inner.op}"
     if call is None:
         return f"y = {code}{note or f'  # instead of {inner.op} and {record.op}'}"
@@ -87,10 +87,12 @@ def _pasted(step: ObservedStep, met: Met, first: int, calls: tuple[UsersCall, Us
     begins, ends = calls
     inner, outer = step.trace.records[first], step.trace.records[met.op]
     is_half_op = api.casting is not ApiStyle.HALF and CastPolicy.LOWER_PRECISION_FP.value in inner.reason
-    operands = range(len(begins.operands)) if is_half_op else range(1)
+    operands = begins.tensors if is_half_op else begins.tensors[:1]
     within: list[Edit] = [edit for each in operands for edit in begins.operand_followed_by(".float()", each)]
     domain = domain_of(step, met.op)
-    clamped = met.origin.why == "rounded" and domain is not None and len(_ends(domain)) == _TWO_SIDED and first != met.op
+    clamped = (
+        met.origin.why == "rounded" and domain is not None and len(_ends(domain)) == _TWO_SIDED and first != met.op
+    )
     around = [*ends.followed_by(_back(api)), *(ends.operand_followed_by(_clamp(domain)) if clamped and domain else ())]
     if begins.statement == ends.statement and inner.line == outer.line:
         lines = [edited(ends.statement, (*around, *within))]
@@ -115,7 +117,8 @@ def _ends(domain: Domain) -> Sequence[float]:
 
 
 def _clamp(domain: Domain) -> str:
-    lowest = "1e-6" if domain.lowest == 0 else f"{domain.lowest:g} + 1e-6"
+    distance = "1e-4" if domain.infinite_at else "1e-6"
+    lowest = distance if domain.lowest == 0 else f"{domain.lowest:g} + {distance}"
     if len(_ends(domain)) == _TWO_SIDED:
-        return f".clamp({lowest}, {domain.highest:g} - 1e-6)"
+        return f".clamp({lowest}, {domain.highest:g} - {distance})"
     return f".clamp_min({lowest})"

@@ -39,11 +39,12 @@ class UsersCall:
 
     Args:
         operands: the code of its tensors and other positional arguments, the object of a method first.
-        statement: the statement that contains it, without indentation; of a compound statement nothing.
+        statement: the statement that contains it, without indentation; in a lambda its expression.
         target: the variable that receives the value of the call, `y` where none does.
         start, end: places of the call in the statement.
         places: where each operand begins and ends in the statement.
         atoms: for each operand, whether it can be followed by a dot as it is.
+        tensors: the operands that are not written as numbers.
         is_operator: whether the call is written as an operator, such as `q @ k`.
         keywords: the names of its keyword arguments.
     """
@@ -55,6 +56,7 @@ class UsersCall:
     end: int
     places: tuple[tuple[int, int], ...]
     atoms: tuple[bool, ...]
+    tensors: tuple[int, ...]
     is_operator: bool = False
     keywords: tuple[str, ...] = ()
 
@@ -63,8 +65,14 @@ class UsersCall:
         """The call itself."""
         return self.statement[self.start : self.end]
 
-    def operand_followed_by(self, method: str, operand: int = 0) -> tuple[Edit, ...]:
-        """Edits that put a method call behind an operand, in parentheses where it needs them."""
+    @property
+    def tensor(self) -> str:
+        """The code of its first tensor, `x` where it has none."""
+        return self.operands[self.tensors[0]] if self.tensors else "x"
+
+    def operand_followed_by(self, method: str, operand: int | None = None) -> tuple[Edit, ...]:
+        """Edits that put a method call behind an operand, the first tensor, in parentheses where it needs them."""
+        operand = operand if operand is not None else next(iter(self.tensors), 0)
         begin, end = self.places[operand]
         if self.atoms[operand]:
             return (Edit(end, end, method),)
@@ -72,6 +80,8 @@ class UsersCall:
 
     def followed_by(self, method: str) -> tuple[Edit, ...]:
         """Edits that put a method call behind the call."""
+        if not method:
+            return ()
         if not self.is_operator:
             return (Edit(self.end, self.end, method),)
         return Edit(self.start, self.start, "("), Edit(self.end, self.end, f"){method}")
@@ -101,22 +111,39 @@ def edited(statement: str, edits: tuple[Edit, ...]) -> str:
     return statement
 
 
-def call_on(line: CodeLine | None, op: str) -> UsersCall | None:
-    """Return the only call of an op on a line; None if there is none or several, or the file cannot be parsed."""
+def call_on(line: CodeLine | None, op: str, *, outermost: bool = False) -> UsersCall | None:
+    """Return the only call of an op on a line; None if there is none or several, or the file cannot be parsed.
+
+    Args:
+        line: the line.
+        op: the op, as a trace names it.
+        outermost: of several return the one that contains all others, as of the additions in `a + b + c`.
+    """
     if line is None:
         return None
     statement = _statement(line)
     if statement is None:
         return None
     calls = [each for each in ast.walk(statement) if _calls(each, op) and _is_on(each, line.number)]
-    if len(calls) != 1 or not isinstance(statement, _SIMPLE):
+    if outermost:
+        calls = [each for each in calls if all(_holds(each, other) for other in calls)]
+    if len(calls) != 1:
         return None
-    return _described(line.file, statement, cast("ast.Call | ast.BinOp", calls[0]))
+    call = cast("ast.Call | ast.BinOp", calls[0])
+    inner = [each.body for each in ast.walk(statement) if isinstance(each, ast.Lambda) and _holds(each.body, call)]
+    holder = inner[-1] if inner else statement
+    return _described(line.file, holder, call) if inner or isinstance(statement, _SIMPLE) else None
+
+
+def _holds(node: ast.AST, other: ast.AST) -> bool:
+    return any(each is other for each in ast.walk(node))
 
 
 def _statement(line: CodeLine) -> ast.stmt | None:
     tree = _tree(line.file, len(linecache.getlines(line.file)))
-    found = [each for each in ast.walk(tree) if isinstance(each, ast.stmt) and _is_on(each, line.number)] if tree else []
+    found = (
+        [each for each in ast.walk(tree) if isinstance(each, ast.stmt) and _is_on(each, line.number)] if tree else []
+    )
     return max(found, key=lambda each: (each.lineno, each.col_offset), default=None)
 
 
@@ -141,7 +168,7 @@ def _calls(node: ast.AST, op: str) -> bool:
     return called.strip("_") == op.removeprefix("special_").removeprefix("linalg_")
 
 
-def _described(file: str, statement: ast.stmt, node: ast.Call | ast.BinOp) -> UsersCall | None:
+def _described(file: str, statement: ast.stmt | ast.expr, node: ast.Call | ast.BinOp) -> UsersCall | None:
     operands = list(_operands(node))
     text = _text(file, statement)
     if not operands or not text or any(len(ast.unparse(each)) > _LONGEST for each in operands):
@@ -158,6 +185,7 @@ def _described(file: str, statement: ast.stmt, node: ast.Call | ast.BinOp) -> Us
         *places[0],
         tuple(places[1:]),
         tuple(isinstance(each, _ATOMS) for each in operands),
+        tuple(place for place, each in enumerate(operands) if any(isinstance(e, ast.Name) for e in ast.walk(each))),
         isinstance(node, ast.BinOp),
         tuple(each.arg or "" for each in node.keywords) if isinstance(node, ast.Call) else (),
     )
@@ -177,7 +205,7 @@ def _is_module(node: ast.expr) -> bool:
     return ast.unparse(node) in ("torch", "F", "nn.functional", "torch.nn.functional", "torch.special", "torch.linalg")
 
 
-def _text(file: str, statement: ast.stmt) -> str:
+def _text(file: str, statement: ast.stmt | ast.expr) -> str:
     """The lines of a statement, with the indentation of its first line removed from each."""
     lines = linecache.getlines(file)[statement.lineno - 1 : statement.end_lineno]
     if not all(line.isascii() for line in lines):  # places count bytes
@@ -185,13 +213,13 @@ def _text(file: str, statement: ast.stmt) -> str:
     return "".join(_lines(lines, statement)).rstrip("\n")
 
 
-def _lines(lines: list[str], statement: ast.stmt) -> list[str]:
+def _lines(lines: list[str], statement: ast.stmt | ast.expr) -> list[str]:
     """Cut the indentation of the statement, and what follows it on its last line."""
     last = lines[-1][: statement.end_col_offset]
     return [line[statement.col_offset :] for line in [*lines[:-1], last]]
 
 
-def _place(file: str, statement: ast.stmt, node: ast.expr) -> tuple[int, int]:
+def _place(file: str, statement: ast.stmt | ast.expr, node: ast.expr) -> tuple[int, int]:
     """Where an expression begins and ends in the text of its statement."""
     lines = linecache.getlines(file)[statement.lineno - 1 : statement.end_lineno]
     begins = [0]
