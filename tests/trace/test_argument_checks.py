@@ -247,9 +247,12 @@ LOADER = DataLoader(TensorDataset(X), batch_size=5)
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
-        (LOADER, "batch=DataLoader: expected one batch, and this holds many; take one, next(iter(loader))"),
-        (LOADER.dataset, "batch=TensorDataset: expected one batch, and this holds many; take one, next(iter(DataL"),
-        (iter([X]), "batch=list_iterator: expected one batch, and this holds many; take one, next(batch)"),
+        (LOADER, "batch=DataLoader: expected one batch, not an object that yields many; pass next(iter(loader))"),
+        (
+            LOADER.dataset,
+            "batch=TensorDataset: expected one batch, not an object that yields many; pass next(iter(DataL",
+        ),
+        (iter([X]), "batch=list_iterator: expected one batch, not an object that yields many; pass next(batch)"),
         ((), "batch=tuple without values:"),
         ({}, "batch=dict without values:"),
         ({"pixels": X}, "batch=dict with the keys 'pixels':"),
