@@ -158,7 +158,7 @@ def test_shapes_alone_are_enough_without_statistics():
 @pytest.mark.parametrize("look", [trace_step, nonfinite, probe, examined])
 def test_gradients_are_off_around_the_call(look, mode):
     model = net()
-    with mode(), pytest.raises(ValueError, match=rf"^torch\.{mode.__name__}\(\) is in force"):
+    with mode(), pytest.raises(ValueError, match=rf"^torch\.{mode.__name__}\(\) is active"):
         look(model, lambda: model(X).sum())
 
 
@@ -166,7 +166,7 @@ def test_gradients_are_off_around_the_call(look, mode):
 @pytest.mark.parametrize("look", BATCHED)
 def test_gradients_are_off_around_a_call_with_a_batch(look, mode):
     model = net()
-    with mode(), pytest.raises(ValueError, match=rf"^torch\.{mode.__name__}\(\) is in force"):
+    with mode(), pytest.raises(ValueError, match=rf"^torch\.{mode.__name__}\(\) is active"):
         look(model, X)
 
 
