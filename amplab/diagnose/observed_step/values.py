@@ -2,7 +2,7 @@
 
 `observe_step` traces a step with an observer that measures each tensor once and follows it from the op that writes it
 to the ops that read it. It follows the memory, so views and in-place writes are resolved. No tensor is kept. Records
-and values are created when they are first read, since few of a long step ever are.
+and values are created when they are first read, because only a few of a long step are read.
 
     trace.records[i]       the op, its module, its phase, its dtypes
     ops[i].inputs          places in `values`: what it read
