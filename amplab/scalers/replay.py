@@ -121,11 +121,11 @@ def replay(
         fmt: the format in which gradients overflow.
 
     Returns:
-        The replayed run. A finite step without an exponent is taken to be like the measured ones near it. If the record
-        does not decide a step, a recorded finite step stays finite, and a recorded
-        overflow an overflow. With ``recorded_scales``, the gradients of a recorded overflow are assumed to be as large
-        as those of the nearest measured step, and large enough to overflow under the recorded scale. Of gradients that
-        are measured, every step overflows after an overflow that is taken: its weights are not finite.
+        The replayed run. A finite step without an exponent is taken to be like the measured ones near it. A step that
+        the record does not decide is replayed as it was recorded, finite or overflowing. With ``recorded_scales``, the
+        gradients of a recorded overflow are assumed to be as large as those of the nearest measured step, and large
+        enough to overflow under the recorded scale. Of gradients that are measured, every step overflows after an
+        overflow that is taken: its weights are not finite.
 
     Raises:
         TypeError: ``rule`` is not a scaling rule.
