@@ -32,7 +32,7 @@ from amplab.diagnose.train_step.loop_state import kept, scales_of, set_scale
 from amplab.diagnose.train_step.lost_updates import LostUpdates, ShadowStep
 from amplab.diagnose.train_step.named_code import clips_of_model_parameters, leads_to
 from amplab.diagnose.train_step.weight_averages import LostAverage, WeightAverages
-from amplab.diagnose.train_step.schedules import ScheduleMove, ScheduleWatch, schedulers_of
+from amplab.diagnose.train_step.schedules import ScheduleMove, ScheduleWatch, reached_from, schedulers_of
 from amplab.policies.nested_tensors import tensors_in
 from amplab.trace.handed_step import Scaler
 from amplab.trace.untouched import untouched
@@ -215,7 +215,8 @@ def rehearse(
     named = {id(each) for each in stateful}
     recorder = LoopRecorder(model, optimizers, scaler, ScheduleWatch(schedulers, optimizers), overflows=overflows)
     with ExitStack() as undo:
-        others = [each for each in schedulers if id(each) not in named]
+        others = [*schedulers, *_other_scalers(train_step, scaler)]
+        others = [each for each in others if id(each) not in named]
         before = undo.enter_context(kept(optimizers, scaler, [*stateful, *others]))
         undo.enter_context(untouched(model))
         undo.enter_context(recorder.recording())
@@ -232,6 +233,12 @@ def rehearse(
         unstepped=tuple(each._replace(named=named) for each, named in left_out),
         clips_by_name=clips_of_model_parameters(train_step),
     )
+
+
+def _other_scalers(train_step: Callable[[], Any], scaler: Scaler | None) -> Iterator[torch.amp.GradScaler]:
+    """The GradScalers besides `scaler` that the code of `train_step` names; a loop should have one per optimizer."""
+    reached = {id(each): each for each in reached_from(train_step) if isinstance(each, torch.amp.GradScaler)}
+    yield from (each for each in reached.values() if each is not scaler)
 
 
 @dataclass
