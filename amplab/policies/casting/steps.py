@@ -52,7 +52,7 @@ Step = Callable[["CastingMode", Callable[..., Any], tuple[Any, ...], dict[str, A
 
 @dataclasses.dataclass(frozen=True)
 class StepParts:
-    """The parts of a step: the row, the precision of lower-precision ops, the cache for Parameters, what runs the op."""
+    """The parts of a step: the row, the precision of lower-precision ops, the cache for Parameters, and the runner."""
 
     rule: OpRule
     precision: Precision
