@@ -157,7 +157,7 @@ class Hooks:
 
 
 class HookedModel:
-    """What a session knows about one model. It does not hold the model.
+    """The hooks of a session on one model. It does not hold the model.
 
     Args:
         model: a model whose weights have been cast.
