@@ -49,8 +49,10 @@ class CastingEngine:
     forward.
 
     Args:
-        policy: the policy to apply; None for apex's lists in float16. With `table=None` nothing is cast; only
-            products of CPU halves are computed as `cpu_half_mode()` says.
+        policy: the policy to apply; None for apex's lists in float16. With `table=None` and no rules nothing is cast;
+            only products of CPU halves are computed as `cpu_half_mode()` says. Module rules need a model, to which
+            `apply_policy` applies them; the engine alone casts only the ops that follow a ruled module
+            (`mixed_arguments`).
         device_type: cast only ops with a tensor on such a device, e.g. "cuda"; None for every device.
         cache_enabled: whether casts of Parameters are cached.
     """
