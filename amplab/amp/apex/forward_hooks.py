@@ -130,7 +130,7 @@ class InputEdits:
 
 def _copied(given: Any, cast: Any) -> list[tuple[Any, Any]]:
     """Return the mutable containers of ``given`` that were copied, each with its copy in ``cast``."""
-    pairs = []
+    pairs: list[tuple[Any, Any]] = []
     if isinstance(given, MutableMapping):
         if cast is not given:
             pairs.append((given, cast))
