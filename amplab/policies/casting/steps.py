@@ -398,7 +398,9 @@ class CastCache:
 
     def expose(self, tensor: Tensor) -> None:
         """Record that edits of `tensor`'s memory can no longer be detected: it is not cached until `clear`."""
-        if not torch.compiler.is_compiling() and tensor.layout is torch.strided and not _functorch_active():
+        if torch.compiler.is_compiling() or _functorch_active() or type(tensor) not in (Tensor, Parameter):
+            return  # a FakeTensor of the compiler, which compiles a backward at its first call, has no memory
+        if tensor.layout is torch.strided:
             self._exposed.add(tensor.untyped_storage().data_ptr())
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
