@@ -50,7 +50,7 @@ def refuse_constant(word: str) -> None:
     raise AssertionError(f"{word} is not JSON")
 
 
-def test_a_run_comes_back_as_it_was(path):
+def test_a_run_is_read_back_unchanged(path):
     run = load_run(path)
     assert list(map(repr, run.history.records())) == list(map(repr, RECORDS))  # repr: NaN equals itself there
     assert (run.config, run.last_config) == (CONFIG, CONFIG.changed(opt_level="O2"))
@@ -112,7 +112,7 @@ def loaded(tmp_path, losses, version, config=WATCHED):
         (2, ['"nan"', "0.5", '"nan"'], set()),
     ],
 )
-def test_a_loss_that_was_not_told_comes_back_as_none(tmp_path, version, losses, untold):
+def test_a_missing_loss_is_read_back_as_none(tmp_path, version, losses, untold):
     run = loaded(tmp_path, losses, version)
     assert run.history.missing_losses() == untold
     steps = observed_run(run.history, run.config)
@@ -210,7 +210,7 @@ def test_a_blank_line_at_the_end_does_no_harm(path):
     assert not load_run(path).truncated
 
 
-def test_a_folder_is_no_run_log(tmp_path):
+def test_a_folder_is_not_a_run_log(tmp_path):
     with pytest.raises(ValueError, match="a folder"):
         load_run(tmp_path)
 

@@ -110,7 +110,7 @@ def test_any_batch_of_a_step_that_accumulates_is_found(scaling, bad):
     assert (w.findings()[0].name, w.failures) == ("nonfinite-batch", ())
 
 
-def test_a_step_without_gradients_is_no_skipped_one():
+def test_a_step_without_gradients_is_not_a_skipped_one():
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

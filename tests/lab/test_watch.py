@@ -344,7 +344,7 @@ def test_a_scaler_that_is_switched_off_leaves_a_plain_loop(kind):
     assert len(plain(kind("cpu", enabled=False)).history) == 6
 
 
-def test_an_update_that_sets_the_scale_is_no_step():
+def test_an_update_that_sets_the_scale_is_not_a_step():
     model, optimizer = make()
     scaler = amplab.GradScaler("cpu", init_scale=64.0)
     with watch(model, optimizer, scaler=scaler) as w:

@@ -153,7 +153,7 @@ def test_a_collapse_under_a_fused_optimizer_is_said_when_the_scale_is_read():
 
 
 @pytest.mark.parametrize("floor", [1.0, 128.0])
-def test_a_floor_of_ones_own_holds(floor):
+def test_a_floor_that_the_user_sets_holds(floor):
     scaler, training = GradScaler("cpu", init_scale=1024.0, floor=floor), Training()
     for _ in range(20):
         training.iterate(scaler, INF)

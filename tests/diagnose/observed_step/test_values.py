@@ -153,7 +153,7 @@ def test_batches_are_named_by_their_path():
     ]
 
 
-def test_every_model_is_left_as_it_was():
+def test_every_model_is_restored():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.LSTM(4, 2))
     kept = {name: value.clone() for name, value in model.state_dict().items()}

@@ -183,7 +183,7 @@ def test_an_optimizer_that_holds_what_another_holds_is_built_anew():
     assert "1 more" in finding.symptom
 
 
-def test_a_part_that_belongs_to_nobody_gets_an_optimizer():
+def test_a_module_without_an_optimizer_gets_one():
     model, loss_fn = two_parts()
     optimizers = [torch.optim.SGD([each], lr=0.1) for each in model["b"].parameters()]
     remedy_for(model, loss_fn, optimizers)

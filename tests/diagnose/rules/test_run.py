@@ -112,7 +112,7 @@ def test_a_loss_that_is_not_finite():
     assert [(each.name, each.severity) for each in run_findings(skipped)] == [("nonfinite-loss", "warning")]
 
 
-def test_a_loss_that_nobody_told_is_not_one_that_is_not_finite():
+def test_a_missing_loss_is_not_a_non_finite_loss():
     assert names(run_of([None] * 6)) == ["loss-missing"]
     assert names(run_of([None, 0.5, 0.5, 0.4, 0.4])) == []
     assert names(run_of([None, math.nan])) == ["nonfinite-loss"]

@@ -193,7 +193,7 @@ def headed(level, size, seed):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("size", "seed"), [(8, 0), (8, 1), (32, 2)])
-def test_a_note_is_in_the_words_of_what_is_in_use(level, size, seed):
+def test_a_note_uses_the_names_of_the_api_in_use(level, size, seed):
     """With half weights nothing casts at calls: what helps is .float() by hand, or a module rule of this level."""
     try:
         (note,), *_ = headed(level, size, seed)
