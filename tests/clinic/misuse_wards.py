@@ -1,4 +1,4 @@
-"""Runs whose fault is in what happens to gradients and averages between the steps; each takes its mended line as code."""
+"""Runs whose fault is in what happens to gradients and averages between steps; each takes its mended line as code."""
 
 import copy
 from collections.abc import Callable

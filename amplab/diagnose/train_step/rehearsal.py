@@ -343,6 +343,7 @@ class LoopRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
+        """Record while the block runs; every hook is removed at its end."""
         with ExitStack() as undo:
             for name, parameter in self._named.items():
                 if parameter.requires_grad:
