@@ -1,12 +1,12 @@
-"""`first_nonfinite`: which op made the first inf or NaN of a step, and whether the scale, the format or the model did.
+"""`first_nonfinite`: which op made the first inf or NaN of a step, and whether scale, format or model is the cause.
 
 The step runs again with the present random state, and all state is restored. `blame` follows the values back to where
 they began, `reruns` runs a step in another format, `rules.nonfinite` writes the finding.
 
-    began in forward    finite in float32: the format           else: the model (or the learning rate before it)
-    began in backward   finite at scale 1: the scale            else: as above
-    came in             a tensor of the batch, a buffer, a parameter
-    not seen again      finite in a second run in the same format and scale: state that is not restored
+    began in forward          finite in float32: the format     else: the model (or the learning rate before it)
+    began in backward         finite at scale 1: the scale      else: as above
+    existed before the step   the tensor of the batch, the buffer or the parameter
+    not reproduced            finite in a second run in the same format and scale: state that is not restored
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Setting:
 
 @dataclass(frozen=True, repr=False)
 class FirstNonfinite:
-    """Where a step left the range of its numbers.
+    """Where the first inf or NaN of a step began, and why.
 
     Args:
         result: the result that is not finite: "loss", or "gradient of NAME".
@@ -154,12 +154,12 @@ def first_nonfinite(
 
     All state is restored: parameters, buffers, gradients, random states, what the modules' plain attributes refer to,
     and generators among these. Not restored: an object that forward changes in place, and everything outside of the
-    modules. Where that decides, the cause is "state".
+    modules. If the result depends on these, the cause is "state".
 
     Args:
-        model: not compiled; several in a list or dict where `step` runs them all.
-        batch, loss, step: as `amplab.xray` takes them, for the step in question. The tensors of the batch are named in
-            what is reported. An autocast region that `step` opens counts.
+        model: not compiled; several in a list or dict if `step` runs them all.
+        batch, loss, step: as `amplab.xray` takes them, for the step in question. The report uses names for the tensors
+            of the batch. `step` may open an autocast region.
         scaler: the GradScaler, `Session` or module ``amp`` that scales the loss; None for this thread's
             ``amp.initialize``, if there was one. A session casts around the step too.
         opt_level, policy, autocast: a precision for the step, as `amplab.xray` takes them; not with a session.

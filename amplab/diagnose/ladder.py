@@ -223,8 +223,8 @@ def ladder(
             iterable of batches such as a list or a DataLoader, which starts again when it ends. See `amplab.xray` for
             how the model is called with a batch.
         loss: a function of the output (and the batch); None for the output's own.
-        step: in the place of `loss`, a function that is called as `step(model, batch)` with the model of the rung, runs
-            its forward and returns the loss.
+        step: instead of `loss`, a function that is called as `step(model, batch)` with the model of the rung, runs its
+            forward and returns the loss.
         optimizer: a function that makes an optimizer of the parameters it gets; by default ``AdamW(lr=1e-3)``.
         evaluate: a function that returns a score of the trained model, the larger the better. The score then counts as
             well as the loss; a rung whose score is NaN or infinite does not hold.

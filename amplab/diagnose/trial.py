@@ -119,8 +119,8 @@ def no_casts_of_the_caller(model: nn.Module, *, none_at_all: bool = True) -> Ite
 
     Args:
         model: autocast is disabled on its device.
-        none_at_all: whether sessions do not cast either. If False, a session that is entered in the block casts, and
-            hides the others.
+        none_at_all: whether sessions do not cast either. If False, a session that is entered in the block casts instead
+            of those around it.
     """
     device = next((weight.device.type for weight in model.parameters()), "cpu")
     with torch.autocast(device, enabled=False), disable_casts() if none_at_all else nullcontext():
@@ -128,13 +128,13 @@ def no_casts_of_the_caller(model: nn.Module, *, none_at_all: bool = True) -> Ite
 
 
 def check_called_with(name: str, function: Any, given: int, such: str) -> None:
-    """Raise a TypeError unless `function` takes `given` arguments by place.
+    """Raise a TypeError unless `function` takes `given` positional arguments.
 
     Args:
         name: of the argument.
-        function: what was given for it.
-        given: how many values it will get.
-        such: what would do, as code.
+        function: its value.
+        given: the number of values that it will be called with.
+        such: code of a valid value, for the message.
     """
     if not callable(function):
         raise TypeError(f"{name}={type(function).__name__}: expected a function, such as {such}.")

@@ -1,4 +1,4 @@
-"""How the loss scale moves: a rule is a frozen value, its state is a frozen value, a transition returns the next one.
+"""How the loss scale moves. A rule and its state are frozen values; a transition returns the next state.
 
     state = rule.start()
     state = rule.next(state, found_inf)      # after every backward (apex) or step (torch)
@@ -15,9 +15,9 @@ One recurrence is shared by torch, apex, Ascend, jmp, Keras and Megatron; only t
 
 ``round`` is to float32 if the source keeps its scale in a float32 tensor; a Python float is not rounded.
 
-There is no tensor and no device here: a history of states can be plotted, tested and replayed under another rule
-(``replay.py``). The rules of the other libraries are in ``published_rules.py``, the form that runs on a device in
-``device_scale.py``. Unscaling gradients is in ``unscaler.py``.
+This module uses no tensors and no device, so a history of states can be plotted, tested and replayed under another
+rule (``replay.py``). The rules of the other libraries are in ``published_rules.py``, the form that runs on a device in
+``device_scale.py``. Gradients are unscaled in ``unscaler.py``.
 """
 
 import math
@@ -63,10 +63,10 @@ class HysteresisState(ScaleState):
 
 
 class ScaleRule(Protocol):
-    """The members of a rule; a rule of your own needs no others.
+    """The members of a rule; your own rule needs no others.
 
     ``next`` is a pure function: the same state and found_inf give the same next state. A rule that counts more than
-    clean steps returns states of its own, frozen and derived from `ScaleState`.
+    clean steps defines its own state class, frozen and derived from `ScaleState`.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True)
@@ -127,10 +127,10 @@ class Recurrence:
 
 
 class RecurrentRule(ABC):
-    """A rule that is the shared recurrence with constants of its own, so that it also runs on a device.
+    """The base of rules that are the shared recurrence with other constants; they also run on a device.
 
-    A rule of your own needs no base class (see `ScaleRule`). With this one it gets `start`, `next` and a device form
-    from the one property that it defines. The property is read at every step: cache it if it does any work.
+    Your own rule needs no base class (see `ScaleRule`). With this one it gets `start`, `next` and a device form from
+    the one property that it defines. The property is read at every step: cache it if it does any work.
 
     >>> class Patient(RecurrentRule):
     ...     recurrence = Recurrence(init_scale=1024.0, growth_interval=10, floor=1.0, hysteresis=3)

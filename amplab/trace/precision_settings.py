@@ -1,6 +1,6 @@
 """The precision of an X-rayed step: an opt_level, a policy, autocast, or what is already in force.
 
-Whatever is set up here is undone at the end of the block, changes to weights included.
+At the end of the block everything is undone, including changes to weights.
 """
 
 from collections.abc import Callable, Iterator, Mapping

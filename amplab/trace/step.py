@@ -129,10 +129,12 @@ def run_backward(loss: Tensor, model: nn.Module) -> None:
 
 @contextmanager
 def explains_second_backward(model: nn.Module) -> Iterator[None]:
-    """Around the backward of a step that began without gradients: say so if the step itself has called backward.
+    """Explain the error of a backward that fails because the step itself has called backward.
+
+    The step must have begun without gradients; the block runs the backward of its loss.
 
     Raises:
-        ValueError: in the place of autograd's RuntimeError about a second backward, if `model` has gradients already.
+        ValueError: instead of autograd's RuntimeError about a second backward, if `model` had gradients before it.
     """
     began = _has_gradients(model)
     try:
@@ -140,8 +142,8 @@ def explains_second_backward(model: nn.Module) -> Iterator[None]:
     except RuntimeError as error:
         if began and "through the graph a second time" in str(error):
             raise ValueError(
-                "step called backward(), which the caller of step does: expected a function that runs the forward and "
-                "returns the loss; return the loss without calling backward."
+                "step called backward(), so the backward of its loss would be the second one: expected a function that "
+                "runs the forward and returns the loss without calling backward."
             ) from error
         raise
 

@@ -153,7 +153,7 @@ def test_too_many_arguments_show_the_call(tool):
     ("way", "words"),
     [
         ({"step": len, "loss": len}, "both loss= and step=:"),
-        ({"step": lambda batch: 0}, "step requires (batch), and there is no batch"),
+        ({"step": lambda batch: 0}, "step requires (batch), but no batch was given"),
         ({"step": lambda a, b, c: 0, "batch": X}, "lambda(a, b, c) is missing a required argument: 'c'"),
         ({"step": nn.MSELoss}, "step=MSELoss is a class"),
         ({"step": 3}, "step=int:"),

@@ -28,7 +28,7 @@ __all__ = ["AmpState", "amp_state"]
 
 
 class AmpState(ModuleType):
-    """``amp._amp_state``: the names that scripts read there, and those that they import from the module called so.
+    """``amp._amp_state``: the names that scripts read from it, and those that they import from the module of that name.
 
     In apex a module of that name holds a state of that name; here one object is both, so that importing the module
     does not hide the state.
@@ -114,9 +114,10 @@ class AmpState(ModuleType):
         if settable or name.startswith("__"):  # the import system marks its modules
             return super().__setattr__(name, value)
         raise AttributeError(
-            f"amp._amp_state.{name} = {value!r}: amplab reads nothing from there. Pass the option to amp.initialize, "
-            "which may be called again. Here hard_override and allow_incoming_model_not_fp32 can be set, and a scale "
-            "with amp._amp_state.loss_scalers[0]._loss_scale = 65536.0."
+            f"amp._amp_state.{name} = {value!r}: amplab does not read this attribute. Pass the option to "
+            "amp.initialize, which may be called again. Here hard_override and "
+            "allow_incoming_model_not_fp32 can be set, and a scale with "
+            "amp._amp_state.loss_scalers[0]._loss_scale = 65536.0."
         )
 
     def __getattr__(self, name: str) -> NoReturn:

@@ -36,8 +36,7 @@ class AmpHandle:
         engine = default_session().engine
         return engine is not None and engine.policy.table is not None and engine.installed and casts_enabled()
 
-    @contextlib.contextmanager
-    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> contextlib.AbstractContextManager[Tensor]:
         """Run a backward in the block, as ``amp.scale_loss`` does; yield the loss itself while casts are off.
 
         Args:
@@ -53,10 +52,8 @@ class AmpHandle:
         """
         session = default_session()
         if session.properties.patch_torch_functions and not self.is_active():
-            yield loss
-            return
-        with session.scale_loss(loss, optimizer) as scaled_loss:
-            yield scaled_loss
+            return contextlib.nullcontext(loss)
+        return session.scale_loss(loss, optimizer)
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> "OptimWrapper":
         """Return ``optimizer`` with a ``scale_loss`` of its own, and a dynamic scaler for each loss of an iteration."""
@@ -92,10 +89,13 @@ class NoOpHandle(AmpHandle):
         """Return False."""
         return False
 
-    @contextlib.contextmanager
-    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:  # noqa: ARG002  as the other handle
+    def scale_loss(
+        self,
+        loss: Tensor,
+        optimizer: Any,  # noqa: ARG002  as the other handle
+    ) -> contextlib.AbstractContextManager[Tensor]:
         """Yield ``loss``."""
-        yield loss
+        return contextlib.nullcontext(loss)
 
     def _disable_casts(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

@@ -50,8 +50,9 @@ class CastingEngine:
     optimizer step and at each forward.
 
     Args:
-        policy: what to carry out; None for apex's lists in float16. With `table=None` nothing is cast, and
-            only products of CPU halves are computed as `cpu_half_mode()` says.
+        policy: what to carry out; None for apex's lists in float16. With `table=None` and no rules nothing is cast,
+            and only products of CPU halves are computed as `cpu_half_mode()` says. Its module rules need a model, to
+            which `apply_policy` applies them; here only what follows a ruled module is cast (`mixed_arguments`).
         device_type: cast only ops with a tensor on such a device, e.g. "cuda"; None for ops on any.
         cache_enabled: whether casts of Parameters are kept.
     """
