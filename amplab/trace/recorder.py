@@ -1,9 +1,9 @@
 """`Recorder`: one event for each op of a step, forward and backward, without keeping tensors.
 
-Two modes work together. A dispatch mode sees every aten op, also those of autograd's backward. A function mode knows
-the call in the model's code that they belong to (`linear` for `t` and `addmm`). A backward op finds its forward op by
-autograd's sequence numbers: a forward op takes the number of the node that autograd made for it just before it was
-dispatched, and that node is the current one when its gradient is computed.
+Two modes are used. A dispatch mode intercepts every aten op, including those of autograd's backward. A function mode
+records the call in the model's code that the op belongs to (`linear` for `t` and `addmm`). Sequence numbers of autograd
+connect a backward op with its forward op: just before a forward op is dispatched, autograd creates its node with a
+number, which the event stores; when the gradient is computed, that node is the current one.
 
 Reference: torch.utils._python_dispatch.TorchDispatchMode, torch.overrides.TorchFunctionMode,
 torch._C._autograd._get_sequence_nr, torch._C._current_autograd_node.

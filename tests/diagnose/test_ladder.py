@@ -122,7 +122,7 @@ def test_what_raises_in_the_reference_raises():
 
 @pytest.mark.parametrize("make_model", [None, lambda: None])
 def test_what_makes_no_model_is_refused(make_model):
-    with pytest.raises(TypeError, match="expected a"):
+    with pytest.raises(TypeError, match=r"expected (a|one)"):
         climb(make_model)
 
 
@@ -195,7 +195,7 @@ def test_a_reference_without_a_score_lets_the_losses_decide():
         ({"rungs": ["O1"]}, TypeError, "rungs=list:"),
         ({"rungs": {1: "O1"}}, TypeError, "rungs: the name 1 is int"),
         ({"rungs": {"a": "O4", "b": "fp32"}}, ValueError, "'O4'"),
-        ({"rungs": {"a": None, "b": "fp32"}}, TypeError, "precision=None:"),
+        ({"rungs": {"a": None, "b": "fp32"}}, TypeError, "rungs['a']=None:"),
         ({"evaluate": 3}, TypeError, "evaluate=int:"),
         ({"evaluate": lambda: 3}, TypeError, "evaluate is called with 1 argument"),
         ({"evaluate": lambda model: None}, TypeError, "evaluate returned NoneType"),

@@ -77,6 +77,7 @@ def policies(draw):
         draw(st.sampled_from(PRECISIONS)),
         draw(st.dictionaries(st.sampled_from(OPS[3:] if draw(st.booleans()) else OPS[:3]), words)),
         draw(st.dictionaries(st.text(), st.sampled_from(PRECISIONS), max_size=4)),
+        cast_outputs_back=draw(st.booleans()),
     )
 
 
@@ -88,6 +89,11 @@ def test_every_policy_comes_back_from_its_string_and_its_pickle(policy):
     assert back == policy
     assert hash(back) == hash(policy)
     assert copy.deepcopy(policy) == policy
+
+
+def test_the_option_of_the_rules_is_a_switch():
+    with pytest.raises(TypeError, match="cast_outputs_back='yes': expected True or False"):
+        PrecisionPolicy(cast_outputs_back="yes")
 
 
 def test_rules_may_be_written_in_several_ways():

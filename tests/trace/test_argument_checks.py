@@ -158,7 +158,7 @@ def test_shapes_alone_are_enough_without_statistics():
 @pytest.mark.parametrize("look", [trace_step, nonfinite, probe, examined])
 def test_gradients_are_off_around_the_call(look, mode):
     model = net()
-    with mode(), pytest.raises(ValueError, match=rf"^torch\.{mode.__name__}\(\) is in force"):
+    with mode(), pytest.raises(ValueError, match=rf"^torch\.{mode.__name__}\(\) is active"):
         look(model, lambda: model(X).sum())
 
 
@@ -166,7 +166,7 @@ def test_gradients_are_off_around_the_call(look, mode):
 @pytest.mark.parametrize("look", BATCHED)
 def test_gradients_are_off_around_a_call_with_a_batch(look, mode):
     model = net()
-    with mode(), pytest.raises(ValueError, match=rf"^torch\.{mode.__name__}\(\) is in force"):
+    with mode(), pytest.raises(ValueError, match=rf"^torch\.{mode.__name__}\(\) is active"):
         look(model, X)
 
 
@@ -247,9 +247,12 @@ LOADER = DataLoader(TensorDataset(X), batch_size=5)
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
-        (LOADER, "batch=DataLoader: expected one batch, and this holds many; take one, next(iter(loader))"),
-        (LOADER.dataset, "batch=TensorDataset: expected one batch, and this holds many; take one, next(iter(DataL"),
-        (iter([X]), "batch=list_iterator: expected one batch, and this holds many; take one, next(batch)"),
+        (LOADER, "batch=DataLoader: expected one batch, not an object that yields many; pass next(iter(loader))"),
+        (
+            LOADER.dataset,
+            "batch=TensorDataset: expected one batch, not an object that yields many; pass next(iter(DataL",
+        ),
+        (iter([X]), "batch=list_iterator: expected one batch, not an object that yields many; pass next(batch)"),
         ((), "batch=tuple without values:"),
         ({}, "batch=dict without values:"),
         ({"pixels": X}, "batch=dict with the keys 'pixels':"),

@@ -85,7 +85,7 @@ def register_half_function(module: Any, name: str) -> None:
         name: of a function in it.
 
     Raises:
-        ValueError: no such function, or a function of torch that function modes do not see.
+        ValueError: no such function, or a function of torch that function modes cannot intercept.
         TypeError: not a function.
 
     Reference: ``apex.amp.register_half_function``.

@@ -6,8 +6,8 @@
             scaled_loss.backward()
     optimizer.step()
 
-The levels are in `opt_levels`, the block of `scale_loss` in `loss_scaling`, what a session puts on models and
-optimizers in `hooks`. The module functions of `amplab.amp` are in `functions`: they use one session for the program.
+The levels are in `opt_levels`, the block of `scale_loss` in `loss_scaling`, the hooks on models and optimizers in
+`hooks`. The module functions of `amplab.amp` are in `functions`: they use one session for the program.
 """
 
 import contextlib
@@ -182,8 +182,8 @@ class Session:
             on_collapse: "raise" `LossScaleCollapse` or "warn" when further backoff cannot help.
             allow_banned: at O1 run ``F.binary_cross_entropy`` on half in float32 instead of refusing it.
             user_cast_preferred: accepted; registered functions always take precedence over the lists.
-            combine_grad: keep the gradients of each optimizer in flat buffers, with the same results to the bit.
-            check_combined_tensors: print a line whenever gradients had left those buffers, other than by zero_grad.
+            combine_grad: keep the gradients of each optimizer in flat buffers, with bitwise the same results.
+            check_combined_tensors: print a line whenever gradients had left those buffers, except after zero_grad.
             combine_ddp, ddp_replica_count: refused; wrap the model in DistributedDataParallel.
             policy: the lists and the compute dtype of O1; None for those of apex in float16. Its op_rules and
                 module_rules apply at every level: weights of modules with a rule stay float32 at O0 and O1, and have
@@ -193,7 +193,7 @@ class Session:
             ``models``, or ``(models, optimizers)`` if optimizers were given.
 
         Raises:
-            RuntimeError: an override that makes no sense at this level; a model that is already half, wrapped, or
+            RuntimeError: an override that is not allowed at this level; a model that is already half, wrapped, or
                 compiled by TorchScript.
             TypeError: models or optimizers of another type.
             ValueError: a number out of its range; a module rule that names no module or contradicts another.
@@ -342,8 +342,8 @@ class Session:
     ) -> Iterator[Tensor]:
         """Yield ``loss.float() * loss_scale`` for the backward in the block; unscale the gradients afterwards.
 
-        If a gradient is inf or NaN, a dynamic scale backs off and the next step of ``optimizers`` is skipped. After an
-        exception in the block gradients are as before it.
+        If a gradient is inf or NaN, a dynamic scale backs off and the next step of ``optimizers`` is skipped. If the
+        block raises, gradients are restored.
 
         Args:
             loss: any shape.
@@ -498,7 +498,7 @@ class Session:
         """Load what `state_dict` returned, here or in apex; entries go by the number in their key.
 
         Raises:
-            RuntimeError: before `initialize`; or keys that are no loss scaler's.
+            RuntimeError: before `initialize`; or keys that do not belong to a loss scaler.
             ValueError: an entry without a positive ``loss_scale``.
         """
         self._require_initialized("amp.load_state_dict")

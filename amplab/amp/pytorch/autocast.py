@@ -54,7 +54,7 @@ class autocast:
 
     * The default policy on the CPU is also that of a GPU: softmax, norms, sums and losses in float32. (torch has other
       lists for the CPU.) `amplab.cpu_half` selects how float16 products are computed there.
-    * The flags of torch for ``device_type`` do not change, since setting them would enable the casts of torch. Therefore
+    * The flags of torch for ``device_type`` do not change, because setting them would enable torch's casts. Therefore
       `torch.is_autocast_enabled` returns False; use `amplab.is_autocast_enabled` and `amplab.get_autocast_dtype`. Use
       `amplab.custom_fwd`, `custom_bwd` and `checkpoint`, which support both autocasts.
     * Only ops called from Python are cast. `torch.ops.*` and ops called from C++, including autograd's backward, are

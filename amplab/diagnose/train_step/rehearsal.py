@@ -161,7 +161,7 @@ def rehearse(
     """Run `train_step` once and return what it does with the gradients; then restore all state.
 
     Restored are parameters, masters, buffers, gradients, optimizer states, loss scales, random states, schedulers that
-    the step's code names, and `stateful`. A batch that `train_step` takes from an iterator is gone.
+    the step's code names, and `stateful`. A batch that `train_step` takes from an iterator is lost.
 
     Args:
         model: the model, or several in one module.
@@ -205,7 +205,7 @@ def rehearse(
 
 @dataclass
 class _GradientState:
-    """What is known of one gradient since the last step with it."""
+    """The record of one gradient since the last optimizer step that used it."""
 
     gradient: Tensor | None = None
     scales: tuple[float, ...] = ()  # of the backwards that this gradient adds up

@@ -125,7 +125,7 @@ class CastingEngine:
 
     @property
     def cache(self) -> CastCache:
-        """Where the casts of Parameters are kept, for those who cast beside this engine's modes."""
+        """The kept casts of Parameters, for code that casts without this engine's modes."""
         return self._cache
 
     @property

@@ -24,6 +24,7 @@ import torch
 
 from amplab.policies.casting.explanation import ExplainedPlan, reporting_run, reporting_step
 from amplab.policies.casting.half_on_cpu import PRODUCTS, WITHOUT_KERNEL, HalfMode, accumulated
+from amplab.policies.casting.mixed_arguments import mixed_rules, mixed_step
 from amplab.policies.casting.steps import (
     CastCache,
     Run,
@@ -67,6 +68,7 @@ def build_plan(policy: PrecisionPolicy, cache: CastCache, half_mode: HalfMode, c
         explained: whether steps report to the mode's explanation.
     """
     composites = composites_of(policy.table if casts else None)
+    returns_rule_dtype = casts and policy.table is None and not policy.cast_outputs_back
     runs: dict[Callable[..., Any], Run] = {func: _opening_run(func) for func in composites}
     runs[torch.Tensor.unflatten] = _run_unflatten
     if half_mode == "fp32_accumulate":
@@ -82,10 +84,24 @@ def build_plan(policy: PrecisionPolicy, cache: CastCache, half_mode: HalfMode, c
         run = _run_plain if whole and func in composites else runs.get(func) or _runner(func, rule)
         reports = explained and (whole or func not in composites)  # the ops inside a composite report for themselves
         parts = StepParts(rule, policy.precision(func), cache, reporting_run(run, rule) if reports else run)
-        restores = rule.by_user and policy.table is None
+        restores = rule.by_user and policy.table is None and not returns_rule_dtype
         step = restoring_step(make_step(parts)) if restores else make_step(parts)
         plan[func] = reporting_step(step, rule, parts.precision, restores) if reports else step
+    if returns_rule_dtype and (policy.op_rules or policy.module_rules):
+        _add_mixed_steps(plan, policy, runs, explained)
     return plan
+
+
+def _add_mixed_steps(plan: Plan, policy: PrecisionPolicy, runs: dict[Callable[..., Any], Run], explained: bool) -> None:
+    """Add the steps of ops that may get what a rule returns together with tensors of the other dtype."""
+    for func, rule in mixed_rules():
+        if func in policy.by_function:
+            continue
+        run = cast_run = runs.get(func, _run_plain)
+        if explained:
+            run, cast_run = reporting_run(run, policy.unlisted(func)), reporting_run(cast_run, rule)
+        step = mixed_step(rule, func, policy.tensor_dtype, run, cast_run)
+        plan[func] = reporting_step(step, rule, policy.compute_dtype, restores=False) if explained else step
 
 
 def on_device(plan: Plan, device_type: str) -> Plan:

@@ -92,7 +92,7 @@ def apply_policy(policy: PrecisionPolicy, model: nn.Module) -> AppliedPolicy:
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     >>> with apply_policy(PrecisionPolicy(module_rules={"1": "bfloat16"}), model):
     ...     print(model[0](torch.ones(2)).dtype, model(torch.ones(2)).dtype)
-    torch.float32 torch.float16
+    torch.float32 torch.bfloat16
     """
     if not isinstance(policy, PrecisionPolicy) or not isinstance(model, nn.Module):
         raise TypeError(

@@ -381,7 +381,7 @@ def test_a_step_without_gradients_is_reported_as_such(problem, level, kind):
     optimizer.step()
     assert same(model.state_dict(), before)
     assert session.last_step(optimizer) == amp.StepOutcome(
-        False, "no parameter had a gradient: no backward has reached one since they were cleared"
+        False, "no parameter had a gradient: no backward has reached one since gradients were cleared"
     )
     with session.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()

@@ -271,10 +271,10 @@ def test_a_copied_and_a_pickled_model_cast_by_the_same_rows(halves):
 
 REFUSALS = [
     (torch, "no_such_op", ValueError, "No function named no_such_op in module <module 'torch'"),
-    (torch, "float16", TypeError, "torch.float16 is no function"),
-    (nn, "Linear", TypeError, "torch.nn.Linear is no function: expected one; register what its forward calls."),
-    (nn.init, "zeros_", ValueError, "torch.nn.init.zeros_ is a function of torch that takes no part in"),
-    (torch.utils.checkpoint, "checkpoint", ValueError, "wrap it in a function of your own."),
+    (torch, "float16", TypeError, "torch.float16 is of type dtype"),
+    (nn, "Linear", TypeError, "torch.nn.Linear is a class"),
+    (nn.init, "zeros_", ValueError, "torch.nn.init.zeros_ is a function of torch that function modes cannot"),
+    (torch.utils.checkpoint, "checkpoint", ValueError, "wrap it in your own function"),
     (torch, 3, TypeError, "name=3: expected the name of a function"),
 ]
 

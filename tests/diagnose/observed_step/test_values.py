@@ -207,3 +207,19 @@ def test_a_size_is_told_where_a_number_has_one(values, spread):
 def test_one_of_a_kind_is_in_the_singular():
     (one,) = counted([torch.tensor([0.0, math.inf, math.nan, 1.0])])
     assert str(one) == "float32, 4 elements, |x| up to 1, 1 zero, 1 inf, 1 nan"
+
+
+def test_what_a_copy_overwrites_is_not_read():
+    """The backward of an assignment to a row copies into memory that was never written."""
+    model = nn.Linear(4, 4)
+
+    def step():
+        x = model(torch.ones(3, 4))
+        moved = x.roll(1, 0)
+        moved[0] = x[0]
+        return (x * moved).sum()
+
+    seen = observe_step(model, step)
+    copies = [each.index for each in seen.trace if each.aten == "aten.copy_.default"]
+    assert copies
+    assert all(len(seen.inputs(each)) == 1 for each in copies)
