@@ -188,7 +188,8 @@ def test_inside_a_disabled_region_float32_nets_run_in_float32():
             assert {tensor.dtype for tensor in flat(module(x))} == {FLOAT}
 
 
-def fail():
+def interrupted_after(*checks):
+    assert all(checks)
     raise KeyboardInterrupt
 
 
@@ -197,10 +198,7 @@ def test_nothing_of_torch_stays_switched_on():
     any_autocast = torch._C._is_any_autocast_enabled
     outer, inner = amplab.autocast("cpu", HALF), amplab.autocast("cpu", BFLOAT16)
     with pytest.raises(KeyboardInterrupt), outer, inner:
-        assert any_autocast()
-        assert not torch.is_autocast_enabled("cpu")
-        assert not torch.is_autocast_enabled()
-        fail()
+        interrupted_after(any_autocast(), not torch.is_autocast_enabled("cpu"), not torch.is_autocast_enabled())
     assert not any_autocast()
     outer.__enter__()
     inner.__enter__()

@@ -367,12 +367,13 @@ class CastingThread:
             if mode.live and (mode.keeps_flag or (mode.engine.policy.table is not None and not self.disabled)):
                 wanted = True
                 break
-        if wanted is self.flagged or is_dynamo_compiling():
+        if wanted is self.flagged:
             return
         self.flagged = wanted
-        # autograd hands function modes and torch's flags to its threads, and not THREAD
-        inherited = not self.modes and _len_torch_function_stack() and any(map(_casts, function_modes()))
-        torch.set_autocast_enabled(AUTOCAST_FLAG, wanted or bool(inherited))
+        if not wanted and not is_dynamo_compiling() and _len_torch_function_stack():
+            # autograd hands function modes and torch's flags to its threads, and not THREAD
+            wanted = not self.modes and any(map(_casts, function_modes()))
+        torch.set_autocast_enabled(AUTOCAST_FLAG, wanted)
 
 
 def _casts(mode: TorchFunctionMode) -> bool:
