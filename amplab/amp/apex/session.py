@@ -47,12 +47,19 @@ from amplab.amp.apex.loss_scaling import (
 )
 from amplab.amp.apex.opt_levels import OptProperties, opt_level_named
 from amplab.amp.apex.optimizer_names import refuse_taken_names
-from amplab.amp.apex.registered_functions import ALLOW_BANNED, RegisteredFunctions, Registration, replace_attributes
+from amplab.amp.apex.registered_functions import (
+    ALLOW_BANNED,
+    RegisteredFunctions,
+    Registration,
+    replace_attributes,
+    warn_of_idle,
+)
 from amplab.amp.arguments import as_list, checked_flag, checked_num_losses
 from amplab.amp.backward.clipping import clip_by_norm_
 from amplab.amp.backward.gradients import bookkeeping
 from amplab.amp.backward.optimizer_params import master_params
 from amplab.amp.backward.records import MemoryUse, ScaleRecord, StepOutcome
+from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies import CastingEngine, CastPolicy, PrecisionPolicy
 from amplab.scalers import CombinedUnscaler, Unscaler
 
@@ -186,11 +193,16 @@ class Session:
             check_combined_tensors: print a line whenever gradients had left those buffers, except after zero_grad.
             combine_ddp, ddp_replica_count: refused; wrap the model in DistributedDataParallel.
             policy: the lists and the compute dtype of O1; None for those of apex in float16. Its op_rules and
-                module_rules apply at every level: weights of modules with a rule stay float32 at O0 and O1, and have
-                the rule's dtype at O2 and O3, with masters if the level has masters.
+                module_rules apply at every level, and what they compute keeps the dtype of the rule (see
+                `PrecisionPolicy`). Weights of modules with a rule stay float32 at O0 and O1, and have the rule's dtype
+                at O2 and O3, with masters if the level has masters.
 
         Returns:
             ``models``, or ``(models, optimizers)`` if optimizers were given.
+
+        Warns:
+            UserWarning: a registered float or promote function at O2 or O3, where it has no effect; in the first
+                forward, a module rule without effect, because the weights of its module are read without calling it.
 
         Raises:
             RuntimeError: an override that is not allowed at this level; a model that is already half, wrapped, or
@@ -255,6 +267,8 @@ class Session:
             on_collapse=on_collapse,
             master_weights=bool(properties.master_weights),
         )
+        if properties.cast_model_type in LOW_PRECISION_DTYPES:
+            warn_of_idle(self.registered.all(), level.name)
         registered = (*((ALLOW_BANNED,) if allow_banned else ()), *self.registered.all())
         self._change_settings(properties, scaling, *registered, verbosity=verbosity, policy=policy)
         self._hooks.hook(
@@ -293,7 +307,8 @@ class Session:
     def register_function(self, cast: CastPolicy, module: Any, name: str) -> None:
         """Register ``module.name`` for a cast at O1, as `register_half_function` documents.
 
-        After an `initialize` at O1 it has no effect until the next one, and warns.
+        After an `initialize` at O1 it has no effect until the next one, and warns. At O2 and O3 a float or promote
+        function has no effect, and warns.
         """
         registration = self.registered.add(cast, module, name)
         late = self.properties.patch_torch_functions and not any(map(registration.same_as, self._registrations))
@@ -303,6 +318,8 @@ class Session:
                 "same models and optimizers, which is safe, or register it before.",
                 stacklevel=3,
             )
+        if self.opt_level is not None and self.properties.cast_model_type in LOW_PRECISION_DTYPES:
+            warn_of_idle([registration], self.opt_level)
 
     def reset(self) -> None:
         """Undo `initialize`: remove hooks, make half models float32, return the models' parameters to the optimizers.
