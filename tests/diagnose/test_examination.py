@@ -45,13 +45,13 @@ def test_a_softmax_of_o1_gives_nothing():
     assert not [each for each in found if each.op in ("softmax", "log", "add")], str(found)
 
 
-def test_a_mask_that_half_cannot_hold_is_told_from_the_error():
+def test_a_mask_that_half_cannot_hold_is_found_from_the_error():
     model, x, _ = healthy()
     found = doctor(model.half(), step=lambda: model(x.half()).masked_fill(torch.ones(8).bool(), -1e9).softmax(-1).sum())
     assert (found[0].name, found[0].severity) == ("constant-overflows-half", "error")
 
 
-def test_bce_that_is_refused_is_told_from_the_error():
+def test_a_refused_bce_is_found_from_the_error():
     model, x, _ = healthy()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amplab.amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
@@ -146,7 +146,7 @@ class Masked(nn.Module):
         return x.masked_fill(torch.ones(8).bool(), -1e9).softmax(-1)
 
 
-def test_an_error_is_told_with_its_op_its_module_and_its_line():
+def test_an_error_is_reported_with_its_op_its_module_and_its_line():
     model = nn.Sequential(nn.Linear(16, 8), Masked()).half()
     found = doctor(model, step=lambda: model(torch.ones(4, 16).half()).sum())[0]
     assert (found.name, found.op, found.module) == ("constant-overflows-half", "masked_fill", "1")

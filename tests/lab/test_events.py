@@ -3,7 +3,7 @@
 from amplab.lab import Event, Failed, StepRecord
 
 
-def test_a_callback_that_raises_is_told_once_and_the_run_goes_on(trainer, listen):
+def test_a_callback_that_raises_is_reported_once_and_the_run_continues(trainer, listen):
     def broken(event: Event) -> None:
         raise KeyError("colour")
 

@@ -305,7 +305,7 @@ def test_a_skip_by_the_scale_is_explained(level):
     assert same(before, weights(experiment))
 
 
-def test_a_bad_batch_is_told_from_an_overflow():
+def test_a_bad_batch_is_distinguished_from_an_overflow():
     experiment = Experiment(replace(SMALL, opt_level="O1"))
     experiment.inject("nan")
     assert experiment.step().skipped

@@ -73,7 +73,7 @@ def test_a_log_of_the_first_format_loads(path, tmp_path):
     assert {record.grad_exponent for record in history.records()} == {None}
 
 
-def test_a_log_from_before_scales_were_told_loads(tmp_path):
+def test_a_log_from_before_scales_were_recorded_loads(tmp_path):
     lines = [
         '{"amplab_run":2,"amplab":"0.1.0","started":"2026-01-02T03:04:05+00:00","config":"watched/1 model=Net '
         'optimizer=SGD scaling=amplab opt_level=–","columns":["step","loss","loss_scale","next_loss_scale","skipped",'
@@ -122,7 +122,7 @@ def test_a_missing_loss_is_read_back_as_none(tmp_path, version, losses, untold):
     assert (steps.scaling, steps.dynamic, steps.level) == ("none", False, "")
 
 
-def test_a_loss_that_was_not_told_is_null_in_the_log(tmp_path):
+def test_a_missing_loss_is_null_in_the_log(tmp_path):
     log = RunLog(tmp_path / "told.jsonl", WatchedRun.parse(WATCHED))
     log.append_row((0, None, *row_of(RECORDS[0])[2:]))
     log.close()

@@ -260,7 +260,7 @@ def test_a_trace_that_fails_leaves_the_run_alone(trainer, listen):
     trainer.run(2)
 
 
-def test_a_nan_that_stays_in_batchnorm_is_told_once(listen):
+def test_a_nan_that_stays_in_batchnorm_is_reported_once(listen):
     trainer = Trainer(replace(SMALL, model="cnn"))
     ear = listen(trainer)
     trainer.run(2)

@@ -104,7 +104,7 @@ def run(face, watched, **options):
 
 
 @pytest.mark.parametrize("face", ["O1", "O2", "amplab", "torch", "none"])
-def test_every_step_is_told_and_none_is_changed(face, tmp_path):
+def test_every_step_is_reported_and_none_is_changed(face, tmp_path):
     plain, told_plain, _ = run(face, watched=False)
     weights, told, w = run(face, watched=True, every=7, log=tmp_path)
     assert told == told_plain

@@ -79,7 +79,7 @@ def test_rules_apply_inside():
     assert set(counting) == set(model.blocks[0].attn.modules())
 
 
-def test_contradictions_name_both_rules_and_the_way_out():
+def test_contradictions_name_both_rules_and_the_remedy():
     rules = {"*.attn": "float32", "blocks.0.*": "bfloat16"}
     with pytest.raises(
         ValueError,

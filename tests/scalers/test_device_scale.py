@@ -221,7 +221,7 @@ def test_growth_beyond_float32_ends_at_a_ceiling_below_it():
 )
 @pytest.mark.parametrize("given_scale", [48.0, 2.0, 0.1])
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_a_scale_of_the_callers_is_gone_on_from_without_a_look(rule, given_scale, as_tensor):
+def test_a_scale_of_the_caller_is_not_checked(rule, given_scale, as_tensor):
     scale = device_scale(rule)
     scale.update_(torch.zeros(()))
     state = scale.state()

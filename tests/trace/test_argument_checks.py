@@ -312,7 +312,7 @@ def test_scales_of_numpy_and_of_tensors():
         amplab.xray(net(), X, loss_scale=torch.tensor(8.0))
 
 
-def test_a_compiled_model_will_do_where_no_op_is_looked_at():
+def test_a_compiled_model_is_accepted_where_no_ops_are_recorded():
     """The compiler's backend runs eagerly, so that the gradients are the same ones bit for bit."""
     model = net()
     compiled = torch.compile(model, backend="eager")

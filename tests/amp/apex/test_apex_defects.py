@@ -128,7 +128,7 @@ def test_disable_casts_nests_and_survives_exceptions():
 
 
 @pytest.mark.parametrize("level", [None, "O0", "O2", "O3"])
-def test_disable_casts_does_nothing_where_nothing_casts(level):
+def test_disable_casts_does_nothing_if_nothing_casts(level):
     """apex: AttributeError, 'AmpState' object has no attribute 'handle'."""
     if level is not None:
         amp.initialize(nn.Linear(1, 1), opt_level=level, verbosity=0)

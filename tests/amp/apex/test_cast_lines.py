@@ -18,7 +18,7 @@ def printed(capsys):
     return lambda: [line for line in capsys.readouterr().out.splitlines() if "->" in line]
 
 
-def test_each_cast_is_told(printed):
+def test_each_cast_is_printed(printed):
     model = amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=2)
     inputs, half = torch.ones(3, 2), torch.ones(3, 2).half()
     with amp.default_session().casting():

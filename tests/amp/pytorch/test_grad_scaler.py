@@ -276,7 +276,7 @@ def test_the_stages_of_an_optimizer(scaler_type):
 
 @BOTH
 @pytest.mark.parametrize("method", ["unscale_", "step", "update"])
-def test_before_any_scale_nothing_else_goes(scaler_type, method):
+def test_before_the_first_scale_other_calls_raise(scaler_type, method):
     parameter, optimizer = one_parameter()
     parameter.grad = torch.ones(1)
     arguments = (4.0,) if method == "update" else (optimizer,)

@@ -64,7 +64,7 @@ def test_an_optimizer_of_another_model():
     assert (finding.name, finding.severity) == ("optimizer-of-another-model", "error")
 
 
-def test_an_optimizer_of_something_else_is_none_of_ours():
+def test_an_optimizer_of_another_object_is_not_reported():
     model = network()
     temperature = nn.Parameter(torch.ones(7))
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD([temperature], lr=0.1)]
