@@ -2,9 +2,11 @@
 
     check_gradients()    reads the gradients: found_inf of each device, and their norm if the step clips
     step()               factor = 1 / grad_scale * min(1, max_grad_norm / (norm + 1e-6));  the rule, unless found_inf
+                         grad <- grad / grad_scale
 
-A gradient is multiplied by the factor when it is used and is not written, so it is still scaled after the step. State
-is float32 for 16-bit parameters. The lists for the kernels are reused as long as the groups have the same parameters,
+The rule uses the product of a gradient and the factor in float32. After the step gradients are unscaled, and not
+clipped, as those of torch's fused optimizers; after a skipped step they are as before. State is float32 for 16-bit
+parameters. The lists for the kernels are reused as long as the groups have the same parameters,
 the same parameters have gradients, and nobody replaced their state. The rules are in ``fused_sgd.py`` and its
 neighbors, the kernels in `amplab.kernels.steps`.
 """
@@ -24,7 +26,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amplab.formats import LOW_PRECISION_DTYPES
-from amplab.kernels import unscaled_norm
+from amplab.kernels import unscale_, unscaled_norm
 from amplab.optimizers.group_settings import REQUIRED, check_settings, groups_with_rates
 
 __all__ = ["FusedOptimizer", "StepBatch", "new_state"]
@@ -94,9 +96,15 @@ class FusedOptimizer(Optimizer):
     its ``grad_scale`` and ``found_inf`` during a step. A subclass calls the rule's kernel (`_run`) and makes its state
     (`_begin_state`).
 
+    Attributes:
+        keeps_grads_scaled: after a step under a ``grad_scale``, leave ``.grad`` multiplied by it. False by default:
+            what reads gradients after the step, such as a log of their norm, sees them unscaled. Set it to True to
+            save one pass over the gradients. A clip by ``max_grad_norm`` never changes ``.grad``.
+
     Reference: ``torch.optim.Optimizer``; the protocol of ``_step_supports_amp_scaling`` in ``torch.amp.GradScaler``.
     """
 
+    keeps_grads_scaled = False
     _step_supports_amp_scaling = True
     _plan: _Plan | None = None
     _checked: tuple[Tensor, Tensor] | None = None  # from check_gradients to the step with its found_inf
@@ -143,7 +151,7 @@ class FusedOptimizer(Optimizer):
         return False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step once.
+        """Step once, and leave gradients unscaled; see ``keeps_grads_scaled``.
 
         Args:
             closure: evaluates the model again and returns the loss.
@@ -166,6 +174,8 @@ class FusedOptimizer(Optimizer):
             batches, grads = self._current(found_inf)
             if batches:
                 self._step(batches, grads, scale, found_inf, norm)
+                if scale is not None and not self.keeps_grads_scaled:
+                    self._unscale([grad for grad in grads if grad is not None], scale, found_inf)
                 if self._counts_in_groups:
                     self._count(found_inf)
         return loss
@@ -204,10 +214,8 @@ class FusedOptimizer(Optimizer):
 
     def _check_by_device(self, grads: list[Tensor]) -> tuple[dict[torch.device, Tensor], Tensor | None]:
         """Do the same for gradients that one call of the kernel does not take."""
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for grad in grads:
-            by_device.setdefault(grad.device, []).append(grad._values() if grad.is_sparse else grad)
-        checked = [_check_device(here, bool(self._max_norm)) for here in by_device.values()]
+        grads = [grad._values() if grad.is_sparse else grad for grad in grads]
+        checked = [_check_device(here, bool(self._max_norm)) for here in _by_device(grads).values()]
         return {found.device: found for found, _ in checked}, _total([norm for _, norm in checked if norm is not None])
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -339,6 +347,22 @@ class FusedOptimizer(Optimizer):
             except RuntimeError as error:
                 raise _with_names(error, self.param_groups, batch.places) from error
 
+    def _unscale(self, grads: list[Tensor], scale: Tensor, found_inf: Tensor | None) -> None:
+        """Divide gradients by ``scale`` in place, unless the step was skipped. Sync: none."""
+        if found_inf is not None and found_inf.device.type == "cpu" and found_inf.item() != 0:
+            return
+        inverse = _inverse(scale)
+        if found_inf is not None and found_inf.device.type != "cpu":
+            skipped = found_inf.to(inverse.device, non_blocking=True).reshape(()) != 0
+            inverse = torch.where(skipped, 1.0, inverse)
+        try:
+            for device, here in _by_device(grads).items():
+                unscale_(here, torch.zeros((), device=device), inverse.to(device, non_blocking=True))
+        except RuntimeError:  # gradients that share memory, or that are expanded
+            for param in self._listed():
+                if param.grad is not None:
+                    param.grad = param.grad * inverse.to(param.device, non_blocking=True)
+
     def _count(self, found_inf: Tensor | None) -> None:
         """Count a step in every group, unless it was skipped. Sync: none; on a GPU the count is then a tensor."""
         taken: int | Tensor = 1
@@ -408,6 +432,13 @@ def _keep_exact(loaded: dict[str, Any], saved: dict[str, Any], dtype: torch.dtyp
         both = exact.dtype == torch.float32 == value.dtype
         if both and torch.equal(value, exact.to(value.device, dtype).float()):
             value.copy_(exact)
+
+
+def _by_device(grads: list[Tensor]) -> dict[torch.device, list[Tensor]]:
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        by_device.setdefault(grad.device, []).append(grad)
+    return by_device
 
 
 def _check_device(grads: list[Tensor], with_norm: bool) -> tuple[Tensor, Tensor | None]:
