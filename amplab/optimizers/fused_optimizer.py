@@ -1,14 +1,14 @@
 """The part that all fused optimizers share: one pass over the gradients, and one over everything.
 
     check_gradients()    reads the gradients: found_inf of each device, and their norm if the step clips
+    unscale_gradients_() the same, and grad <- grad / scale, for float32 gradients under amplab's GradScaler
     step()               factor = 1 / grad_scale * min(1, max_grad_norm / (norm + 1e-6));  the rule, unless found_inf
-                         grad <- grad / grad_scale
+                         grad <- grad / grad_scale, if that is left to do
 
 The rule uses the product of a gradient and the factor in float32. After the step gradients are unscaled, and not
-clipped, as those of torch's fused optimizers; after a skipped step they are as before. State is float32 for 16-bit
-parameters. The lists for the kernels are reused as long as the groups have the same parameters,
-the same parameters have gradients, and nobody replaced their state. The rules are in ``fused_sgd.py`` and its
-neighbors, the kernels in `amplab.kernels.steps`.
+clipped, as those of torch's fused optimizers. State is float32 for 16-bit parameters. The lists for the kernels are
+reused as long as the groups have the same parameters, the same parameters have gradients, and nobody replaced their
+state. The rules are in ``fused_sgd.py`` and its neighbors, the kernels in `amplab.kernels.steps`.
 """
 
 import functools
@@ -98,8 +98,8 @@ class FusedOptimizer(Optimizer):
 
     Attributes:
         keeps_grads_scaled: after a step under a ``grad_scale``, leave ``.grad`` multiplied by it. False by default:
-            what reads gradients after the step, such as a log of their norm, sees them unscaled. Set it to True to
-            save one pass over the gradients. A clip by ``max_grad_norm`` never changes ``.grad``.
+            what reads gradients after the step, such as a log of their norm, sees them unscaled. After a skipped step
+            they may be scaled. Set it to True to save the writes. A clip by ``max_grad_norm`` never changes ``.grad``.
 
     Reference: ``torch.optim.Optimizer``; the protocol of ``_step_supports_amp_scaling`` in ``torch.amp.GradScaler``.
     """
@@ -196,6 +196,31 @@ class FusedOptimizer(Optimizer):
             found, norm = self._check(grads)
         self._checked = None if norm is None else (next(iter(found.values())), norm)
         return found
+
+    @torch.no_grad()
+    def unscale_gradients_(self, scale: Tensor) -> dict[torch.device, Tensor] | None:
+        """Divide the gradients by ``scale`` in the pass that checks them.
+
+        Args:
+            scale: one element.
+
+        Returns:
+            As `check_gradients`; None if nothing was written: with ``keeps_grads_scaled``, and for gradients that are
+            16-bit (which would be rounded before the step), sparse, on several devices or in shared memory.
+
+        Sync: none.
+        """
+        with torch._C.DisableTorchFunction():
+            grads = [grad for param in self._listed() if (grad := param.grad) is not None]
+            if self.keeps_grads_scaled or not grads or any(grad.dtype in LOW_PRECISION_DTYPES for grad in grads):
+                return None
+            inverse = _inverse(scale).to(grads[0].device, non_blocking=True)
+            try:
+                found, norm = _check_device(grads, bool(self._max_norm), inverse)
+            except RuntimeError:
+                return None
+        self._checked = None if norm is None else (found, norm)
+        return {found.device: found}
 
     def _norm_found_with(self, found_inf: Tensor | None) -> Tensor | None:
         """Return the norm of the check that made ``found_inf``; None if another check made it."""
@@ -441,11 +466,17 @@ def _by_device(grads: list[Tensor]) -> dict[torch.device, list[Tensor]]:
     return by_device
 
 
-def _check_device(grads: list[Tensor], with_norm: bool) -> tuple[Tensor, Tensor | None]:
-    """Return found_inf of gradients on one device, and their norm if requested; ``()`` float32 each."""
+def _check_device(grads: list[Tensor], with_norm: bool, factor: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Return found_inf of gradients on one device, and their norm if requested; ``()`` float32 each.
+
+    If there is a factor, the gradients are multiplied by it first, in place.
+    """
     device = grads[0].device
     found, norm = torch.zeros((), device=device), torch.zeros((), device=device) if with_norm else None
-    unscaled_norm(grads, found, _one(device), norm=norm)
+    if factor is None:
+        unscaled_norm(grads, found, _one(device), norm=norm)
+    else:
+        unscale_(grads, found, factor, norm=norm)
     return found, norm
 
 

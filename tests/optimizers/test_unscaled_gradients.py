@@ -78,15 +78,22 @@ def test_it_is_what_torchs_fused_optimizers_leave(scaler_of, twin):
 
 @RULES
 @SCALERS
-def test_a_skipped_step_leaves_gradients_as_they_were(name, scaler_of):
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_skipped_step_changes_no_weight_and_writes_gradients_in_the_check_alone(name, scaler_of, keeps):
     model = a_model()
     optimizer = make(name, model.parameters())
+    optimizer.keeps_grads_scaled = keeps
     scaler = scaler_of("cpu", init_scale=SCALE)
     scaler.scale(a_loss(model)).backward()
     model[0].bias.grad[0] = float("inf")
-    before = [param.grad.clone() for param in model.parameters()]
+    weights = [param.detach().clone() for param in model.parameters()]
+    factor = 1.0 if keeps or scaler_of is torch.amp.GradScaler else 1 / SCALE
+    expected = [param.grad * factor for param in model.parameters()]
     scaler.step(optimizer)
-    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))
+    assert all(map(torch.equal, model.parameters(), weights))
+    scaler.update()
+    assert scaler.get_scale() == SCALE / 2
 
 
 @SCALERS
@@ -141,7 +148,6 @@ def test_half_gradients_are_rounded_for_the_reader_and_not_for_the_step(dtype):
     assert weights[0][0] != 1.0
 
 
-@SCALERS
 def test_two_optimizers_that_share_a_parameter_unscale_it_once():
     model = a_model()
     first, second = (optimizers.FusedSGD(model.parameters(), lr=1e-3) for _ in range(2))
@@ -188,3 +194,21 @@ def test_under_scale_loss_gradients_are_unscaled_before_the_step_and_after_it(op
     grads = [param.grad for param in amp.master_params(optimizer)]
     optimizer.step()
     assert all(map(torch.equal, grads, before))
+
+
+def test_a_step_that_fails_after_the_check_may_be_repeated():
+    """A scaler that has unscaled does not unscale again."""
+    model = a_model()
+    optimizer, scaler = make("FusedAdam", model.parameters()), GradScaler("cpu", init_scale=SCALE)
+    exact = exact_grads(model)
+    scaler.scale(a_loss(model)).backward()
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    handle = optimizer.register_step_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        scaler.step(optimizer)
+    handle.remove()
+    scaler.step(optimizer)
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), exact, strict=True))
