@@ -15,8 +15,8 @@ With `PrecisionPolicy(cast_outputs_back=True)` outputs are always cast back: a f
 have without the rule, which `would_be_dtypes` follows op by op, a 16-bit output to the compute dtype around, and in
 half weights every floating output to the dtype around.
 
-Hooks belong to the modules: copies, pickles and replicas have them too. torch.compile breaks its graph at these hooks.
-A module whose weights are used without calling it cannot have hooks: write the rule for the enclosing module.
+Hooks belong to the modules: copies, pickles and replicas have them too. torch.compile traces them into its graph. A
+module whose weights are used without calling it cannot have hooks: write the rule for the enclosing module.
 `uncalled_modules` warns of it.
 """
 
