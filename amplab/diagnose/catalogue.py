@@ -55,6 +55,7 @@ class CatalogueEntry:
         supersedes: ids that are omitted if this one is found.
         supersedes_as_error: ids that are left out where this one is an error.
         explains: ids that this one may be the cause of: their certainty becomes "possible".
+        settles: as a note it needs no action, so a report shows it last, and once.
     """
 
     id: str
@@ -64,6 +65,7 @@ class CatalogueEntry:
     supersedes: tuple[str, ...] = ()
     supersedes_as_error: tuple[str, ...] = SYMPTOMS
     explains: tuple[str, ...] = ()
+    settles: bool = False
 
     def texts(self, case: str) -> tuple[Text, Text, Text]:
         """Return symptom, cause and remedy of a case."""
@@ -155,7 +157,7 @@ def finding(
         KeyError: no entry has this id or case, or a field of its sentences is missing.
         ValueError: the entry does not have this severity.
 
-    >>> finding("tiny-ops", evidence={"ops": 12, "median_elements": 64.0}).severity
+    >>> finding("launch-bound", evidence={"ops": 12, "median_elements": 64.0}).severity
     'note'
     """
     entry = CATALOGUE[name]
@@ -381,7 +383,10 @@ _RUN = (
             "": Case(
                 "The first {skips} steps were skipped while the loss scale fell to {scale}.",
                 "The initial loss scale is too large for these gradients; a dynamic loss scale falls until it fits.",
-                _setting("dynamic_init_scale={fitting_scale:.12g}", "init_scale={fitting_scale:.12g}"),
+                _setting(
+                    "dynamic_init_scale={first_scale_without_overflow:.12g}",
+                    "init_scale={first_scale_without_overflow:.12g}",
+                ),
             )
         },
     ),
@@ -735,16 +740,17 @@ _NONFINITE = (
                 "{result} overflows at a loss scale of {scale} and is finite at {fits}.",
                 "The scaled gradients are too large for float16; at a smaller loss scale they are not. A static loss "
                 "scale lets them reach the weights.",
-                _with("", _DYNAMIC_SCALE, "\n# or loss_scale={fitting_scale:.12g}"),
+                _with("", _DYNAMIC_SCALE, "\n# or loss_scale={finite_at_loss_scale:.12g}"),
             ),
             "dynamic": Case(
                 "",
                 "The scaled gradients are too large for float16; at a smaller loss scale they are not. A dynamic loss "
                 "scale adapts by itself.",
-                "# nothing to do",
+                "# no change is needed: the next steps use the smaller loss scale",
             ),
         },
         supersedes=("still-skipping",),
+        settles=True,
     ),
     CatalogueEntry(
         "nonfinite-batch",
@@ -1157,8 +1163,8 @@ _SPEED = (
         },
     ),
     CatalogueEntry(
-        "tiny-ops",
-        "Ops are too small for their dtype to matter",
+        "launch-bound",
+        "The step is launch-bound: its ops are too small for their dtype to matter",
         ("note",),
         {
             "": Case(

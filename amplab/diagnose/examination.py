@@ -10,7 +10,7 @@ This file applies the rules and ranks what they find; each rule is in the file o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -39,6 +39,7 @@ from amplab.diagnose.rules.updates import optimizers_left_out, updates_bound_to_
 from amplab.diagnose.rules.values import value_findings
 from amplab.diagnose.train_step.rehearse_loop import rehearse_loop
 from amplab.diagnose.train_step.schedules import schedulers_of
+from amplab.display.numbers import count, power
 from amplab.policies import PrecisionPolicy
 from amplab.trace.argument_checks import check_loss_scale
 from amplab.trace.engines import compiled_functions_eagerly
@@ -148,7 +149,37 @@ def doctor(
         found += updates_bound_to_be_lost(model, optimizers, observed)
     else:
         found += _examine_loop(model, train_step, optimizers, in_use, stateful)
-    return ranked(found)
+    return replace(ranked(found), looked_at=tuple(_looked_at(observed, model, optimizers, run, train_step)))
+
+
+def _looked_at(
+    observed: ObservedStep | None,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    run: Observation | None,
+    train_step: Callable[..., Any] | None,
+) -> Iterator[str]:
+    """What was examined, and what to pass for the rest."""
+    if observed is not None:
+        backward = sum(record.phase == "backward" for record in observed.trace)
+        yield (
+            f"looked at the values of {count(len(observed.trace) - backward, 'op')} of one forward and "
+            f"{count(backward, 'op')} of its backward, at loss scale {power(observed.loss_scale)}"
+        )
+    parameters = sum(1 for _ in model.parameters())
+    yield f"looked at {count(parameters, 'parameter')} of the model and {count(len(optimizers), 'optimizer')}"
+    if train_step is not None:
+        yield "looked at one whole iteration: unscaling, clipping, optimizer steps, schedulers"
+    if run is not None:
+        yield f"looked at the losses, loss scales and skips of {count(len(run), 'step')}"
+    for name, is_given, what in (
+        ("loss=criterion, or step=", observed is not None, "the values of a step"),
+        ("optimizer=", bool(optimizers), "which parameters are updated"),
+        ("train_step=", train_step is not None, "the loop: unscaling, clipping, optimizer steps"),
+        ("run=", run is not None, "the run so far (amplab.watch records it)"),
+    ):
+        if not is_given:
+            yield f"not looked at: {what}; pass {name}"
 
 
 def _check_no_arguments(**given: Any) -> None:

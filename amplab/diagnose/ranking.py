@@ -18,7 +18,8 @@ __all__ = ["ranked"]
 def ranked(found: Iterable[Finding]) -> Findings:
     """Return the findings to report, the most severe first.
 
-    Findings that another one supersedes are left out. Those that another one explains become "possible".
+    Findings that another one supersedes are left out. Those that another one explains become "possible". What settles
+    by itself comes last, and once.
 
     A diverging run explains later overflows. If a step was run again in float32 and its loss had not grown, the
     divergence itself becomes "possible" instead.
@@ -35,7 +36,9 @@ def ranked(found: Iterable[Finding]) -> Findings:
         explained = _entry(cause.name).explains
         doubted = (cause.name,) if _is_refuted(cause, [each for each in kept if each.name in explained]) else explained
         kept = [replace(each, certainty="possible") if each.name in doubted else each for each in kept]
-    return Findings.ranked(kept)
+    in_order = Findings.ranked(kept)
+    settles = [each for each in in_order if each.severity == "note" and _entry(each.name).settles]
+    return Findings((*(each for each in in_order if each not in settles), *settles[:1]))
 
 
 def _superseded_by(found: Finding) -> tuple[str, ...]:

@@ -71,9 +71,9 @@ def test_rules_take_from_the_catalogue_alone():
 
 def test_a_severity_that_the_entry_does_not_have_is_refused():
     with pytest.raises(ValueError, match="'error'"):
-        finding("tiny-ops", severity="error", evidence={"ops": 1, "median_elements": 1})
+        finding("launch-bound", severity="error", evidence={"ops": 1, "median_elements": 1})
     with pytest.raises(KeyError):
-        finding("tiny-ops")
+        finding("launch-bound")
     with pytest.raises(KeyError):
         finding("no-such-finding")
 
@@ -111,7 +111,7 @@ def test_what_an_error_supersedes(found, left):
 
 def test_a_note_supersedes_what_its_entry_says():
     skipping = made("still-skipping", "note")
-    assert ranked([skipping, made("tiny-ops", "note")])[0] is skipping
+    assert ranked([skipping, made("launch-bound", "note")])[0] is skipping
     for name in ("scale-too-large", "nonfinite-gradient"):
         assert [each.name for each in ranked([skipping, made(name, "note")])] == [name]
 

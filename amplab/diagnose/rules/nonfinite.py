@@ -396,7 +396,7 @@ def _is_product(found: FirstNonfinite, record: OpRecord) -> bool:
 
 
 def _evidence(found: FirstNonfinite) -> dict[str, Number]:
-    numbers: dict[str, Number] = {"result": found.result, "loss_scale": found.setting.loss_scale}
+    numbers: dict[str, Number] = {"not_finite": found.result, "loss_scale": found.setting.loss_scale}
     if found.record is not None:
         numbers |= {"phase": found.phase, "input_absmax": _reads(found)}
     numbers |= {"infs": found.output.infs or 0, "nans": found.output.nans or 0, "elements": found.output.numel}
@@ -405,7 +405,7 @@ def _evidence(found: FirstNonfinite) -> dict[str, Number]:
     if lost := _lost_constant(found):
         numbers["constant"] = lost[1]
     if found.fitting_scale is not None:
-        numbers["fitting_scale"] = found.fitting_scale
+        numbers["finite_at_loss_scale"] = found.fitting_scale
     if found.in_float32 is not None:
         numbers["loss_in_float32"] = found.in_float32.loss
     return numbers

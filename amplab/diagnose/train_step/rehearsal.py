@@ -31,6 +31,7 @@ from amplab.diagnose.train_step.lost_updates import LostUpdates, ShadowStep
 from amplab.diagnose.train_step.named_code import clips_of_model_parameters, leads_to
 from amplab.diagnose.train_step.schedules import ScheduleMove, ScheduleWatch, schedulers_of
 from amplab.trace.handed_step import Scaler
+from amplab.trace.lines import call_of_user_line, user_line
 from amplab.trace.untouched import untouched
 
 __all__ = ["GradientWrite", "MixedStep", "Rehearsal", "SteppedGradient", "UnsteppedOptimizer", "rehearse"]
@@ -47,6 +48,8 @@ class GradientWrite(NamedTuple):
         before: norm of these gradients before the op, divided by the norm that backward delivered.
         factor: norm after the op divided by the norm before it.
         norm: norm before the op.
+        call: the function of torch that the user's code called, `clip_grad_norm_`; the op's name if it called the op.
+        line: the line of that call, `train.py:12`; empty if unknown.
     """
 
     op: str
@@ -54,6 +57,8 @@ class GradientWrite(NamedTuple):
     before: float
     factor: float
     norm: float
+    call: str = ""
+    line: str = ""
 
 
 class SteppedGradient(NamedTuple):
@@ -286,7 +291,7 @@ class _Recorder:
         self._written_masters.add(id(grad))
         return False
 
-    def written(self, op: str, touched: list[tuple[str, Tensor]], before: list[float]) -> None:
+    def written(self, op: str, touched: list[tuple[str, Tensor]], before: list[float], *, call: str, line: str) -> None:
         """Record a write to gradients, whose norms were `before`."""
         after = [_norm(grad) for _, grad in touched]
         was, now = math.hypot(*before), math.hypot(*after)
@@ -302,7 +307,8 @@ class _Recorder:
         if not self._unscales(factor, [grad.dtype for _, grad in touched]):  # the ratio at the step shows unscaling
             for name in names:
                 self._states[name].clipped *= factor
-        self.writes.append(GradientWrite(op, names, was / delivered if delivered else math.nan, factor, was))
+        ratio = was / delivered if delivered else math.nan
+        self.writes.append(GradientWrite(op, names, ratio, factor, was, call, line))
 
     def _unscales(self, factor: float, dtypes: list[torch.dtype]) -> bool:
         """Whether a factor is a power of two, or one over a scale up to rounding."""
@@ -399,7 +405,8 @@ class _Writes(TorchDispatchMode):
         before = [_norm(grad) for _, grad in touched]
         result = func(*args, **kwargs)
         if touched:
-            self._recorder.written(str(func), touched, before)
+            call = call_of_user_line() or func.overloadpacket.__name__.removeprefix("_foreach_")
+            self._recorder.written(str(func), touched, before, call=call, line=str(user_line() or ""))
         return result
 
 
