@@ -227,7 +227,7 @@ _BCE_WITH_LOGITS = (
 _UPDATE_ONCE = "scaler.update()  # once per optimizer step, after it; not after each backward"
 
 _RAISED = "The step raised: {message}"
-_CAME_IN = "{tensor_name} contained inf or NaN before the step began; {result} is not finite."
+_CAME_IN = "{tensor_name} contained inf or NaN before the step began; {not_finite} is not finite."
 _WROTE = "{fn} wrote {counted}"
 _ELEVEN_BITS = (
     "float16 has 11 significant bits. Where E[x^2] and E[x]^2 are nearly equal, their difference is mostly rounding "
@@ -296,6 +296,12 @@ _RUN = (
                 "follow.",
                 "The first update steps were too large and moved the weights out of range. Later overflows are a "
                 "consequence.",
+            ),
+            "in-float32": Case(
+                "Trained in float32 on this batch alone, the loss goes from {float32_loss_before:.4g} to "
+                "{float32_loss_after:.4g} in {float32_steps}.",
+                "At this learning rate the update steps are too large in float32 too. The overflow in float16 is a "
+                "consequence, so no dtype and no loss scale fixes this.",
             ),
         },
         explains=(
@@ -737,7 +743,7 @@ _NONFINITE = (
         ("error", "note"),
         {
             "": Case(
-                "{result} overflows at a loss scale of {scale} and is finite at {fits}.",
+                "{not_finite} overflows at a loss scale of {scale} and is finite at {fits}.",
                 "The scaled gradients are too large for float16; at a smaller loss scale they are not. A static loss "
                 "scale lets them reach the weights.",
                 _with("", _DYNAMIC_SCALE, "\n# or loss_scale={finite_at_loss_scale:.12g}"),

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from amplab.amp import LossScaleCollapse, Session
+from amplab.diagnose.catalogue import CATALOGUE
 from amplab.diagnose.finding import Finding, Findings
 from amplab.diagnose.first_nonfinite import Setting, explain, setting_of
 from amplab.diagnose.machine import MachineReport, machine_report
@@ -28,6 +29,7 @@ from amplab.diagnose.observed_step.values import ObservedStep, observe_step
 from amplab.diagnose.ranking import ranked
 from amplab.diagnose.remedies.api_styles import Api, api_style_of
 from amplab.diagnose.rules.arithmetic import arithmetic_findings
+from amplab.diagnose.rules.divergence import diverging_in_float32
 from amplab.diagnose.rules.gradients import gradient_findings
 from amplab.diagnose.rules.nonfinite import api_in_use, finding_of
 from amplab.diagnose.rules.parameters import nonfinite_buffers, parameter_findings
@@ -142,7 +144,7 @@ def doctor(
         model, scaler, opt_level=opt_level, policy=policy, autocast=autocast, loss_scale=loss_scale
     ) as setting:
         if handed is not None:
-            observed, of_step = _examine_step(model, setting.of_step(handed), setting, batch)
+            observed, of_step = _examine_step(model, setting.of_step(handed), setting, batch, optimizers)
             found = [*found, *of_step]
     found += (*parameter_findings(model, optimizers, observed), *nonfinite_buffers(model))
     if train_step is None:
@@ -222,7 +224,7 @@ def _with_api(run: Observation, scaler: Scaler | None) -> Observation:
 
 
 def _examine_step(
-    model: nn.Module, handed: HandedStep, setting: Setting, batch: Any
+    model: nn.Module, handed: HandedStep, setting: Setting, batch: Any, optimizers: Sequence[Optimizer]
 ) -> tuple[ObservedStep | None, list[Finding]]:
     raised = Raised(handed.run)
     try:
@@ -240,6 +242,8 @@ def _examine_step(
         return None, [finding_of_error(error, model, "step()" if handed.name == "step" else "model(batch)")]
     blamed = blame(step)
     first = [] if blamed is None else [finding_of(explain(model, handed, setting, step, blamed, batch=batch))]
+    if blamed is not None and first[0].name in CATALOGUE["diverging"].explains:
+        first += diverging_in_float32(model, handed, setting, optimizers, api_in_use(setting, step))
     api = api_in_use(setting, step)
     of_values = (*value_findings(step, api), *arithmetic_findings(step, api))
     return step, [*first, *of_values, *speed_findings(step.trace, api)]

@@ -181,14 +181,16 @@ def large_mask(size: int, seed: int, broken: bool) -> Patient:
 class TwoMasks(nn.Module):
     """Attention within sequences of which the last is empty: padding, and another segment than that of any token."""
 
-    def __init__(self, size: int, broken: bool) -> None:
+    def __init__(self, size: int, wide: bool, broken: bool) -> None:
         super().__init__()
         self.query, self.key = nn.Linear(size, size), nn.Linear(size, size)
-        self.broken = broken
+        self.wide, self.broken = wide, broken
 
     def forward(self, x):  # (rows, size): sequences of four rows
         x = x.unflatten(0, (-1, 4))  # (sequences, 4, size)
         scores = self.query(x) @ self.key(x).mT * x.shape[-1] ** -0.5
+        if self.wide:
+            scores = scores.float()
         empty = (torch.arange(len(x)) == len(x) - 1)[:, None, None].to(scores.dtype)
         least = torch.finfo(scores.dtype).min
         padding, segments = empty * least, empty * least
@@ -199,10 +201,10 @@ class TwoMasks(nn.Module):
         return (torch.softmax(scores, -1) @ x.to(scores.dtype)).flatten(0, 1)
 
 
-def two_masks(level: str) -> Callable[[int, int, bool], Patient]:
+def two_masks(level: str, *, wide: bool) -> Callable[[int, int, bool], Patient]:
     def admit(size: int, seed: int, broken: bool) -> Patient:
         model = nn.Sequential()
-        model.add_module("attention", TwoMasks(size, broken))
+        model.add_module("attention", TwoMasks(size, wide, broken))
         model.add_module("head", nn.Linear(size, 1))
         return apex(model, regression(model), gaussian(size, seed, 32, size), level=level)
 
@@ -246,7 +248,7 @@ VALUE_WARDS = {
     "sum of a plane": Ward(sum_of_plane, "reduction-overflows-half", "pool"),
     "mask": Ward(large_mask, "constant-overflows-half", "masking"),
     "large squares": Ward(large_squares, "overflow-in-half", "1"),
-    "two masks in half": Ward(two_masks("O2"), "masks-added", "attention"),
-    "two masks in float32": Ward(two_masks("O0"), "masks-added", "attention"),
+    "two masks in half": Ward(two_masks("O2", wide=False), "masks-added", "attention"),
+    "two masks in float32": Ward(two_masks("O1", wide=True), "masks-added", "attention"),
     "late where": Ward(late_where, "gradient-undefined", "root"),
 }
