@@ -143,7 +143,8 @@ def _fields(instance: Any) -> dict[str, Any]:
 
 
 def _changes(pairs: Iterable[tuple[Any, Any]], mapped: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
-    return [(key, new) for key, old in pairs if (new := mapped(old)) is not old]
+    triples = [(key, old, mapped(old)) for key, old in pairs]  # torch.compile traces no := in a comprehension
+    return [(key, new) for key, old, new in triples if new is not old]
 
 
 def _mapping_with(mapping: MutableMapping[Any, Any], changes: list[tuple[Any, Any]]) -> MutableMapping[Any, Any]:

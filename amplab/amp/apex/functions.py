@@ -25,6 +25,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any
 
+from amplab.amp.apex.initialize_arguments import Permissions
 from amplab.amp.apex.registered_functions import RegisteredFunctions
 from amplab.amp.apex.session import Session
 from amplab.policies import CastPolicy
@@ -94,12 +95,15 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Run ``module.name`` in float32 at O1; otherwise as `register_half_function`."""
+    """Run ``module.name`` in float32 at O1; otherwise as `register_half_function`.
+
+    At O2 and O3 it has no effect, as in apex, and `initialize` warns: pass a policy with ``op_rules`` there.
+    """
     default_session().register_function(CastPolicy.FP32, module, name)
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Run ``module.name`` in the widest dtype of its arguments at O1; otherwise as `register_half_function`."""
+    """Run ``module.name`` in the widest dtype of its arguments at O1; otherwise as `register_float_function`."""
     default_session().register_function(CastPolicy.PROMOTE, module, name)
 
 
@@ -151,8 +155,8 @@ state_dict = _of_the_default_session(Session.state_dict)
 subscribe = _of_the_default_session(Session.subscribe)
 
 
-_REGISTERED = RegisteredFunctions()
-_PROGRAM = Session(_REGISTERED)
+_REGISTERED, _PERMISSIONS = RegisteredFunctions(), Permissions()
+_PROGRAM = Session(_REGISTERED, _PERMISSIONS)
 _LOCK = threading.Lock()
 
 
@@ -189,7 +193,7 @@ def session_to_initialize() -> Session:
         if owner is None or owner is threading.current_thread() or not owner.is_alive():
             _Owner.thread = threading.current_thread()
             return _PROGRAM
-    _OWN.session = Session(_REGISTERED)
+    _OWN.session = Session(_REGISTERED, _PERMISSIONS)
     return _OWN.session
 
 

@@ -7,6 +7,7 @@ user's own module, so the module's attribute is replaced from `initialize` to `r
 import dataclasses
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -29,6 +30,7 @@ __all__ = [
     "promote_function",
     "replace_attributes",
     "table_with",
+    "warn_of_idle",
 ]
 
 # The places of one op under one name: torch.sigmoid, Tensor.sigmoid, F.sigmoid.
@@ -92,7 +94,8 @@ class RegisteredFunctions:
 
     def allow_banned(self) -> None:
         """Run the refused loss in float32, unless it is registered otherwise."""
-        self._registered.insert(0, ALLOW_BANNED)
+        if ALLOW_BANNED not in self._registered:
+            self._registered.insert(0, ALLOW_BANNED)
 
     def forget(self) -> None:
         """Clear the list."""
@@ -107,6 +110,27 @@ def replace_attributes(registrations: Iterable[Registration]) -> list[Callable[[
     """Replace the user's own functions among ``registrations`` by casting ones; return functions that undo it."""
     own = [each for each in registrations if not each.spellings]
     return [_REPLACEMENTS.hold(each.owner, each.name, each.cast) for each in own]
+
+
+def warn_of_idle(registrations: Iterable[Registration], opt_level: str) -> None:
+    """Warn of each registration that would widen a function, at a level where the model is half and nothing is cast.
+
+    Half functions need no warning there: their arguments are half already.
+
+    Args:
+        registrations: those of the session.
+        opt_level: "O2" or "O3".
+    """
+    for each in registrations:
+        if each.cast is not CastPolicy.LOWER_PRECISION_FP:
+            title = f"{getattr(each.owner, '__name__', each.owner)}.{each.name}"
+            rule = f"policy=amplab.policies.PrecisionPolicy(op_rules={{{each.name!r}: 'float32'}})"
+            instead = f"pass {rule} to initialize" if each.spellings else "call .float() on its arguments"
+            warnings.warn(
+                f"{title} is registered as a {KINDS[each.cast]} function, which has no effect at {opt_level}: "
+                f"registered functions cast at O1 only. To compute it in float32 here, {instead}.",
+                stacklevel=4,
+            )
 
 
 def table_with(base: OpTable, registrations: Iterable[Registration]) -> OpTable:

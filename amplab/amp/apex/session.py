@@ -11,6 +11,7 @@ The levels are in `opt_levels`, the block of `scale_loss` in `loss_scaling`, the
 """
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from amplab.amp.apex.banner import banner, is_first_rank
 from amplab.amp.apex.cast_lines import VerboseEngine
 from amplab.amp.apex.hooks import Hooks
 from amplab.amp.apex.initialize_arguments import (
+    Permissions,
     checked_cast_model_outputs,
     checked_combined,
     checked_models,
@@ -47,12 +49,19 @@ from amplab.amp.apex.loss_scaling import (
 )
 from amplab.amp.apex.opt_levels import OptProperties, opt_level_named
 from amplab.amp.apex.optimizer_names import refuse_taken_names
-from amplab.amp.apex.registered_functions import ALLOW_BANNED, RegisteredFunctions, Registration, replace_attributes
+from amplab.amp.apex.registered_functions import (
+    ALLOW_BANNED,
+    RegisteredFunctions,
+    Registration,
+    replace_attributes,
+    warn_of_idle,
+)
 from amplab.amp.arguments import as_list, checked_flag, checked_num_losses
 from amplab.amp.backward.clipping import clip_by_norm_
 from amplab.amp.backward.gradients import bookkeeping
 from amplab.amp.backward.optimizer_params import master_params
 from amplab.amp.backward.records import MemoryUse, ScaleRecord, StepOutcome
+from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies import CastingEngine, CastPolicy, PrecisionPolicy
 from amplab.scalers import CombinedUnscaler, Unscaler
 
@@ -66,6 +75,7 @@ class Session:
 
     Args:
         registered: the functions that the user has registered; None for an empty list.
+        permissions: what `initialize` does not refuse; None for the default.
 
     Attributes:
         verbosity: the argument of the last `initialize`.
@@ -78,8 +88,10 @@ class Session:
     (torch.float16, torch.float32)
     """
 
-    def __init__(self, registered: RegisteredFunctions | None = None) -> None:
+    def __init__(self, registered: RegisteredFunctions | None = None, permissions: Permissions | None = None) -> None:
         self.registered = RegisteredFunctions() if registered is None else registered
+        self.permissions = Permissions() if permissions is None else permissions
+        self._adopts_optimizers = False
         self.verbosity = 1
         self._hooks = Hooks()
         self._engine: CastingEngine | None = None
@@ -186,11 +198,16 @@ class Session:
             check_combined_tensors: print a line whenever gradients had left those buffers, except after zero_grad.
             combine_ddp, ddp_replica_count: refused; wrap the model in DistributedDataParallel.
             policy: the lists and the compute dtype of O1; None for those of apex in float16. Its op_rules and
-                module_rules apply at every level: weights of modules with a rule stay float32 at O0 and O1, and have
-                the rule's dtype at O2 and O3, with masters if the level has masters.
+                module_rules apply at every level, and what they compute keeps the dtype of the rule (see
+                `PrecisionPolicy`). Weights of modules with a rule stay float32 at O0 and O1, and have the rule's dtype
+                at O2 and O3, with masters if the level has masters.
 
         Returns:
             ``models``, or ``(models, optimizers)`` if optimizers were given.
+
+        Warns:
+            UserWarning: a registered float or promote function at O2 or O3, where it has no effect; in the first
+                forward, a module rule without effect, because the weights of its module are read without calling it.
 
         Raises:
             RuntimeError: an override that is not allowed at this level; a model that is already half, wrapped, or
@@ -210,12 +227,14 @@ class Session:
         if not torch.backends.cudnn.enabled:
             raise RuntimeError("Amp requires torch.backends.cudnn.enabled = True")
         level = opt_level_named(opt_level)
+        refuse = functools.partial(self.permissions.warn_or_err, quiet=verbosity == 0)
         properties = level.properties.with_overrides(
             cast_model_type=cast_model_type,
             patch_torch_functions=patch_torch_functions,
             keep_batchnorm_fp32=keep_batchnorm_fp32,
             master_weights=master_weights,
             loss_scale=loss_scale,
+            refuse=refuse,
         )
         rule = scale_rule(
             properties.loss_scale,
@@ -235,8 +254,8 @@ class Session:
         policies = checked_policies(policy, chosen_models, properties.cast_model_type)
         scalers = [LossScaler.under(rule) for _ in range(checked_num_losses(num_losses))]
         self._hooks.release_connected(chosen_models, chosen_optimizers)
-        for model in chosen_models:
-            refuse_half(model)
+        for model in () if self.permissions.allow_incoming_model_not_fp32 else chosen_models:
+            refuse_half(model, refuse)
         for optimizer in chosen_optimizers:
             refuse_taken_names(optimizer)
         warn_of_unused(
@@ -255,6 +274,8 @@ class Session:
             on_collapse=on_collapse,
             master_weights=bool(properties.master_weights),
         )
+        if properties.cast_model_type in LOW_PRECISION_DTYPES:
+            warn_of_idle(self.registered.all(), level.name)
         registered = (*((ALLOW_BANNED,) if allow_banned else ()), *self.registered.all())
         self._change_settings(properties, scaling, *registered, verbosity=verbosity, policy=policy)
         self._hooks.hook(
@@ -269,6 +290,61 @@ class Session:
         )
         return arrived
 
+    def start_casting(self, loss_scale: float | str = "dynamic", *, verbose: bool = False) -> None:
+        """Choose O1 without models: ops are cast in `casting` and after `install`, and `scale_loss` has one scaler.
+
+        `scale_loss` prepares the optimizers that it gets.
+
+        Args:
+            loss_scale: "dynamic" or a number > 0.
+            verbose: print each cast.
+
+        Raises:
+            ValueError: a ``loss_scale`` out of its range.
+
+        Reference: ``apex.amp.init``.
+        """
+        properties = opt_level_named("O1").properties.with_overrides(loss_scale=loss_scale)
+        scaling = self._own_scaling(properties.loss_scale, 1)
+        self._change_settings(properties, scaling, *self.registered.all(), verbosity=2 if verbose else 1)
+        self._adopts_optimizers = True
+
+    def adopt(self, optimizer: Any, *, announce: bool = True) -> None:
+        """Prepare an optimizer that `initialize` has not seen, for `scale_loss` after `start_casting`.
+
+        Nothing happens to one that is prepared already.
+
+        Args:
+            optimizer: without masters; its parameters are stepped as they are.
+            announce: print a line for each skipped step.
+
+        Raises:
+            TypeError: not an optimizer.
+            RuntimeError: one that has apex's private names already.
+        """
+        for each in checked_optimizers(optimizer):
+            if not self._hooks.knows(each):
+                refuse_taken_names(each)
+                self._hooks.hook(
+                    [], [each], self.properties, [], cast_model_outputs=None, engine=self._engine, announce=announce
+                )
+
+    def scale_loss_of(
+        self, optimizer: Any, num_losses: int
+    ) -> Callable[[Tensor, int], contextlib.AbstractContextManager[Tensor]]:
+        """Prepare an optimizer, as `adopt` does, and give it dynamic loss scalers of its own.
+
+        Returns:
+            `scale_loss` with these scalers, a function of a loss and the number of its scaler.
+        """
+        self.adopt(optimizer, announce=False)
+        scaling = self._own_scaling("dynamic", checked_num_losses(num_losses))
+        return lambda loss, loss_id: self._scaled(scaling, checked_loss(loss), optimizer, loss_id)
+
+    def _own_scaling(self, loss_scale: float | str, num_losses: int) -> LossScaling:
+        scalers = [LossScaler(loss_scale) for _ in range(num_losses)]
+        return LossScaling(self._hooks, scalers, self._subscribers, on_collapse="raise", master_weights=False)
+
     def _change_settings(
         self,
         properties: OptProperties | None,
@@ -278,6 +354,7 @@ class Session:
         policy: PrecisionPolicy | None = None,
     ) -> None:
         self._properties, self._scaling, self.verbosity = properties, scaling, verbosity
+        self._adopts_optimizers = False
         self._registrations = registrations if self.properties.patch_torch_functions else ()
         undo_old, self._undo_replacements = self._undo_replacements, replace_attributes(self._registrations)
         for undo in undo_old:
@@ -293,7 +370,8 @@ class Session:
     def register_function(self, cast: CastPolicy, module: Any, name: str) -> None:
         """Register ``module.name`` for a cast at O1, as `register_half_function` documents.
 
-        After an `initialize` at O1 it has no effect until the next one, and warns.
+        After an `initialize` at O1 it has no effect until the next one, and warns. At O2 and O3 a float or promote
+        function has no effect, and warns.
         """
         registration = self.registered.add(cast, module, name)
         late = self.properties.patch_torch_functions and not any(map(registration.same_as, self._registrations))
@@ -303,17 +381,20 @@ class Session:
                 "same models and optimizers, which is safe, or register it before.",
                 stacklevel=3,
             )
+        if self.opt_level is not None and self.properties.cast_model_type in LOW_PRECISION_DTYPES:
+            warn_of_idle([registration], self.opt_level)
 
     def reset(self) -> None:
         """Undo `initialize`: remove hooks, make half models float32, return the models' parameters to the optimizers.
 
         Values come from the masters if there are any. Optimizer state is kept, in float32. An engine that `install`
         has installed in another thread stays there. Registered functions are cleared, and replaced attributes of the
-        user's modules are restored. Afterwards `initialize` works at any level.
+        user's modules are restored. Permissions are withdrawn. Afterwards `initialize` works at any level.
         """
         self._hooks.release_all()
         self._change_settings(None, None)
         self.registered.forget()
+        self.permissions.forget()
 
     # -- in every step -----------------------------------------------------------------------------
 
@@ -330,7 +411,6 @@ class Session:
         if self._engine is not None and self.properties.patch_torch_functions:
             self._engine.install()
 
-    @contextlib.contextmanager
     def scale_loss(
         self,
         loss: Tensor,
@@ -339,7 +419,7 @@ class Session:
         model: Any = None,  # noqa: ARG002  unused in apex, too
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
-    ) -> Iterator[Tensor]:
+    ) -> contextlib.AbstractContextManager[Tensor]:
         """Yield ``loss.float() * loss_scale`` for the backward in the block; unscale the gradients afterwards.
 
         If a gradient is inf or NaN, a dynamic scale backs off and the next step of ``optimizers`` is skipped. If the
@@ -364,12 +444,28 @@ class Session:
         self._require_initialized("with amp.scale_loss", opening="'")
         checked_loss(loss)
         if self._scaling is None:
-            yield loss
-            return
+            return contextlib.nullcontext(loss)
+        if self._adopts_optimizers:
+            for optimizer in as_list(optimizers):
+                self.adopt(optimizer)
+        delays = {"delay_unscale": delay_unscale, "delay_overflow_check": delay_overflow_check}
+        return self._scaled(self._scaling, loss, optimizers, loss_id, **delays)
+
+    @contextlib.contextmanager
+    def _scaled(
+        self,
+        scaling: LossScaling,
+        loss: Tensor,
+        optimizers: Any,
+        loss_id: int,
+        *,
+        delay_unscale: bool = False,
+        delay_overflow_check: bool = False,
+    ) -> Iterator[Tensor]:
         delays = {"delay_unscale": delay_unscale, "delay_overflow_check": delay_overflow_check}
         with (
             explaining_backward(loss),
-            self._scaling.scaled(loss, optimizers, loss_id, **delays) as scaled_loss,
+            scaling.scaled(loss, optimizers, loss_id, **delays) as scaled_loss,
             self.casting(),  # a checkpoint recomputes in the backward with the casts of the forward
         ):
             try:

@@ -17,6 +17,7 @@ half weights every floating output to the dtype around.
 
 Hooks belong to the modules: copies, pickles and replicas have them too. torch.compile breaks its graph at these hooks.
 A module whose weights are used without calling it cannot have hooks: write the rule for the enclosing module.
+`uncalled_modules` warns of it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies.casting.engine import CastingEngine
 from amplab.policies.casting.explanation import Decision, decided
 from amplab.policies.casting.thread_scopes import THREAD, CastingThread, Scope, casts_enabled, remove, thread_engines
+from amplab.policies.modules.uncalled_modules import UncalledModules
 from amplab.policies.modules.would_be_dtypes import WouldBeDtypes
 from amplab.policies.nested_tensors import cast_tree, floating_tensors_in
 from amplab.policies.policy.module_rules import RuledModule, ruled_modules
@@ -51,7 +53,7 @@ _FLOAT32 = PrecisionPolicy(None, torch.float32)
 
 def register_module_rules(
     model: nn.Module, policy: PrecisionPolicy, *, weights_dtype: torch.dtype | None = None
-) -> list[_RegionHandles]:
+) -> list[_RegionHandles | _WatchHandles]:
     """Register hooks for the module rules of `policy` on `model` and return the handles that remove them.
 
     Args:
@@ -62,7 +64,8 @@ def register_module_rules(
     Raises:
         ValueError: a rule matches no module of `model`, or rules contradict each other.
     """
-    handles: list[_RegionHandles] = []
+    handles: list[_RegionHandles | _WatchHandles] = []
+    regions: dict[Tensor, ModuleRegion] = {}
     engines: dict[Precision, CastingEngine] = {}
     for ruled in ruled_modules(model, policy.module_rules):
         precision = ruled.rule.precision
@@ -72,7 +75,8 @@ def register_module_rules(
         outside_dtype = None if outside is None else tensor_dtype(outside)
         region = ModuleRegion(ruled, engines[precision], outside_dtype, casts_back=policy.cast_outputs_back)
         handles.append(_RegionHandles(region, ruled.module))
-    return handles
+        regions.update(dict.fromkeys(ruled.module.parameters(), region))
+    return [*handles, _WatchHandles(regions, model, weights_decide=weights_dtype is not None)] if handles else []
 
 
 def _policy_inside(precision: Precision, policy: PrecisionPolicy, weights_are_cast: bool) -> PrecisionPolicy:
@@ -90,6 +94,9 @@ class ModuleRegion:
         engine: the engine that casts inside, also an attribute.
         outside_dtype: in models with 16-bit weights, the dtype around; None if the engine around decides.
         casts_back: whether outputs are cast to the dtype that they would have without the rule.
+
+    Attributes:
+        was_called: whether the module has been called.
     """
 
     def __init__(
@@ -101,6 +108,7 @@ class ModuleRegion:
         self._inside_dtype = tensor_dtype(ruled.rule.precision)
         self._outside_dtype = outside_dtype
         self._casts_back = casts_back
+        self.was_called = False
 
     def __str__(self) -> str:
         """Return the rule and its module."""
@@ -108,6 +116,7 @@ class ModuleRegion:
 
     def before_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Cast the inputs, then enter the rule."""
+        self.was_called = True
         THREAD.own.drop_ended()
         frame = sys._getframe(1)
         engines, may_cast = thread_engines(), casts_enabled()
@@ -191,6 +200,25 @@ class _RegionHandles:
             handle.remove()
 
 
+class _WatchHandles:
+    """The handle that removes the hooks of `UncalledModules`."""
+
+    def __init__(self, regions: Mapping[Tensor, ModuleRegion], model: nn.Module, *, weights_decide: bool) -> None:
+        self._watch = UncalledModules(
+            regions, weights_decide=weights_decide, was_called=lambda region: bool(region.was_called)
+        )
+        self._handles = (
+            model.register_forward_pre_hook(self._watch.before_forward),
+            model.register_forward_hook(self._watch.after_forward, prepend=True, always_call=True),
+        )
+
+    def remove(self) -> None:
+        """Remove both hooks; a second call does nothing."""
+        self._watch.leave()
+        for handle in self._handles:
+            handle.remove()
+
+
 class _Visit(Scope):
     """One forward call of a module with a rule, in one thread."""
 
@@ -245,6 +273,6 @@ def module_rule_at_work() -> str:
 
 
 def module_rule_of_op() -> str:
-    """As `module_rule_at_work`, for readers of every op: it does not look for scopes that have ended."""
+    """As `module_rule_at_work`, for code that reads it at every op: it does not search for scopes that have ended."""
     visit = _innermost_visit()
     return "" if visit is None or visit.engine is None else str(visit.region)
