@@ -126,7 +126,7 @@ def test_what_makes_no_model_is_refused(make_model):
         climb(make_model)
 
 
-def test_batches_that_can_be_read_once_serve_every_rung():
+def test_every_rung_gets_the_batches_of_an_iterator():
     report = climb(healthy, (batch(step) for step in range(40)), rungs={"one": "fp32", "two": "fp32"}, steps=9)
     assert [len(rung.steps) for rung in report.rungs] == [9, 9]
     listed = climb(healthy, [batch(step) for step in range(4)], rungs={"one": "fp32"}, steps=9)
@@ -144,7 +144,7 @@ def test_the_report_is_read_as_a_page_a_text_and_a_line():
     assert read.words.count("✓ holds") == 2
 
 
-def test_progress_is_no_failure_in_a_notebook(monkeypatch, capsys):
+def test_progress_does_not_look_like_a_failure_in_a_notebook(monkeypatch, capsys):
     rungs = {"fp32": "fp32"}
     ladder(healthy, batch, loss=F.cross_entropy, steps=8, rungs=rungs)
     assert capsys.readouterr() == ("", "rung 1 of 1: fp32, 8 steps\n")

@@ -44,7 +44,7 @@ def test_errors_are_as_large_as_the_format_rounds(task, right, epsilon):
     assert 0.1 * epsilon < max(first) < 10 * epsilon
 
 
-def test_a_model_is_left_as_it_was(task):
+def test_a_model_is_restored(task):
     model, batch = task
     before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     twin(model, batch, loss=F.cross_entropy, steps=2)
@@ -251,7 +251,7 @@ def test_sparse_gradients_are_held_against_each_other():
     assert [(row.module, row.error.relative) for row in rows] == [("weight", 0.0)] * 2
 
 
-def test_gradients_go_by_the_name_of_their_parameter_whatever_the_optimizers_order():
+def test_gradients_are_named_by_parameter_in_every_order():
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
     loss = lambda out: out.square().mean()  # noqa: E731
     backwards = lambda weights: torch.optim.SGD([*reversed(list(weights))][:3], lr=0.1)  # noqa: E731

@@ -68,7 +68,7 @@ def test_the_flag_is_set_by_what_is_not_finite_and_never_cleared(bad, place):
 
 
 @pytest.mark.parametrize("arg_to_check", [-1, 0, 1])
-def test_axpby_adds_and_checks_what_it_is_told_to(arg_to_check):
+def test_axpby_adds_and_checks_as_its_arguments_say(arg_to_check):
     xs, ys, outs = randoms(torch.float16), randoms(seed=1), zeros()
     overflow = flag()
     amp_c.multi_tensor_axpby(CHUNK, overflow, [xs, ys, outs], 0.5, 2.0, arg_to_check)

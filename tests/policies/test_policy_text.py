@@ -16,7 +16,7 @@ def test_any_names_come_back(op_rules, module_rules, cast_outputs_back):
     assert read_policy(text) == ("apex", "float16", op_rules, module_rules, cast_outputs_back)
 
 
-def test_plain_names_stand_without_quotes_and_blanks_are_free():
+def test_plain_names_need_no_quotes_and_spaces_are_ignored():
     text = write_policy("apex", "float16", [("softmax", "float32")], [("blocks.[0-3].*", "tf32"), ("a;b", "tf32")])
     assert text == 'apex/float16; op softmax=float32; module blocks.[0-3].*=tf32; module "a;b"=tf32'
     assert read_policy(" apex/float16 ;op  softmax = float32 ").op_rules == {"softmax": "float32"}

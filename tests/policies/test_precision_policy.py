@@ -115,7 +115,7 @@ def test_simulated_formats_stay_float32_tensors():
     assert PrecisionPolicy(compute_dtype=torch.bfloat16).tensor_dtype is torch.bfloat16
 
 
-def test_a_dtype_that_is_no_float_is_refused_in_a_string():
+def test_a_dtype_that_is_not_floating_is_refused_in_a_string():
     with pytest.raises(ValueError, match=r"compute_dtype='half': expected torch.float16"):
         PrecisionPolicy.parse("apex/half")
     with pytest.raises(ValueError, match=r"module_rules\['a'\]=torch.int8: expected torch.float16"):
@@ -124,7 +124,7 @@ def test_a_dtype_that_is_no_float_is_refused_in_a_string():
         PrecisionPolicy.parse("apex/float16; module head=tf32; module head=float32")
 
 
-def test_explain_tells_the_users_rule_first():
+def test_explain_names_the_users_rule_first():
     policy = PrecisionPolicy(op_rules={"softmax": "bfloat16", "relu": torch.float32})
     row = policy.explain(F.softmax)
     assert (row.cast, row.by_user) == (CastPolicy.LOWER_PRECISION_FP, True)

@@ -31,7 +31,6 @@ FOUND = [
     ("from apex.fp16_utils.loss_scaler import DynamicLossScaler as got", fp16_utils.DynamicLossScaler),
 ]
 REFUSED = [
-    ("from apex.amp.opt import OptimWrapper", "apex.amp.opt", "amp.scale_loss"),
     ("from apex.amp.lists import functional_overrides", "apex.amp.lists", "amp.register_half_function"),
     ("import apex.amp.utils", "apex.amp.utils", "from apex import amp"),
     ("from apex.optimizers import FP16_Optimizer", "apex.optimizers.FP16_Optimizer", "apex.fp16_utils.FP16_Optimizer"),
@@ -95,7 +94,7 @@ def test_scripts_that_go_on_without_do_so(error):
     assert names["syncbn"] is None
 
 
-def test_a_name_that_nobody_knows_is_as_ever():
+def test_an_unknown_name_raises_the_usual_error():
     with amplab.as_apex():
         with pytest.raises(ImportError, match=r"cannot import name 'anything' from 'amplab.amp'"):
             exec("from apex.amp import anything", {})
@@ -111,7 +110,7 @@ def test_what_is_installed_under_such_a_name_comes_first(tmp_path, monkeypatch):
     del sys.modules["syncbn"]
 
 
-def test_afterwards_nothing_is_refused_and_no_second_name_is_left():
+def test_undo_removes_the_second_names_and_the_refusals():
     with amplab.as_apex():
         for name in HOMES:
             importlib.import_module(name)
@@ -123,7 +122,7 @@ def test_afterwards_nothing_is_refused_and_no_second_name_is_left():
         importlib.import_module("amp_C")
 
 
-def test_modules_of_amplab_bear_the_same_names_without_apex():
+def test_modules_of_amplab_have_the_same_names_without_apex():
     exec("from amplab.amp._amp_state import maybe_print, warn_or_err, master_params, AmpState", {})
     exec("from amplab.amp.scaler import LossScaler; from amplab.amp.amp import init", {})
     exec("from amplab.fp16_utils.fp16util import prep_param_lists, to_python_float, tofp16", {})

@@ -263,7 +263,7 @@ def test_no_batch(look, batch, words):
         look(net(), batch)
 
 
-def test_a_function_is_no_batch():
+def test_a_function_is_not_a_batch():
     for tool in (amplab.xray, amplab.gradient_range, first_nonfinite, doctor):
         for given in (lambda: X, len, nn.MSELoss()):
             with pytest.raises(TypeError, match=rf"Write amplab\.{tool.__name__}\(model, step=loss_of\)"):
@@ -297,7 +297,7 @@ def test_a_scale_that_is_none(scale):
 
 
 @pytest.mark.parametrize("scale", ["dynamic", True, torch.amp.GradScaler("cpu"), [1.0]])
-def test_a_scale_that_is_no_number(scale):
+def test_a_scale_that_is_not_a_number(scale):
     model = net()
     for look in (trace_step, nonfinite, probe, examined):
         with pytest.raises(TypeError, match=r"^loss_scale=.*expected a number"):
@@ -312,7 +312,7 @@ def test_scales_of_numpy_and_of_tensors():
         amplab.xray(net(), X, loss_scale=torch.tensor(8.0))
 
 
-def test_a_compiled_model_will_do_where_no_op_is_looked_at():
+def test_a_compiled_model_is_accepted_where_no_ops_are_recorded():
     """The compiler's backend runs eagerly, so that the gradients are the same ones bit for bit."""
     model = net()
     compiled = torch.compile(model, backend="eager")

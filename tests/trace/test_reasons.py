@@ -68,7 +68,7 @@ def test_without_a_table_every_op_runs_as_it_comes():
         assert product.reason == "no op list applies: runs in its input dtype"
 
 
-def test_casts_disabled_is_no_table_at_work():
+def test_no_table_applies_while_casts_are_disabled():
     def run(w):
         with disable_casts():
             return w @ w
@@ -157,7 +157,7 @@ def test_casts_inside_an_op_count_nowhere(mode):
     assert trace.cast_bytes == 0
 
 
-def test_mixed_dtypes_of_one_op_are_no_promotion():
+def test_mixed_dtypes_of_one_op_are_not_a_promotion():
     model = nn.BatchNorm1d(4)
     x = torch.ones(3, 4, dtype=torch.float16, requires_grad=True)
     trace = trace_step(model, lambda: model(x).float().square().sum())
@@ -233,7 +233,7 @@ def test_a_simulated_op_is_shown_as_simulated():
 
 
 @pytest.mark.parametrize("engine", [None, "apex/float16", "apex/bfloat16"])
-def test_records_are_the_same_in_whatever_order_they_are_read(scenario, every_model, engine):
+def test_records_do_not_depend_on_the_order_of_reading(scenario, every_model, engine):
     model, loss = scenario(every_model)
     context = {} if engine is None else {"casting": CastingEngine(PrecisionPolicy.parse(engine)).active()}
     events = record_step(model, loss, **context)

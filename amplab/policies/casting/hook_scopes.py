@@ -1,4 +1,4 @@
-"""HookScopes: what a hook before a call enters, and the hook after the call leaves. How torch.compile sees hooks."""
+"""HookScopes: what the hook before a call enters and the hook after it leaves. How torch.compile traces such hooks."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class _OpenCall(NamedTuple):
 
 
 class HookScopes(threading.local):
-    """The scopes that the hook before a call enters and the hook after it leaves, each thread for itself."""
+    """The scopes that the hook before a call enters and the hook after it leaves, separately for each thread."""
 
     def __init__(self) -> None:
         self._calls: list[_OpenCall] = []
 
     def enter(self, *scopes: AbstractContextManager[Any] | Scope) -> None:
-        """Enter `scopes` until the call ends that the calling hook is part of."""
+        """Enter `scopes` until the end of the call that the calling hook belongs to."""
         frame = None if is_dynamo_compiling() else _getframe(2)
         while self._calls and (last := self._calls[-1].frame) is not None and not is_running(last):
             self._leave_last()
@@ -64,7 +64,7 @@ class HookScopes(threading.local):
         self._calls[-1].scopes.append(scope)
 
     def leave(self) -> None:
-        """Leave what was entered for the call that the calling hook is part of; does nothing where that has ended."""
+        """Leave the scopes of the call that the calling hook belongs to; does nothing if they have ended."""
         frame = None if is_dynamo_compiling() else _getframe(2)
         for place in reversed(range(len(self._calls))):
             own = self._calls[place].frame
@@ -74,7 +74,7 @@ class HookScopes(threading.local):
                 return
 
     def leave_all(self) -> None:
-        """Leave everything that this thread has entered."""
+        """Leave all scopes of this thread."""
         while self._calls:
             self._leave_last()
 

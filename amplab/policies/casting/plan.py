@@ -1,15 +1,15 @@
-"""From a policy to a plan: what the casting mode does for each function, decided once and looked up.
+"""The plan of a policy: what the casting mode does for each function, built once and looked up for each op.
 
-A plan is a plain dict, function -> step; a function without a step runs as it is. Which plan a mode
-holds depends on the policy, on how CPU halves are multiplied, on whether casts are disabled, and on
-whether somebody wants explanations; an engine builds each combination once. The steps are in
-`steps`; here is what runs an op once its arguments are cast.
+A plan is a plain dict, function -> step; a function without a step runs unchanged. The plan of a mode depends on the
+policy, on how CPU halves are multiplied, on whether casts are disabled, and on whether explanations are requested; an
+engine builds each combination once. The steps are in `steps`. This module has the functions that run an op after its
+arguments were cast.
 
-A function mode sees a function that is written in Python, such as F.multi_head_attention_forward, as one call, and the
-mode is off while it handles that call, so it would not see the linear and the softmax inside. Such functions are the
-composites. `opened` returns a composite's own code with torch's check for overrides removed, and the plan runs that
-code with the mode on. Tensor.backward is a composite: what a checkpoint or a user's autograd.Function computes in it is
-cast as in the forward.
+A function mode intercepts a function that is written in Python, such as F.multi_head_attention_forward, as one call.
+The mode is off while it handles that call, so it would not intercept the linear and the softmax inside. Such functions
+are called composites. `opened` returns a composite's own code without torch's check for overrides, and the plan runs
+that code with the mode on. Tensor.backward is a composite, so that what a checkpoint or a user's autograd.Function
+computes in it is cast as in the forward.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ _EXPOSING = (
 
 
 def build_plan(policy: PrecisionPolicy, cache: CastCache, half_mode: HalfMode, casts: bool, explained: bool) -> Plan:
-    """The plan of `policy`; without `casts`, only how CPU halves are multiplied and composites opened.
+    """Return the plan of `policy`.
 
     Args:
-        policy: what to carry out.
-        cache: where casts of Parameters are kept.
+        policy: the policy to apply.
+        cache: the cache for casts of Parameters.
         half_mode: how CPU halves are multiplied.
-        casts: whether arguments are cast at all.
+        casts: whether arguments are cast; if False, the plan only multiplies CPU halves and opens composites.
         explained: whether steps report to the mode's explanation.
     """
     composites = composites_of(policy.table if casts else None)
@@ -105,8 +105,8 @@ def _add_mixed_steps(plan: Plan, policy: PrecisionPolicy, runs: dict[Callable[..
 
 
 def on_device(plan: Plan, device_type: str) -> Plan:
-    """`plan` for ops with a tensor on `device_type`; the others run as they are."""
-    bound = copy.copy(plan)  # with what it answers for functions that it does not hold
+    """Return `plan` for ops with a tensor on `device_type`; other ops run unchanged."""
+    bound = copy.copy(plan)  # a copy keeps the steps that an `ExplainedPlan` makes for other functions
     bound.update({func: _bound_step(step, device_type) for func, step in plan.items()})
     return bound
 
@@ -121,7 +121,7 @@ def _bound_step(step: Step, device_type: str) -> Step:
 
 
 def _runner(func: Callable[..., Any], rule: OpRule) -> Run:
-    # 1 / x is promote on apex's list, and the reciprocal inside it is fp32: both rows are to act.
+    # 1 / x is promote on apex's list, and the reciprocal inside it is fp32: both rows apply.
     opens = rule.cast is CastPolicy.PROMOTE and isinstance(func, types.FunctionType)
     return _opening_run(func) if opens else _run_plain
 
@@ -165,11 +165,11 @@ def _fall_through(table: OpTable) -> frozenset[Callable[..., Any]]:
 
 
 COMPOSITES = _fall_through(APEX)
-"""The Python-level functions whose inner ops have rows of their own, whatever the table."""
+"""Functions written in Python whose inner ops have their own rows, in every table."""
 
 
 def composites_of(table: OpTable | None) -> frozenset[Callable[..., Any]]:
-    """COMPOSITES with those that fall through in `table`: its lists may name what is inside, not the function."""
+    """Return COMPOSITES and the functions that fall through in `table`, whose lists may name only the ops inside."""
     return COMPOSITES if table is None else COMPOSITES | _fall_through(table)
 
 
@@ -179,7 +179,7 @@ def _no_override(*_args: Any) -> bool:
 
 @functools.cache
 def opened(func: types.FunctionType) -> types.FunctionType:
-    """`func` without its check for `__torch_function__`; built-in functions come back as they are.
+    """Return `func` without its check for `__torch_function__`; built-in functions are returned unchanged.
 
     >>> from torch.nn import functional as F
     >>> opened(F.multi_head_attention_forward).__code__ is F.multi_head_attention_forward.__code__

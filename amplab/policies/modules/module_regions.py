@@ -273,6 +273,6 @@ def module_rule_at_work() -> str:
 
 
 def module_rule_of_op() -> str:
-    """As `module_rule_at_work`, for readers of every op: it does not look for scopes that have ended."""
+    """As `module_rule_at_work`, for code that reads it at every op: it does not search for scopes that have ended."""
     visit = _innermost_visit()
     return "" if visit is None or visit.engine is None else str(visit.region)

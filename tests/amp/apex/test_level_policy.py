@@ -108,7 +108,7 @@ def test_half_weights_under_rules_have_masters_and_float32_ones_none(session, mo
     assert masters[4] is not model[2].weight
 
 
-def test_checkpoints_hold_float32_whatever_the_rules(session, model):
+def test_checkpoints_hold_float32_under_all_rules(session, model):
     before = {name: values.clone() for name, values in model.state_dict().items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session.initialize(model, optimizer, opt_level="O2", verbosity=0, policy=PrecisionPolicy(module_rules=RULES))

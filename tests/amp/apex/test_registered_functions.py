@@ -226,7 +226,7 @@ def test_two_sessions_count_their_hold_on_an_attribute(library):
     assert library.identity is original
 
 
-def test_somebody_elses_replacement_stays(library):
+def test_a_replacement_by_other_code_stays(library):
     amp.register_half_function(library, "identity")
     o1()
     library.identity = other = lambda: None
@@ -248,7 +248,7 @@ def test_registering_too_late_warns_and_says_what_to_do(library, owner, halves):
     assert owner is not torch or torch.sigmoid(halves).dtype == torch.float32
 
 
-def test_a_refused_initialize_keeps_what_is_in_force(library):
+def test_a_refused_initialize_changes_nothing(library):
     amp.register_half_function(library, "identity")
     model = o1()
     replaced = library.identity

@@ -55,7 +55,7 @@ RULES = {
 @pytest.mark.filterwarnings("ignore:.*20 steps in a row")
 @pytest.mark.parametrize("norm", ["layer_norm", "batch_norm"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_float32_rule_mends_a_run_that_overflows(problem, session, level, norm):
+def test_a_float32_rule_fixes_a_run_that_overflows(problem, session, level, norm):
     expected, _ = trained(problem, session, norm, "O0")
     assert trained(problem, session, norm, level)[1] > 40
     for name, rules in RULES.items():
@@ -88,7 +88,7 @@ def in_a_region(problem, policy):
 
 
 @pytest.mark.filterwarnings("ignore:The loss scale has collapsed")
-def test_a_float32_rule_mends_a_run_in_a_region(problem, session):
+def test_a_float32_rule_fixes_a_run_in_a_region(problem, session):
     expected, _ = trained(problem, session, "layer_norm", "O0")
     assert not in_a_region(problem, PrecisionPolicy()) < 1
     assert in_a_region(problem, PrecisionPolicy(**RULES["module"])) == pytest.approx(expected, rel=0.03)

@@ -66,7 +66,7 @@ def test_a_flipped_bit_is_found(path):
         amp.load_run_state(path, model=network())
 
 
-def test_checksums_are_written_whatever_torch_is_set_to(path):
+def test_checksums_are_written_even_if_torch_disables_them(path):
     torch.serialization.set_crc32_options(False)
     try:
         amp.save_run_state(path, position=torch.arange(100))

@@ -41,13 +41,13 @@ def call(tmp_path, number, op, **given):
         (10, "log1p", ("a * 2",), "a * 2", "torch.log1p((a * 2).float()).half()"),
     ],
 )
-def test_a_call_is_edited_where_it_stands(tmp_path, number, op, operands, tensor, line):
+def test_a_call_is_edited_in_place(tmp_path, number, op, operands, tensor, line):
     found = call(tmp_path, number, op)
     assert (found.operands, found.tensor) == (operands, tensor)
     assert edited(found.statement, (*found.followed_by(".half()"), *found.operand_followed_by(".float()"))) == line
 
 
-def test_several_calls_or_none_are_no_call(tmp_path):
+def test_several_calls_or_none_give_no_call(tmp_path):
     assert call(tmp_path, 9, "add") is None
     assert call(tmp_path, 9, "add", outermost=True).code == "x + q + k"
     assert call(tmp_path, 9, "exp") is None
