@@ -50,8 +50,12 @@ def stage(item: pytest.Item) -> int:
     return 1 if item.path.suffix == ".ipynb" else 0
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort by stage, fast tests first; the order within a stage is kept."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sort by stage, fast tests first; the order within a stage is kept. Leave out long tests without ``-m long``."""
+    if "long" not in config.option.markexpr:
+        long = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in long]
     items.sort(key=stage)
 
 

@@ -223,7 +223,6 @@ _BCE_WITH_LOGITS = (
     "loss = F.binary_cross_entropy_with_logits(logits.float(), target)  # and remove the sigmoid before it"
 )
 _UPDATE_ONCE = "scaler.update()  # once per optimizer step, after it; not after each backward"
-_SAFE_INPUT = "safe = torch.where(x > 0, x, 1.0)  # before {fn}; a where after it does not help backward"
 
 _RAISED = "The step raised: {message}"
 _CAME_IN = "{tensor_name} contained inf or NaN before the step began; {result} is not finite."
@@ -251,6 +250,22 @@ def _with(before: str, code: PerApi, after: str = "") -> PerApi:
     """The same code with text around it."""
     texts = {style: f"{before}{text}{after}" for style, text in code.texts.items()}
     return PerApi(code.by, texts, f"{before}{code.otherwise}{after}")
+
+
+def _singular(symptom: str) -> dict[str, Case]:
+    """What is said of an op that met a singular point, by what moved a value onto it."""
+    causes = {
+        "given": "Its input contains that value in float32 too, so no dtype and no loss scale fixes this.",
+        "bound": "The bound {number:.10g} of {by} is the cause: in float16 {effect}.",
+        "factor": "The factor {number:.10g} in {by} is the cause: in float16 {effect}.",
+        "eps": "The number {number:g} in {by} is the cause: in float16 {effect}.",
+        "end": "The bound {number:g} of {by} is that value itself; it has to be inside.",
+        "rounded": "The result of {by} rounds to {ends} in float16; in float32 it does not. A .float() after it "
+        "would come too late.",
+        "cast": "A cast to float16 rounded a float32 number to the value.",
+        "saturated": "The result of {by} rounds to {ends} in float32 too, so no dtype and no loss scale fixes this.",
+    }
+    return {why: Case(symptom, cause, "{code}") for why, cause in causes.items()}
 
 
 _OWN_STEP = by_scaling(
@@ -782,6 +797,19 @@ _NONFINITE = (
         },
     ),
     CatalogueEntry(
+        "masks-added",
+        "Masks of the smallest number of a dtype add up to -inf",
+        ("error",),
+        {
+            "": Case(
+                "{fn} received {least:.5g}, the smallest {dtype} number, and wrote {counted}.",
+                "Masks fill with torch.finfo(dtype).min; with another mask or a negative score added, the result is "
+                "-inf. A softmax of a row of -inf is NaN. The constants are the cause, not the learning rate.",
+                "{code}",
+            )
+        },
+    ),
+    CatalogueEntry(
         "nonfinite-in-float32",
         "A value overflows in float32 as well",
         ("error",),
@@ -850,14 +878,19 @@ _NONFINITE = (
             "": Case(
                 "{fn} received {input_zeros} zeros and wrote {counted}.",
                 "The input is 0 in {zero_dtype}{float32}.",
-                "y = x.float().clamp_min(1e-7).log()",
+                "{code}",
             ),
             "softmax": Case(
                 "{fn} received {input_zeros} zeros written by softmax, and wrote {counted}.",
                 "The smallest probabilities round to 0 in {zero_dtype}; log_softmax does not compute them.",
-                "log_probabilities = F.log_softmax(logits.float(), dim=-1)",
             ),
         },
+    ),
+    CatalogueEntry(
+        "infinite-value",
+        "An op received a value at which it is infinite",
+        ("error",),
+        _singular("{fn} is infinite at {singular}. It received {received} and wrote {counted}."),
     ),
     CatalogueEntry(
         "division-by-zero",
@@ -873,25 +906,29 @@ _NONFINITE = (
     ),
     CatalogueEntry(
         "gradient-undefined",
-        "The gradient of an op is infinite at 0",
+        "The slope of an op is infinite at a value that it received",
         ("error",),
         {
-            "": Case(
-                "The gradient of {fn} is not finite where its input is 0, although the forward is finite.",
-                "{fn} has no finite derivative at 0.",
-                _SAFE_INPUT,
-            )
+            **_singular(
+                "The slope of {fn} is infinite at {singular}, and its input contains {received}: forward is finite, "
+                "the gradient is not."
+            ),
+            "zero": Case(
+                "The gradient of {fn} is not finite, although forward is.",
+                "The gradient divides by a number that is 0 here.",
+                "x = x.clamp_min(1e-6)  # the input of {fn}; a where after {fn} does not change its gradient",
+            ),
         },
     ),
     CatalogueEntry(
         "outside-domain",
-        "A root or logarithm received negative numbers",
+        "An op received a number for which it is not defined",
         ("error",),
         {
             "": Case(
-                "{fn} received negative numbers down to {lowest:.4g}, and wrote {counted}.",
-                "{fn} of a negative number is NaN in every dtype.{float32}",
-                _SAFE_INPUT,
+                "{fn} is defined on {domain}. It received {beyond} and wrote {counted}.",
+                "{fn} of a number outside of {domain} is NaN in every dtype.{float32}",
+                "{code}",
             ),
             "gradient": Case(cause="A where after it hides the NaN in forward; in backward, 0 times NaN is NaN."),
         },

@@ -81,11 +81,11 @@ def doctor(
     """Report what is wrong with a model in training, the most harmful first; without arguments report on the machine.
 
     All state of the model, the optimizers and the scaler is restored. Not restored: an object that forward changes in
-    place, such as a list in an attribute, and everything outside of the model and is not in `stateful`.
+    place, such as a list in an attribute, and everything outside of the model that is not in `stateful`.
 
-    `step` and `train_step` are two things. A step runs the forward and returns the loss: the doctor does the backward
-    and examines every value. A train step is one whole iteration, with its own backward and ``optimizer.step()``: the
-    doctor runs it and follows the gradients from the backward to the optimizer.
+    `step` and `train_step` differ. A step runs the forward and returns the loss; the doctor runs the backward and
+    examines every value. A train step is one whole iteration with its own backward and ``optimizer.step()``; the doctor
+    runs it and follows the gradients from the backward to the optimizer.
 
     Args:
         model: the model; several in a list or dict if `step` runs them all. Not compiled if a step is given.
@@ -102,7 +102,7 @@ def doctor(
         stateful: what else `train_step` changes and has a state_dict. Schedulers that its code names are found.
 
     Raises:
-        TypeError: other arguments but no model; an argument of another type.
+        TypeError: arguments without a model; an argument of another type.
         ValueError: a model that cannot be traced, see `trace_step`; a loss scale that is not positive. What the step
             itself raises is a finding.
 

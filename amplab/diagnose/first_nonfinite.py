@@ -1,12 +1,12 @@
-"""`first_nonfinite`: which op made the first inf or NaN of a step, and whether the scale, the format or the model did.
+"""`first_nonfinite`: which op made the first inf or NaN of a step, and whether scale, format or model is the cause.
 
 The step runs again with the present random state, and all state is restored. `blame` follows the values back to where
 they began, `reruns` runs a step in another format, `rules.nonfinite` writes the finding.
 
-    began in forward    finite in float32: the format           else: the model (or the learning rate before it)
-    began in backward   finite at scale 1: the scale            else: as above
-    came in             a tensor of the batch, a buffer, a parameter
-    not seen again      finite in a second run in the same format and scale: state that is not restored
+    began in forward          finite in float32: the format     else: the model (or the learning rate before it)
+    began in backward         finite at scale 1: the scale      else: as above
+    existed before the step   the tensor of the batch, the buffer or the parameter
+    not reproduced            finite in a second run in the same format and scale: state that is not restored
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Setting:
 
 @dataclass(frozen=True, repr=False)
 class FirstNonfinite:
-    """Where a step left the range of its numbers.
+    """Where the first inf or NaN of a step began, and why.
 
     Args:
         result: the result that is not finite: "loss", or "gradient of NAME".
@@ -154,12 +154,12 @@ def first_nonfinite(
 
     All state is restored: parameters, buffers, gradients, random states, what the modules' plain attributes refer to,
     and generators among these. Not restored: an object that forward changes in place, and everything outside of the
-    modules. Where that decides, the cause is "state".
+    modules. If the result depends on these, the cause is "state".
 
     Args:
-        model: not compiled; several in a list or dict where `step` runs them all.
-        batch, loss, step: as `amplab.xray` takes them, for the step in question. The tensors of the batch are named in
-            what is reported. An autocast region that `step` opens counts.
+        model: not compiled; several in a list or dict if `step` runs them all.
+        batch, loss, step: as `amplab.xray` takes them, for the step in question. The report uses names for the tensors
+            of the batch. `step` may open an autocast region.
         scaler: the GradScaler, `Session` or module ``amp`` that scales the loss; None for this thread's
             ``amp.initialize``, if there was one. A session casts around the step too.
         opt_level, policy, autocast: a precision for the step, as `amplab.xray` takes them; not with a session.
@@ -204,7 +204,7 @@ def setting_of(
     """Put `model` into the precision of the block; arguments as for `first_nonfinite`.
 
     Raises:
-        TypeError, ValueError: as `precision_setting`; a session together with a precision.
+        TypeError, ValueError: as `precision_setting`; both a session and a precision.
     """
     if opt_level is None and policy is None and autocast is None:
         yield _setting_in_force(scaler_in_use(scaler), loss_scale)
@@ -212,8 +212,8 @@ def setting_of(
     scaler = check_scaler(scaler)
     if isinstance(scaler, Session):
         raise ValueError(
-            "scaler=Session together with opt_level, policy or autocast: expected one of them; a session runs in the "
-            "precision that initialize gave it."
+            "scaler= is a Session (as the module amp is), and opt_level=, policy= or autocast= is given too: expected "
+            "one of the two; a session already has the precision that initialize gave it."
         )
     with precision_setting(model, opt_level=opt_level, policy=policy, autocast=autocast) as precision:
         level = (opt_level or "O1") if autocast is None else ""

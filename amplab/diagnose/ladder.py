@@ -223,8 +223,8 @@ def ladder(
             iterable of batches such as a list or a DataLoader, which starts again when it ends. See `amplab.xray` for
             how the model is called with a batch.
         loss: a function of the output (and the batch); None for the output's own.
-        step: in the place of `loss`, a function that is called as `step(model, batch)` with the model of the rung, runs
-            its forward and returns the loss.
+        step: instead of `loss`, a function that is called as `step(model, batch)` with the model of the rung, runs its
+            forward and returns the loss.
         optimizer: a function that makes an optimizer of the parameters it gets; by default ``AdamW(lr=1e-3)``.
         evaluate: a function that returns a score of the trained model, the larger the better. The score then counts as
             well as the loss; a rung whose score is NaN or infinite does not hold.
@@ -333,11 +333,16 @@ def _check_rungs(rungs: Any) -> None:
     for name, precision in rungs.items():
         if not isinstance(name, str):
             raise TypeError(f"rungs: the name {name!r} is {type(name).__name__}; expected strings as names.")
-        precision_named(precision)
+        precision_named(precision, f"rungs[{name!r}]")
 
 
 def _check_functions(make_model: Any, evaluate: Any, tell: Any) -> None:
     if not isinstance(make_model, nn.Module):
+        if not callable(make_model):
+            raise TypeError(
+                f"make_model={type(make_model).__name__}: expected one torch.nn.Module, or a function that returns a "
+                "new one, such as lambda: Net(); put several models into one module and pass step=."
+            )
         check_called_with("make_model", make_model, 0, "lambda: Net()")
     if evaluate is not None:
         check_called_with("evaluate", evaluate, 1, "lambda model: accuracy(model, images, labels)")

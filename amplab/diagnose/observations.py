@@ -1,7 +1,7 @@
-"""`StepObservation`, what is known of one training step, and `Observation`, the steps of a run so far.
+"""`StepObservation`, the record of one training step, and `Observation`, the steps of a run so far.
 
-`rules.run` reads them. Whatever follows a training loop writes them: the lab's trainer, a watch around a user's loop, a
-run log. Every field except the first three may be unknown; a rule that needs an unknown field finds nothing.
+`rules.run` reads them. The lab's trainer, a watch of a user's loop and a run log create them. Every field except the
+first three may be unknown; a rule that needs an unknown field finds nothing.
 """
 
 from __future__ import annotations

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from amplab.diagnose.observed_step.tensor_summary import Measurements
 from amplab.diagnose.observed_step.values import measured_in, writes_values
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies.nested_tensors import map_tensors
 from amplab.trace.argument_checks import check_loss, check_step
+from amplab.trace.dispatch_mode import DispatchMode
 from amplab.trace.engines import clear_cast_caches
 from amplab.trace.untouched import untouched
 
@@ -155,16 +155,12 @@ def _run(
             torch.clear_autocast_cache()
 
 
-class _Backward(TorchDispatchMode):
+class _Backward(DispatchMode):
     """Measure what backward writes, without the forward that a checkpointed block computes again in it."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no annotations
+        super().__init__()
         self.measured = Measurements()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # its default wrapper imports the compiler, which takes seconds
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -211,16 +207,12 @@ def in_format(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
-class _OtherFormat(TorchDispatchMode):
+class _OtherFormat(DispatchMode):
     """Convert float16 and bfloat16 inputs to `dtype`, and create tensors in it that are requested in these dtypes."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no annotations
+        super().__init__()
         self._dtype = dtype
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # its default wrapper imports the compiler, which takes seconds
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from amplab.amp import ScaleRecord, Session
 from amplab.policies import PrecisionPolicy, disable_casts
 from amplab.trace.argument_checks import accepts, check_model
 from amplab.trace.handed_step import Loss, handed_step
+from amplab.trace.step import explains_second_backward
 
 __all__ = [
     "MakeOptimizer",
@@ -43,19 +45,26 @@ __all__ = [
 MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 Precision = str | PrecisionPolicy | Mapping[str, Any]
 
+_NO_SETTINGS = ("self", "models", "optimizers")
 _BF16 = {"opt_level": "O1", "policy": PrecisionPolicy(compute_dtype=torch.bfloat16), "loss_scale": 1.0}
 _NAMED: dict[str, dict[str, Any]] = {
     **{level: {"opt_level": level} for level in ("O0", "O1", "O2", "O3")},
     "fp32": {"opt_level": "O0"},
     "bf16": _BF16,
 }
+_SETTINGS = tuple(name for name in signature(Session.initialize).parameters if name not in _NO_SETTINGS)
 
 
-def precision_named(precision: Precision) -> tuple[str, dict[str, Any]]:
+def precision_named(precision: Precision, argument: str = "precision") -> tuple[str, dict[str, Any]]:
     """Return the name of a precision and the arguments of `Session.initialize` for it.
 
+    Args:
+        precision: see the module's table.
+        argument: where the caller got it from, for error messages.
+
     Raises:
-        ValueError: no precision has this name. TypeError: another type.
+        ValueError: no precision has this name.
+        TypeError: another type, or a dict with a key that is not an argument of `Session.initialize`.
 
     >>> precision_named("O2"), precision_named({"opt_level": "O1", "loss_scale": 128.0})[0]
     (('O2', {'opt_level': 'O2'}), 'opt_level=O1 loss_scale=128.0')
@@ -64,15 +73,28 @@ def precision_named(precision: Precision) -> tuple[str, dict[str, Any]]:
         if "/" in precision:
             return precision, {"opt_level": "O1", "policy": PrecisionPolicy.parse(precision)}
         if precision not in _NAMED:
-            raise ValueError(f"{precision!r}: no precision has that name; choose from {', '.join(_NAMED)}.")
+            raise ValueError(
+                f"{argument}={precision!r}: expected one of {', '.join(map(repr, _NAMED))}, or a policy such as "
+                "'apex/bfloat16'."
+            )
         return precision, dict(_NAMED[precision])
     if isinstance(precision, PrecisionPolicy):
         return str(precision), {"opt_level": "O1", "policy": precision}
     if isinstance(precision, Mapping):
+        unknown = next((name for name in precision if name not in _SETTINGS), None)
+        if unknown is not None:
+            raise TypeError(
+                f"{argument}={dict(precision)!r} has the key {unknown!r}: expected only arguments of amp.initialize: "
+                f"{', '.join(_SETTINGS)}."
+            )
         return " ".join(f"{name}={value}" for name, value in precision.items()), dict(precision)
+    given, also = repr(precision), ""
+    if callable(precision):
+        given = getattr(precision, "__name__", type(precision).__name__)
+        also = "; pass a function that computes the loss as loss="
     raise TypeError(
-        f"precision={precision!r}: expected an opt_level such as 'O1', 'bf16', 'fp32', a PrecisionPolicy, or a dict of "
-        "initialize's arguments."
+        f"{argument}={given}: expected a precision: an opt_level such as 'O1', 'bf16', 'fp32', a PrecisionPolicy, or a "
+        f"dict of arguments of amp.initialize{also}."
     )
 
 
@@ -97,8 +119,8 @@ def no_casts_of_the_caller(model: nn.Module, *, none_at_all: bool = True) -> Ite
 
     Args:
         model: autocast is disabled on its device.
-        none_at_all: whether sessions do not cast either. If False, a session that is entered in the block casts, and
-            hides the others.
+        none_at_all: whether sessions do not cast either. If False, a session that is entered in the block casts instead
+            of those around it.
     """
     device = next((weight.device.type for weight in model.parameters()), "cpu")
     with torch.autocast(device, enabled=False), disable_casts() if none_at_all else nullcontext():
@@ -106,13 +128,13 @@ def no_casts_of_the_caller(model: nn.Module, *, none_at_all: bool = True) -> Ite
 
 
 def check_called_with(name: str, function: Any, given: int, such: str) -> None:
-    """Raise a TypeError unless `function` takes `given` arguments by place.
+    """Raise a TypeError unless `function` takes `given` positional arguments.
 
     Args:
         name: of the argument.
-        function: what was given for it.
-        given: how many values it will get.
-        such: what would do, as code.
+        function: its value.
+        given: the number of values that it will be called with.
+        such: code of a valid value, for the message.
     """
     if not callable(function):
         raise TypeError(f"{name}={type(function).__name__}: expected a function, such as {such}.")
@@ -146,14 +168,18 @@ def check_seed(seed: Any) -> None:
 
 
 def check_step_of_copies(tool: str, step: Any, batches: str) -> None:
-    """Raise a TypeError unless `step` takes the model that a tool has made, and a batch."""
-    if step is not None:
-        refused = accepts(step, 2) if callable(step) else f"it is {type(step).__name__}"
-        if refused is not None:
-            raise TypeError(
-                f"step is called as step(model, batch) with the model that {tool} trains, and {refused}: expected "
-                f"amplab.{tool}({batches}, step=lambda model, batch: criterion(model(batch))), or the like."
-            )
+    """Raise a TypeError unless `step` is a function of the model that a tool has made, and a batch."""
+    if step is None:
+        return
+    refused = accepts(step, 2) if callable(step) else f"it is of type {type(step).__name__}"
+    if isinstance(step, nn.Module):
+        refused = f"this is the module {type(step).__name__}"
+    if refused is not None:
+        raise TypeError(
+            f"step is called as step(model, batch) with the model that {tool} trains, and {refused}: expected a "
+            f"function, such as amplab.{tool}({batches}, step=lambda model, batch: criterion(model(batch))); pass a "
+            "function of the model's output as loss=."
+        )
 
 
 def check_optimizer(make_optimizer: Any) -> None:
@@ -206,15 +232,22 @@ class TrialStep:
 
 
 class Trial:
-    """A model and an optimizer in one precision.
+    """Trains a model in one precision, with its own session and optimizer.
 
     Args:
-        model: float32; it changes.
-        make_optimizer: called with the parameters that are trained.
-        precision: see the module's table.
-        loss, step: as `handed_step` takes them.
-        tool: the tool that trains, for messages.
-        on_collapse: of `Session.initialize`: "warn" or "raise".
+        model: in float32. The trial trains this model, not a copy; `close` removes the precision, not the training.
+        make_optimizer: a function that returns an optimizer of the parameters it gets, those that require a gradient.
+        precision: one of the module's table.
+        loss, step: how the loss is computed, as `handed_step` takes them.
+        tool: the name of the function that runs the trial, for error messages.
+        on_collapse: passed to `Session.initialize`: "warn" or "raise".
+
+    Attributes:
+        name: of the precision.
+        model: the model in training.
+
+    Raises:
+        TypeError, ValueError: not a precision, or not such a function.
 
     Sync: one per step.
     """
@@ -257,7 +290,10 @@ class Trial:
         self._optimizer.zero_grad()
         with no_casts_of_the_caller(self.model, none_at_all=not self._casts), self._session.casting():
             value = self._handed(self.model, batch)()
-            with self._session.scale_loss(value, self._optimizer) as scaled:
+            with (
+                explains_second_backward(self.model),
+                self._session.scale_loss(value, self._optimizer) as scaled,
+            ):
                 scaled.backward()
         self._loss = value.detach()
 

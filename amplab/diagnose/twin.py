@@ -25,6 +25,7 @@ from amplab.diagnose.trial import (
     check_steps,
     check_tolerance,
     check_trained,
+    precision_named,
 )
 from amplab.diagnose.twin_report import TwinReport, TwinRow, TwinStep, twin_error
 from amplab.policies.nested_tensors import floating_tensors_in
@@ -69,12 +70,12 @@ def twin(
             `amp.initialize`'s arguments, such as ``dict(opt_level="O2", loss_scale=128.0)``.
         steps: the number of steps, > 0.
         loss: a function of the output (and the batch); None for the output's own.
-        step: in the place of `loss`, a function that is called as `step(model, batch)` with the copy that is trained,
-            runs its forward and returns the loss.
+        step: instead of `loss`, a function that is called as `step(model, batch)` with the copy that is trained, runs
+            its forward and returns the loss.
         optimizer: a function that makes an optimizer of the parameters it gets; by default
             ``SGD(lr=0.01, momentum=0.9)``.
         seed: of the random numbers in each forward, such as dropout's: those of torch, numpy and Python.
-        tolerance: the relative error above which the two sides have parted.
+        tolerance: the relative error above which the two sides count as diverged.
 
     Raises:
         TypeError, ValueError: a wrong argument, a model without parameters to train or that cannot be copied, gradients
@@ -91,6 +92,8 @@ def twin(
     check_seed(seed)
     check_tolerance(tolerance)
     check_trained(model)
+    for argument, precision in (("left", left), ("right", right)):
+        precision_named(precision, argument)
     check_optimizer(optimizer)
     check_gradients_on()
     check_step_of_copies("twin", step, "model, batch")

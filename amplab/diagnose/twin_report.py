@@ -1,7 +1,7 @@
-"""The report of `twin`: every error of every step, a table per module, and where the two precisions part.
+"""The report of `twin`: every error of every step, a table per module, and where the two precisions diverge.
 
     relative  ||b - a|| / ||a||                     0: equal;  inf: b is not finite where a is
-    ulps      median |b - a| / ulp_half(a)          0.5: as near as float16 can write a
+    ulps      median |b - a| / ulp_half(a)          0.5: the rounding error of a in float16
     cosine    a . b / (||a|| ||b||)                 1: the same direction
 
 Errors are computed in float64; where both tensors are 0 they are equal.
@@ -83,7 +83,7 @@ class TwinRow:
         what: "output", "output grad" or "weight grad", without the loss scale.
         dtype: of the right side's tensor.
         error: of the right side against the left.
-        cancels: the tensor is 0 except for rounding, so its error means nothing.
+        cancels: the tensor is 0 except for rounding, so its relative error is meaningless.
     """
 
     step: int
@@ -119,7 +119,7 @@ class TwinReport:
     Attributes:
         left, right: their names.
         steps: every step.
-        tolerance: the relative error above which they have parted.
+        tolerance: the relative error above which they have diverged.
         left_cuts, right_cuts: how many steps were repeated because a dynamic scale was too large.
     """
 
@@ -148,7 +148,7 @@ class TwinReport:
         return (row for row in self.rows() if not row.cancels)
 
     def text(self) -> str:
-        """Return where they part, the losses, and the errors of each tensor in the first, last and worst step."""
+        """Return where they diverge, the losses, and the errors of each tensor in the first, last and worst step."""
         return str(self._card())
 
     def __str__(self) -> str:

@@ -164,7 +164,7 @@ def _named(dtype: torch.dtype) -> str:
 
 
 def _repeats(tensor: Tensor) -> bool:
-    """Return whether the tensor is expanded, so that a write to one element changes others."""
+    """Return whether the tensor is expanded, so that writing one element changes others."""
     if tensor.is_contiguous():
         return False
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

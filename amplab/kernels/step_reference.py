@@ -1,4 +1,4 @@
-"""The part that all multi-tensor steps share, as PyTorch reference: checks, arithmetic dtype, skip and copies.
+"""The PyTorch reference of what all multi-tensor steps share: checks, arithmetic dtype, skip and copies.
 
     grad    <- grad * grad_factor  (* -1 to maximize)      in float32; in float64 for float64 parameters
     rule(grad, param, states, step)                        the optimizer

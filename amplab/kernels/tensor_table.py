@@ -1,4 +1,4 @@
-"""Tensor lists that the kernels receive once: a step then passes a number, and unpacks no list of Python objects.
+"""Tensor lists that the kernels receive once; each later call passes a number instead of a list of Python objects.
 
     list = ParameterList(params);       list.unscale_grads_(found_inf, inv_scale);  list.clip_grads_(norm, 1.0)
     flat = FlatGradients(params)
@@ -123,7 +123,7 @@ class ParameterList:
 
     @property
     def device(self) -> torch.device | None:
-        """Where the kernels find gradients; None if they do not."""
+        """The table in which the kernels find gradients; None if they cannot take these parameters."""
         return self._handle.device
 
     def unscale_grads_(
@@ -179,7 +179,9 @@ class ParameterList:
         Reference: ``torch.nn.utils.clip_grad_norm_``.
         """
         if not max_norm > 0.0:
-            raise ValueError(f"max_norm={max_norm}: expected a number > 0, such as 1.0; to not clip, skip the call.")
+            raise ValueError(
+                f"max_norm={max_norm}: expected a number > 0, such as 1.0; omit the call to leave gradients unclipped."
+            )
         if not self._handle.takes(norm):
             return None
         return self._handle.call(lambda table: _OPS.clip_table_.default(table, norm, float(max_norm)))

@@ -299,7 +299,7 @@ def _product(x: Tensor, out: Tensor, inv_scale: Tensor) -> Tensor:
 
 
 def _nonfinite(x: Tensor) -> Tensor:
-    """Return a bool ``()``: the sum of x * 0 is 0, or NaN if an element is inf or NaN; much cheaper than isfinite."""
+    """Return a bool ``()``: x * 0 sums to 0, or to NaN if an element is inf or NaN. Much faster than isfinite."""
     arithmetic = torch.promote_types(x.dtype, torch.float32)
     return x.to(arithmetic).mul(0).sum() != 0
 

@@ -175,7 +175,7 @@ def _check_arguments(
         ("found_inf", found_inf),
     ):
         if tensor is not None and tensor.device != scale.device:
-            raise RuntimeError(f"{name} is on another device than scale; keep them together.")
+            raise RuntimeError(f"{name} is on another device than scale: expected the same device for both.")
     if growth_interval < 1:
         raise RuntimeError(f"growth_interval={growth_interval}: expected at least one step.")
     if not 1 <= hysteresis < 2**31:

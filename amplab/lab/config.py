@@ -1,11 +1,11 @@
-"""What one experiment is: a frozen value, each field declared once, and its readable one-line string.
+"""The config of an experiment: a frozen value, each field declared once, with a readable one-line string form.
 
     amplab/1 task=digits model=mlp opt_level=O1 init_scale=2**20 seed=3
 
 A declaration in `ExperimentConfig` says everything about a field: default, accepted values, label, help, and what a
-change of it requires. `FIELDS` holds the declarations; the trainer, the command line and the dashboard read them there.
-The string names task, model and opt_level always and every other field where it differs from its default;
-`ExperimentConfig.parse` reads it back. The values of `model` and `task` are in `models.py` and `tasks.py`.
+change of it requires. The trainer, the command line and the dashboard read the declarations in `FIELDS`. The string
+contains task, model and opt_level, and every other field that differs from its default; `ExperimentConfig.parse` reads
+it. The values of `model` and `task` are in `models.py` and `tasks.py`.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ _LOSS_SCALE = Values(
 class Change(Enum):
     """What a changed field requires of an experiment that has begun."""
 
-    NEW_WEIGHTS = "a reset: the model or the data are other ones"
+    NEW_WEIGHTS = "a reset, because the model or the data change"
     NEW_SESSION = "amp to be initialized again at a step boundary, with weights and optimizer state kept"
     IN_PLACE = "nothing: the next step uses the new value"
 

@@ -1,4 +1,4 @@
-"""What the trainer publishes, and to whom: frozen records, sent to every callback at a step boundary.
+"""The events of the trainer: frozen records, which are sent to every callback at a step boundary.
 
 `StepRecord` is one training step. `StateChanged` and `ConfigChanged` say what changed. `TraceReady`, `GradientsReady`
 and `SkipExplained` answer requests. `Failed` carries an error message, with its traceback if there is one. `Publisher`

@@ -5,8 +5,8 @@
     with scale_loss(loss * shrink) as scaled: (scaled * fault).backward()
     optimizer.step()                                      # skipped if a gradient overflowed
 
-It has no thread and draws nothing: `trainer.py` runs it, `views` shows it. Injected faults are real: an overflow is a
-gradient that float16 cannot represent, not a flag.
+`trainer.py` runs it in a thread, `views` shows it. Injected faults are real: an overflow is a gradient that float16
+cannot represent, not a flag.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a run is kept: its history in memory, and its log on disk if one is wanted and can be written.
+"""Storage of a run: its history in memory, and optionally its log on disk.
 
 A log that cannot be created or written is reported once, through `on_failure`, and the run continues without it.
 """
@@ -27,7 +27,7 @@ class RunStore:
     Args:
         config: What the run starts with.
         log: A folder (a new file is named in it), a file (path-2, path-3, … if it exists), or None for no log.
-        on_failure: Called with a sentence if the log fails.
+        on_failure: Called with a message if the log cannot be written.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""How a watch learns the result of a step: one probe for each kind of scaler.
+"""How a watch finds out the result of a step: one probe for each kind of scaler.
 
 ===============  ===========================================  ==============================================
 scaler           a step is over when                          it was skipped when

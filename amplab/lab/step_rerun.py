@@ -1,6 +1,7 @@
-"""Run a skipped step again with `first_nonfinite`, from the state that it began with.
+"""Run a skipped step again with `first_nonfinite`, from the state in which it began.
 
-A step that accumulates gradients has several batches, each with its own random state, and the buffers of the first.
+A step that accumulates gradients has several batches. Each has its own random state; all start from the buffers before
+the first one.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from amplab.trace.handed_step import Loss, Scaler
 __all__ = ["StepRerun"]
 
 _HAS_CUDA = torch.backends.cuda.is_built()
-_AT = (1, 5)  # skips in a row: the first may be a scale that settles, five are not
-_MOST = 6  # reruns in one watch: each costs three to six steps, of a net of microseconds twenty-five
+_RERUN_AFTER = (1, 5)  # skips in a row after which a step runs again: one may be a scale that settles, five are not
+_MAX_RERUNS = 6  # of one watch; each takes as long as 3 to 6 steps, or 25 if a step takes microseconds
 
-_BATCHES = 64  # kept of one step, so that a loop which never steps does not keep all
+_BATCHES = 64  # kept of one step at most, since a loop may never step
 
 
 class _Begun(NamedTuple):
@@ -33,7 +34,7 @@ class _Begun(NamedTuple):
 
 
 class StepRerun:
-    """Keeps the state that a step began with, and explains the step.
+    """Keeps the state in which a step began, and explains the step.
 
     Args:
         model: the model.
@@ -70,13 +71,13 @@ class StepRerun:
         self._begun.clear()
 
     def is_worth_it(self, skips_in_a_row: int) -> bool:
-        """Whether to explain this skip: it is possible, and only some skips of a long row are explained."""
-        return self.is_possible and skips_in_a_row in _AT and self._made < _MOST
+        """Whether to explain this skip: that is possible, and only some skips of a long row are explained."""
+        return self.is_possible and skips_in_a_row in _RERUN_AFTER and self._made < _MAX_RERUNS
 
     def explain(self, loss_scale: float) -> Finding | None:
-        """Run the kept step again at its scale, batch by batch; None if all are finite.
+        """Run the kept step again at its scale, batch by batch; return None if every batch is finite.
 
-        Sync: those of several steps, for each batch up to the first that is not finite.
+        Sync: as many as several steps, for each batch up to the first that is not finite.
         """
         self._made += 1
         for begun in tuple(self._begun):

@@ -1,9 +1,9 @@
-"""The trainer: one experiment in its own thread, controlled from any thread; it publishes events and draws nothing.
+"""The trainer: runs one experiment in its own thread, is controlled from any thread, and publishes events.
 
-Controls return at once. The state changes in the call. What touches the experiment (a changed config, a fault, a trace,
-a reset) waits in a queue for the next step boundary, where the trainer's thread does it, in order. All events come from
-that thread. A single step is in `experiment.py`, the thread in `worker.py`, the subscribers in `events.py`, the history
-and the log of the run in `run_store.py`.
+Controls return at once, with the new state set. Changes of the experiment (a config, a fault, a trace, a reset) wait in
+a queue for the next step boundary, where the trainer's thread makes them in order. All events come from that thread. A
+single step is in `experiment.py`, the thread in `worker.py`, the subscribers in `events.py`, the history and the log of
+the run in `run_store.py`.
 """
 
 from __future__ import annotations
@@ -396,7 +396,7 @@ _LIVE: weakref.WeakSet[Trainer] = weakref.WeakSet()
 
 
 def _no_warning(report: kernels.BuildReport) -> None:
-    """Replace the warning that a failed build gives during a step; trainers publish an event instead."""
+    """Replace the warning about a failed build during a step; trainers publish an event instead."""
 
 
 def _stop_all() -> None:

@@ -61,7 +61,7 @@ from amplab.trace.handed_step import (
 __all__ = ["Watch", "check_options", "watch"]
 
 T = TypeVar("T")
-_CHECK_AFTER = 5  # skips in a row after which a step that cannot run again is checked
+_SKIPS_BEFORE_CHECK = 5  # skips in a row after which `StepCheck` looks at the next step, if steps cannot run again
 
 
 class Watch:
@@ -309,12 +309,12 @@ class Watch:
     def _explain_skip(self, record: StepRecord) -> None:
         """Explain a skipped step by running it again, or check the next one."""
         if self._check is not None:
-            for found in self._check.findings(record, _CHECK_AFTER):
+            for found in self._check.findings(record, _SKIPS_BEFORE_CHECK):
                 self._explain(record.step, found)
             self._check = None
         self._skips_in_a_row = self._skips_in_a_row + 1 if record.skipped else 0
         self._rerun_once(self._skips_in_a_row, record.loss_scale, record.step)
-        if self._skips_in_a_row == _CHECK_AFTER and not self._rerun.is_possible:
+        if self._skips_in_a_row == _SKIPS_BEFORE_CHECK and not self._rerun.is_possible:
             self._check = StepCheck(self._model)
 
     def _rerun_once(self, in_a_row: int, loss_scale: float, step: int) -> None:
@@ -417,7 +417,7 @@ def watch(
     optimizers = optimizers_of(optimizer)
     _check_watched(model, optimizers)
     check_options(log=log, every=every, tensorboard=tensorboard)
-    _check_rerun(loss, step)
+    _check_rerun(model, loss, step)
     scalars = None if tensorboard is None else TensorBoardScalars(tensorboard)
     return Watch(model, optimizers, scaler=scaler, loss=loss, step=step, log=log, every=every, scalars=scalars)
 
@@ -435,12 +435,12 @@ def _check_watched(model: Any, optimizers: Sequence[Optimizer]) -> None:
         raise TypeError("0 optimizers: expected a torch.optim.Optimizer, or a list of them.")
 
 
-def _check_rerun(loss: Any, step: Any) -> None:
+def _check_rerun(model: nn.Module, loss: Any, step: Any) -> None:
     """Raise a TypeError unless `loss` and `step` can run a step again."""
     if step is not None:
         if loss is not None:
-            raise TypeError("loss= together with step=: expected one of them; a step computes the loss itself.")
-        bound_to_batch("watch", "step", step, None, (), such="lambda batch: loss_of(model, batch)")
+            raise TypeError("got both loss= and step=: expected one of them; a step computes the loss itself.")
+        bound_to_batch("watch", "step", step, model, (), such="lambda batch: loss_of(model, batch)")
     elif loss is not None:
         check_loss_function(loss)
 

@@ -1,8 +1,8 @@
-"""A daemon thread that runs queued commands in order and repeats a step between them while it is wanted.
+"""A daemon thread that runs queued commands in order, and between them repeats a step as long as steps are wanted.
 
-It computes with one intra-op thread. `torch.set_num_threads` sets the calling thread's own number and the number that
-later threads start with; the starting thread therefore restores the latter, and nothing outside the worker changes. The
-thread ends after some idle seconds and starts again when there is work, so a forgotten worker leaks no thread.
+It computes with one intra-op thread. `torch.set_num_threads` sets the number of the calling thread and the number that
+later threads start with; the starting thread therefore restores the latter, so that nothing outside the worker changes.
+The thread ends after some idle seconds and starts again when there is work, so a forgotten worker leaks no thread.
 """
 
 from __future__ import annotations

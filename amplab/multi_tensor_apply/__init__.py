@@ -1,7 +1,8 @@
-"""apex's ``multi_tensor_applier``, which reports that the kernels of ``amp_C`` are unavailable.
+"""apex's ``multi_tensor_applier``, and its compiled modules ``amp_C`` and ``apex_C`` over amplab's kernels.
 
-Scripts check ``multi_tensor_applier.available`` and otherwise use torch. amplab's own fused kernels take lists of
-tensors; they are in `amplab.kernels`.
+    multi_tensor_applier(amp_C.multi_tensor_scale, overflow_buf, [grads, masters], 1.0 / scale)
+
+``amp_c.py`` and ``apex_c.py`` are what ``import amp_C`` and ``import apex_C`` find while amplab is in place of apex.
 """
 
 from amplab.multi_tensor_apply.multi_tensor_apply import MultiTensorApply

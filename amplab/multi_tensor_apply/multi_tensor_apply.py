@@ -1,32 +1,46 @@
 """The class behind ``multi_tensor_applier``."""
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from torch import Tensor
 
 __all__ = ["MultiTensorApply"]
 
+_Result = TypeVar("_Result")
+
 
 class MultiTensorApply:
-    """Applies an ``amp_C`` kernel to lists of tensors in apex; here these kernels are unavailable.
+    """Calls a function of ``amp_C`` with lists of tensors.
 
     Args:
-        chunk_size: elements per block of a kernel.
+        chunk_size: elements per block of a kernel; ignored by amplab's kernels.
 
-    >>> MultiTensorApply(65536).available
-    False
+    Attributes:
+        available: whether the functions can be called: always True.
+
+    >>> import torch
+    >>> from amplab.multi_tensor_apply import amp_c
+    >>> flag, tensors = torch.zeros(1, dtype=torch.int32), [torch.tensor([3.0]), torch.tensor([4.0])]
+    >>> MultiTensorApply(65536)(amp_c.multi_tensor_l2norm, flag, [tensors], False)[0]
+    tensor([5.])
     """
 
-    available = False
+    available = True
+    warned = False
 
     def __init__(self, chunk_size: int) -> None:
         self.chunk_size = chunk_size
 
     def check_avail(self) -> None:
-        """Raise RuntimeError: ``amp_C`` is unavailable."""
-        raise RuntimeError(
-            "multi_tensor_applier needs the kernels of apex's amp_C, which are unavailable in amplab: check "
-            "multi_tensor_applier.available first, and use torch._foreach_* or amplab.kernels instead."
-        )
+        """Do nothing: apex raises here without its extension."""
 
-    def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Raise RuntimeError: ``amp_C`` is unavailable."""
-        self.check_avail()
+    def __call__(
+        self,
+        op: Callable[..., _Result],
+        noop_flag_buffer: Tensor,
+        tensor_lists: Sequence[Sequence[Tensor]],
+        *args: object,
+    ) -> _Result:
+        """Return ``op(chunk_size, noop_flag_buffer, tensor_lists, *args)``."""
+        return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)

@@ -50,11 +50,6 @@ class _FusedAdam(FusedOptimizer, torch.optim.Adam):
             found_inf=found_inf,
         )
 
-    def _adopt_state(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        if "exp_avg" in state:
-            state.setdefault("step", group.get("step", 0.0))  # apex has one count for a whole group
-        super()._adopt_state(param, group, state)
-
 
 class FusedAdamW(_FusedAdam, torch.optim.AdamW):
     """``torch.optim.AdamW`` whose one pass over the tensors also unscales, clips and skips.
@@ -158,6 +153,8 @@ class FusedAdam(_FusedAdam):
 
     Reference: apex ``FusedAdam`` (the last three: ``apex.contrib``).
     """
+
+    _counts_in_groups = True
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from torch import Tensor
 from amplab.kernels import lamb_
 from amplab.kernels.step_reference import StepLists, square_root, step_reference
 from amplab.optimizers.fused_optimizer import FusedOptimizer, StepBatch, new_state
+from amplab.optimizers.group_settings import REQUIRED
 
 __all__ = ["FusedBertAdam"]
 
@@ -50,7 +51,7 @@ class FusedBertAdam(FusedOptimizer):
 
     Args:
         params: parameters or groups of them.
-        lr: maximum learning rate.
+        lr: maximum learning rate; may be omitted if every group has one.
         warmup: fraction of ``t_total`` in which the rate rises from 0; -1 for none.
         t_total: number of steps; -1 for a constant rate.
         schedule: "warmup_linear" (to 0 at ``t_total``), "warmup_cosine", "warmup_constant" or "warmup_poly" (a root).
@@ -72,7 +73,7 @@ class FusedBertAdam(FusedOptimizer):
     def __init__(
         self,
         params: Any,
-        lr: float,
+        lr: float = REQUIRED,
         warmup: float = -1,
         t_total: int = -1,
         schedule: str = "warmup_linear",

@@ -52,6 +52,8 @@ class FusedLAMB(FusedOptimizer):
     minutes", 2019, which is ``max_grad_norm=0, use_nvlamb=True``.
     """
 
+    _counts_in_groups = True
+
     def __init__(
         self,
         params: Any,
@@ -84,11 +86,6 @@ class FusedLAMB(FusedOptimizer):
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
             state["exp_avg"], state["exp_avg_sq"] = new_state(param), new_state(param)
         return False
-
-    def _adopt_state(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        if "exp_avg" in state:
-            state.setdefault("step", group.get("step", 0.0))  # apex has one count for a whole group
-        super()._adopt_state(param, group, state)
 
     def _adapts(self, group: dict[str, Any]) -> bool:
         """Return whether each tensor has its own rate."""
@@ -159,7 +156,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
             use_nvlamb=use_nvlamb,
             master_weights=True,
         )
-        self._add_defaults({"first_step": step}, max_grad_norm)
+        self._add_defaults({"first_step": step, "step": step}, max_grad_norm)
 
     def _begin_state(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> bool:
         begins = "exp_avg" not in state

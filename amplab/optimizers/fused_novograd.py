@@ -6,6 +6,7 @@
     p <- p - lr (m / c1 / (n / sqrt(c2) + eps) + weight_decay p),   c = 1 - beta^step
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,10 +45,12 @@ class FusedNovoGrad(FusedOptimizer):
 
     Sync: none if ``lr`` is a number.
 
-    Reference: apex ``FusedNovoGrad``, which keeps the norms in its groups instead of each parameter's state;
+    Reference: apex ``FusedNovoGrad``, which keeps the norms in its groups; its checkpoints are converted;
     B. Ginsburg et al., "Stochastic gradient methods with layer-wise adaptive moments", 2019, which is
     ``bias_correction=False, reg_inside_moment=True, grad_averaging=False``.
     """
+
+    _counts_in_groups = True
 
     def __init__(
         self,
@@ -80,13 +83,16 @@ class FusedNovoGrad(FusedOptimizer):
             state["grad_norm"] = torch.full_like(state["step"], 0.0 if group["init_zero"] else _FIRST)
         return False
 
-    def _refuse(self, group: dict[str, Any]) -> None:
-        if "exp_avg_sq" in group:
-            raise RuntimeError(
-                "exp_avg_sq in a group, which is the format of apex's FusedNovoGrad: expected grad_norm in each "
-                "parameter's state; start without this checkpoint, and the norms of the next gradients are used."
-            )
-        super()._refuse(group)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Set the state, also of apex's optimizer, which has the norms of a group in two tensors, for half and float32.
+
+        Raises:
+            RuntimeError: the number of norms is not that of the parameters with a state.
+        """
+        for group in state["param_groups"]:
+            if "exp_avg_sq" in group:
+                _give_norms(group.pop("exp_avg_sq"), group["params"], state["state"])
+        super().__setstate__(state)
 
     def _run(self, batch: StepBatch, grads: list[Tensor], factor: Tensor | None, found_inf: Tensor | None) -> None:
         group = batch.group
@@ -108,3 +114,18 @@ class FusedNovoGrad(FusedOptimizer):
             grad_factor=factor,
             found_inf=found_inf,
         )
+
+
+def _give_norms(norms: Sequence[Tensor], params: Sequence[Tensor], states: Mapping[Tensor, dict[str, Any]]) -> None:
+    """Move the norms of a group of apex's FusedNovoGrad to the states of its parameters. Sync: none."""
+    stepped = [param for param in params if param in states]
+    by_dtype = [[param for param in stepped if (param.dtype == torch.float16) is half] for half in (True, False)]
+    if [len(each) for each in norms] != [len(each) for each in by_dtype]:
+        raise RuntimeError(
+            f"A group of apex's FusedNovoGrad has {[len(each) for each in norms]} norms in exp_avg_sq, for float16 and "
+            f"float32: expected {[len(each) for each in by_dtype]}, one for each parameter with a state; load it into "
+            "parameters of the same dtypes, or start without it, from the norms of the next gradients."
+        )
+    for each, mine in zip(norms, by_dtype, strict=True):
+        for norm, param in zip(each.unbind(), mine, strict=True):
+            states[param]["grad_norm"] = norm.detach().clone().float().to(param.device)

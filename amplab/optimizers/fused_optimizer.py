@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.kernels import unscaled_norm
-from amplab.optimizers.group_settings import check_settings
+from amplab.optimizers.group_settings import REQUIRED, check_settings, groups_with_rates
 
 __all__ = ["FusedOptimizer", "StepBatch", "new_state"]
 
@@ -103,12 +103,23 @@ class FusedOptimizer(Optimizer):
 
     # A key that the state of every stepped parameter has, and that of another rule has not.
     _leading_state = "exp_avg"
+    _counts_in_groups = False  # whether group["step"] is the number of steps, as in apex
 
     def __init__(self, params: Any, *settings: Any, **named: Any) -> None:
-        """Check the settings by their names in torch's constructor of the same rule, and call it."""
-        given = dict(inspect.signature(super().__init__).bind(params, *settings, **named).arguments)
-        check_settings(type(self).__name__, given.pop("defaults", given))
-        super().__init__(params, *settings, **named)
+        """Check the settings by their names in torch's constructor of the same rule, and call it.
+
+        A learning rate that is `REQUIRED` must be in every group.
+        """
+        bound = inspect.signature(super().__init__).bind(params, *settings, **named)
+        given = bound.arguments.get("defaults", bound.arguments)
+        in_groups = given.get("lr") is REQUIRED
+        if in_groups:
+            bound.arguments["params"] = groups_with_rates(type(self).__name__, params)
+            given["lr"] = 0.0  # of no group
+        check_settings(type(self).__name__, given)
+        super().__init__(*bound.args, **bound.kwargs)
+        if in_groups:
+            del self.defaults["lr"]
 
     @abstractmethod
     def _begin_state(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> bool:
@@ -155,6 +166,8 @@ class FusedOptimizer(Optimizer):
             batches, grads = self._current(found_inf)
             if batches:
                 self._step(batches, grads, scale, found_inf, norm)
+                if self._counts_in_groups:
+                    self._count(found_inf)
         return loss
 
     @torch.no_grad()
@@ -215,9 +228,11 @@ class FusedOptimizer(Optimizer):
         Raises:
             RuntimeError: an option that the kernels do not support.
             TypeError: a setting of the wrong type.
-            ValueError: a number out of its range.
+            ValueError: a number out of its range; no ``lr``, if the optimizer was made without one.
         """
         if isinstance(param_group, dict):  # else torch raises
+            if "lr" not in self.defaults:
+                groups_with_rates(type(self).__name__, [param_group], first=len(self.param_groups))
             check_settings(type(self).__name__, param_group)
         super().add_param_group(param_group)
         self._refuse(self.param_groups[-1])
@@ -234,11 +249,14 @@ class FusedOptimizer(Optimizer):
                 if param in state["state"]:
                     _refuse_foreign_state(type(self).__name__, state["state"][param], self._leading_state)
                     self._adopt_state(param, group, state["state"][param])
+            if self._counts_in_groups:
+                _adopt_count(group, state["state"])
         super().__setstate__(state)
 
     def _adopt_state(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         """Convert the state of another optimizer into the form that the kernels take."""
-        del group
+        if self._leading_state in state and "step" in group:
+            state.setdefault("step", float(group["step"]))  # apex has one count for a whole group
         for name, value in state.items():
             if name == "step":
                 state[name] = torch.as_tensor(value, dtype=torch.float32, device=param.device).reshape(())
@@ -321,6 +339,15 @@ class FusedOptimizer(Optimizer):
             except RuntimeError as error:
                 raise _with_names(error, self.param_groups, batch.places) from error
 
+    def _count(self, found_inf: Tensor | None) -> None:
+        """Count a step in every group, unless it was skipped. Sync: none; on a GPU the count is then a tensor."""
+        taken: int | Tensor = 1
+        if found_inf is not None:
+            not_skipped = found_inf.reshape(()) == 0
+            taken = int(not_skipped) if found_inf.device.type == "cpu" else not_skipped.int()
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + taken
+
 
 def new_state(param: Tensor) -> Tensor:
     """Return zeros in the layout of ``param``, in float32 if it has 16 bits."""
@@ -362,6 +389,14 @@ def _master_of(param: Tensor, state: dict[str, Any]) -> Tensor | None:
         state[_MASTER] = param.detach().float()
     master: Tensor = state[_MASTER]
     return master
+
+
+def _adopt_count(group: dict[str, Any], states: Mapping[Tensor, Any]) -> None:
+    """Set the count of a loaded group to that of its parameters. Sync: one for each parameter on a GPU."""
+    mine = (states.get(param, {}) for param in group["params"])
+    counts = [int(state["step"]) for state in mine if "step" in state]
+    if counts:
+        group["step"] = max(counts)
 
 
 def _keep_exact(loaded: dict[str, Any], saved: dict[str, Any], dtype: torch.dtype) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from amplab.kernels import sgd_
 from amplab.optimizers.fused_optimizer import FusedOptimizer, StepBatch, new_state
+from amplab.optimizers.group_settings import REQUIRED
 
 __all__ = ["FusedSGD"]
 
@@ -28,7 +29,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
     Args:
         params: parameters or groups of them: float16, bfloat16, float32 or float64. The momentum of 16-bit
             ones, and the arithmetic, are float32.
-        lr: learning rate.
+        lr: learning rate; may be omitted if every group has one.
         momentum: momentum factor.
         dampening: dampening of the momentum.
         weight_decay: weight decay factor.
@@ -58,7 +59,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor,
+        lr: float | Tensor = REQUIRED,
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,

@@ -1,13 +1,17 @@
 """Checks of the settings of an optimizer or a group, by name, before anything is constructed."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import required
 
-__all__ = ["check_settings"]
+__all__ = ["REQUIRED", "check_settings", "groups_with_rates"]
+
+REQUIRED: Any = required
+"""The default of a learning rate that every group may have instead, as in apex."""
 
 _INF = float("inf")
 _NO_LIMIT = -1  # of BERT's warm-up and its number of steps
@@ -41,6 +45,32 @@ def check_settings(optimizer: str, settings: Mapping[str, Any]) -> None:
             raise TypeError(f"{name}={value!r}: {optimizer} expected {expectation}.") from None
         if not fine:
             raise ValueError(f"{name}={value!r}: {optimizer} expected {expectation}.")
+
+
+def groups_with_rates(optimizer: str, params: Iterable[Any], first: int = 0) -> list[Any]:
+    """Return the groups of an optimizer without a default learning rate.
+
+    Args:
+        optimizer: its name, for the message.
+        params: what it was given.
+        first: the index of the first group.
+
+    Raises:
+        ValueError: parameters without a group, or a group without ``lr``.
+
+    >>> groups_with_rates("FusedSGD", [{"params": [], "lr": 0.1}, {"params": []}])
+    Traceback (most recent call last):
+        ...
+    ValueError: parameter group 1 has no lr: FusedSGD expected lr in every group, or lr as an argument for all.
+    """
+    groups = [params] if isinstance(params, Tensor) else list(params)
+    for index, group in enumerate(groups, first):
+        if not (isinstance(group, Mapping) and "lr" in group):
+            raise ValueError(
+                f"parameter group {index if isinstance(group, Mapping) else 0} has no lr: {optimizer} expected lr in "
+                "every group, or lr as an argument for all."
+            )
+    return groups
 
 
 def _number(value: Any) -> float:

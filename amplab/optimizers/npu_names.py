@@ -15,6 +15,7 @@ from amplab.optimizers.fused_bert_adam import FusedBertAdam
 from amplab.optimizers.fused_lamb import FusedLAMB
 from amplab.optimizers.fused_rmsprop import FusedRMSprop, FusedRMSpropTF
 from amplab.optimizers.fused_sgd import FusedSGD
+from amplab.optimizers.group_settings import REQUIRED
 
 __all__ = [
     "Lamb",
@@ -38,7 +39,7 @@ class NpuFusedSGD(FusedSGD):
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor,
+        lr: float | Tensor = REQUIRED,
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,

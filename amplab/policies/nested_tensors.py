@@ -6,10 +6,10 @@
     cast_tree                           the structure with every floating tensor cast
 
 A structure is any nesting of lists, tuples, namedtuples, sets, mappings and dataclass instances. `map_tensors` and
-`cast_tree` keep the type of each container, and return a container in which nothing changed as the same object, so
+`cast_tree` keep the type of each container. They return a container in which nothing changes as the same object, so
 that the caller sees what a model writes into it.
 
-Not here: `argument_casts` walks the arguments of one op on the hot path, and gives up at a tensor subclass.
+`casting.steps` has its own loops over the arguments of one op, which are faster and stop at a tensor subclass.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any], *, custom: Callable
 
     Args:
         value: any object. Read-only mappings and sequences other than lists and tuples are returned as they are.
-        change: called on each tensor; returns the tensor itself where nothing changes.
-        custom: called on each object with a method `to`, such as a batch class; None leaves these as they are.
+        change: called on each tensor; returns the tensor itself to leave it unchanged.
+        custom: called on each object with a method `to`, such as a batch class; None leaves these unchanged.
 
     >>> map_tensors([torch.tensor(1), 2], lambda tensor: tensor + 1)
     [tensor(2), 2]
@@ -94,15 +94,15 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any], *, custom: Callable
 def cast_tree(value: Any, dtype: torch.dtype | Callable[[Tensor], torch.dtype]) -> Any:
     """Return `value` with every floating tensor in it cast to `dtype`.
 
-    Integer and complex tensors, numbers, strings, arrays and modules are returned as they are.
+    Integer and complex tensors, numbers, strings, arrays and modules are returned unchanged.
 
     Args:
         value: any object.
         dtype: the dtype to cast to, or a function that returns it for each floating tensor. A batch class with a
-            method `to` is cast by `to(dtype)`; where `dtype` is a function, it is returned as it is.
+            method `to` is cast by `to(dtype)`; if `dtype` is a function, it is returned unchanged.
 
     Returns:
-        The structure, or `value` itself where nothing had to be cast. Sync: none.
+        The structure, or `value` itself if nothing had to be cast. Sync: none.
 
     >>> cast_tree({"x": torch.zeros(1), "n": torch.tensor(3)}, torch.float16)
     {'x': tensor([0.], dtype=torch.float16), 'n': tensor(3)}
@@ -143,7 +143,8 @@ def _fields(instance: Any) -> dict[str, Any]:
 
 
 def _changes(pairs: Iterable[tuple[Any, Any]], mapped: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
-    return [(key, new) for key, old in pairs if (new := mapped(old)) is not old]
+    triples = [(key, old, mapped(old)) for key, old in pairs]  # torch.compile traces no := in a comprehension
+    return [(key, new) for key, old, new in triples if new is not old]
 
 
 def _mapping_with(mapping: MutableMapping[Any, Any], changes: list[tuple[Any, Any]]) -> MutableMapping[Any, Any]:

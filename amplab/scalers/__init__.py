@@ -4,7 +4,7 @@
     `DynamicScale`, `ApexScale`  `ScaleState`       `rule.next(state, found_inf)`  `RecurrentScale`: no sync
     `MegatronScale`              `HysteresisState`  the same                       `RecurrentScale`: no sync
     `DeepSpeedScale`             `HysteresisState`  the same                       `HostScale`: one sync
-    a rule of your own           `ScaleState`       the same                       `HostScale`: one sync
+    your own rule                `ScaleState`       the same                       `HostScale`: one sync
 
 `device_scale(rule, device)` makes the form for the device. `DeviceScale` is the base of both: `RecurrentScale` computes
 on the device, for every `RecurrentRule`; `HostScale` computes on the host and copies the scale to the device.

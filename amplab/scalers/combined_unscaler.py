@@ -1,11 +1,11 @@
-"""An unscaler that keeps gradients in flat buffers, and moves them back if something else replaced them.
+"""An unscaler that keeps gradients in flat buffers, and moves them back if other code replaced them.
 
     backward          makes new gradients, as after zero_grad(), or adds to those in the buffers
     unscale_          part <- round(gradient / scale)    in one pass, which also moves new gradients in
-    settle            afterwards: combines again what is new, was converted or was replaced
+    settle            called after it: combines gradients that are new, were converted or were replaced
 
 A parameter without a gradient keeps None, so that an optimizer skips it as it does without buffers. The values are
-those of `Unscaler`, to the bit. Sparse gradients and those of tensor subclasses stay outside of the buffers.
+bitwise those of `Unscaler`. Sparse gradients and those of tensor subclasses stay outside of the buffers.
 """
 
 import operator

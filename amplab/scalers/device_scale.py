@@ -4,9 +4,9 @@
     (loss * scale.scale).backward()
     scale.update_(found_inf)               # Sync: none; found_inf stays on the device
 
-Every `RecurrentRule` runs in this form, with the bits of the pure rule (`RecurrentScale`). Any other rule (DeepSpeed's,
-a user's own) runs on the host, which then writes the scale to the device (`HostScale`): ``Sync: one``, or none if
-found_inf is a bool.
+Every `RecurrentRule` runs in this form, with bitwise the scales of the rule on the host (`RecurrentScale`). Any other
+rule (DeepSpeed's, or your own) runs on the host, which then writes the scale to the device (`HostScale`):
+``Sync: one``, or none if found_inf is a bool.
 """
 
 from abc import ABC, abstractmethod
@@ -191,7 +191,7 @@ class RecurrentScale(DeviceScale):
 
 
 class HostScale(DeviceScale):
-    """A rule that runs on the host: DeepSpeed's, a user's own. Sync: one."""
+    """A rule that runs on the host: DeepSpeed's, or your own. Sync: one."""
 
     syncs = 1
 

@@ -23,7 +23,7 @@ __all__ = ["BrokenView", "FlatGradients", "ViewBreak", "check_combined_tensors"]
 
 
 class ViewBreak(Enum):
-    """The five ways in which a gradient leaves its buffer; the value gives the cause and the remedy."""
+    """Why a gradient is no longer in its buffer; the value is the cause and the remedy."""
 
     CLEARED = "the gradient is None: zero_grad() without set_to_none=False; clear with FlatGradients.zero_()"
     GRAPH_KEPT = "backward(create_graph=True) made a new gradient with a graph; take it with torch.autograd.grad"

@@ -1,8 +1,9 @@
-"""A floor for a rule that has none: the same rule, but its scale never backs off below a given number.
+"""`floored`: a rule with a lower bound that the rule itself does not have.
 
     next(state, found_inf) = rule.next(state, found_inf),  but its scale at least  min(floor, the rule's first scale)
 
-The rules in ``published_rules.py`` follow their sources; a scaler adds this floor.
+A rule's own bounds, ``floor`` and ``ceiling``, are arguments of the rule. The rules in ``published_rules.py`` follow
+their sources, some of which let the scale reach 0; a `GradScaler` adds this floor to any rule it is given.
 """
 
 from dataclasses import dataclass, replace

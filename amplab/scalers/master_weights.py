@@ -150,7 +150,7 @@ class MasterWeights:
 
             master <- model    where model != watched and round(master) != model
 
-        So a master that was edited itself, or whose value the model has rounded since, keeps all its bits.
+        A master that was edited directly, or whose value was rounded to the model, therefore keeps all its bits.
 
         Args:
             params: as in `watch_model`; those that are not watched are skipped.
@@ -197,7 +197,7 @@ def _unscale_into(
     *,
     accumulate: bool,
 ) -> None:
-    """Unscale each gradient into that of its master: one copy for all new ones, one sum for the rest; sparse singly."""
+    """Unscale each gradient into that of its master: one call copies new ones, one adds the rest, sparse ones apart."""
     copied: tuple[list[Tensor], list[Tensor]] = ([], [])
     summed: tuple[list[Tensor], list[Tensor]] = ([], [])
     for grad, master in grads:

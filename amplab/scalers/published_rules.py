@@ -51,7 +51,8 @@ class ApexScale(RecurrentRule):
                    if clean_steps == growth_interval:
                        scale = min(ceiling, scale * 2);  clean_steps = 0
 
-    A step is one exit of ``scale_loss``. Without a floor, 1091 overflows in a row take 2^16 to exactly 0.0.
+    A step is one exit of ``scale_loss``. The scale is a Python float (float64): without a floor, 1091 overflows in a
+    row take 2^16 to exactly 0.0.
 
     Args:
         init_scale: apex's ``init_scale``.

@@ -104,9 +104,9 @@ def replay(
         fmt: the format in which gradients overflow.
 
     Returns:
-        The replayed run. If the record does not decide a step, a recorded finite step stays finite, and a recorded
-        overflow an overflow. With ``recorded_scales``, the gradients of a recorded overflow are assumed to be as large
-        as those of the nearest measured step, and large enough to overflow under the recorded scale.
+        The replayed run. A step that the record does not decide is replayed as it was recorded, finite or overflowing.
+        With ``recorded_scales``, the gradients of a recorded overflow are assumed to be as large as those of the
+        nearest measured step, and large enough to overflow under the recorded scale.
 
     Raises:
         TypeError: ``rule`` is not a scaling rule.

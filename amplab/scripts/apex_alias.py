@@ -1,8 +1,9 @@
-"""amplab in place of ``apex``: a finder that resolves ``apex`` and ``apex.*`` to amplab's own module objects.
+"""amplab in place of ``apex``: a finder that resolves ``apex``, ``apex.*`` and its compiled modules to amplab's own.
 
     apex                  ->  amplab
     apex.amp              ->  amplab.amp
     apex.parallel.LARC    ->  amplab.parallel.LARC
+    amp_C                 ->  amplab.multi_tensor_apply.amp_c
 
 A module is one object under two names. So there is one session, and `isinstance` holds for both names of a class. (A
 second entry in ``sys.modules`` for the package alone would load every module under it twice.) ``apex_names.py`` lists
@@ -80,7 +81,7 @@ class ApexAlias:
             for name in [name for name in sys.modules if _is_apex(name)]:
                 del sys.modules[name]
             for name in HOMES:
-                _forget(_own_name(name))
+                _forget(_own_name(name) if _is_apex(name) else name)
 
 
 class _ApexFinder(DistributionFinder):
@@ -159,7 +160,7 @@ def _home(name: str) -> str | None:
     """Return the module of amplab for ``name``; ``from apex.amp import handle`` looks for ``amplab.amp.handle``."""
     if _is_apex(name):
         return HOMES.get(name, _own_name(name))
-    return HOMES.get(name.replace(AMPLAB, APEX, 1)) if name.startswith(f"{AMPLAB}.") else None
+    return HOMES.get(name.replace(AMPLAB, APEX, 1) if name.startswith(f"{AMPLAB}.") else name)
 
 
 def _forget(name: str) -> None:

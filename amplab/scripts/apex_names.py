@@ -1,6 +1,6 @@
 """Names of apex that amplab does not have under the same name, as two tables.
 
-    HOMES      a module of apex            -> the module of amplab that has its names
+    HOMES      a module of apex            -> the module of amplab that has its names; also its compiled ones
     INSTEAD    a module, or a name in one  -> what to use instead, for the error that importing it raises
 
 `apex_alias` reads both. Everything else of apex has the same name in amplab, with ``amplab`` for ``apex``.
@@ -11,6 +11,8 @@ __all__ = ["HOMES", "INSTEAD", "refusal"]
 HOMES = {
     "apex.amp.handle": "amplab.amp",
     "apex.parallel.optimized_sync_batchnorm": "amplab.parallel.sync_batchnorm",
+    "amp_C": "amplab.multi_tensor_apply.amp_c",
+    "apex_C": "amplab.multi_tensor_apply.apex_c",
 }
 
 _LISTS = (
@@ -18,7 +20,6 @@ _LISTS = (
     "amp.register_float_function(module, name), or pass a policy to amp.initialize"
 )
 _INSIDE = "use `from apex import amp`; this was an internal module of it"
-_KERNELS = "ask multi_tensor_applier.available first, or use amplab.kernels and torch._foreach_*"
 
 INSTEAD = {
     "apex.amp.opt": "use amp.initialize and `with amp.scale_loss(loss, optimizer)`, which replaced OptimWrapper",
@@ -42,8 +43,6 @@ INSTEAD = {
     "apex.reparameterization": "use torch.nn.utils.parametrizations.weight_norm",
     "apex.RNN": "use torch.nn.RNN, torch.nn.LSTM and torch.nn.GRU, which run in float16 at O1",
     "apex.transformer": "use megatron.core of Megatron-LM, which contains it now",
-    "amp_C": _KERNELS,
-    "apex_C": "use torch.nn.utils.parameters_to_vector and vector_to_parameters for flatten and unflatten",
     "fused_layer_norm_cuda": "use apex.normalization.FusedLayerNorm, or torch.nn.functional.layer_norm",
     "fused_rms_norm_cuda": "use apex.normalization.FusedRMSNorm, or torch.nn.functional.rms_norm",
     "fused_adam_cuda": "use apex.optimizers.FusedAdam",

@@ -1,4 +1,4 @@
-"""Checks of the arguments that describe a step, before it runs; each error says what is missing.
+"""Checks of the arguments that describe a step, before it runs.
 
 model      a module, not scripted, with initialized parameters; not compiled if its ops are recorded, and not on the
            meta device if its values are measured
@@ -42,7 +42,7 @@ def check_step(model: Any, step: Any, loss_scale: Any = None, *, compiled: bool 
         compiled, values: as `check_model` takes them.
 
     Raises:
-        TypeError, ValueError: one sentence each.
+        TypeError, ValueError: the first check that fails.
     """
     check_model(model, compiled=compiled, values=values)
     check_step_function(step)
@@ -67,8 +67,8 @@ def check_model(model: Any, *, compiled: bool = False, values: bool = False) -> 
         raise TypeError(f"model={model.__name__} is a class: expected an instance; call it, {model.__name__}(...).")
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"model={type(model).__name__}: expected a torch.nn.Module, whose submodules name the ops; several that "
-            "learn together go into a torch.nn.ModuleList."
+            f"model={type(model).__name__}: expected a torch.nn.Module, whose submodules name the ops; pass several "
+            "modules as a torch.nn.ModuleList."
         )
     for module in model.modules():
         fault = _fault_of(module, compiled)
@@ -120,7 +120,7 @@ def check_gradients_on() -> None:
         return
     inference = torch.is_inference_mode_enabled()
     raise ValueError(
-        f"torch.{'inference_mode' if inference else 'no_grad'}() is in force around the call: expected "
+        f"torch.{'inference_mode' if inference else 'no_grad'}() is active around the call: expected "
         "gradients to be enabled, since backward is part of the step; call it outside"
         f"{'' if inference else ' or in torch.enable_grad()'}."
     )
@@ -133,12 +133,12 @@ def check_loss(loss: Any, model: nn.Module, name: str = "step", *, whole: bool =
         loss: what the function returned.
         model: whose parameters it depends on.
         name: of the function, for the message.
-        whole: whether to name `doctor`, which takes a whole iteration, in place of a step without a loss.
+        whole: whether the message suggests `doctor`, which takes a whole iteration, for a step without a loss.
 
     Raises:
         TypeError, ValueError: it is something else.
     """
-    with torch._C.DisableTorchFunction():  # do not run the casts in force
+    with torch._C.DisableTorchFunction():  # without active casts
         if not isinstance(loss, Tensor):
             raise TypeError(
                 f"{name} returned {type(loss).__name__}: expected the loss as a tensor with one element; "

@@ -107,7 +107,7 @@ def _opened_by_engines() -> frozenset[Callable[..., Any]]:
 
 @functools.lru_cache(1024)
 def _name_of(func: Any) -> str:
-    """The name in the user's code: getitem for `__getitem__`, T for the getter of `x.T`."""
+    """The name that the user's code shows: getitem for `__getitem__`, T for the getter of `x.T`."""
     name: str = getattr(func, "__name__", type(func).__name__).partition(".")[0]  # torch.ops say addmm.default
     if name in ("__get__", "__set__"):
         name = func.__self__.__name__

@@ -1,8 +1,8 @@
-"""The casting engines of this thread and the compiler, as a trace needs them.
+"""Access of a trace to the casting engines of this thread and to the compiler.
 
-A trace reads which op table decides, empties the weight caches, and runs compiled functions eagerly. Under a dispatch
-mode the compiler would trace the mode itself, and its graph would order ops differently from autograd's numbers.
-Compiled *modules* are refused (`argument_checks`).
+A trace reads which op table decides, clears the weight caches, and runs compiled functions eagerly. Under a dispatch
+mode the compiler would trace the mode itself, and its graph would order ops differently from autograd's sequence
+numbers. Compiled *modules* are refused (`argument_checks`).
 """
 
 import sys
@@ -45,7 +45,7 @@ def current_table(autocast: bool) -> str | None:
 
 
 def clear_cast_caches() -> None:
-    """Empty the weight caches of this thread's engines, so that a trace shows every cast of one step. Sync: none."""
+    """Clear the weight caches of this thread's engines, so that a trace shows every cast of one step. Sync: none."""
     for engine in thread_engines():
         engine.clear_cache()
 

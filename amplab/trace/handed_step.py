@@ -1,4 +1,4 @@
-"""How a user hands a step to a tool: a model and a batch, or a function that returns the loss.
+"""How a user passes a step to a tool: a model and a batch, or a function that returns the loss.
 
     tool(model, batch, loss=fn)      the tool calls the model, then fn
     tool(model, step=fn)             fn runs the forward and returns the loss
@@ -8,7 +8,7 @@
 batch              the model is called as        loss is called as
 =================  ============================  =======================================================
 a tensor           model(batch)                  loss(output), loss(output, batch) if it takes two
-a mapping          model(**batch)                the same; keys that forward does not take stay with it
+a mapping          model(**batch)                the same; the batch keeps keys that forward does not take
 a tuple or list    model(*first), as many as     loss(output, *rest); with nothing left over
                    forward takes                 loss(output, batch)
 =================  ============================  =======================================================
@@ -198,13 +198,13 @@ def handed_step(
         batch, loss, step: as the user passed them.
 
     Raises:
-        TypeError: neither a batch nor a step; both a loss and a step; a batch that holds many; or arguments
-            that the model, the loss or the step do not take.
+        TypeError: neither a batch nor a step; both a loss and a step; a loader or a dataset instead of a batch; or
+            arguments that the model, the loss or the step do not take.
     """
     if step is not None:
         if loss is not None:
             raise TypeError(
-                f"loss= together with step=: expected one of them, {_by_loss(tool)} or {_by_step(tool)}; a step "
+                f"got both loss= and step=: expected one of them, {_by_loss(tool)} or {_by_step(tool)}; a step "
                 "computes the loss itself."
             )
         run = bound_to_batch(tool, "step", step, model, batch)
@@ -218,7 +218,7 @@ def handed_step(
         )
     if isinstance(model, ModelGroup):
         raise TypeError(
-            "several models and no step: expected a function that runs them all and returns the loss, "
+            "several models without step=: expected a function that runs them all and returns the loss, "
             f"amplab.{tool}(models, batch, step=loss_of)."
         )
     _check_batch(tool, batch)
@@ -269,10 +269,15 @@ def bound_to_batch(
     if isinstance(function, type) or not callable(function):
         kind = f"{function.__name__} is a class" if isinstance(function, type) else type(function).__name__
         raise TypeError(f"{name}={kind}: expected a function such as {such}.")
+    if isinstance(function, nn.Module) and not _shares_parameters(function, model):
+        raise TypeError(
+            f"{name}={type(function).__name__} is a module that does not contain the model: expected a function that "
+            f"runs the model, such as {such}; pass a function of the model's output as loss=."
+        )
     required = len(_required(function)) or int(batch is not None and _takes_any_number(function))
     if required and batch is None:
         raise TypeError(
-            f"{name} requires {_arguments(function)}, and there is no batch: expected a function without arguments "
+            f"{name} requires {_arguments(function)}, but no batch was given: expected a function without arguments "
             f"such as {such}, or a batch, amplab.{tool}(model, batch, {name}=...)."
         )
     models = model.given if isinstance(model, ModelGroup) else model
@@ -280,10 +285,14 @@ def bound_to_batch(
     refused = accepts(function, len(given))
     if refused is not None:
         raise TypeError(
-            f"{name} is called with nothing, with the batch, or with the model and the batch, and {refused}: expected "
-            f"a function such as {such}."
+            f"{name} is called without arguments, with the batch, or with the model and the batch, but {refused}: "
+            f"expected a function such as {such}."
         )
     return functools.partial(function, *given) if given else function
+
+
+def _shares_parameters(module: nn.Module, model: nn.Module) -> bool:
+    return not {*map(id, module.parameters())}.isdisjoint(map(id, model.parameters()))
 
 
 def check_scaler(scaler: Any) -> Scaler | None:
@@ -300,10 +309,21 @@ def check_scaler(scaler: Any) -> Scaler | None:
 
 
 def scaler_in_use(scaler: Any) -> Scaler | None:
-    """Return the result of `check_scaler`; for None this thread's session, if ``amp.initialize`` was called."""
+    """Return the result of `check_scaler`; for None this thread's session, if ``amp.initialize`` was called.
+
+    Raises:
+        TypeError: as `check_scaler`. RuntimeError: a session, or the module ``amp``, before `initialize`.
+    """
     if scaler is None and default_session().initialized:
         return default_session()
-    return check_scaler(scaler)
+    found = check_scaler(scaler)
+    if isinstance(found, Session) and not found.initialized:
+        given, name = ("amp", "amp") if isinstance(scaler, ModuleType) else ("Session", "session")
+        raise RuntimeError(
+            f"scaler={given} has no loss scale, since {name}.initialize was not called: call "
+            f"{name}.initialize(model, optimizer) first{', in this thread' if given == 'amp' else ''}, or omit scaler=."
+        )
+    return found
 
 
 def optimizers_of(optimizer: Any) -> list[Optimizer]:
@@ -331,24 +351,24 @@ def check_loss_function(loss: Any) -> None:
 
 
 def _check_batch(tool: str, batch: Any) -> None:
-    """Raise a TypeError for an object that holds many batches, and for a function."""
-    many = "expected one batch, and this holds many; take one"
+    """Raise a TypeError for an object that yields many batches, and for a function."""
+    many = "expected one batch, not an object that yields many; pass"
     if isinstance(batch, DataLoader | Dataset):
         loader = "loader" if isinstance(batch, DataLoader) else "DataLoader(dataset, batch_size=64)"
-        raise TypeError(f"batch={type(batch).__name__}: {many}, next(iter({loader})).")
+        raise TypeError(f"batch={type(batch).__name__}: {many} next(iter({loader})).")
     if isinstance(batch, Iterator):
-        raise TypeError(f"batch={type(batch).__name__}: {many}, next(batch).")
+        raise TypeError(f"batch={type(batch).__name__}: {many} next(batch).")
     if callable(batch):
         raise TypeError(
-            f"batch={_name_of(batch)}: expected a batch, and this is a function. Write {_by_step(tool)} for a function "
-            f"that returns the loss, or {_by_loss(tool)} for one of the output."
+            f"batch={_name_of(batch)}: expected a batch, not a function. Write {_by_step(tool)} for a function that "
+            f"returns the loss, or {_by_loss(tool)} for a function of the output."
         )
 
 
 def _check_given(loss: Loss, given: int, what: str) -> None:
     refused = accepts(loss, given)
     if refused is not None:
-        raise TypeError(f"loss is given {what}, and {refused}; wrap it, e.g. loss=lambda out: criterion(out, target).")
+        raise TypeError(f"loss is called with {what}, but {refused}; wrap it: loss=lambda out: criterion(out, target).")
 
 
 def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> None:
@@ -363,7 +383,7 @@ def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         keys = f" with the keys {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) and batch else ""
         raise TypeError(
             f"batch={type(batch).__name__}{keys or (' without values' if not len(batch) else '')}: expected what "
-            f"{_words(model)} takes, and it is {refusal}; help(amplab.trace.handed_step) shows how a batch goes in."
+            f"{_words(model)} takes, but it is {refusal}; help(amplab.trace.handed_step) shows how a batch is passed."
         ) from None
 
 
@@ -395,7 +415,7 @@ def _described(value: Any, *, shape: bool = True) -> str:
 def _parts(
     model: nn.Module, batch: Any, wants: list[inspect.Parameter]
 ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
-    """Return the positional and the named arguments of the model, and what the loss gets besides the output."""
+    """Return the positional and the named arguments of the model, and those of the loss after the output."""
     whole = (batch,) if len(wants) > 1 else ()
     if isinstance(batch, Mapping):
         known = _known_names(model)

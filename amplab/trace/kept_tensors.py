@@ -1,8 +1,8 @@
 """The bytes of the tensors that a forward saves for its backward, by module.
 
-Storage is counted once, however many ops save it, and in full: a saved view keeps all of its base. The model's own
-parameters and buffers are not counted. Casts of weights are counted apart from activations. A checkpointed block keeps
-only its inputs; what it saves when it runs again in backward is not counted.
+Each storage is counted once, even if several ops save it, and in full, since a saved view keeps all of its base. The
+model's own parameters and buffers are not counted. Casts of weights are counted separately from activations. Of a
+checkpointed block only the inputs count, not the tensors that it saves when it runs again in backward.
 
 Reference: torch.autograd.graph.saved_tensors_hooks.
 """

@@ -1,6 +1,6 @@
 """The precision of an X-rayed step: an opt_level, a policy, autocast, or what is already in force.
 
-Whatever is set up here is undone at the end of the block, changes to weights included.
+At the end of the block everything is undone, including changes to weights.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -55,7 +55,7 @@ def precision_setting(
     """
     if autocast is not None and (opt_level is not None or policy is not None):
         raise ValueError(
-            "autocast together with opt_level or policy: expected only one of them; pass a policy for autocast as "
+            "got autocast= and also opt_level= or policy=: expected one of them; to use a policy under autocast, pass "
             "autocast=dict(policy=...)."
         )
     if autocast is not None:

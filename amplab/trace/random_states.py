@@ -37,7 +37,7 @@ def random_states_kept(devices: Iterable[torch.device]) -> Iterator[None]:
     finally:
         random.setstate(python)
         torch.set_rng_state(torchs)
-        # Setting it takes a third of a tiny step. Even without a drawn word, a cached normal value may be used up.
+        # Setting the state takes a third of a tiny step. A step can use a cached normal value without drawing a word.
         if words is None or words != _numpys_words() or numpys["has_gauss"]:
             np.random.set_state(numpys)
         for device, state in states:

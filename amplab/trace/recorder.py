@@ -1,9 +1,9 @@
 """`Recorder`: one event for each op of a step, forward and backward, without keeping tensors.
 
-Two modes work together. A dispatch mode sees every aten op, also those of autograd's backward. A function mode knows
-the call in the model's code that they belong to (`linear` for `t` and `addmm`). A backward op finds its forward op by
-autograd's sequence numbers: a forward op takes the number of the node that autograd made for it just before it was
-dispatched, and that node is the current one when its gradient is computed.
+Two modes are used. A dispatch mode intercepts every aten op, including those of autograd's backward. A function mode
+records the call in the model's code that the op belongs to (`linear` for `t` and `addmm`). Sequence numbers of autograd
+connect a backward op with its forward op: just before a forward op is dispatched, autograd creates its node with a
+number, which the event stores; when the gradient is computed, that node is the current one.
 
 Reference: torch.utils._python_dispatch.TorchDispatchMode, torch.overrides.TorchFunctionMode,
 torch._C._autograd._get_sequence_nr, torch._C._current_autograd_node.
@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from amplab.policies import (
     Decision,
@@ -28,6 +27,7 @@ from amplab.policies import (
 )
 from amplab.policies.modules.module_regions import module_rule_of_op
 from amplab.trace.calls import Calls
+from amplab.trace.dispatch_mode import DispatchMode
 from amplab.trace.engines import NO_ENGINE, REQUESTS_DTYPE, TORCH_AUTOCAST, current_table
 from amplab.trace.kept_tensors import KeptTensors
 from amplab.trace.lines import CodeLine
@@ -267,16 +267,12 @@ def _casts_for_an_op(place: Place) -> bool:
     return place.table == TORCH_AUTOCAST and place.call not in REQUESTS_DTYPE
 
 
-class _Ops(TorchDispatchMode):
+class _Ops(DispatchMode):
     """Pass every op to `record`, which runs it."""
 
     def __init__(self, record: Callable[[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        super().__init__()
         self._record = record
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # True would import the compiler at the first op, which takes seconds
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

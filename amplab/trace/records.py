@@ -103,7 +103,7 @@ class OpRecord:
 
     @property
     def folds(self) -> bool:
-        """Whether a table may leave this record out: a view, or an op on integers and booleans only."""
+        """Whether a table may omit this record: a view, or an op on integers and booleans only."""
         return self.is_view or not any(info.dtype.is_floating_point for info in (*self.inputs, *self.outputs))
 
     @property

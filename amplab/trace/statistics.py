@@ -3,7 +3,7 @@
 Tensors of the forward are measured in batches, at the latest before an op that writes in place. Tensors of the backward
 are measured at once, since autograd adds in place to tensors that nothing else references. The tables stay on the
 device and are read together. The `tensor_stats` kernel makes one pass over each tensor; its PyTorch reference gives the
-same counts in several times that time.
+same counts, but takes several times as long.
 """
 
 from dataclasses import dataclass

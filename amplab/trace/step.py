@@ -3,8 +3,8 @@
 The optimizer's step is not part of a trace.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from amplab.trace.recorder import Event, Observer, Recorder
 from amplab.trace.records import Trace
 from amplab.trace.untouched import ParkedGradients, nodes_behind, untouched
 
-__all__ = ["record_step", "run_backward", "trace_step"]
+__all__ = ["explains_second_backward", "record_step", "run_backward", "trace_step"]
 
 _AS_IT_IS: AbstractContextManager[object] = nullcontext()
 
@@ -116,16 +116,8 @@ def run_backward(loss: Tensor, model: nn.Module) -> None:
     Raises:
         ValueError: the step has called backward, or `loss` depends on no parameter of a model that has some to train.
     """
-    began = _has_gradients(model)
-    try:
+    with explains_second_backward(model):
         _backward(loss)
-    except RuntimeError as error:
-        if began and "through the graph a second time" in str(error):
-            raise ValueError(
-                "step called backward(), and backward can run once: expected a function that runs the forward and "
-                "returns the loss; return the loss without calling backward."
-            ) from error
-        raise
     trained = {id(each) for each in model.parameters() if each.requires_grad}
     # Backward of a reentrant checkpoint reaches parameters that the graph does not show; a hook may drop gradients.
     if trained and not _has_gradients(model) and trained.isdisjoint(_leaves_of(loss)):
@@ -133,6 +125,27 @@ def run_backward(loss: Tensor, model: nn.Module) -> None:
             f"the loss depends on no parameter of {type(model).__name__}: expected the loss of this model's output; "
             "look for another model in the step, or a loss of the inputs alone."
         )
+
+
+@contextmanager
+def explains_second_backward(model: nn.Module) -> Iterator[None]:
+    """Explain the error of a backward that fails because the step itself has called backward.
+
+    The step must have begun without gradients; the block runs the backward of its loss.
+
+    Raises:
+        ValueError: instead of autograd's RuntimeError about a second backward, if `model` had gradients before it.
+    """
+    began = _has_gradients(model)
+    try:
+        yield
+    except RuntimeError as error:
+        if began and "through the graph a second time" in str(error):
+            raise ValueError(
+                "step called backward(), so the backward of its loss would be the second one: expected a function that "
+                "runs the forward and returns the loss without calling backward."
+            ) from error
+        raise
 
 
 def _has_gradients(model: nn.Module) -> bool:

@@ -174,7 +174,7 @@ def unchanged_optimizers() -> Iterator[None]:
 
     def remember(optimizer: Optimizer, *_arguments: object) -> None:
         if get_ident() == thread and id(optimizer) not in seen:
-            # Copies are not ops of the step: they are neither cast nor recorded.
+            # These copies are not ops of the step, so they are neither cast nor recorded.
             with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
                 seen[id(optimizer)] = _OptimizerState.of(optimizer)
 

@@ -15,7 +15,7 @@ __all__ = ["WeightCasts"]
 
 @dataclass
 class _Made:
-    """A cast that an engine made.
+    """One cast of a Parameter by an engine.
 
     Attributes:
         event: its number in the trace.
@@ -36,7 +36,7 @@ class WeightCasts:
         self._memory: dict[int, weakref.ref[Tensor]] = {}
 
     def made(self, event: int, result: Tensor) -> None:
-        """Note that an engine has cast a Parameter to `result` in `event`."""
+        """Record that an engine has cast a Parameter to `result` in `event`."""
         self._made[id(result)] = _Made(event, weakref.ref(result))
         self._memory[result.untyped_storage().data_ptr()] = weakref.ref(result)
 

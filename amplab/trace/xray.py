@@ -42,20 +42,20 @@ def xray(
     region inside of those; `opt_level` and `policy` are refused there.
 
     Args:
-        model: any module that is not compiled or scripted; several in a list or dict where `step` runs them all.
+        model: any module that is not compiled or scripted; several in a list or dict if `step` runs them all.
             Compiled functions that it calls run as they are written.
         batch: what the model is called with: `model(tensor)`, `model(**mapping)`, `model(*tuple)`. Of a tuple the
             model gets as many values as its forward takes and the loss the rest: `(inputs, labels)` with
             `loss=F.cross_entropy` is `F.cross_entropy(model(inputs), labels)`.
         loss: a function of the output, and of the rest or of the batch if it takes two arguments. None for the output's
             own `loss` (an attribute or a key), else for the sum of the output; `XRay.loss` says which.
-        step: in the place of `loss`, a function that runs the forward itself and returns the loss. It is called as
+        step: instead of `loss`, a function that runs the forward itself and returns the loss. It is called as
             `step()`, `step(batch)` or `step(model, batch)`, by the number of arguments it requires.
         opt_level: "O0" to "O3": runs the step as after `amp.initialize` at that level, with its loss scale.
         policy: a PrecisionPolicy or its string form, for O1 or for the given level.
         autocast: runs forward and loss under autocast: arguments of `torch.autocast` as a dict such as
-            `dict(dtype=torch.bfloat16)`, with the model's device where none is given; those of `amplab.autocast`
-            where `policy` is among them; or an instance of either.
+            `dict(dtype=torch.bfloat16)`, by default with the model's device; arguments of `amplab.autocast` if
+            `policy` is among them; or an instance of either.
         loss_scale: what the loss is multiplied by; None for the scale that belongs to the precision, else 1.
         stats: measure what every op writes, and the gradients. This is slow without the built `tensor_stats` kernel.
             Without stats, model and batch may be on the meta device.

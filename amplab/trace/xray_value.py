@@ -126,7 +126,7 @@ class XRay:
         """Return the differences to `other`: ops with other dtypes, added and removed ops, casts and memory.
 
         Raises:
-            TypeError: if `other` is no X-ray. ValueError: if the two have no op in common.
+            TypeError: if `other` is not an X-ray. ValueError: if the two have no op in common.
         """
         if not isinstance(other, XRay):
             raise TypeError(
@@ -169,7 +169,7 @@ class XRay:
         """The record with that number in the table.
 
         Raises:
-            TypeError: if `index` is no integer. IndexError: if there is no such record.
+            TypeError: if `index` is not an integer. IndexError: if there is no such record.
         """
         if isinstance(index, bool) or not isinstance(index, SupportsIndex):
             raise TypeError(

@@ -1,8 +1,8 @@
 """The dashboard: one trainer's experiment as live widgets, with the methods that a cell calls.
 
-Three threads meet here. The trainer's thread publishes events and only wakes the ticker; the kernel's thread delivers
-the page's messages and only queues them. The ticker's thread does everything else: it calls the trainer, builds
-payloads, and is the only one that changes widgets. `presenter.py` decides when to draw; the files in `web` draw.
+Three threads are involved. The trainer's thread publishes events and only wakes the ticker. The kernel's thread
+receives the page's messages and only queues them. The ticker's thread does everything else: it calls the trainer,
+builds payloads, and is the only one that changes widgets. `presenter.py` decides when to draw; the files in `web` draw.
 """
 
 from __future__ import annotations

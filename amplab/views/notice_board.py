@@ -1,4 +1,4 @@
-"""The messages above the dashboard: failures with their traceback, notes, and the offer of a running experiment.
+"""The messages above the dashboard: failures with their traceback, notes, and the offer to continue an experiment.
 
 A notice is a frozen value; the board keeps notices until the user dismisses them. No widget here.
 """

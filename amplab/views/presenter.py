@@ -1,6 +1,6 @@
-"""Brings a trainer's events to the dashboard's widgets, and the page's messages to the trainer.
+"""Passes a trainer's events to the dashboard's widgets, and the page's messages to the trainer.
 
-All of it happens in the ticker's thread; the trainer's thread and the kernel's only queue a job or wake the ticker. The
+Everything runs in the ticker's thread; the trainer's thread and the kernel's only queue a job or wake the ticker. The
 run is drawn at most ten times a second, the overflows twice, the gradients once, and nothing while no page is open.
 """
 

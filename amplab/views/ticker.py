@@ -1,7 +1,7 @@
-"""The one thread that changes the widgets: it runs jobs in order, and a tick at most ten times a second.
+"""The thread that changes the widgets: it runs jobs in order, and a tick at most ten times a second.
 
-The trainer's thread only reports that something changed (`wake`). The page's messages arrive in a thread of the kernel,
-which queues them (`call`). Both return at once. Nothing is polled: without jobs and changes the thread sleeps.
+The trainer's thread only reports that something changed (`wake`). The kernel's thread receives the page's messages and
+queues them (`call`). Both calls return at once. Without jobs and changes the thread sleeps; it does not poll.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def test_records_name_the_gradient_nearest_the_loss(session, problem):
     assert outcome.reason == "gradient overflow at loss scale 65536.0 of loss scaler 0, first in the gradient of 1.bias"
 
 
-def test_names_tell_models_apart(session):
+def test_names_distinguish_models(session):
     models = [nn.Linear(1, 1), nn.Linear(1, 1)]
     optimizer = torch.optim.SGD([*models[0].parameters(), *models[1].parameters()], lr=0.1)
     session.initialize(models, optimizer, opt_level="O2", verbosity=0)

@@ -102,7 +102,7 @@ def test_missing_jupyterlab_is_said(lessons: Path, tmp_path: Path) -> None:
     assert "python -m pip install 'amplab[lab]'" in result.stderr
 
 
-def test_settings_stand_behind_the_users_own() -> None:
+def test_the_users_settings_take_precedence() -> None:
     environment = lab_environment({"JUPYTER_CONFIG_PATH": "/mine", "HOME": "/me"})
     mine, ours = environment["JUPYTER_CONFIG_PATH"].split(os.pathsep)
     assert mine == "/mine"
@@ -170,7 +170,7 @@ def test_real_server_keeps_its_token_and_asks_no_questions(tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(os.name != "posix", reason="the server is stopped by a signal")
-def test_no_code_of_the_working_folder_runs_and_kernels_import_what_lies_beside_a_notebook(tmp_path: Path) -> None:
+def test_no_code_of_the_working_folder_runs_but_kernels_import_files_next_to_a_notebook(tmp_path: Path) -> None:
     here, notebook = tmp_path / "here", tmp_path / "root" / "lessons" / "a.ipynb"
     here.mkdir()
     notebook.parent.mkdir(parents=True)

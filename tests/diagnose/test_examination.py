@@ -45,13 +45,13 @@ def test_a_softmax_of_o1_gives_nothing():
     assert not [each for each in found if each.op in ("softmax", "log", "add")], str(found)
 
 
-def test_a_mask_that_half_cannot_hold_is_told_from_the_error():
+def test_a_mask_that_half_cannot_hold_is_found_from_the_error():
     model, x, _ = healthy()
     found = doctor(model.half(), step=lambda: model(x.half()).masked_fill(torch.ones(8).bool(), -1e9).softmax(-1).sum())
     assert (found[0].name, found[0].severity) == ("constant-overflows-half", "error")
 
 
-def test_bce_that_is_refused_is_told_from_the_error():
+def test_a_refused_bce_is_found_from_the_error():
     model, x, _ = healthy()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amplab.amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
@@ -76,7 +76,7 @@ def test_a_train_step_that_raises_is_named():
     assert (found[0].name, found[0].remedy.partition("  #")[0]) == ("step-raised", "train_step()")
 
 
-def test_causes_stand_before_the_symptoms_they_explain():
+def test_causes_precede_the_symptoms_they_explain():
     model, x, y = healthy()
     x[0, 0] = math.nan
     skips = (StepObservation(n, math.nan, 2.0 ** (16 - n), True, 2.0 ** (15 - n)) for n in range(20))
@@ -110,7 +110,7 @@ def test_a_convolution_counts_by_its_channels():
         assert len(seen.named("shapes-not-multiple-of-8")) == found
 
 
-def test_in_float32_there_is_no_speed_to_miss():
+def test_in_float32_there_are_no_speed_findings():
     model = nn.Linear(63, 127)
     assert not doctor(model, step=lambda: model(torch.ones(64, 63)).sum())
 
@@ -146,7 +146,7 @@ class Masked(nn.Module):
         return x.masked_fill(torch.ones(8).bool(), -1e9).softmax(-1)
 
 
-def test_an_error_is_told_with_its_op_its_module_and_its_line():
+def test_an_error_is_reported_with_its_op_its_module_and_its_line():
     model = nn.Sequential(nn.Linear(16, 8), Masked()).half()
     found = doctor(model, step=lambda: model(torch.ones(4, 16).half()).sum())[0]
     assert (found.name, found.op, found.module) == ("constant-overflows-half", "masked_fill", "1")
@@ -237,7 +237,7 @@ def test_what_the_users_step_raises_is_a_finding(error):
         assert (found[0].name, type(error).__name__ in found[0].symptom) == ("step-raised", True)
 
 
-def test_a_loss_that_is_no_number_is_not_the_steps_error():
+def test_a_loss_that_is_not_a_number_is_not_an_error_of_the_step():
     model, *_ = patient()
     with pytest.raises(ValueError, match="reduce it"):
         doctor(model, step=lambda: model(torch.ones(3, 4)))

@@ -234,7 +234,7 @@ class Discards(nn.Module):
         return hidden + kept + torch.zeros(4).log().exp()
 
 
-def test_infinities_that_are_thrown_away_are_no_cause():
+def test_discarded_infinities_are_not_a_cause():
     torch.manual_seed(0)
     model, (x, _) = Discards(), batch(4)
     assert first_nonfinite(model, step=lambda: model(x).square().sum()) is None
@@ -287,7 +287,7 @@ def test_a_weight_too_large_for_half_is_named():
     assert (found.op, found.module, found.tensor) == ("cast", "head", "head.weight")
 
 
-def test_a_mean_over_nothing_is_no_overflow():
+def test_a_mean_over_no_elements_is_not_an_overflow():
     model = nn.Linear(4, 4)
     none = torch.zeros(2).bool()
     found = finding_of(first_nonfinite(model, step=lambda: model(torch.ones(2, 4))[none].mean()))  # noqa: PLW0108

@@ -139,7 +139,7 @@ def test_a_gradient_that_was_not_zeroed_is_named():
     assert "zero_grad" in str(step)
 
 
-def test_a_gradient_that_is_zeroed_in_the_block_is_no_fault():
+def test_a_gradient_may_be_zeroed_in_the_block():
     model = nn.Linear(4, 4)
     model.weight.grad = torch.full((4, 4), torch.nan)
     with followed_step(model) as step:

@@ -122,11 +122,11 @@ def test_what_raises_in_the_reference_raises():
 
 @pytest.mark.parametrize("make_model", [None, lambda: None])
 def test_what_makes_no_model_is_refused(make_model):
-    with pytest.raises(TypeError, match="expected a"):
+    with pytest.raises(TypeError, match=r"expected (a|one)"):
         climb(make_model)
 
 
-def test_batches_that_can_be_read_once_serve_every_rung():
+def test_every_rung_gets_the_batches_of_an_iterator():
     report = climb(healthy, (batch(step) for step in range(40)), rungs={"one": "fp32", "two": "fp32"}, steps=9)
     assert [len(rung.steps) for rung in report.rungs] == [9, 9]
     listed = climb(healthy, [batch(step) for step in range(4)], rungs={"one": "fp32"}, steps=9)
@@ -144,7 +144,7 @@ def test_the_report_is_read_as_a_page_a_text_and_a_line():
     assert read.words.count("✓ holds") == 2
 
 
-def test_progress_is_no_failure_in_a_notebook(monkeypatch, capsys):
+def test_progress_does_not_look_like_a_failure_in_a_notebook(monkeypatch, capsys):
     rungs = {"fp32": "fp32"}
     ladder(healthy, batch, loss=F.cross_entropy, steps=8, rungs=rungs)
     assert capsys.readouterr() == ("", "rung 1 of 1: fp32, 8 steps\n")
@@ -195,7 +195,7 @@ def test_a_reference_without_a_score_lets_the_losses_decide():
         ({"rungs": ["O1"]}, TypeError, "rungs=list:"),
         ({"rungs": {1: "O1"}}, TypeError, "rungs: the name 1 is int"),
         ({"rungs": {"a": "O4", "b": "fp32"}}, ValueError, "'O4'"),
-        ({"rungs": {"a": None, "b": "fp32"}}, TypeError, "precision=None:"),
+        ({"rungs": {"a": None, "b": "fp32"}}, TypeError, "rungs['a']=None:"),
         ({"evaluate": 3}, TypeError, "evaluate=int:"),
         ({"evaluate": lambda: 3}, TypeError, "evaluate is called with 1 argument"),
         ({"evaluate": lambda model: None}, TypeError, "evaluate returned NoneType"),

@@ -121,7 +121,7 @@ RUN = ScaleHistory([8.0] * 30, [False] * 30, [-3.0] * 10 + [None] * 20)
         (ScaleHistory([8.0], [False], [None]), StaticScale(16.0), "no step", "a guess from step 0 on: "),
     ],
 )
-def test_how_far_the_record_tells_is_said_in_steps(record, rule, said, note):
+def test_the_steps_that_the_record_determines(record, rule, said, note):
     told = what_if(record, rule)
     assert told.row()["certain"] == said
     assert len([step for step in told.replay.steps[: told.certain_until] if step.doubt]) == 0

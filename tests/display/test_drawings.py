@@ -36,7 +36,7 @@ def test_names_are_escaped_and_scales_that_are_none_left_out():
     assert scale_drawing({"a": [0.0, math.inf]}) == ""
 
 
-def test_a_rule_of_one_s_own_has_a_colour_however_many_there_are():
+def test_every_user_defined_rule_has_a_color():
     strokes = re.findall(r"<polyline.*?style=\"stroke:(.*?)\"", scale_drawing({str(k): [2.0**k] for k in range(20)}))
     assert len(strokes) == 20
     assert all(stroke.startswith("var(--amp-curve-") for stroke in strokes)

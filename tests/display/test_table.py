@@ -16,7 +16,7 @@ def test_a_column_without_content_is_left_out_of_both_forms():
     assert outline(table.html()).words.startswith("Opsopbytesdtypedrawn")
 
 
-def test_a_cell_with_a_form_of_its_own_is_drawn_in_html_alone():
+def test_a_cell_with_its_own_html_uses_it_only_in_html():
     html = Table(COLUMNS, LINES, "Ops").html()
     assert html.count("<svg") == 2
     assert html.count("data-dtype") == 2

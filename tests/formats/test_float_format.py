@@ -269,7 +269,7 @@ def test_ulp_of_what_is_no_number():
 # ---- formats of one's own -------------------------------------------------------------------
 
 
-def test_a_format_of_ones_own_e3m2():
+def test_a_user_defined_format_e3m2():
     e3m2 = FloatFormat("float6_e3m2", 3, 2)
     assert (e3m2.bias, e3m2.max, e3m2.smallest_subnormal) == (3, 14.0, 2.0**-4)
     assert e3m2.total_bits == 6

@@ -57,7 +57,7 @@ def test_the_range_below_is_what_rounding_does(fmt):
         assert (rounded > 0 and middle.item() < fmt.smallest_normal) == (name == "subnormal")
 
 
-def test_ranges_that_lie_outside_the_picture_are_left_out():
+def test_ranges_outside_the_picture_are_omitted():
     _, _, ranges = drawn(torch.ones(1), BFLOAT16, low=-10, high=10)
     assert ranges == "normal".ljust(21, "─")
 

@@ -156,7 +156,7 @@ def test_a_short_script_does_not_wait_and_is_right(story):
 
 @needs_tools
 @proc
-def test_a_killed_builder_is_no_obstacle(story):
+def test_a_killed_builder_does_not_block_the_next(story):
     assert story["locks"], "torch had not taken its lock when the builder was killed"
     assert story["require"][0]["status"] == "built"
     assert not list(story["folder"].rglob("scratch-*"))
@@ -521,7 +521,7 @@ def test_an_untrusted_build_is_named_in_one_warning(library, tmp_path, monkeypat
 
 
 @posix
-def test_nobody_is_told_to_remove_a_folder_that_amplab_did_not_make(library, tmp_path, monkeypatch):
+def test_no_message_suggests_to_remove_a_folder_that_amplab_did_not_make(library, tmp_path, monkeypatch):
     folder = cache.writable_folder(recipe.current_recipe().key)
     publish(tmp_path, folder, b"a library in a shared folder")
     tmp_path.chmod(0o777)

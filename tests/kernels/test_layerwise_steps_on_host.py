@@ -110,7 +110,7 @@ def test_an_overflow_leaves_every_bit(device, found_inf):
         assert all(map(torch.equal, kept, before))
 
 
-def test_elements_that_lie_apart(device):
+def test_non_contiguous_elements(device):
     for function, states, reference, tail in (
         (device.lamb_strided, 2, multi_tensor_lamb__reference, (math.inf, True, True, True)),
         (device.novograd_strided, 1, multi_tensor_novograd__reference, (False, False, True)),

@@ -170,7 +170,7 @@ def test_more_tensors_than_one_table_holds(device):
     assert all(row[5].item() == 2.0 for row in rows)
 
 
-def test_elements_that_lie_apart(device):
+def test_non_contiguous_elements(device):
     generator = torch.Generator().manual_seed(0)
     base = [drawn(600, torch.float32, generator).abs().reshape(20, 30) for _ in range(4)]
     tensors = [base[0].T, base[1][:, ::2].T, base[2].T[:15, :20], base[3].reshape(30, 20)[:15]]

@@ -218,7 +218,7 @@ def test_outputs_that_do_not_fit_are_refused(implementation, name, outputs, mess
         implementation(name)([torch.ones(2)], outputs, flag(), torch.ones(1))
 
 
-def test_an_inverse_scale_that_is_no_scalar_is_refused(implementation):
+def test_an_inverse_scale_that_is_not_a_scalar_is_refused(implementation):
     with pytest.raises(RuntimeError, match=r"^inv_scale:"):
         implementation("multi_tensor_unscale_")([torch.ones(2)], flag(), torch.ones(2))
 

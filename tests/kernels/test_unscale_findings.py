@@ -127,7 +127,7 @@ def test_an_empty_list_has_length_zero(implementation, name):
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_each_can_be_asked_for_alone(implementation, name):
+def test_each_can_be_requested_alone(implementation, name):
     tensors = [torch.tensor([6.0, 8.0]), torch.tensor([math.inf])]
     for chosen in itertools.chain.from_iterable(itertools.combinations(receivers(2), count) for count in range(4)):
         inputs, found = (

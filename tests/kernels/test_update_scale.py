@@ -136,7 +136,7 @@ def test_bounds_hold_where_the_scale_moves(update_, dtype):
     assert scale.item() == 16.0
 
 
-def test_growth_beyond_the_dtype_is_dropped_unless_told(update_):
+def test_growth_beyond_the_dtype_is_dropped_by_default(update_):
     for dtype, largest in ((torch.float32, 2.0**127), (torch.float64, 2.0**1023)):
         kept, gone = torch.tensor(largest, dtype=dtype), torch.tensor(largest, dtype=dtype)
         constants = (torch.tensor(0.0), 2.0, 0.5, 1, 1, 0.0, math.inf, False)

@@ -51,7 +51,7 @@ def test_a_second_run_leaves_the_first_log_alone(tmp_path):
     assert [len(load_run(log).history) for log in (first.log_path, second.log_path)] == [2, 3]
 
 
-def test_a_log_that_cannot_be_written_is_told(tmp_path, monkeypatch):
+def test_a_log_that_cannot_be_written_is_reported(tmp_path, monkeypatch):
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("AMPLAB_RUNS", str(blocked / "runs"))

@@ -3,7 +3,7 @@
 from amplab.lab import Event, Failed, StepRecord
 
 
-def test_a_callback_that_raises_is_told_once_and_the_run_goes_on(trainer, listen):
+def test_a_callback_that_raises_is_reported_once_and_the_run_continues(trainer, listen):
     def broken(event: Event) -> None:
         raise KeyError("colour")
 
@@ -29,7 +29,7 @@ def test_an_unsubscribed_callback_hears_nothing_more(trainer):
     assert len(heard) == count > 0
 
 
-def test_a_callback_that_always_finds_something_new_to_raise_floods_nobody(trainer, listen):
+def test_a_callback_that_always_raises_another_error_is_reported_a_limited_number_of_times(trainer, listen):
     count = iter(range(10**6))
 
     def broken(event: Event) -> None:

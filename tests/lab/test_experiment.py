@@ -71,7 +71,7 @@ def test_a_step_says_what_happened():
     assert (records[0].loss_scale, records[0].injected, records[0].first_nonfinite) == (65536.0, None, None)
 
 
-def test_looking_leaves_the_run_as_it_was():
+def test_looking_does_not_change_the_run():
     """Traces, gradients and accuracy between the steps change nothing of them."""
     config = replace(SMALL, model="cnn", opt_level="O2")
     watched, left_alone = Experiment(config), Experiment(config)
@@ -172,7 +172,7 @@ def test_switching_the_level_keeps_weights_and_optimizer_state(old, new):
     assert record.loss < math.log(10) + 0.5
 
 
-def test_a_switch_there_and_back_is_no_switch():
+def test_switching_a_level_and_back_is_not_a_change():
     """O1 -> O2 -> O1 keeps float32 weights exactly: the run goes on as if nothing had been touched."""
     switched, plain = Experiment(SMALL), Experiment(SMALL)
     steps(switched, 4), steps(plain, 4)
@@ -305,7 +305,7 @@ def test_a_skip_by_the_scale_is_explained(level):
     assert same(before, weights(experiment))
 
 
-def test_a_bad_batch_is_told_from_an_overflow():
+def test_a_bad_batch_is_distinguished_from_an_overflow():
     experiment = Experiment(replace(SMALL, opt_level="O1"))
     experiment.inject("nan")
     assert experiment.step().skipped

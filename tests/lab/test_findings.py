@@ -11,7 +11,7 @@ from amplab.lab import ExperimentConfig, Trainer, load_run, watch
 from amplab.lab.findings import observed_run
 
 
-def test_a_loss_that_nobody_tells_is_no_loss_of_nan():
+def test_a_missing_loss_is_not_a_loss_of_nan():
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 

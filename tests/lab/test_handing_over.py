@@ -152,8 +152,8 @@ def test_too_many_arguments_show_the_call(tool):
 @pytest.mark.parametrize(
     ("way", "words"),
     [
-        ({"step": len, "loss": len}, "loss= together with step=:"),
-        ({"step": lambda batch: 0}, "step requires (batch), and there is no batch"),
+        ({"step": len, "loss": len}, "both loss= and step=:"),
+        ({"step": lambda batch: 0}, "step requires (batch), but no batch was given"),
         ({"step": lambda a, b, c: 0, "batch": X}, "lambda(a, b, c) is missing a required argument: 'c'"),
         ({"step": nn.MSELoss}, "step=MSELoss is a class"),
         ({"step": 3}, "step=int:"),
@@ -206,8 +206,76 @@ def test_a_scaler_and_autocast_go_together():
 
 @pytest.mark.parametrize("tool", ["first_nonfinite", "doctor"])
 def test_a_session_has_a_precision_of_its_own(tool):
-    with pytest.raises(ValueError, match="scaler=Session together with opt_level"):
-        seen(tool, net(), X, scaler=amp.Session(), opt_level="O1")
+    model = net()
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+    with pytest.raises(ValueError, match="scaler= is a Session"):
+        seen(tool, model, X, scaler=amp, opt_level="O1")
+
+
+@pytest.mark.parametrize("tool", ["first_nonfinite", "doctor"])
+@pytest.mark.parametrize(("scaler", "remedy"), [
+    (amp, r"scaler=amp .*amp\.initialize\(model, optimizer\)"),
+    (amp.Session(), r"scaler=Session .*session\.initialize\(model, optimizer\)"),
+])  # fmt: skip
+def test_a_scaler_before_initialize(tool, scaler, remedy):
+    with pytest.raises(RuntimeError, match=remedy):
+        seen(tool, net(), X, scaler=scaler)
+
+
+@pytest.mark.parametrize(("precision", "words"), [
+    (nn.CrossEntropyLoss(), ["=CrossEntropyLoss:", "as loss="]),
+    (F.cross_entropy, ["=cross_entropy:", "as loss="]),
+    (3, ["=3:"]),
+    ({"opt": "O1"}, ["'opt'", "opt_level", "loss_scale"]),
+    ({"models": None}, ["'models'"]),
+])  # fmt: skip
+def test_what_is_not_a_precision(precision, words):
+    """The message names the argument that was given it."""
+    model = net()
+    calls = {
+        "left": lambda: amplab.twin(model, (X, Y), precision),
+        "right": lambda: amplab.twin(model, (X, Y), right=precision),
+        "rungs['a']": lambda: amplab.ladder(model, (X, Y), rungs={"a": precision}, tell=str),
+    }
+    for argument, call in calls.items():
+        with pytest.raises(TypeError) as refusal:
+            call()
+        assert str(refusal.value).startswith(f"{argument}=")
+        assert all(word in str(refusal.value) for word in words)
+
+
+@pytest.mark.parametrize("models", [list, tuple])
+def test_a_ladder_of_several_models(models):
+    with pytest.raises(
+        TypeError, match=rf"make_model={models.__name__}: expected one torch\.nn\.Module, or a function"
+    ):
+        amplab.ladder(models([net()]), (X, Y), tell=str)
+
+
+@pytest.mark.parametrize("tool", [*ONE_STEP, *TRAINING, "watch"])
+def test_a_criterion_in_the_place_of_a_step(tool):
+    model = net()
+    args = (torch.optim.SGD(model.parameters(), lr=0.1),) if tool == "watch" else ((X, Y),)
+    with pytest.raises(TypeError, match=r"CrossEntropyLoss.*as loss="):
+        getattr(amplab, tool)(model, *args, step=nn.CrossEntropyLoss())
+
+
+class WithLoss(nn.Module):
+    """A model that returns its loss, as those of other libraries do."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch):
+        return F.cross_entropy(self.model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("tool", ONE_STEP)
+def test_a_module_that_contains_the_model_is_a_step(tool):
+    model = net()
+    expected = seen(tool, model, (X, Y), loss=F.cross_entropy)
+    assert seen(tool, model, (X, Y), step=WithLoss(model)) == expected
 
 
 def test_a_precision_without_a_step_to_run_in_it():
@@ -305,7 +373,7 @@ def test_a_log_that_cannot_be_written_is_refused_at_once(path, tmp_path):
     ({"loss": 3}, "loss=int:"),
     ({"step": 3}, "step=int:"),
     ({"step": nn.MSELoss}, "step=MSELoss is a class"),
-    ({"step": len, "loss": len}, "loss= together with step="),
+    ({"step": len, "loss": len}, "both loss= and step="),
     ({"step": lambda a, b, c: 0}, "missing a required argument: 'c'"),
 ])  # fmt: skip
 def test_what_a_watch_cannot_run_again(options, words):
@@ -326,6 +394,13 @@ def test_a_step_that_calls_backward(tool):
     with pytest.raises(ValueError, match=r"step called backward\(\)"):
         seen(tool, model, step=lambda: backward_and_loss(model))
     assert model.weight.grad is None
+
+
+@pytest.mark.parametrize("tool", TRAINING)
+def test_a_step_of_copies_that_calls_backward(tool):
+    options = {} if tool == "twin" else {"tell": str, "rungs": {"fp32": "fp32"}}
+    with pytest.raises(ValueError, match=r"step called backward\(\)"):
+        getattr(amplab, tool)(net(), (X, Y), step=lambda model, _batch: backward_and_loss(model), **options)
 
 
 @pytest.mark.parametrize("tool", ONE_STEP)

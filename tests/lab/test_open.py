@@ -76,7 +76,7 @@ def test_what_has_stopped_gives_way(opened):
     assert opened(SMALL).trainer is not first.trainer
 
 
-def test_attach_shows_a_trainer_of_ones_own_and_refuses_without_one():
+def test_attach_shows_a_given_trainer_and_refuses_without_one():
     with pytest.raises(RuntimeError, match="no experiment is open"):
         attach()
     trainer = Trainer(SMALL)

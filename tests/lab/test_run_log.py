@@ -50,7 +50,7 @@ def refuse_constant(word: str) -> None:
     raise AssertionError(f"{word} is not JSON")
 
 
-def test_a_run_comes_back_as_it_was(path):
+def test_a_run_is_read_back_unchanged(path):
     run = load_run(path)
     assert list(map(repr, run.history.records())) == list(map(repr, RECORDS))  # repr: NaN equals itself there
     assert (run.config, run.last_config) == (CONFIG, CONFIG.changed(opt_level="O2"))
@@ -73,7 +73,7 @@ def test_a_log_of_the_first_format_loads(path, tmp_path):
     assert {record.grad_exponent for record in history.records()} == {None}
 
 
-def test_a_log_from_before_scales_were_told_loads(tmp_path):
+def test_a_log_from_before_scales_were_recorded_loads(tmp_path):
     lines = [
         '{"amplab_run":2,"amplab":"0.1.0","started":"2026-01-02T03:04:05+00:00","config":"watched/1 model=Net '
         'optimizer=SGD scaling=amplab opt_level=–","columns":["step","loss","loss_scale","next_loss_scale","skipped",'
@@ -112,7 +112,7 @@ def loaded(tmp_path, losses, version, config=WATCHED):
         (2, ['"nan"', "0.5", '"nan"'], set()),
     ],
 )
-def test_a_loss_that_was_not_told_comes_back_as_none(tmp_path, version, losses, untold):
+def test_a_missing_loss_is_read_back_as_none(tmp_path, version, losses, untold):
     run = loaded(tmp_path, losses, version)
     assert run.history.missing_losses() == untold
     steps = observed_run(run.history, run.config)
@@ -122,7 +122,7 @@ def test_a_loss_that_was_not_told_comes_back_as_none(tmp_path, version, losses, 
     assert (steps.scaling, steps.dynamic, steps.level) == ("none", False, "")
 
 
-def test_a_loss_that_was_not_told_is_null_in_the_log(tmp_path):
+def test_a_missing_loss_is_null_in_the_log(tmp_path):
     log = RunLog(tmp_path / "told.jsonl", WatchedRun.parse(WATCHED))
     log.append_row((0, None, *row_of(RECORDS[0])[2:]))
     log.close()
@@ -210,7 +210,7 @@ def test_a_blank_line_at_the_end_does_no_harm(path):
     assert not load_run(path).truncated
 
 
-def test_a_folder_is_no_run_log(tmp_path):
+def test_a_folder_is_not_a_run_log(tmp_path):
     with pytest.raises(ValueError, match="a folder"):
         load_run(tmp_path)
 

@@ -42,7 +42,7 @@ def test_the_log_is_the_history(runs: Path):
     assert run.history.last_accuracy == trainer.history.last_accuracy is not None
 
 
-def test_a_log_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_path, listen):
+def test_a_log_that_cannot_be_written_is_reported_and_the_run_continues(tmp_path, listen):
     blocked = tmp_path / "blocked"
     blocked.write_text("a file where a folder should be")
     trainer = Trainer(SMALL, log=blocked / "runs")
@@ -55,7 +55,7 @@ def test_a_log_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_path, list
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_a_disk_that_fills_up_is_told_and_the_run_goes_on(tmp_path, listen):
+def test_a_disk_that_fills_up_is_reported_and_the_run_continues(tmp_path, listen):
     full = Path("/dev/full").open("w", encoding="utf-8")  # noqa: SIM115 - the log closes it
     trainer = Trainer(SMALL, log=tmp_path / "run.jsonl")
     ear = listen(trainer)

@@ -18,7 +18,7 @@ class Output:
 
 
 @pytest.mark.parametrize("pack", [lambda logits: {"logits": logits}, Output, lambda logits: [(logits,)]])
-def test_a_step_is_looked_at_whatever_holds_an_output(pack):
+def test_a_step_is_examined_for_every_kind_of_output(pack):
     class Packing(nn.Linear):
         def forward(self, x):
             return pack(super().forward(x))

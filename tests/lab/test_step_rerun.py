@@ -46,7 +46,7 @@ def trained(bad, *, level=None, step=True, seed=0, scale=1.0, loss_of=None):
 
 @pytest.mark.parametrize(("level", "scale"), [(None, 1.0), ("O1", 128.0), ("O2", 128.0)])
 @pytest.mark.parametrize("bad", [0, 3, 7])
-def test_a_step_with_a_bad_batch_is_named_where_nothing_skips(level, scale, bad):
+def test_a_step_with_a_bad_batch_is_named_if_no_scaler_skips(level, scale, bad):
     w, _ = trained(bad, level=level, scale=scale)
     found = w.findings()
     assert (found[0].name, found[0].severity) == ("nonfinite-batch", "error")
@@ -110,7 +110,7 @@ def test_any_batch_of_a_step_that_accumulates_is_found(scaling, bad):
     assert (w.findings()[0].name, w.failures) == ("nonfinite-batch", ())
 
 
-def test_a_step_without_gradients_is_no_skipped_one():
+def test_a_step_without_gradients_is_not_a_skipped_one():
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -260,7 +260,7 @@ def test_a_trace_that_fails_leaves_the_run_alone(trainer, listen):
     trainer.run(2)
 
 
-def test_a_nan_that_stays_in_batchnorm_is_told_once(listen):
+def test_a_nan_that_stays_in_batchnorm_is_reported_once(listen):
     trainer = Trainer(replace(SMALL, model="cnn"))
     ear = listen(trainer)
     trainer.run(2)
@@ -276,7 +276,7 @@ def test_a_nan_that_stays_in_batchnorm_is_told_once(listen):
     assert len(ear.of(Failed)) == 1
 
 
-def test_a_nan_that_a_model_without_buffers_skips_is_no_failure(trainer, listen):
+def test_a_skipped_nan_in_a_model_without_buffers_is_not_a_failure(trainer, listen):
     ear = listen(trainer)
     trainer.inject("nan")
     trainer.run(2)

@@ -103,7 +103,7 @@ def run(face, watched, **options):
 
 
 @pytest.mark.parametrize("face", ["O1", "O2", "amplab", "torch", "none"])
-def test_every_step_is_told_and_none_is_changed(face, tmp_path):
+def test_every_step_is_reported_and_none_is_changed(face, tmp_path):
     plain, told_plain, _ = run(face, watched=False)
     weights, told, w = run(face, watched=True, every=7, log=tmp_path)
     assert told == told_plain
@@ -330,7 +330,7 @@ def test_a_scaler_that_is_switched_off_leaves_a_plain_loop(kind):
     assert len(plain(kind("cpu", enabled=False)).history) == 6
 
 
-def test_an_update_that_sets_the_scale_is_no_step():
+def test_an_update_that_sets_the_scale_is_not_a_step():
     model, optimizer = make()
     scaler = amplab.GradScaler("cpu", init_scale=64.0)
     with watch(model, optimizer, scaler=scaler) as w:

@@ -1,12 +1,15 @@
-"""The applier says that its kernels are not there, so that scripts take their other way."""
+"""The applier calls functions of amp_C with its chunk size, as apex's does."""
 
-import pytest
+import torch
 
 from amplab.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
 
 
-def test_it_is_not_available_and_says_what_to_use():
+def test_it_passes_its_chunk_size_and_the_arguments_on():
+    calls = []
+    flag, lists = torch.zeros(1, dtype=torch.int32), [[torch.ones(1)]]
     assert isinstance(multi_tensor_applier, MultiTensorApply)
-    assert (multi_tensor_applier.available, multi_tensor_applier.chunk_size) == (False, 65536)
-    with pytest.raises(RuntimeError, match=r"amp_C.*torch\._foreach"):
-        multi_tensor_applier(None, None, [[]], 1.0)
+    assert multi_tensor_applier.available
+    multi_tensor_applier.check_avail()
+    assert multi_tensor_applier(lambda *given: calls.append(given) or 7, flag, lists, 0.5, 3) == 7
+    assert calls == [(65536, flag, lists, 0.5, 3)]

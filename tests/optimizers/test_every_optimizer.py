@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import required
 
 from amplab import amp, optimizers
 from amplab.amp import GradScaler
@@ -281,7 +282,7 @@ def test_the_accumulators_of_a_later_group_begin_where_they_should():
 
 # -- signatures ------------------------------------------------------------------------------------------------------
 
-REQUIRED = inspect.Parameter.empty
+REQUIRED = required  # as in apex: it may be in every group instead
 BETAS = (0.9, 0.999)
 # Positional arguments after params, in their order, with the defaults of the code of apex and of Ascend's apex.
 SIGNATURES = {

@@ -128,7 +128,7 @@ def test_amplabs_scaler_reads_once_and_steps_once(model_of, max_grad_norm):
     assert calls.names == ["multi_tensor_norm", "multi_tensor_adam_"]
 
 
-def test_a_norm_serves_the_step_after_its_check_and_no_other(model_of, train, gap):
+def test_a_norm_is_used_only_by_the_step_after_its_check(model_of, train, gap):
     """A check whose step never came, of gradients that are long gone."""
     runs = []
     for checks in (False, True):

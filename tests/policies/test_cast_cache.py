@@ -166,7 +166,7 @@ def test_a_new_weight_at_an_old_address_is_not_taken_for_it():
     assert len(set(identities)) < len(identities)
 
 
-def test_cleared_at_the_end_of_the_outermost_block_and_when_asked(weight, engine):
+def test_cleared_at_the_end_of_the_outermost_block_and_on_request(weight, engine):
     with engine.active():
         with engine.active():
             product(weight)

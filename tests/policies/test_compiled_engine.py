@@ -307,7 +307,9 @@ def test_where_nothing_may_be_built_it_says_so():
     assert "RuntimeError: AMPLAB_KERNELS=reference" in result.stderr
 
 
-@pytest.mark.parametrize("policy", [{"op_rules": {"softmax": "float32"}}, {"compute_dtype": "tf32"}])
+@pytest.mark.parametrize(
+    "policy", [{"op_rules": {"softmax": "float32"}}, {"module_rules": {"head": "float32"}}, {"compute_dtype": "tf32"}]
+)
 def test_rules_by_op_and_simulated_formats_are_left_to_the_default_engine(policy):
-    with pytest.raises(ValueError, match=r"expected a policy without op_rules .*; use CastingEngine"):
+    with pytest.raises(ValueError, match=r"expected a policy without rules .*; use CastingEngine"):
         CompiledEngine(PrecisionPolicy(**policy))

@@ -283,7 +283,7 @@ def test_blocks_of_two_engines_end_in_any_order(engine):
     assert other.cache_size == 0
 
 
-def test_an_engine_may_mind_one_type_of_device():
+def test_an_engine_may_cast_for_one_type_of_device():
     meta = torch.ones(2, 2, device="meta")
     ours, theirs = CastingEngine(device_type="cpu"), CastingEngine(BFLOAT16, device_type="meta")
     with ours.active():

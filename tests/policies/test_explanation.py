@@ -29,7 +29,7 @@ def watch():
     assert explanation.decision is None
 
 
-def test_casts_and_the_op_are_told_apart(watch):
+def test_casts_and_the_op_are_distinguished(watch):
     x, weight = torch.ones(2, 3), torch.ones(4, 3)
     watch.seen.clear()
     F.linear(x, weight)

@@ -1,4 +1,4 @@
-"""Ruled modules by op: what is computed inside, and borders that nobody around can tell from no rule at all."""
+"""Ruled modules by op: what is computed inside, and in which dtype it is returned."""
 
 import copy
 import pickle
@@ -93,31 +93,69 @@ RULES = [
 
 @pytest.mark.parametrize("rules", RULES, ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "tf32"])
-def test_outputs_are_cast_back_to_what_they_would_have_been(net, rules, dtype):
-    bare, ruled = PrecisionPolicy(compute_dtype=dtype), PrecisionPolicy(compute_dtype=dtype, module_rules=rules)
+def test_on_request_outputs_are_cast_back_to_what_they_would_have_been(net, rules, dtype):
+    bare = PrecisionPolicy(compute_dtype=dtype)
+    ruled = PrecisionPolicy(compute_dtype=dtype, module_rules=rules, cast_outputs_back=True)
     expected, found = outputs(net, bare), outputs(net, ruled)
     for name in ("",) if "*" in rules else ("", "stem", "blocks.0", "blocks.1", "head"):
         assert found[name].dtype is expected[name].dtype, name
 
 
-def test_a_float32_rule_computes_as_the_float32_module(net):
+def test_a_float32_rule_computes_and_returns_as_the_float32_module(net):
     found = outputs(net, PrecisionPolicy(module_rules={"blocks.0": "float32"}))
-    assert torch.equal(found["blocks.0"], net.blocks[0](found["stem"].float()).half())
-    assert found["stem"].dtype is torch.float16
+    assert torch.equal(found["blocks.0"], net.blocks[0](found["stem"].float()))
+    assert found["stem"].dtype is found["head"].dtype is torch.float16
+
+
+@pytest.mark.parametrize("table", ["apex", "torch_cuda", None])
+@pytest.mark.parametrize("rules", [rules for rules in RULES if "*" not in rules], ids=str)
+def test_what_follows_runs_with_what_a_rule_returns(net, rules, table):
+    policy = PrecisionPolicy(table, "float16" if table else "float32", module_rules=rules)
+    with apply_policy(policy, net):
+        found = net(X)
+    assert torch.allclose(found.float(), net(X), rtol=0.2, atol=0.2)
+
+
+class Range(nn.Module):
+    """Returns 2^17, which float16 cannot hold."""
+
+    def forward(self, x):
+        return x * 2.0**17
+
+
+@pytest.mark.parametrize("inner", ["float32", "bfloat16"])
+def test_values_beyond_float16_pass_a_border(inner):
+    model = nn.Sequential(nn.Linear(4, 4), Range(), nn.LayerNorm(4), nn.Linear(4, 4))
+    with apply_policy(PrecisionPolicy(module_rules={"1": inner}), model):
+        found = model(torch.arange(8.0).reshape(2, 4))
+    expected = model(torch.arange(8.0).reshape(2, 4))
+    assert found.dtype is torch.float16
+    assert torch.allclose(found.float(), expected, atol=0.05)
+    with apply_policy(PrecisionPolicy(module_rules={"1": inner}, cast_outputs_back=True), model):
+        assert not model(torch.arange(8.0).reshape(2, 4)).isfinite().all()
+
+
+def test_a_16_bit_module_inside_a_float32_one_hands_on_its_dtype(net):
+    returned = []
+    net.blocks[0].mlp.register_forward_hook(lambda _, args, output: returned.append(output.dtype))
+    with apply_policy(PrecisionPolicy(module_rules={"blocks.0": "float32", "blocks.0.mlp.0": "bfloat16"}), net):
+        net(X)  # whose mlp.2 has float32 weights and gets bfloat16
+    assert returned == [torch.float32]
 
 
 def test_a_bfloat16_rule_computes_by_the_lists_in_bfloat16(net):
     found = outputs(net, PrecisionPolicy(module_rules={"*.mlp": torch.bfloat16}))
     entering = found["blocks.0.mlp.0"].dtype, found["blocks.0.mlp.1"].dtype, found["blocks.0.mlp.2"].dtype
     assert entering == (torch.bfloat16, torch.float32, torch.bfloat16)
-    assert found["blocks.0.mlp"].dtype is torch.float16
+    assert found["blocks.0.mlp"].dtype is torch.bfloat16
 
 
 def test_a_simulated_rule_rounds_inside(net):
     found = outputs(net, PrecisionPolicy(module_rules={"head": "float8_e4m3"}))
+    assert found["head"].dtype is torch.float32
     q, x = FLOAT8_E4M3.round, found["blocks.1"].float()
     product = q(nn.functional.linear(q(x), q(net.head.weight), q(net.head.bias)))
-    assert torch.equal(found["head"], product.half())
+    assert torch.equal(found["head"], product)
 
 
 def test_gradients_are_float32_and_pass_the_borders(net):
@@ -247,7 +285,8 @@ def test_recurrent_modules_and_packed_sequences(precision):
         expected = tagger(packed)
     with apply_policy(PrecisionPolicy(module_rules={"lstm": precision}), tagger):
         found = tagger(packed)
-    assert found.data.dtype is expected.data.dtype is torch.float16
+    assert expected.data.dtype is torch.float16
+    assert found.data.dtype is getattr(torch, precision)
     assert not torch.equal(found.data, expected.data)
 
 
@@ -268,7 +307,7 @@ def test_structures_keep_their_kind():
     with apply_policy(PrecisionPolicy(module_rules={"pair": "float32"}), outer):
         found = outer(torch.ones(2, 2, dtype=torch.float16))
     assert found["n"] == 3
-    assert found["sum"][0].dtype is torch.float16
+    assert found["sum"][0].dtype is torch.float32
 
 
 def test_the_rule_at_work_is_told_inside(net):

@@ -73,13 +73,13 @@ def test_a_module_at_two_places_begins_once():
     assert list(begins(model, {"blocks.1": "float32"})) == ["blocks.0"]
 
 
-def test_rules_reach_what_lies_inside():
+def test_rules_apply_inside():
     model = Net(1)
     counting = precisions_by_module(model, checked_module_rules({"blocks.0.attn": "bfloat16"}))
     assert set(counting) == set(model.blocks[0].attn.modules())
 
 
-def test_contradictions_name_both_rules_and_the_way_out():
+def test_contradictions_name_both_rules_and_the_remedy():
     rules = {"*.attn": "float32", "blocks.0.*": "bfloat16"}
     with pytest.raises(
         ValueError,

@@ -10,7 +10,7 @@ from amplab.policies import APEX, CastPolicy, OpRule, OpTable
 from amplab.policies.tables.op_table import absent, resolve
 
 
-def test_rule_is_found_by_object_whatever_the_spelling():
+def test_rule_is_found_by_object_in_every_spelling():
     assert APEX.rule(torch.nn.functional.softmax).op == "softmax"
     assert APEX.rule(torch.Tensor.softmax) is APEX.rule(F.softmax)
     assert APEX.rule(torch._C._VariableFunctions.lstm).op == "lstm"

@@ -132,7 +132,7 @@ def test_inner_ops_explain_themselves():
     assert any(op == "linear" for _, op in seen)
 
 
-def test_a_table_opens_what_falls_through_in_it_beside_what_every_table_opens():
+def test_a_table_opens_its_own_fall_through_rows_and_those_of_every_table():
     assert composites_of(None) == composites_of(APEX) == COMPOSITES
     assert composites_of(TORCH_CUDA) - COMPOSITES >= {F.normalize, torch.Tensor.__rdiv__}
     assert F.interpolate in composites_of(TORCH_CPU) - COMPOSITES

@@ -77,6 +77,7 @@ def policies(draw):
         draw(st.sampled_from(PRECISIONS)),
         draw(st.dictionaries(st.sampled_from(OPS[3:] if draw(st.booleans()) else OPS[:3]), words)),
         draw(st.dictionaries(st.text(), st.sampled_from(PRECISIONS), max_size=4)),
+        cast_outputs_back=draw(st.booleans()),
     )
 
 
@@ -88,6 +89,11 @@ def test_every_policy_comes_back_from_its_string_and_its_pickle(policy):
     assert back == policy
     assert hash(back) == hash(policy)
     assert copy.deepcopy(policy) == policy
+
+
+def test_the_option_of_the_rules_is_a_switch():
+    with pytest.raises(TypeError, match="cast_outputs_back='yes': expected True or False"):
+        PrecisionPolicy(cast_outputs_back="yes")
 
 
 def test_rules_may_be_written_in_several_ways():
@@ -109,7 +115,7 @@ def test_simulated_formats_stay_float32_tensors():
     assert PrecisionPolicy(compute_dtype=torch.bfloat16).tensor_dtype is torch.bfloat16
 
 
-def test_a_dtype_that_is_no_float_is_refused_in_a_string():
+def test_a_dtype_that_is_not_floating_is_refused_in_a_string():
     with pytest.raises(ValueError, match=r"compute_dtype='half': expected torch.float16"):
         PrecisionPolicy.parse("apex/half")
     with pytest.raises(ValueError, match=r"module_rules\['a'\]=torch.int8: expected torch.float16"):
@@ -118,7 +124,7 @@ def test_a_dtype_that_is_no_float_is_refused_in_a_string():
         PrecisionPolicy.parse("apex/float16; module head=tf32; module head=float32")
 
 
-def test_explain_tells_the_users_rule_first():
+def test_explain_names_the_users_rule_first():
     policy = PrecisionPolicy(op_rules={"softmax": "bfloat16", "relu": torch.float32})
     row = policy.explain(F.softmax)
     assert (row.cast, row.by_user) == (CastPolicy.LOWER_PRECISION_FP, True)

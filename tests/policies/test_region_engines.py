@@ -16,7 +16,7 @@ def test_equal_arguments_get_one_engine():
     assert len({id(engine), *(id(engine_for(policy, *other)) for other in others)}) == 4
 
 
-def test_a_policy_that_comes_and_goes_is_not_taken_for_another():
+def test_a_collected_policy_is_not_confused_with_a_new_one():
     for index in range(70):  # more than are kept
         table = OpTable(f"table {index}", ())
         engine = engine_for(PrecisionPolicy(table), torch.float16, "cpu", True)

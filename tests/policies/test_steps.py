@@ -214,7 +214,7 @@ def test_gradients_arrive_in_the_leafs_dtype_and_equal_manual_casts():
     assert same(ours, (x.grad, weight.grad))
 
 
-def test_set_opt_dtype_tells_the_op_and_leaves_the_arguments():
+def test_set_opt_dtype_passes_a_dtype_and_leaves_the_arguments():
     rows = (OpRule("softmax", CastPolicy.FP32_SET_OPT_DTYPE, "softmax: by dtype=", ("torch.softmax", "torch.sum")),)
     with CastingEngine(PrecisionPolicy(OpTable("by_dtype", rows))).active():
         assert torch.softmax(half(3), 0).dtype is FLOAT

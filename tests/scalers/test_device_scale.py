@@ -181,7 +181,7 @@ def test_the_tensors_stay_the_same_objects():
     assert (kept.dtype, scale.clean_steps.dtype) == (torch.float32, torch.int32)
 
 
-def test_follows_another_rule_from_where_it_stands():
+def test_follows_another_rule_from_the_current_state():
     scale = device_scale(DynamicScale(growth_interval=1))
     scale.follow(DynamicScale(growth_factor=4.0, growth_interval=1))
     scale.update_(False)
@@ -221,7 +221,7 @@ def test_growth_beyond_float32_ends_at_a_ceiling_below_it():
 )
 @pytest.mark.parametrize("given_scale", [48.0, 2.0, 0.1])
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_a_scale_of_the_callers_is_gone_on_from_without_a_look(rule, given_scale, as_tensor):
+def test_a_scale_of_the_caller_is_not_checked(rule, given_scale, as_tensor):
     scale = device_scale(rule)
     scale.update_(torch.zeros(()))
     state = scale.state()
@@ -236,7 +236,7 @@ def test_a_scale_of_the_callers_is_gone_on_from_without_a_look(rule, given_scale
         assert scale.scale.item() == torch.tensor(state.scale).item()
 
 
-def test_a_rule_that_is_asked_takes_a_scale_and_keeps_its_count():
+def test_set_scale_keeps_the_count_of_a_host_rule():
     scale = device_scale(DeepSpeedScale())
     scale.update_(True)
     scale.set_scale_(torch.tensor(8.0))

@@ -162,7 +162,7 @@ BREAKS = {
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")  # create_graph=True warns of a reference cycle
 @pytest.mark.parametrize("break_views", BREAKS, ids=lambda function: function.__name__)
 @pytest.mark.parametrize("after", ["combining", "zero_"])
-def test_each_way_of_breaking_is_seen_and_mended_without_loss(break_views, after):
+def test_each_broken_view_is_detected_and_repaired_exactly(break_views, after):
     model = make_model()
     flat = combined(model)
     if after == "zero_":
@@ -249,7 +249,7 @@ def test_clearing_brings_back_the_views():
     assert {buffer.dtype for buffer in flat.buffers} == {torch.float64}
 
 
-def test_nothing_to_combine_is_no_trouble():
+def test_combining_nothing_is_allowed():
     flat = FlatGradients([nn.Parameter(torch.ones(2))])
     assert flat.buffers == flat.check() == flat.rebuild() == ()
     assert flat.unscale_(2.0).tolist() == [0.0]

@@ -50,7 +50,7 @@ def test_a_published_rule_with_a_floor_is_that_rule_with_its_scale_lifted(found,
         assert device.state() == state
 
 
-def test_a_rule_of_ones_own_is_lifted_too():
+def test_a_user_defined_rule_gets_the_floor_too():
     rule = floored(Dropping(), 2.0)
     state = rule.start()
     for scale in (8.0, 2.0, 2.0):

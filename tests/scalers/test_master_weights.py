@@ -32,7 +32,7 @@ def test_a_16_bit_parameter_gets_a_float32_copy(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_wider_parameter_stands_for_itself(dtype):
+def test_a_wider_parameter_is_its_own_master(dtype):
     param = Parameter(torch.ones(2, dtype=dtype))
     masters = MasterWeights()
     assert masters.add_pairs([param])[0] is param
@@ -204,7 +204,7 @@ def test_a_weight_of_another_shape_is_left_alone():
     assert master.shape == (2,)
 
 
-def test_an_optimizer_steps_the_masters_where_half_would_stand_still():
+def test_masters_change_by_updates_that_half_would_lose():
     param = half(1.0)
     masters = MasterWeights([param])
     optimizer = torch.optim.SGD([masters.of(param)], lr=1.0)
@@ -216,7 +216,7 @@ def test_an_optimizer_steps_the_masters_where_half_would_stand_still():
     assert param.item() == 1.0 - 2.0**-10
 
 
-def test_no_pairs_are_no_trouble():
+def test_no_pairs_are_allowed():
     masters = MasterWeights()
     assert masters.unscale_grads(2.0).tolist() == [0.0]
     masters.copy_to_model()

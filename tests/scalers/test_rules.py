@@ -194,6 +194,6 @@ def test_a_nonsense_static_scale_is_refused(scale):
 
 
 @pytest.mark.parametrize("scale", ["dynamic", None])
-def test_a_scale_that_is_no_number_is_refused(scale):
+def test_a_scale_that_is_not_a_number_is_refused(scale):
     with pytest.raises(TypeError, match=r"expected a number"):
         StaticScale(scale)

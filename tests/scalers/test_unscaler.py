@@ -29,7 +29,7 @@ def test_divides_every_gradient_by_the_scale():
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_finds_what_is_not_finite_wherever_it_stands(bad, place):
+def test_finds_non_finite_elements_at_every_position(bad, place):
     grads = [1.0, 2.0, 3.0]
     grads[place] = bad
     assert Unscaler().unscale_([parameter(1.0), parameter(*grads)], 2.0).item() == 1.0

@@ -46,7 +46,7 @@ def test_modules_keep_their_own_names_and_specs():
     assert importlib.reload(importlib.import_module("amplab.formats")).__name__ == "amplab.formats"
 
 
-def test_afterwards_there_is_no_apex():
+def test_there_is_no_apex_after_undo():
     with amplab.as_apex():
         importlib.import_module("apex.amp")
         assert "apex.amp" in names_of_apex()

@@ -165,7 +165,7 @@ def test_torch_keeps_its_loader(tmp_path):
     assert "stdout='SourceFileLoader True\\n'" in run(tmp_path, "--device", "cpu", "script.py").stdout
 
 
-def test_a_sitecustomize_of_the_users_own_is_run_too(tmp_path):
+def test_the_users_sitecustomize_runs_too(tmp_path):
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "sitecustomize.py").write_text("print('own')\n")
     (tmp_path / "script.py").write_text(child(["-c", "import apex, sitecustomize; print(sitecustomize.__file__)"]))

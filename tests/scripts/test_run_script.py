@@ -193,7 +193,7 @@ def test_an_unknown_device_is_refused_before_anything_runs(folder):
         ),
     ],
 )
-def test_an_error_that_amplab_knows_a_way_around_is_followed_by_it(folder, monkeypatch, lines, advice):
+def test_an_error_with_a_known_remedy_is_followed_by_it(folder, monkeypatch, lines, advice):
     (folder / "fails.py").write_text(f"{lines}\n")
     result = run("-m", "amplab", "run", "fails.py", cwd=folder)
     assert result.returncode == 1

@@ -158,7 +158,7 @@ def test_shapes_alone_are_enough_without_statistics():
 @pytest.mark.parametrize("look", [trace_step, nonfinite, probe, examined])
 def test_gradients_are_off_around_the_call(look, mode):
     model = net()
-    with mode(), pytest.raises(ValueError, match=rf"^torch\.{mode.__name__}\(\) is in force"):
+    with mode(), pytest.raises(ValueError, match=rf"^torch\.{mode.__name__}\(\) is active"):
         look(model, lambda: model(X).sum())
 
 
@@ -166,7 +166,7 @@ def test_gradients_are_off_around_the_call(look, mode):
 @pytest.mark.parametrize("look", BATCHED)
 def test_gradients_are_off_around_a_call_with_a_batch(look, mode):
     model = net()
-    with mode(), pytest.raises(ValueError, match=rf"^torch\.{mode.__name__}\(\) is in force"):
+    with mode(), pytest.raises(ValueError, match=rf"^torch\.{mode.__name__}\(\) is active"):
         look(model, X)
 
 
@@ -247,9 +247,12 @@ LOADER = DataLoader(TensorDataset(X), batch_size=5)
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
-        (LOADER, "batch=DataLoader: expected one batch, and this holds many; take one, next(iter(loader))"),
-        (LOADER.dataset, "batch=TensorDataset: expected one batch, and this holds many; take one, next(iter(DataL"),
-        (iter([X]), "batch=list_iterator: expected one batch, and this holds many; take one, next(batch)"),
+        (LOADER, "batch=DataLoader: expected one batch, not an object that yields many; pass next(iter(loader))"),
+        (
+            LOADER.dataset,
+            "batch=TensorDataset: expected one batch, not an object that yields many; pass next(iter(DataL",
+        ),
+        (iter([X]), "batch=list_iterator: expected one batch, not an object that yields many; pass next(batch)"),
         ((), "batch=tuple without values:"),
         ({}, "batch=dict without values:"),
         ({"pixels": X}, "batch=dict with the keys 'pixels':"),
@@ -260,7 +263,7 @@ def test_no_batch(look, batch, words):
         look(net(), batch)
 
 
-def test_a_function_is_no_batch():
+def test_a_function_is_not_a_batch():
     for tool in (amplab.xray, amplab.gradient_range, first_nonfinite, doctor):
         for given in (lambda: X, len, nn.MSELoss()):
             with pytest.raises(TypeError, match=rf"Write amplab\.{tool.__name__}\(model, step=loss_of\)"):
@@ -294,7 +297,7 @@ def test_a_scale_that_is_none(scale):
 
 
 @pytest.mark.parametrize("scale", ["dynamic", True, torch.amp.GradScaler("cpu"), [1.0]])
-def test_a_scale_that_is_no_number(scale):
+def test_a_scale_that_is_not_a_number(scale):
     model = net()
     for look in (trace_step, nonfinite, probe, examined):
         with pytest.raises(TypeError, match=r"^loss_scale=.*expected a number"):
@@ -309,7 +312,7 @@ def test_scales_of_numpy_and_of_tensors():
         amplab.xray(net(), X, loss_scale=torch.tensor(8.0))
 
 
-def test_a_compiled_model_will_do_where_no_op_is_looked_at():
+def test_a_compiled_model_is_accepted_where_no_ops_are_recorded():
     """The compiler's backend runs eagerly, so that the gradients are the same ones bit for bit."""
     model = net()
     compiled = torch.compile(model, backend="eager")

@@ -47,7 +47,7 @@ def test_by_hand_with_a_loss_and_a_norm():
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_checkpointed_block_keeps_its_input_alone(use_reentrant):
+def test_a_checkpointed_block_keeps_only_its_input(use_reentrant):
     block = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
 
     def loss():

@@ -52,7 +52,7 @@ def test_casts_have_the_line_of_the_op_they_are_for():
     assert lines_of(found.trace, is_cast=True, phase="forward")[0] == "hidden = self.fc(x)  # the product"
 
 
-def test_code_of_ones_own_in_backward():
+def test_user_code_in_backward():
     model = nn.Linear(4, 4)
     trace = trace_step(model, lambda: Doubled.apply(model(torch.ones(2, 4))).sum())
     assert lines_of(trace, note="in the backward of Doubled") == ["return grad * 2  # and its gradient"]

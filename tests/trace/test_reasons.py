@@ -68,7 +68,7 @@ def test_without_a_table_every_op_runs_as_it_comes():
         assert product.reason == "no op list applies: runs in its input dtype"
 
 
-def test_casts_disabled_is_no_table_at_work():
+def test_no_table_applies_while_casts_are_disabled():
     def run(w):
         with disable_casts():
             return w @ w
@@ -157,7 +157,7 @@ def test_casts_inside_an_op_count_nowhere(mode):
     assert trace.cast_bytes == 0
 
 
-def test_mixed_dtypes_of_one_op_are_no_promotion():
+def test_mixed_dtypes_of_one_op_are_not_a_promotion():
     model = nn.BatchNorm1d(4)
     x = torch.ones(3, 4, dtype=torch.float16, requires_grad=True)
     trace = trace_step(model, lambda: model(x).float().square().sum())
@@ -172,17 +172,27 @@ def reasons(trace, module):
     ]
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_module_rule_is_the_reason_inside_and_at_its_borders(level):
+@pytest.mark.parametrize(
+    ("level", "after"),
+    [
+        ("O1", "lower_precision_fp list, " + APEX.rule(F.linear).reason),
+        ("O2", "lower_precision_fp list, linear: its arguments came in different dtypes"),
+    ],
+)
+@pytest.mark.parametrize("cast_outputs_back", [False, True])
+def test_a_module_rule_is_the_reason_inside_and_at_its_borders(level, after, cast_outputs_back):
     model, session = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)), Session()
-    policy = PrecisionPolicy(module_rules={"1": "float32"})
+    policy = PrecisionPolicy(module_rules={"1": "float32"}, cast_outputs_back=cast_outputs_back)
     session.initialize(model, opt_level=level, verbosity=0, policy=policy)
     trace = trace_step(model, lambda: model(torch.ones(2, 4)).float().sum(), casting=session.casting())
     assert reasons(trace, "1") == [
         "your rule 1=float32: the inputs of 1 are cast to float32",
         "your rule 1=float32 in 1: no casts: runs in its input dtype",
-        "your rule 1=float32: the outputs of 1 are cast to float16",
+        *(["your rule 1=float32: the outputs of 1 are cast to float16"] if cast_outputs_back else []),
     ]
+    if not cast_outputs_back:
+        assert "cast to float16 for linear: lower_precision_fp list" in reasons(trace, "2")
+        assert after in reasons(trace, "2")
     assert not any("rule" in reason for reason in (*reasons(trace, "0"), *reasons(trace, "2")))
 
 
@@ -195,7 +205,6 @@ def test_a_lower_rule_names_itself_and_the_list():
         "your rule 1=bfloat16: the inputs of 1 are cast to bfloat16",
         "your rule 1=bfloat16 in 1: cast to bfloat16 for linear: lower_precision_fp list",
         f"your rule 1=bfloat16 in 1: lower_precision_fp list, {APEX.rule(F.linear).reason}",
-        "your rule 1=bfloat16: the outputs of 1 are cast to float16",
     ]
 
 
@@ -203,7 +212,8 @@ def test_an_op_rule_is_the_reason():
     cast, softmax = forward(lambda w: F.softmax(w, 0), policy=PrecisionPolicy(op_rules={"softmax": "bfloat16"}))
     assert cast.reason == "cast to bfloat16 for softmax: your rule"
     assert softmax.reason == "softmax: your rule, bfloat16; the apex list has fp32"
-    there, _, back = forward(lambda w: F.softmax(w, 0), policy=PrecisionPolicy(None, op_rules={"softmax": "bfloat16"}))
+    policy = PrecisionPolicy(None, op_rules={"softmax": "bfloat16"}, cast_outputs_back=True)
+    there, _, back = forward(lambda w: F.softmax(w, 0), policy=policy)
     assert there.reason == back.reason == "cast to bfloat16 and back for softmax: your rule"
 
 
@@ -223,7 +233,7 @@ def test_a_simulated_op_is_shown_as_simulated():
 
 
 @pytest.mark.parametrize("engine", [None, "apex/float16", "apex/bfloat16"])
-def test_records_are_the_same_in_whatever_order_they_are_read(scenario, every_model, engine):
+def test_records_do_not_depend_on_the_order_of_reading(scenario, every_model, engine):
     model, loss = scenario(every_model)
     context = {} if engine is None else {"casting": CastingEngine(PrecisionPolicy.parse(engine)).active()}
     events = record_step(model, loss, **context)

@@ -144,7 +144,7 @@ def test_a_hook_on_a_gradient_is_named():
     assert (scaled.op, scaled.phase) == ("mul", "backward")
 
 
-def test_a_graph_from_before_is_told_apart():
+def test_an_earlier_graph_is_distinguished():
     """Nodes made before the trace have numbers that no op of it took."""
     model = nn.Linear(2, 2)
     early = nn.Parameter(torch.ones(1, 2))

@@ -69,14 +69,14 @@ def test_a_new_cast_shifts_no_match():
     assert after.changed_since(before) == {0, 1, 2}
 
 
-def test_occurrence_phase_and_module_tell_records_apart():
+def test_occurrence_phase_and_module_distinguish_records():
     one, other = record("add", (FLOAT,), (FLOAT,)), record("add", (HALF,), (HALF,))
     assert trace(one, one).changed_since(trace(one, other)) == {1}
     assert trace(one, dataclasses.replace(one, phase="backward")).changed_since(trace(one, one)) == {1}
     assert trace(dataclasses.replace(one, module="other")).changed_since(trace(one)) == {0}
 
 
-def test_shapes_and_reasons_are_no_change():
+def test_shapes_and_reasons_do_not_count_as_changes():
     before = trace(record("add", (FLOAT,), (FLOAT,)))
     longer = dataclasses.replace(FLOAT, shape=(9,))
     after = trace(record("add", (longer,), (longer,), reason="another", note="another"))

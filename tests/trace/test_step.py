@@ -58,7 +58,7 @@ def assert_untouched(before, after):
 
 
 @pytest.mark.parametrize("level", ENGINES)
-def test_every_model_is_traced_and_left_as_it_was(scenario, every_model, level):
+def test_every_model_is_traced_and_restored(scenario, every_model, level):
     dtype, engine = settings(level)
     model, loss = scenario(every_model, dtype)
     with active(engine):
@@ -381,7 +381,7 @@ def test_a_compiled_module_is_refused():
         trace_step(model, list)
 
 
-def test_a_step_traced_in_a_thread_of_its_own_is_the_same(scenario):
+def test_a_step_traced_in_another_thread_is_the_same(scenario):
     model, loss = scenario("cnn")
     with ThreadPoolExecutor(1) as pool:
         elsewhere = pool.submit(lambda: trace_step(model, loss, casting=CastingEngine().active())).result()

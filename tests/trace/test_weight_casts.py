@@ -39,7 +39,7 @@ EXPECTED = [("layer.weight", "layer", 6 * 64), ("layer.bias", "layer", 6 * 8), (
         {"autocast": {"policy": None, "dtype": torch.bfloat16}},
     ],
 )
-def test_every_weight_is_cast_once_and_the_cache_serves_the_rest(setting):
+def test_every_weight_is_cast_once_and_then_read_from_the_cache(setting):
     found = xray(Twice(), torch.randn(3, 8), **setting)
     made = [cast for cast in found.casts if cast.parameter and cast.phase == "forward" and not cast.cached]
     assert sorted(cast.parameter for cast in made) == ["head.weight", "layer.bias", "layer.weight"]
@@ -62,7 +62,7 @@ def test_without_a_cache_every_use_is_a_cast(setting):
     assert served(found) == []
 
 
-def test_a_cast_that_the_code_makes_and_reads_twice_is_no_cache():
+def test_a_cast_in_the_code_that_is_read_twice_does_not_count_as_cached():
     class ByHand(nn.Module):
         def __init__(self):
             super().__init__()

@@ -217,7 +217,7 @@ def test_data_parallel_on_the_cpu():
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_model_that_is_initialized_is_looked_at_as_it_is(level):
+def test_an_initialized_model_is_examined_in_its_precision(level):
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     batch = torch.randn(4, 8)
     expected = xray(model, batch, opt_level=level)

@@ -68,7 +68,7 @@ def test_a_page_of_text_is_wide_enough_for_long_names(stats):
     assert "attention_block" in text
 
 
-def test_reasons_that_are_cut_short_stand_below_once(found):
+def test_truncated_reasons_are_printed_below_once(found):
     *_, reasons = parts(str(found))
     assert reasons[0] == "In full:"
     whole = " ".join(" ".join(reasons).split())

@@ -117,7 +117,7 @@ def test_a_level_changes_while_it_runs(trainer: Trainer, until) -> None:
     assert trainer.history.record(0).opt_level == "O1"
 
 
-def test_a_field_that_needs_new_weights_begins_anew_and_runs_on(trainer: Trainer, until) -> None:
+def test_a_field_that_needs_new_weights_resets_the_run_which_continues(trainer: Trainer, until) -> None:
     act(trainer, {"type": "start"})
     until(lambda: len(trainer.history) > 3)
     old = trainer.history

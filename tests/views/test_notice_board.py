@@ -58,7 +58,7 @@ def test_damage_is_named_as_such_and_offers_a_reset() -> None:
     assert [kind for kind, _ in notice.choices] == ["reset", "dismiss"]
 
 
-def test_a_new_run_takes_down_what_speaks_of_the_old_one() -> None:
+def test_a_new_run_removes_notices_about_the_old_one() -> None:
     board = NoticeBoard()
     board.put(failure("step 1,234 left NaN or inf in norm.running_mean: BatchNorm", damaged=True))
     board.put(failure("the optimizer failed", fatal=True))

@@ -50,14 +50,14 @@ def test_nothing_skipped_is_explained() -> None:
 
 
 @pytest.mark.parametrize(("loss", "word"), [(math.nan, "NaN"), (math.inf, "inf")])
-def test_a_loss_that_stays_broken_is_told_with_its_first_step(record, loss: float, word: str) -> None:
+def test_a_loss_that_stays_non_finite_is_reported_with_its_first_step(record, loss: float, word: str) -> None:
     history = History()
     for step in range(6):
         history.append(record(step, loss=loss if step in (1, 3, 4, 5) else 1.0))
     assert overflows_payload(history)["summary"].startswith(f"The loss is {word} since step 3.")
 
 
-def test_a_skipped_or_past_nan_is_not_told(record, eventful: History) -> None:
+def test_a_skipped_or_past_nan_is_not_reported(record, eventful: History) -> None:
     assert not is_broken(eventful)
     assert "since step" not in overflows_payload(eventful)["summary"]
     eventful.append(record(10, loss=math.nan, skipped=True))

@@ -41,7 +41,7 @@ def test_jobs_run_in_order_in_the_one_thread(until) -> None:
     ticker.close()
 
 
-def test_a_failing_job_is_told_and_the_next_one_runs(until) -> None:
+def test_a_failing_job_is_reported_and_the_next_one_runs(until) -> None:
     told, done = [], []
     ticker = Ticker(lambda: None, on_failure=told.append)
     ticker.call(lambda: 1 / 0)

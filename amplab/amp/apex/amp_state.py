@@ -72,14 +72,14 @@ class AmpHandle:
 
 
 class AmpState(ModuleType):
-    """``amp._amp_state``: the names that scripts read there, and those that they import from the module called so.
+    """``amp._amp_state``: the names that scripts read from it, and those that they import from the module of that name.
 
     In apex a module of that name holds a state of that name; here one object is both, so that importing the module
     does not hide the state.
 
     Attributes:
-        hard_override: False; sentences that refuse an override cannot be switched off.
-        allow_incoming_model_not_fp32: False; models come in float32.
+        hard_override: False; the errors about overrides cannot be disabled.
+        allow_incoming_model_not_fp32: False; models must be float32.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class AmpState(ModuleType):
             print(msg)  # noqa: T201  its purpose
 
     def warn_or_err(self, msg: str) -> NoReturn:
-        """Raise RuntimeError: there is no ``hard_override`` that makes it a warning."""
+        """Raise RuntimeError. In apex ``hard_override`` makes it a warning; here it is always an error."""
         raise RuntimeError(msg)
 
     def master_params(self, optimizer: Any) -> Iterator[Tensor]:
@@ -136,8 +136,9 @@ class AmpState(ModuleType):
         if name.startswith("__"):  # the import system marks its modules
             return super().__setattr__(name, value)
         raise AttributeError(
-            f"amp._amp_state.{name} = {value!r}: amplab reads nothing from there. Pass the option to amp.initialize, "
-            "which may be called again; a scale is set with amp._amp_state.loss_scalers[0]._loss_scale = 65536.0."
+            f"amp._amp_state.{name} = {value!r}: amplab does not read this attribute. Pass the option to "
+            "amp.initialize, which may be called again; to set a scale: "
+            "amp._amp_state.loss_scalers[0]._loss_scale = 65536.0."
         )
 
     def __getattr__(self, name: str) -> NoReturn:

@@ -7,8 +7,7 @@ under an equal engine. The weights are cast in `model_weights`; engines are in `
 """
 
 import copy
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -16,9 +15,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from amplab.policies import CastingEngine, cast_tree
-from amplab.policies.casting.hook_scopes import HookScopes
+from amplab.policies.casting.hook_scopes import HookScopes, no_graph_of_its_own
 
-__all__ = ["ForwardHooks", "input_edits"]
+__all__ = ["ForwardHooks", "InputEdits"]
 
 
 class ForwardHooks:
@@ -55,6 +54,7 @@ class ForwardHooks:
             model.register_forward_hook(self.after_forward, prepend=True, always_call=True),
         ]
 
+    @no_graph_of_its_own
     def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Enter the engine, then cast the inputs."""
         engine = None if self.on_cpu_only and not _on_cpu(model) else self.engine
@@ -63,10 +63,11 @@ class ForwardHooks:
             return None
         cast = cast_tree(args, self.input_dtype), cast_tree(kwargs, self.input_dtype)
         given, received = (*args, *kwargs.values()), (*cast[0], *cast[1].values())
-        if any(True for _ in _copied(given, received)):  # rarely: most inputs are tensors
-            self._scopes.add(input_edits(given, received, self._outward))
+        if _copied(given, received):  # rarely: most inputs are tensors
+            self._scopes.add(InputEdits(given, received, self._outward))
         return cast
 
+    @no_graph_of_its_own
     def after_forward(self, _model: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         """Leave the engine, then cast the output; torch passes None if the forward raised."""
         self._scopes.leave()
@@ -99,9 +100,10 @@ def _on_cpu(model: nn.Module) -> bool:
     return first is not None and first.device.type == "cpu"
 
 
-@contextmanager
-def input_edits(given: Any, cast: Any, outward: Callable[[Any], Any]) -> Iterator[None]:
-    """Apply to ``given`` all additions, changes and removals that the block makes in ``cast``.
+class InputEdits:
+    """A context that applies to the caller's inputs all additions, changes and removals that the block makes in copies.
+
+    It is a class because torch.compile traces no generator that is entered in one hook and left in another.
 
     Args:
         given: the inputs that the caller passed, nested containers.
@@ -110,30 +112,36 @@ def input_edits(given: Any, cast: Any, outward: Callable[[Any], Any]) -> Iterato
 
     Sync: none.
     """
-    pairs = [(old, new, copy.copy(old), copy.copy(new)) for old, new in _copied(given, cast)]
-    try:
-        yield
-    finally:
-        for old, new, old_items, new_items in pairs:
+
+    def __init__(self, given: Any, cast: Any, outward: Callable[[Any], Any]) -> None:
+        self._outward = outward
+        self._copies = [(old, new, copy.copy(old), copy.copy(new)) for old, new in _copied(given, cast)]
+
+    def __enter__(self) -> None:
+        """Begin; the copies are as they were made."""
+
+    def __exit__(self, *_error: object) -> None:
+        for old, new, old_items, new_items in self._copies:
             if isinstance(old, list):
-                _carry_list(old, new, old_items, new_items, outward)
+                _carry_list(old, new, old_items, new_items, self._outward)
             else:
-                _carry_mapping(old, new, new_items, outward)
+                _carry_mapping(old, new, new_items, self._outward)
 
 
-def _copied(given: Any, cast: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the mutable containers of ``given``, each with its copy in ``cast``."""
-    if cast is given:
-        return
+def _copied(given: Any, cast: Any) -> list[tuple[Any, Any]]:
+    """Return the mutable containers of ``given`` that were copied, each with its copy in ``cast``."""
+    pairs: list[tuple[Any, Any]] = []
     if isinstance(given, MutableMapping):
-        yield given, cast
-        for key in given:
-            yield from _copied(given[key], cast[key])
+        if cast is not given:
+            pairs.append((given, cast))
+            for key in given:
+                pairs += _copied(given[key], cast[key])
     elif isinstance(given, list | tuple):
-        if isinstance(given, list):
-            yield given, cast
+        if isinstance(given, list) and cast is not given:
+            pairs.append((given, cast))
         for old, new in zip(given, cast, strict=True):
-            yield from _copied(old, new)
+            pairs += _copied(old, new)
+    return pairs
 
 
 def _carry_mapping(

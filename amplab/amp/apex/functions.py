@@ -85,7 +85,7 @@ def register_half_function(module: Any, name: str) -> None:
         name: of a function in it.
 
     Raises:
-        ValueError: no such function, or a function of torch that function modes do not see.
+        ValueError: no such function, or a function of torch that function modes cannot intercept.
         TypeError: not a function.
 
     Reference: ``apex.amp.register_half_function``.
@@ -94,12 +94,15 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Run ``module.name`` in float32 at O1; otherwise as `register_half_function`."""
+    """Run ``module.name`` in float32 at O1; otherwise as `register_half_function`.
+
+    At O2 and O3 it has no effect, as in apex, and `initialize` warns: pass a policy with ``op_rules`` there.
+    """
     default_session().register_function(CastPolicy.FP32, module, name)
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Run ``module.name`` in the widest dtype of its arguments at O1; otherwise as `register_half_function`."""
+    """Run ``module.name`` in the widest dtype of its arguments at O1; otherwise as `register_float_function`."""
     default_session().register_function(CastPolicy.PROMOTE, module, name)
 
 

@@ -42,7 +42,9 @@ __all__ = ["HookedOptimizer"]
 
 _NO_STEP_YET = StepOutcome(False, "no step since initialize")
 _STEPPED = StepOutcome(True, "parameters updated")
-_NO_GRADIENT = StepOutcome(False, "no parameter had a gradient: no backward has reached one since they were cleared")
+_NO_GRADIENT = StepOutcome(
+    False, "no parameter had a gradient: no backward has reached one since gradients were cleared"
+)
 
 
 class _Overflow(NamedTuple):
@@ -61,7 +63,7 @@ class _Step(NamedTuple):
 
 
 class HookedOptimizer:
-    """What a session knows about one optimizer. It holds the optimizer weakly.
+    """The hooks of a session on one optimizer, and its masters. It holds the optimizer weakly.
 
     Args:
         optimizer: any subclass of `torch.optim.Optimizer`.

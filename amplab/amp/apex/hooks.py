@@ -67,11 +67,12 @@ class Hooks:
                 unscaler=unscaler,
             )
             warn_of_vanishing_eps(optimizer)
+        has_rules = any(policy.op_rules or policy.module_rules for policy in policies)
         forward = ForwardHooks(
             input_dtype=dtype,
             output_dtype=cast_model_outputs or (None if dtype is None else torch.float32),
             engine=engine,
-            on_cpu_only=not properties.patch_torch_functions and not any(policy.op_rules for policy in policies),
+            on_cpu_only=not properties.patch_torch_functions and not has_rules,
         )
         for index, (model, policy) in enumerate(zip(models, policies, strict=True)):
             self._models[model] = HookedModel(
@@ -156,7 +157,7 @@ class Hooks:
 
 
 class HookedModel:
-    """What a session knows about one model. It does not hold the model.
+    """The hooks of a session on one model. It does not hold the model.
 
     Args:
         model: a model whose weights have been cast.
@@ -187,7 +188,7 @@ class HookedModel:
         self._handles += register_module_rules(model, policy, weights_dtype=weights_dtype if self._half else None)
         if self._half:
             self._handles += SavedMasters(masters).register(model)
-        if casts_around_functions:
+        if casts_around_functions or policy.module_rules or policy.op_rules:
             self._handles += accept_half_input(model)
 
     def name_of(self, model: nn.Module, param: Tensor) -> str | None:

@@ -5,7 +5,8 @@
     O1      the policy's                 apply       casts by op inside the modules, weights float32
     O2 O3   none, cast_model_type        apply       weights of the modules in the rule's dtype
 
-The casts at the boundaries of those modules are in `amplab.policies.modules.module_regions`.
+The casts at the boundaries of those modules are in `amplab.policies.modules.module_regions`, those of ops that get
+both what a rule returns and tensors of another dtype in `amplab.policies.casting.mixed_arguments`.
 """
 
 import dataclasses
@@ -34,8 +35,9 @@ def engine_policy(
     if properties.patch_torch_functions:
         return with_registered(policy, registrations)
     if properties.cast_model_type in LOW_PRECISION_DTYPES:
-        return PrecisionPolicy(None, properties.cast_model_type, policy.op_rules)
-    return PrecisionPolicy(None, torch.float32, policy.op_rules) if policy.op_rules else None
+        return dataclasses.replace(policy, table=None, compute_dtype=properties.cast_model_type)
+    has_rules = bool(policy.op_rules or policy.module_rules)
+    return dataclasses.replace(policy, table=None, compute_dtype=torch.float32) if has_rules else None
 
 
 def with_registered(policy: PrecisionPolicy, registrations: Sequence[Registration]) -> PrecisionPolicy:

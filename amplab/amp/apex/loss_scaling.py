@@ -477,16 +477,17 @@ def checked_on_collapse(value: str) -> OnCollapse:
 
 def _message(record: ScaleRecord, skips: int, finite: bool) -> str:
     cause = (
-        f"gradients are not finite at a loss scale of {record.loss_scale}, where scaling makes nothing larger"
+        f"gradients are not finite at a loss scale of {record.loss_scale}, which does not enlarge them"
         if finite
         else "the loss is not finite before it is scaled"
     )
-    first = record.first_nonfinite or "none of these optimizers' parameters"
+    first = record.first_nonfinite
+    where = f"the backward reached the gradient of {first} first" if first else "no parameter could be identified"
     return (
-        f"Loss scaler {record.loss_id} has skipped {skips} steps in a row, and further backoff cannot help: {cause}; "
-        f"the first non-finite gradient in the backward is that of {first}. The loss scale is now "
-        f"{record.next_loss_scale}. Look for inf or NaN in the batch, the weights and the forward, lower the learning "
-        'rate, or pass on_collapse="warn" to amp.initialize to continue.'
+        f"Loss scaler {record.loss_id} has skipped {skips} steps in a row, and further backoff cannot help: {cause}. "
+        f"Of the non-finite gradients, {where}. The loss scale is now {record.next_loss_scale}. Look for inf or NaN in "
+        "the batch, the weights and the forward, lower the learning rate, or pass "
+        'on_collapse="warn" to amp.initialize to continue.'
     )
 
 

@@ -58,7 +58,7 @@ class OptProperties:
         """Apply the overrides that are not None, each checked against the level.
 
         Raises:
-            RuntimeError: the override makes no sense at this level.
+            RuntimeError: the override is not allowed at this level.
             AssertionError: ``keep_batchnorm_fp32`` is neither a bool nor "True" or "False".
             TypeError: ``cast_model_type`` is not a dtype.
             ValueError: ``cast_model_type`` or ``loss_scale`` has an invalid value.

@@ -116,7 +116,7 @@ def refuse_taken_names(optimizer: Optimizer) -> None:
         if hasattr(optimizer, name):
             raise RuntimeError(
                 f"Incoming optimizer already has {name} defined. amp.initialize needs this name: pass an "
-                "optimizer that no other amp has prepared, such as a new one with the same parameters."
+                "optimizer that another amp has not initialized, such as a new one with the same parameters."
             )
 
 

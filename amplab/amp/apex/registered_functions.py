@@ -1,12 +1,13 @@
 """Functions that the user has registered or decorated to cast their arguments.
 
-A function of torch becomes a row of the policy, before the built-in ones. A function of the user's own module cannot
-be seen by the engine, so that the module's attribute is replaced from `initialize` to `reset`.
+A function of torch becomes a row of the policy, before the built-in ones. The engine cannot intercept a function of the
+user's own module, so the module's attribute is replaced from `initialize` to `reset`.
 """
 
 import dataclasses
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -29,9 +30,10 @@ __all__ = [
     "promote_function",
     "replace_attributes",
     "table_with",
+    "warn_of_idle",
 ]
 
-# Where an op may stand under one name: torch.sigmoid, Tensor.sigmoid, F.sigmoid.
+# The places of one op under one name: torch.sigmoid, Tensor.sigmoid, F.sigmoid.
 _HOMES = ("torch", "torch.Tensor", "torch.nn.functional")
 
 
@@ -82,7 +84,7 @@ class RegisteredFunctions:
         """Register ``owner.name``.
 
         Raises:
-            ValueError: there is no such function, or it is one of torch's that no function mode sees.
+            ValueError: there is no such function, or it is one of torch's that function modes cannot intercept.
             TypeError: not a function.
         """
         registration = _registration(cast, owner, name)
@@ -109,13 +111,34 @@ def replace_attributes(registrations: Iterable[Registration]) -> list[Callable[[
     return [_REPLACEMENTS.hold(each.owner, each.name, each.cast) for each in own]
 
 
+def warn_of_idle(registrations: Iterable[Registration], opt_level: str) -> None:
+    """Warn of each registration that would widen a function, at a level where the model is half and nothing is cast.
+
+    Half functions need no warning there: their arguments are half already.
+
+    Args:
+        registrations: those of the session.
+        opt_level: "O2" or "O3".
+    """
+    for each in registrations:
+        if each.cast is not CastPolicy.LOWER_PRECISION_FP:
+            title = f"{getattr(each.owner, '__name__', each.owner)}.{each.name}"
+            rule = f"policy=amplab.policies.PrecisionPolicy(op_rules={{{each.name!r}: 'float32'}})"
+            instead = f"pass {rule} to initialize" if each.spellings else "call .float() on its arguments"
+            warnings.warn(
+                f"{title} is registered as a {KINDS[each.cast]} function, which has no effect at {opt_level}: "
+                f"registered functions cast at O1 only. To compute it in float32 here, {instead}.",
+                stacklevel=4,
+            )
+
+
 def table_with(base: OpTable, registrations: Iterable[Registration]) -> OpTable:
-    """Return ``base`` with the rows of ``registrations`` before its own, which lose the functions named there."""
+    """Return ``base`` with the rows of ``registrations`` first, and without these functions in its other rows."""
     of_torch = [each for each in registrations if each.spellings]
     if not of_torch:
         return base
     rows = {spelling: each.row for each in of_torch for spelling in each.spellings}
-    for each in of_torch:  # what was named itself counts more than what follows from a name
+    for each in of_torch:  # a registered spelling overrides those that follow from another registered name
         rows[each.spellings[0]] = each.row
     claimed = {resolve(spelling) for spelling in rows}
     users = [
@@ -137,18 +160,19 @@ def _registration(cast: CastPolicy, owner: Any, name: str) -> Registration:
     if function is None:
         raise ValueError(f"No function named {name} in module {owner}. Name one that is in {title}.")
     if isinstance(function, type) or not callable(function):
-        raise TypeError(f"{title}.{name} is no function: expected one; register what its forward calls.")
+        kind = "a class" if isinstance(function, type) else f"of type {type(function).__name__}"
+        raise TypeError(f"{title}.{name} is {kind}: expected a function, such as one that a module's forward calls.")
     spellings = _spellings(function, name)
     if not spellings and _is_torchs_own(owner):
         raise ValueError(
-            f"{title}.{name} is a function of torch that takes no part in its function modes, so no cast can be put "
-            "before it. Register the ops that it calls, or wrap it in a function of your own."
+            f"{title}.{name} is a function of torch that function modes cannot intercept, so its arguments cannot be "
+            "cast. Register the ops that it calls, or wrap it in your own function and register that."
         )
     return Registration(owner, name, cast, spellings)
 
 
 def _spellings(function: Callable[..., Any], name: str) -> tuple[str, ...]:
-    """Return every path by which torch's ``function`` is called, the one that was named first; empty for others."""
+    """Return every path of torch's ``function``, the registered one first; empty for functions that are not torch's."""
     overridable = get_testing_overrides()
     if not _is_overridable(function, overridable):
         return ()
@@ -185,7 +209,7 @@ def half_function(fn: Callable[..., Any]) -> Callable[..., Any]:
     all of them as they are. Other containers pass as they are.
 
     Raises:
-        TypeError: ``fn`` is no function.
+        TypeError: ``fn`` is not a function.
 
     Reference: ``apex.amp.half_function``.
 
@@ -252,7 +276,7 @@ class Replacements:
         """Let ``owner.name`` cast its arguments.
 
         Returns:
-            A function that lets go; once for each call of this one.
+            A function that ends it; call it once.
         """
         key = (id(owner), name)
         with self._lock:

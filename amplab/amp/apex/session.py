@@ -6,8 +6,8 @@
             scaled_loss.backward()
     optimizer.step()
 
-The levels are in `opt_levels`, the block of `scale_loss` in `loss_scaling`, what a session puts on models and
-optimizers in `hooks`. The module functions of `amplab.amp` are in `functions`: they use one session for the program.
+The levels are in `opt_levels`, the block of `scale_loss` in `loss_scaling`, the hooks on models and optimizers in
+`hooks`. The module functions of `amplab.amp` are in `functions`: they use one session for the program.
 """
 
 import contextlib
@@ -47,12 +47,19 @@ from amplab.amp.apex.loss_scaling import (
 )
 from amplab.amp.apex.opt_levels import OptProperties, opt_level_named
 from amplab.amp.apex.optimizer_names import refuse_taken_names
-from amplab.amp.apex.registered_functions import ALLOW_BANNED, RegisteredFunctions, Registration, replace_attributes
+from amplab.amp.apex.registered_functions import (
+    ALLOW_BANNED,
+    RegisteredFunctions,
+    Registration,
+    replace_attributes,
+    warn_of_idle,
+)
 from amplab.amp.arguments import as_list, checked_flag, checked_num_losses
 from amplab.amp.backward.clipping import clip_by_norm_
 from amplab.amp.backward.gradients import bookkeeping
 from amplab.amp.backward.optimizer_params import master_params
 from amplab.amp.backward.records import MemoryUse, ScaleRecord, StepOutcome
+from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies import CastingEngine, CastPolicy, PrecisionPolicy
 from amplab.scalers import CombinedUnscaler, Unscaler
 
@@ -182,18 +189,23 @@ class Session:
             on_collapse: "raise" `LossScaleCollapse` or "warn" when further backoff cannot help.
             allow_banned: at O1 run ``F.binary_cross_entropy`` on half in float32 instead of refusing it.
             user_cast_preferred: accepted; registered functions always take precedence over the lists.
-            combine_grad: keep the gradients of each optimizer in flat buffers, with the same results to the bit.
-            check_combined_tensors: print a line whenever gradients had left those buffers, other than by zero_grad.
+            combine_grad: keep the gradients of each optimizer in flat buffers, with bitwise the same results.
+            check_combined_tensors: print a line whenever gradients had left those buffers, except after zero_grad.
             combine_ddp, ddp_replica_count: refused; wrap the model in DistributedDataParallel.
             policy: the lists and the compute dtype of O1; None for those of apex in float16. Its op_rules and
-                module_rules apply at every level: weights of modules with a rule stay float32 at O0 and O1, and have
-                the rule's dtype at O2 and O3, with masters if the level has masters.
+                module_rules apply at every level, and what they compute keeps the dtype of the rule (see
+                `PrecisionPolicy`). Weights of modules with a rule stay float32 at O0 and O1, and have the rule's dtype
+                at O2 and O3, with masters if the level has masters.
 
         Returns:
             ``models``, or ``(models, optimizers)`` if optimizers were given.
 
+        Warns:
+            UserWarning: a registered float or promote function at O2 or O3, where it has no effect; in the first
+                forward, a module rule without effect, because the weights of its module are read without calling it.
+
         Raises:
-            RuntimeError: an override that makes no sense at this level; a model that is already half, wrapped, or
+            RuntimeError: an override that is not allowed at this level; a model that is already half, wrapped, or
                 compiled by TorchScript.
             TypeError: models or optimizers of another type.
             ValueError: a number out of its range; a module rule that names no module or contradicts another.
@@ -255,6 +267,8 @@ class Session:
             on_collapse=on_collapse,
             master_weights=bool(properties.master_weights),
         )
+        if properties.cast_model_type in LOW_PRECISION_DTYPES:
+            warn_of_idle(self.registered.all(), level.name)
         registered = (*((ALLOW_BANNED,) if allow_banned else ()), *self.registered.all())
         self._change_settings(properties, scaling, *registered, verbosity=verbosity, policy=policy)
         self._hooks.hook(
@@ -293,7 +307,8 @@ class Session:
     def register_function(self, cast: CastPolicy, module: Any, name: str) -> None:
         """Register ``module.name`` for a cast at O1, as `register_half_function` documents.
 
-        After an `initialize` at O1 it has no effect until the next one, and warns.
+        After an `initialize` at O1 it has no effect until the next one, and warns. At O2 and O3 a float or promote
+        function has no effect, and warns.
         """
         registration = self.registered.add(cast, module, name)
         late = self.properties.patch_torch_functions and not any(map(registration.same_as, self._registrations))
@@ -303,6 +318,8 @@ class Session:
                 "same models and optimizers, which is safe, or register it before.",
                 stacklevel=3,
             )
+        if self.opt_level is not None and self.properties.cast_model_type in LOW_PRECISION_DTYPES:
+            warn_of_idle([registration], self.opt_level)
 
     def reset(self) -> None:
         """Undo `initialize`: remove hooks, make half models float32, return the models' parameters to the optimizers.
@@ -342,8 +359,8 @@ class Session:
     ) -> Iterator[Tensor]:
         """Yield ``loss.float() * loss_scale`` for the backward in the block; unscale the gradients afterwards.
 
-        If a gradient is inf or NaN, a dynamic scale backs off and the next step of ``optimizers`` is skipped. After an
-        exception in the block gradients are as before it.
+        If a gradient is inf or NaN, a dynamic scale backs off and the next step of ``optimizers`` is skipped. If the
+        block raises, gradients are restored.
 
         Args:
             loss: any shape.
@@ -498,7 +515,7 @@ class Session:
         """Load what `state_dict` returned, here or in apex; entries go by the number in their key.
 
         Raises:
-            RuntimeError: before `initialize`; or keys that are no loss scaler's.
+            RuntimeError: before `initialize`; or keys that do not belong to a loss scaler.
             ValueError: an entry without a positive ``loss_scale``.
         """
         self._require_initialized("amp.load_state_dict")

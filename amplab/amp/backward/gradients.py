@@ -1,8 +1,8 @@
-"""Gradients around one backward of a scaled loss. Both faces of amp drive it; what follows from found_inf is theirs.
+"""Gradients around one backward of a scaled loss. Both APIs of amp use it; each decides what follows from found_inf.
 
     with ScaledBackward(optimizers) as backward:       set aside: every .grad becomes None
-        (loss * scale).backward()                      an exception: .grad is what it was before
-    found_inf = each.unscale_new(aside, scale, None)   unscale: .grad <- old + new / scale; the verdict is returned
+        (loss * scale).backward()                      after an exception every .grad is restored
+    found_inf = each.unscale_new(aside, scale, None)   unscale: .grad <- old + new / scale; found_inf is returned
 
 add_unscaled(params, aside, scale)    .grad <- old + new / scale
 add_scaled(aside, factor)             .grad <- old * factor + new, still scaled
@@ -63,7 +63,7 @@ Reached = TypeVar("Reached", bound=ReachedGradients)
 
 
 class ScaledBackward(Generic[Reached]):
-    """One backward of a scaled loss. If its block raises, every gradient is what it was before.
+    """One backward of a scaled loss. If its block raises, every gradient is restored.
 
     Args:
         reached: the gradients of each optimizer whose parameters the backward reaches.
@@ -102,7 +102,7 @@ class ScaledBackward(Generic[Reached]):
         if each.copies_shared:
             aside = [SetAside(param, _copied(grad)) for param, grad in aside]
         self._params += params
-        self.aside.append((each, aside))  # before a gradient is taken off, so that an interrupt loses none
+        self.aside.append((each, aside))  # before a gradient is removed, so that an interrupt loses none
         for param, _ in aside:
             param.grad = None
 
@@ -140,7 +140,7 @@ def _copied(grad: Tensor) -> Tensor:
 
 
 def put_back(aside: Iterable[SetAside]) -> None:
-    """Give the parameters back the gradients that they had. Newer gradients are dropped. Sync: none."""
+    """Restore the gradients that the parameters had. Newer gradients are dropped. Sync: none."""
     for param, grad in aside:
         param.grad = grad
 

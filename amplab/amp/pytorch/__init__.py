@@ -1,3 +1,3 @@
-"""What scripts know from ``torch.amp``: autocast, GradScaler, custom_fwd and custom_bwd, and checkpoint beside them."""
+"""The names of ``torch.amp``: autocast, GradScaler, custom_fwd, custom_bwd; and checkpoint, which works with them."""
 
 __all__: list[str] = []

@@ -54,7 +54,7 @@ class autocast:
 
     * The default policy on the CPU is also that of a GPU: softmax, norms, sums and losses in float32. (torch has other
       lists for the CPU.) `amplab.cpu_half` selects how float16 products are computed there.
-    * The flags of torch do not change, since setting them would enable the casts of torch. Therefore
+    * The flags of torch do not change, because setting them would enable torch's casts. Therefore
       `torch.is_autocast_enabled` returns False; use `amplab.is_autocast_enabled` and `amplab.get_autocast_dtype`. Use
       `amplab.custom_fwd`, `custom_bwd` and `checkpoint`, which support both autocasts.
     * Only ops called from Python are cast. `torch.ops.*` and ops called from C++, including autograd's backward, are
@@ -77,7 +77,8 @@ class autocast:
         policy: the dtype of each op. None for the policy of the enclosing region, else `DEFAULT_POLICY`.
 
     Raises:
-        ValueError: device_type is not a string; dtype is not floating-point; dtype and policy contradict each other.
+        ValueError: device_type is not a string; dtype is not floating-point; dtype and policy contradict each other;
+            policy has module rules, which need a model: apply them with `amplab.policies.apply_policy`.
         RuntimeError: there is no autocast for this device type; bfloat16 on a CUDA device that does not support it.
         TypeError: dtype is not a dtype; policy is not a PrecisionPolicy.
 
@@ -256,6 +257,12 @@ def _checked_policy(policy: Any, dtype: torch.dtype | None) -> PrecisionPolicy |
     if not isinstance(policy, PrecisionPolicy):
         raise TypeError(
             f"policy={policy!r}: expected a PrecisionPolicy, such as PrecisionPolicy.parse('apex/float16')."
+        )
+    if policy.module_rules:
+        raise ValueError(
+            f"policy={str(policy)!r} has the module rule {policy.module_rules[0]}, and a region knows no model: "
+            "expected one without module_rules. Call amplab.policies.apply_policy(policy, model) once, which casts "
+            "in every forward of the model; around the rest, such as the loss, use autocast without module_rules."
         )
     if dtype is not None and dtype is not policy.compute_dtype:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""GradScaler: torch's loss scaler with torch's whole contract, a floor for the scale, and a scale for each loss.
+"""GradScaler: torch's loss scaler with the same interface and behavior, a floor for the scale, and several losses.
 
     scaler = amplab.GradScaler("cuda")
     scaler.scale(loss).backward()          # loss * scale
@@ -10,7 +10,7 @@ Each optimizer goes READY -> UNSCALED -> STEPPED; `update` begins the next itera
 
     scale_loss(loss, optimizer, loss_id)   the block around a backward of one loss among several
     loss_scale                             the scale of one loss: where it is halved
-    optimizer_gradients                    the parameters of an optimizer, and unscaling them: where found_inf is made
+    optimizer_gradients                    the parameters of an optimizer; unscales their gradients, computes found_inf
     step_report                            the result of a step, and its subscribers
 """
 
@@ -41,6 +41,7 @@ from amplab.amp.pytorch.optimizer_gradients import (
 from amplab.amp.pytorch.step_report import NO_STEP_YET, STEPPED, ScaleSubscribers, StepReport
 from amplab.optimizers import FusedOptimizer
 from amplab.scalers import ScaleRule
+from amplab.scalers.rules import require_number
 
 __all__ = ["GradScaler"]
 
@@ -50,7 +51,7 @@ _COLLAPSED = 2.0**-24  # the smallest float16: no gradient that float16 can hold
 
 
 class _OfFirstLoss:
-    """An attribute of torch's class, kept in the `LossScale` of loss 0. Other libraries read some of them."""
+    """A private attribute of torch's class, stored in the `LossScale` of loss 0. Other libraries read some of these."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -63,7 +64,7 @@ class _OfFirstLoss:
 
 
 class _Reached:
-    """The gradients of one optimizer that a backward reaches, without parameters of an optimizer listed before it."""
+    """The gradients of one optimizer that a backward reaches, without parameters of optimizers that precede it."""
 
     copies_shared = False
 
@@ -76,7 +77,7 @@ class _Reached:
         return self.params
 
     def after_failed_backward(self) -> None:
-        """Do nothing: gradients have been put back."""
+        """Do nothing: the gradients are restored already."""
 
     def unscale_new(self, aside: list[SetAside], scale: Tensor, found_inf: Tensor | None) -> Tensor:
         return add_unscaled(self.params, aside, scale, self._unscaler, found_inf)
@@ -85,11 +86,14 @@ class _Reached:
 class GradScaler(torch.amp.GradScaler):
     """Scale losses, unscale gradients, skip the steps that overflow, and move the scale.
 
-    A drop-in replacement for `torch.amp.GradScaler`, and an instance of it. Differences: the scale has a floor > 0, and
-    one warning says that it has collapsed; a fused SGD whose first step is skipped keeps no uninitialized momentum;
-    all getters work on a disabled scaler; `scale` accepts namedtuples, and a float16 loss of one element does not
-    overflow; `update` accepts integers and tensors of shape ``(1,)``; an overflow caused by unscaling is found; a
-    parameter that two optimizers share is unscaled once; a positional closure is refused, too.
+    A drop-in replacement for `torch.amp.GradScaler`, and an instance of it. Differences:
+
+    * The scale has a floor > 0, and a collapse of the scale causes one warning.
+    * `scale` accepts namedtuples, and a float16 loss of one element does not overflow. `update` accepts integers and
+      tensors of shape ``(1,)``. All getters work on a disabled scaler.
+    * An overflow caused by unscaling is detected. A parameter that two optimizers share is unscaled once.
+    * A fused SGD whose first step is skipped keeps no uninitialized momentum.
+    * A closure is refused as a positional argument, too.
 
     Args:
         device: device type of the losses, such as "cuda" or "cpu".
@@ -97,15 +101,16 @@ class GradScaler(torch.amp.GradScaler):
         growth_factor: multiplies the scale after ``growth_interval`` clean steps in a row; > 1.
         backoff_factor: multiplies the scale after an overflow; < 1.
         growth_interval: see ``growth_factor``.
-        enabled: with False `scale` returns its argument, `step` calls ``optimizer.step``, and the rest does nothing.
-        rule: a rule of `amplab.scalers` in place of torch's rule and the four numbers.
+        enabled: False: `scale` returns its argument, `step` calls ``optimizer.step``, all other methods do nothing.
+        rule: a rule of `amplab.scalers` instead of torch's rule and the four numbers.
         floor: lower bound of the scale; None for no bound, as in torch.
         num_losses: number of losses with a scale of their own, used with `scale_loss`.
         combine_grad: keep the gradients of each optimizer in flat buffers, with bitwise the same results.
 
     Raises:
         AssertionError: ``growth_factor`` <= 1 or ``backoff_factor`` >= 1, where scaling is enabled.
-        ValueError: a rule and numbers; a floor that is not a finite number > 0, or above the rule's ceiling;
+        TypeError: one of the four numbers is not a number, or ``growth_interval`` not a whole one.
+        ValueError: both a rule and numbers; a floor that is not a finite number > 0, or above the rule's ceiling;
             ``num_losses`` < 1.
 
     Sync: one in `step`, none with an optimizer made with ``fused=True``; none in `update`, except under a rule that
@@ -141,10 +146,11 @@ class GradScaler(torch.amp.GradScaler):
             warnings.warn("torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", stacklevel=2)
             enabled = False
         numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
+        _check_numbers(*numbers)
         if rule is not None and numbers != _NUMBERS:
             raise ValueError(
-                f"rule={rule!r} and numbers of torch's rule, {numbers}: expected one of the two; put the numbers into "
-                "the rule."
+                f"got both rule={rule!r} and numbers of torch's rule, {numbers}: expected one of the two; pass the "
+                "numbers to the rule."
             )
         count = checked_num_losses(num_losses)
         self._combine_grad = checked_flag("combine_grad", combine_grad)
@@ -154,7 +160,7 @@ class GradScaler(torch.amp.GradScaler):
         self._begin()
 
     def _begin(self) -> None:
-        """Make what no copy and no checkpoint keeps."""
+        """Create the state that copies and checkpoints do not contain."""
         self._known = KnownOptimizers(combine=self._combine_grad)
         self._done = UnscaledGradients()
         self._by_loss: dict[int, dict[int, Tensor]] = {}  # found_inf of each loss, by the id of an optimizer
@@ -181,7 +187,7 @@ class GradScaler(torch.amp.GradScaler):
         return own.scale, own.growth_tracker
 
     def _device_of_scale(self, call: str) -> torch.device:
-        """Return where the scale is. Raises: AssertionError, `scale` was never called."""
+        """Return the device of the scale. Raises: AssertionError, `scale` was never called."""
         scale, _ = self._check_scale_growth_tracker(call)
         return scale.device
 
@@ -212,7 +218,7 @@ class GradScaler(torch.amp.GradScaler):
             return scaled
         if not isinstance(outputs, abc.Iterable):
             raise ValueError(
-                f"outputs must be a Tensor or an iterable of Tensors, and this is a {type(outputs).__name__}: pass the "
+                f"outputs must be a Tensor or an iterable of Tensors, but it is a {type(outputs).__name__}: pass the "
                 "loss itself."
             )
         products = map(self.scale, outputs)  # not map_tensors: torch's contract takes any iterable, lazily
@@ -231,7 +237,7 @@ class GradScaler(torch.amp.GradScaler):
             RuntimeError: called twice, or after `step`, since the last `update`.
             ValueError: float16 gradients.
 
-        Sync: none (sparse gradients that are not coalesced wait for the device).
+        Sync: none; one for sparse gradients that are not coalesced.
         """
         if not self._enabled:
             return
@@ -265,8 +271,8 @@ class GradScaler(torch.amp.GradScaler):
     def unscale_and_clip_(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Call `unscale_`, then clip the gradients to a norm of at most ``max_norm``.
 
-        ``scaler.unscale_(optimizer)`` and ``torch.nn.utils.clip_grad_norm_(parameters, max_norm)`` in a few calls,
-        however many parameters there are. A disabled scaler only clips.
+        The same as ``scaler.unscale_(optimizer)`` and ``torch.nn.utils.clip_grad_norm_(parameters, max_norm)``, in a
+        few kernel calls for any number of parameters. A disabled scaler only clips.
 
         Returns:
             ``()``, the norm of the unscaled gradients before they were clipped.
@@ -299,7 +305,7 @@ class GradScaler(torch.amp.GradScaler):
             AssertionError: `scale` was never called; no parameter has a gradient.
             ValueError: float16 gradients, and an optimizer that does not take the scale.
 
-        Sync: one; none with an optimizer that takes the scale, but for the step in which a fused SGD makes its
+        Sync: one; none with an optimizer that takes the scale, except for the step in which a fused SGD creates its
         momentum. One more at every eighth skipped step in a row.
         """
         if not self._enabled:
@@ -307,8 +313,8 @@ class GradScaler(torch.amp.GradScaler):
             return optimizer.step(*args, **kwargs)
         if "closure" in kwargs or any(callable(argument) for argument in args):
             raise RuntimeError(
-                "Closure use is not currently supported if GradScaler is enabled. Call backward() before step(), which "
-                "cannot be skipped once the closure runs; optimizers that need one work with enabled=False."
+                "Closure use is not currently supported if GradScaler is enabled: a step cannot be skipped once its "
+                "closure runs. Call backward() before step(); optimizers that need a closure work with enabled=False."
             )
         scale, _ = self._check_scale_growth_tracker("step")
         row = self._per_optimizer_states[id(optimizer)]
@@ -340,7 +346,7 @@ class GradScaler(torch.amp.GradScaler):
         return optimizer.step(*args, **kwargs)
 
     def _skip(self, optimizer: Optimizer) -> None:
-        """Report a skipped step; now and then look whether the scale has collapsed."""
+        """Report a skipped step; after every `_LOOK_EVERY` in a row, check whether the scale has collapsed."""
         scale = self._scale_at_fault(optimizer)
         self._last = StepReport(optimizer.param_groups, self._known.of(optimizer).params, None, scale)
         self._skipped_in_a_row += 1
@@ -367,7 +373,7 @@ class GradScaler(torch.amp.GradScaler):
             AssertionError: `scale` was never called; no gradients were checked since the last `update`; a tensor that
                 is not a scale. TypeError: neither a number nor a tensor.
 
-        Sync: none, but see the class.
+        Sync: see the class.
         """
         if not self._enabled:
             return
@@ -393,7 +399,7 @@ class GradScaler(torch.amp.GradScaler):
             self._subscribers.tell(list(found), scales, self.last_step, stepped=stepped)
 
     def _move_scales_(self, found: dict[int, Tensor], verdict: bool | None) -> None:
-        """Let the rule move the scale of each loss that had gradients; ``verdict`` is that of all losses together."""
+        """Update the scale of each loss that had gradients; ``verdict`` says if any overflowed, None if unknown."""
         if self._by_loss and verdict:
             verdict = None  # which loss overflowed is known on the device only
         for loss_id, found_inf in found.items():
@@ -448,28 +454,28 @@ class GradScaler(torch.amp.GradScaler):
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Tensor, optimizers: Optimizer | list[Optimizer], loss_id: int = 0) -> Iterator[Tensor]:
-        """Run a backward under the scale of one loss, which is taken out of its gradients at the end of the block.
+        """Scale one loss for the backward in the block, and unscale its gradients at the end of the block.
 
         ::
 
             with scaler.scale_loss(loss, optimizer, loss_id=1) as scaled_loss:
                 scaled_loss.backward()
 
-        In the place of ``scale`` and ``unscale_``: let every backward of an iteration that reaches an optimizer run in
-        such blocks, clip after the last one, then call ``step`` and ``update``. A step is skipped where any loss
-        overflowed; ``update`` moves the scale of every loss that had a block, by its own found_inf.
+        Use it instead of ``scale`` and ``unscale_``: run every backward of an iteration that reaches an optimizer in
+        such a block, clip after the last one, then call ``step`` and ``update``. A step is skipped if any loss
+        overflowed. ``update`` moves the scale of each loss that had a block, by its own found_inf.
 
         Args:
-            loss: what the block calls ``backward`` on, times the scale.
-            optimizers: the one, or all, whose parameters the backward reaches; their gradients are unscaled. Where two
-                share a parameter, an overflow of the one counts for the other, too.
-            loss_id: whose scale; below ``num_losses``.
+            loss: the block gets this loss times the scale, and calls ``backward`` on it.
+            optimizers: the optimizer, or all optimizers, whose parameters the backward reaches; their gradients are
+                unscaled. If two share a parameter, an overflow of one counts for the other, too.
+            loss_id: the number of the loss; below ``num_losses``.
 
         Returns:
-            A context manager. When the block raises, the gradients are those from before it.
+            A context manager. If the block raises, the gradients are restored.
 
         Raises:
-            TypeError: a loss that is no tensor; something that is no optimizer; a ``loss_id`` that is no whole number.
+            TypeError: the loss is not a tensor, ``optimizer`` not an optimizer, or ``loss_id`` not a whole number.
             IndexError: no such loss.
             RuntimeError: after `unscale_` or `step` of one of the optimizers, since the last `update`.
             ValueError: float16 parameters.
@@ -480,7 +486,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         own = self._loss(loss_id)
         if not isinstance(loss, Tensor):
-            raise TypeError(f"loss is a {type(loss).__name__}: expected a Tensor; give every loss a block of its own.")
+            raise TypeError(f"loss is a {type(loss).__name__}: expected a Tensor; use one block for each loss.")
         reached = self._reached(optimizers)
         if not self._enabled:
             yield loss
@@ -500,8 +506,8 @@ class GradScaler(torch.amp.GradScaler):
             raise TypeError(f"loss_id={loss_id!r}: expected a whole number; losses are numbered from 0.")
         if not 0 <= loss_id < len(self._scales):
             raise IndexError(
-                f"loss_id={loss_id}: expected one below num_losses={len(self._scales)}; losses are numbered from 0, "
-                "and GradScaler(num_losses=...) says how many have a scale."
+                f"loss_id={loss_id}: expected a number below num_losses={len(self._scales)}; losses are numbered from "
+                "0, and GradScaler(num_losses=...) sets how many there are."
             )
         return self._scales[loss_id]
 
@@ -552,7 +558,7 @@ class GradScaler(torch.amp.GradScaler):
         return scale
 
     def _found_of_losses(self, found_inf: Tensor, device: torch.device) -> dict[int, Tensor]:
-        """The verdict on each loss of this iteration; ``found_inf``, that on all of them, where `scale` was used."""
+        """found_inf of each loss of this iteration; the common ``found_inf`` for a loss that `scale` has scaled."""
         if not self._by_loss:
             return {0: found_inf}
         found: dict[int, Tensor] = {}
@@ -608,28 +614,28 @@ class GradScaler(torch.amp.GradScaler):
         )
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set what a scale is multiplied by when it grows; not checked. Raises: RuntimeError, under a rule."""
+        """Set the factor by which a scale grows; not checked. Raises: RuntimeError, under a rule."""
         for each in self._scales:
             each.require_torchs_rule("growth_factor")
             each.growth_factor = new_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set what a scale is multiplied by at an overflow; not checked. Raises: RuntimeError, under a rule."""
+        """Set the factor applied to a scale after an overflow; not checked. Raises: RuntimeError, under a rule."""
         for each in self._scales:
             each.require_torchs_rule("backoff_factor")
             each.backoff_factor = new_factor
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set after how many clean steps a scale grows; not checked. Raises: RuntimeError, under a rule."""
+        """Set the number of clean steps before a scale grows; not checked. Raises: RuntimeError, under a rule."""
         for each in self._scales:
             each.require_torchs_rule("growth_interval")
             each.growth_interval = new_interval
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` takes: the entries of loss 0, and those of the others under ``losses``.
+        """Return the state for `load_state_dict`: the entries of loss 0, and those of the others under ``losses``.
 
-        The entries of one loss are torch's five, and ``rule_state`` under a rule; {} if disabled. torch's own class
-        loads the state, too. Call it after `update`. Sync: two for each loss, after the first `scale`.
+        The entries of one loss are torch's five, and ``rule_state`` under a rule; {} if disabled. torch's class can
+        load the state, too. Call it after `update`. Sync: two for each loss, after the first `scale`.
         """
         if not self._enabled:
             return {}
@@ -639,13 +645,13 @@ class GradScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict` of this class or of torch's; does nothing if scaling is disabled.
 
-        Under a rule the scale and the counts are loaded; the rule keeps its constants. From a state without
-        ``losses`` every loss gets the one scale.
+        Under a rule the scale and the counts are loaded; the rule keeps its constants. If the state has no ``losses``,
+        every loss gets its one scale.
 
         Raises:
             RuntimeError: an empty dict, as a disabled scaler saves it.
             TypeError: not a mapping. KeyError: one of torch's five entries is missing.
-            ValueError: the state of another number of losses; an entry whose value no scaler can have.
+            ValueError: the state of another number of losses; an entry with an invalid value.
 
         Warns if the state was saved under another rule.
 
@@ -663,7 +669,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         if len(saved) != others:
             raise ValueError(
-                f"The state is of {len(saved) + 1} losses, and this scaler has num_losses={others + 1}: make the "
+                f"The state has {len(saved) + 1} losses, and this scaler has num_losses={others + 1}: create the "
                 "scaler as it was when it was saved."
             )
         states = [first, *(checked_state(state, floor) for state in saved)]
@@ -676,19 +682,19 @@ class GradScaler(torch.amp.GradScaler):
     def last_step(self) -> StepOutcome:
         """What the last `step` did: whether parameters were updated, why not, and the first non-finite gradient.
 
-        "First" is the one that backward reached first: the last in the order of the optimizer's groups. After a fused
-        step it is known only while the gradients are still there.
+        "First" means first in the backward: the last in the order of the optimizer's groups. After a fused step it is
+        known only as long as the gradients exist.
 
-        Sync: none after a step that ran, at most three reads else.
+        Sync: none after a step that was not skipped, else at most three.
         """
         return self._last if isinstance(self._last, StepOutcome) else self._last.outcome()
 
     def subscribe(self, callback: Callable[[ScaleRecord], object]) -> Callable[[], None]:
         """Call ``callback`` with a `ScaleRecord` at the end of every `update`, which then waits for the device.
 
-        Once for each loss that had a `scale_loss`; ``skipped`` and ``first_nonfinite`` are those of the last `step`.
-        ``backward_scales`` are those of every `scale` since the update that followed the step before: gradients that a
-        step adds up under several scales count for more or less than they should.
+        There is one call for each loss that had a `scale_loss`. ``skipped`` and ``first_nonfinite`` are those of the
+        last `step`. ``backward_scales`` are the scales of all calls of `scale` since the update after the previous
+        step; if they differ, the gradients that the step adds up have the wrong weights.
 
         Returns:
             A function that ends the subscription.
@@ -698,7 +704,7 @@ class GradScaler(torch.amp.GradScaler):
     # -- copies ------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Give what a pickle keeps: settings, scale, what the rule has counted; not the device, nor subscribers.
+        """Return what a pickle contains: settings, scale and the rule's counts, but neither device nor subscribers.
 
         Raises:
             AssertionError: within an iteration, between the first `unscale_` or `step` and `update`.
@@ -714,19 +720,29 @@ class GradScaler(torch.amp.GradScaler):
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take up what `__getstate__` gave."""
+        """Restore what `__getstate__` returned."""
         vars(self).update(state)
         self._begin()
 
 
+def _check_numbers(init_scale: Any, growth_factor: Any, backoff_factor: Any, growth_interval: Any) -> None:
+    """Raise TypeError for the first that is not a number; as in torch, a tensor of one element is one."""
+    given = {"init_scale": init_scale, "growth_factor": growth_factor, "backoff_factor": backoff_factor}
+    for (name, value), such in zip(given.items(), ("65536.0", "2.0", "0.5"), strict=True):
+        if not (isinstance(value, Tensor) and value.numel() == 1):
+            require_number(name, value, such)
+    if not isinstance(growth_interval, Real) or growth_interval % 1 != 0:
+        raise TypeError(f"growth_interval={growth_interval!r}: expected a whole number of steps, such as 2000.")
+
+
 def _verdict_of_all(rows: Iterable[dict[str, Any]]) -> bool | None:
-    """Whether any optimizer overflowed, where every step has read its verdict; else None."""
+    """Whether any optimizer overflowed; None if the step of one has not read its found_inf."""
     verdicts = [row.get("verdict") for row in rows if row["found_inf_per_device"]]
     return None if None in verdicts else any(verdicts)
 
 
 def _unscale_new(aside: list[tuple[_Reached, list[SetAside]]], scale: Tensor) -> dict[Optimizer, Tensor]:
-    """Unscale what the backward has written; return found_inf of each optimizer that it reached."""
+    """Unscale the gradients that the backward has written; return found_inf of each optimizer that it reached."""
     found: dict[Optimizer, Tensor] = {}
     for each, before in aside:
         shares = each.shares and bool(found)

@@ -34,12 +34,12 @@ class LossScale:
         growth_factor: multiplies the scale after ``growth_interval`` clean steps in a row.
         backoff_factor: multiplies the scale after an overflow.
         growth_interval: see ``growth_factor``.
-        rule: a rule of `amplab.scalers` in place of torch's rule and its four numbers; None for torch's rule.
+        rule: a rule of `amplab.scalers` instead of torch's rule and its four numbers; None for torch's rule.
         floor: lower bound of the scale; None for no bound.
 
     Attributes:
-        scale: ``()`` float32; None until the first loss shows on which device it is needed.
-        growth_tracker: ``()`` int32, the clean steps in a row; None as long.
+        scale: ``()`` float32; None until the first loss, which determines the device.
+        growth_tracker: ``()`` int32, the clean steps in a row; None until then.
         init_growth_tracker: its first value.
 
     Raises:
@@ -94,7 +94,7 @@ class LossScale:
         return output * scale.to(output.device, non_blocking=True)
 
     def update_(self, found_inf: Tensor, verdict: bool | None) -> None:
-        """Let the rule move the scale: it backs off after an overflow and grows after enough clean steps.
+        """Move the scale by the rule: it backs off after an overflow and grows after enough clean steps.
 
         Args:
             found_inf: ``()`` float32 on the scale's device, > 0 for an overflow.
@@ -104,7 +104,7 @@ class LossScale:
             self._form.update_(found_inf if verdict is None or not self._form.syncs else verdict)
             return
         if self.scale is None or self.growth_tracker is None:
-            raise AssertionError("update() before scale(): there is no scale to move; call scale(loss) first.")
+            raise AssertionError("update() before scale(): there is no scale yet; call scale(loss) first.")
         numbers = (self.growth_factor, self.backoff_factor, self.growth_interval)
         torch._amp_update_scale_(self.scale, self.growth_tracker, found_inf, *numbers)
         if self.floor is not None:
@@ -166,8 +166,8 @@ class LossScale:
         """Raise RuntimeError if the number ``name`` belongs to a rule of `amplab.scalers`, which is frozen."""
         if self.rule is not None:
             raise RuntimeError(
-                f"{name} is a number of {self.rule!r}, which is frozen: call scaler.follow(dataclasses.replace(rule, "
-                "...)) to change it."
+                f"{name} belongs to {self.rule!r}, which cannot be changed: call scaler.follow(dataclasses.replace("
+                "rule, ...)) instead."
             )
 
     # -- checkpoints ---------------------------------------------------------------------------------
@@ -212,13 +212,13 @@ class LossScale:
         if other is not None and other != (self._rule_name or "DynamicScale"):  # torch's rule is a DynamicScale
             own = self._rule_name or "torch's own rule"
             warnings.warn(
-                f"The state was saved under {other}, and this GradScaler is under {own}: the scale continues from "
-                f"{saved['scale']}, moved by {own}. Make the scaler with rule={other}(...) to continue as before.",
+                f"The state was saved with {other}, and this GradScaler has {own}: the scale continues from "
+                f"{saved['scale']} with {own}. Create the scaler with rule={other}(...) to continue as before.",
                 stacklevel=4,
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a pickle keeps: settings and state, not the device. Sync: two, after the first loss."""
+        """Return what a pickle contains: settings and state, not the device. Sync: two, after the first loss."""
         state = vars(self).copy()
         if self.rule is not None:
             state["_init_state"] = self._state()
@@ -236,7 +236,7 @@ def checked_state(saved: Any, floor: float | None) -> dict[str, Any]:
 
     Raises:
         TypeError: not a mapping. RuntimeError: empty, as a disabled scaler saves it. KeyError: an entry is missing.
-        ValueError: an entry that no scaler can have.
+        ValueError: an entry with an invalid value.
     """
     if not isinstance(saved, Mapping):
         raise TypeError(

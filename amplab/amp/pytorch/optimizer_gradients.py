@@ -28,15 +28,15 @@ FoundInf = dict[torch.device, Tensor]
 
 
 class OptimizerGradients:
-    """The parameters of one optimizer, each once, for as long as its groups list the same ones.
+    """The parameters of one optimizer, each once, as long as its groups list the same ones.
 
     Attributes:
         params: every parameter once, in the order of the groups.
-        plain: the last gradients were strided and on one device, so the kernel takes them as they come.
-        shared: the parameters that another optimizer of the same scaler steps, too; None while that is not known.
-        parameter_list: the same parameters, as the kernels know them.
+        plain: whether the last gradients were strided and on one device, so that one kernel call takes them.
+        shared: the parameters that another optimizer of the same scaler also steps; None if not known yet.
+        parameter_list: the same parameters in the form that the kernels take.
         unscaler: for the gradients of one backward among several, and for those in flat buffers.
-        combined: the same unscaler where gradients are kept in flat buffers; else None.
+        combined: the same unscaler if gradients are kept in flat buffers, else None.
         momentum_of: the state of a fused SGD in which every parameter was found to have its momentum.
     """
 
@@ -77,7 +77,7 @@ class OptimizerGradients:
 
     @property
     def may_be_shared(self) -> list[Tensor]:
-        """The parameters whose gradients another optimizer may meet again in this iteration."""
+        """The parameters whose gradients another optimizer may use again in this iteration."""
         return self.params if self.shared is None else self.shared
 
     def name(self, param: Tensor) -> str:
@@ -91,7 +91,7 @@ class OptimizerGradients:
 
 
 class _Unscaled(NamedTuple):
-    """A gradient that was unscaled, unless ``unless`` is not 0, and how often it had been written to by then."""
+    """A gradient that was unscaled, except if ``unless`` is not 0, and its version counter at that time."""
 
     grad: Tensor
     version: int
@@ -101,8 +101,8 @@ class _Unscaled(NamedTuple):
 class UnscaledGradients:
     """The gradients that are already unscaled. A parameter that two optimizers share would be unscaled twice.
 
-    A gradient that was written to since counts as new: it may have been zeroed and filled by another backward. So
-    unscale for every optimizer before clipping.
+    A gradient that was written to since then counts as new: it may have been zeroed and filled by another backward.
+    Therefore unscale for every optimizer before clipping.
     """
 
     def __init__(self) -> None:
@@ -112,14 +112,14 @@ class UnscaledGradients:
         return bool(self._seen)
 
     def add(self, params: Iterable[Tensor], *, unless: Tensor | None = None) -> None:
-        """Note the gradients of ``params``; ``unless`` a fused step found an overflow and left them as they were."""
+        """Record the gradients of ``params``; with ``unless``, found_inf of a fused step, only if it stays 0."""
         for param in params:
             grad = param.grad
             if grad is not None:
                 self._seen[id(grad)] = _Unscaled(grad, grad._version, unless)
 
     def find(self, grad: Tensor) -> _Unscaled | None:
-        """Return the note about ``grad``; None if it is still scaled."""
+        """Return the record of ``grad``; None if it is still scaled."""
         seen = self._seen.get(id(grad))
         return seen if seen is not None and seen.version == grad._version else None
 
@@ -147,12 +147,12 @@ def unscale_gradients_(
     Args:
         known: its parameters, refreshed.
         inv_scale: ``()`` float32, on any device.
-        found_inf: ``()`` float32, 0.0; what is returned starts from it.
+        found_inf: ``()`` float32, 0.0; the initial value of the results.
         allow_half: take float16 gradients.
         done: gradients that are only checked, not unscaled again.
 
     Returns:
-        For every device with gradients a ``()`` float32: > 0 where one of them, or what became of it, is not finite.
+        For every device with gradients a ``()`` float32: > 0 if one of them, or its unscaled value, is not finite.
 
     Raises:
         ValueError: a float16 gradient without ``allow_half``.
@@ -172,7 +172,7 @@ def unscale_gradients_(
 def _bring_in(
     combined: CombinedUnscaler, known: OptimizerGradients, inv_scale: Tensor, found_inf: Tensor, allow_half: bool
 ) -> FoundInf | None:
-    """Unscale gradients in flat buffers. Return None, with nothing written, if a gradient does not fit in."""
+    """Unscale gradients in flat buffers. Return None, with nothing written, if a gradient does not fit."""
     if not allow_half and torch.float16 in {buffer.dtype for buffer in combined.buffers}:
         return None
     return combined.bring_in_(
@@ -217,7 +217,7 @@ def _unscale_where_they_lie(
 def _unscale_one_by_one(
     known: OptimizerGradients, inv_scale: Tensor, found_inf: Tensor, done: UnscaledGradients
 ) -> FoundInf:
-    """Unscale gradients of any layout, grouped by device and by the factor that each one still needs."""
+    """Unscale gradients of any layout, grouped by device and by the factor that each still needs."""
     groups: dict[tuple[torch.device, int | None], tuple[list[Tensor], list[Tensor], Tensor]] = {}
     for param in known.params:
         if param.grad is None:
@@ -240,7 +240,7 @@ def _unscale_one_by_one(
 
 
 def _names(groups: Sequence[dict[str, Any]]) -> dict[int, str]:
-    """The names of parameters, where the optimizer was made with ``model.named_parameters()``."""
+    """The names of parameters, if the optimizer was created from ``model.named_parameters()``."""
     return {
         id(param): name
         for group in groups
@@ -257,7 +257,7 @@ def _factor_left(seen: _Unscaled, inv_scale: Tensor) -> tuple[Tensor, int]:
 
 
 class KnownOptimizers:
-    """What a scaler knows about each optimizer, held weakly.
+    """The `OptimizerGradients` of each optimizer of a scaler, held weakly.
 
     Args:
         combine: keep the gradients of each in flat buffers.
@@ -280,7 +280,7 @@ class KnownOptimizers:
         return self._known[optimizer]
 
     def find_shared(self) -> None:
-        """Find the parameters that several optimizers step, if an optimizer is new. Called between iterations."""
+        """Find the parameters that several optimizers step, if there is a new optimizer. Called between iterations."""
         everyone = list(self._known.values())
         if all(known.shared is not None for known in everyone):
             return

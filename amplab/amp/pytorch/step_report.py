@@ -63,7 +63,7 @@ class StepReport:
 
 
 class _Witness:
-    """One gradient and its version counter: while it is unchanged, the others are taken to be unchanged, too."""
+    """One gradient and its version counter. While it is unchanged, the others are assumed to be unchanged, too."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._param = next((param for param in reversed(params) if param.grad is not None), None)
@@ -78,7 +78,7 @@ class _Witness:
 
 @torch.no_grad()
 def _nonfinite_flags(params: Sequence[Tensor]) -> Tensor | None:
-    """``(params,)`` bool: x * 0 sums to 0, or to NaN where an element is inf or NaN. Sync: none."""
+    """``(params,)`` bool: x * 0 sums to 0, or to NaN if an element is inf or NaN. Sync: none."""
     grads = [param.grad for param in params]
     device = next((grad.device for grad in grads if grad is not None), None)
     if device is None:
@@ -94,7 +94,7 @@ def _zero_unless_nonfinite(grad: Tensor | None) -> Tensor:
 
 
 def _name_of(param: Tensor, groups: list[dict[str, Any]]) -> str | None:
-    """The parameter's name where the optimizer knows it, else its place."""
+    """The parameter's name if the optimizer has names, else its place."""
     for number, group in enumerate(groups):
         for index, other in enumerate(group["params"]):
             if other is param:
@@ -107,10 +107,10 @@ _MOST = 256  # scales noted at most: a loop that never calls step would add more
 
 
 class ScaleSubscribers:
-    """The callbacks of one scaler; true if there is one.
+    """The callbacks of one scaler; true if there are any.
 
-    `GradScaler.scale` notes each loss and its scale, a number on the CPU and a copy on other devices, so that nothing
-    waits for the device before `tell` reads all of them at once.
+    `GradScaler.scale` records each loss and its scale: a number on the CPU, a copy on other devices. `tell` then reads
+    all of them with one sync.
     """
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class ScaleSubscribers:
         return unsubscribe
 
     def note(self, loss: Tensor, scale: Tensor) -> None:
-        """Note a loss that is scaled. Sync: none."""
+        """Record a loss that is scaled. Sync: none."""
         self._loss, self._scale = loss.detach(), _kept(scale)
         self._scales.append(self._scale)
 
@@ -144,7 +144,7 @@ class ScaleSubscribers:
         """Return the scale of each loss in this iteration, before an update moves it. Sync: none.
 
         Args:
-            scales: ``()``, one for each loss; None for a loss not used yet. The losses noted belong to the first.
+            scales: ``()``, one for each loss; None for a loss not used yet. The recorded losses belong to the first.
         """
         first, *others = [None if each is None else _kept(each) for each in scales]
         return [first if self._scale is None else self._scale, *others]
@@ -164,9 +164,9 @@ class ScaleSubscribers:
             scales: for each of them its scale before the update, its scale after it, and its found_inf: numbers, or
                 tensors of shape ``()``.
             last: what the last step did.
-            stepped: whether there was one since the last update; it has used up the backwards that were noted.
+            stepped: whether there was one since the last update; the next step then starts with no recorded backwards.
 
-        Sync: one where the scales lie on a device.
+        Sync: one if the scales are on a device.
         """
         values = _read([each for each in (*scales, *(self._scales if stepped else ())) if each is not None])
         scaled_by = tuple(values[3 * len(loss_ids) :])

@@ -50,8 +50,8 @@ def write_run_state(path: Path, state: dict[str, Any]) -> None:
     for key, value in state.items():
         for where in _unloadable(value, key):
             raise RunStateError(
-                f"{where}: expected tensors, numbers, text, None, and lists, tuples and dicts of them, which a file "
-                "can hold without naming code; convert it, say with float(…), torch.as_tensor(…) or dict(…)."
+                f"{where}: expected tensors, numbers, strings, None, and lists, tuples and dicts of them, which "
+                "torch.load(weights_only=True) reads; convert it, e.g. with float(…), torch.as_tensor(…) or dict(…)."
             )
 
     def save(file: BinaryIO) -> None:
@@ -74,14 +74,14 @@ def read_run_state(path: Path) -> dict[str, Any]:
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
         reason = str(error).partition("\n")[0]
         raise RunStateError(
-            f"{path} is a zip archive that torch.load(weights_only=True) does not read ({reason}): expected a file of "
-            "save_run_state; if it is a checkpoint of your own, load it with torch.load."
+            f"{path} is a zip archive that torch.load(weights_only=True) cannot read ({reason}): expected a file of "
+            "save_run_state; load any other checkpoint with torch.load."
         ) from None
     if not isinstance(state, dict) or _MARK not in state:
         held = f"the keys {_listed(state)}" if isinstance(state, dict) else f"a {type(state).__name__}"
         raise RunStateError(
-            f"{path} is a checkpoint, but none of save_run_state: it holds {held}. Load it with torch.load and give "
-            "each part to its own load_state_dict."
+            f"{path} is a checkpoint that save_run_state did not write; it holds {held}. Load it with torch.load and "
+            "pass each part to its own load_state_dict."
         )
     if state[_MARK] != FORMAT:
         raise RunStateError(
@@ -92,12 +92,12 @@ def read_run_state(path: Path) -> dict[str, Any]:
 
 
 def _refuse_damage(path: Path) -> None:
-    """Tell a cut or damaged archive from no archive at all; torch's own reader does not look at checksums."""
+    """Raise a RunStateError for a file that is not an archive, truncated or damaged; torch ignores checksums."""
     with path.open("rb") as file:
         start = file.read(4)
         if not start.startswith(b"PK"):
-            what = "is empty" if not start else "is no run state: it is not a zip archive of torch.save"
-            raise RunStateError(f"{path} {what}. Expected a file of save_run_state; look for another checkpoint.")
+            what = "is empty" if not start else "is not a zip archive, as torch.save writes it"
+            raise RunStateError(f"{path} {what}: expected a file of save_run_state; load another checkpoint.")
         try:
             with zipfile.ZipFile(file) as archive:
                 damaged = archive.testzip()
@@ -129,7 +129,7 @@ def _unloadable(value: Any, where: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _checksums() -> Iterator[None]:
-    """Have torch.save write checksums, also where its user has turned them off."""
+    """Let torch.save write checksums, even if they are disabled."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(True)
     try:
@@ -140,7 +140,7 @@ def _checksums() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _disk_errors_named(path: Path) -> Iterator[None]:
-    """Raise what the disk said, where torch.save hides it behind "enforce fail … unexpected pos"."""
+    """Raise the OSError that torch.save replaces by "enforce fail … unexpected pos"."""
     try:
         yield
     except RuntimeError as error:
@@ -157,25 +157,25 @@ def _listed(state: dict[Any, Any], limit: int = 6) -> str:
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Let ``write`` fill a new file, and put it in the place of ``path`` once it is safe on the disk.
+    """Call ``write`` with a new file, and replace ``path`` by it once it is on the disk.
 
-    A write that fails leaves ``path`` as it was and nothing beside it. One that is killed leaves ``path`` as it was
-    and a hidden file ``.NAME.….partial`` beside it, which nobody needs.
+    A write that fails leaves ``path`` as it was and no other file. A process that is killed while it writes leaves
+    ``path`` as it was and a hidden file ``.NAME.….partial`` in the same folder, which can be deleted.
 
     Args:
-        path: what to write; need not exist, its folder must.
-        write: gets the file, open for writing bytes.
+        path: the file; its folder must exist.
+        write: called with the file, open for writing bytes.
 
     Raises:
         FileNotFoundError: there is no such folder.
-        OSError: ``path`` is there and no regular file, the disk is full, the folder is read-only, …
+        OSError: ``path`` exists and is not a regular file, the disk is full, the folder is read-only, …
     """
-    path = path.resolve()  # of a link, what it leads to
+    path = path.resolve()  # of a link, its target
     if path.exists() and not path.is_file():
-        raise OSError(f"{path}: is no regular file, and would be replaced by one; name a file.")
+        raise OSError(f"{path} is not a regular file, and would be replaced by one; give the path of a file.")
     folder = path.parent
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: there is no such folder to write {path.name} in; make it first.")
+        raise FileNotFoundError(f"the folder {folder} of {path.name} does not exist; create it first.")
     partial = folder / f".{path.name}.{secrets.token_hex(4)}.partial"
     try:
         with partial.open("xb") as file:
@@ -192,7 +192,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def _fsync_folder(folder: Path) -> None:
-    """Make the rename itself last; Windows opens no folders, and needs none of this."""
+    """Make the rename durable. Windows cannot open folders and does not need it."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)

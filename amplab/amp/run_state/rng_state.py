@@ -46,9 +46,12 @@ def checked_rng(saved: dict[str, Any]) -> dict[str, Any]:
         np.random.RandomState().set_state(_numpy_tuple(saved["numpy"]))
         sizes = [state.numel() for state in saved["cuda"]]
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
-        raise ValueError(f"the saved state of the random number generators is invalid ({error})") from None
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"the saved random states cannot be loaded ({reason}); expected those of capture_rng"
+        ) from None
     if len(set(sizes)) > 1:
-        raise ValueError("the saved states of the CUDA generators differ in size")
+        raise ValueError(f"the saved random states of the CUDA devices have {sizes} bytes; expected one size for all")
     return saved
 
 

@@ -2,7 +2,7 @@
 
 `observe_step` traces a step with an observer that measures each tensor once and follows it from the op that writes it
 to the ops that read it. It follows the memory, so views and in-place writes are resolved. No tensor is kept. Records
-and values are created when they are first read, since few of a long step ever are.
+and values are created when they are first read, because only a few of a long step are read.
 
     trace.records[i]       the op, its module, its phase, its dtypes
     ops[i].inputs          places in `values`: what it read
@@ -227,7 +227,8 @@ class StepWatcher:
         given = (*args, *kwargs.values()) if kwargs else args
         if _kind(overload) == "allocates":
             return (), (), given
-        tensors = measured_in(given)
+        # What copy_ overwrites is no input: it may be memory that was never written, and then it is anything.
+        tensors = measured_in(given[1:] if overload is _COPY else given)
         # An in-place op overwrites its input before its output shows that counts are needed.
         read = [_counted(each) if each.is_cpu else each for each in tensors] if _overwrites(overload) else tensors
         return tuple(map(self._read, tensors)), read, given
@@ -306,6 +307,7 @@ class StepWatcher:
         return self._measured.add(tensor, detailed=self._detailed)
 
 
+_COPY = torch.ops.aten.copy_.default
 _UNNAMED = NamedMemory("", "")
 
 

@@ -10,6 +10,7 @@ TORCH        float32   torch.autocast         a block without torch.autocast; am
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import takewhile
 
 from amplab.diagnose.remedies.api_styles import Api, ApiStyle
@@ -17,7 +18,7 @@ from amplab.diagnose.remedies.float32_call import float32_call
 from amplab.policies import PrecisionPolicy
 from amplab.trace import OpRecord
 
-__all__ = ["in_float32", "kept_in_float32", "variance_in_float32"]
+__all__ = ["in_float32", "kept_in_float32", "module_rule", "variance_in_float32", "without_casts"]
 
 
 def in_float32(record: OpRecord, note: str = "", *, api: Api | None = None, reader: OpRecord | None = None) -> str:
@@ -94,6 +95,21 @@ def variance_in_float32(record: OpRecord, *, api: Api | None = None, reader: OpR
     )
 
 
+def module_rule(module: str, api: Api) -> str:
+    """Return the lines that compute one module in float32; empty where the API has no rules for modules."""
+    if api.casting in (*_REGIONS, ApiStyle.HALF) or not module or module[:1].isupper():
+        return ""
+    return "\n".join(_rule_lines(f"module_rules={{{module!r}: 'float32'}}", api.level))
+
+
+def without_casts(lines: Sequence[str], api: Api) -> str:
+    """Return lines of code in a block in which nothing is cast; unchanged where the API casts nothing at an op."""
+    if api.casting in _HALF_WEIGHTS:
+        return "\n".join(lines)
+    indented = ["    " + each for line in lines for each in line.split("\n")]
+    return "\n".join([f"with {_REGIONS.get(api.casting, _NO_CASTS)}:", *indented])
+
+
 _HALF_WEIGHTS = (ApiStyle.APEX_HALF, ApiStyle.HALF)
 _REGIONS = {
     ApiStyle.TORCH: "torch.autocast(x.device.type, enabled=False)",
@@ -104,6 +120,10 @@ _NO_CASTS = "amp.disable_casts()"
 
 def _with_rule(record: OpRecord, pattern: str, level: str) -> list[str]:
     rule = f"module_rules={{{pattern!r}: 'float32'}}" if pattern else f"op_rules={{{record.op!r}: 'float32'}}"
+    return _rule_lines(rule, level)
+
+
+def _rule_lines(rule: str, level: str) -> list[str]:
     return [
         f"policy = amplab.policies.PrecisionPolicy({rule})",
         f'model, optimizer = amp.initialize(model, optimizer, opt_level="{level}", policy=policy)',

@@ -3,8 +3,8 @@
 scale-too-large             backward overflowed, and does not at a smaller loss scale
 constant-underflows-half    a division or logarithm received 0 because an eps rounds to 0 in float16
 constant-overflows-half     a number in the code is larger than 65504
-log-of-zero, division-by-zero, gradient-undefined, outside-domain
-                            an op received a number for which it, or its gradient, is not defined
+log-of-zero, division-by-zero, infinite-value, gradient-undefined, outside-domain
+                            an op received a number for which it, or its gradient, is infinite or not defined
 bce-after-sigmoid           binary_cross_entropy read probabilities that round to 0 or 1
 logits-overflow-half        a product that a softmax reads overflowed
 reduction-overflows-half    a sum, norm or mean overflowed
@@ -12,6 +12,7 @@ overflow-in-half            any other op overflowed
 variance-in-half            the difference of two nearly equal float16 numbers was negative
 nonfinite-batch, nonfinite-parameter, nonfinite-buffer, nonfinite-input
                             a tensor was not finite before the step
+masks-added                 masks of the smallest number of a dtype were added up
 masked-row                  every element that a softmax read was masked
 inf-given                   another op received an inf from the code or as an input
 nonfinite-in-float32        mixed precision is not the cause
@@ -20,17 +21,23 @@ nonfinite-once              a repeated step is finite, so other dtypes and loss 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
+
 from amplab.diagnose.catalogue import finding
-from amplab.diagnose.finding import Finding, Number, Severity
+from amplab.diagnose.finding import Certainty, Finding, Number, Severity
 from amplab.diagnose.first_nonfinite import FirstNonfinite, Setting
 from amplab.diagnose.observed_step.dataflow import line_of, nearest_constant, short_name, upstream
+from amplab.diagnose.observed_step.singular_points import Met, domain_of, forward_op_of, met_point
 from amplab.diagnose.observed_step.tensor_summary import HALF_UNDERFLOWS
 from amplab.diagnose.observed_step.values import ObservedStep
 from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.diagnose.remedies.float32 import in_float32, variance_in_float32
+from amplab.diagnose.remedies.singular_points import away_from_point, inside_of_domain
+from amplab.diagnose.remedies.users_code import call_on, edited
 from amplab.diagnose.rules.out_of_float32 import why_out_of_float32
 from amplab.display.numbers import power
 from amplab.policies import CastPolicy
@@ -45,7 +52,6 @@ LOGARITHMS = frozenset(("log", "log2", "log10", "log1p", "xlogy", "logit"))
 DIVISIONS = frozenset(("div", "reciprocal", "rsqrt", "pow", "true_divide", "remainder", "fmod"))
 REDUCTIONS = frozenset(("sum", "mean", "norm", "linalg_vector_norm", "cumsum", "prod", "var", "std", "logsumexp"))
 SOFTMAXES = frozenset(("softmax", "log_softmax"))
-_ROOTS = frozenset(("sqrt", "rsqrt", "pow"))
 _PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm", "matmul", "dot", "mv", "addbmm", "einsum"))
 _SCALES_AND_MASKS = frozenset(("to_copy", "clone", "mul", "div", "add", "sub", "masked_fill", "where"))
 
@@ -69,7 +75,7 @@ def finding_of(found: FirstNonfinite) -> Finding:
         explanation.case,
         api=api_in_use(found.setting, found.step),
         severity=_severity(found),
-        certainty="likely" if found.cause in ("model", "state", "input") else "certain",
+        certainty=_certainty(found, explanation.name),
         op=place.op,
         module=place.module,
         tensor=found.tensor or _tensor_cast(found),
@@ -89,6 +95,13 @@ def api_in_use(setting: Setting, step: ObservedStep) -> Api:
     return Api(setting.api_style, ApiStyle.AMPLAB if by_amplab else ApiStyle.TORCH)
 
 
+def _certainty(found: FirstNonfinite, name: str) -> Certainty:
+    """A value that an op is not made for is seen, not concluded."""
+    concluded = found.cause in ("model", "state", "input") and name not in _SEEN
+    return "likely" if concluded else "certain"
+
+
+_SEEN = frozenset(("infinite-value", "log-of-zero", "outside-domain", "division-by-zero", "masked-row", "masks-added"))
 _AMPLABS_CASTS = f"{CastPolicy.LOWER_PRECISION_FP.value} list"  # what torch.autocast casts has no list here
 
 
@@ -191,32 +204,115 @@ def _case_of_weights(found: FirstNonfinite) -> str:
 
 
 def _zero(found: FirstNonfinite, record: OpRecord) -> _Explanation | None:
-    """The finding for an op that divided by 0 or took its logarithm, in forward or in its gradient."""
+    """The finding for an op at a singular point, outside of its domain, or divided by 0, in forward or in its gradient.
+
+    A number that becomes 0 in float16 before an op that divides comes first.
+    """
     name, lost = short_name(record), _lost_constant(found)
-    if name in LOGARITHMS | _ROOTS and found.output.nans and any(each.lowest < 0 for each in found.inputs):
-        return _outside_domain(found, record)
-    if not (_met_zero(found) and name in DIVISIONS | LOGARITHMS):
-        return None
-    if lost:
+    outside = _outside_domain(found, record)
+    if outside is not None:
+        return outside
+    if lost and _met_zero(found) and name in DIVISIONS | LOGARITHMS:
         at = found.step.trace.records[lost[0]]
         return _Explanation(
             "constant-underflows-half",
             "nonfinite",
             {"code": _in_float32(found, at, f"or an eps of at least 1e-4, not {lost[1]:g}")},
         )
-    if record.phase == "backward" and name not in LOGARITHMS:
-        return _Explanation("gradient-undefined")
-    return _log(found, record) if name in LOGARITHMS else _Explanation("division-by-zero")
+    met = met_point(found.step, record.index, in_float32_too=found.cause == "model")
+    if met is not None:
+        return _singular(found, record, met)
+    if not (_met_zero(found) and name in DIVISIONS):
+        return None
+    return (
+        _Explanation("gradient-undefined", "zero") if record.phase == "backward" else _Explanation("division-by-zero")
+    )
 
 
-def _outside_domain(found: FirstNonfinite, record: OpRecord) -> _Explanation:
-    lowest = min(each.lowest for each in found.inputs if each.lowest < 0)
-    if found.cause == "format" and found.phase == "forward" and _is_difference_in_half(found, record):
+def _singular(found: FirstNonfinite, record: OpRecord, met: Met) -> _Explanation:
+    """The finding for an op that met a point at which it, or its slope, is infinite."""
+    step, (_, op, number, _) = found.step, met.origin
+    domain = domain_of(step, met.op)
+    slope = record.phase == "backward"
+    fields = {
+        "fn": step.trace.records[met.op].op,
+        "singular": _points((domain.steep_at if slope else domain.infinite_at) if domain else met.points),
+        "received": _points(met.points),
+        "by": _by(found, op),
+        "ends": _points(_extremes(step, met)),
+        "number": number,
+        "effect": _effect(met),
+        "code": away_from_point(step, met, _api(found)),
+    }
+    if slope:
+        return _Explanation("gradient-undefined", met.origin.why, fields)
+    if _LOG_OF_ZERO & {short_name(record)} and met.points == (0,):
+        return _log(found, record, fields)
+    return _Explanation("infinite-value", met.origin.why, fields)
+
+
+def _extremes(step: ObservedStep, met: Met) -> tuple[float, ...]:
+    """The end of its range that an op wrote; it need not be the singular point, as in log(1 - sigmoid(x))."""
+    if met.origin.op is None or met.origin.why not in ("rounded", "saturated"):
+        return met.points
+    wrote = step.outputs(met.origin.op)[0].summary
+    reached = tuple(dict.fromkeys(each for each in (wrote.lowest, wrote.highest) if each in (-1.0, 0.0, 1.0)))
+    return reached or met.points
+
+
+_LOG_OF_ZERO = frozenset(("log", "log2", "log10"))
+
+
+def _points(points: tuple[float, ...]) -> str:
+    return " and ".join(f"{each:g}" for each in points)
+
+
+def _by(found: FirstNonfinite, op: int | None) -> str:
+    if op is None:
+        return "the step's input"
+    record = found.step.trace.records[op]
+    return f"{record.op}{f', {record.line},' if record.line is not None else ''}"
+
+
+def _effect(met: Met) -> str:
+    """What a number of the code is in float16."""
+    near_one = "float16 has no number between 0.9995 and 1"
+    if met.origin.why == "eps":
+        return f"1 - {met.origin.number:g} is 1: {near_one}"
+    rounded = math.copysign(1, met.origin.number)
+    return f"it is {rounded:g}: {near_one}" if abs(met.origin.number) > _HALFWAY else "it is 0"
+
+
+_HALFWAY = 0.5
+
+
+def _outside_domain(found: FirstNonfinite, record: OpRecord) -> _Explanation | None:
+    """The finding for a NaN that an op wrote for numbers outside of its domain; None for any other."""
+    if not found.output.nans:
+        return None
+    for op in forward_op_of(found.step, record.index):
+        domain = domain_of(found.step, op)
+        read = [value.summary for value in found.step.inputs(op)[:1]]
+        beyond = [
+            end for each in read for end in (each.lowest, each.highest) if domain and not domain[0] <= end <= domain[1]
+        ]
+        if domain is not None and beyond:
+            return _outside(found, record, op, beyond[0])
+    return None
+
+
+def _outside(found: FirstNonfinite, record: OpRecord, op: int, beyond: float) -> _Explanation:
+    if found.cause == "format" and found.phase == "forward" and _is_difference_in_half(found, record) and beyond < 0:
         code = variance_in_float32(record, api=_api(found), reader=_reader(found, record))
-        return _Explanation("variance-in-half", "nonfinite", {"lowest": lowest, "code": code})
-    in_float32 = " In float32 it is not negative." if found.cause == "format" else ""
-    case = "gradient" if found.result.startswith("gradient") else ""
-    return _Explanation("outside-domain", case, {"lowest": lowest, "float32": in_float32})
+        return _Explanation("variance-in-half", "nonfinite", {"lowest": beyond, "code": code})
+    fields = {
+        "fn": found.step.trace.records[op].op,
+        "domain": domain_of(found.step, op),
+        "beyond": f"{beyond:.9g}",
+        "float32": " In float32 it is not outside." if found.cause == "format" else "",
+        "code": inside_of_domain(found.step, op, _api(found)),
+    }
+    return _Explanation("outside-domain", "gradient" if found.result.startswith("gradient") else "", fields)
 
 
 def _is_difference_in_half(found: FirstNonfinite, record: OpRecord) -> bool:
@@ -225,14 +321,18 @@ def _is_difference_in_half(found: FirstNonfinite, record: OpRecord) -> bool:
     return any(value.summary.is_half for op in near for value in step.inputs(op))
 
 
-def _log(found: FirstNonfinite, record: OpRecord) -> _Explanation:
+def _log(found: FirstNonfinite, record: OpRecord, fields: dict[str, Any]) -> _Explanation:
     above = (short_name(found.step.trace.records[op]) for op in upstream(found.step, record.index, 5))
     case = "softmax" if any(name in SOFTMAXES for name in above) else ""
     in_float32 = ", but not in float32" if found.cause == "format" else ", and in float32 too"
-    return _Explanation("log-of-zero", case, {"zero_dtype": _where_zeros_began(found, record), "float32": in_float32})
+    dtype = _where_zeros_began(found, record)
+    return _Explanation("log-of-zero", case, fields | {"zero_dtype": dtype, "float32": in_float32})
 
 
 def _overflow(found: FirstNonfinite, record: OpRecord) -> _Explanation:
+    masks = _masks_added(found, record)
+    if masks is not None:
+        return masks
     if found.cause == "model":
         return _Explanation("nonfinite-in-float32", *why_out_of_float32(found, record))
     if found.kind == "constant":
@@ -246,6 +346,22 @@ def _overflow(found: FirstNonfinite, record: OpRecord) -> _Explanation:
     reduces = short_name(record) in REDUCTIONS or record.op in REDUCTIONS
     kind = "reduction-overflows-half" if reduces else "overflow-in-half"
     return _Explanation(kind, "nonfinite", words | {"code": _in_float32(found, record)})
+
+
+def _masks_added(found: FirstNonfinite, record: OpRecord) -> _Explanation | None:
+    """The finding for an op that read the smallest number of a dtype, as masks write it, and left the range with it."""
+    least = [each for each in found.inputs if each.lowest <= torch.finfo(each.dtype).min * _NEARLY]
+    if found.phase != "forward" or not least or record.op not in _ADDS:
+        return None
+    call = call_on(record.line, record.op, outermost=True)
+    code = "scores = scores.clamp_min(-1e4)  # after the masks are added, before the softmax"
+    if call is not None:
+        code = edited(call.statement, call.followed_by(".clamp_min(-1e4)"))
+    return _Explanation("masks-added", "", {"least": least[0].lowest, "dtype": _dtype(found), "code": code})
+
+
+_NEARLY = 0.99
+_ADDS = frozenset(("add", "sub", "iadd", "baddbmm", "scaled_dot_product_attention"))
 
 
 def _in_float32(found: FirstNonfinite, record: OpRecord, note: str = "") -> str:

@@ -7,7 +7,7 @@ nonfinite-loss               the loss itself is inf or NaN
 window-too-short             steps are lost because the loss scale grows too often
 window-too-long              the loss scale is small, gradients are lost, and it grows back too slowly
 slow-start                   the first steps were all skipped because the loss scale began too large
-still-skipping               the last steps were all skipped, and they may be followed by clean ones
+still-skipping               the last steps were skipped while the loss scale falls; it may still find a value that fits
 scheduler-counts-skips       the learning rate changed after a first step that was skipped
 accumulation-across-scales   gradients with different loss scales were added up
 """
@@ -245,7 +245,7 @@ def slow_start(run: Observation) -> Iterator[Finding]:
 
 
 def still_skipping(run: Observation) -> Iterator[Finding]:
-    """The last step or more were skipped with a finite loss, and the scale is not yet at its end."""
+    """The last step, or several, were skipped with a finite loss, and a smaller loss scale may still help."""
     skips = run.skips_at_the_end
     if not skips or not run[-1].loss_is_finite or any(True for _ in scale_collapse(run)):
         return

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from amplab.diagnose.rules.parameters import model_parameters
 from amplab.diagnose.train_step.loop_state import kept, scales_of, set_scale
 from amplab.diagnose.train_step.lost_updates import LostUpdates, ShadowStep
 from amplab.diagnose.train_step.named_code import clips_of_model_parameters, leads_to
 from amplab.diagnose.train_step.schedules import ScheduleMove, ScheduleWatch, schedulers_of
+from amplab.trace.dispatch_mode import DispatchMode
 from amplab.trace.handed_step import Scaler
 from amplab.trace.untouched import untouched
 
@@ -161,7 +161,7 @@ def rehearse(
     """Run `train_step` once and return what it does with the gradients; then restore all state.
 
     Restored are parameters, masters, buffers, gradients, optimizer states, loss scales, random states, schedulers that
-    the step's code names, and `stateful`. A batch that `train_step` takes from an iterator is gone.
+    the step's code names, and `stateful`. A batch that `train_step` takes from an iterator is lost.
 
     Args:
         model: the model, or several in one module.
@@ -205,7 +205,7 @@ def rehearse(
 
 @dataclass
 class _GradientState:
-    """What is known of one gradient since the last step with it."""
+    """The record of one gradient since the last optimizer step that used it."""
 
     gradient: Tensor | None = None
     scales: tuple[float, ...] = ()  # of the backwards that this gradient adds up
@@ -374,16 +374,12 @@ class _Recorder:
         return next((n for n, each in enumerate(self._optimizers) if each is optimizer), None)
 
 
-class _Writes(TorchDispatchMode):
+class _Writes(DispatchMode):
     """Reports every op outside of autograd that writes to a gradient."""
 
     def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no annotations
+        super().__init__()
         self._recorder = recorder
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # its default wrapper imports the compiler, which takes seconds
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -5,7 +5,7 @@
     stepped while scaled   again at another scale: gradients that are the same at both were never scaled
     schedulers moved       again with an overflow: whether they move when the optimizer's step is skipped
 
-All state is restored after each. Only the first prints; a later one that fails is ignored.
+All state is restored after each rehearsal. Only the first may print; a later one that fails is ignored.
 """
 
 from __future__ import annotations

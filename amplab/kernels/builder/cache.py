@@ -51,7 +51,7 @@ def find(key: str) -> tuple[Path, ...]:
 
 
 def refusals(key: str) -> tuple[str, ...]:
-    """Say for each root why `find` does not return the libraries of ``key`` that are there, and what to do."""
+    """Return for each root why `find` ignores the libraries of ``key`` that are in it, and what to do."""
     reasons = []
     for root in _roots():
         found = (_distrusted(library, root.own + 3) for library in _libraries(root, key))
@@ -77,17 +77,17 @@ def writable_folder(key: str) -> Path | None:
 
 
 def no_folder(key: str) -> str:
-    """Say why `writable_folder` returned None, root by root. Call it only then."""
+    """Return why `writable_folder` returned None, root by root. Call it only after that."""
     reasons = (_distrusted(_existing(root.folder / key), 0) or f"{root.folder} cannot be written" for root in _roots())
     return f"there is no folder to keep the kernels in: {'; '.join(reasons)}"
 
 
 @contextmanager
 def building(folder: Path) -> Iterator[None]:
-    """Let one builder at a time into ``folder``.
+    """Lock ``folder``, so that one builder at a time works in it.
 
-    The operating system releases the lock when its holder ends, in whatever way. The lock only saves work: every
-    builder compiles in a folder of its own, so a file system without locks is safe as well.
+    The operating system releases the lock when the builder ends, even if it is killed. The lock only saves work: every
+    builder compiles in its own folder, so a file system without locks is safe as well.
     """
     with open(folder / "building", "a") as file:
         if _POSIX:
@@ -135,7 +135,7 @@ def distrust(status: os.stat_result, uid: int, private_group: int | None, *, own
 
 
 def _distrusted(path: Path, own: int) -> str | None:
-    """Say which of ``path`` and the folders above it another user could change, and what to do; None if none.
+    """Return which of ``path`` and the folders above it another user could change, and what to do; None if none.
 
     Args:
         path: exists.

@@ -1,12 +1,12 @@
-"""Compile the kernels in a process of its own, which ``library.py`` starts.
+"""Compile the kernels in a separate process, which ``library.py`` starts.
 
-A separate process, because `torch.utils.cpp_extension.load_inline` wants ninja on PATH, prints, remembers failures and
-waits forever for the lock of a builder that was killed. None of this may reach the process that trains. The builder
-continues when that process ends, so that even a short script leaves the kernels to the next one. What it prints is the
+`torch.utils.cpp_extension.load_inline` needs ninja on PATH, prints, remembers failures, and waits forever for the lock
+of a builder that was killed. In a separate process none of this affects the process that trains. The builder continues
+when that process ends, so the next process has the kernels even if this one is short. What the builder prints is the
 log of the build.
 
-`load_inline` joins its sources into one, for one compiler on one core. So it is called once for each part of the
-recipe, all at the same time: two libraries on two cores.
+`load_inline` joins its sources into one file for one compiler on one core. It is therefore called once for each part
+of the recipe, at the same time: two libraries on two cores.
 """
 
 import os
@@ -34,7 +34,7 @@ def compile_key(key: str) -> None:
         SystemExit: the sources or the machine have another key, or there is no folder to keep libraries in.
     """
     torch.set_num_threads(1)
-    os.umask(0o077)  # nobody else may change what will be loaded
+    os.umask(0o077)  # no other user may change what will be loaded
     recipes = {recipe.key: recipe for recipe in (current_recipe(), casts_recipe())}
     if key not in recipes:
         raise SystemExit(

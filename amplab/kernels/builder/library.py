@@ -248,7 +248,7 @@ def _load_cached(recipe: Recipe) -> BuildReport | None:
 
 
 def _load(built: BuildReport) -> BuildReport | None:
-    """Load what was just built; return the report of the failure, or None."""
+    """Load the libraries that were just built; return a report if that fails, else None."""
     for library in built.libraries:
         try:
             torch.ops.load_library(str(library))

@@ -53,10 +53,10 @@ class Recipe:
 
     @property
     def parts(self) -> tuple[tuple[Path, ...], ...]:
-        """The sources that are compiled together, each part on a core of its own: scaling, and all others.
+        """The sources of each compiler process, which run in parallel: those of scaling, and all others.
 
-        Both parts take about the same time. More parts would read torch's headers more often, which takes two seconds
-        each. A source is in the same part as the sources that it calls.
+        Both parts take about the same time. Every further part would spend two seconds on torch's headers again. A
+        source is in the same part as the sources that it calls.
         """
         sources = (*self.cpp, *self.cuda)
         scaling = tuple(path for path in sources if path.stem.startswith(_SCALING))

@@ -23,10 +23,10 @@ __all__ = ["CastingState", "casting_state"]
 
 
 class CastingState(NamedTuple):
-    """What decides about the casts of a thread, to be restored later, in that thread or in another.
+    """The state that determines the casts of a thread, to be restored later in that thread or in another.
 
     Code that runs a second time (the recomputation of a checkpoint, the backward of an autograd function) must cast
-    as it did the first time, whatever is active around it by then.
+    as it did the first time, even if other engines are active then.
 
     Attributes:
         engines: the active engines, outermost first.
@@ -39,7 +39,7 @@ class CastingState(NamedTuple):
     half_mode: HalfMode | None
 
     def active(self) -> Scope:
-        """Return a block in which the calling thread casts as in this state, and in no other way. Sync: none."""
+        """Return a context manager under which the calling thread casts exactly as in this state. Sync: none."""
         return _StateScope(self)
 
 
@@ -55,7 +55,7 @@ class _StateScope(Scope):
         outer = _Outer(thread.scopes, thread.installed, function_modes())
         self._replaced = outer
         for mode in thread.modes:
-            mode.rest()  # modes of compiled engines cast without being on the stack
+            mode.rest()  # modes of compiled engines cast even if they are not on the stack
         set_function_modes([mode for mode in outer.function_modes if not isinstance(mode, CastingMode)])
         thread.scopes, thread.installed = [self], []
         thread.refresh()
@@ -86,6 +86,6 @@ class _Outer(NamedTuple):
 def casting_state() -> CastingState:
     """The state of the calling thread. Sync: none."""
     THREAD.own.drop_ended()
-    # autograd hands the stack of function modes to its threads, and not THREAD: there the stack itself is read.
+    # autograd passes the stack of function modes to its threads, but not THREAD, so there the stack is read.
     modes = THREAD.own.modes or [mode for mode in function_modes() if isinstance(mode, CastingMode)]
     return CastingState(tuple(mode.engine for mode in modes), bool(THREAD.own.disabled), THREAD.own.half_mode)

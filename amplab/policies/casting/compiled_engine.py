@@ -49,22 +49,22 @@ class CompiledEngine(CastingEngine):
     - It gives no reasons: inside `explaining()` it raises an error. The default engine makes the same casts
       with reasons.
     - It does not support torch.compile; use the default engine.
-    - It supports lists only: a policy with op rules or a simulated format needs the default engine.
+    - It supports lists only: a policy with rules or a simulated format needs the default engine.
 
     Args:
         policy: the policy to apply; None for apex's lists in float16.
 
     Raises:
         RuntimeError: the kernel cannot be built; the message says why and what to do.
-        ValueError: the policy has op_rules or a simulated compute dtype.
+        ValueError: the policy has rules or a simulated compute dtype.
     """
 
     def __init__(self, policy: PrecisionPolicy | None = None) -> None:
         """Load the kernel, and build it first if necessary (one file, with torch's headers)."""
-        if policy is not None and (policy.op_rules or policy.simulated):
+        if policy is not None and (policy.op_rules or policy.module_rules or policy.simulated):
             raise ValueError(
-                f"CompiledEngine({str(policy)!r}): expected a policy without op_rules and with a torch dtype as "
-                "compute_dtype; use CastingEngine, which supports both."
+                f"CompiledEngine({str(policy)!r}): expected a policy without rules and with a torch dtype as "
+                "compute_dtype; use CastingEngine, and apply_policy for module_rules."
             )
         self._casts = DispatchCasts.load()
         self._compiled_plans: dict[tuple[HalfMode, bool], CastPlan] = {}

@@ -1,10 +1,10 @@
-"""CastingEngine: carries out a PrecisionPolicy on the ops of a thread.
+"""CastingEngine: applies a PrecisionPolicy to the ops of a thread.
 
     with CastingEngine(PrecisionPolicy()).active():
         loss = F.mse_loss(model(x), y)      # linear in float16, mse_loss in float32
 
 An engine pushes a torch function mode, which torch.compile traces without a graph break. All state is per thread: an
-engine that is active in one thread casts nothing in another. What is active in a thread is in `thread_scopes`.
+engine that is active in one thread casts nothing in another. `thread_scopes` tracks what is active in a thread.
 """
 
 from __future__ import annotations
@@ -36,24 +36,25 @@ __all__ = ["CastingEngine"]
 class CastingEngine:
     """Casts the arguments of ops as `policy` says, while active or installed in the calling thread.
 
-    Seen: every op called from Python on plain tensors and Parameters: operators, methods, torch.*,
-    torch.nn.functional.*, and the ops inside opened composites and inside backward's recomputation.
-    Not seen: what C++ calls inside an op, `torch.ops.*`, other threads. Tensor subclasses are left alone.
+    Intercepted: every op called from Python on plain tensors and Parameters (operators, methods, torch.*,
+    torch.nn.functional.*), the ops inside opened composites, and recomputation inside backward.
+    Not intercepted: ops that C++ calls inside an op, `torch.ops.*`, other threads. Tensor subclasses are not cast.
 
-    float64 is never narrowed: an op with a float64 argument runs as in the float32 model, i.e. its
-    16-bit arguments are cast to float32 and torch's own promotion, or refusal, does the rest.
-    Ops with `out=` run as they are called. Where two engines are active the inner one casts, unless each
-    has a device type of its own.
+    float64 is never narrowed: an op with a float64 argument runs as in the float32 model. Its 16-bit arguments are
+    cast to float32, and torch then promotes the arguments or raises an error. Ops with `out=` run as they are called.
+    If two engines are active, the inner one casts; both cast if they have different device types.
 
-    Casts of Parameters are kept until the outermost `active()` block of the thread ends, and checked
-    against edits (see `CastCache`); with `install` there is no such block, so call `clear_cache` after each
-    optimizer step and at each forward.
+    Casts of Parameters are cached until the outermost `active()` block of the thread ends, and edits are detected
+    (see `CastCache`). With `install` there is no such block: call `clear_cache` after each optimizer step and at each
+    forward.
 
     Args:
-        policy: what to carry out; None for apex's lists in float16. With `table=None` nothing is cast, and
-            only products of CPU halves are computed as `cpu_half_mode()` says.
-        device_type: cast only ops with a tensor on such a device, e.g. "cuda"; None for ops on any.
-        cache_enabled: whether casts of Parameters are kept.
+        policy: the policy to apply; None for apex's lists in float16. With `table=None` and no rules nothing is cast;
+            only products of CPU halves are computed as `cpu_half_mode()` says. Module rules need a model, to which
+            `apply_policy` applies them; the engine alone casts only the ops that follow a ruled module
+            (`mixed_arguments`).
+        device_type: cast only ops with a tensor on such a device, e.g. "cuda"; None for every device.
+        cache_enabled: whether casts of Parameters are cached.
     """
 
     def __init__(
@@ -78,25 +79,26 @@ class CastingEngine:
         return f"CastingEngine({str(self.policy)!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CastingEngine:
-        """Return itself: an engine belongs to threads, not to the copied model whose hook holds it."""
+        """Return itself: the copy of a model whose hook refers to an engine uses the same engine."""
         return self
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        """Pickle the arguments alone; what is active or cached stays with the process."""
+        """Pickle the arguments only; active scopes and the cache belong to the process."""
         return _rebuilt, (self.policy, self.device_type, self.cache_enabled)
 
     def active(self) -> Scope:
-        """Return a block in which the calling thread casts. Re-entrant; blocks of two engines may end in any order.
+        """Return a context manager under which the calling thread casts.
 
-        The outermost block of this engine in the thread clears the cache as it ends. Sync: none.
+        It is re-entrant, and blocks of two engines may end in any order. The outermost block of this engine in the
+        thread clears the cache at its end. Sync: none.
         """
         return Scope(self)
 
     def install(self) -> None:
-        """Cast in the calling thread until `uninstall`; does nothing where installed already.
+        """Cast in the calling thread until `uninstall`; does nothing if it is installed already.
 
-        The mode goes to the bottom of the thread's stack, so contexts of other modes that are open
-        now can close in their own order. Sync: none.
+        The mode is inserted at the bottom of the thread's stack, so that other modes that are open now can close in
+        their own order. Sync: none.
         """
         THREAD.own.drop_ended()
         if not self.installed:
@@ -106,7 +108,7 @@ class CastingEngine:
             THREAD.own.refresh()
 
     def uninstall(self) -> None:
-        """Undo `install` in the calling thread and clear the cache; does nothing where not installed."""
+        """Undo `install` in the calling thread and clear the cache; does nothing if it is not installed."""
         THREAD.own.drop_ended()
         for mode in [mode for mode in THREAD.own.installed if mode.engine is self]:
             THREAD.own.installed.remove(mode)
@@ -120,24 +122,24 @@ class CastingEngine:
         return self in [mode.engine for mode in THREAD.own.installed]
 
     def clear_cache(self) -> None:
-        """Drop the kept casts of Parameters, e.g. after an optimizer step. Sync: none."""
+        """Drop the cached casts of Parameters, e.g. after an optimizer step. Sync: none."""
         self._cache.clear()
 
     @property
     def cache(self) -> CastCache:
-        """Where the casts of Parameters are kept, for those who cast beside this engine's modes."""
+        """The cached casts of Parameters, for code that casts without this engine's modes."""
         return self._cache
 
     @property
     def cache_size(self) -> int:
-        """How many casts of Parameters are kept."""
+        """The number of cached casts of Parameters."""
         return len(self._cache)
 
     def require_reasons(self) -> None:
-        """Raise RuntimeError where an engine gives no reasons; this one does."""
+        """Raise RuntimeError if this kind of engine gives no reasons; this one does."""
 
     def is_live(self) -> bool:
-        """Whether the topmost mode of the calling thread is one of this engine, and sees the next op."""
+        """Whether the topmost mode of the calling thread belongs to this engine and intercepts the next op."""
         modes = THREAD.own.modes
         return bool(modes) and modes[-1].engine is self and _is_pushed(modes[-1])
 
@@ -146,12 +148,12 @@ class CastingEngine:
         return CastingMode(self)
 
     def push(self, mode: CastingMode | CompiledMode) -> None:
-        """Let a mode of this engine see the ops of the calling thread; `CastingThread.give_plans` gives it its plan."""
+        """Push a mode of this engine in the calling thread; `CastingThread.give_plans` sets its plan."""
         if isinstance(mode, CastingMode):
             _push_on_torch_function_stack(mode)
 
     def withdraw(self, mode: CastingMode | CompiledMode) -> None:
-        """Take a mode of this engine off again; does nothing the second time."""
+        """Remove a mode of this engine; a second call does nothing."""
         mode.rest()
         mode.entered_by = None
         if isinstance(mode, CastingMode):
@@ -161,11 +163,11 @@ class CastingEngine:
 
     @staticmethod
     def drop_ended_scopes() -> None:
-        """Leave the scopes of the calling thread that have ended; its modes get their plans anew."""
+        """Leave the scopes of the calling thread that have ended, and update the plans of its modes."""
         THREAD.own.drop_ended()
 
     def give_plan(self, mode: CastingMode | CompiledMode, half_mode: HalfMode, casts: bool, explained: bool) -> None:
-        """Give `mode` the plan for this combination of switches."""
+        """Set the plan of `mode` for this combination of switches."""
         if isinstance(mode, CastingMode):
             mode.plan = self._plans.get((half_mode, casts, explained)) or self.plan(half_mode, casts, explained)
 

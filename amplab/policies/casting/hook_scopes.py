@@ -1,18 +1,36 @@
-"""HookScopes: what a hook before a call enters, and the hook after the call leaves."""
+"""HookScopes: what the hook before a call enters and the hook after it leaves. How torch.compile traces such hooks."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from sys import _getframe
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+from torch._C._dynamo import eval_frame
 from torch.compiler import is_dynamo_compiling
 
 from amplab.policies.casting.thread_scopes import Scope, is_running
 
-__all__ = ["HookScopes"]
+__all__ = ["HookScopes", "no_graph_of_its_own"]
+
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
+
+def no_graph_of_its_own(hook: _Hook) -> _Hook:
+    """Let torch.compile trace `hook` as a part of a graph, and nowhere else; returns `hook`.
+
+    torch calls the hooks of a compiled module outside of the module's graph. There the compiler would trace each hook
+    alone, and what a traced hook enters is not bound to the frame of the call: an interrupt would leave it on.
+
+    Reference: torch._dynamo.skip, here for all that `hook` calls, too. torch.compiler.disable would break graphs.
+    """
+    if hasattr(eval_frame, "_FrameExecStrategy"):  # since torch 2.7; importing torch._dynamo would take seconds
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(hook.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return hook
 
 
 class _OpenCall(NamedTuple):
@@ -21,13 +39,13 @@ class _OpenCall(NamedTuple):
 
 
 class HookScopes(threading.local):
-    """The scopes that the hook before a call enters and the hook after it leaves, each thread for itself."""
+    """The scopes that the hook before a call enters and the hook after it leaves, separately for each thread."""
 
     def __init__(self) -> None:
         self._calls: list[_OpenCall] = []
 
     def enter(self, *scopes: AbstractContextManager[Any] | Scope) -> None:
-        """Enter `scopes` until the call ends that the calling hook is part of."""
+        """Enter `scopes` until the end of the call that the calling hook belongs to."""
         frame = None if is_dynamo_compiling() else _getframe(2)
         while self._calls and (last := self._calls[-1].frame) is not None and not is_running(last):
             self._leave_last()
@@ -46,7 +64,7 @@ class HookScopes(threading.local):
         self._calls[-1].scopes.append(scope)
 
     def leave(self) -> None:
-        """Leave what was entered for the call that the calling hook is part of; does nothing where that has ended."""
+        """Leave the scopes of the call that the calling hook belongs to; does nothing if they have ended."""
         frame = None if is_dynamo_compiling() else _getframe(2)
         for place in reversed(range(len(self._calls))):
             own = self._calls[place].frame
@@ -56,7 +74,7 @@ class HookScopes(threading.local):
                 return
 
     def leave_all(self) -> None:
-        """Leave everything that this thread has entered."""
+        """Leave all scopes of this thread."""
         while self._calls:
             self._leave_last()
 

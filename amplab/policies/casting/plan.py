@@ -1,15 +1,15 @@
-"""From a policy to a plan: what the casting mode does for each function, decided once and looked up.
+"""The plan of a policy: what the casting mode does for each function, built once and looked up for each op.
 
-A plan is a plain dict, function -> step; a function without a step runs as it is. Which plan a mode
-holds depends on the policy, on how CPU halves are multiplied, on whether casts are disabled, and on
-whether somebody wants explanations; an engine builds each combination once. The steps are in
-`steps`; here is what runs an op once its arguments are cast.
+A plan is a plain dict, function -> step; a function without a step runs unchanged. The plan of a mode depends on the
+policy, on how CPU halves are multiplied, on whether casts are disabled, and on whether explanations are requested; an
+engine builds each combination once. The steps are in `steps`. This module has the functions that run an op after its
+arguments were cast.
 
-A function mode sees a function that is written in Python, such as F.multi_head_attention_forward, as one call, and the
-mode is off while it handles that call, so it would not see the linear and the softmax inside. Such functions are the
-composites. `opened` returns a composite's own code with torch's check for overrides removed, and the plan runs that
-code with the mode on. Tensor.backward is a composite: what a checkpoint or a user's autograd.Function computes in it is
-cast as in the forward.
+A function mode intercepts a function that is written in Python, such as F.multi_head_attention_forward, as one call.
+The mode is off while it handles that call, so it would not intercept the linear and the softmax inside. Such functions
+are called composites. `opened` returns a composite's own code without torch's check for overrides, and the plan runs
+that code with the mode on. Tensor.backward is a composite, so that what a checkpoint or a user's autograd.Function
+computes in it is cast as in the forward.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 
 from amplab.policies.casting.explanation import ExplainedPlan, reporting_run, reporting_step
 from amplab.policies.casting.half_on_cpu import PRODUCTS, WITHOUT_KERNEL, HalfMode, accumulated
+from amplab.policies.casting.mixed_arguments import mixed_rules, mixed_step
 from amplab.policies.casting.steps import (
     CastCache,
     Run,
@@ -57,16 +58,17 @@ _EXPOSING = (
 
 
 def build_plan(policy: PrecisionPolicy, cache: CastCache, half_mode: HalfMode, casts: bool, explained: bool) -> Plan:
-    """The plan of `policy`; without `casts`, only how CPU halves are multiplied and composites opened.
+    """Return the plan of `policy`.
 
     Args:
-        policy: what to carry out.
-        cache: where casts of Parameters are kept.
+        policy: the policy to apply.
+        cache: the cache for casts of Parameters.
         half_mode: how CPU halves are multiplied.
-        casts: whether arguments are cast at all.
+        casts: whether arguments are cast; if False, the plan only multiplies CPU halves and opens composites.
         explained: whether steps report to the mode's explanation.
     """
     composites = composites_of(policy.table if casts else None)
+    returns_rule_dtype = casts and policy.table is None and not policy.cast_outputs_back
     runs: dict[Callable[..., Any], Run] = {func: _opening_run(func) for func in composites}
     runs[torch.Tensor.unflatten] = _run_unflatten
     if half_mode == "fp32_accumulate":
@@ -82,15 +84,29 @@ def build_plan(policy: PrecisionPolicy, cache: CastCache, half_mode: HalfMode, c
         run = _run_plain if whole and func in composites else runs.get(func) or _runner(func, rule)
         reports = explained and (whole or func not in composites)  # the ops inside a composite report for themselves
         parts = StepParts(rule, policy.precision(func), cache, reporting_run(run, rule) if reports else run)
-        restores = rule.by_user and policy.table is None
+        restores = rule.by_user and policy.table is None and not returns_rule_dtype
         step = restoring_step(make_step(parts)) if restores else make_step(parts)
         plan[func] = reporting_step(step, rule, parts.precision, restores) if reports else step
+    if returns_rule_dtype and (policy.op_rules or policy.module_rules):
+        _add_mixed_steps(plan, policy, runs, explained)
     return plan
 
 
+def _add_mixed_steps(plan: Plan, policy: PrecisionPolicy, runs: dict[Callable[..., Any], Run], explained: bool) -> None:
+    """Add the steps of ops that may get what a rule returns together with tensors of the other dtype."""
+    for func, rule in mixed_rules():
+        if func in policy.by_function:
+            continue
+        run = cast_run = runs.get(func, _run_plain)
+        if explained:
+            run, cast_run = reporting_run(run, policy.unlisted(func)), reporting_run(cast_run, rule)
+        step = mixed_step(rule, func, policy.tensor_dtype, run, cast_run)
+        plan[func] = reporting_step(step, rule, policy.compute_dtype, restores=False) if explained else step
+
+
 def on_device(plan: Plan, device_type: str) -> Plan:
-    """`plan` for ops with a tensor on `device_type`; the others run as they are."""
-    bound = copy.copy(plan)  # with what it answers for functions that it does not hold
+    """Return `plan` for ops with a tensor on `device_type`; other ops run unchanged."""
+    bound = copy.copy(plan)  # a copy keeps the steps that an `ExplainedPlan` makes for other functions
     bound.update({func: _bound_step(step, device_type) for func, step in plan.items()})
     return bound
 
@@ -105,7 +121,7 @@ def _bound_step(step: Step, device_type: str) -> Step:
 
 
 def _runner(func: Callable[..., Any], rule: OpRule) -> Run:
-    # 1 / x is promote on apex's list, and the reciprocal inside it is fp32: both rows are to act.
+    # 1 / x is promote on apex's list, and the reciprocal inside it is fp32: both rows apply.
     opens = rule.cast is CastPolicy.PROMOTE and isinstance(func, types.FunctionType)
     return _opening_run(func) if opens else _run_plain
 
@@ -149,11 +165,11 @@ def _fall_through(table: OpTable) -> frozenset[Callable[..., Any]]:
 
 
 COMPOSITES = _fall_through(APEX)
-"""The Python-level functions whose inner ops have rows of their own, whatever the table."""
+"""Functions written in Python whose inner ops have their own rows, in every table."""
 
 
 def composites_of(table: OpTable | None) -> frozenset[Callable[..., Any]]:
-    """COMPOSITES with those that fall through in `table`: its lists may name what is inside, not the function."""
+    """Return COMPOSITES and the functions that fall through in `table`, whose lists may name only the ops inside."""
     return COMPOSITES if table is None else COMPOSITES | _fall_through(table)
 
 
@@ -163,7 +179,7 @@ def _no_override(*_args: Any) -> bool:
 
 @functools.cache
 def opened(func: types.FunctionType) -> types.FunctionType:
-    """`func` without its check for `__torch_function__`; built-in functions come back as they are.
+    """Return `func` without its check for `__torch_function__`; built-in functions are returned unchanged.
 
     >>> from torch.nn import functional as F
     >>> opened(F.multi_head_attention_forward).__code__ is F.multi_head_attention_forward.__code__

@@ -1,8 +1,8 @@
 """One step per cast policy: cast the arguments of a call, then run the op.
 
-A step is called as step(mode, func, args, kwargs); `run`, called the same way with the cast arguments,
-runs the op (as it is, with fp32 accumulation, or opened; see `plan`).
-Calls with `out=` are run as they come: the caller chose where to write, and so the dtype.
+A step is called as step(mode, func, args, kwargs). `run`, called the same way with the cast arguments, runs the op
+(unchanged, with fp32 accumulation, or opened; see `plan`). The arguments of a call with `out=` are not cast: the caller
+chose the tensor to write to, and thereby the dtype.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Step = Callable[["CastingMode", Callable[..., Any], tuple[Any, ...], dict[str, A
 
 @dataclasses.dataclass(frozen=True)
 class StepParts:
-    """What a step is made from: the row, what a lower op computes in, the cache for Parameters, what runs the op."""
+    """The parts of a step: the row, the precision of lower-precision ops, the cache for Parameters, and the runner."""
 
     rule: OpRule
     precision: Precision
@@ -61,14 +61,14 @@ class StepParts:
 
 
 def make_step(parts: StepParts) -> Step:
-    """The step for `parts.rule`."""
+    """Return the step for `parts.rule`."""
     if parts.rule.cast is CastPolicy.LOWER_PRECISION_FP and isinstance(parts.precision, FloatFormat):
         return _simulated_step(parts, parts.precision)
     return _MAKERS[parts.rule.cast](parts)
 
 
 def restoring_step(step: Step) -> Step:
-    """`step`, with its results in the widest dtype of the arguments as they came: no list casts what follows."""
+    """Return `step` with results in the widest dtype of the uncast arguments, since no list casts the ops after it."""
 
     def restoring(mode: CastingMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = floating_tensors((*args, *kwargs.values()))
@@ -119,7 +119,7 @@ def _fp32_step(parts: StepParts) -> Step:
     run = parts.run
 
     def step(mode: CastingMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if is_wide(args) and (not kwargs or is_wide(kwargs.values())):  # a look is cheaper than a new list
+        if is_wide(args) and (not kwargs or is_wide(kwargs.values())):  # this check is faster than a new list
             return run(mode, func, args, kwargs)
         cast_args = raised(args)
         if cast_args is not None and not kwargs:
@@ -203,7 +203,7 @@ def _refusal(rule: OpRule, dtype: torch.dtype) -> str:
     if rule.by_user:
         return (
             f"{rule.op} is banned for 16-bit tensors ({rule.reason}): an argument is {given}, expected float32. "
-            "Call .float() first, or take the rule out."
+            "Call .float() first, or remove the rule."
         )
     if rule.op.endswith("_"):
         return (
@@ -229,15 +229,15 @@ _MAKERS: dict[CastPolicy, Callable[[StepParts], Step]] = {
 }
 
 
-# Loops over the arguments of one op: they walk lists and tuples and return new lists. A loop that meets a tensor
-# subclass returns None, and the op runs as it was called: the author of the subclass decides about its dtype. They run
-# for every cast, hence the exact type checks, and hence no map_tensors.
+# Loops over the arguments of one op. They walk lists and tuples and return new lists, or None if there is a tensor
+# subclass: the op then runs as it was called, since the author of the subclass decides about its dtype. They run for
+# every cast. Exact type checks make them faster than `map_tensors`, and separate loops faster than one with a callback.
 
 
 def lowered(values: Iterable[Any], dtype: torch.dtype, cache: CastCache) -> list[Any] | None:
-    """`values` with float32 and 16-bit tensors in `dtype`, Parameters through `cache`.
+    """Return `values` with float32 and 16-bit tensors in `dtype`, Parameters through `cache`.
 
-    None where there is a tensor subclass or a float64 tensor.
+    Returns None if a value is a tensor subclass or a float64 tensor.
     """
     result: list[Any] = []
     for value in values:
@@ -275,7 +275,7 @@ def is_wide(values: Iterable[Any]) -> bool:
 
 
 def raised(values: Iterable[Any]) -> list[Any] | None:
-    """`values` with 16-bit tensors in float32; None where there is a tensor subclass."""
+    """Return `values` with 16-bit tensors in float32; None if a value is a tensor subclass."""
     result: list[Any] = []
     for value in values:
         kind = type(value)
@@ -294,7 +294,7 @@ def raised(values: Iterable[Any]) -> list[Any] | None:
 
 
 def floating_tensors(values: Iterable[Any]) -> list[Tensor] | None:
-    """The floating tensors among `values`; None where there is a tensor subclass."""
+    """Return the floating tensors among `values`; None if a value is a tensor subclass."""
     found: list[Tensor] = []
     for value in values:
         kind = type(value)
@@ -327,10 +327,10 @@ def lies_on(values: Iterable[Any], device_type: str) -> bool:
 
 
 def widest(tensors: list[Tensor]) -> torch.dtype | None:
-    """The widest dtype among `tensors`; None where they agree.
+    """Return the widest dtype among `tensors`; None if all have the same one.
 
-    float16 with bfloat16 is float32. A 0-dim tensor counts as any other up to float32; a 0-dim
-    float64 tensor, like a Python number, does not widen tensors that have dimensions.
+    The widest of float16 and bfloat16 is float32. A 0-dim tensor counts like any other up to float32. A 0-dim float64
+    tensor, like a Python number, does not widen tensors that have dimensions.
 
     >>> widest([torch.zeros(2, dtype=torch.float16), torch.zeros(2, dtype=torch.float64)])
     torch.float64
@@ -346,7 +346,7 @@ def widest(tensors: list[Tensor]) -> torch.dtype | None:
 
 
 def cast_to(values: Iterable[Any], dtype: torch.dtype) -> list[Any]:
-    """`values`, in which there is no tensor subclass, with 16-bit and float32 tensors in `dtype`."""
+    """Return `values`, which contain no tensor subclass, with 16-bit and float32 tensors in `dtype`."""
     result: list[Any] = []
     for value in values:
         kind = type(value)
@@ -368,15 +368,14 @@ _Entry = tuple[weakref.ref[Tensor], int, int, bool, Tensor]
 class CastCache:
     """Lower-precision copies of Parameters: a Parameter used twice is cast once, and an edited one is cast again.
 
-    An entry is used only while all of this is unchanged: the Parameter object, its version counter
-    (in-place edits), its data pointer (`p.data = …`), its requires_grad, and the requested dtype.
-    Edits through an alias that shares no version counter (`p.data.clamp_()`, `p.detach().numpy()`)
-    leave all of these as they were, so a Parameter whose memory was handed out that way is not
-    cached until the next `clear`. What cannot be seen from here: an alias taken before the casting
-    region began and written to between two uses inside it; `clear` is for that.
+    An entry is used only while all of these are unchanged: the Parameter object, its version counter (in-place edits),
+    its data pointer (`p.data = …`), its requires_grad, and the requested dtype. An edit through an alias without the
+    same version counter (`p.data.clamp_()`, `p.detach().numpy()`) changes none of them. Therefore a Parameter for which
+    such an alias was made is not cached until the next `clear`. An alias that was made before the casting region began,
+    and is written to between two uses inside it, cannot be detected: call `clear` after such a write.
 
-    The cast is made with grad enabled and outside inference mode whatever the caller's mode, so that
-    a later forward that needs gradients can use an entry made under no_grad.
+    The cast is made with grad enabled and outside inference mode, so that a later forward that needs gradients can use
+    an entry made under no_grad.
 
     >>> cache, weight = CastCache(), torch.nn.Parameter(torch.ones(2))
     >>> cache.cast(weight, torch.float16) is cache.cast(weight, torch.float16), len(cache)
@@ -389,7 +388,7 @@ class CastCache:
         self._exposed: set[int] = set()
 
     def __len__(self) -> int:
-        """How many copies are kept."""
+        """The number of copies."""
         return len(self._entries)
 
     def clear(self) -> None:
@@ -398,12 +397,14 @@ class CastCache:
         self._exposed.clear()
 
     def expose(self, tensor: Tensor) -> None:
-        """Note that `tensor`'s memory can now be edited unseen: it is not cached until `clear`."""
-        if not torch.compiler.is_compiling() and tensor.layout is torch.strided and not _functorch_active():
+        """Record that edits of `tensor`'s memory can no longer be detected: it is not cached until `clear`."""
+        if torch.compiler.is_compiling() or _functorch_active() or type(tensor) not in (Tensor, Parameter):
+            return  # a FakeTensor of the compiler, which compiles a backward at its first call, has no memory
+        if tensor.layout is torch.strided:
             self._exposed.add(tensor.untyped_storage().data_ptr())
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """`weight.to(dtype)`, from the cache where it may be.
+        """Return `weight.to(dtype)`, from the cache if it has a valid entry.
 
         Args:
             weight: a Parameter, any shape, any device.
@@ -413,7 +414,7 @@ class CastCache:
             A tensor of `weight`'s shape in `dtype`, linked to `weight` by autograd.
             Sync: none.
         """
-        # Under compile the graph itself is the cache; under functorch casts belong to one transform level.
+        # Under torch.compile the graph itself is the cache; under functorch a cast belongs to one transform level.
         if torch.compiler.is_compiling() or _functorch_active():
             return weight.to(dtype)
         key = (id(weight), dtype)
@@ -444,7 +445,7 @@ class CastCache:
 
 
 class NoCastCache(CastCache):
-    """A cache that keeps nothing: every use of a Parameter is a cast of its own."""
+    """A cache that stores nothing: every use of a Parameter is a new cast."""
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """`weight.to(dtype)`. Sync: none."""

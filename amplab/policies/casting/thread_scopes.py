@@ -1,12 +1,12 @@
-"""What a thread has switched on: its function modes, its open scopes, and the plan that each mode gets from them.
+"""The casting state of a thread: its open scopes, its function modes, and the plan that each mode gets from them.
 
 A scope is one entry into something that changes how the ops of a thread are cast: an engine, `disable_casts`,
-`cpu_half`, `explaining`. It ends with its block, or, if a hook enters it, with the call that the hook is part of.
+`cpu_half`, `explaining`. It ends with its block, or, if a hook enters it, with the call that the hook belongs to.
 
-Neither end is certain: torch skips the hook after a call that is interrupted, and an interrupt may come before the
-first line of `__exit__`. Therefore every scope keeps the frame that it ends with. A frame that no longer runs has
-ended its scopes. `CastingThread.drop_ended` removes them: whenever scopes are entered, left or read, and before each op
-while casts are off or while an engine casts that a hook has entered. Other ops pay nothing.
+The code at either end may not run: torch skips the hook after a call that is interrupted, and an interrupt may come
+before the first line of `__exit__`. Therefore every scope stores the frame that it ends with, and has ended when that
+frame no longer runs. `CastingThread.drop_ended` removes such scopes: whenever scopes are entered, left or read, and
+before each op while casts are disabled or while a hook's engine casts. Other ops have no overhead.
 
 A mode looks up each op in a dict, its plan. Everything that changes what a mode does replaces the dict.
 """
@@ -69,7 +69,7 @@ _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GE
 
 
 def is_running(frame: FrameType) -> bool:
-    """Return whether `frame` is on the stack of the calling thread. Takes time in proportion to the frames above."""
+    """Return whether `frame` is on the stack of the calling thread. The time is proportional to the frames above it."""
     return _leads_to(frame, _getframe(1))
 
 
@@ -82,17 +82,17 @@ def _leads_to(frame: FrameType, caller: FrameType | None) -> bool:
 
 
 class Scope:
-    """A block, or a call, in which a thread casts in another way. Enter an instance once; it decorates functions, too.
+    """A block or a call that changes how a thread casts. Enter an instance once; it also decorates functions.
 
     Args:
         engine: the engine that casts inside.
         disables: whether no engine casts inside.
         half_mode: how CPU halves are multiplied inside; None for no change.
-        explanation: where steps report to inside; None for no change.
+        explanation: the explanation that steps report to inside; None for no change.
 
     Attributes:
-        mode: the mode that the engine has pushed; None where the engine was casting already.
-        frame: the frame that the scope ends with; None where only leaving ends it.
+        mode: the mode that the engine has pushed; None if the engine was casting already.
+        frame: the frame that the scope ends with; None if it ends only with `leave`.
         by_hook: whether a hook has entered the scope for the length of a call.
     """
 
@@ -159,8 +159,8 @@ class Scope:
     def leave(self) -> None:
         """Leave; does nothing if the scope has ended already. Scopes may end in any order.
 
-        In another thread, where the garbage collector may close a generator, the scope ends at its own thread's next
-        call of amplab.
+        If another thread calls it, for example because the garbage collector closes a generator there, the scope ends
+        at the next call of amplab in its own thread.
         """
         self._left = True
         thread = self._thread
@@ -171,7 +171,7 @@ class Scope:
             return
         try:
             self._end(thread)
-        except BaseException:  # an interrupt: finish
+        except BaseException:  # an interrupt; finish anyway
             self._end(thread)
             raise
 
@@ -181,15 +181,15 @@ class Scope:
             return self._left
         if self.by_hook or _is_with_statement(self.frame, self._place):
             return True
-        self.frame = None  # entered by a call, such as ExitStack.enter_context: the frame says nothing
+        self.frame = None  # entered by a call, such as ExitStack.enter_context: its end is not that of the frame
         return False
 
     def has_ended_before_op(self) -> bool:
-        """As `has_ended`, for `CastingMode.__torch_function__`: looks first at the place where the frame was last."""
+        """As `has_ended`, for `CastingMode.__torch_function__`: first checks the depth at which the frame was last."""
         try:
             if _getframe(self._depth) is self.frame:
                 return False
-        except ValueError:  # the stack is not as deep as that
+        except ValueError:  # the stack is not that deep
             pass
         if self.frame is None:
             return self._left
@@ -203,10 +203,10 @@ class Scope:
         return self.has_ended()
 
     def seems_ended(self) -> bool:
-        """Whether a call has surely ended, by a sign that takes no walk along the stack: its caller has moved on.
+        """Whether the call has certainly ended, because its caller executes another instruction.
 
-        torch's module call handles exceptions, so it moves on after each call. A walk before each op would take about
-        1 us, this takes 0.1 us.
+        torch's module call handles exceptions, so it continues after each call. A walk along the stack before each op
+        would take about 1 us; this takes 0.1 us.
         """
         return self._caller is not None and self._caller.f_lasti != self._place
 
@@ -223,7 +223,7 @@ class Scope:
             thread.give_plans()
 
     def apply(self, thread: CastingThread) -> None:
-        """Change the switches of `thread` as this scope does, and remember how they were."""
+        """Set the switches of `thread` for this scope, and store their previous values."""
         self._outer = thread.modes, thread.disabled, thread.half_mode, thread.explanation
         if self.mode is not None:
             thread.modes = (*thread.modes, self.mode)
@@ -265,16 +265,16 @@ _Switches = tuple[_Modes, tuple[Scope, ...], HalfMode | None, Explanation | None
 
 
 class CastingThread:
-    """The open scopes of a thread, and what follows from them.
+    """The open scopes of a thread, and the switches that they set.
 
     Attributes:
         scopes: the scopes that are open, in the order in which they were entered.
-        installed: the modes of installed engines, the last one above the others.
+        installed: the modes of installed engines, the topmost one last.
         modes: the modes of installed engines, then those of the scopes; the last one casts.
         disabled: the scopes in which no engine casts.
         half_mode: how CPU halves are multiplied; None for the default.
-        explanation: where steps report to; None while nobody reads explanations.
-        may_be_pushed_again: whether a mode may be on the stack of function modes that its engine has withdrawn.
+        explanation: the explanation that steps report to; None if explanations are not requested.
+        may_be_pushed_again: whether a mode that its engine has withdrawn may still be on the stack of function modes.
         left_elsewhere: whether another thread has left one of the scopes.
     """
 
@@ -288,10 +288,10 @@ class CastingThread:
         self.may_be_pushed_again = self.left_elsewhere = False
 
     def drop_ended(self, caller: FrameType | None = None) -> None:
-        """Leave the scopes whose frame no longer runs: nobody else is going to.
+        """Leave the scopes whose frame no longer runs, since their own exit has not run.
 
         Args:
-            caller: a frame that runs, to begin the search at; by default that which called the calling function.
+            caller: a running frame at which the search begins; by default the caller of the calling function.
         """
         if (not self.scopes and not self.may_be_pushed_again) or is_dynamo_compiling():
             return
@@ -309,7 +309,7 @@ class CastingThread:
                 self.may_be_pushed_again = False
 
     def refresh(self) -> None:
-        """Take up what the open scopes say from the start, after they did not end in order."""
+        """Set all switches again from the open scopes, after scopes have not ended in order."""
         self.modes, self.disabled, self.half_mode, self.explanation = tuple(self.installed), (), None, None
         for scope in self.scopes:
             scope.apply(self)
@@ -350,7 +350,7 @@ class CastingThread:
 
 
 class _Threads(threading.local):
-    """Where each thread finds its own; one look-up here takes as long as many in a `CastingThread`."""
+    """The `CastingThread` of each thread. Look it up once: that takes as long as many reads of its attributes."""
 
     def __init__(self) -> None:
         self.own = CastingThread()
@@ -360,18 +360,18 @@ THREAD = _Threads()
 
 
 def suspend_casts(frame: FrameType) -> None:
-    """Cast nothing in this thread until the call that `frame` runs has ended in any way. Sync: none."""
+    """Cast nothing in this thread until the call that `frame` runs has ended, even by an exception. Sync: none."""
     Scope(disables=True).enter(frame, by_hook=True)
 
 
 def resume_casts(frame: FrameType) -> None:
-    """Undo `suspend_casts` for `frame`; does nothing if that has happened already. Sync: none."""
+    """Undo `suspend_casts` for `frame`; a second call does nothing. Sync: none."""
     for scope in [scope for scope in THREAD.own.disabled if scope.by_hook and scope.frame is frame]:
         scope.leave()
 
 
 def disable_casts() -> Scope:
-    """Return a block in which no engine of this thread casts, not even one that is entered inside. Blocks nest.
+    """Return a context manager under which no engine of this thread casts, even if it is entered inside. It nests.
 
     Products of CPU halves are still computed as `cpu_half_mode()` says. Sync: none.
     """
@@ -386,7 +386,7 @@ def casts_enabled() -> bool:
 
 
 def cpu_half(mode: HalfMode) -> Scope:
-    """Return a block in which engines of this thread multiply CPU halves in this way.
+    """Return a context manager that sets how engines of this thread multiply CPU halves.
 
     Args:
         mode: "fp32_accumulate" (float32 products and sums, one rounding) or "native" (the CPU's half kernel).
@@ -409,9 +409,9 @@ def cpu_half_mode() -> HalfMode:
 
 
 def explaining() -> Scope:
-    """Return a block that yields an Explanation whose `.decision` follows the engines of this thread, op by op.
+    """Return a context manager that yields an Explanation, whose `.decision` is that about the current op.
 
-    A block inside another yields the same Explanation. Ops outside the block pay nothing.
+    A block inside another yields the same Explanation. Ops outside the block have no overhead.
 
     Raises:
         RuntimeError: an engine that gives no reasons is active (`CompiledEngine`).
@@ -428,16 +428,17 @@ def thread_engines() -> tuple[CastingEngine, ...]:
 
 
 def engine_at_work() -> tuple[CastingEngine | None, bool]:
-    """The innermost engine of the calling thread and whether it may cast, as they are for the op that runs now.
+    """The innermost engine of the calling thread, and whether it may cast, for the op that runs now.
 
-    For readers of every op: unlike `thread_engines` and `casts_enabled`, it does not look for scopes that have ended.
+    For code that reads this at every op: unlike `thread_engines` and `casts_enabled`, it does not search for scopes
+    that have ended.
     """
     thread = THREAD.own
     return (thread.modes[-1].engine if thread.modes else None), not thread.disabled
 
 
 def casting_engine(device_type: str) -> CastingEngine | None:
-    """The engine that decides about ops on `device_type` in the calling thread, e.g. "cpu"; None without one."""
+    """The engine that casts ops on `device_type`, e.g. "cpu", in the calling thread; None if there is none."""
     thread = THREAD.own
     thread.drop_ended()
     for mode in reversed(thread.modes):
@@ -481,7 +482,7 @@ class CastingMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run `func` by its step, or as it is where the plan has none."""
+        """Run the step of `func`, or `func` itself if the plan has no step for it."""
         if is_dynamo_compiling():
             step = self._traced_step(func)
         else:
@@ -494,7 +495,7 @@ class CastingMode(TorchFunctionMode):
         return step(self, func, args, kwargs or {})
 
     def _traced_step(self, func: Callable[..., Any]) -> Step | None:
-        # torch.compile compares Tensor's Python methods right with `is`, and wrongly as dict keys.
+        # torch.compile finds Tensor's Python methods with `is`, but not as dict keys.
         for method in _PYTHON_METHODS:
             if func is method:
                 return self.plan.get(method)
@@ -509,8 +510,8 @@ def function_modes() -> list[TorchFunctionMode]:
 def insert_above_device(mode: TorchFunctionMode) -> None:
     """Put `mode` at the bottom of this thread's stack, above the default device's context if there is one.
 
-    Contexts that are open now pop from the top when they close, so only the bottom is safe for a mode that is removed
-    at any time. The context of set_default_device must be at the very bottom. It is the one that keeps `old_device`.
+    Open contexts pop from the top when they close, so a mode that may be removed at any time must be at the bottom.
+    Only the context of set_default_device, which has the attribute `old_device`, must be below it.
     """
     modes = function_modes()
     place = 1 if modes and isinstance(modes[0], DeviceContext) and "old_device" in vars(modes[0]) else 0
@@ -518,7 +519,7 @@ def insert_above_device(mode: TorchFunctionMode) -> None:
 
 
 def remove(mode: TorchFunctionMode) -> bool:
-    """Take `mode` out of this thread's stack, wherever it is, and return whether it was there."""
+    """Remove `mode` from this thread's stack, at any depth, and return whether it was there."""
     depth = _len_torch_function_stack()
     if depth and _get_function_stack_at(depth - 1) is mode:
         _pop_torch_function_stack()

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from amplab.policies.casting.engine import CastingEngine
-from amplab.policies.casting.hook_scopes import HookScopes
+from amplab.policies.casting.hook_scopes import HookScopes, no_graph_of_its_own
 from amplab.policies.modules.module_regions import register_module_rules
 from amplab.policies.nested_tensors import cast_tree
 from amplab.policies.policy.precision_policy import PrecisionPolicy
@@ -23,6 +23,7 @@ from amplab.policies.policy.precision_policy import PrecisionPolicy
 __all__ = ["AppliedPolicy", "accept_half_input", "apply_policy", "match_rnn_input"]
 
 
+@no_graph_of_its_own
 def match_rnn_input(
     module: torch.nn.RNNBase, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -92,7 +93,7 @@ def apply_policy(policy: PrecisionPolicy, model: nn.Module) -> AppliedPolicy:
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     >>> with apply_policy(PrecisionPolicy(module_rules={"1": "bfloat16"}), model):
     ...     print(model[0](torch.ones(2)).dtype, model(torch.ones(2)).dtype)
-    torch.float32 torch.float16
+    torch.float32 torch.bfloat16
     """
     if not isinstance(policy, PrecisionPolicy) or not isinstance(model, nn.Module):
         raise TypeError(
@@ -118,10 +119,12 @@ class _UnderEngine:
         self._engine = engine
         self._scopes = HookScopes()
 
+    @no_graph_of_its_own
     def before_forward(self, _model: nn.Module, _args: tuple[Any, ...]) -> None:
         """Enter the engine."""
         self._scopes.enter(self._engine.active())
 
+    @no_graph_of_its_own
     def after_forward(self, _model: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
         """Leave the engine; also called if forward raised."""
         self._scopes.leave()

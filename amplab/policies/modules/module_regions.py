@@ -1,24 +1,32 @@
-"""Apply module rules: forward hooks on the modules where a rule begins cast inputs and outputs.
+"""Apply module rules: forward hooks on the modules where a rule begins cast inputs and enter the rule.
 
                         around by op (O1)                          around in half weights (O2, O3)
     entry               16-bit inputs -> the rule's dtype          floating inputs -> the rule's dtype
     inside float32      no casts                                   no casts
     inside 16-bit       the policy's lists with that dtype         everything in that dtype, as the weights are
     inside simulated    the policy's lists, values rounded         the policy's lists, values rounded
-    exit                outputs -> dtype without the rule          floating outputs -> the dtype around
+    exit                outputs as they are                        outputs as they are
+    what follows        casts as the lists say                     casts where dtypes differ (`mixed_arguments`)
 
-`would_be_dtypes` follows op by op which dtype a float32 output would have without the rule; a 16-bit output is cast
-to the compute dtype around. Hooks belong to the modules: copies, pickles and replicas have them too. torch.compile
-breaks its graph at these hooks. A module whose weights are used without calling it cannot have hooks: write the rule
-for the enclosing module.
+Inside float32 and in half weights, ops whose arguments have different dtypes follow `mixed_arguments`. Where nothing
+casts what follows, because no engine is active around the call, outputs are cast to the dtype around.
+
+With `PrecisionPolicy(cast_outputs_back=True)` outputs are always cast back: a float32 output to the dtype that it would
+have without the rule, which `would_be_dtypes` follows op by op, a 16-bit output to the compute dtype around, and in
+half weights every floating output to the dtype around.
+
+Hooks belong to the modules: copies, pickles and replicas have them too. torch.compile breaks its graph at these hooks.
+A module whose weights are used without calling it cannot have hooks: write the rule for the enclosing module.
+`uncalled_modules` warns of it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +37,7 @@ from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies.casting.engine import CastingEngine
 from amplab.policies.casting.explanation import Decision, decided
 from amplab.policies.casting.thread_scopes import THREAD, CastingThread, Scope, casts_enabled, remove, thread_engines
+from amplab.policies.modules.uncalled_modules import UncalledModules
 from amplab.policies.modules.would_be_dtypes import WouldBeDtypes
 from amplab.policies.nested_tensors import cast_tree, floating_tensors_in
 from amplab.policies.policy.module_rules import RuledModule, ruled_modules
@@ -39,11 +48,12 @@ from amplab.policies.tables.apex_table import APEX
 __all__ = ["ModuleRegion", "module_rule_at_work", "module_rule_of_op", "register_module_rules"]
 
 _FLOAT32 = PrecisionPolicy(None, torch.float32)
+"""What is in force where no engine is active."""
 
 
 def register_module_rules(
     model: nn.Module, policy: PrecisionPolicy, *, weights_dtype: torch.dtype | None = None
-) -> list[_RegionHandles]:
+) -> list[_RegionHandles | _WatchHandles]:
     """Register hooks for the module rules of `policy` on `model` and return the handles that remove them.
 
     Args:
@@ -54,23 +64,26 @@ def register_module_rules(
     Raises:
         ValueError: a rule matches no module of `model`, or rules contradict each other.
     """
-    handles: list[_RegionHandles] = []
+    handles: list[_RegionHandles | _WatchHandles] = []
+    regions: dict[Tensor, ModuleRegion] = {}
     engines: dict[Precision, CastingEngine] = {}
     for ruled in ruled_modules(model, policy.module_rules):
         precision = ruled.rule.precision
         if precision not in engines:
             engines[precision] = CastingEngine(_policy_inside(precision, policy, weights_dtype is not None))
         outside = weights_dtype if weights_dtype is None or ruled.around is None else ruled.around.precision
-        region = ModuleRegion(ruled, engines[precision], None if outside is None else tensor_dtype(outside))
+        outside_dtype = None if outside is None else tensor_dtype(outside)
+        region = ModuleRegion(ruled, engines[precision], outside_dtype, casts_back=policy.cast_outputs_back)
         handles.append(_RegionHandles(region, ruled.module))
-    return handles
+        regions.update(dict.fromkeys(ruled.module.parameters(), region))
+    return [*handles, _WatchHandles(regions, model, weights_decide=weights_dtype is not None)] if handles else []
 
 
 def _policy_inside(precision: Precision, policy: PrecisionPolicy, weights_are_cast: bool) -> PrecisionPolicy:
     if precision is torch.float32:
-        return _FLOAT32
+        return dataclasses.replace(policy, table=None, compute_dtype=torch.float32, op_rules=())
     table = None if weights_are_cast and isinstance(precision, torch.dtype) else policy.table or APEX
-    return PrecisionPolicy(table, precision, policy.op_rules)
+    return dataclasses.replace(policy, table=table, compute_dtype=precision)
 
 
 class ModuleRegion:
@@ -80,14 +93,22 @@ class ModuleRegion:
         ruled: the module and its rule; no reference to the module is kept.
         engine: the engine that casts inside, also an attribute.
         outside_dtype: in models with 16-bit weights, the dtype around; None if the engine around decides.
+        casts_back: whether outputs are cast to the dtype that they would have without the rule.
+
+    Attributes:
+        was_called: whether the module has been called.
     """
 
-    def __init__(self, ruled: RuledModule, engine: CastingEngine, outside_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, ruled: RuledModule, engine: CastingEngine, outside_dtype: torch.dtype | None, *, casts_back: bool
+    ) -> None:
         self._name = ruled.name or type(ruled.module).__name__
         self._rule = ruled.rule
         self.engine = engine
         self._inside_dtype = tensor_dtype(ruled.rule.precision)
         self._outside_dtype = outside_dtype
+        self._casts_back = casts_back
+        self.was_called = False
 
     def __str__(self) -> str:
         """Return the rule and its module."""
@@ -95,29 +116,31 @@ class ModuleRegion:
 
     def before_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Cast the inputs, then enter the rule."""
+        self.was_called = True
         THREAD.own.drop_ended()
         frame = sys._getframe(1)
-        around = _policy_at_work()
+        engines, may_cast = thread_engines(), casts_enabled()
+        around = engines[-1].policy if engines else _FLOAT32
         by_op = self._outside_dtype is None
-        if by_op and not casts_enabled():
+        if by_op and not may_cast:
             _Visit(self, around).enter(frame, by_hook=True)
             return None
         with self._explained("inputs", self._inside_dtype):
             target = self._entry_dtype if by_op else self._inside_dtype
             cast = cast_tree(args, target), cast_tree(kwargs, target)
-        visit = _Visit(self, around, self.engine)
-        if by_op and self._inside_dtype is torch.float32:
+        visit = _Visit(self, around, self.engine, casts_back=self._casts_back or not (engines and may_cast))
+        if self._casts_back and by_op and self._inside_dtype is torch.float32:
             visit.follow(list(zip(floating_tensors_in(cast), floating_tensors_in((args, kwargs)), strict=True)))
         visit.enter(frame, by_hook=True)
         return cast
 
     def after_forward(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-        """Leave the rule, then cast the outputs; called with None if forward raised."""
+        """Leave the rule, then cast the outputs if they are cast at all; called with None if forward raised."""
         visit = _innermost_visit()
         if visit is None or visit.region is not self:  # an earlier hook raised
             return output
         visit.leave()
-        if visit.engine is None:
+        if visit.engine is None or not visit.casts_back:
             return output
         around = self._outside_dtype or visit.around.tensor_dtype
         with self._explained("outputs", around):
@@ -177,13 +200,40 @@ class _RegionHandles:
             handle.remove()
 
 
+class _WatchHandles:
+    """The handle that removes the hooks of `UncalledModules`."""
+
+    def __init__(self, regions: Mapping[Tensor, ModuleRegion], model: nn.Module, *, weights_decide: bool) -> None:
+        self._watch = UncalledModules(
+            regions, weights_decide=weights_decide, was_called=lambda region: bool(region.was_called)
+        )
+        self._handles = (
+            model.register_forward_pre_hook(self._watch.before_forward),
+            model.register_forward_hook(self._watch.after_forward, prepend=True, always_call=True),
+        )
+
+    def remove(self) -> None:
+        """Remove both hooks; a second call does nothing."""
+        self._watch.leave()
+        for handle in self._handles:
+            handle.remove()
+
+
 class _Visit(Scope):
     """One forward call of a module with a rule, in one thread."""
 
-    def __init__(self, region: ModuleRegion, around: PrecisionPolicy, engine: CastingEngine | None = None) -> None:
+    def __init__(
+        self,
+        region: ModuleRegion,
+        around: PrecisionPolicy,
+        engine: CastingEngine | None = None,
+        *,
+        casts_back: bool = False,
+    ) -> None:
         super().__init__(engine)
         self.region = region
         self.around = around
+        self.casts_back = casts_back
         self.would_be: WouldBeDtypes | None = None
 
     def follow(self, inputs: list[tuple[Tensor, Tensor]]) -> None:
@@ -223,11 +273,6 @@ def module_rule_at_work() -> str:
 
 
 def module_rule_of_op() -> str:
-    """As `module_rule_at_work`, for readers of every op: it does not look for scopes that have ended."""
+    """As `module_rule_at_work`, for code that reads it at every op: it does not search for scopes that have ended."""
     visit = _innermost_visit()
     return "" if visit is None or visit.engine is None else str(visit.region)
-
-
-def _policy_at_work() -> PrecisionPolicy:
-    engines = thread_engines()
-    return engines[-1].policy if engines else _FLOAT32

@@ -46,15 +46,22 @@ class PrecisionPolicy:
     An op rule names an op ("softmax": all its spellings), a spelling ("torch.nn.functional.softmax") or a function;
     a rule for a spelling overrides a rule for the op. A module rule is an fnmatch pattern over the names of
     `named_modules`. Module rules take effect when the policy is applied to a model with `apply_policy(policy, model)`
-    or `amp.initialize(model, ..., policy=policy)`.
+    or `amp.initialize(model, ..., policy=policy)`; `amplab.autocast` knows no model and refuses them.
+
+    What a ruled module or op returns keeps the dtype of the rule, so that a value beyond 65504 stays finite. Where the
+    lists of a table are in force, the ops that follow are cast as the lists say. With 16-bit weights (O2, O3) and with
+    `table=None` nothing else is cast, so an op that gets tensors of different dtypes runs in the dtype of its weights;
+    norms, losses and other ops of the float32 lists run in float32 (see `mixed_arguments`).
 
     Args:
         table: the op table, or the name of one in TABLES ("apex", "torch_cuda", "torch_cpu"). With None, only
-            op_rules cast; the result of an op with a rule is then cast back to the dtype that it would have without
-            the rule, since no table casts the arguments of the next op.
+            the rules cast.
         compute_dtype: the precision of lower-precision ops; float32 casts nothing down.
         op_rules: op -> a precision (float32 casts up, the others cast down), or the name of a cast policy.
         module_rules: pattern -> the precision inside the matching modules.
+        cast_outputs_back: cast what ruled modules return, and with `table=None` what ruled ops return, to the dtype
+            that it would have without the rule. The code around then meets the same dtypes as without rules, but a
+            float32 value beyond 65504 becomes infinite in float16.
 
     Raises:
         TypeError: `table` is not an OpTable, a name or None.
@@ -65,6 +72,7 @@ class PrecisionPolicy:
     compute_dtype: Precision
     op_rules: tuple[OpOverride, ...]
     module_rules: tuple[ModuleRule, ...]
+    cast_outputs_back: bool
 
     def __init__(
         self,
@@ -72,6 +80,8 @@ class PrecisionPolicy:
         compute_dtype: Precision | str = torch.float16,
         op_rules: Iterable[OpOverride] | Mapping[Any, Any] = (),
         module_rules: Iterable[ModuleRule] | Mapping[str, Any] = (),
+        *,
+        cast_outputs_back: bool = False,
     ) -> None:
         found = find_table(table) if isinstance(table, str) else table
         if not isinstance(found, OpTable | None):
@@ -79,15 +89,19 @@ class PrecisionPolicy:
                 f"table={table!r}: expected an OpTable, a name ({', '.join(sorted(TABLES))}), or None "
                 "to cast by op_rules only."
             )
+        if not isinstance(cast_outputs_back, bool):
+            raise TypeError(f"cast_outputs_back={cast_outputs_back!r}: expected True or False.")
         put = functools.partial(object.__setattr__, self)  # the dataclass is frozen
         put("table", found)
         put("compute_dtype", precision_of(compute_dtype, "compute_dtype"))
         put("op_rules", op_overrides(op_rules, found))
         put("module_rules", checked_module_rules(module_rules))
+        put("cast_outputs_back", cast_outputs_back)
 
-    def __reduce__(self) -> tuple[type[PrecisionPolicy], tuple[Any, ...]]:
-        """Pickle the four fields; function objects are looked up again on load."""
-        return PrecisionPolicy, (self.table, self.compute_dtype, self.op_rules, self.module_rules)
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        """Pickle the fields; function objects are looked up again on load."""
+        fields = self.table, self.compute_dtype, self.op_rules, self.module_rules, self.cast_outputs_back
+        return _rebuilt, fields
 
     def __str__(self) -> str:
         """Return the form that `parse` accepts."""
@@ -96,6 +110,7 @@ class PrecisionPolicy:
             precision_name(self.compute_dtype),
             [(rule.op, rule.word) for rule in self.op_rules],
             [(rule.pattern, precision_name(rule.precision)) for rule in self.module_rules],
+            cast_outputs_back=self.cast_outputs_back,
         )
 
     @classmethod
@@ -105,13 +120,13 @@ class PrecisionPolicy:
         Raises:
             ValueError: `text` does not have this form, or a rule in it is invalid.
         """
-        table, dtype, op_rules, patterns = read_policy(text)
+        table, dtype, op_rules, patterns, cast_outputs_back = read_policy(text)
         if table not in _TABLES:
             raise ValueError(
                 f"policy {text!r}: expected 'table/dtype' with a table of {sorted(_TABLES)}, "
                 f"e.g. 'apex/float16'{nearest(table, _TABLES) or '.'}"
             )
-        return cls(_TABLES[table], dtype, op_rules, patterns)
+        return cls(_TABLES[table], dtype, op_rules, patterns, cast_outputs_back=cast_outputs_back)
 
     @property
     def simulated(self) -> FloatFormat | None:
@@ -162,7 +177,7 @@ class PrecisionPolicy:
     def unlisted(self, func: Callable[..., Any]) -> OpRule:
         """Return the fall_through row of an op that neither the table nor a rule names."""
         op = (spelling_of(func) or str(getattr(func, "__name__", "op"))).rpartition(".")[2]
-        lists = write_policy(self.table.name if self.table else "none", precision_name(self.compute_dtype), (), ())
+        lists = write_policy(self.table.name if self.table else "none", precision_name(self.compute_dtype))
         return OpRule(op, CastPolicy.FALL_THROUGH, f"{op}: on no list of {lists}; runs in the dtype of its arguments")
 
     def precision(self, func: Callable[..., Any]) -> Precision:
@@ -179,3 +194,13 @@ class PrecisionPolicy:
     @functools.cached_property
     def _overrides(self) -> dict[Callable[..., Any], tuple[OpRule, OpOverride]]:
         return rules_by_function(self.op_rules, self.table)
+
+
+def _rebuilt(
+    table: OpTable | None,
+    compute_dtype: Precision,
+    op_rules: tuple[OpOverride, ...],
+    module_rules: tuple[ModuleRule, ...],
+    cast_outputs_back: bool,
+) -> PrecisionPolicy:
+    return PrecisionPolicy(table, compute_dtype, op_rules, module_rules, cast_outputs_back=cast_outputs_back)

@@ -1,4 +1,4 @@
-// The bit explorer's page: draws `payload`, sends the kernel what was clicked or typed, and keeps no state of its own.
+// The bit explorer's page: draws `payload` and sends clicks and typed text to the kernel. It has no other state.
 
 import { arrowTarget, h } from "./elements.js";
 

@@ -1,4 +1,4 @@
-// A canvas that fits its box and the screen's pixels, the colors it draws with, and when it draws.
+// A canvas in the size of its box, at the resolution of the screen; its colors, and the scheduling of its drawings.
 
 /** The colors and the font that the style sheet gives to an element. Themes change, so read them at each drawing. */
 export function palette(root) {
@@ -9,9 +9,9 @@ export function palette(root) {
 }
 
 /**
- * Return `soon`, which asks for one drawing in the next frame however often it is called, and `cancel`.
- * JupyterLab hides the page for a moment while it changes its theme, and no observer reports when it is back: a canvas
- * without a width tries again for six seconds.
+ * Return `soon`, which requests one drawing in the next frame even if it is called several times, and `cancel`.
+ * JupyterLab hides the page for a moment while it changes its theme, and no observer reports when it is shown again. A
+ * canvas without a width therefore tries again for six seconds.
  */
 export function drawSoon(canvas, draw) {
   let frame = 0;

@@ -9,7 +9,7 @@ export const GUTTER = { left: 38, right: 10, top: 14, bottom: 17 };
 
 // -- from rows to what is drawn; nothing from here to the classes touches the page --
 
-/** The rows of a frame out of a DataView that may start at any byte. */
+/** The rows of a frame, from a DataView that may start at any byte. */
 export function unpack(view) {
   const values = new Float64Array(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
   const rows = [];
@@ -103,7 +103,7 @@ export function scaleCorners(rows) {
   return corners;
 }
 
-/** The stretches of steps with a fault that were not skipped (an underflow that is on), as [first, last]. */
+/** The ranges of steps with a fault that were not skipped (an active underflow), as [first, last]. */
 export function faultStretches(rows) {
   const stretches = [];
   let first = null;
@@ -128,7 +128,7 @@ export function uncrowded(marks) {
   return kept;
 }
 
-/** The losses that are NaN or infinite, as {at, word}: a word where a run of equal ones begins, if it has 30 px. */
+/** The losses that are NaN or infinite, as {at, word}: a word at the start of equal ones, if they span 30 px. */
 export function nonfiniteMarks(rows, x) {
   const marks = [];
   let named = -Infinity;
@@ -208,7 +208,7 @@ export class LossChart extends Chart {
     this.reading(live);
   }
 
-  /** NaN and infinity have no height, so each is a tick on the upper edge; none is dropped. */
+  /** Draw each NaN and infinity, which have no height, as a tick on the upper edge. */
   edge(rows, palette) {
     for (const { at, word } of nonfiniteMarks(rows, this.x)) {
       this.line(at, GUTTER.top - 2, at, GUTTER.top + 6, palette.warning);
@@ -233,7 +233,7 @@ export class ScaleChart extends Chart {
     this.reading(live);
   }
 
-  /** A bar along the bottom for each stretch of steps with a fault. */
+  /** Draw a bar along the bottom for each range of steps with a fault. */
   faults(rows, palette) {
     this.pen.fillStyle = palette.warning;
     for (const [first, last] of faultStretches(rows)) {

@@ -1,5 +1,5 @@
-// The controls: all settings of an experiment. They show the kernel's `shown`; a press sends one message and changes
-// nothing here until the kernel answers.
+// The controls: all settings of an experiment. They show the kernel's `shown`; a click sends one message, and the page
+// changes when the kernel answers.
 
 import { choices, h, icon, write } from "./elements.js";
 import { endWithKernel, ownKeys } from "./page.js";
@@ -28,8 +28,8 @@ function dropdown(name, label, change) {
 export const optionOf = (options, text) => options.find(([value]) => String(value) === text)[0];
 
 /**
- * A number that is sent when it is complete (Enter or leaving the field), never while it is typed. The field keeps what
- * is being typed; once that was sent, the kernel's next answer replaces it: the new value, or the old one if refused.
+ * A number that is sent when it is complete (Enter, or focus leaves the field), not while it is typed. The field keeps
+ * the typed text; after it was sent, the kernel's next answer replaces it: the new value, or the old one if refused.
  */
 function number(label, change, attributes = {}) {
   const input = h("input", { type: "number", "aria-label": label, ...attributes });

@@ -76,7 +76,7 @@ def test_no_half_weights_stay_alive_between_iterations():
     assert not [each for each in kept if each.dtype is torch.float16]
 
 
-def test_attention_works_whatever_torch_was_built_for():
+def test_attention_works_in_every_build_of_torch():
     """apex on a build without CUDA: bmm is on no list, and nn.MultiheadAttention fails."""
     attention = o1(nn.MultiheadAttention(8, 2))
     inputs = torch.randn(3, 2, 8)
@@ -128,7 +128,7 @@ def test_disable_casts_nests_and_survives_exceptions():
 
 
 @pytest.mark.parametrize("level", [None, "O0", "O2", "O3"])
-def test_disable_casts_does_nothing_where_nothing_casts(level):
+def test_disable_casts_does_nothing_if_nothing_casts(level):
     """apex: AttributeError, 'AmpState' object has no attribute 'handle'."""
     if level is not None:
         amp.initialize(nn.Linear(1, 1), opt_level=level, verbosity=0)
@@ -210,7 +210,7 @@ def test_zero_grad_takes_todays_arguments(problem, level, arguments):
     assert clear == model.zero_grad
 
 
-def test_a_scheduler_made_before_initialize_is_quiet(problem, recwarn):
+def test_a_scheduler_made_before_initialize_does_not_warn(problem, recwarn):
     """apex: "Seems like `optimizer.step()` has been overridden…", and a first step that is skipped warns too."""
     model = problem.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -18,7 +18,7 @@ def printed(capsys):
     return lambda: [line for line in capsys.readouterr().out.splitlines() if "->" in line]
 
 
-def test_each_cast_is_told(printed):
+def test_each_cast_is_printed(printed):
     model = amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=2)
     inputs, half = torch.ones(3, 2), torch.ones(3, 2).half()
     with amp.default_session().casting():
@@ -39,7 +39,7 @@ def test_each_cast_is_told(printed):
 
 
 @pytest.mark.parametrize("verbosity", [0, 1, 3, True])
-def test_other_verbosities_tell_no_casts(printed, verbosity):
+def test_other_verbosities_print_no_casts(printed, verbosity):
     model = amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=verbosity)
     model(torch.ones(1, 2))
     assert printed() == []

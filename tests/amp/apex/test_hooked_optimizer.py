@@ -131,7 +131,7 @@ def test_a_clean_backward_does_not_take_back_the_skip(problem):
     assert session.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**15, "unskipped": 1}}
 
 
-def test_a_skip_keeps_gradients_and_schedulers_quiet(problem, recwarn):
+def test_a_skip_keeps_gradients_and_schedulers_do_not_warn(problem, recwarn):
     model = problem.model()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
@@ -240,7 +240,7 @@ def test_step_runs_without_casts(problem):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float16
 
 
-def test_a_closure_is_served_where_nothing_can_be_skipped(problem):
+def test_a_closure_works_if_no_step_can_be_skipped(problem):
     model, by_hand = problem.model(batch_norm=False), problem.model(batch_norm=False)
     optimizer, hand_optimizer = (torch.optim.LBFGS(each.parameters(), max_iter=3) for each in (model, by_hand))
     session = initialized(model, optimizer, loss_scale=4.0)
@@ -263,7 +263,7 @@ def test_a_closure_is_served_where_nothing_can_be_skipped(problem):
     assert same(model.state_dict(), by_hand.state_dict())
 
 
-def test_closures_that_cannot_be_served_are_refused(problem):
+def test_unsupported_closures_are_refused(problem):
     model = problem.model()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     session = initialized(model, optimizer)
@@ -381,7 +381,7 @@ def test_a_step_without_gradients_is_reported_as_such(problem, level, kind):
     optimizer.step()
     assert same(model.state_dict(), before)
     assert session.last_step(optimizer) == amp.StepOutcome(
-        False, "no parameter had a gradient: no backward has reached one since they were cleared"
+        False, "no parameter had a gradient: no backward has reached one since gradients were cleared"
     )
     with session.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()

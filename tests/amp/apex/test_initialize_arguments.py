@@ -155,7 +155,7 @@ def test_arguments_of_a_dynamic_scale_beside_a_static_one_are_warned_of(session,
         session.initialize(nn.Linear(1, 1), opt_level="O2", loss_scale="128.0", verbosity=0, **{name: value})
 
 
-def test_one_call_with_arguments_of_a_dynamic_scale_serves_every_level(session, recwarn):
+def test_one_call_with_arguments_of_a_dynamic_scale_works_at_every_level(session, recwarn):
     for level in ("O0", "O1", "O2", "O3"):
         session.initialize(nn.Linear(1, 1), opt_level=level, verbosity=0, **DYNAMIC)
     session.initialize(nn.Linear(1, 1), loss_scale="dynamic", verbosity=0, **DYNAMIC)

@@ -46,7 +46,14 @@ def test_a_loss_that_is_nan_collapses_after_twenty_skips():
     assert count == collapse.skips == SKIPS_BEFORE_COLLAPSE == 20
     assert not collapse.loss_was_finite
     assert collapse.record == amp.ScaleRecord(0, 2.0**-3, 2.0**-4, True, True, "weight")
-    for said in ("Loss scaler 0", "20 steps", "loss is not finite", "that of weight", "0.0625", 'on_collapse="warn"'):
+    for said in (
+        "Loss scaler 0",
+        "20 steps",
+        "loss is not finite",
+        "gradient of weight",
+        "0.0625",
+        'on_collapse="warn"',
+    ):
         assert said in str(collapse)
 
 

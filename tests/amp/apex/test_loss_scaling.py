@@ -26,7 +26,7 @@ def test_refusals_of_scale_loss(session):
 
 
 @pytest.mark.parametrize("level", ["O0", "O3"])
-def test_at_static_scale_1_an_optimizer_of_the_users_own_is_none_of_amps_business(session, level):
+def test_at_static_scale_1_an_uninitialized_optimizer_is_left_alone(session, level):
     """Scripts perturb inputs with an optimizer that amp never saw; nothing has to be unscaled for it."""
     model = nn.Linear(1, 1)
     session.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
@@ -42,7 +42,7 @@ def test_at_static_scale_1_an_optimizer_of_the_users_own_is_none_of_amps_busines
         session.scale_loss(model(inputs).sum(), own).__enter__()
 
 
-def test_before_initialize_the_words_are_those_of_apex(session):
+def test_before_initialize_the_message_is_that_of_apex(session):
     with pytest.raises(RuntimeError) as refusal:
         session.scale_loss(torch.ones(()), []).__enter__()
     assert str(refusal.value) == (

@@ -125,7 +125,7 @@ class Lookahead(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_an_optimizer_that_was_never_initialized_is_served(problem, level):
+def test_an_uninitialized_optimizer_is_accepted(problem, level):
     def trained(amp_level):
         model = problem.model(batch_norm=False)
         optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))

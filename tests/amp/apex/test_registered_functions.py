@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from amplab import amp
 from amplab.amp.apex.registered_functions import RegisteredFunctions, table_with
-from amplab.policies import APEX, CastPolicy
+from amplab.policies import APEX, CastPolicy, PrecisionPolicy
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def test_two_sessions_count_their_hold_on_an_attribute(library):
     assert library.identity is original
 
 
-def test_somebody_elses_replacement_stays(library):
+def test_a_replacement_by_other_code_stays(library):
     amp.register_half_function(library, "identity")
     o1()
     library.identity = other = lambda: None
@@ -248,7 +248,7 @@ def test_registering_too_late_warns_and_says_what_to_do(library, owner, halves):
     assert owner is not torch or torch.sigmoid(halves).dtype == torch.float32
 
 
-def test_a_refused_initialize_keeps_what_is_in_force(library):
+def test_a_refused_initialize_changes_nothing(library):
     amp.register_half_function(library, "identity")
     model = o1()
     replaced = library.identity
@@ -271,10 +271,10 @@ def test_a_copied_and_a_pickled_model_cast_by_the_same_rows(halves):
 
 REFUSALS = [
     (torch, "no_such_op", ValueError, "No function named no_such_op in module <module 'torch'"),
-    (torch, "float16", TypeError, "torch.float16 is no function"),
-    (nn, "Linear", TypeError, "torch.nn.Linear is no function: expected one; register what its forward calls."),
-    (nn.init, "zeros_", ValueError, "torch.nn.init.zeros_ is a function of torch that takes no part in"),
-    (torch.utils.checkpoint, "checkpoint", ValueError, "wrap it in a function of your own."),
+    (torch, "float16", TypeError, "torch.float16 is of type dtype"),
+    (nn, "Linear", TypeError, "torch.nn.Linear is a class"),
+    (nn.init, "zeros_", ValueError, "torch.nn.init.zeros_ is a function of torch that function modes cannot"),
+    (torch.utils.checkpoint, "checkpoint", ValueError, "wrap it in your own function"),
     (torch, 3, TypeError, "name=3: expected the name of a function"),
 ]
 
@@ -285,3 +285,28 @@ def test_refusals(owner, name, error, message):
         amp.register_half_function(owner, name)
     assert message in str(refusal.value)
     o1()  # nothing of it has stayed
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_float_function_without_effect_is_named(library, level):
+    amp.register_float_function(torch, "sigmoid")
+    amp.register_promote_function(library, "identity")
+    amp.register_half_function(torch, "exp")
+    with pytest.warns(UserWarning, match="registered as a") as told:
+        amp.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0)
+    first, second = (str(each.message) for each in told)
+    assert first.startswith(f"torch.sigmoid is registered as a float function, which has no effect at {level}")
+    assert "op_rules={'sigmoid': 'float32'}" in first
+    assert "identity is registered as a promote function" in second
+    assert {each.filename for each in told} == {__file__}
+    with pytest.warns(UserWarning, match=rf"torch.exp is registered as a float function, .* at {level}"):
+        amp.register_float_function(torch, "exp")
+
+
+def test_what_the_warning_says_to_write_has_the_effect():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sigmoid())
+    returned = []
+    model[1].register_forward_hook(lambda _, args, output: returned.append(output.dtype))
+    amp.initialize(model, opt_level="O2", verbosity=0, policy=PrecisionPolicy(op_rules={"sigmoid": "float32"}))
+    model(torch.ones(2, 2))
+    assert returned == [torch.float32]

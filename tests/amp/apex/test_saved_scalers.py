@@ -95,7 +95,7 @@ def test_other_things_are_refused(prepared, given):
         prepared().load_state_dict(given)
 
 
-def test_strict_is_no_argument(prepared):
+def test_strict_is_not_an_argument(prepared):
     """Scripts try it first, and rely on the TypeError."""
     with pytest.raises(TypeError, match="strict"):
         prepared().load_state_dict({}, strict=False)

@@ -114,7 +114,7 @@ def fail_in_the_block(session, loss, optimizer, error):
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_exception_in_the_block_leaves_everything_as_it_was(problem, level, error):
+def test_an_exception_in_the_block_restores_everything(problem, level, error):
     def run(stumble):
         session, model = amp.Session(), problem.model()
         optimizer = OPTIMIZERS["sgd"](model.parameters())

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import amplab
-from amplab.policies import PrecisionPolicy
+from amplab.policies import PrecisionPolicy, apply_policy
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
 
@@ -121,3 +121,14 @@ def test_only_callables_are_decorated(given):
     with pytest.raises(TypeError) as theirs:
         torch.autocast("cpu")(given)
     assert str(ours.value) == str(theirs.value).replace("torch.autocast", "amplab.autocast")
+
+
+def test_module_rules_are_refused_by_name_and_the_message_says_what_works():
+    policy = PrecisionPolicy(module_rules={"nosuch": "float32"})
+    with pytest.raises(ValueError, match=r"module rule nosuch=float32, .*apply_policy\(policy, model\)"):
+        amplab.autocast("cpu", policy=policy)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    applied = apply_policy(PrecisionPolicy("torch_cuda", module_rules={"1": "float32"}), model)
+    with applied, amplab.autocast("cpu", dtype=torch.float16):
+        assert model(torch.ones(1, 2)).dtype is torch.float32
+        assert model[0](torch.ones(1, 2)).dtype is torch.float16

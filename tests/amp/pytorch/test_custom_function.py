@@ -111,7 +111,7 @@ def test_outside_of_a_region_nothing_is_cast_and_backward_is_as_forward():
     assert x.grad.dtype is HALF
 
 
-def test_both_serve_amp_initialize(monkeypatch):
+def test_both_work_under_amp_initialize(monkeypatch):
     monkeypatch.setattr(Product, "expected", HALF)
     x, y = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
     amp.initialize(torch.nn.Linear(1, 1), opt_level="O1", verbosity=0)

@@ -27,7 +27,7 @@ def backward(scaler, parameter, gradient=2.0):
 # -- __init__ --------------------------------------------------------------------------------------
 
 
-def test_it_is_one_of_torchs_and_stands_in_three_places():
+def test_it_is_an_instance_of_torchs_and_available_under_three_names():
     assert isinstance(GradScaler("cpu"), torch.amp.GradScaler)
     assert amplab.GradScaler is amplab.amp.GradScaler is GradScaler
 
@@ -70,7 +70,7 @@ def test_factors_that_do_not_grow_or_shrink_are_refused(scaler_type, numbers, me
 
 
 @BOTH
-def test_all_else_is_taken_as_it_comes(scaler_type):
+def test_other_arguments_are_not_checked(scaler_type):
     for device in ("bogus", torch.device("cpu")):
         assert scaler_type(device).is_enabled()
     for numbers in ({"growth_interval": -1}, {"init_scale": 0}, {"init_scale": -4.0}, {"backoff_factor": -1.0}):
@@ -180,7 +180,7 @@ def test_half_gradients_are_refused(scaler_type):
 
 
 @BOTH
-def test_a_parameter_that_is_no_tensor_is_refused(scaler_type):
+def test_a_parameter_that_is_not_a_tensor_is_refused(scaler_type):
     parameter, optimizer = one_parameter()
     scaler = scaler_type("cpu")
     backward(scaler, parameter)
@@ -276,7 +276,7 @@ def test_the_stages_of_an_optimizer(scaler_type):
 
 @BOTH
 @pytest.mark.parametrize("method", ["unscale_", "step", "update"])
-def test_before_any_scale_nothing_else_goes(scaler_type, method):
+def test_before_the_first_scale_other_calls_raise(scaler_type, method):
     parameter, optimizer = one_parameter()
     parameter.grad = torch.ones(1)
     arguments = (4.0,) if method == "update" else (optimizer,)

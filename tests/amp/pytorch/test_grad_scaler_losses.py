@@ -317,7 +317,7 @@ def test_one_loss_is_saved_in_the_format_of_torch_and_taken_up_by_all():
 def test_the_state_of_another_number_of_losses_is_refused(num_losses):
     scaler = GradScaler("cpu", num_losses=num_losses)
     before = scaler.state_dict()
-    with pytest.raises(ValueError, match=f"of 2 losses, and this scaler has num_losses={num_losses}"):
+    with pytest.raises(ValueError, match=f"has 2 losses, and this scaler has num_losses={num_losses}"):
         scaler.load_state_dict(scaler_with().state_dict())
     assert scaler.state_dict() == before
 
@@ -328,8 +328,8 @@ def test_the_state_of_another_number_of_losses_is_refused(num_losses):
 @pytest.mark.parametrize(
     ("loss_id", "error", "message"),
     [
-        (2, IndexError, "loss_id=2: expected one below num_losses=2"),
-        (-1, IndexError, "loss_id=-1: expected one below num_losses=2"),
+        (2, IndexError, "loss_id=2: expected a number below num_losses=2"),
+        (-1, IndexError, "loss_id=-1: expected a number below num_losses=2"),
         (True, TypeError, "loss_id=True: expected a whole number"),
         ("d", TypeError, "loss_id='d': expected a whole number"),
     ],

@@ -153,7 +153,7 @@ def test_a_collapse_under_a_fused_optimizer_is_said_when_the_scale_is_read():
 
 
 @pytest.mark.parametrize("floor", [1.0, 128.0])
-def test_a_floor_of_ones_own_holds(floor):
+def test_a_floor_that_the_user_sets_holds(floor):
     scaler, training = GradScaler("cpu", init_scale=1024.0, floor=floor), Training()
     for _ in range(20):
         training.iterate(scaler, INF)
@@ -259,7 +259,7 @@ def test_only_step_reads_and_only_once(name, gradient):
     assert reads.count == (0 if name == "static" else 1)
 
 
-def test_a_rule_that_the_host_is_asked_adds_nothing_to_the_read_of_step():
+def test_a_host_rule_adds_no_sync_to_that_of_step():
     scaler, training = GradScaler("cpu", rule=Creeping()), Training()
     for gradient in (1.0, INF):
         with Reads() as reads:
@@ -313,7 +313,7 @@ def test_a_fused_step_read_after_its_gradients_are_gone_names_none():
     assert scaler.last_step == StepOutcome(False, "gradient overflow at loss scale 64.0")
 
 
-def test_a_parameter_without_a_name_is_told_by_its_place():
+def test_a_parameter_without_a_name_is_named_by_its_place():
     first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=0.1)
     scaler = GradScaler("cpu")

@@ -4,12 +4,14 @@ import copy
 import pickle
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.amp.grad_scaler import OptState
 
 from amplab.amp import GradScaler
+from amplab.scalers import DynamicScale
 
 INF = float("inf")
 BOTH = pytest.mark.parametrize("scaler_type", [torch.amp.GradScaler, GradScaler], ids=["torch", "amplab"])
@@ -212,3 +214,28 @@ def test_private_names_that_others_call(scaler_type):
     row["found_inf_per_device"] = {torch.device("cpu"): torch.tensor(0.0)}
     scaler._maybe_opt_step(optimizer, row)
     assert parameter.item() == -INF
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"init_scale": "a"}, {"init_scale": None}, {"init_scale": [1.0]}, {"growth_factor": "2"},
+        {"backoff_factor": None}, {"growth_interval": "100"}, {"growth_interval": 2.5},
+    ],
+)  # fmt: skip
+def test_what_is_not_a_number_is_refused_by_name(wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(TypeError, match=re.escape(f"{name}={value!r}: expected a ")):
+        GradScaler("cpu", **wrong)
+
+
+@pytest.mark.parametrize("scale", [2, 2.0, np.float32(2), torch.tensor(2.0)])
+def test_every_kind_of_number_is_a_scale(scale):
+    assert GradScaler("cpu", init_scale=scale, growth_interval=np.int64(7)).scale(torch.ones(())).item() == 2.0
+
+
+@pytest.mark.parametrize("wrong", [{"growth_factor": "2"}, {"backoff_factor": None}, {"growth_interval": "100"}])
+def test_a_rule_refuses_by_name_what_is_not_a_number(wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(TypeError, match=re.escape(f"{name}={value!r}: expected a number")):
+        DynamicScale(**wrong)

@@ -35,7 +35,7 @@ REFUSED = [
     (SAVED | {"_growth_tracker": -3}, ValueError, "state_dict['_growth_tracker'] = -3: expected a whole number >= 0"),
     (SAVED | {"rule_state": 3}, ValueError, "state_dict['rule_state'] = 3: expected the dict that state_dict() wrote"),
     (SAVED | {"losses": 3}, ValueError, "state_dict['losses'] = 3: expected a list of states"),
-    (SAVED | {"losses": [3]}, ValueError, "The state is of 2 losses, and this scaler has num_losses=1"),
+    (SAVED | {"losses": [3]}, ValueError, "The state has 2 losses, and this scaler has num_losses=1"),
 ]
 
 
@@ -77,9 +77,7 @@ def test_the_state_of_another_rule_is_warned_of(of, into):
             scaler.load_state_dict(saved)
     else:
         own = "torch's own rule" if into is None else type(into).__name__
-        said = (
-            rf"^The state was saved under {type(of).__name__}, and this GradScaler is under {own}: the scale continues"
-        )
+        said = rf"^The state was saved with {type(of).__name__}, and this GradScaler has {own}: the scale continues"
         with pytest.warns(UserWarning, match=said) as told:
             scaler.load_state_dict(saved)
         assert told[0].filename == __file__

@@ -46,7 +46,7 @@ def test_a_verdict_on_the_device():
         assert report.outcome().first_nonfinite is None
 
 
-def test_of_no_gradients_at_all_there_is_no_first():
+def test_without_gradients_there_is_no_first_one():
     groups, params = groups_of(None, None)
     assert StepReport(groups, params, None, torch.tensor(8.0)).outcome().first_nonfinite is None
 

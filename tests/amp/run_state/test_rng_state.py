@@ -23,7 +23,7 @@ def draw_from_all():
     return torch.rand(2).tolist(), random.random(), np.random.random(), np.random.standard_normal()
 
 
-def test_generators_stand_where_they_stood(tmp_path):
+def test_generators_are_restored(tmp_path):
     path = tmp_path / "run.pt"
     np.random.standard_normal()  # numpy keeps the second of a pair for the next call
     amp.save_run_state(path)

@@ -153,7 +153,7 @@ def test_batches_are_named_by_their_path():
     ]
 
 
-def test_every_model_is_left_as_it_was():
+def test_every_model_is_restored():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.LSTM(4, 2))
     kept = {name: value.clone() for name, value in model.state_dict().items()}
@@ -198,7 +198,7 @@ def test_what_reads_inf_begins_nothing():
 
 
 @pytest.mark.parametrize(("values", "spread"), [([math.nan] * 3, False), ([math.nan, -2.0, 1.0], True), ([0.0], False)])
-def test_a_size_is_told_where_a_number_has_one(values, spread):
+def test_a_size_is_shown_if_a_number_has_one(values, spread):
     x = torch.tensor(values)
     assert ("|x| up to 2" in str(read([measure(x)], [(x.dtype, x.numel())])[0])) == spread
     assert ("up to" in str(read([measure(x)], [(x.dtype, x.numel())])[0])) == spread
@@ -207,3 +207,19 @@ def test_a_size_is_told_where_a_number_has_one(values, spread):
 def test_one_of_a_kind_is_in_the_singular():
     (one,) = counted([torch.tensor([0.0, math.inf, math.nan, 1.0])])
     assert str(one) == "float32, 4 elements, |x| up to 1, 1 zero, 1 inf, 1 nan"
+
+
+def test_what_a_copy_overwrites_is_not_read():
+    """The backward of an assignment to a row copies into memory that was never written."""
+    model = nn.Linear(4, 4)
+
+    def step():
+        x = model(torch.ones(3, 4))
+        moved = x.roll(1, 0)
+        moved[0] = x[0]
+        return (x * moved).sum()
+
+    seen = observe_step(model, step)
+    copies = [each.index for each in seen.trace if each.aten == "aten.copy_.default"]
+    assert copies
+    assert all(len(seen.inputs(each)) == 1 for each in copies)

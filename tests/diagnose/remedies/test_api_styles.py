@@ -152,7 +152,7 @@ def test_a_step_that_is_unscaled(style):
     torch.testing.assert_close(loop.model.weight.detach(), before - 0.1 * gradient)
 
 
-def test_each_face_is_told_by_its_scaler():
+def test_each_api_is_recognized_by_its_scaler():
     assert [api_style_of(Loop(style).scaler) for style in STYLES[1:]] == list(STYLES[1:])
     assert api_style_of(amplab.amp.Session()) == "apex"
     assert api_style_of(torch.amp.GradScaler("cpu", enabled=False)) == "none"

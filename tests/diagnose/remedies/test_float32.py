@@ -19,7 +19,7 @@ def record(op="matmul", module="attention", **fields):
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("module", ["attention", "Net", ""])
-def test_it_can_be_run_as_it_stands(level, module):
+def test_it_runs_as_printed(level, module):
     model = nn.ModuleDict({"attention": nn.Linear(4, 4)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     names = {"amplab": amplab, "amp": amplab.amp, "model": model, "optimizer": optimizer}
@@ -68,7 +68,7 @@ def test_a_cast_is_left_out():
     ]
 
 
-def test_an_op_that_no_rule_can_name_is_mended_where_it_is():
+def test_an_op_that_no_rule_can_name_is_fixed_in_place():
     assert "policy" not in in_float32(record("getitem_of_mine", ""))
 
 
@@ -167,7 +167,7 @@ def variance_loss(level, line=None, policy=None, nested=False):
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_variance_by_hand_is_named_and_mended(level, nested):
+def test_a_variance_by_hand_is_found_and_fixed(level, nested):
     try:
         loss, findings = variance_loss(level, nested=nested)
         assert math.isnan(loss)

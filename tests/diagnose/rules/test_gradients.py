@@ -303,7 +303,7 @@ def test_an_optimizer_that_has_not_stepped_has_no_state_afterwards():
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("delayed", [False, True])
-def test_accumulating_and_adding_to_gradients_is_nobodys_fault(level, delayed):
+def test_accumulating_and_adding_to_gradients_is_not_reported(level, delayed):
     """Three backwards, a clipping, noise and a decay by hand on what is stepped."""
 
     def step_of(session, model, optimizer, x):

@@ -122,7 +122,7 @@ def lost_weights(*, half=False, **given):
     return finding
 
 
-def test_lost_weights_are_mended_by_a_scale_where_half_is_in_the_step_alone():
+def test_lost_weights_are_fixed_by_a_scale_if_only_the_step_is_half():
     assert "GradScaler" in lost_weights(half=True).remedy
     single = lost_weights()
     assert "No float16" in single.cause

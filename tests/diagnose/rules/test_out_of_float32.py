@@ -105,7 +105,7 @@ def test_weights_that_have_grown_are_the_rates_fault(function, size, seed):
 
 
 @pytest.mark.parametrize(("size", "seed"), SIZES_AND_SEEDS)
-def test_a_batch_that_nobody_brought_to_size(size, seed):
+def test_a_batch_that_was_not_normalized(size, seed):
     torch.manual_seed(seed)
     model, x = Ends(size, torch.square, 0.0), torch.randn(16, size) * 1e25
     first = doctor(model, step=lambda: model(x).mean(), batch=x)[0]

@@ -64,7 +64,7 @@ def test_an_optimizer_of_another_model():
     assert (finding.name, finding.severity) == ("optimizer-of-another-model", "error")
 
 
-def test_an_optimizer_of_something_else_is_none_of_ours():
+def test_an_optimizer_of_another_object_is_not_reported():
     model = network()
     temperature = nn.Parameter(torch.ones(7))
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD([temperature], lr=0.1)]
@@ -183,7 +183,7 @@ def test_an_optimizer_that_holds_what_another_holds_is_built_anew():
     assert "1 more" in finding.symptom
 
 
-def test_a_part_that_belongs_to_nobody_gets_an_optimizer():
+def test_a_module_without_an_optimizer_gets_one():
     model, loss_fn = two_parts()
     optimizers = [torch.optim.SGD([each], lr=0.1) for each in model["b"].parameters()]
     remedy_for(model, loss_fn, optimizers)

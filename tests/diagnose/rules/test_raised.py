@@ -9,7 +9,7 @@ import amplab
 from amplab.diagnose.rules.raised import finding_of_error
 
 
-def test_a_block_recomputed_without_its_casts_is_told_of_the_checkpoint_that_casts():
+def test_a_block_recomputed_without_its_casts_is_advised_to_use_amplabs_checkpoint():
     block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     with amplab.autocast("cpu", dtype=torch.float16):
         loss = checkpoint(block, torch.ones(2, 4), use_reentrant=False).float().sum()
@@ -61,7 +61,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False)
 
 
-def test_a_checkpoint_of_torch_is_told_of_amplabs():
+def test_torchs_checkpoint_is_reported_with_amplabs_as_the_remedy():
     with pytest.raises(CheckpointError) as refused:
         amplab.xray(Checkpointed(), torch.ones(2, 4), autocast=amplab.autocast("cpu", dtype=torch.float16))
     assert any("amplab.checkpoint" in note for note in refused.value.__notes__)

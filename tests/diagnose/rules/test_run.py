@@ -83,7 +83,7 @@ def test_without_a_step_taken_a_loss_does_not_diverge():
     assert "diverging" not in names(run_of([1.0, 200.0, 4e4], "xxx", [8.0, 4.0, 2.0, 1.0]))
 
 
-def test_a_row_of_skips_that_goes_on_is_told_until_it_is_a_collapse():
+def test_a_continuing_row_of_skips_is_reported_until_it_is_a_collapse():
     scales = [2.0 ** (40 - n) for n in range(21)]
     (found,) = (each for each in run_findings(run_of([1.0] * 6, ".xxxxx", scales)) if each.name == "still-skipping")
     assert (found.severity, found.evidence["skips"], found.evidence["first_scale"]) == ("note", 5, 2.0**39)
@@ -112,7 +112,7 @@ def test_a_loss_that_is_not_finite():
     assert [(each.name, each.severity) for each in run_findings(skipped)] == [("nonfinite-loss", "warning")]
 
 
-def test_a_loss_that_nobody_told_is_not_one_that_is_not_finite():
+def test_a_missing_loss_is_not_a_non_finite_loss():
     assert names(run_of([None] * 6)) == ["loss-missing"]
     assert names(run_of([None, 0.5, 0.5, 0.4, 0.4])) == []
     assert names(run_of([None, math.nan])) == ["nonfinite-loss"]

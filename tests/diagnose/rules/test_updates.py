@@ -177,7 +177,7 @@ def test_an_optimizer_that_a_step_leaves_out(stepped, left_out):
         assert not torch.equal(before[0], model[left_out[0]].weight)
 
 
-def test_an_optimizer_whose_parameters_got_nothing_may_wait():
+def test_an_optimizer_without_gradients_need_not_step():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
 

@@ -57,12 +57,12 @@ def test_an_eps_that_is_zero_in_half(x, eps, expected):
     assert ("constant-underflows-half", expected) in seen or (expected is None and "constant-under" not in str(seen))
 
 
-def test_an_eps_that_torch_uses_in_float32_is_none_of_ours():
+def test_an_eps_that_torch_uses_in_float32_is_not_reported():
     seen, _ = found(lambda x: F.layer_norm(x, (16,), eps=1e-8), WITH_ZEROS)
     assert "constant-underflows-half" not in str(seen)
 
 
-def test_an_eps_in_float32_is_none_of_ours():
+def test_an_eps_in_float32_is_not_reported():
     seen, _ = found(lambda x: 1 / (x.float() + 1e-8), WITH_ZEROS)
     assert "constant-underflows-half" not in str(seen)
 
@@ -125,7 +125,7 @@ def test_gradients_that_underflow(scale, expected):
         assert max(each.evidence["share"] for each in findings if each.name == "gradients-underflow") == oracle
 
 
-def test_gradients_next_to_nothing_may_go():
+def test_tiny_gradients_may_be_lost():
     """What is lost weighs nothing against the largest element."""
     slopes = torch.logspace(-9, -8, 16).index_fill(0, torch.tensor([0]), 1.0)
     assert ("gradients-underflow", "note") in found(lambda x: (x.float() * slopes).sum(), RAMP)[0]
@@ -193,7 +193,7 @@ def headed(level, size, seed):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("size", "seed"), [(8, 0), (8, 1), (32, 2)])
-def test_a_note_is_in_the_words_of_what_is_in_use(level, size, seed):
+def test_a_note_uses_the_names_of_the_api_in_use(level, size, seed):
     """With half weights nothing casts at calls: what helps is .float() by hand, or a module rule of this level."""
     try:
         (note,), *_ = headed(level, size, seed)

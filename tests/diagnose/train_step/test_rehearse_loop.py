@@ -36,7 +36,7 @@ SIZES_AND_SEEDS = [(8, 0), (8, 1), (8, 2), (40, 0), (40, 1), (40, 2)]
 @pytest.mark.parametrize(("size", "seed"), SIZES_AND_SEEDS)
 @pytest.mark.parametrize("scale", [8.0, 1000.0, 65536.0])
 @pytest.mark.parametrize("clips", ["before", "after", "before, by the scale"])
-def test_a_limit_near_the_true_norm_is_told_by_what_follows(scaler_type, size, seed, scale, clips):
+def test_a_limit_near_the_true_norm_is_recognized_by_the_next_write(scaler_type, size, seed, scale, clips):
     """Clipping scaled gradients to nearly their true norm multiplies them by what unscaling does."""
     model, optimizer, loss_fn, norm = of_size(size, seed)
     scaler = scaler_type("cpu", init_scale=scale)

@@ -1,0 +1,47 @@
+"""The remedy that a finding prints is pasted into the broken run, which then is healthy and learns as its twin does."""
+
+import pytest
+import singular_wards
+import torch
+from pasting import final_loss, mended
+from patients import SEEDS, SIZES
+from test_clinic import diagnosed, findings_of
+
+import amplab
+
+STEPS = 60
+TABLES = {"singular_wards.SINGULAR_WARDS": singular_wards.SINGULAR_WARDS}
+WARDS = [(table, name) for table, wards in TABLES.items() for name in wards]
+FEW = [(SIZES[0], 0)]
+MANY = [
+    pytest.param(size, seed, marks=() if (size, seed) in FEW else pytest.mark.long) for size in SIZES for seed in SEEDS
+]
+
+
+@pytest.mark.parametrize(("size", "seed"), MANY)
+@pytest.mark.parametrize(("table", "name"), WARDS)
+def test_the_pasted_remedy_mends_the_run_and_it_learns_as_its_twin_does(table, name, size, seed, tmp_path):
+    finding = diagnosed(TABLES[table][name], size, seed, broken=True)[0]
+
+    def after():
+        torch.manual_seed(seed)
+        return mended(table, name, finding, size, seed, tmp_path)
+
+    try:
+        found = findings_of(after())
+        assert not found.harmful, str(found.harmful)
+        loss = final_loss(after(), STEPS)
+    finally:
+        amplab.amp.reset()
+    healthy = [twin_loss(table, name, size, each) for each in SEEDS]
+    spread = max(healthy) - min(healthy)
+    assert loss < healthy[seed] + max(0.03 * healthy[seed], spread), (finding.remedy, healthy)
+
+
+def twin_loss(table, name, size, seed):
+    torch.manual_seed(seed)
+    patient = TABLES[table][name].admit(size, seed, False)
+    try:
+        return final_loss(patient, STEPS)
+    finally:
+        patient.amp.reset()
