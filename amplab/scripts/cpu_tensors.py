@@ -135,7 +135,7 @@ class _TensorCalls:
             named: dict[str, Any] = dict(zip(_names_of_to(args), args, strict=False)) | kwargs
             place = named.get("device")
             if place is None:
-                return copied(own)(tensor, *args, **kwargs)
+                return copied(own)(tensor, *args, **kwargs)  # type: ignore[no-any-return]
             if torch.device(on_cpu(place)).type != "cpu":
                 return own(tensor, *args, **kwargs)
             side = side_of_device(place)
