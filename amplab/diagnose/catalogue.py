@@ -572,6 +572,51 @@ _GRADIENTS = (
         supersedes_as_error=(*SYMPTOMS, "diverging"),
     ),
     CatalogueEntry(
+        "unscaled-too-early",
+        "Gradients are unscaled before the last backward of a step",
+        ("error",),
+        {
+            "": Case(
+                "Optimizer {optimizer} was stepped with {gradients} gradients that were unscaled before the last "
+                "{backwards} had added to them.",
+                "What a backward adds after unscale_ is still multiplied by the loss scale, {scale}, and nothing "
+                "unscales it: it outweighs the rest.",
+                "scaler.unscale_(optimizer)  # once per step: after its last backward, before clipping",
+            )
+        },
+        supersedes_as_error=(*SYMPTOMS, "diverging"),
+    ),
+    CatalogueEntry(
+        "two-scalers",
+        "Two scalers unscale the gradients of one optimizer",
+        ("error",),
+        {
+            "": Case(
+                "The gradients of optimizer {optimizer} were unscaled {times} times in one step, by different scalers.",
+                "Each scaler divides them by its own loss scale and steps the optimizer: one step uses gradients that "
+                "are too small, and an optimizer with momentum steps twice.",
+                "scaler.scale(first_loss + second_loss).backward()  # one scaler for all losses of an optimizer\n"
+                + _SCALER_STEP,
+            )
+        },
+        supersedes=("unscaled-twice", "stepped-with-scaled-gradients"),
+        supersedes_as_error=(*SYMPTOMS, "diverging"),
+    ),
+    CatalogueEntry(
+        "zero-grad-in-accumulation",
+        "Gradients are set to zero between the backwards of one step",
+        ("error",),
+        {
+            "": Case(
+                "Optimizer {optimizer} was stepped with the gradients of the last backward alone; those of {before} "
+                "before it were dropped.",
+                "zero_grad runs before every backward instead of once per step, so the step does not see the other "
+                "batches.",
+                "optimizer.zero_grad()  # once per step, before its first backward",
+            )
+        },
+    ),
+    CatalogueEntry(
         "clips-model-gradients",
         "Clipping does not reach the gradients of the float32 masters",
         ("warning",),
@@ -646,6 +691,20 @@ _PARAMETERS = (
                 "rounded away; in float32 such updates add up.",
                 'model, optimizer = amp.initialize(model.float(), optimizer, opt_level="O2")  # float32 masters\n'
                 "# or float32 weights, model.float(), and torch.autocast around the forward",
+            )
+        },
+    ),
+    CatalogueEntry(
+        "average-in-half",
+        "A 16-bit average of the weights does not follow them",
+        ("warning",),
+        {
+            "": Case(
+                "{share:.0%} of the elements of the {dtype} average of {tensor} that this step should change do not "
+                "change.",
+                "An average moves by (1 - decay) of its distance to the weights. In {dtype} that is rounded away where "
+                "it is smaller than half of the last bit, so the average stands still.",
+                "average = copy.deepcopy(model).float()  # kept in float32; where it is used, round a copy of it",
             )
         },
     ),

@@ -18,7 +18,8 @@ from amplab.policies import APEX, TABLES, TORCH_CPU, TORCH_CUDA, CastingEngine, 
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
 # Composites are run by the tests of composites, in-place forms by those of the casting steps.
-ELSEWHERE = {"multi_head_attention_forward", "linear_cross_entropy", "gumbel_softmax", "backward"}
+# "recurrent" is run by the tests of recurrent nets.
+ELSEWHERE = {"multi_head_attention_forward", "linear_cross_entropy", "gumbel_softmax", "backward", "recurrent"}
 ONEDNN_ONLY = {"_native_multi_head_attention", "mkldnn_rnn_layer"}
 ENGINES = {(name, dtype): CastingEngine(PrecisionPolicy(name, dtype)) for name in TABLES for dtype in (HALF, BFLOAT)}
 

@@ -54,7 +54,7 @@ class autocast:
 
     * The default policy on the CPU is also that of a GPU: softmax, norms, sums and losses in float32. (torch has other
       lists for the CPU.) `amplab.cpu_half` selects how float16 products are computed there.
-    * The flags of torch do not change, because setting them would enable torch's casts. Therefore
+    * The flags of torch for ``device_type`` do not change, because setting them would enable torch's casts. Therefore
       `torch.is_autocast_enabled` returns False; use `amplab.is_autocast_enabled` and `amplab.get_autocast_dtype`. Use
       `amplab.custom_fwd`, `custom_bwd` and `checkpoint`, which support both autocasts.
     * Only ops called from Python are cast. `torch.ops.*` and ops called from C++, including autograd's backward, are
@@ -114,6 +114,7 @@ class autocast:
             self.device, torch.float16 if policy is not None and policy.simulated else self.fast_dtype, stacklevel=3
         )
         self._precision = policy.compute_dtype if policy is not None else self.fast_dtype
+        self._found: CastingEngine | None = None
 
     @property
     def policy(self) -> PrecisionPolicy:
@@ -166,7 +167,10 @@ class autocast:
 
     def _engine(self) -> CastingEngine | None:
         if self.enabled:
-            return engine_for(self._policy, self._precision, self.device, self.cache_enabled)
+            if self._found is not None and not is_dynamo_compiling():
+                return self._found
+            self._found = engine_for(self._policy, self._precision, self.device, self.cache_enabled)
+            return self._found
         if casting_engine(self.device) is None:
             return None
         return engine_for(_NO_CASTS, _NO_CASTS.compute_dtype, self.device, self.cache_enabled)
@@ -296,6 +300,8 @@ def checked_device_type(device_type: Any) -> str:
         ValueError: not a string.
         RuntimeError: there is no such device type, or no autocast for it.
     """
+    if device_type in ("cpu", "cuda"):
+        return str(device_type)
     try:
         available = torch.amp.is_autocast_available(named_by_a_string(device_type))
     except RuntimeError:

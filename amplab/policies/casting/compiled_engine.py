@@ -156,9 +156,11 @@ class CompiledMode:
         task: the backward pass in which it was entered, or -1.
         live: whether this is the mode that casts for its device type.
         explanation: None; the thread sets it.
+        keeps_flag: True: the kernel works only while `AUTOCAST_FLAG` is set, which it sets itself.
     """
 
     __slots__ = ("_enter", "_plan", "engine", "entered_by", "explanation", "has_ended", "live", "task")
+    keeps_flag = True
 
     def __init__(self, engine: CompiledEngine, casts: DispatchCasts) -> None:
         self.engine, self.task, self._enter = engine, casts.task(), casts.enter
@@ -173,12 +175,14 @@ class CompiledMode:
         if plan is not self._plan:
             self._plan = plan
             self._enter(plan.address, self.task)
+            THREAD.own.flagged = True
 
     def rest(self) -> None:
         """Cast nothing until the next plan is set."""
         if self._plan is not None:
             self._plan = None
             self._enter(None, self.task)
+            THREAD.own.flagged = False
 
 
 def _claims(rows: Iterable[OpRule]) -> dict[str, OpRule]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
+from torch.compiler import is_dynamo_compiling
 
 from amplab.policies.casting.engine import CastingEngine
 from amplab.policies.policy.precision_policy import PrecisionPolicy
@@ -27,6 +27,8 @@ class _Kept:
 
 
 _KEPT = _Kept()
+_FOUND: dict[tuple[int, Precision, str, bool], tuple[CastingEngine, PrecisionPolicy]] = {}
+"""The same engines and policies, found by the id of the policy and the other arguments without building a name."""
 
 
 def engine_for(policy: PrecisionPolicy, dtype: Precision, device_type: str, cache_enabled: bool) -> CastingEngine:
@@ -35,16 +37,19 @@ def engine_for(policy: PrecisionPolicy, dtype: Precision, device_type: str, cach
     Raises:
         ValueError: `dtype` is not supported.
     """
+    if is_dynamo_compiling():
+        return _kept(policy, dtype, device_type, cache_enabled)
+    key = (id(policy), dtype, device_type, cache_enabled)
+    found = _FOUND.get(key)
+    if found is None:
+        found = _FOUND[key] = _kept(policy, dtype, device_type, cache_enabled), policy
+    return found[0]
+
+
+def _kept(policy: PrecisionPolicy, dtype: Precision, device_type: str, cache_enabled: bool) -> CastingEngine:
     name = f"{device_type}_{dtype}_{cache_enabled}_{id(policy)}".replace(".", "_")
-    if torch.compiler.is_compiling():
-        _build(name, policy, dtype, device_type, cache_enabled)
-        traced: CastingEngine = getattr(_KEPT, name)[0]
-        return traced
-    kept = vars(_KEPT).get(name)
-    if kept is None:
-        _build(name, policy, dtype, device_type, cache_enabled)
-        kept = vars(_KEPT)[name]
-    engine: CastingEngine = kept[0]
+    _build(name, policy, dtype, device_type, cache_enabled)
+    engine: CastingEngine = getattr(_KEPT, name)[0]
     return engine
 
 
@@ -54,6 +59,7 @@ def _build(name: str, policy: PrecisionPolicy, dtype: Precision, device_type: st
         return True
     while len(kept) >= _MOST:
         kept.pop(next(iter(kept)), None)
+        _FOUND.clear()
     computing = policy if policy.compute_dtype is dtype else dataclasses.replace(policy, compute_dtype=dtype)
     engine = CastingEngine(computing, device_type=device_type, cache_enabled=cache_enabled)
     kept[name] = (engine, policy)  # keeps the policy alive, so that its id stays unique

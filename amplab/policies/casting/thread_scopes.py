@@ -31,6 +31,7 @@ from torch._C import (
     _pop_torch_function_stack,
     _push_on_torch_function_stack,
 )
+from torch._C._dynamo import eval_frame
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from amplab.policies.casting.engine import CastingEngine
 
 __all__ = [
+    "AUTOCAST_FLAG",
     "CastingMode",
     "CastingThread",
     "Scope",
@@ -64,6 +66,13 @@ __all__ = [
     "suspend_casts",
     "thread_engines",
 ]
+
+AUTOCAST_FLAG = "ipu"
+"""The device type whose autocast flag is set while an engine casts: torch has no casts for it, and no tensor is on it.
+
+`nn.RNN`, `nn.LSTM` and `nn.GRU` refuse an input whose dtype is not that of the weights, unless torch says that an
+autocast is on for some device type. The kernel of compiled engines has its key.
+"""
 
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
@@ -276,6 +285,7 @@ class CastingThread:
         explanation: the explanation that steps report to; None if explanations are not requested.
         may_be_pushed_again: whether a mode that its engine has withdrawn may still be on the stack of function modes.
         left_elsewhere: whether another thread has left one of the scopes.
+        flagged: whether `AUTOCAST_FLAG` is set.
     """
 
     def __init__(self) -> None:
@@ -285,7 +295,7 @@ class CastingThread:
         self.disabled: tuple[Scope, ...] = ()
         self.half_mode: HalfMode | None = None
         self.explanation: Explanation | None = None
-        self.may_be_pushed_again = self.left_elsewhere = False
+        self.may_be_pushed_again = self.left_elsewhere = self.flagged = False
 
     def drop_ended(self, caller: FrameType | None = None) -> None:
         """Leave the scopes whose frame no longer runs, since their own exit has not run.
@@ -323,8 +333,11 @@ class CastingThread:
         modes = self.modes
         if len(modes) == 1:  # a region that is entered in every step
             self._give_plan(modes[0])
-        if len(modes) < 2:
-            return
+        elif modes:
+            self._share_plans(modes)
+        self._set_flag()
+
+    def _share_plans(self, modes: _Modes) -> None:
         seen: set[str | None] = set()
         live: list[CastingMode | CompiledMode] = []
         for mode in reversed(modes):
@@ -347,6 +360,24 @@ class CastingThread:
         for scope in self.disabled:
             if scope.frame is not None:
                 mode.has_ended = scope.has_ended_before_op
+
+    def _set_flag(self) -> None:
+        wanted = False
+        for mode in self.modes:
+            if mode.live and (mode.keeps_flag or (mode.engine.policy.table is not None and not self.disabled)):
+                wanted = True
+                break
+        if wanted is self.flagged:
+            return
+        self.flagged = wanted
+        if not wanted and not is_dynamo_compiling() and _len_torch_function_stack():
+            # autograd hands function modes and torch's flags to its threads, and not THREAD
+            wanted = not self.modes and any(map(_casts, function_modes()))
+        torch.set_autocast_enabled(AUTOCAST_FLAG, wanted)
+
+
+def _casts(mode: TorchFunctionMode) -> bool:
+    return isinstance(mode, CastingMode) and mode.live and mode.engine.policy.table is not None
 
 
 class _Threads(threading.local):
@@ -463,9 +494,10 @@ class CastingMode(TorchFunctionMode):
         withdrawn: whether its engine has taken it off.
         entered_by: the scope that a hook has entered the mode with; None for a mode that a block has entered.
         has_ended: called before each op: whether a scope that the plan depends on has ended; None where none can.
+        keeps_flag: False: `AUTOCAST_FLAG` is set only while the lists cast.
     """
 
-    live = withdrawn = False
+    live = withdrawn = keeps_flag = False
     explanation: Explanation | None = None
     entered_by: Scope | None = None
     has_ended: Callable[[], bool] | None = None
@@ -500,6 +532,15 @@ class CastingMode(TorchFunctionMode):
             if func is method:
                 return self.plan.get(method)
         return self.plan.get(func)
+
+
+if hasattr(eval_frame, "_FrameExecStrategy"):  # since torch 2.7
+    # torch.compile traces the casts as a part of a graph. Between graphs it must not trace them as one of their own:
+    # there it takes the dtype that `tensor.dtype` returns for an integer.
+    eval_frame.set_code_exec_strategy(
+        CastingMode.__torch_function__.__code__,
+        eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT),
+    )
 
 
 def function_modes() -> list[TorchFunctionMode]:

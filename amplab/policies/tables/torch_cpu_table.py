@@ -6,14 +6,15 @@ shared and marked.
 
 Differences from torch.autocast("cpu"), in addition to the last two in `torch_cuda_table`:
   - F.pad keeps a 16-bit dtype in every mode; in torch, the modes reflect and replicate return float32.
-  - The products inside gru, lstm_cell, gru_cell and bilinear are not lowered (the outputs are float32, as in torch).
+  - The products inside gru, lstm_cell, gru_cell and bilinear are not lowered (the outputs are float32, as in torch;
+    with a 16-bit input gru and the cells still return float32, and torch the 16-bit dtype).
   - einsum, inner and tensordot are lowered even where torch computes them without a matrix product.
 """
 
 from __future__ import annotations
 
 from amplab.policies.tables.apex_table import APEX
-from amplab.policies.tables.op_rows import GEMM, INSIDE, c, f, recast, rows, t
+from amplab.policies.tables.op_rows import GEMM, INSIDE, WIDEST, c, f, recast, rows, t
 from amplab.policies.tables.op_table import CastPolicy, OpTable
 
 __all__ = ["TORCH_CPU"]
@@ -151,6 +152,11 @@ _FP32_LAPACK = rows(
 
 _PROMOTE = recast(APEX.rows, CastPolicy.PROMOTE, "index_copy") + recast(
     APEX.rows, CastPolicy.SEQUENCE_PROMOTE, "cat stack"
+)
+_PROMOTE += rows(  # torch lowers the products inside; CompiledEngine, which sees them, does so, too
+    CastPolicy.PROMOTE,
+    ("recurrent", WIDEST, (), ("torch.gru", "torch.gru_cell", "torch.lstm_cell")),
+    aten={"recurrent": ""},
 )
 
 _FALL_THROUGH = recast(
