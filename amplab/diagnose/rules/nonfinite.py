@@ -40,7 +40,8 @@ from amplab.diagnose.remedies.singular_points import away_from_point, inside_of_
 from amplab.diagnose.remedies.users_code import call_on, edited
 from amplab.diagnose.rules.out_of_float32 import why_out_of_float32
 from amplab.display.numbers import power
-from amplab.policies import CastPolicy
+from amplab.policies import APEX, CastPolicy
+from amplab.policies.tables.op_names import find_row
 from amplab.trace import OpRecord
 
 __all__ = [
@@ -373,9 +374,19 @@ def _api(found: FirstNonfinite) -> Api:
 
 
 def _reader(found: FirstNonfinite, record: OpRecord) -> OpRecord | None:
-    """The op that reads what the first non-finite op wrote, in forward."""
-    forward = found.phase == "forward" and record is found.record
-    return found.chain[1] if forward and len(found.chain) > 1 else None
+    """The op that would round what the first non-finite op wrote to half again, in forward; None if there is none.
+
+    Ops of the float32 lists, such as norms and losses, end the search: what they return fits.
+    """
+    if found.phase != "forward" or record is not found.record:
+        return None
+    for reader in found.chain[1:]:
+        row = find_row(reader.op, APEX)
+        if row is not None and row.cast is CastPolicy.LOWER_PRECISION_FP:
+            return reader
+        if row is not None and row.cast is CastPolicy.FP32:
+            return None
+    return None
 
 
 def _softmax_that_reads(found: FirstNonfinite) -> OpRecord | None:
