@@ -239,7 +239,7 @@ def slow_start(run: Observation) -> Iterator[Finding]:
         yield finding(
             "slow-start",
             api=run.api,
-            evidence={"skips": skips, "first_scale": run[0].loss_scale, "fitting_scale": fits},
+            evidence={"skips": skips, "first_scale": run[0].loss_scale, "first_scale_without_overflow": fits},
             scale=power(fits),
         )
 
