@@ -7,7 +7,6 @@ run_state   save_run_state and load_run_state: save and load a whole run in one 
 """
 
 from amplab.amp.apex.amp_state import amp_state as _amp_state
-from amplab.amp.apex.amp_state import init
 from amplab.amp.apex.functions import (
     clip_grad_norm_,
     combined_grads,
@@ -29,6 +28,7 @@ from amplab.amp.apex.functions import (
 )
 from amplab.amp.apex.loss_scaling import LossScaleCollapse
 from amplab.amp.apex.module_paths import frontend
+from amplab.amp.apex.old_interface import init
 from amplab.amp.apex.opt_levels import OPT_LEVELS, OptLevel, OptProperties, explain_override
 from amplab.amp.apex.registered_functions import float_function, half_function, promote_function
 from amplab.amp.apex.session import Session

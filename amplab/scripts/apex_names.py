@@ -10,6 +10,7 @@ __all__ = ["HOMES", "INSTEAD", "refusal"]
 
 HOMES = {
     "apex.amp.handle": "amplab.amp",
+    "apex.amp.opt": "amplab.amp.apex.old_interface",
     "apex.parallel.optimized_sync_batchnorm": "amplab.parallel.sync_batchnorm",
     "amp_C": "amplab.multi_tensor_apply.amp_c",
     "apex_C": "amplab.multi_tensor_apply.apex_c",
@@ -22,7 +23,6 @@ _LISTS = (
 _INSIDE = "use `from apex import amp`; this was an internal module of it"
 
 INSTEAD = {
-    "apex.amp.opt": "use amp.initialize and `with amp.scale_loss(loss, optimizer)`, which replaced OptimWrapper",
     "apex.amp.lists": _LISTS,
     "apex.amp.utils": _INSIDE,
     "apex.amp.wrap": _INSIDE,

@@ -31,7 +31,6 @@ FOUND = [
     ("from apex.fp16_utils.loss_scaler import DynamicLossScaler as got", fp16_utils.DynamicLossScaler),
 ]
 REFUSED = [
-    ("from apex.amp.opt import OptimWrapper", "apex.amp.opt", "amp.scale_loss"),
     ("from apex.amp.lists import functional_overrides", "apex.amp.lists", "amp.register_half_function"),
     ("import apex.amp.utils", "apex.amp.utils", "from apex import amp"),
     ("from apex.optimizers import FP16_Optimizer", "apex.optimizers.FP16_Optimizer", "apex.fp16_utils.FP16_Optimizer"),

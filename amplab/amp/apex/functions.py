@@ -25,6 +25,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any
 
+from amplab.amp.apex.initialize_arguments import Permissions
 from amplab.amp.apex.registered_functions import RegisteredFunctions
 from amplab.amp.apex.session import Session
 from amplab.policies import CastPolicy
@@ -154,8 +155,8 @@ state_dict = _of_the_default_session(Session.state_dict)
 subscribe = _of_the_default_session(Session.subscribe)
 
 
-_REGISTERED = RegisteredFunctions()
-_PROGRAM = Session(_REGISTERED)
+_REGISTERED, _PERMISSIONS = RegisteredFunctions(), Permissions()
+_PROGRAM = Session(_REGISTERED, _PERMISSIONS)
 _LOCK = threading.Lock()
 
 
@@ -192,7 +193,7 @@ def session_to_initialize() -> Session:
         if owner is None or owner is threading.current_thread() or not owner.is_alive():
             _Owner.thread = threading.current_thread()
             return _PROGRAM
-    _OWN.session = Session(_REGISTERED)
+    _OWN.session = Session(_REGISTERED, _PERMISSIONS)
     return _OWN.session
 
 

@@ -1,6 +1,8 @@
 """Checks of the arguments of `initialize`. The properties of a level are checked in `opt_levels`."""
 
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.optimizers import FusedOptimizer
 
 __all__ = [
+    "Permissions",
     "checked_cast_model_outputs",
     "checked_combined",
     "checked_models",
@@ -31,6 +34,30 @@ _DYNAMIC = {  # defaults of the arguments that a static scale does not use
     "scale_backoff_factor": 0.5,
     "scale_window": 2000,
 }
+
+
+@dataclass
+class Permissions:
+    """What scripts permit through ``amp._amp_state``, for all later calls of `initialize`.
+
+    Attributes:
+        hard_override: print a warning instead of refusing an override that makes no sense, or a half model.
+        allow_incoming_model_not_fp32: take models with half weights.
+    """
+
+    hard_override: bool = False
+    allow_incoming_model_not_fp32: bool = False
+
+    def warn_or_err(self, message: str, *, quiet: bool = False) -> None:
+        """Raise RuntimeError; with ``hard_override`` print "Warning:  …" instead, unless ``quiet``."""
+        if not self.hard_override:
+            raise RuntimeError(message)
+        if not quiet:
+            print(f"Warning:  {message}")  # noqa: T201  as apex does
+
+    def forget(self) -> None:
+        """Permit nothing."""
+        self.hard_override = self.allow_incoming_model_not_fp32 = False
 
 
 def checked_models(models: Any) -> list[nn.Module]:
@@ -140,20 +167,18 @@ def refuse_combined_ddp(combine_ddp: Any, ddp_replica_count: Any) -> None:
             )
 
 
-def refuse_half(model: nn.Module) -> None:
-    """Refuse a model that is half already.
-
-    Raises:
-        RuntimeError: a parameter or buffer is float16; the message names it.
-    """
+def refuse_half(model: nn.Module, refuse: Callable[[str], None]) -> None:
+    """Call ``refuse`` with a message if a parameter or buffer of ``model`` is float16 already."""
     for kind, tensors in (("param", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in tensors:
             if tensor.dtype == torch.float16:
-                raise RuntimeError(
+                refuse(
                     f"Found {kind} {name} with type {tensor.type()}, expected torch.FloatTensor. When using "
                     "amp.initialize, you do not need to call .half() on your model before passing it, no matter "
-                    "what optimization level you choose."
+                    "what optimization level you choose. If the half values are all there is, set "
+                    "amp._amp_state.allow_incoming_model_not_fp32 = True before."
                 )
+                return
 
 
 def refuse_scripted(model: nn.Module, dtype: torch.dtype | bool | None) -> None:

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from amplab.formats import LOW_PRECISION_DTYPES
+
 __all__ = ["Uncast", "cast_model", "refuse_torn_params", "set_values"]
 
 _NONE: Mapping[nn.Module, torch.dtype] = MappingProxyType({})
@@ -35,8 +37,8 @@ def cast_model(
     Args:
         model: changed in place.
         dtype: the new dtype of weights and buffers.
-        keep_batchnorm_fp32: do not cast BatchNorm layers with weights, nor their running statistics. As in apex, those
-            without weights are cast.
+        keep_batchnorm_fp32: keep BatchNorm layers with weights, and their running statistics, in float32; those that
+            are half already become float32. As in apex, those without weights are cast.
         own_dtypes: modules whose own weights and buffers get another dtype.
 
     Returns:
@@ -46,9 +48,11 @@ def cast_model(
     """
     before: dict[Tensor, Uncast] = {}
     for module in model.modules():
-        if keep_batchnorm_fp32 and isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine:
-            continue
         wanted = own_dtypes.get(module, dtype)
+        if keep_batchnorm_fp32 and isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine:
+            if module.weight.dtype not in LOW_PRECISION_DTYPES:
+                continue
+            wanted = torch.float32
         for param in module.parameters(recurse=False):
             if _to_cast(param, wanted):
                 before[param] = Uncast(param.data, param.grad)

@@ -10,8 +10,9 @@ from types import ModuleType
 from typing import Any
 
 from amplab.amp.apex import functions
-from amplab.amp.apex.amp_state import amp_state, init
+from amplab.amp.apex.amp_state import amp_state
 from amplab.amp.apex.loss_scaling import LossScaler
+from amplab.amp.apex.old_interface import init
 from amplab.amp.apex.opt_levels import OPT_LEVELS, OptProperties
 from amplab.amp.apex.registered_functions import float_function, half_function, promote_function
 from amplab.policies import disable_casts

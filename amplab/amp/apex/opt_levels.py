@@ -54,8 +54,13 @@ class OptProperties:
     master_weights: bool | None = None
     loss_scale: float | str = 1.0
 
-    def with_overrides(self, **overrides: Any) -> "OptProperties":
+    def with_overrides(self, refuse: Callable[[str], None] | None = None, **overrides: Any) -> "OptProperties":
         """Apply the overrides that are not None, each checked against the level.
+
+        Args:
+            refuse: called with the reason why an override makes no sense at this level; if it returns, the override
+                is applied. None raises RuntimeError.
+            overrides: properties and their values.
 
         Raises:
             RuntimeError: the override is not allowed at this level.
@@ -70,7 +75,7 @@ class OptProperties:
         for name in _OVERRIDES:
             value = overrides.pop(name, None)
             if value is not None:
-                value = _CHECKS.get(name, _accept)(properties.opt_level, value)
+                value = _CHECKS.get(name, _accept)(properties.opt_level, value, refuse or _refuse)
                 properties = dataclasses.replace(properties, **{name: value})
         if overrides:
             raise TypeError(f"{sorted(overrides)[0]!r} is not a property: expected one of {', '.join(_OVERRIDES)}.")
@@ -201,13 +206,20 @@ def explain_override(opt_level: str, name: str) -> str | None:
     return _SENSELESS.get((level.name, name))
 
 
-def _accept(_level: str | None, value: Any) -> Any:
+_Refuse = Callable[[str], None]
+
+
+def _refuse(message: str) -> None:
+    raise RuntimeError(message)
+
+
+def _accept(_level: str | None, value: Any, _refuse: _Refuse) -> Any:
     return value
 
 
-def _checked_cast_model_type(opt_level: str | None, value: Any) -> Any:
+def _checked_cast_model_type(opt_level: str | None, value: Any, refuse: _Refuse) -> Any:
     if opt_level == "O1" and value is not False and value is not torch.float32:
-        raise RuntimeError(
+        refuse(
             "O1 inserts casts around Torch functions rather than model weights, so with O1, the model weights "
             "themselves should remain FP32. If you wish to cast the model to a different type, use opt_level='O2' "
             f"or 'O3'. cast_model_type was {value}"
@@ -221,18 +233,18 @@ def _checked_cast_model_type(opt_level: str | None, value: Any) -> Any:
     return value
 
 
-def _checked_patch_torch_functions(opt_level: str | None, value: Any) -> Any:
+def _checked_patch_torch_functions(opt_level: str | None, value: Any, refuse: _Refuse) -> Any:
     if opt_level != "O1" and value and value != "False":
-        raise RuntimeError(
+        refuse(
             "Currently, patch_torch_functions=True should only be set by selecting opt_level='O1'. "
             f"opt_level was '{opt_level}'"
         )
     return checked_flag("patch_torch_functions", value)
 
 
-def _checked_keep_batchnorm_fp32(opt_level: str | None, value: Any) -> Any:
+def _checked_keep_batchnorm_fp32(opt_level: str | None, value: Any, refuse: _Refuse) -> Any:
     if opt_level == "O1":
-        raise RuntimeError(
+        refuse(
             "With opt_level O1, no weight is cast and BatchNorm stays in FP32, so keep_batchnorm_fp32 should be None. "
             f"keep_batchnorm_fp32 was {value}"
         )
@@ -245,20 +257,20 @@ def _checked_keep_batchnorm_fp32(opt_level: str | None, value: Any) -> Any:
     return value
 
 
-def _checked_master_weights(opt_level: str | None, value: Any) -> Any:
+def _checked_master_weights(opt_level: str | None, value: Any, refuse: _Refuse) -> Any:
     if opt_level == "O1":
-        raise RuntimeError(
+        refuse(
             "It doesn't make sense to use master_weights with O1. With O1, your model weights themselves should be "
             f"FP32. master_weights was {value}; leave it out, or use opt_level='O2'"
         )
     return checked_flag("master_weights", value)
 
 
-def _checked_loss_scale(_level: str | None, value: Any) -> float | str:
+def _checked_loss_scale(_level: str | None, value: Any, _refuse: _Refuse) -> float | str:
     return value if isinstance(value, str) and value == "dynamic" else scale_value("loss_scale", value)
 
 
-_CHECKS: dict[str, Callable[[str | None, Any], Any]] = {
+_CHECKS: dict[str, Callable[[str | None, Any, _Refuse], Any]] = {
     "cast_model_type": _checked_cast_model_type,
     "patch_torch_functions": _checked_patch_torch_functions,
     "keep_batchnorm_fp32": _checked_keep_batchnorm_fp32,

@@ -94,7 +94,8 @@ class RegisteredFunctions:
 
     def allow_banned(self) -> None:
         """Run the refused loss in float32, unless it is registered otherwise."""
-        self._registered.insert(0, ALLOW_BANNED)
+        if ALLOW_BANNED not in self._registered:
+            self._registered.insert(0, ALLOW_BANNED)
 
     def forget(self) -> None:
         """Clear the list."""

@@ -11,6 +11,7 @@ The levels are in `opt_levels`, the block of `scale_loss` in `loss_scaling`, the
 """
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from amplab.amp.apex.banner import banner, is_first_rank
 from amplab.amp.apex.cast_lines import VerboseEngine
 from amplab.amp.apex.hooks import Hooks
 from amplab.amp.apex.initialize_arguments import (
+    Permissions,
     checked_cast_model_outputs,
     checked_combined,
     checked_models,
@@ -73,6 +75,7 @@ class Session:
 
     Args:
         registered: the functions that the user has registered; None for an empty list.
+        permissions: what `initialize` does not refuse; None for the default.
 
     Attributes:
         verbosity: the argument of the last `initialize`.
@@ -85,8 +88,10 @@ class Session:
     (torch.float16, torch.float32)
     """
 
-    def __init__(self, registered: RegisteredFunctions | None = None) -> None:
+    def __init__(self, registered: RegisteredFunctions | None = None, permissions: Permissions | None = None) -> None:
         self.registered = RegisteredFunctions() if registered is None else registered
+        self.permissions = Permissions() if permissions is None else permissions
+        self._adopts_optimizers = False
         self.verbosity = 1
         self._hooks = Hooks()
         self._engine: CastingEngine | None = None
@@ -222,12 +227,14 @@ class Session:
         if not torch.backends.cudnn.enabled:
             raise RuntimeError("Amp requires torch.backends.cudnn.enabled = True")
         level = opt_level_named(opt_level)
+        refuse = functools.partial(self.permissions.warn_or_err, quiet=verbosity == 0)
         properties = level.properties.with_overrides(
             cast_model_type=cast_model_type,
             patch_torch_functions=patch_torch_functions,
             keep_batchnorm_fp32=keep_batchnorm_fp32,
             master_weights=master_weights,
             loss_scale=loss_scale,
+            refuse=refuse,
         )
         rule = scale_rule(
             properties.loss_scale,
@@ -247,8 +254,8 @@ class Session:
         policies = checked_policies(policy, chosen_models, properties.cast_model_type)
         scalers = [LossScaler.under(rule) for _ in range(checked_num_losses(num_losses))]
         self._hooks.release_connected(chosen_models, chosen_optimizers)
-        for model in chosen_models:
-            refuse_half(model)
+        for model in () if self.permissions.allow_incoming_model_not_fp32 else chosen_models:
+            refuse_half(model, refuse)
         for optimizer in chosen_optimizers:
             refuse_taken_names(optimizer)
         warn_of_unused(
@@ -283,6 +290,61 @@ class Session:
         )
         return arrived
 
+    def start_casting(self, loss_scale: float | str = "dynamic", *, verbose: bool = False) -> None:
+        """Choose O1 without models: ops are cast in `casting` and after `install`, and `scale_loss` has one scaler.
+
+        `scale_loss` prepares the optimizers that it gets.
+
+        Args:
+            loss_scale: "dynamic" or a number > 0.
+            verbose: print each cast.
+
+        Raises:
+            ValueError: a ``loss_scale`` out of its range.
+
+        Reference: ``apex.amp.init``.
+        """
+        properties = opt_level_named("O1").properties.with_overrides(loss_scale=loss_scale)
+        scaling = self._own_scaling(properties.loss_scale, 1)
+        self._change_settings(properties, scaling, *self.registered.all(), verbosity=2 if verbose else 1)
+        self._adopts_optimizers = True
+
+    def adopt(self, optimizer: Any, *, announce: bool = True) -> None:
+        """Prepare an optimizer that `initialize` has not seen, for `scale_loss` after `start_casting`.
+
+        Nothing happens to one that is prepared already.
+
+        Args:
+            optimizer: without masters; its parameters are stepped as they are.
+            announce: print a line for each skipped step.
+
+        Raises:
+            TypeError: not an optimizer.
+            RuntimeError: one that has apex's private names already.
+        """
+        for each in checked_optimizers(optimizer):
+            if not self._hooks.knows(each):
+                refuse_taken_names(each)
+                self._hooks.hook(
+                    [], [each], self.properties, [], cast_model_outputs=None, engine=self._engine, announce=announce
+                )
+
+    def scale_loss_of(
+        self, optimizer: Any, num_losses: int
+    ) -> Callable[[Tensor, int], contextlib.AbstractContextManager[Tensor]]:
+        """Prepare an optimizer, as `adopt` does, and give it dynamic loss scalers of its own.
+
+        Returns:
+            `scale_loss` with these scalers, a function of a loss and the number of its scaler.
+        """
+        self.adopt(optimizer, announce=False)
+        scaling = self._own_scaling("dynamic", checked_num_losses(num_losses))
+        return lambda loss, loss_id: self._scaled(scaling, checked_loss(loss), optimizer, loss_id)
+
+    def _own_scaling(self, loss_scale: float | str, num_losses: int) -> LossScaling:
+        scalers = [LossScaler(loss_scale) for _ in range(num_losses)]
+        return LossScaling(self._hooks, scalers, self._subscribers, on_collapse="raise", master_weights=False)
+
     def _change_settings(
         self,
         properties: OptProperties | None,
@@ -292,6 +354,7 @@ class Session:
         policy: PrecisionPolicy | None = None,
     ) -> None:
         self._properties, self._scaling, self.verbosity = properties, scaling, verbosity
+        self._adopts_optimizers = False
         self._registrations = registrations if self.properties.patch_torch_functions else ()
         undo_old, self._undo_replacements = self._undo_replacements, replace_attributes(self._registrations)
         for undo in undo_old:
@@ -326,11 +389,12 @@ class Session:
 
         Values come from the masters if there are any. Optimizer state is kept, in float32. An engine that `install`
         has installed in another thread stays there. Registered functions are cleared, and replaced attributes of the
-        user's modules are restored. Afterwards `initialize` works at any level.
+        user's modules are restored. Permissions are withdrawn. Afterwards `initialize` works at any level.
         """
         self._hooks.release_all()
         self._change_settings(None, None)
         self.registered.forget()
+        self.permissions.forget()
 
     # -- in every step -----------------------------------------------------------------------------
 
@@ -347,7 +411,6 @@ class Session:
         if self._engine is not None and self.properties.patch_torch_functions:
             self._engine.install()
 
-    @contextlib.contextmanager
     def scale_loss(
         self,
         loss: Tensor,
@@ -356,7 +419,7 @@ class Session:
         model: Any = None,  # noqa: ARG002  unused in apex, too
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
-    ) -> Iterator[Tensor]:
+    ) -> contextlib.AbstractContextManager[Tensor]:
         """Yield ``loss.float() * loss_scale`` for the backward in the block; unscale the gradients afterwards.
 
         If a gradient is inf or NaN, a dynamic scale backs off and the next step of ``optimizers`` is skipped. If the
@@ -381,12 +444,28 @@ class Session:
         self._require_initialized("with amp.scale_loss", opening="'")
         checked_loss(loss)
         if self._scaling is None:
-            yield loss
-            return
+            return contextlib.nullcontext(loss)
+        if self._adopts_optimizers:
+            for optimizer in as_list(optimizers):
+                self.adopt(optimizer)
+        delays = {"delay_unscale": delay_unscale, "delay_overflow_check": delay_overflow_check}
+        return self._scaled(self._scaling, loss, optimizers, loss_id, **delays)
+
+    @contextlib.contextmanager
+    def _scaled(
+        self,
+        scaling: LossScaling,
+        loss: Tensor,
+        optimizers: Any,
+        loss_id: int,
+        *,
+        delay_unscale: bool = False,
+        delay_overflow_check: bool = False,
+    ) -> Iterator[Tensor]:
         delays = {"delay_unscale": delay_unscale, "delay_overflow_check": delay_overflow_check}
         with (
             explaining_backward(loss),
-            self._scaling.scaled(loss, optimizers, loss_id, **delays) as scaled_loss,
+            scaling.scaled(loss, optimizers, loss_id, **delays) as scaled_loss,
             self.casting(),  # a checkpoint recomputes in the backward with the casts of the forward
         ):
             try:

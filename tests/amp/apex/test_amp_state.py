@@ -105,20 +105,18 @@ def test_the_handle_says_whether_this_thread_casts(problem):
 
 def test_init_allows_the_refused_loss(problem):
     half = torch.full((2,), 0.5).half()
-    handle = amp.init(allow_banned=True)
+    amp.init(allow_banned=True)
+    assert F.binary_cross_entropy(half, half).dtype == torch.float32
     amp.initialize(problem.model(), opt_level="O1", verbosity=0)
     assert F.binary_cross_entropy(half, half).dtype == torch.float32
-    with pytest.raises(RuntimeError, match=r"^The old Amp API is no longer supported.  Please move to the new API"):
-        handle.scale_loss(half, None)
 
 
 REFUSALS = [
     (lambda: amp._amp_state.loss_scalers, AttributeError, "loss_scalers: nothing is initialized, or with enabled"),
     (lambda: amp._amp_state.nothing, AttributeError, "amp._amp_state.nothing does not exist"),
-    (lambda: setattr(amp._amp_state, "hard_override", True), AttributeError, "amp._amp_state.hard_override = True: "),
+    (lambda: setattr(amp._amp_state, "opt_level", "O2"), AttributeError, "amp._amp_state.opt_level = 'O2': "),
     (lambda: setattr(amp._amp_state, "verbosity", 0), AttributeError, "Pass the option to amp.initialize"),
     (lambda: amp._amp_state.handle._save_func, AttributeError, "amp._amp_state.handle._save_func does not exist"),
-    (lambda: amp._amp_state.handle.wrap_optimizer(1), RuntimeError, "The old Amp API is no longer supported."),
 ]
 
 

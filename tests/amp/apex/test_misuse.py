@@ -99,7 +99,6 @@ def an_in_place_method_of_the_float32_list():
 
 INCOMING = "An incoming optimizer is an instance of <class"
 CLOSURE = "Currently, Amp does not support closure use with optimizers."
-OLD_API = "The old Amp API is no longer supported.  Please move to the new API"
 NO_STATE = "`, but internal Amp state has not been initialized.  model, optimizer = amp.initialize("
 
 REFUSED = {
@@ -219,8 +218,7 @@ REFUSED = {
         an_in_place_method_of_the_float32_list,
         (NotImplementedError, "exp_"),
     ),
-    "scale_loss of the old handle": (lambda: amp.init().scale_loss(None, None), (RuntimeError, OLD_API)),
-    "wrap_optimizer of the old handle": (lambda: amp.init().wrap_optimizer(None), (RuntimeError, OLD_API)),
+    "wrap_optimizer without an optimizer": (lambda: amp.init().wrap_optimizer(3), (TypeError, "optimizers must be")),
 }
 
 
