@@ -86,10 +86,19 @@ class WhatIf:
         return self.replay.skips
 
     @property
+    def lost_from(self) -> int | None:
+        """The step whose overflow is taken, from which on the weights are inf or NaN; None if there is none."""
+        return self.replay.lost_from
+
+    @property
     def steps_lost(self) -> int:
-        """Steps lost compared with the recorded run, including those after the rule ended the run; negative: gained."""
+        """Steps lost compared with the recorded run; negative: gained.
+
+        They include those after the rule ended the run, and those from an overflow on that was taken.
+        """
         never_made = len(self.record.scales) - len(self.replay.steps)
-        return len(self.skips) + never_made - sum(self.record.skipped)
+        useless = len(self.skips) + len(self.replay.taken_overflows)
+        return useless + never_made - sum(self.record.skipped)
 
     @property
     def certain_until(self) -> int | None:
@@ -116,10 +125,11 @@ class WhatIf:
     def lost_share(self) -> float | None:
         """Mean share of the non-zero gradient elements that are 0 in the format at these scales.
 
-        The mean is over the steps with a histogram; None if there are none.
+        The mean is over the steps with a histogram; None if there are none. All are lost once the weights are.
         """
-        reached = [(self.scales[step], taken) for step, taken in self.record.samples if step < len(self.scales)]
-        lost = (taken.lost_share(scale, self.record.fmt) for scale, taken in reached)
+        reached = [(step, taken) for step, taken in self.record.samples if step < len(self.scales)]
+        gone = len(self.scales) if self.lost_from is None else self.lost_from
+        lost = (taken.lost_share(self.scales[step], self.record.fmt) if step < gone else 1.0 for step, taken in reached)
         shares = [1.0 if share is None else share for share in lost]  # a scale of 0 loses all
         return sum(shares) / len(shares) if shares else None
 
@@ -131,6 +141,7 @@ class WhatIf:
             "highest": power(max(self.scales, default=math.nan)),
             "last": power(self.scales[-1] if self.scales else math.nan),
             "skips": f"{len(self.skips):,}",
+            "inf taken": f"{len(self.replay.taken_overflows):,}",
             "steps lost": _more(self.steps_lost),
             "gradients lost": "–" if self.lost_share is None else percent(self.lost_share),
             "certain": self._certain_steps,
@@ -180,6 +191,11 @@ class WhatIfs:
 
     def _notes(self) -> Iterator[str]:
         for run in self.runs:
+            if run.lost_from is not None:
+                yield (
+                    f"{run.name}, step {run.lost_from}: the gradients overflow and the step is taken: this rule skips "
+                    "none. The weights are then inf or NaN, and the run is lost."
+                )
             if run.doubt is not None:
                 yield f"{run.name}, a guess from step {run.certain_until} on: {run.doubt}."
             if run.replay.stopped is not None:

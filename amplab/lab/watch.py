@@ -61,6 +61,7 @@ from amplab.trace.handed_step import (
 __all__ = ["Watch", "check_options", "watch"]
 
 T = TypeVar("T")
+_LARGEST_EVERY = 16  # steps; near enough for a replay to know the steps between, and under 1 % of a small step
 _SKIPS_BEFORE_CHECK = 5  # skips in a row after which `StepCheck` looks at the next step, if steps cannot run again
 
 
@@ -235,6 +236,8 @@ class Watch:
         """Called before the optimizer's step, when the gradients exist."""
         if self._steps % self._every == 0:
             self._measure.take()
+        elif self._steps % _LARGEST_EVERY == 0:
+            self._measure.take_largest()
         if self._checks_before_step and (self._measure.is_finite is False or not self._is_finite_so_far()):
             self._bad_in_a_row += 1
             if self._bad_in_a_row == 1:  # after this step the weights contain NaN
@@ -258,6 +261,7 @@ class Watch:
         self._rates.append((self._steps, float(self._optimizers[0].param_groups[0]["lr"])))
         if (histogram := self._measure.histogram) is not None:
             self._keep_measure(histogram, outcome.loss_scale)
+        self._measure.forget()
         if len(outcome.backward_scales) > 1 and len(set(outcome.backward_scales)) > 1:
             self._store.keep_scales(MixedScales(self._steps, outcome.backward_scales))
         has_loss, self._loss = self._loss is not None or outcome.loss is not None, None
@@ -288,9 +292,8 @@ class Watch:
 
     def _choose_hooks(self, has_loss: bool) -> None:
         """Keep the hooks that the next step needs; the output's is not needed if loop or scaler report the loss."""
-        since = self._steps % self._every
-        if since <= 1:
-            self._hooks.need("gradients", since == 0 or self._checks_before_step)
+        measures = self._steps % self._every == 0 or self._steps % _LARGEST_EVERY == 0
+        self._hooks.need("gradients", measures or self._checks_before_step)
         if self._steps == 1 and has_loss and not self._loss_in_output:
             self._hooks.need("output", needed=False)
 
@@ -298,7 +301,6 @@ class Watch:
         self._store.keep(GradientSample(self._steps, loss_scale, histogram))
         if self._measure.norm is not None:
             self._norms[self._steps] = self._measure.norm
-        self._measure.forget()
 
     def _publish(self, record: StepRecord) -> None:
         for callback in list(self._subscribers):
@@ -395,7 +397,8 @@ def watch(
             With one of them and ``w.batches(loader)``, skipped steps run again and are explained; if no scaler
             skips steps, those with a loss of inf or NaN.
         log: folder or .jsonl file of the run log, which `amplab.lab.load_run` reads; None for no log.
-        every: measure the gradients in every such step; they are not read in the others.
+        every: count the exponents of the gradients in every such step. The largest gradient is measured in every 16th
+            step as well, so that replays of the history with other scales know most steps.
         tensorboard: folder of scalars for TensorBoard, which must be installed.
 
     Raises:

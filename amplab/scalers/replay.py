@@ -5,12 +5,17 @@
 
 An unscaled gradient of exponent e is in [2^e, 2^(e+1)). Multiplied by the replayed scale it overflows, or does not, or
 the record does not contain enough information to decide. A step that was recorded with inf or NaN does not show how
-large its gradients were. Every undecided step gives its reason (``doubt``).
+large its gradients were. A finite step that was not measured is judged by the measured steps around it, and decided
+only where these are far from the limit (`_around`). Every undecided step gives its reason (``doubt``).
+
+A rule that does not skip, such as a static scale, takes the step that overflows. The weights are then inf or NaN, and
+so are all later gradients: the run is lost from there on (``lost_from``).
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from amplab.formats import FLOAT16, ExponentHistogram, FloatFormat
 from amplab.scalers.published_rules import LossScaleAtMinimumError
@@ -21,6 +26,8 @@ __all__ = ["Replay", "ReplayStep", "Verdict", "overflow_verdict", "replay"]
 _NOT_FINITE = "the recorded gradients were inf or NaN, so their size is not in the record"
 _CENSORED = "the largest recorded gradients are in the top bin, which also counts everything larger"
 _NOT_MEASURED = "the gradients were finite under a smaller scale, but their size was not measured"
+_NEAR = 32  # steps; a measured step that is further away says nothing
+_LEAST_SPREAD = 3  # binades by which gradients may differ from those of a step nearby
 _WITHIN_BINADE = "this scale moves part of the binade of the largest recorded gradient past the format's largest value"
 
 
@@ -78,6 +85,16 @@ class Replay:
         return tuple(step.step for step in self.steps if step.skipped)
 
     @property
+    def taken_overflows(self) -> tuple[int, ...]:
+        """The steps that are taken although their gradients are not finite."""
+        return tuple(step.step for step in self.steps if step.found_inf and not step.skipped)
+
+    @property
+    def lost_from(self) -> int | None:
+        """The first of `taken_overflows`, which leaves inf or NaN in the weights; None without one."""
+        return next(iter(self.taken_overflows), None)
+
+    @property
     def doubtful(self) -> tuple[int, ...]:
         """The steps for which the record does not decide found_inf. From the first on, the scale is a guess."""
         return tuple(step.step for step in self.steps if step.doubt is not None)
@@ -104,9 +121,11 @@ def replay(
         fmt: the format in which gradients overflow.
 
     Returns:
-        The replayed run. A step that the record does not decide is replayed as it was recorded, finite or overflowing.
-        With ``recorded_scales``, the gradients of a recorded overflow are assumed to be as large as those of the
-        nearest measured step, and large enough to overflow under the recorded scale.
+        The replayed run. A finite step without an exponent is taken to be like the measured ones near it. A step that
+        the record does not decide is replayed as it was recorded, finite or overflowing. With ``recorded_scales``, the
+        gradients of a recorded overflow are assumed to be as large as those of the nearest measured step, and large
+        enough to overflow under the recorded scale. Of gradients that are measured, every step overflows after an
+        overflow that is taken: its weights are not finite.
 
     Raises:
         TypeError: ``rule`` is not a scaling rule.
@@ -129,16 +148,23 @@ def replay(
             f"recorded_scales: {len(recorded_scales)} for {len(record)} steps; expected one scale for each step."
         )
     require_rule(rule)
-    state, steps = rule.start(), []
+    around = _around(record) if found_infs is None else {}
+    state, steps, lost = rule.start(), [], False
     neighbors = [None] * len(record) if recorded_scales is None or found_infs is not None else _nearest_finite(record)
     for step, recorded in enumerate(record):
         recorded_scale = None if recorded_scales is None else recorded_scales[step]
-        verdict = (
-            overflow_verdict(recorded, state.scale, recorded_scale=recorded_scale, neighbor=neighbors[step], fmt=fmt)
-            if found_infs is None
-            else Verdict(bool(recorded))
-        )
+        if found_infs is not None:
+            verdict = Verdict(bool(recorded))
+        elif lost:
+            verdict = Verdict(True)
+        else:
+            verdict = overflow_verdict(
+                recorded, state.scale, recorded_scale=recorded_scale, neighbor=neighbors[step], fmt=fmt
+            )
+            if verdict.doubt == _NOT_MEASURED and step in around:
+                verdict = _verdict_between(*around[step], state.scale, fmt) or verdict
         skipped = verdict.found_inf and rule.skips_on_overflow
+        lost |= verdict.found_inf and not skipped
         steps.append(ReplayStep(step, state.scale, verdict.found_inf, skipped, verdict.doubt))
         try:
             state = rule.next(state, verdict.found_inf)
@@ -200,6 +226,30 @@ def overflow_verdict(
         return Verdict(False, _CENSORED)
     inside = scale * (2.0 - fmt.epsilon) < math.ldexp(limit, -largest)
     return Verdict(False, None if inside else _WITHIN_BINADE)
+
+
+def _verdict_between(lowest: int, highest: int, scale: float, fmt: FloatFormat) -> Verdict | None:
+    """Return the verdict if all exponents from `lowest` to `highest` lead to the same one."""
+    low, high = (overflow_verdict(exponent, scale, fmt=fmt) for exponent in (lowest, highest))
+    return low if low == high and low.doubt is None else None
+
+
+def _around(record: Sequence[float | ExponentHistogram | None]) -> dict[int, tuple[int, int]]:
+    """Return for each unmeasured step the exponents that the measured steps around it allow.
+
+    Gradients change little from step to step: they are taken to be within `_LEAST_SPREAD` binades of those nearby, or
+    within one binade more than any two neighboring measurements of this record differ.
+    """
+    known = [(step, exponent) for step, each in enumerate(record) if (exponent := _measured(each)) is not None]
+    jumps = (abs(one - other) for (_, one), (_, other) in pairwise(known))
+    spread = max(_LEAST_SPREAD, 1 + max(jumps, default=0))
+    found: dict[int, tuple[int, int]] = {}
+    ends = [(len(record) + _NEAR // 2, each) for _, each in known[-1:]]  # one side knows half as far
+    for (first, one), (last, other) in pairwise([*known, *ends]):
+        if last - first <= _NEAR:
+            allowed = min(one, other) - spread, max(one, other) + spread
+            found |= {step: allowed for step in range(first + 1, min(last, len(record))) if record[step] is None}
+    return found
 
 
 def _guess(scale: float, recorded_scale: float | None, neighbor: int | None, limit: float) -> bool:

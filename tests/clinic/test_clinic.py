@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from loop_wards import LOOP_WARDS
+from misuse_wards import MISUSE_WARDS
 from patients import SEEDS, SIZES, train
 from singular_wards import SINGULAR_WARDS
 from value_wards import VALUE_WARDS
@@ -13,7 +14,7 @@ import amplab
 from amplab.amp import Session
 from amplab.diagnose import doctor
 
-WARDS = VALUE_WARDS | LOOP_WARDS | SINGULAR_WARDS
+WARDS = VALUE_WARDS | LOOP_WARDS | MISUSE_WARDS | SINGULAR_WARDS
 
 EARLY = {*VALUE_WARDS, *LOOP_WARDS}
 RUNS = [

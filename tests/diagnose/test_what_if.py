@@ -92,6 +92,31 @@ def test_steps_after_the_end_of_a_run_are_lost():
     assert told.steps_lost == 30
 
 
+def test_a_static_scale_that_is_fatal_is_said_to_be(run, tmp_path):
+    """The oracle is the run itself at that scale: its loss is NaN after the step that overflows."""
+    told = run.replay(StaticScale(2.0**20))
+    real = trained(tmp_path, seed=1, loss_scale=2.0**20).history
+    first = real.column("first_nonfinite").tolist().index("output.bias")
+    assert np.isfinite(real.column("loss")[: first + 1]).all()
+    assert np.isnan(real.column("loss")[first + 1 :]).all()
+    assert (told.lost_from, told.steps_lost) == (first, STEPS - first - run.history.skip_count)
+    assert told.row()["inf taken"] == f"{STEPS - first}"
+    assert told.row()["certain"] == "every step"
+    assert f"step {first}: the gradients overflow and the step is taken" in " ".join(str(told).split())
+    harmless = run.replay(StaticScale(2.0**4))
+    assert (harmless.lost_from, harmless.row()["inf taken"]) == (None, "0")
+
+
+def test_what_follows_a_fatal_step_is_certain():
+    """A step whose size was not measured does not matter once the weights are NaN."""
+    record = ScaleHistory([8.0] * 4, [False] * 4, [-3.0, 2.0, None, -3.0])
+    told = what_if(record, StaticScale(2.0**16))
+    assert told.replay.taken_overflows == (1, 2, 3)
+    assert told.certain_until is None
+    assert told.steps_lost == 3
+    assert what_if(record, "torch").replay.taken_overflows == ()
+
+
 @pytest.mark.parametrize(
     ("rule", "error", "sentence"),
     [

@@ -12,6 +12,7 @@ import amplab
 from amplab import amp
 from amplab.lab import WatchCallback, attach, load_run, watch
 from amplab.lab.watched_run import WatchedRun
+from amplab.scalers import StaticScale
 
 STEPS = 60
 torch.manual_seed(5)
@@ -111,26 +112,30 @@ def test_every_step_is_reported_and_none_is_changed(face, tmp_path):
     records = list(w.history.records())
     assert [(each.loss, each.loss_scale, each.skipped) for each in records] == told
     assert face == "none" or w.history.skip_count > 3
-    measured = [each.step for each in records if each.grad_exponent is not None and not each.skipped]
-    assert set(measured) <= set(range(0, STEPS, 7))
+    measured = {each.step for each in records if each.grad_exponent is not None and not each.skipped}
+    assert measured <= {*range(0, STEPS, 7), *range(0, STEPS, 16)}
+    assert [sample.step for sample in w.history.gradient_samples if sample.step % 7] == []
     again = load_run(w.log_path)
     assert list(map(repr, again.history.records())) == list(map(repr, records))
     assert isinstance(again.config, WatchedRun)
     assert w.failures == ()
 
 
-def test_a_measured_exponent_is_the_gradients_own():
+@pytest.mark.parametrize("every", [1, 50])
+def test_a_measured_exponent_is_the_gradients_own(every):
     model, optimizer = make()
-    with watch(model, optimizer, every=1) as w:
-        for x, y in BATCHES[:5]:
+    with watch(model, optimizer, every=every) as w:
+        for x, y in BATCHES[:17]:
             optimizer.zero_grad()
             w.loss(F.cross_entropy(model(x), y)).backward()
             largest = max(weight.grad.abs().max().item() for weight in model.parameters())
             norm = torch.cat([weight.grad.flatten() for weight in model.parameters()]).double().norm().item()
             optimizer.step()
-            assert w.history.last.grad_exponent == math.floor(math.log2(largest))
-            assert w.observation.steps[-1].gradient_norm == pytest.approx(norm, rel=1e-5)
-    assert len(w.history.gradient_samples) == 5
+            if w.history.last.step % min(every, 16) == 0:
+                assert w.history.last.grad_exponent == math.floor(math.log2(largest))
+            if w.history.last.step % every == 0:
+                assert w.observation.steps[-1].gradient_norm == pytest.approx(norm, rel=1e-5)
+    assert len(w.history.gradient_samples) == (17 if every == 1 else 1)
 
 
 def test_nothing_stays_behind():
@@ -166,10 +171,19 @@ def test_an_exception_in_the_loop_leaves_a_log_that_loads(tmp_path):
     assert not optimizer._optimizer_step_post_hooks
 
 
-def test_a_watched_run_is_replayed_under_other_rules():
-    _, _, w = run("amplab", watched=True, every=1)
+@pytest.mark.parametrize("every", [1, 50])
+def test_a_watched_run_is_replayed_under_other_rules(every):
+    _, _, w = run("amplab", watched=True, every=every)
     assert w.history.replay("torch").skips == ()
     assert w.history.skip_count > 0
+
+
+def test_a_watched_run_determines_what_a_larger_scale_does():
+    """Between two counts of exponents the largest gradient is measured often enough, so nothing is a guess."""
+    _, _, w = run("none", watched=True)
+    larger = w.history.replay(StaticScale(2.0**8))
+    assert larger.certain_until is None
+    assert "a guess" not in str(larger)
 
 
 class Attention(nn.Module):

@@ -165,3 +165,19 @@ def test_nonsense_is_refused():
         replay(DynamicScale(), gradient_exponents=[1], recorded_scales=[1.0, 2.0])
     with pytest.raises(ValueError, match=r"gradient exponent 1\.5"):
         replay(DynamicScale(), gradient_exponents=[1.5])
+
+
+@pytest.mark.parametrize(
+    ("exponents", "scale", "doubtful"),
+    [
+        ([-4.0, *[None] * 15, -4.0], 2.0**10, 0),  # ten binades below the limit
+        ([-4.0, *[None] * 15, -4.0], 2.0**18, 15),  # the gradients between may reach it
+        ([-4.0, *[None] * 15, -4.0], 2.0**30, 0),  # all overflow
+        ([-4.0, *[None] * 15, -12.0, *[None] * 15, -4.0], 2.0**14, 30),  # they jump by eight
+        ([-4.0, *[None] * 40, -4.0], 2.0**10, 40),  # nothing is known between
+        ([-4.0, *[None] * 15], 2.0**10, 0),  # up to the end of the record
+    ],
+)
+def test_unmeasured_steps_are_judged_by_those_around_them(exponents, scale, doubtful):
+    run = replay(StaticScale(scale), gradient_exponents=exponents, recorded_scales=[1.0] * len(exponents))
+    assert len(run.doubtful) == doubtful

@@ -12,6 +12,9 @@ and a wrong loop shows as another power of the loss scale:
     clips-scaled-gradients          a clipping while the ratio is 1, with another effect at another loss scale
     clips-model-gradients           a clipping that does not reach the masters
     accumulation-across-scales      gradients of backward passes with different loss scales were added up
+    unscaled-too-early              a backward added scaled gradients to gradients that were unscaled already
+    two-scalers                     two scalers unscaled the same gradients
+    zero-grad-in-accumulation       the step used the last of several backwards; the others served no step
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from amplab.diagnose.catalogue import finding
 from amplab.diagnose.finding import Finding, Number
 from amplab.diagnose.remedies.api_styles import Api
 from amplab.diagnose.train_step.rehearsal import GradientWrite, Rehearsal, SteppedGradient
-from amplab.display.numbers import power
+from amplab.display.numbers import count, power
 
 __all__ = ["GRADIENT_RULES", "gradient_findings", "may_be_scaled", "may_clip_scaled_gradients", "shared_module"]
 
@@ -47,7 +50,8 @@ def clips_scaled_gradients(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
             yield finding(
                 "clips-scaled-gradients",
                 api=api,
-                op=write.op,
+                op=write.call or write.op,
+                line=write.line,
                 module=shared_module(write.names),
                 tensor=f"gradient of {write.names[0]}",
                 evidence={"norm": write.norm, "factor": write.factor, "loss_scale": scale},
@@ -101,7 +105,8 @@ def clips_model_gradients(rehearsal: Rehearsal, _api: Api) -> Iterator[Finding]:
     if masters and names and masters.isdisjoint(names):
         yield finding(
             "clips-model-gradients",
-            op=clips[0].op,
+            op=clips[0].call or clips[0].op,
+            line=clips[0].line,
             tensor=f"gradient of {names[0]}",
             evidence={"clipped": len(names), "masters": len(masters), "factor": clips[0].factor},
         )
@@ -138,6 +143,47 @@ def accumulates_across_scales(rehearsal: Rehearsal, _api: Api) -> Iterator[Findi
         )
 
 
+def unscaled_too_early(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
+    """A step whose gradients were unscaled between two backward passes."""
+    for each in rehearsal.early:
+        evidence: dict[str, Number] = {"gradients": len(each.names), "backwards_after": each.times}
+        yield finding(
+            "unscaled-too-early",
+            api=api,
+            module=shared_module(each.names),
+            tensor=f"gradient of {each.names[0]}",
+            evidence=evidence | {"loss_scale": rehearsal.scale},
+            optimizer=each.optimizer,
+            backwards=count(each.times, "backward"),
+            scale=power(rehearsal.scale),
+        )
+
+
+def two_scalers(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
+    """Gradients that two scalers unscaled; one scaler refuses to do so twice."""
+    for each in rehearsal.unscaled_by_two:
+        yield finding(
+            "two-scalers",
+            api=api,
+            module=shared_module(each.names),
+            tensor=f"gradient of {each.names[0]}",
+            evidence={"optimizer": each.optimizer, "gradients": len(each.names), "times": each.times},
+        )
+
+
+def zero_grad_in_accumulation(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
+    """Backward passes of a step whose gradients were dropped before any step used them."""
+    for each in rehearsal.dropped:
+        yield finding(
+            "zero-grad-in-accumulation",
+            api=api,
+            module=shared_module(each.names),
+            tensor=f"gradient of {each.names[0]}",
+            evidence={"optimizer": each.optimizer, "gradients": len(each.names), "dropped": each.times},
+            before=count(each.times, "backward"),
+        )
+
+
 def _while_scaled(rehearsal: Rehearsal) -> list[GradientWrite]:
     """The writes that made gradients smaller while they were still scaled."""
     found = [write for write in _clips(rehearsal) if rehearsal.scale >= TOLD_APART and _near(write.before, 1.0)]
@@ -159,11 +205,13 @@ def _unscales(rehearsal: Rehearsal, write: GradientWrite) -> bool:
 def _follows_the_scale(rehearsal: Rehearsal, write: GradientWrite) -> bool:
     """Whether the gradients after a write are the same at another loss scale: then its limit follows the loss scale.
 
-    The effect of a limit depends on its ratio to the norm, which differs between batches.
+    The effect of a limit depends on its ratio to the norm, which differs between batches. Where only one scale was
+    seen, a limit that is a round number only after it is divided by the loss scale follows the scale.
     """
     other = rehearsal.elsewhere
     if other is None:
-        return False
+        limit = write.norm * write.factor
+        return _is_round(limit / rehearsal.scale) and not _is_round(limit)
     here, there = _left(rehearsal, write.names), _left(other, write.names)
     alike = next((each for each in other.writes if (each.op, each.names) == (write.op, write.names)), None)
     norms = 1.0 if alike is None else (alike.norm / other.scale) / (write.norm / rehearsal.scale)
@@ -194,6 +242,9 @@ GRADIENT_RULES: tuple[Callable[[Rehearsal, Api], Iterator[Finding]], ...] = (
     unscaled_twice,
     clips_model_gradients,
     accumulates_across_scales,
+    unscaled_too_early,
+    two_scalers,
+    zero_grad_in_accumulation,
 )
 
 
@@ -223,7 +274,8 @@ def _is_never_scaled(rehearsal: Rehearsal, name: str) -> bool:
     """Whether a gradient after backward depends little on the loss scale, judged by a rehearsal at another one."""
     other = rehearsal.elsewhere
     if other is None:
-        return False
+        loss_gradient = rehearsal.loss_gradient
+        return loss_gradient is not None and 0 < loss_gradient < math.sqrt(rehearsal.scale)
     here, there = _delivered(rehearsal, name), _delivered(other, name)
     if not (0 < here < math.inf and 0 < there < math.inf):
         return False
@@ -244,6 +296,11 @@ def _is_off_by(gradient: SteppedGradient, scale: float, power: int) -> bool:
 def _is_exactly(value: float, expected: float) -> bool:
     """Equality up to the rounding of norms: division by a power of two is exact; a clipping rarely has that factor."""
     return abs(math.log2(value / expected)) < 1e-4
+
+
+def _is_round(value: float) -> bool:
+    """Whether a number has two significant digits, as people write limits."""
+    return value > 0 and abs(value / float(f"{value:.1e}") - 1) < 1e-4
 
 
 def _near(value: float, expected: float) -> bool:

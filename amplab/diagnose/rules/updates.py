@@ -2,6 +2,7 @@
 
     optimizer-never-stepped   its parameters receive gradients, other optimizers are stepped, and it is not
     updates-rounded-away      most 16-bit weights do not change: the update is smaller than half of their last bit
+    average-in-half           most elements of a 16-bit average of the weights do not change
 
 Where a step was rehearsed, the lost updates were counted. Otherwise they follow from the learning rate and the largest
 gradient: SGD changes no weight by more than lr |g| / (1 - momentum), and Adam hardly any by more than lr.
@@ -23,14 +24,18 @@ from amplab.diagnose.remedies.api_styles import Api
 from amplab.diagnose.rules.gradients import shared_module
 from amplab.diagnose.train_step.lost_updates import LostUpdates
 from amplab.diagnose.train_step.rehearsal import Rehearsal
+from amplab.diagnose.train_step.weight_averages import LostAverage
 
-__all__ = ["never_stepped", "optimizers_left_out", "updates_bound_to_be_lost", "updates_lost"]
+__all__ = ["averages_lost", "never_stepped", "optimizers_left_out", "updates_bound_to_be_lost", "updates_lost"]
 
 MOST = 0.5
 """Share of the weights, and of the norm of their updates, above which a step is lost rather than rounded.
 
 A working training in float16 loses up to a third of its small updates, and 3 % of their norm; a stalled one loses all.
 """
+
+LAGS = 0.1
+"""Share of the elements of an average that must differ from the weights; an average that has followed them has none."""
 
 WARM_UP = 100
 """Number of steps that a critic may take before the first of the generator, as in Wasserstein GANs."""
@@ -88,6 +93,21 @@ def updates_lost(lost: Sequence[LostUpdates]) -> Iterator[Finding]:
                 "share_of_norm": each.norm_share,
             }
             yield _finding(each.optimizer, each.share, each.dtype, "certain", evidence)
+
+
+def averages_lost(averages: Sequence[LostAverage]) -> Iterator[Finding]:
+    """Averages of the weights that lag behind them and hardly move; the one with the most elements is reported."""
+    stuck = [each for each in averages if each.unmoved > MOST * each.updated and each.updated > LAGS * each.elements]
+    if stuck:
+        largest = max(stuck, key=lambda each: each.elements)
+        updated, unmoved = (sum(numbers) for numbers in zip(*((e.updated, e.unmoved) for e in stuck), strict=True))
+        yield finding(
+            "average-in-half",
+            tensor=largest.name,
+            evidence={"averages": len(stuck), "updated": updated, "unmoved": unmoved},
+            share=unmoved / updated,
+            dtype=str(largest.dtype).removeprefix("torch."),
+        )
 
 
 def updates_bound_to_be_lost(

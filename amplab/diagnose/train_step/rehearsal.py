@@ -4,8 +4,10 @@
     a write      changes gradients in place, such as unscaling or clipping: the factor is recorded
     step         the optimizer gets a gradient: its norm is recorded, and what 16-bit weights lose is counted
     a schedule   moves: whether it does so before the step, or without one
+    an average   of the weights is written: what its 16-bit numbers lose is counted, see `weight_averages`
 
 The norms alone show what a gradient was multiplied by between backward and step, whichever functions did it.
+`LoopRecorder` records; it can also follow a step of a running loop, which then runs once and keeps its results.
 The rules about it are in `rules.gradients`, `rules.updates` and `rules.schedule`; `rehearse_loop`
 decides which rehearsals a loop needs.
 """
@@ -16,7 +18,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,12 +30,24 @@ from amplab.diagnose.rules.parameters import model_parameters
 from amplab.diagnose.train_step.loop_state import kept, scales_of, set_scale
 from amplab.diagnose.train_step.lost_updates import LostUpdates, ShadowStep
 from amplab.diagnose.train_step.named_code import clips_of_model_parameters, leads_to
-from amplab.diagnose.train_step.schedules import ScheduleMove, ScheduleWatch, schedulers_of
+from amplab.diagnose.train_step.schedules import ScheduleMove, ScheduleWatch, reached_from, schedulers_of
+from amplab.diagnose.train_step.weight_averages import LostAverage, WeightAverages
+from amplab.policies.nested_tensors import tensors_in
 from amplab.trace.dispatch_mode import DispatchMode
 from amplab.trace.handed_step import Scaler
+from amplab.trace.lines import call_of_user_line, user_line
 from amplab.trace.untouched import untouched
 
-__all__ = ["GradientWrite", "MixedStep", "Rehearsal", "SteppedGradient", "UnsteppedOptimizer", "rehearse"]
+__all__ = [
+    "GradientWrite",
+    "LoopRecorder",
+    "MisusedGradients",
+    "MixedStep",
+    "Rehearsal",
+    "SteppedGradient",
+    "UnsteppedOptimizer",
+    "rehearse",
+]
 
 _current_node = torch._C._current_autograd_node
 
@@ -47,6 +61,8 @@ class GradientWrite(NamedTuple):
         before: norm of these gradients before the op, divided by the norm that backward delivered.
         factor: norm after the op divided by the norm before it.
         norm: norm before the op.
+        call: the function of torch that the user's code called, `clip_grad_norm_`; the op's name if it called the op.
+        line: the line of that call, `train.py:12`; empty if unknown.
     """
 
     op: str
@@ -54,6 +70,8 @@ class GradientWrite(NamedTuple):
     before: float
     factor: float
     norm: float
+    call: str = ""
+    line: str = ""
 
 
 class SteppedGradient(NamedTuple):
@@ -92,6 +110,20 @@ class MixedStep(NamedTuple):
     scales: tuple[float, ...]
 
 
+class MisusedGradients(NamedTuple):
+    """Gradients that a step used although something had happened to them before.
+
+    Args:
+        optimizer: its number.
+        names: their parameters.
+        times: how often it had happened.
+    """
+
+    optimizer: int
+    names: tuple[str, ...]
+    times: int
+
+
 class UnsteppedOptimizer(NamedTuple):
     """An optimizer that was not stepped.
 
@@ -124,6 +156,11 @@ class Rehearsal:
         in_half: whether an op wrote float16.
         looked_through: parameters whose gradients a clipping read and did not change.
         clips_by_name: the clipping function that the step's code calls with the model's parameters; empty for none.
+        early: gradients to which scaled ones were added after they had been unscaled.
+        unscaled_by_two: gradients that two scalers unscaled, one after the other.
+        dropped: gradients of earlier backwards of the same step that were dropped before a step used them.
+        averages: the averages of the weights in 16 bits, with what they lose.
+        loss_gradient: the gradient of the loss itself, which is what it was scaled by; None if it was not seen.
         elsewhere: a rehearsal at another loss scale, if there was one.
         skipped: a rehearsal with an overflow, if there was one.
     """
@@ -139,6 +176,11 @@ class Rehearsal:
     in_half: bool = False
     looked_through: frozenset[str] = frozenset()
     clips_by_name: str = ""
+    early: tuple[MisusedGradients, ...] = ()
+    unscaled_by_two: tuple[MisusedGradients, ...] = ()
+    dropped: tuple[MisusedGradients, ...] = ()
+    averages: tuple[LostAverage, ...] = ()
+    loss_gradient: float | None = None
     elsewhere: Rehearsal | None = None
     skipped: Rehearsal | None = None
 
@@ -176,31 +218,32 @@ def rehearse(
     """
     schedulers = schedulers_of(train_step, stateful)
     named = {id(each) for each in stateful}
-    recorder = _Recorder(model, optimizers, ScheduleWatch(schedulers, optimizers), scaler, overflows=overflows)
+    recorder = LoopRecorder(model, optimizers, scaler, ScheduleWatch(schedulers, optimizers), overflows=overflows)
     with ExitStack() as undo:
-        others = [each for each in schedulers if id(each) not in named]
+        others = [*schedulers, *_other_scalers(train_step, scaler)]
+        others = [each for each in others if id(each) not in named]
         before = undo.enter_context(kept(optimizers, scaler, [*stateful, *others]))
         undo.enter_context(untouched(model))
         undo.enter_context(recorder.recording())
         if loss_scale is not None:
             set_scale(scaler, loss_scale)
-        scales = recorder.scales = scales_of(scaler)
+        recorder.scales = scales_of(scaler)
         train_step()
+        seen = recorder.rehearsal()
         moves = recorder.schedules.moves([each.is_unmoved() for each in before])
         left_out = [(each, leads_to(train_step, optimizers[each.optimizer])) for each in recorder.unstepped()]
-    return Rehearsal(
-        scales,
-        tuple(recorder.writes),
-        tuple(recorder.stepped),
-        recorder.overflowed,
-        tuple(recorder.lost),
-        moves,
-        tuple(each._replace(named=named) for each, named in left_out),
-        tuple(recorder.mixed),
-        recorder.in_half,
-        frozenset(recorder.looked_through),
-        clips_of_model_parameters(train_step),
+    return replace(
+        seen,
+        schedules=moves,
+        unstepped=tuple(each._replace(named=named) for each, named in left_out),
+        clips_by_name=clips_of_model_parameters(train_step),
     )
+
+
+def _other_scalers(train_step: Callable[[], Any], scaler: Scaler | None) -> Iterator[torch.amp.GradScaler]:
+    """The GradScalers besides `scaler` that the code of `train_step` names; a loop should have one per optimizer."""
+    reached = {id(each): each for each in reached_from(train_step) if isinstance(each, torch.amp.GradScaler)}
+    yield from (each for each in reached.values() if each is not scaler)
 
 
 @dataclass
@@ -208,47 +251,104 @@ class _GradientState:
     """The record of one gradient since the last optimizer step that used it."""
 
     gradient: Tensor | None = None
+    is_zeroed: bool = False  # in place, since the last backward
+    is_used: bool = False  # by an op that read it outside of autograd, such as a clone
+    unscaled: int = 0  # by how many calls of a scaler, since the last backward
+    is_unscaled: bool = False  # by a scaler or by hand
+    added_after: int = 0  # backwards that added to it after it was unscaled
+    dropped: tuple[int, ...] = ()  # the passes whose gradients were dropped before this one came
+    passed: int = -1  # the pass that delivered it
     scales: tuple[float, ...] = ()  # of the backwards that this gradient adds up
     delivered: float = math.nan
     backwards: int = 0
     clipped: float = 1.0
 
 
-class _Recorder:
-    """Records what happens to the gradients of a model's parameters, by the parameter's name."""
+class LoopRecorder:
+    """Records what happens to the gradients of a model's parameters, by the parameter's name.
+
+    Args:
+        model: the model, or several in one module.
+        optimizers: those that the step steps.
+        scaler: the session or GradScaler in it.
+        schedules: which schedulers to follow; none by default.
+        overflows: set every gradient to inf.
+
+    Attributes:
+        scales: the loss scales in force.
+        schedules: as given.
+        overflowed: whether backward delivered inf or NaN.
+        loss_gradient: as in `Rehearsal`; `follow_loss` sees it.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        schedules: ScheduleWatch,
-        scaler: Any,
+        scaler: Scaler | None = None,
+        schedules: ScheduleWatch | None = None,
         *,
-        overflows: bool,
+        overflows: bool = False,
     ) -> None:
         self._named = dict(model.named_parameters())
         self._names = {id(parameter): name for name, parameter in self._named.items()}
         self._optimizers = list(optimizers)
         self._states: dict[str, _GradientState] = {name: _GradientState() for name in self._named}
         self._written_masters: set[int] = set()  # ids of masters' gradients that were written since the last step
+        self._held: dict[int, str] = {}  # address of a gradient that backward delivered -> parameter
         self._overflows = overflows
         self._shadows: dict[int, ShadowStep] = {}
+        self._averages = WeightAverages(model, optimizers)
+        self._passes, self._passed_now = 0, set[str]()  # backward passes, and the parameters that the last one reached
+        self._useful: set[int] = set()  # passes of which a step used a gradient
+        self._in_step = 0
         self.scales: tuple[float, ...] = (1.0,)
-        self.schedules = schedules
+        self.schedules = schedules or ScheduleWatch((), optimizers)
         self.overflowed = overflows
-        self.in_half = False
-        self.looked_through: set[str] = set()
-        self.lost: list[LostUpdates] = []
-        self.writes: list[GradientWrite] = []
-        self.stepped: list[SteppedGradient] = []
-        self.mixed: list[MixedStep] = []
+        self.loss_gradient: float | None = None
+        self.is_in_half = False
+        self._looked_through: set[str] = set()
+        self._lost: list[LostUpdates] = []
+        self._writes: list[GradientWrite] = []
+        self._stepped: list[SteppedGradient] = []
+        self._mixed: list[MixedStep] = []
+        self._early: list[MisusedGradients] = []
+        self._by_two: list[MisusedGradients] = []
+        self._dropped: list[tuple[int, str, tuple[int, ...]]] = []
         self._called: set[int] = set()  # optimizers
         self._scaler = (
             scaler if isinstance(scaler, torch.amp.GradScaler) else None
         )  # a session adds up what is unscaled
 
+    def rehearsal(self) -> Rehearsal:
+        """Return what was recorded so far. Sync: a few for each average of the weights."""
+        return Rehearsal(
+            self.scales,
+            tuple(self._writes),
+            tuple(self._stepped),
+            self.overflowed,
+            tuple(self._lost),
+            mixed=tuple(self._mixed),
+            in_half=self.is_in_half,
+            looked_through=frozenset(self._looked_through),
+            early=tuple(self._early),
+            unscaled_by_two=tuple(self._by_two),
+            dropped=tuple(self._useless_drops()),
+            averages=tuple(self._averages.lost()),
+            loss_gradient=self.loss_gradient,
+        )
+
+    def follow_loss(self, loss: Tensor) -> None:
+        """Record what the gradient of `loss` is when backward begins. Sync: one, in backward."""
+        if loss.requires_grad and loss.numel() == 1:
+            loss.register_hook(self._see_loss_gradient)
+
+    def _see_loss_gradient(self, gradient: Tensor) -> None:
+        self.loss_gradient = abs(float(gradient))
+
     @contextmanager
     def recording(self) -> Iterator[None]:
+        """Record while the block runs; every hook is removed at its end."""
         with ExitStack() as undo:
             for name, parameter in self._named.items():
                 if parameter.requires_grad:
@@ -278,6 +378,47 @@ class _Recorder:
             if number not in self._called and names and kept:
                 yield UnsteppedOptimizer(number, tuple(names), len(self._called))
 
+    def _useless_drops(self) -> Iterator[MisusedGradients]:
+        """Yield the optimizers that used the last of several backwards only, when the others served no step at all.
+
+        The first backward of a GAN reaches the judge too, whose gradients are dropped; it served the generator.
+        """
+        for number in range(len(self._optimizers)):
+            dropped = [(name, {*passes} - self._useful) for each, name, passes in self._dropped if each == number]
+            names = [name for name, passes in dropped if passes]
+            stepped = [each for each in self._stepped if each.optimizer == number]
+            if names and len(names) >= len({each.name for each in stepped}) / 2:
+                yield MisusedGradients(number, tuple(names), max(len(passes) for _, passes in dropped))
+
+    def reads(self, values: Any, result: Any) -> None:
+        """Note gradients that an op outside of autograd turned into something as large, such as a clone."""
+        for each in tensors_in(values):
+            name = self._held.get(each.data_ptr()) if each.layout is torch.strided else None
+            if name is not None and any(out.numel() >= each.numel() > 1 for out in tensors_in((result,))):
+                self._states[name].is_used = True
+
+    def ran(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Note an op outside of autograd that writes nothing in place."""
+        self.is_in_half |= isinstance(result, Tensor) and result.dtype == torch.float16
+        if self._held and not (func.is_view or func in _VIEWS):
+            self.reads(args, result)
+
+    def ran_in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op outside of autograd that writes in place, and record what it writes to."""
+        grads, to = self.grads(), list(_written_by(func, args, kwargs))
+        written = [grads[each.data_ptr()] for each in to if each.data_ptr() in grads]
+        touched = [(name, grad) for name, grad in written if self.has_values(name, grad)]
+        before = [_norm(grad) for _, grad in touched]
+        if not written and not self._in_step:
+            self._averages.before(func, to, args, kwargs)
+        result = func(*args, **kwargs)
+        if touched:
+            call = call_of_user_line() or func.overloadpacket.__name__.removeprefix("_foreach_")
+            self.written(str(func), touched, before, call=call, line=str(user_line() or ""))
+        elif self._held and not self._in_step:
+            self.reads(args, tuple(to))
+        return result
+
     def has_values(self, name: str, grad: Tensor) -> bool:
         """Whether a gradient has values: a master's has none before the first write to it."""
         parameter = self._named[name]
@@ -286,14 +427,19 @@ class _Recorder:
         self._written_masters.add(id(grad))
         return False
 
-    def written(self, op: str, touched: list[tuple[str, Tensor]], before: list[float]) -> None:
+    def written(self, op: str, touched: list[tuple[str, Tensor]], before: list[float], *, call: str, line: str) -> None:
         """Record a write to gradients, whose norms were `before`."""
         after = [_norm(grad) for _, grad in touched]
         was, now = math.hypot(*before), math.hypot(*after)
-        for name, _ in touched if now == 0 else ():
-            self._states[name].scales = ()
+        by_scaler = any(word in op for word in _UNSCALERS)
+        for name, _ in touched:
+            state = self._states[name]
+            if now == 0:
+                state.scales, state.is_zeroed = (), True
+            state.unscaled += by_scaler
+            state.is_unscaled |= by_scaler or (0 < now < was and self._is_one_scale(now / was))
         if now == was and any(word in op for word in ("mul", "clamp")):
-            self.looked_through.update(name for name, _ in touched)
+            self._looked_through.update(name for name, _ in touched)
         if not was or not math.isfinite(was) or not math.isfinite(now) or now == was:
             return
         names = tuple(name for name, _ in touched)
@@ -302,7 +448,11 @@ class _Recorder:
         if not self._unscales(factor, [grad.dtype for _, grad in touched]):  # the ratio at the step shows unscaling
             for name in names:
                 self._states[name].clipped *= factor
-        self.writes.append(GradientWrite(op, names, was / delivered if delivered else math.nan, factor, was))
+        ratio = was / delivered if delivered else math.nan
+        self._writes.append(GradientWrite(op, names, ratio, factor, was, call, line))
+
+    def _is_one_scale(self, factor: float) -> bool:
+        return any(scale > 1 and abs(math.log2(factor * scale)) < 1e-4 for scale in self.scales)
 
     def _unscales(self, factor: float, dtypes: list[torch.dtype]) -> bool:
         """Whether a factor is a power of two, or one over a scale up to rounding."""
@@ -324,38 +474,73 @@ class _Recorder:
         if self._overflows and grad.layout is torch.strided:
             grad.fill_(math.inf)
         state = self._states[name]
+        self._begin_pass(name)
+        is_same = state.gradient is grad and not state.is_zeroed
+        if state.backwards and not is_same and not state.is_used:
+            state.dropped = (*state.dropped, state.passed)
+        if is_same and state.is_unscaled and self._scaler is not None:
+            state.added_after += 1
+        elif not is_same:
+            state.added_after, state.unscaled, state.is_unscaled, state.is_used = 0, 0, False, False
         if self._scaler is not None:
-            before = state.scales if state.gradient is grad else ()
-            state.gradient, state.scales = grad, (*before, self._scaler.get_scale())
+            state.scales = (*(state.scales if is_same else ()), self._scaler.get_scale())
+        state.gradient, state.is_zeroed, state.passed, state.unscaled = grad, False, self._passes, 0
         state.delivered, state.backwards, state.clipped = _norm(grad), state.backwards + 1, 1.0
+        self._held[grad.data_ptr() if grad.layout is torch.strided else 0] = name
         self.overflowed |= not math.isfinite(state.delivered)
+
+    def _begin_pass(self, name: str) -> None:
+        """A parameter that is reached for a second time, or after a step, is reached by another backward."""
+        if name in self._passed_now or not self._passed_now:
+            self._passes, self._passed_now = self._passes + 1, set()
+        self._passed_now.add(name)
 
     def _stepping(self, optimizer: Optimizer, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         number = self._number(optimizer)
         if number is None:
             return
         self._called.add(number)
+        self._in_step += 1
+        self._passed_now = set()
         self.schedules.at_step(number)
         if not self.overflowed:
             self._begin_shadow(optimizer, number)
         self._compare_scales(optimizer, number)
         inside = "grad_scaler" in kwargs or getattr(optimizer, "grad_scale", None) is not None
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        misused: dict[str, list[tuple[str, int]]] = {"early": [], "by_two": []}
         for parameter, own in zip(stepped, model_parameters(optimizer), strict=True):
             name = self._names.get(id(own))
             if name is not None and parameter.grad is not None:
                 state = self._states[name]
                 ratio, master = _ratio(_norm(parameter.grad), state.delivered), own is not parameter
                 known = name, number, ratio, state.backwards, state.clipped, inside, master, state.delivered
-                self.stepped.append(SteppedGradient(*known))
-                self._states[name] = _GradientState()
+                self._stepped.append(SteppedGradient(*known))
+                misused["early"] += [(name, state.added_after)] * (state.added_after > 0)
+                misused["by_two"] += [(name, state.unscaled)] * (state.unscaled > 1)
+                self._useful.add(state.passed)
+                if state.dropped and self._is_the_last_alone(self._stepped[-1]):
+                    self._dropped.append((number, name, state.dropped))
+                # The gradient stays where it is, so that a second scaler that unscales it is noticed.
+                kept = _GradientState(gradient=state.gradient, unscaled=state.unscaled, is_unscaled=state.is_unscaled)
+                self._states[name] = kept
                 self._written_masters.discard(id(parameter.grad))
+        for record, found in ((self._early, misused["early"]), (self._by_two, misused["by_two"])):
+            if found:
+                names = tuple(name for name, _ in found)
+                record.append(MisusedGradients(number, names, max(times for _, times in found)))
+
+    def _is_the_last_alone(self, gradient: SteppedGradient) -> bool:
+        """Whether a step uses what the last backward delivered and nothing else; a session adds up what it unscales."""
+        factors = [1.0, *(() if gradient.scaled_inside else (1 / scale for scale in self.scales))]
+        seen = gradient.ratio / gradient.clipped
+        return any(seen > 0 and abs(math.log2(seen / factor)) < 1e-3 for factor in factors)
 
     def _compare_scales(self, optimizer: Optimizer, number: int) -> None:
         own = [self._names[id(each)] for each in model_parameters(optimizer) if id(each) in self._names]
         several = [self._states[name].scales for name in own if len(set(self._states[name].scales)) > 1]
         if several:
-            self.mixed.append(MixedStep(number, tuple(dict.fromkeys(several[0]))))
+            self._mixed.append(MixedStep(number, tuple(dict.fromkeys(several[0]))))
 
     def _begin_shadow(self, optimizer: Optimizer, number: int) -> None:
         """Prepare to compare a step of 16-bit weights; skip an optimizer that cannot be copied."""
@@ -365,19 +550,20 @@ class _Recorder:
 
     def _has_stepped(self, optimizer: Optimizer, *_: Any) -> None:
         number = self._number(optimizer)
+        self._in_step -= number is not None and self._in_step > 0
         shadow = None if number is None else self._shadows.pop(number, None)
         if number is not None and shadow is not None:
             with contextlib.suppress(Exception):
-                self.lost += filter(None, [shadow.compared(number)])
+                self._lost += filter(None, [shadow.compared(number)])
 
     def _number(self, optimizer: Optimizer) -> int | None:
         return next((n for n, each in enumerate(self._optimizers) if each is optimizer), None)
 
 
 class _Writes(DispatchMode):
-    """Reports every op outside of autograd that writes to a gradient."""
+    """Reports every op outside of autograd that writes to a gradient or to an average of the weights."""
 
-    def __init__(self, recorder: _Recorder) -> None:
+    def __init__(self, recorder: LoopRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 
@@ -385,18 +571,20 @@ class _Writes(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not func._schema.is_mutable or _current_node() is not None:
+        if _current_node() is not None:
             result = func(*args, **kwargs)
-            self._recorder.in_half |= isinstance(result, Tensor) and result.dtype == torch.float16
+            self._recorder.is_in_half |= isinstance(result, Tensor) and result.dtype == torch.float16
             return result
-        grads = self._recorder.grads()
-        written = [grads[each.data_ptr()] for each in _written_by(func, args, kwargs) if each.data_ptr() in grads]
-        touched = [(name, grad) for name, grad in written if self._recorder.has_values(name, grad)]
-        before = [_norm(grad) for _, grad in touched]
+        if func._schema.is_mutable:
+            return self._recorder.ran_in_place(func, args, kwargs)
         result = func(*args, **kwargs)
-        if touched:
-            self._recorder.written(str(func), touched, before)
+        self._recorder.ran(func, args, result)
         return result
+
+
+_VIEWS = frozenset((torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten._unsafe_view.default))
+_UNSCALERS = ("_amp_foreach_non_finite_check_and_unscale_", "multi_tensor_unscale_")
+"""The ops by which torch's and amplab's scalers unscale in place."""
 
 
 def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:

@@ -1,0 +1,164 @@
+"""Runs whose fault is in what happens to gradients and averages between steps; each takes its mended line as code."""
+
+import copy
+from collections.abc import Callable
+
+import torch
+from patients import Patient, Ward, gaussian
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = ["MISUSE_WARDS", "average_loss"]
+
+PARTS = 4
+
+
+def network(size: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(size, 2 * size), nn.Tanh(), nn.Linear(2 * size, 1))
+
+
+def loss_in_half(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    def loss(x):
+        with torch.autocast("cpu", dtype=torch.float16):
+            out = model(x)
+        return F.mse_loss(out.float().flatten(), x.mean(1) * 3 + 1)
+
+    return loss
+
+
+def patient(size: int, seed: int, step, *, batch: int = 16, rate: float = 0.01, **options) -> Patient:
+    model = network(size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=options.pop("momentum", 0.0))
+    scaler = options.pop("scaler", None) or torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    return Patient(
+        model, [optimizer], scaler, gaussian(size, seed, batch, size), loss_in_half(model), step, window=2000, **options
+    )
+
+
+def names_in(run: Patient) -> dict:
+    return {"optimizer": run.optimizers[0], "scaler": run.amp, "model": run.model, "copy": copy}
+
+
+# Gradients unscaled before they are complete
+
+
+def unscaled_early(size: int, seed: int, broken: bool, mended: str = "scaler.unscale_(optimizer)") -> Patient:
+    """Accumulates four parts; unscales to clip, after the first part or after the last."""
+
+    def step(run: Patient, batch: tuple) -> Tensor:
+        run.optimizers[0].zero_grad()
+        for number, part in enumerate(batch[0].chunk(PARTS)):
+            loss = run.loss(part) / PARTS
+            run.amp.scale(loss).backward()
+            if broken and number == 0:
+                run.amp.unscale_(run.optimizers[0])
+        if not broken:
+            exec(mended, names_in(run))
+        nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
+        run.amp.step(run.optimizers[0])
+        run.amp.update()
+        return run.loss(*batch).detach()
+
+    return patient(size, seed, step)
+
+
+# zero_grad between the parts
+
+
+def zeroed_inside(size: int, seed: int, broken: bool, mended: str = "optimizer.zero_grad()") -> Patient:
+    def step(run: Patient, batch: tuple) -> Tensor:
+        if not broken:
+            exec(mended, names_in(run))
+        for part in batch[0].chunk(PARTS):
+            if broken:
+                run.optimizers[0].zero_grad(set_to_none=seed % 2 == 0)
+            run.amp.scale(run.loss(part) / PARTS).backward()
+        run.amp.step(run.optimizers[0])
+        run.amp.update()
+        return run.loss(*batch).detach()
+
+    return patient(size, seed, step, rate=0.02)
+
+
+def zeroed_inside_apex(size: int, seed: int, broken: bool) -> Patient:
+    from patients import apex
+
+    def step(run: Patient, batch: tuple) -> Tensor:
+        (optimizer,) = run.optimizers
+        optimizer.zero_grad()
+        with run.amp.casting():
+            for part in batch[0].chunk(PARTS):
+                if broken:
+                    optimizer.zero_grad()
+                with run.amp.scale_loss(run.loss(part) / PARTS, optimizer) as scaled:
+                    scaled.backward()
+        optimizer.step()
+        return run.loss(*batch).detach()
+
+    model = network(size)
+    return apex(model, lambda x: F.mse_loss(model(x).float().flatten(), x.mean(1)), gaussian(size, seed), step=step)
+
+
+# Two losses with a scaler each
+
+
+_TWO_LOSSES = "scaler.scale(first_loss + second_loss).backward()\nscaler.step(optimizer)\nscaler.update()"
+
+
+def two_scalers(size: int, seed: int, broken: bool, mended: str = _TWO_LOSSES) -> Patient:
+    second = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+
+    def step(run: Patient, batch: tuple) -> Tensor:
+        (optimizer,) = run.optimizers
+        optimizer.zero_grad()
+        first_loss, second_loss = (run.loss(part) for part in batch[0].chunk(2))
+        if broken:
+            run.amp.scale(first_loss).backward()
+            second.scale(second_loss).backward()
+            for scaler in (run.amp, second):
+                scaler.step(optimizer)
+                scaler.update()
+        else:
+            exec(mended, names_in(run) | {"first_loss": first_loss, "second_loss": second_loss})
+        return (first_loss + second_loss).detach() / 2
+
+    return patient(size, seed, step, momentum=0.9, rate=0.02)
+
+
+# An average of the weights in half
+
+
+def half_average(size: int, seed: int, broken: bool, mended: str = "average = copy.deepcopy(model).float()") -> Patient:
+    run = patient(size, seed, None, rate=0.02)
+    names = names_in(run)
+    exec("average = copy.deepcopy(model).half()" if broken else mended, names)
+    average = names["average"]
+
+    def step(run: Patient, batch: tuple) -> Tensor:
+        (optimizer,) = run.optimizers
+        optimizer.zero_grad()
+        loss = run.loss(*batch)
+        run.amp.scale(loss).backward()
+        run.amp.step(optimizer)
+        run.amp.update()
+        with torch.no_grad():
+            for mean, now in zip(average.parameters(), run.model.parameters(), strict=True):
+                mean.mul_(0.999).add_(now.to(mean.dtype), alpha=0.001)
+        return loss.detach()
+
+    run.step, run.average, run.steps = step, average, 40
+    return run
+
+
+def average_loss(run: Patient, batch: tuple) -> float:
+    """The loss of the averaged weights, computed in float32."""
+    return loss_in_half(copy.deepcopy(run.average).float())(*batch).item()
+
+
+MISUSE_WARDS = {
+    "unscaled early": Ward(unscaled_early, "unscaled-too-early", ""),
+    "zero_grad inside": Ward(zeroed_inside, "zero-grad-in-accumulation", ""),
+    "zero_grad inside, apex": Ward(zeroed_inside_apex, "zero-grad-in-accumulation", ""),
+    "two scalers": Ward(two_scalers, "two-scalers", ""),
+    "half average": Ward(half_average, "average-in-half", ""),
+}
