@@ -55,6 +55,7 @@ class CatalogueEntry:
         supersedes: ids that are omitted if this one is found.
         supersedes_as_error: ids that are left out where this one is an error.
         explains: ids that this one may be the cause of: their certainty becomes "possible".
+        settles: as a note it needs no action, so a report shows it last, and once.
     """
 
     id: str
@@ -64,6 +65,7 @@ class CatalogueEntry:
     supersedes: tuple[str, ...] = ()
     supersedes_as_error: tuple[str, ...] = SYMPTOMS
     explains: tuple[str, ...] = ()
+    settles: bool = False
 
     def texts(self, case: str) -> tuple[Text, Text, Text]:
         """Return symptom, cause and remedy of a case."""
@@ -155,7 +157,7 @@ def finding(
         KeyError: no entry has this id or case, or a field of its sentences is missing.
         ValueError: the entry does not have this severity.
 
-    >>> finding("tiny-ops", evidence={"ops": 12, "median_elements": 64.0}).severity
+    >>> finding("launch-bound", evidence={"ops": 12, "median_elements": 64.0}).severity
     'note'
     """
     entry = CATALOGUE[name]
@@ -225,7 +227,7 @@ _BCE_WITH_LOGITS = (
 _UPDATE_ONCE = "scaler.update()  # once per optimizer step, after it; not after each backward"
 
 _RAISED = "The step raised: {message}"
-_CAME_IN = "{tensor_name} contained inf or NaN before the step began; {result} is not finite."
+_CAME_IN = "{tensor_name} contained inf or NaN before the step began; {not_finite} is not finite."
 _WROTE = "{fn} wrote {counted}"
 _ELEVEN_BITS = (
     "float16 has 11 significant bits. Where E[x^2] and E[x]^2 are nearly equal, their difference is mostly rounding "
@@ -294,6 +296,12 @@ _RUN = (
                 "follow.",
                 "The first update steps were too large and moved the weights out of range. Later overflows are a "
                 "consequence.",
+            ),
+            "in-float32": Case(
+                "Trained in float32 on this batch alone, the loss goes from {float32_loss_before:.4g} to "
+                "{float32_loss_after:.4g} in {float32_steps}.",
+                "At this learning rate the update steps are too large in float32 too. The overflow in float16 is a "
+                "consequence, so no dtype and no loss scale fixes this.",
             ),
         },
         explains=(
@@ -381,7 +389,10 @@ _RUN = (
             "": Case(
                 "The first {skips} steps were skipped while the loss scale fell to {scale}.",
                 "The initial loss scale is too large for these gradients; a dynamic loss scale falls until it fits.",
-                _setting("dynamic_init_scale={fitting_scale:.12g}", "init_scale={fitting_scale:.12g}"),
+                _setting(
+                    "dynamic_init_scale={first_scale_without_overflow:.12g}",
+                    "init_scale={first_scale_without_overflow:.12g}",
+                ),
             )
         },
     ),
@@ -791,19 +802,20 @@ _NONFINITE = (
         ("error", "note"),
         {
             "": Case(
-                "{result} overflows at a loss scale of {scale} and is finite at {fits}.",
+                "{not_finite} overflows at a loss scale of {scale} and is finite at {fits}.",
                 "The scaled gradients are too large for float16; at a smaller loss scale they are not. A static loss "
                 "scale lets them reach the weights.",
-                _with("", _DYNAMIC_SCALE, "\n# or loss_scale={fitting_scale:.12g}"),
+                _with("", _DYNAMIC_SCALE, "\n# or loss_scale={finite_at_loss_scale:.12g}"),
             ),
             "dynamic": Case(
                 "",
                 "The scaled gradients are too large for float16; at a smaller loss scale they are not. A dynamic loss "
                 "scale adapts by itself.",
-                "# nothing to do",
+                "# no change is needed: the next steps use the smaller loss scale",
             ),
         },
         supersedes=("still-skipping",),
+        settles=True,
     ),
     CatalogueEntry(
         "nonfinite-batch",
@@ -1216,8 +1228,8 @@ _SPEED = (
         },
     ),
     CatalogueEntry(
-        "tiny-ops",
-        "Ops are too small for their dtype to matter",
+        "launch-bound",
+        "The step is launch-bound: its ops are too small for their dtype to matter",
         ("note",),
         {
             "": Case(

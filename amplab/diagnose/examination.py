@@ -10,7 +10,7 @@ This file applies the rules and ranks what they find; each rule is in the file o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from amplab.amp import LossScaleCollapse, Session
+from amplab.diagnose.catalogue import CATALOGUE
 from amplab.diagnose.finding import Finding, Findings
 from amplab.diagnose.first_nonfinite import Setting, explain, setting_of
 from amplab.diagnose.machine import MachineReport, machine_report
@@ -28,6 +29,7 @@ from amplab.diagnose.observed_step.values import ObservedStep, observe_step
 from amplab.diagnose.ranking import ranked
 from amplab.diagnose.remedies.api_styles import Api, api_style_of
 from amplab.diagnose.rules.arithmetic import arithmetic_findings
+from amplab.diagnose.rules.divergence import diverging_in_float32
 from amplab.diagnose.rules.gradients import gradient_findings
 from amplab.diagnose.rules.nonfinite import api_in_use, finding_of
 from amplab.diagnose.rules.parameters import nonfinite_buffers, parameter_findings
@@ -39,6 +41,7 @@ from amplab.diagnose.rules.updates import averages_lost, optimizers_left_out, up
 from amplab.diagnose.rules.values import value_findings
 from amplab.diagnose.train_step.rehearse_loop import rehearse_loop
 from amplab.diagnose.train_step.schedules import schedulers_of
+from amplab.display.numbers import count, power
 from amplab.policies import PrecisionPolicy
 from amplab.trace.argument_checks import check_loss_scale
 from amplab.trace.engines import compiled_functions_eagerly
@@ -141,14 +144,44 @@ def doctor(
         model, scaler, opt_level=opt_level, policy=policy, autocast=autocast, loss_scale=loss_scale
     ) as setting:
         if handed is not None:
-            observed, of_step = _examine_step(model, setting.of_step(handed), setting, batch)
+            observed, of_step = _examine_step(model, setting.of_step(handed), setting, batch, optimizers)
             found = [*found, *of_step]
     found += (*parameter_findings(model, optimizers, observed), *nonfinite_buffers(model))
     if train_step is None:
         found += updates_bound_to_be_lost(model, optimizers, observed)
     else:
         found += _examine_loop(model, train_step, optimizers, in_use, stateful)
-    return ranked(found)
+    return replace(ranked(found), looked_at=tuple(_looked_at(observed, model, optimizers, run, train_step)))
+
+
+def _looked_at(
+    observed: ObservedStep | None,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    run: Observation | None,
+    train_step: Callable[..., Any] | None,
+) -> Iterator[str]:
+    """What was examined, and what to pass for the rest."""
+    if observed is not None:
+        backward = sum(record.phase == "backward" for record in observed.trace)
+        yield (
+            f"looked at the values of {count(len(observed.trace) - backward, 'op')} of one forward and "
+            f"{count(backward, 'op')} of its backward, at loss scale {power(observed.loss_scale)}"
+        )
+    parameters = sum(1 for _ in model.parameters())
+    yield f"looked at {count(parameters, 'parameter')} of the model and {count(len(optimizers), 'optimizer')}"
+    if train_step is not None:
+        yield "looked at one whole iteration: unscaling, clipping, optimizer steps, schedulers"
+    if run is not None:
+        yield f"looked at the losses, loss scales and skips of {count(len(run), 'step')}"
+    for name, is_given, what in (
+        ("loss=criterion, or step=", observed is not None, "the values of a step"),
+        ("optimizer=", bool(optimizers), "which parameters are updated"),
+        ("train_step=", train_step is not None, "the loop: unscaling, clipping, optimizer steps"),
+        ("run=", run is not None, "the run so far (amplab.watch records it)"),
+    ):
+        if not is_given:
+            yield f"not looked at: {what}; pass {name}"
 
 
 def _check_no_arguments(**given: Any) -> None:
@@ -191,7 +224,7 @@ def _with_api(run: Observation, scaler: Scaler | None) -> Observation:
 
 
 def _examine_step(
-    model: nn.Module, handed: HandedStep, setting: Setting, batch: Any
+    model: nn.Module, handed: HandedStep, setting: Setting, batch: Any, optimizers: Sequence[Optimizer]
 ) -> tuple[ObservedStep | None, list[Finding]]:
     raised = Raised(handed.run)
     try:
@@ -209,6 +242,8 @@ def _examine_step(
         return None, [finding_of_error(error, model, "step()" if handed.name == "step" else "model(batch)")]
     blamed = blame(step)
     first = [] if blamed is None else [finding_of(explain(model, handed, setting, step, blamed, batch=batch))]
+    if blamed is not None and first[0].name in CATALOGUE["diverging"].explains:
+        first += diverging_in_float32(model, handed, setting, optimizers, api_in_use(setting, step))
     api = api_in_use(setting, step)
     of_values = (*value_findings(step, api), *arithmetic_findings(step, api))
     return step, [*first, *of_values, *speed_findings(step.trace, api)]

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypedDict, get_args, overload
 
 from amplab.diagnose.finding_html import finding_html
-from amplab.display.html import page
+from amplab.display.html import markup, page
 from amplab.display.numbers import count, number
 from amplab.display.text import labelled
 
@@ -114,6 +114,10 @@ class Finding:
 class Findings(Sequence[Finding]):
     """Findings, ordered by severity, then by certainty, then as given.
 
+    Args:
+        found: the findings.
+        looked_at: what was examined, and what was not; printed if nothing was found.
+
     >>> a = Finding("window-short", "note", "skips", "the window is short", "scale_window=2000")
     >>> b = Finding("data-nonfinite", "error", "NaN", "the batch holds NaN", "clean the batch")
     >>> [each.name for each in Findings.ranked([a, b])]
@@ -121,6 +125,7 @@ class Findings(Sequence[Finding]):
     """
 
     found: tuple[Finding, ...] = ()
+    looked_at: tuple[str, ...] = ()
 
     @classmethod
     def ranked(cls, found: Iterable[Finding]) -> Findings:
@@ -157,7 +162,9 @@ class Findings(Sequence[Finding]):
         return iter(self.found)
 
     def __str__(self) -> str:
-        return "\n\n".join(map(str, self.found)) if self.found else "nothing found"
+        if self.found:
+            return "\n\n".join(map(str, self.found))
+        return "\n".join(["nothing found", *(f"  {each}" for each in self.looked_at)])
 
     def __repr__(self) -> str:
         return f"<Findings: {self.sentence}>"
@@ -171,7 +178,12 @@ class Findings(Sequence[Finding]):
     def _repr_html_(self) -> str:
         """Return the findings as HTML, with notes collapsed."""
         if not self.found:
-            return page("", '<p><span class="good">✓</span> nothing found</p>')
+            listed = "".join(f"<li>{markup(each)}</li>" for each in self.looked_at)
+            return page(
+                "",
+                '<p><span class="good">✓</span> nothing found</p>',
+                f'<ul class="faint">{listed}</ul>' if listed else "",
+            )
         return page(self.sentence, *(finding_html(each, is_open=each.severity != "note") for each in self.found))
 
 

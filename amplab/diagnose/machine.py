@@ -9,7 +9,7 @@ import torch
 
 from amplab import __version__, kernels
 from amplab.display.table import Card, Table
-from amplab.kernels.builder.recipe import obstacle
+from amplab.kernels.builder.recipe import cuda_of_torch, has_cuda_device, obstacle
 from amplab.policies import cpu_half_mode
 
 __all__ = ["MachineReport", "machine_report"]
@@ -69,9 +69,9 @@ def _bfloat16() -> str:
 
 
 def _cuda() -> str:
-    if torch.version.cuda is None:
+    if cuda_of_torch() is None:
         return "none: this torch is built without CUDA; everything runs on the CPU"
-    if not torch.cuda.is_available():
+    if not has_cuda_device():
         return f"none: torch is built for CUDA {torch.version.cuda}, but no device or no driver was found"
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     bfloat16 = "with" if torch.cuda.is_bf16_supported() else "without"

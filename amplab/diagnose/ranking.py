@@ -5,8 +5,7 @@ The catalogue says for each finding which ones it supersedes and which ones it m
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 from amplab.diagnose.catalogue import CATALOGUE, CatalogueEntry
@@ -18,24 +17,26 @@ __all__ = ["ranked"]
 def ranked(found: Iterable[Finding]) -> Findings:
     """Return the findings to report, the most severe first.
 
-    Findings that another one supersedes are left out. Those that another one explains become "possible".
+    Findings that another one supersedes are left out. Those that another one explains become "possible". What settles
+    by itself comes last, and once.
 
-    A diverging run explains later overflows. If a step was run again in float32 and its loss had not grown, the
-    divergence itself becomes "possible" instead.
+    A diverging run explains later overflows. It is left out if a step was run again in float32 and its loss had not
+    grown, and if a cause that no update step has is certain, unless the loss grew a hundredfold before.
 
     >>> left = ranked([Finding("diverging", "error", "a", "b", "c", "likely"),
     ...                Finding("overflow-in-half", "error", "d", "e", "f", "certain")])
     >>> [(each.name, each.certainty) for each in left]
     [('diverging', 'likely'), ('overflow-in-half', 'possible')]
     """
-    found = list(found)
+    found = _without_refuted(list(found))
     superseded = {name for each in found for name in _superseded_by(each)}
     kept = [each for each in found if each.name not in superseded]
     for cause in [each for each in kept if each.severity == "error" and _entry(each.name).explains]:
         explained = _entry(cause.name).explains
-        doubted = (cause.name,) if _is_refuted(cause, [each for each in kept if each.name in explained]) else explained
-        kept = [replace(each, certainty="possible") if each.name in doubted else each for each in kept]
-    return Findings.ranked(kept)
+        kept = [replace(each, certainty="possible") if each.name in explained else each for each in kept]
+    in_order = Findings.ranked(kept)
+    settles = [each for each in in_order if each.severity == "note" and _entry(each.name).settles]
+    return Findings((*(each for each in in_order if each not in settles), *settles[:1]))
 
 
 def _superseded_by(found: Finding) -> tuple[str, ...]:
@@ -50,8 +51,22 @@ def _entry(name: str) -> CatalogueEntry:
     return CATALOGUE.get(name) or CatalogueEntry(name, name, ("error",), {})
 
 
-def _is_refuted(cause: Finding, consequences: Sequence[Finding]) -> bool:
-    """Whether a step that overflowed in its dtype has, in float32, no larger loss than the run began with."""
-    began = cause.evidence.get("first_loss", -math.inf)
-    again = (each.evidence.get("loss_in_float32") for each in consequences)
-    return isinstance(began, int | float) and any(isinstance(loss, int | float) and loss <= began for loss in again)
+def _without_refuted(found: list[Finding]) -> list[Finding]:
+    """Leave out a divergence that the first non-finite value of a step speaks against."""
+    causes = [each for each in found if each.severity == "error" and "not_finite" in each.evidence]
+    return [each for each in found if each.name != "diverging" or not any(_refutes(cause, each) for cause in causes)]
+
+
+def _refutes(cause: Finding, diverging: Finding) -> bool:
+    """Whether a step's cause shows that the update steps were not too large."""
+    began, again = diverging.evidence.get("first_loss"), cause.evidence.get("loss_in_float32")
+    now = diverging.evidence.get("loss_now")
+    if not isinstance(began, int | float):
+        return False
+    if cause.name in _entry("diverging").explains:
+        return isinstance(again, int | float) and again <= began
+    return cause.certainty == "certain" and not (isinstance(now, int | float) and now > _EXPLODED * began)
+
+
+_EXPLODED = 100.0
+"""Growth of the loss that no bad constant explains."""

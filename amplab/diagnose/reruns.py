@@ -7,15 +7,16 @@ which all ops pass.
     probe(model, step, loss_scale=1.0)                      is it gone at scale 1
     probe(model, step, number_format=torch.float32)         is it gone in float32
     headroom(model, step)                                   at which scale is it gone
+    losses_in_float32(model, step, rates)                   does float32 train on this batch
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from amplab.trace.dispatch_mode import DispatchMode
 from amplab.trace.engines import clear_cast_caches
 from amplab.trace.untouched import untouched
 
-__all__ = ["RerunResult", "Headroom", "in_format", "probe", "headroom"]
+__all__ = ["RerunResult", "Headroom", "UpdateRate", "headroom", "in_format", "losses_in_float32", "probe"]
 
 _current_node = torch._C._current_autograd_node
 
@@ -153,6 +154,64 @@ def _run(
         finally:
             clear_cast_caches()
             torch.clear_autocast_cache()
+
+
+class UpdateRate(NamedTuple):
+    """How an optimizer moves a parameter, as far as it matters for whether the steps are too large.
+
+    Args:
+        rate: the learning rate.
+        by_sign: whether an element moves by about the rate whatever its gradient, as Adam moves it.
+    """
+
+    rate: float
+    by_sign: bool
+
+
+def losses_in_float32(
+    model: nn.Module,
+    step: Callable[[], Tensor],
+    rates: Mapping[str, UpdateRate],
+    *,
+    casting: AbstractContextManager[object] | None = None,
+    steps: int = 8,
+) -> list[float]:
+    """Train on one batch in float32 and return the losses, up to the first that is not finite; restore all state.
+
+    Args:
+        model, step, casting: as for `probe`.
+        rates: name of a parameter -> how it moves. Momentum is left out, so the steps are smaller than the optimizer's.
+        steps: number of steps.
+
+    Sync: one for each step.
+    """
+    losses: list[float] = []
+    _clear_caches()
+    try:
+        with untouched(model) as gradients, in_format(model, torch.float32), casting or nullcontext():
+            while len(losses) < steps and all(map(math.isfinite, losses)):
+                clear_cast_caches()
+                loss = step()
+                losses.append(loss.item())
+                gradients.park_leaves_of(loss)
+                torch.autograd.backward(loss.float())
+                with torch.no_grad(), torch._C.DisableTorchFunction():
+                    _move(model, rates)
+    finally:
+        _clear_caches()
+    return losses
+
+
+def _clear_caches() -> None:
+    clear_cast_caches()
+    torch.clear_autocast_cache()
+
+
+def _move(model: nn.Module, rates: Mapping[str, UpdateRate]) -> None:
+    for name, parameter in model.named_parameters():
+        grad, parameter.grad = parameter.grad, None
+        if grad is not None and name in rates:
+            parameter.sub_((grad.sign() if rates[name].by_sign else grad) * rates[name].rate)
 
 
 class _Backward(DispatchMode):

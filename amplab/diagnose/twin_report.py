@@ -1,7 +1,7 @@
 """The report of `twin`: every error of every step, a table per module, and where the two precisions diverge.
 
     relative  ||b - a|| / ||a||                     0: equal;  inf: b is not finite where a is
-    ulps      median |b - a| / ulp_half(a)          0.5: the rounding error of a in float16
+    ulps      median |b - a| / ulp_half(a)          of the elements that differ; 0.5: the rounding error of a in float16
     cosine    a . b / (||a|| ||b||)                 1: the same direction
 
 Errors are computed in float64; where both tensors are 0 they are equal.
@@ -33,6 +33,7 @@ _LOW, _HIGH, _WIDTH = -6, 1, 160  # powers of ten of an error that are drawn, pi
 
 _LOWEST = FLOAT16.min_exponent
 _MANTISSA = FLOAT16.mantissa_bits
+_LARGE, _HALF_ULP = 0.01, 0.5
 
 
 @dataclass(frozen=True)
@@ -48,17 +49,23 @@ class TwinError:
         """Whether both were finite."""
         return math.isfinite(self.relative)
 
+    @property
+    def is_too_small(self) -> bool:
+        """Whether a large error is less than half an ulp: the numbers are smaller than float16's smallest."""
+        return self.relative > _LARGE and self.ulps < _HALF_ULP
+
 
 def twin_error(left: Tensor, right: Tensor) -> TwinError:
     """Return the error of `right` against `left`, of the same shape and any floating-point dtypes. Sync: one.
 
     >>> twin_error(torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.0, 0.0, 1.5]))
-    TwinError(relative=0.5, ulps=0.0, cosine=1.0)
+    TwinError(relative=0.5, ulps=512.0, cosine=1.0)
     """
     a, b = left.detach().double().flatten(), right.detach().double().flatten()  # (elements,)
     difference = b - a
     apart, size, other = (each.norm() for each in (difference, a, b))
-    ulps = (difference.abs() / _ulp_of_half(a)).median() if len(a) else apart
+    apart_by = (difference.abs() / _ulp_of_half(a))[difference != 0]
+    ulps = apart_by.median() if len(apart_by) else torch.zeros_like(apart)
     apart, size, other, product, ulps = torch.stack([apart, size, other, a @ b, ulps]).tolist()
     if not math.isfinite(size) or not math.isfinite(other):
         return TwinError(math.inf, math.inf, math.nan)
@@ -96,7 +103,8 @@ class TwinRow:
     def __str__(self) -> str:
         """Return one line."""
         e = self.error
-        far = f"relative error {_share(e.relative)}, {e.ulps:.2g} ulps of half, cosine {e.cosine:.4f}"
+        ulps = "too small for float16" if e.is_too_small else f"{e.ulps:.2g} ulps of half"
+        far = f"relative error {_share(e.relative)}, {ulps}, cosine {e.cosine:.4f}"
         return f"step {self.step}, {self.what} of {self.module or 'the model'} ({self.dtype}): " + (
             far if e.is_finite else "not finite"
         )
@@ -231,6 +239,7 @@ def _cells(rows: list[TwinRow], drawing: Markup) -> tuple[str, ...]:
     worst = max(rows, key=lambda row: row.error.relative).error
     shares = (_share(each) for each in (rows[0].error.relative, rows[-1].error.relative, worst.relative))
     ulps = f"{worst.ulps:,.2g}" if worst.ulps < 100 else f"{worst.ulps:,.0f}"
+    ulps = "too small for float16" if worst.is_too_small else ulps
     return *start, Cell("", drawing), *shares, ulps, f"{worst.cosine:.5f}"
 
 

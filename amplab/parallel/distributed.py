@@ -32,7 +32,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     Raises:
         ValueError: an argument that is not supported.
 
-    Reference: apex ``DistributedDataParallel``. As in apex, buffers are not broadcast at every forward.
+    Reference: apex ``DistributedDataParallel``. As in apex, buffers are broadcast once, here, and not at every
+    forward.
     """
 
     def __init__(
@@ -60,9 +61,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         super().__init__(
             module,
             bucket_cap_mb=max(1, round(message_size * 4 / 2**20)),
-            broadcast_buffers=False,
             find_unused_parameters=delay_allreduce,
         )
+        # Only now: the constructor broadcasts buffers once, as apex's does, and warns of this argument.
+        self.broadcast_buffers = False
         if allreduce_always_fp32 or not gradient_average or gradient_predivide_factor != 1.0:
             after = gradient_predivide_factor / dist.get_world_size() if gradient_average else 1.0
             options = (gradient_predivide_factor, after, allreduce_always_fp32)

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 from amplab.scripts.apex_alias import as_apex
+from amplab.scripts.local_rank import accept_both_spellings
 
 __all__ = ["follow_parent", "let_children_follow"]
 
@@ -43,23 +44,9 @@ def follow_parent() -> None:
     mode = os.environ.get(VARIABLE)
     if mode is not None:
         as_apex()
-        sys.argv[:] = _with_local_rank(sys.argv)
+        accept_both_spellings()
     if mode == "cpu":
         sys.meta_path.insert(0, _TorchOnCpu())
-
-
-def _with_local_rank(words: list[str]) -> list[str]:
-    """Pass a script its rank as ``--local_rank``, as ``torch.distributed.launch`` did before torch 2.0.
-
-    Only scripts whose source contains that spelling and not the new one get it.
-    """
-    script = Path(words[0]) if words else Path()
-    if "TORCHELASTIC_RUN_ID" not in os.environ or not script.is_file():
-        return words
-    source = script.read_bytes()
-    if b"--local_rank" not in source or b"--local-rank" in source:
-        return words
-    return [word.replace("--local-rank=", "--local_rank=", 1) for word in words]
 
 
 class _TorchOnCpu:

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["DEVICE_NAME", "Event", "Scope", "Stream", "device_properties", "generator_on"]
+from amplab.scripts.cuda_names import DEVICE_NAME
 
-DEVICE_NAME = "CPU (in place of CUDA)"
+__all__ = ["Event", "Scope", "Stream", "device_properties", "generator_on"]
 
 
 class Scope(contextlib.AbstractContextManager[Any]):

@@ -20,6 +20,7 @@ from types import ModuleType
 from amplab.scripts.apex_alias import ApexAlias, as_apex
 from amplab.scripts.apex_names import refusal
 from amplab.scripts.children import let_children_follow
+from amplab.scripts.local_rank import accept_both_spellings
 
 __all__ = ["DEVICES", "ScriptError", "run_module", "run_script"]
 
@@ -63,6 +64,7 @@ def run_script(path: str | Path, arguments: Sequence[str] = (), *, device: str |
     _prepare(device)
     let_children_follow(device)
     sys.argv = [os.fspath(path), *arguments]
+    accept_both_spellings()
     _set_first_path(os.path.dirname(os.path.realpath(path)))
     main = _main_module(os.path.join(os.getcwd(), path))  # not normalized, as python leaves it
     sys.modules["__main__"] = main
@@ -93,6 +95,7 @@ def run_module(name: str, arguments: Sequence[str] = (), *, device: str | None =
         raise ScriptError(f"-m {message}")
     let_children_follow(device)
     sys.argv = [name, *arguments]
+    accept_both_spellings()
     return _guarded(lambda: runpy.run_module(name, run_name="__main__", alter_sys=True))
 
 

@@ -16,11 +16,12 @@ import torch
 
 import amplab
 
-__all__ = ["CodeLine", "user_line"]
+__all__ = ["CodeLine", "call_of_user_line", "user_line"]
 
 _LIBRARIES = tuple(f"{Path(str(module.__file__)).parent}/" for module in (torch, amplab))
 _STANDARD = f"{sysconfig.get_paths()['stdlib']}/"
 _INSTALLED = ("site-packages", "dist-packages")
+_WRAPPERS = frozenset(("decorate_context", "inner", "wrapper"))  # of torch's decorators
 _CALLER = str(Path(__file__).with_name("step.py"))
 
 
@@ -56,6 +57,20 @@ def user_line() -> CodeLine | None:
             return CodeLine(file, frame.f_lineno)
         frame = frame.f_back
     return None
+
+
+def call_of_user_line() -> str:
+    """Return the library's function that the user's line called, such as `clip_grad_norm_`; empty for a method in C++.
+
+    Sync: none.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    called = ""
+    while frame is not None and not _is_users(frame.f_code.co_filename):
+        name, is_torchs = frame.f_code.co_name, frame.f_code.co_filename.startswith(_LIBRARIES[0])
+        called = name if is_torchs and not name.startswith("_") and name not in _WRAPPERS else called
+        frame = frame.f_back
+    return called
 
 
 @cache

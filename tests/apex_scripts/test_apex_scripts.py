@@ -37,7 +37,7 @@ def run_all(script, runs):
     assert result.returncode == 0, result.stderr
     ended = [json.loads(line) for line in result.stdout.splitlines()]
     assert [status for status, _, _ in ended] == [0] * len(runs), result.stderr
-    assert "amplab --device cpu: device cuda is the CPU" in result.stderr or ".cuda() leaves" in result.stderr
+    assert "amplab --device cpu: device cuda is the CPU" in result.stderr or ".cuda() copies" in result.stderr
     return [(printed, told) for _, printed, told in ended]
 
 

@@ -1,5 +1,7 @@
 """Runs whose fault is in the values that ops receive: what half cannot hold, and what no format can."""
 
+from collections.abc import Callable
+
 import torch
 from patients import Patient, Ward, apex, gaussian, padded, regression
 from torch import nn
@@ -173,6 +175,42 @@ def large_mask(size: int, seed: int, broken: bool) -> Patient:
     return apex(model, regression(model), gaussian(size, seed), level="O2")
 
 
+# Two masks of the smallest number, added: a sequence that both mask completely has scores of -inf alone
+
+
+class TwoMasks(nn.Module):
+    """Attention within sequences of which the last is empty: padding, and another segment than that of any token."""
+
+    def __init__(self, size: int, wide: bool, broken: bool) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(size, size), nn.Linear(size, size)
+        self.wide, self.broken = wide, broken
+
+    def forward(self, x):  # (rows, size): sequences of four rows
+        x = x.unflatten(0, (-1, 4))  # (sequences, 4, size)
+        scores = self.query(x) @ self.key(x).mT * x.shape[-1] ** -0.5
+        if self.wide:
+            scores = scores.float()
+        empty = (torch.arange(len(x)) == len(x) - 1)[:, None, None].to(scores.dtype)
+        least = torch.finfo(scores.dtype).min
+        padding, segments = empty * least, empty * least
+        if not self.broken:
+            scores = scores.masked_fill(empty.bool(), least)
+            return (torch.softmax(scores, -1) @ x.to(scores.dtype)).flatten(0, 1)
+        scores = scores + padding + segments
+        return (torch.softmax(scores, -1) @ x.to(scores.dtype)).flatten(0, 1)
+
+
+def two_masks(level: str, *, wide: bool) -> Callable[[int, int, bool], Patient]:
+    def admit(size: int, seed: int, broken: bool) -> Patient:
+        model = nn.Sequential()
+        model.add_module("attention", TwoMasks(size, wide, broken))
+        model.add_module("head", nn.Linear(size, 1))
+        return apex(model, regression(model), gaussian(size, seed, 32, size), level=level)
+
+    return admit
+
+
 def late_where(size: int, seed: int, broken: bool) -> Patient:
     """sqrt at 0, thrown away by a where that comes after it: forward is finite, its gradient is not."""
 
@@ -210,5 +248,7 @@ VALUE_WARDS = {
     "sum of a plane": Ward(sum_of_plane, "reduction-overflows-half", "pool"),
     "mask": Ward(large_mask, "constant-overflows-half", "masking"),
     "large squares": Ward(large_squares, "overflow-in-half", "1"),
+    "two masks in half": Ward(two_masks("O2", wide=False), "masks-added", "attention"),
+    "two masks in float32": Ward(two_masks("O1", wide=True), "masks-added", "attention"),
     "late where": Ward(late_where, "gradient-undefined", "root"),
 }

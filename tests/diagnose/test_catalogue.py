@@ -71,9 +71,9 @@ def test_rules_take_from_the_catalogue_alone():
 
 def test_a_severity_that_the_entry_does_not_have_is_refused():
     with pytest.raises(ValueError, match="'error'"):
-        finding("tiny-ops", severity="error", evidence={"ops": 1, "median_elements": 1})
+        finding("launch-bound", severity="error", evidence={"ops": 1, "median_elements": 1})
     with pytest.raises(KeyError):
-        finding("tiny-ops")
+        finding("launch-bound")
     with pytest.raises(KeyError):
         finding("no-such-finding")
 
@@ -111,12 +111,55 @@ def test_what_an_error_supersedes(found, left):
 
 def test_a_note_supersedes_what_its_entry_says():
     skipping = made("still-skipping", "note")
-    assert ranked([skipping, made("tiny-ops", "note")])[0] is skipping
+    assert ranked([skipping, made("launch-bound", "note")])[0] is skipping
     for name in ("scale-too-large", "nonfinite-gradient"):
         assert [each.name for each in ranked([skipping, made(name, "note")])] == [name]
 
 
-@pytest.mark.parametrize(("in_float32", "doubted"), [(1e9, "overflow-in-half"), (1.0, "diverging")])
-def test_divergence_explains_an_overflow_unless_float32_refutes_it(in_float32, doubted):
-    found = ranked([made("diverging", first_loss=2.0), made("overflow-in-half", loss_in_float32=in_float32)])
-    assert [each.name for each in found if each.certainty == "possible"] == [doubted]
+def test_divergence_explains_an_overflow_unless_float32_refutes_it():
+    diverging, overflow = made("diverging", first_loss=2.0), {"not_finite": "loss"}
+    found = ranked([diverging, made("overflow-in-half", loss_in_float32=1e9, **overflow)])
+    assert [(each.name, each.certainty) for each in found] == [
+        ("diverging", "certain"),
+        ("overflow-in-half", "possible"),
+    ]
+    found = ranked([diverging, made("overflow-in-half", loss_in_float32=1.0, **overflow)])
+    assert [(each.name, each.certainty) for each in found] == [("overflow-in-half", "certain")]
+
+
+@pytest.mark.parametrize(("loss_now", "left"), [(20.0, ["infinite-value"]), (1e4, ["diverging", "infinite-value"])])
+def test_a_cause_that_is_certain_leaves_no_divergence_beside_it_unless_the_loss_exploded(loss_now, left):
+    diverging = made("diverging", certainty="likely", first_loss=2.0, loss_now=loss_now)
+    found = ranked([diverging, made("infinite-value", not_finite="loss")])
+    assert sorted(each.name for each in found) == left
+    at_once = made("diverging", certainty="likely", first_loss=2.0, steps_lost=5)
+    assert [each.name for each in ranked([at_once, made("infinite-value", not_finite="loss")])] == ["infinite-value"]
+
+
+def test_what_settles_by_itself_comes_last_and_once():
+    notes = [Finding("scale-too-large", "note", "seen", "why", "code", op=op) for op in ("linear", "cast")] + [
+        made("launch-bound", "note", "possible")
+    ]
+    assert [each.name for each in ranked(notes)] == ["launch-bound", "scale-too-large"]
+
+
+WORDS_OF_NO_ENGINEER = (
+    "fitting_scale",
+    "weight_at_most",
+    "result = ",
+    "tiny-ops",
+    "aten.",
+    "halves bear",
+    "nothing to do",
+)
+
+
+def test_no_finding_uses_a_word_that_an_engineer_does_not_know():
+    for path in (*PACKAGE.glob("diagnose/rules/*.py"), PACKAGE / "diagnose" / "catalogue.py"):
+        texts = [
+            each.value
+            for each in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(each, ast.Constant) and isinstance(each.value, str)
+        ]
+        found = [(word, text) for word in WORDS_OF_NO_ENGINEER for text in texts if word in text]
+        assert not found, path

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from html_outline import outline
 from torch import nn
 from torch.nn import functional as F
 
@@ -185,9 +186,14 @@ def test_clipping_inside_of_scale_loss_is_found_with_the_threads_session(level, 
 def test_a_loss_that_float32_has_not_lost_has_not_diverged(in_float32, first):
     """Losses of 2e4 and 3e3, and then none that is finite: the rate, or the format."""
     lost = Finding("diverging", "error", "a", "b", "c", "likely", evidence={"first_loss": 2e4})
-    overflows = Finding("logits-overflow-half", "error", "d", "e", "f", evidence={"loss_in_float32": in_float32})
-    first_two = ranked([lost, overflows])
-    assert (first_two[0].name, first_two[1].certainty) == (first, "possible")
+    overflows = Finding(
+        "logits-overflow-half", "error", "d", "e", "f", evidence={"loss_in_float32": in_float32, "not_finite": "loss"}
+    )
+    found = ranked([lost, overflows])
+    assert (found[0].name, [each.certainty for each in found[1:]]) == (
+        first,
+        ["possible"] if first == "diverging" else [],
+    )
 
 
 def patient():
@@ -313,3 +319,32 @@ def test_a_compiled_model_has_no_ops_but_a_loop():
     assert [each.name for each in doctor(model, train_step=train, optimizer=optimizer)] == []
     with pytest.raises(ValueError, match="Linear is compiled"):
         doctor(model, step=lambda: model(torch.ones(3, 4)).mean())
+
+
+def test_where_nothing_is_found_it_is_said_what_was_looked_at():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(3, 4)
+    found = doctor(model, x, loss=lambda out: out.square().mean(), optimizer=optimizer)
+    assert not found
+    said = str(found)
+    assert "2 parameters of the model and 1 optimizer" in said
+    assert "ops of its backward" in said
+    assert "not looked at: the loop: unscaling, clipping, optimizer steps; pass train_step=" in said
+    assert "train_step=" in outline(found._repr_html_()).words
+
+
+def test_a_clipping_is_named_as_the_code_calls_it():
+    model = nn.Linear(4, 4)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+
+    def train_step():
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(3, 4)).square().mean()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        scaler.step(optimizer)
+        scaler.update()
+
+    (first, *_) = doctor(model, train_step=train_step, optimizer=optimizer, scaler=scaler)
+    assert (first.name, first.op) == ("clips-scaled-gradients", "clip_grad_norm_")
+    assert first.line.startswith("diagnose/test_examination.py:")

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from amplab.diagnose.twin import twin
-from amplab.diagnose.twin_report import twin_error
+from amplab.diagnose.twin_report import TwinRow, twin_error
 from amplab.policies import PrecisionPolicy
 
 
@@ -302,3 +302,14 @@ def test_both_sides_draw_the_same_numbers(draw):
     report = twin(model, (torch.ones(4, 5), torch.ones(4, 5)), "O0", "O0", loss=F.mse_loss, steps=2)
     assert {row.error.relative for row in report.rows()} == {0.0}
     assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+
+
+def test_a_large_error_is_never_said_to_be_no_ulps():
+    """A sparse tensor of which few elements are wrong, and numbers that float16 rounds to 0."""
+    sparse = torch.zeros(100)
+    sparse[:3] = 1.0
+    row = TwinRow(0, "body", "output", "float16", twin_error(sparse, torch.zeros(100)))
+    assert "relative error 100 %, 1e+03 ulps of half" in str(row)
+    tiny = torch.full((100,), 1e-9)
+    row = TwinRow(0, "body", "output grad", "float16", twin_error(tiny, tiny.half()))
+    assert "relative error 100 %, too small for float16" in str(row)

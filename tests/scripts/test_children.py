@@ -102,6 +102,45 @@ def test_a_script_gets_its_rank_by_the_name_that_it_declares(tmp_path, spelling)
     assert run(tmp_path, *words, OMP_NUM_THREADS="1").stdout == f"0 ['{spelling}=0']\n"
 
 
+WRAPPER = "from training import main\nmain()\n"
+TRAINING = """
+import argparse
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument({spelling!r}, dest="rank", default=7, type=int)
+    print(parser.parse_args().rank)
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+@pytest.mark.parametrize("spelling", ["--local_rank", "--local-rank"])
+@pytest.mark.parametrize("started", [["wrapper.py"], ["-m", "wrapper"]], ids=["file", "module"])
+def test_a_wrapper_around_the_training_gets_its_rank_too(tmp_path, spelling, started):
+    (tmp_path / "wrapper.py").write_text(WRAPPER)
+    (tmp_path / "training.py").write_text(TRAINING.format(spelling=spelling))
+    words = ["-m", "torch.distributed.launch", "--nproc_per_node", "1", *started]
+    assert run(tmp_path, *words, OMP_NUM_THREADS="1").stdout == "0\n"
+
+
+WRAPPED = """
+import torch, torch.distributed as dist
+from torch import nn
+from apex.parallel import DistributedDataParallel
+dist.init_process_group("gloo", init_method="file://" + __file__ + ".store", rank=0, world_size=1)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+model(torch.ones(3, 2)).sum().backward()
+print(model.broadcast_buffers)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+def test_apexs_wrapper_prints_no_warning_of_amplabs_own_call(tmp_path):
+    (tmp_path / "script.py").write_text(WRAPPED)
+    result = run(tmp_path, "script.py")
+    assert (result.stdout, "broadcast_buffers" in result.stderr) == ("False\n", False)
+
+
 def child(code):
     return f"import subprocess, sys\nprint(subprocess.run([sys.executable, *{code!r}], capture_output=True, text=True))"
 

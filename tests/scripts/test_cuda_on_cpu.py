@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from amplab.scripts.cuda_on_cpu import FACTORIES, TENSOR_TYPES, ReplacedNames, cuda_on_cpu
+from amplab.scripts.cpu_tensors import FACTORIES, TENSOR_TYPES
+from amplab.scripts.cuda_on_cpu import cuda_on_cpu
 
 CPU = torch.device("cpu")
 
@@ -46,21 +47,22 @@ def test_other_arguments_of_to_are_left_alone(said):
     assert said == ["device cuda is the CPU"]
 
 
-def test_cuda_returns_what_it_was_called_on(said):
+def test_each_kind_of_call_is_reported_once(said):
     tensor, model = torch.ones(2), nn.Linear(2, 2)
-    assert tensor.cuda() is tensor.cuda(0, non_blocking=True) is tensor
+    assert tensor.cuda().cuda(0, non_blocking=True).device == CPU
     assert model.cuda() is model.cuda(1) is model
     assert tensor.pin_memory() is tensor
-    assert tensor.untyped_storage().cuda().data_ptr() == tensor.data_ptr()
-    assert said == [".cuda() leaves tensors and modules on the CPU", "pin_memory does nothing"]
+    assert said == [".cuda() copies tensors, which stay on the CPU", "pin_memory does nothing"]
 
 
 @pytest.mark.parametrize("name", TENSOR_TYPES)
 def test_tensor_types_make_and_recognize_tensors(said, name):
     own, of_cuda = getattr(torch, name), getattr(torch.cuda, name)
     made = of_cuda([1, 0])
-    assert made.type() == own([1, 0]).type()
+    assert made.type() == f"torch.cuda.{name}"
+    assert made.dtype == own([1, 0]).dtype == of_cuda.dtype
     assert isinstance(made, of_cuda)
+    assert not isinstance(made.cpu(), of_cuda)
     assert not isinstance(torch.zeros(1, dtype=torch.complex64), of_cuda)
     assert torch.ones(2).type(of_cuda).dtype == torch.ones(2).type(f"torch.cuda.{name}").dtype == made.dtype
     assert said == [f"torch.cuda.{name} is torch.{name}"]
@@ -123,11 +125,14 @@ def test_the_generator_is_that_of_the_cpu(said):
     assert torch.equal(torch.rand(3), drawn)
 
 
-def test_memory_counters_are_zero(said):
+def test_memory_counters_tell_what_the_process_holds(said):
     torch.cuda.reset_max_memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    assert torch.cuda.max_memory_allocated() == torch.cuda.memory_cached() == torch.cuda.memory_reserved(0) == 0
-    assert said == ["memory counters of torch.cuda are 0"]
+    held = torch.ones(2**23, device="cuda")
+    assert torch.cuda.max_memory_allocated() >= torch.cuda.memory_allocated(0) > 0
+    assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] > 0
+    assert torch.cuda.mem_get_info()[1] >= held.nbytes
+    assert [line for line in said if "memory" in line] == [said[0]]
 
 
 @pytest.mark.parametrize(
@@ -228,29 +233,7 @@ def test_lines_go_to_stderr(capsys):
         torch.ones(1).cuda().cuda()
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err == "amplab --device cpu: .cuda() leaves tensors and modules on the CPU\n"
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_autocast_for_cuda_casts_on_the_cpu(said):
-    ones = torch.ones(2, 2)
-    regions = (
-        torch.autocast("cuda"),
-        torch.autocast(device_type="cuda", dtype=torch.float16),
-        torch.cuda.amp.autocast(),
-    )
-    for region in regions:
-        with region:
-            assert torch.mm(ones, ones).dtype is torch.float16
-            assert torch.is_autocast_enabled()
-            assert torch.is_autocast_enabled("cuda")
-            assert torch.get_autocast_dtype("cuda") is torch.float16
-        assert not torch.is_autocast_enabled()
-    with torch.autocast("cuda", torch.bfloat16), torch.autocast("cuda", enabled=False):
-        assert torch.mm(ones, ones).dtype is torch.float32
-    with torch.autocast("cpu"):
-        assert torch.mm(ones, ones).dtype is torch.bfloat16
-    assert said == ["autocast for cuda is torch's autocast for the CPU, which has other op lists"]
+    assert printed.err == "amplab --device cpu: .cuda() copies tensors, which stay on the CPU\n"
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -277,33 +260,4 @@ def test_generators_and_numbers_of_devices(said):
     assert isinstance(torch.default_generator, torch.Generator)
     assert torch.randn(2, generator=generator.manual_seed(1), device="cuda").device == CPU
     assert torch.ones(1, device=f"cuda:{torch.ones(1).cuda().get_device()}").device == CPU
-    assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == 0
     torch.cuda.set_per_process_memory_fraction(0.5)
-
-
-class Base:
-    own = "base"
-
-
-class Derived(Base):
-    other = "derived"
-
-
-def test_the_last_replacement_is_undone_first():
-    replaced = ReplacedNames()
-    for value in ("a", "b"):
-        replaced.replace(Derived, "other", value)
-    assert Derived.other == "b"
-    replaced.restore()
-    replaced.restore()
-    assert Derived.other == "derived"
-
-
-def test_inherited_and_missing_names_are_so_again():
-    replaced = ReplacedNames()
-    replaced.replace(Derived, "own", "new")
-    replaced.replace(Derived, "missing", 1)
-    assert (Derived.own, Derived.missing, Base.own) == ("new", 1, "base")
-    replaced.restore()
-    assert set(vars(Derived)) & {"own", "missing"} == set()
-    assert Derived.own == "base"

@@ -149,7 +149,7 @@ def test_on_the_cpu_it_says_what_it_redirected(folder):
     assert result.stdout == "cpu\n" * 3
     assert result.stderr.splitlines() == [
         "amplab --device cpu: torch.cuda.is_available() is True",
-        "amplab --device cpu: .cuda() leaves tensors and modules on the CPU",
+        "amplab --device cpu: .cuda() copies tensors, which stay on the CPU",
     ]
 
 

@@ -10,8 +10,7 @@ TORCH        float32   torch.autocast         a block without torch.autocast; am
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import takewhile
+from collections.abc import Iterable, Sequence
 
 from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.diagnose.remedies.float32_call import float32_call
@@ -24,14 +23,14 @@ __all__ = ["in_float32", "kept_in_float32", "module_rule", "variance_in_float32"
 def in_float32(record: OpRecord, note: str = "", *, api: Api | None = None, reader: OpRecord | None = None) -> str:
     """Return the lines that compute the op of `record`, or the module that contains it, in float32.
 
-    A module computed in float32 returns its output in the dtype of the model, so the rule is for the module that
-    contains both the op and its `reader`. With half weights the same holds for an op; only O1 keeps float32 results.
+    What a rule computes stays in float32 until an op casts it to half. The rule is therefore for the module of the op
+    and, if such a `reader` is given, for the module of the reader.
 
     Args:
         record: the op.
         note: an alternative, added as a comment.
         api: what the training loop uses.
-        reader: the op that reads the output of this one; None where that does not matter.
+        reader: the op that would round the output of this one to half; None if there is none, or if that is no loss.
 
     >>> print(in_float32(OpRecord(0, "matmul", "aten.mm.default", "forward", "attn", (), (), "")))
     policy = amplab.policies.PrecisionPolicy(module_rules={'attn': 'float32'})
@@ -41,16 +40,15 @@ def in_float32(record: OpRecord, note: str = "", *, api: Api | None = None, read
         y = torch.matmul(x.float(), other.float())
     """
     api = api or Api()
-    pattern = _pattern(record, reader)
     if api.casting is ApiStyle.HALF:
         lines = [_by_hand(record), "# or model.bfloat16(): it has the range of float32"]
         return "\n".join([*lines, f"# {note}"] if note else lines)
-    ruled = not record.is_cast and api.casting not in _REGIONS and (bool(pattern) or _is_known(record.op))
+    ruled = "" if record.is_cast or api.casting in _REGIONS else _rule(record, reader)
     if api.casting is ApiStyle.APEX_HALF:
-        lines = _with_rule(record, pattern, api.level if pattern else "O1") if ruled else []
-        lines.append(_in_bfloat16(api.level, another=ruled))
+        lines = _rule_lines(ruled, api.level) if ruled else []
+        lines.append(_in_bfloat16(api.level, another=bool(ruled)))
     else:
-        lines = [*_with_rule(record, pattern, api.level), "# or around that line alone:"] if ruled else []
+        lines = [*_rule_lines(ruled, api.level), "# or around that line alone:"] if ruled else []
         lines += _around(record, api)
     return "\n".join([*lines, f"# {note}"] if note else lines)
 
@@ -69,8 +67,8 @@ def kept_in_float32(record: OpRecord, note: str = "", *, api: Api | None = None)
     if api.casting not in _HALF_WEIGHTS:
         return in_float32(record, note, api=api)
     lines = [_by_hand(record)]
-    if api.casting is not ApiStyle.HALF and (pattern := _pattern(record, None)):
-        lines += ["# or the whole module:", *_with_rule(record, pattern, api.level)]
+    if api.casting is not ApiStyle.HALF and (rule := _module_rule(record)):
+        lines += ["# or the whole module:", *_rule_lines(rule, api.level)]
     return "\n".join([*lines, f"# {note}"] if note else lines)
 
 
@@ -87,10 +85,10 @@ def variance_in_float32(record: OpRecord, *, api: Api | None = None, reader: OpR
     api = api or Api()
     back = ".to(x.dtype)" if api.casting in _HALF_WEIGHTS else ""
     line = f"variance = x.float().var(-1, keepdim=True, unbiased=False){back}  # instead of the difference"
-    pattern = _pattern(record, reader)
+    rule = _module_rule(record, reader)
     return (
-        "\n".join([*_with_rule(record, pattern, api.level), "# or", line])
-        if pattern and api.casting not in (*_REGIONS, ApiStyle.HALF)
+        "\n".join([*_rule_lines(rule, api.level), "# or", line])
+        if rule and api.casting not in (*_REGIONS, ApiStyle.HALF)
         else line
     )
 
@@ -118,9 +116,26 @@ _REGIONS = {
 _NO_CASTS = "amp.disable_casts()"
 
 
-def _with_rule(record: OpRecord, pattern: str, level: str) -> list[str]:
-    rule = f"module_rules={{{pattern!r}: 'float32'}}" if pattern else f"op_rules={{{record.op!r}: 'float32'}}"
-    return _rule_lines(rule, level)
+def _rule(record: OpRecord, reader: OpRecord | None) -> str:
+    """The rule for the modules of both; for their ops where one of them is in no module; empty if it has no rule."""
+    ops = dict.fromkeys(each.op for each in (record, reader) if each is not None)
+    return _module_rule(record, reader) or (_rule_of("op_rules", ops) if all(map(_is_known, ops)) else "")
+
+
+def _module_rule(record: OpRecord, reader: OpRecord | None = None) -> str:
+    """The rule for the modules of both; empty if one of them is in no module but the model, which goes by its class."""
+    modules = dict.fromkeys(each.module for each in (record, reader) if each is not None)
+    if any(not each or each[:1].isupper() for each in modules):
+        return ""
+    outermost = [each for each in modules if not any(each.startswith(f"{other}.") for other in modules)]
+    return _rule_of("module_rules", outermost)
+
+
+def _rule_of(argument: str, names: Iterable[str]) -> str:
+    return f"{argument}={{{', '.join(f'{name!r}: {_FLOAT32!r}' for name in names)}}}"
+
+
+_FLOAT32 = "float32"
 
 
 def _rule_lines(rule: str, level: str) -> list[str]:
@@ -152,13 +167,6 @@ def _in_bfloat16(level: str, *, another: bool) -> str:
         return f'# or opt_level="{level}", cast_model_type=torch.bfloat16: it has the range of float32'
     call = f'amp.initialize(model, optimizer, opt_level="{level}", cast_model_type=torch.bfloat16)'
     return f"model, optimizer = {call}"
-
-
-def _pattern(record: OpRecord, reader: OpRecord | None) -> str:
-    """The innermost module that holds both, empty outside of one and in the model itself, which goes by its class."""
-    pairs = zip(record.module.split("."), (reader or record).module.split("."), strict=False)
-    shared = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
-    return ".".join(shared) if shared and not shared[0][:1].isupper() else ""
 
 
 def _is_known(op: str) -> bool:

@@ -50,7 +50,8 @@ def clips_scaled_gradients(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
             yield finding(
                 "clips-scaled-gradients",
                 api=api,
-                op=write.op,
+                op=write.call or write.op,
+                line=write.line,
                 module=shared_module(write.names),
                 tensor=f"gradient of {write.names[0]}",
                 evidence={"norm": write.norm, "factor": write.factor, "loss_scale": scale},
@@ -117,7 +118,8 @@ def clips_model_gradients(rehearsal: Rehearsal, _api: Api) -> Iterator[Finding]:
     if masters and names and masters.isdisjoint(names):
         yield finding(
             "clips-model-gradients",
-            op=clips[0].op,
+            op=clips[0].call or clips[0].op,
+            line=clips[0].line,
             tensor=f"gradient of {names[0]}",
             evidence={"clipped": len(names), "masters": len(masters), "factor": clips[0].factor},
         )

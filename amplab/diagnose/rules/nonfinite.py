@@ -40,7 +40,8 @@ from amplab.diagnose.remedies.singular_points import away_from_point, inside_of_
 from amplab.diagnose.remedies.users_code import call_on, edited
 from amplab.diagnose.rules.out_of_float32 import why_out_of_float32
 from amplab.display.numbers import power
-from amplab.policies import CastPolicy
+from amplab.policies import APEX, CastPolicy
+from amplab.policies.tables.op_names import find_row
 from amplab.trace import OpRecord
 
 __all__ = [
@@ -373,9 +374,19 @@ def _api(found: FirstNonfinite) -> Api:
 
 
 def _reader(found: FirstNonfinite, record: OpRecord) -> OpRecord | None:
-    """The op that reads what the first non-finite op wrote, in forward."""
-    forward = found.phase == "forward" and record is found.record
-    return found.chain[1] if forward and len(found.chain) > 1 else None
+    """The op that would round what the first non-finite op wrote to half again, in forward; None if there is none.
+
+    Ops of the float32 lists, such as norms and losses, end the search: what they return fits.
+    """
+    if found.phase != "forward" or record is not found.record:
+        return None
+    for reader in found.chain[1:]:
+        row = find_row(reader.op, APEX)
+        if row is not None and row.cast is CastPolicy.LOWER_PRECISION_FP:
+            return reader
+        if row is not None and row.cast is CastPolicy.FP32:
+            return None
+    return None
 
 
 def _softmax_that_reads(found: FirstNonfinite) -> OpRecord | None:
@@ -396,7 +407,7 @@ def _is_product(found: FirstNonfinite, record: OpRecord) -> bool:
 
 
 def _evidence(found: FirstNonfinite) -> dict[str, Number]:
-    numbers: dict[str, Number] = {"result": found.result, "loss_scale": found.setting.loss_scale}
+    numbers: dict[str, Number] = {"not_finite": found.result, "loss_scale": found.setting.loss_scale}
     if found.record is not None:
         numbers |= {"phase": found.phase, "input_absmax": _reads(found)}
     numbers |= {"infs": found.output.infs or 0, "nans": found.output.nans or 0, "elements": found.output.numel}
@@ -405,7 +416,7 @@ def _evidence(found: FirstNonfinite) -> dict[str, Number]:
     if lost := _lost_constant(found):
         numbers["constant"] = lost[1]
     if found.fitting_scale is not None:
-        numbers["fitting_scale"] = found.fitting_scale
+        numbers["finite_at_loss_scale"] = found.fitting_scale
     if found.in_float32 is not None:
         numbers["loss_in_float32"] = found.in_float32.loss
     return numbers

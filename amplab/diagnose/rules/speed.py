@@ -1,7 +1,7 @@
 """Rules about why 16-bit dtypes are no faster: pure functions from a `Trace` to findings, all of them notes.
 
     shapes-not-multiple-of-8   16-bit products whose shapes tensor cores handle slowly, or not at all
-    tiny-ops                   ops so small that launching them takes longer than computing them
+    launch-bound               ops so small that launching them takes longer than computing them
     cast-traffic               casts that move many bytes compared with the ops
 
 The rules use shapes and bytes, not measured times, and apply to a GPU.
@@ -48,7 +48,7 @@ def speed_findings(trace: Trace, api: Api | None = None) -> list[Finding]:
     """
     if not any(_is_half_product(record) for record in trace):
         return []
-    return [*odd_shapes(trace), *tiny_ops(trace), *cast_traffic(trace, api)]
+    return [*odd_shapes(trace), *launch_bound(trace), *cast_traffic(trace, api)]
 
 
 def odd_shapes(trace: Trace) -> Iterator[Finding]:
@@ -69,12 +69,12 @@ def odd_shapes(trace: Trace) -> Iterator[Finding]:
         )
 
 
-def tiny_ops(trace: Trace) -> Iterator[Finding]:
+def launch_bound(trace: Trace) -> Iterator[Finding]:
     """A step whose median op is smaller than `TINY`."""
     sizes = [max(info.numel for info in record.outputs) for record in trace if not record.folds and record.outputs]
     if sizes and statistics.median(sizes) < TINY:
         evidence: dict[str, Number] = {"median_elements": statistics.median(sizes), "ops": len(sizes)}
-        yield finding("tiny-ops", certainty="possible", evidence=evidence)
+        yield finding("launch-bound", certainty="possible", evidence=evidence)
 
 
 def cast_traffic(trace: Trace, api: Api | None = None) -> Iterator[Finding]:

@@ -247,7 +247,12 @@ def gradients_that_underflow(step: ObservedStep, api: Api) -> Iterator[Finding]:
                 severity="warning" if share > UNDERFLOW_WARNING and weight > UNDERFLOW_WEIGHT else "note",
                 op="cast",
                 module=module,
-                evidence={"share": share, "lost": lost, "weight_at_most": weight, "loss_scale": step.loss_scale},
+                evidence={
+                    "share": share,
+                    "lost": lost,
+                    "lost_at_most_of_largest": weight,
+                    "loss_scale": step.loss_scale,
+                },
                 scale=power(step.loss_scale),
             )
 

@@ -36,6 +36,7 @@ from amplab.diagnose.train_step.weight_averages import LostAverage, WeightAverag
 from amplab.policies.nested_tensors import tensors_in
 from amplab.trace.dispatch_mode import DispatchMode
 from amplab.trace.handed_step import Scaler
+from amplab.trace.lines import call_of_user_line, user_line
 from amplab.trace.untouched import untouched
 
 __all__ = [
@@ -61,6 +62,8 @@ class GradientWrite(NamedTuple):
         before: norm of these gradients before the op, divided by the norm that backward delivered.
         factor: norm after the op divided by the norm before it.
         norm: norm before the op.
+        call: the function of torch that the user's code called, `clip_grad_norm_`; the op's name if it called the op.
+        line: the line of that call, `train.py:12`; empty if unknown.
     """
 
     op: str
@@ -68,6 +71,8 @@ class GradientWrite(NamedTuple):
     before: float
     factor: float
     norm: float
+    call: str = ""
+    line: str = ""
 
 
 class SteppedGradient(NamedTuple):
@@ -415,7 +420,8 @@ class LoopRecorder:
             self._averages.before(func, to, args, kwargs)
         result = func(*args, **kwargs)
         if touched:
-            self.written(str(func), touched, before)
+            call = call_of_user_line() or func.overloadpacket.__name__.removeprefix("_foreach_")
+            self.written(str(func), touched, before, call=call, line=str(user_line() or ""))
         elif self._held and not self._in_step:
             self.reads(args, tuple(to))
         return result
@@ -428,7 +434,7 @@ class LoopRecorder:
         self._written_masters.add(id(grad))
         return False
 
-    def written(self, op: str, touched: list[tuple[str, Tensor]], before: list[float]) -> None:
+    def written(self, op: str, touched: list[tuple[str, Tensor]], before: list[float], *, call: str, line: str) -> None:
         """Record a write to gradients, whose norms were `before`."""
         after = [_norm(grad) for _, grad in touched]
         was, now = math.hypot(*before), math.hypot(*after)
@@ -449,7 +455,8 @@ class LoopRecorder:
         if not self._unscales(factor, [grad.dtype for _, grad in touched]):  # the ratio at the step shows unscaling
             for name in names:
                 self._states[name].clipped *= factor
-        self._writes.append(GradientWrite(op, names, was / delivered if delivered else math.nan, factor, was))
+        ratio = was / delivered if delivered else math.nan
+        self._writes.append(GradientWrite(op, names, ratio, factor, was, call, line))
 
     def _is_one_scale(self, factor: float) -> bool:
         return any(scale > 1 and abs(math.log2(factor * scale)) < 1e-4 for scale in self.scales)

@@ -25,7 +25,9 @@ __all__ = [
     "Obstacle",
     "Recipe",
     "casts_recipe",
+    "cuda_of_torch",
     "current_recipe",
+    "has_cuda_device",
     "obstacle",
     "search_path",
 ]
@@ -74,7 +76,7 @@ class Recipe:
         digest = hashlib.sha256()
         for path in (*self.cpp, *self.cuda, *self.headers):
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-        environment = (torch.__version__, torch.version.cuda, sys.version, platform.machine(), _cpu_features())
+        environment = (torch.__version__, cuda_of_torch(), sys.version, platform.machine(), _cpu_features())
         digest.update(repr((self.cflags, self.cuda_cflags, self.ldflags, environment)).encode())
         return digest.hexdigest()[:32]
 
@@ -87,9 +89,19 @@ class Obstacle:
     remedy: str
 
 
+def cuda_of_torch() -> str | None:
+    """Return the version of CUDA that torch is built with, or None; `amplab run` does not redirect this. Sync: none."""
+    return torch.version.cuda if torch.backends.cuda.is_built() else None
+
+
+def has_cuda_device() -> bool:
+    """Return whether there is a CUDA device; `amplab run` does not redirect this. Sync: none."""
+    return torch.backends.cuda.is_built() and torch._C._cuda_getDeviceCount() > 0
+
+
 def current_recipe() -> Recipe:
     """Return the recipe for this machine, with CUDA if there are a CUDA device and nvcc. Sync: none."""
-    with_cuda = torch.version.cuda is not None and torch.cuda.device_count() > 0 and _nvcc() is not None
+    with_cuda = cuda_of_torch() is not None and has_cuda_device() and _nvcc() is not None
     return Recipe(
         cpp=tuple(sorted(p for p in SOURCES.glob("*.cpp") if p.name != "dispatch_casts.cpp")),
         cuda=tuple(sorted(SOURCES.glob("*.cu"))) if with_cuda else (),

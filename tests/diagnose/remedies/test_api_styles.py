@@ -121,7 +121,10 @@ def test_a_step_before_its_schedule(loop):
 
 @pytest.mark.parametrize("style", STYLES[:3])
 def test_settings_of_a_scale(style):
-    for code in remedy("window-too-short", style, new_window=1000), remedy("slow-start", style, fitting_scale=512.0):
+    for code in (
+        remedy("window-too-short", style, new_window=1000),
+        remedy("slow-start", style, first_scale_without_overflow=512.0),
+    ):
         assert speaks(style, code)
         names = Loop("none").names()
         try:

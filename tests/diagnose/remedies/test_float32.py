@@ -25,8 +25,9 @@ def test_it_runs_as_printed(level, module):
     names = {"amplab": amplab, "amp": amplab.amp, "model": model, "optimizer": optimizer}
     try:
         exec(in_float32(record(module=module), api=Api.of_opt_level(level)).partition("# or")[0], names)
-        assert amplab.amp.default_session().opt_level == (level if module == "attention" else "O1")
-        assert model["attention"].weight.dtype == torch.float32
+        assert amplab.amp.default_session().opt_level == level
+        ruled = level == "O1" or module == "attention"
+        assert model["attention"].weight.dtype == (torch.float32 if ruled else torch.float16)
     finally:
         amplab.amp.reset()
 
@@ -225,13 +226,13 @@ def overflowing(kind, level, policy_of=None):
 @pytest.mark.parametrize(
     ("kind", "level", "words"),
     [
-        ("exp", "O2", "O1"),
-        ("exp", "O3", "O1"),
+        ("exp", "O2", "op_rules={'exp': 'float32'}"),
+        ("exp", "O3", "op_rules={'exp': 'float32'}"),
         ("nested", "O2", "'body'"),
         ("nested", "O3", "'body'"),
-        ("large", "O1", "'linear'"),
-        ("large", "O2", "'linear'"),
-        ("large", "O3", "'linear'"),
+        ("large", "O1", "module_rules={'body': 'float32'}"),
+        ("large", "O2", "module_rules={'body': 'float32'}"),
+        ("large", "O3", "module_rules={'body': 'float32'}"),
     ],
 )
 def test_pasted_it_makes_the_loss_finite(kind, level, words):
@@ -239,6 +240,7 @@ def test_pasted_it_makes_the_loss_finite(kind, level, words):
         loss, findings = overflowing(kind, level)
         assert not math.isfinite(loss)
         assert words in findings[0].remedy
+        assert f'opt_level="{level}", policy=policy' in findings[0].remedy
         assert ("A softmax reads it" in findings[0].cause) == (kind == "large")
         amplab.amp.reset()
         mended, _ = overflowing(kind, level, findings[0].remedy.partition("# or around")[0])

@@ -184,7 +184,11 @@ def test_a_window_is_long_where_gradients_are_lost_meanwhile(lost, long):
 def test_a_start_from_far_above_is_a_note():
     scales = [2.0 ** (24 - n) for n in range(7)] + [2.0**18] * 2
     (found,) = run_findings(run_of([1.0] * 8, "xxxxxx..", scales))
-    assert (found.name, found.severity, found.evidence["fitting_scale"]) == ("slow-start", "note", 2.0**18)
+    assert (found.name, found.severity, found.evidence["first_scale_without_overflow"]) == (
+        "slow-start",
+        "note",
+        2.0**18,
+    )
     assert names(run_of([1.0] * 8, "xx......", scales)) == []
 
 

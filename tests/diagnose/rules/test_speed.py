@@ -23,7 +23,7 @@ def named(name, model, x):
 def test_ops_too_small_to_be_worth_starting(rows, width, tiny, seed):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
-    seen = named("tiny-ops", model, torch.randn(rows, width))
+    seen = named("launch-bound", model, torch.randn(rows, width))
     assert [(each.severity, each.certainty) for each in seen] == ([("note", "possible")] if tiny else [])
     assert all(each.evidence["median_elements"] < TINY for each in seen)
 
