@@ -1,8 +1,8 @@
 """The largest float16 numbers of a training run, measured in some of its steps, and where they are heading.
 
-    with peaks.at(step):      # around one training step
-        ...
-    peaks.activation.reaches  # the step at which the largest activation is expected to exceed 65504
+with peaks.at(step):      # around one training step
+    ...
+peaks.activation.reaches  # the step at which the largest activation is expected to exceed 65504
 """
 
 from __future__ import annotations

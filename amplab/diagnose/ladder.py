@@ -102,7 +102,7 @@ class LadderRung:
 
     @property
     def is_static(self) -> bool:
-        """Whether the loss scale never changed although the precision could have another one."""
+        """Whether the loss scale is a fixed number."""
         return isinstance(self.precision, Mapping) and self.precision.get("loss_scale", "dynamic") != "dynamic"
 
     @property
