@@ -97,7 +97,7 @@ def _in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _widened(values: Any, dtype: torch.dtype) -> list[Any] | None:
-    """Return `values` with tensors of `dtype` as float32; None if there is another floating tensor than plain CPU ones."""
+    """Return `values` with tensors of `dtype` as float32; None if not all floating ones are plain CPU tensors of it."""
     wide: list[Any] = []
     for value in values:
         kind = type(value)
