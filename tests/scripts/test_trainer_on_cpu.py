@@ -18,12 +18,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 def trainer(steps, folder):
     set_seed(0)
     config = GPT2Config(vocab_size=16, n_positions=12, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
-    rows = [(torch.arange(12) + start) % 16 for start in range(32)]
+    rows = [{"input_ids": (row := (torch.arange(12) + start) % 16), "labels": row} for start in range(32)]
     arguments = TrainingArguments(
         output_dir=folder, max_steps=steps, save_steps=10, logging_steps=5, per_device_train_batch_size=8, report_to=[],
         learning_rate=1e-2, lr_scheduler_type="constant", fp16=True, disable_tqdm=True,
     )
-    return Trainer(GPT2LMHeadModel(config), arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
+    return Trainer(GPT2LMHeadModel(config), arguments, train_dataset=rows)
 
 whole = trainer(20, sys.argv[1] + "/whole")
 whole.train()
