@@ -40,9 +40,9 @@ class Attends(nn.Module):
         return self.head(self.attention(self.norm(x)))
 
 
-def attention_logits(size: int, seed: int, broken: bool) -> Patient:
+def attention_logits(size: int, seed: int, broken: bool, level: str = "O1") -> Patient:
     model = Attends(size, not broken)
-    return apex(model, regression(model), gaussian(size, seed, 2 * size, size))
+    return apex(model, regression(model), gaussian(size, seed, 2 * size, size), level=level)
 
 
 # A norm by hand whose eps is 0 in half

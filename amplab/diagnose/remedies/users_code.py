@@ -17,7 +17,7 @@ from typing import cast
 
 from amplab.trace.lines import CodeLine
 
-__all__ = ["Edit", "UsersCall", "call_on", "edited"]
+__all__ = ["Edit", "UsersCall", "call_on", "edited", "with_smaller_number"]
 
 _OPERATORS: dict[type[ast.operator], tuple[str, ...]] = {
     ast.MatMult: ("matmul",),
@@ -230,3 +230,36 @@ def _place(file: str, statement: ast.stmt | ast.expr, node: ast.expr) -> tuple[i
         return begins[line - statement.lineno] + column - statement.col_offset
 
     return at(node.lineno, node.col_offset), at(node.end_lineno or node.lineno, node.end_col_offset or 0)
+
+
+def with_smaller_number(line: CodeLine | None, op: str) -> str:
+    """Return the user's statement with the number that an op receives limited to 1e4, which every dtype holds.
+
+    A mask of -1e4 is 0 after a softmax, as one of -1e9 is. Without the statement the line is one with `mask` in it.
+    """
+    call = call_on(line, op)
+    numbers = [] if call is None else [each for each in _number_operands(call, op) if "1e4" not in call.operands[each]]
+    if call is None or len(numbers) != 1:
+        return "scores = scores.masked_fill(mask, -1e4)"
+    number = call.operands[numbers[0]]
+    begin, end = call.places[numbers[0]]
+    limited = f"max({number}, -1e4)" if not _is_literal(number) else ("-1e4" if number.startswith("-") else "1e4")
+    return edited(call.statement, (Edit(begin, end, limited),))
+
+
+def _number_operands(call: UsersCall, op: str) -> list[int]:
+    """The operands that are numbers: the last one of a fill, else a literal or an attribute of `self`."""
+    last = len(call.operands) - 1
+    if op.startswith(("masked_fill", "fill", "full")):
+        return [last] if last > 0 else []
+    places = range(len(call.operands))
+    literal = [each for each in places if each not in call.tensors]
+    return literal or [each for each in places if call.operands[each].removeprefix("self.").isidentifier()]
+
+
+def _is_literal(code: str) -> bool:
+    try:
+        float(code)
+    except ValueError:
+        return False
+    return True
