@@ -1,6 +1,8 @@
 """torch.compile with its default backend: every level and every region trains as without it, in one graph."""
 
 import contextlib
+import functools
+import math
 from collections.abc import Callable
 
 import pytest
@@ -135,6 +137,40 @@ def test_inputs_in_containers_are_cast_and_edits_are_carried_back_in_one_graph()
     assert torch.equal(batch["seen"], output)
     assert output.dtype is other["seen"].dtype is torch.float32
     assert torch.equal(output, expected)
+
+
+# -- rules ------------------------------------------------------------------------------------------
+
+
+class Large(Net):
+    """Net with a layer whose outputs exceed 65504 in the first step already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.constant_(self.body.weight, 6e4)
+
+
+RULES = {
+    "float32": {"module_rules": {"body": "float32"}},
+    "bfloat16": {"module_rules": {"body": "bfloat16"}},
+    "op": {"op_rules": {"linear": "float32"}},
+    "outputs cast back": {"module_rules": {"body": "float32"}, "cast_outputs_back": True},
+}
+
+
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_rule_keeps_a_layer_finite_that_overflows_without_it_in_one_graph(level, rule, backend):
+    if backend == "inductor" and rule != "float32":
+        pytest.skip("takes long")
+    arguments = {"opt_level": level, "policy": PrecisionPolicy(**RULES[rule])}
+    losses, dtypes = train(arguments, after=functools.partial(torch.compile, backend=backend), net=Large)
+    assert graphs_and_breaks() == (1, [])
+    eager_losses, eager_dtypes = train(arguments, net=Large)
+    assert dtypes == eager_dtypes
+    assert losses == pytest.approx(eager_losses, rel=2e-2, nan_ok=True)
+    assert math.isfinite(losses[-1]) == (rule != "outputs cast back")
 
 
 # -- regions ------------------------------------------------------------------------------------------

@@ -303,7 +303,7 @@ def test_a_packed_sequence_is_one_value():
 
 def test_contradicting_arguments():
     model, batch = nn.Linear(2, 2), torch.ones(1, 2)
-    with pytest.raises(ValueError, match="only one of them"):
+    with pytest.raises(ValueError, match="expected one of them"):
         xray(model, batch, opt_level="O1", autocast={})
     with pytest.raises(TypeError, match="autocast=3"):
         xray(model, batch, autocast=3)

@@ -28,19 +28,19 @@ from amplab.display.numbers import count, power
 __all__ = ["RUN_RULES", "diverging", "lost_at_once", "run_findings"]
 
 GROWN = 4.0
-"""Ratio of the median of the last losses to the largest of the first. Guessing costs far less than this factor."""
+"""Ratio of the median of the last losses to the largest of the first. A model that only guesses stays far below it."""
 
 FEW, EXPLODED = 6, 100.0
 """With fewer losses than this, single batches explain small growth: only two orders of magnitude count."""
 
-SPOILT = 10.0
-"""A loss this many times its best, and larger than at the start: all that was learned is lost."""
+RUINED = 10.0
+"""A loss this many times its best, and larger than at the start: everything that the model had learned is lost."""
 
 AT_ONCE, LOST_FOR = 3, 3
 """Steps taken before the loss stays non-finite, and for how many steps it must be so."""
 
 RECENT = 5
-"""Number of steps whose median is the present loss, so that one unusual batch does not matter."""
+"""The median of this many last losses counts as the present loss, so that one unusual batch does not matter."""
 
 LOST_STEPS = 0.02
 """Share of steps skipped after the start above which the loss scale probes too often: 1 in 50."""
@@ -49,7 +49,7 @@ UNDERFLOW = 0.1
 """Share of gradient elements lost above which a small loss scale does harm."""
 
 START = 5
-"""Skips in a row at the start that are reported: a loss scale 2^5 too large, or as many values of a schedule lost."""
+"""Skips at the start from which they are reported: the scale was 2^5 too large, and 5 values of a schedule are lost."""
 
 
 def run_findings(run: Observation) -> list[Finding]:
@@ -58,9 +58,9 @@ def run_findings(run: Observation) -> list[Finding]:
 
 
 def diverging(run: Observation) -> Iterator[Finding]:
-    """The loss grew, from weights that steps had moved: `EXPLODED`, `GROWN` or `SPOILT`.
+    """The loss grew by a factor of `EXPLODED`, `GROWN` or `RUINED` after steps that changed the weights.
 
-    Losses of skipped steps count: they are those of the weights that the steps before had left.
+    Losses of skipped steps count, because they are computed with the weights of the steps before.
     """
     losses = run.losses
     if len(losses) < 3 or losses[0] <= 0 or all(step.skipped for step in run):
@@ -69,7 +69,7 @@ def diverging(run: Observation) -> Iterator[Finding]:
     early, now = max(losses[:few]), statistics.median(losses[-few:])
     best = min(statistics.median(losses[place : place + few]) for place in range(len(losses) - few + 1))
     enough = len(losses) >= FEW
-    if not (now > EXPLODED * losses[0] or (enough and (now > GROWN * early or now > max(early, SPOILT * best)))):
+    if not (now > EXPLODED * losses[0] or (enough and (now > GROWN * early or now > max(early, RUINED * best)))):
         return
     taken = [step for step in run.steps[: _last_finite(run) + 1] if not step.skipped]
     norms = [step.gradient_norm for step in taken if step.gradient_norm is not None]
@@ -138,7 +138,7 @@ def scale_collapse(run: Observation) -> Iterator[Finding]:
 def nonfinite_loss(run: Observation) -> Iterator[Finding]:
     """A loss that is inf or NaN: an error in steps that were taken, a warning in steps that were skipped.
 
-    A scaler checks gradients only: it takes a step with a non-finite loss if the gradients are finite.
+    A scaler checks only gradients, so it takes a step with a non-finite loss if the gradients are finite.
     """
     bad = [step for step in run if not step.loss_is_finite]
     taken = [step for step in bad if not step.skipped]
@@ -232,7 +232,7 @@ def window_too_long(run: Observation) -> Iterator[Finding]:
 
 
 def slow_start(run: Observation) -> Iterator[Finding]:
-    """The first `START` steps or more were skipped, and then it went on."""
+    """The first `START` steps or more were skipped, and then one was taken."""
     skips = run.skips_at_the_start
     if START <= skips < len(run) and all(step.loss_is_finite for step in run.steps[:skips]):
         fits = run[skips].loss_scale

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch._C import _get_function_stack_at, _len_torch_function_stack, _push_on_torch_function_stack
 
 from amplab.policies.casting.half_on_cpu import HalfMode
-from amplab.policies.casting.plan import Plan, build_plan, on_device
+from amplab.policies.casting.plan import KeptPlan, Plan, build_plan, on_device
 from amplab.policies.casting.steps import CastCache, NoCastCache
 from amplab.policies.casting.thread_scopes import (
     THREAD,
@@ -71,7 +71,7 @@ class CastingEngine:
         self.device_type = device_type
         self.cache_enabled = cache_enabled
         self._cache = CastCache() if cache_enabled else NoCastCache()
-        self._plans: dict[tuple[HalfMode, bool, bool], Plan] = {}
+        self._plans: dict[tuple[HalfMode, bool, bool], KeptPlan] = {}
         self._build_first_plan()
 
     def __repr__(self) -> str:
@@ -174,11 +174,11 @@ class CastingEngine:
     def _build_first_plan(self) -> None:
         self.plan(cpu_half_mode(), casts=True, explained=False)  # torch.compile can trace `active`, not this
 
-    def plan(self, half_mode: HalfMode, casts: bool, explained: bool) -> Plan:
+    def plan(self, half_mode: HalfMode, casts: bool, explained: bool) -> KeptPlan:
         """The plan for this combination of switches, built on first use."""
         key = (half_mode, casts, explained)
         if key not in self._plans:
-            self._plans[key] = self.new_plan(half_mode, casts, explained)
+            self._plans[key] = KeptPlan(self.new_plan(half_mode, casts, explained))
         return self._plans[key]
 
     def new_plan(self, half_mode: HalfMode, casts: bool, explained: bool) -> Plan:

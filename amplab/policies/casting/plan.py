@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import types
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -42,9 +44,65 @@ from amplab.policies.tables.op_table import CastPolicy, OpRule, OpTable, resolve
 if TYPE_CHECKING:
     from amplab.policies.casting.thread_scopes import CastingMode
 
-__all__ = ["COMPOSITES", "Plan", "build_plan", "composites_of", "on_device", "opened"]
+__all__ = [
+    "COMPOSITES",
+    "KeptPlan",
+    "NO_PLAN",
+    "Plan",
+    "build_plan",
+    "composites_of",
+    "on_device",
+    "opened",
+    "_step_name",
+]
 
 Plan = dict[Callable[..., Any], Step]
+
+
+class KeptPlan:
+    """A plan with a name that no other plan of the process has.
+
+    torch.compile guards every item of a dict that it reads. Here it guards the name, and the steps that it reads, which
+    `_step_name` makes attributes.
+
+    Attributes:
+        get: function -> step, or None for a function that runs as it is.
+        name: what torch.compile guards.
+    """
+
+    def __init__(self, steps: Plan) -> None:
+        self.get: Callable[[Callable[..., Any]], Step | None] = steps.get
+        self.name = f"plan_{next(_NUMBERS)}"
+        _BY_NAME[self.name] = self
+
+    def traced_step(self, func: Callable[..., Any]) -> Step | None:
+        """As `get`, for torch.compile."""
+        name = _step_name(self.name, func)
+        step: Step | None = None if name is None else getattr(self, name)
+        return step
+
+
+_NUMBERS = itertools.count()
+_BY_NAME: weakref.WeakValueDictionary[str, KeptPlan] = weakref.WeakValueDictionary()
+NO_PLAN = KeptPlan({})
+"""The plan of a mode that casts nothing."""
+
+
+def _step_name(plan: str, func: Callable[..., Any]) -> str | None:
+    """The attribute of the plan of this name that is the step of `func`; None where it has none."""
+    kept = _BY_NAME[plan]
+    step = kept.get(func)
+    if step is None:
+        return None
+    name = f"step_{id(step)}"
+    setattr(kept, name, step)
+    return name
+
+
+# torch.compile calls this instead of tracing it. The attribute is the one that torch.compiler.assume_constant_result
+# sets; calling that function would import the compiler.
+_step_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
 
 _EXPOSING = (
     torch.Tensor.data.__get__,  # type: ignore[attr-defined]  # torch declares a Tensor: it is a descriptor

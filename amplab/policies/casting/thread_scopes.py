@@ -8,7 +8,7 @@ before the first line of `__exit__`. Therefore every scope stores the frame that
 frame no longer runs. `CastingThread.drop_ended` removes such scopes: whenever scopes are entered, left or read, and
 before each op while casts are disabled or while a hook's engine casts. Other ops have no overhead.
 
-A mode looks up each op in a dict, its plan. Everything that changes what a mode does replaces the dict.
+A mode looks up each op in its plan. Everything that changes what a mode does replaces the plan.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import functools
 import inspect
 import opcode
 import threading
-import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from sys import _getframe
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -31,14 +30,13 @@ from torch._C import (
     _pop_torch_function_stack,
     _push_on_torch_function_stack,
 )
-from torch._C._dynamo import eval_frame
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
 from amplab.policies.casting.explanation import Explanation
 from amplab.policies.casting.half_on_cpu import DEFAULT_HALF_MODE, HalfMode
-from amplab.policies.casting.steps import Step
+from amplab.policies.casting.plan import NO_PLAN
 
 if TYPE_CHECKING:
     from amplab.policies.casting.compiled_engine import CompiledMode
@@ -480,8 +478,6 @@ def casting_engine(device_type: str) -> CastingEngine | None:
 
 # -- the function modes of a thread ------------------------------------------------------------
 
-_PYTHON_METHODS = tuple(value for value in vars(torch.Tensor).values() if isinstance(value, types.FunctionType))
-
 
 class CastingMode(TorchFunctionMode):
     """One entry of an engine on one thread's stack of function modes.
@@ -505,18 +501,18 @@ class CastingMode(TorchFunctionMode):
     def __init__(self, engine: CastingEngine) -> None:
         """Start with an empty plan; `CastingThread.give_plans` gives a plan to the live mode."""
         self.engine = engine  # TorchFunctionMode has no state of its own
-        self.plan: Mapping[Callable[..., Any], Step] = {}
+        self.plan = NO_PLAN
 
     def rest(self) -> None:
         """Cast nothing until the next plan."""
-        self.plan, self.has_ended = {}, None
+        self.plan, self.has_ended = NO_PLAN, None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the step of `func`, or `func` itself if the plan has no step for it."""
         if is_dynamo_compiling():
-            step = self._traced_step(func)
+            step = self.plan.traced_step(func)
         else:
             has_ended = self.has_ended
             if has_ended is not None and has_ended():
@@ -525,22 +521,6 @@ class CastingMode(TorchFunctionMode):
         if step is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         return step(self, func, args, kwargs or {})
-
-    def _traced_step(self, func: Callable[..., Any]) -> Step | None:
-        # torch.compile finds Tensor's Python methods with `is`, but not as dict keys.
-        for method in _PYTHON_METHODS:
-            if func is method:
-                return self.plan.get(method)
-        return self.plan.get(func)
-
-
-if hasattr(eval_frame, "_FrameExecStrategy"):  # since torch 2.7
-    # torch.compile traces the casts as a part of a graph. Between graphs it must not trace them as one of their own:
-    # there it takes the dtype that `tensor.dtype` returns for an integer.
-    eval_frame.set_code_exec_strategy(
-        CastingMode.__torch_function__.__code__,
-        eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT),
-    )
 
 
 def function_modes() -> list[TorchFunctionMode]:

@@ -15,8 +15,8 @@ With `PrecisionPolicy(cast_outputs_back=True)` outputs are always cast back: a f
 have without the rule, which `would_be_dtypes` follows op by op, a 16-bit output to the compute dtype around, and in
 half weights every floating output to the dtype around.
 
-Hooks belong to the modules: copies, pickles and replicas have them too. torch.compile breaks its graph at these hooks.
-A module whose weights are used without calling it cannot have hooks: write the rule for the enclosing module.
+Hooks belong to the modules: copies, pickles and replicas have them too. torch.compile traces them into its graph. A
+module whose weights are used without calling it cannot have hooks: write the rule for the enclosing module.
 `uncalled_modules` warns of it.
 """
 
@@ -31,11 +31,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import _push_mode
 
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies.casting.engine import CastingEngine
 from amplab.policies.casting.explanation import Decision, decided
+from amplab.policies.casting.hook_scopes import no_graph_of_its_own
 from amplab.policies.casting.thread_scopes import THREAD, CastingThread, Scope, casts_enabled, remove, thread_engines
 from amplab.policies.modules.uncalled_modules import UncalledModules
 from amplab.policies.modules.would_be_dtypes import WouldBeDtypes
@@ -114,11 +116,12 @@ class ModuleRegion:
         """Return the rule and its module."""
         return f"{self._rule} in {self._name}"
 
+    @no_graph_of_its_own
     def before_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Cast the inputs, then enter the rule."""
         self.was_called = True
         THREAD.own.drop_ended()
-        frame = sys._getframe(1)
+        frame = None if is_dynamo_compiling() else sys._getframe(1)
         engines, may_cast = thread_engines(), casts_enabled()
         around = engines[-1].policy if engines else _FLOAT32
         by_op = self._outside_dtype is None
@@ -134,6 +137,7 @@ class ModuleRegion:
         visit.enter(frame, by_hook=True)
         return cast
 
+    @no_graph_of_its_own
     def after_forward(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         """Leave the rule, then cast the outputs if they are cast at all; called with None if forward raised."""
         visit = _innermost_visit()

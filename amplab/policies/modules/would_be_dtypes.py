@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -29,6 +30,7 @@ __all__ = ["WouldBeDtypes"]
 
 _FP32 = (CastPolicy.FP32, CastPolicy.FP32_SET_OPT_DTYPE)
 _REQUESTS_DTYPE = frozenset(("to", "half", "bfloat16", "float", "double", "type", "type_as"))
+_BY_NAME = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32)}
 _FOLLOWS_FIRST = frozenset(("batch_norm", "instance_norm", "embedding", "embedding_bag"))
 
 
@@ -50,8 +52,10 @@ class WouldBeDtypes(TorchFunctionMode):
     def __init__(self, around: PrecisionPolicy) -> None:
         super().__init__()
         self.around = around
-        self._composites = composites_of(around.table)
-        self._dtypes = WeakIdKeyDictionary()
+        self._dtypes: Any = _TracedDtypes()
+        self._composites: frozenset[Callable[..., Any]] = frozenset()
+        if not is_dynamo_compiling():
+            self._dtypes, self._composites = WeakIdKeyDictionary(), composites_of(around.table)
 
     def note(self, tensor: Tensor, dtype: torch.dtype) -> None:
         """Record that `tensor`, float32 here, would be `dtype`."""
@@ -68,20 +72,20 @@ class WouldBeDtypes(TorchFunctionMode):
     ) -> Any:
         """Run `func` and record the dtypes that its results would have."""
         kwargs = kwargs or {}
-        row = self.around.by_function.get(func)
-        promotes = row is not None and row.cast is CastPolicy.PROMOTE and isinstance(func, FunctionType)
-        if promotes or func in self._composites:
+        traced = is_dynamo_compiling()
+        votes = _traced_votes(self.around, func) if traced else _votes(self.around, func, self._composites)
+        if votes == "opened":
             with self:  # engines open these, so that the ops inside follow their own rows
                 return opened(func)(*args, **kwargs)
         result = func(*args, **kwargs)
         outputs = [tensor for tensor in floating_tensors_in(result) if tensor.dtype is torch.float32]
         if not outputs:
             return result
-        if _requests_dtype(func, kwargs):
+        if votes == "requested" or kwargs.get("dtype") is not None:
             for output in outputs:
                 self._dtypes.pop(output, None)
             return result
-        dtype = self._result_dtype(func, floating_tensors_in((*args, *kwargs.values())))
+        dtype = self._result_dtype(votes, floating_tensors_in((*args, *kwargs.values())))
         for output in outputs:
             if dtype is not None and not any(
                 output is arg for arg in args
@@ -89,21 +93,62 @@ class WouldBeDtypes(TorchFunctionMode):
                 self.note(output, dtype)
         return result
 
-    def _result_dtype(self, func: Callable[..., Any], tensors: list[Tensor]) -> torch.dtype | None:
+    def _result_dtype(self, votes: str, tensors: list[Tensor]) -> torch.dtype | None:
         if not tensors or any(tensor.dtype is torch.float64 for tensor in tensors):
             return None
-        row = self.around.by_function.get(func)
-        cast = CastPolicy.FALL_THROUGH if row is None else row.cast
-        if cast is CastPolicy.LOWER_PRECISION_FP:
-            return tensor_dtype(self.around.precision(func))
-        if cast in _FP32:
-            return torch.float32
-        if cast is CastPolicy.FALL_THROUGH and getattr(func, "__name__", "") in _FOLLOWS_FIRST:
+        if votes in _BY_NAME:
+            return _BY_NAME[votes]
+        if votes == "first":
             return self.of(tensors[0])
         wide = [tensor for tensor in tensors if tensor.dim()]
-        voting = tensors if cast is CastPolicy.PROMOTE or not wide else wide
-        return functools.reduce(torch.promote_types, map(self.of, voting))
+        voting = tensors if votes == "all" or not wide else wide
+        return functools.reduce(torch.promote_types, [self.of(tensor) for tensor in voting])
 
 
-def _requests_dtype(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    return kwargs.get("dtype") is not None or getattr(func, "__name__", "") in _REQUESTS_DTYPE
+def _votes(around: PrecisionPolicy, func: Callable[..., Any], composites: frozenset[Callable[..., Any]]) -> str:
+    """What decides about the dtype of the result of `func`: a dtype by its name, or one of
+
+    opened: the ops inside; requested: an argument; first: the first tensor; all: all tensors; wide: those with
+    dimensions.
+    """
+    row = around.by_function.get(func)
+    cast = CastPolicy.FALL_THROUGH if row is None else row.cast
+    if (cast is CastPolicy.PROMOTE and isinstance(func, FunctionType)) or func in composites:
+        return "opened"
+    name = getattr(func, "__name__", "")
+    if name in _REQUESTS_DTYPE:
+        return "requested"
+    if cast is CastPolicy.LOWER_PRECISION_FP:
+        return str(tensor_dtype(around.precision(func)))
+    if cast in _FP32:
+        return str(torch.float32)
+    if cast is CastPolicy.FALL_THROUGH and name in _FOLLOWS_FIRST:
+        return "first"
+    return "all" if cast is CastPolicy.PROMOTE else "wide"
+
+
+def _traced_votes(around: PrecisionPolicy, func: Callable[..., Any]) -> str:
+    return _votes(around, func, composites_of(around.table))
+
+
+# torch.compile calls this instead of tracing it: see `amplab.policies.casting.plan.KeptPlan`.
+_traced_votes._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class _TracedDtypes:
+    """As WeakIdKeyDictionary, for torch.compile, which traces no weak references."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[Tensor, torch.dtype | None]] = []
+
+    def __setitem__(self, tensor: Tensor, dtype: torch.dtype) -> None:
+        self._pairs.append((tensor, dtype))
+
+    def get(self, tensor: Tensor, default: torch.dtype) -> torch.dtype:
+        for known, dtype in reversed(self._pairs):
+            if known is tensor:
+                return default if dtype is None else dtype
+        return default
+
+    def pop(self, tensor: Tensor, _default: None) -> None:
+        self._pairs.append((tensor, None))
