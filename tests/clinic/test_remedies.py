@@ -16,6 +16,7 @@ TABLES = {
     "value_wards.VALUE_WARDS": value_wards.VALUE_WARDS,
 }
 WARDS = [(table, name) for table, wards in TABLES.items() for name in wards]
+OTHER_WEIGHTS = ("attention logits", "large layer", "large product")
 FEW = [(SIZES[0], 0)]
 MANY = [
     pytest.param(size, seed, marks=() if (size, seed) in FEW else pytest.mark.long) for size in SIZES for seed in SEEDS
@@ -46,7 +47,7 @@ def twin_loss(table, name, size, seed):
     """The last losses of the healthy twin; where it has other weights, of the broken run in float32."""
     torch.manual_seed(seed)
     admit = TABLES[table][name].admit
-    patient = admit(size, seed, True, level="O0") if name == "attention logits" else admit(size, seed, False)
+    patient = admit(size, seed, True, level="O0") if name.startswith(OTHER_WEIGHTS) else admit(size, seed, False)
     try:
         return final_loss(patient, STEPS)
     finally:

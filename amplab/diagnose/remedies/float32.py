@@ -53,7 +53,9 @@ def in_float32(
     if api.casting is ApiStyle.HALF:
         lines = [_by_hand(record), "# or model.bfloat16(): it has the range of float32"]
         return "\n".join([*lines, f"# {note}"] if note else lines)
-    ruled = "" if record.is_cast or api.casting in _REGIONS else _rule(record, reader)
+    ruled = "" if api.casting in _REGIONS else _rule(record, reader)
+    if record.is_cast:  # only that of a weight belongs to a module
+        ruled = ruled if record.parameter and ruled.startswith("module_rules") else ""
     priced = [*_rule_lines(ruled, api.level), *_cost(ruled, record, reader, trace)] if ruled else []
     if api.casting is ApiStyle.APEX_HALF:
         lines = [*priced, _in_bfloat16(api.level, another=bool(ruled))]
@@ -61,8 +63,8 @@ def in_float32(
         wider = "the whole module" if ruled.startswith("module_rules") else f"every {record.op} of the model"
         lines = [*_around(record, api), f"# or {wider}:", *priced]
     else:
-        lines = [*priced, "# or around that line alone:"] if ruled else []
-        lines += _around(record, api)
+        line = [] if ruled and record.is_cast else _around(record, api)
+        lines = [*priced, "# or around that line alone:", *line] if ruled and line else [*priced, *line]
     return "\n".join([*lines, f"# {note}"] if note else lines)
 
 
@@ -183,7 +185,7 @@ def _call(record: OpRecord, api: Api) -> UsersCall | None:
     if record.is_cast:
         return None
     module = "" if api.casting in _HALF_WEIGHTS else record.module.rpartition(".")[2]
-    return call_on(record.line, record.op) or (call_on(record.line, module) if module else None)
+    return call_on(record.line, record.op) or (call_on(record.line, module, is_module=True) if module else None)
 
 
 def _in_float32(call: UsersCall) -> str:

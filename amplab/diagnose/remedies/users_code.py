@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import cast
@@ -111,12 +111,13 @@ def edited(statement: str, edits: tuple[Edit, ...]) -> str:
     return statement
 
 
-def call_on(line: CodeLine | None, op: str, *, outermost: bool = False) -> UsersCall | None:
+def call_on(line: CodeLine | None, op: str, *, outermost: bool = False, is_module: bool = False) -> UsersCall | None:
     """Return the only call of an op on a line; None if there is none or several, or the file cannot be parsed.
 
     Args:
         line: the line.
         op: the op, as a trace names it.
+        is_module: `op` is the name of a submodule, so the object that has it is not an operand.
         outermost: of several return the one that contains all others, as of the additions in `a + b + c`.
     """
     if line is None:
@@ -132,7 +133,9 @@ def call_on(line: CodeLine | None, op: str, *, outermost: bool = False) -> Users
     call = cast("ast.Call | ast.BinOp", calls[0])
     inner = [each.body for each in ast.walk(statement) if isinstance(each, ast.Lambda) and _holds(each.body, call)]
     holder = inner[-1] if inner else statement
-    return _described(line.file, holder, call) if inner or isinstance(statement, _SIMPLE) else None
+    operands = call.args if is_module and isinstance(call, ast.Call) else list(_operands(call))
+    is_statement = bool(inner) or isinstance(statement, _SIMPLE)
+    return _described(line.file, holder, call, operands) if is_statement else None
 
 
 def _holds(node: ast.AST, other: ast.AST) -> bool:
@@ -168,8 +171,9 @@ def _calls(node: ast.AST, op: str) -> bool:
     return called.strip("_") == op.removeprefix("special_").removeprefix("linalg_")
 
 
-def _described(file: str, statement: ast.stmt | ast.expr, node: ast.Call | ast.BinOp) -> UsersCall | None:
-    operands = list(_operands(node))
+def _described(
+    file: str, statement: ast.stmt | ast.expr, node: ast.Call | ast.BinOp, operands: Sequence[ast.expr]
+) -> UsersCall | None:
     text = _text(file, statement)
     if not operands or not text or any(len(ast.unparse(each)) > _LONGEST for each in operands):
         return None
