@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from amplab.diagnose import Finding, Findings, Observation, StepObservation
 from amplab.diagnose.ranking import ranked
+from amplab.display.numbers import count
 from amplab.formats import FLOAT16
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import StepRecord
@@ -63,10 +66,62 @@ def observed_run(
     return Observation(tuple(map(observed, records)), growth_interval, changes, scaling, level)
 
 
-def with_explained(found: Iterable[Finding], explained: Iterable[Finding]) -> Findings:
-    """Return the findings in a run and those of its explained steps, the worst first; of equal ones only the last."""
-    last = {(each.name, each.module, each.op): each for each in explained}
-    return ranked((*found, *last.values()))
+def with_explained(
+    found: Iterable[Finding], explained: Iterable[tuple[int, Finding]], skips: Sequence[int] = ()
+) -> Findings:
+    """Return the findings in a run and those of its explained steps, the worst first; of equal ones only the last.
+
+    An explained one without a place is left out if the run has one of the same id.
+
+    Args:
+        found: in the run.
+        explained: step and finding, in order. Each says in which step it was first found, and how many skips it
+            explains: those from its step to the next explained one of the same row of skips, and those before the
+            first explained one of a row.
+        skips: the skipped steps, in order.
+    """
+    found = list(found)
+    names = {each.name for each in found}
+    explained = [(step, each) for step, each in explained if each.op or each.module or each.name not in names]
+    counts = Counter(_key(each) for each in _explanations(explained, skips))
+    first: dict[tuple[str, ...], int] = {}
+    last: dict[tuple[str, ...], Finding] = {}
+    for step, each in explained:
+        first.setdefault(_key(each), step)
+        last[_key(each)] = each
+    dated = (_dated(each, first[key], counts[key], len(skips)) for key, each in last.items())
+    return ranked((*found, *dated))
+
+
+def _key(finding: Finding) -> tuple[str, ...]:
+    return finding.name, finding.module, finding.op
+
+
+def _explanations(explained: Sequence[tuple[int, Finding]], skips: Sequence[int]) -> Iterator[Finding]:
+    """Yield the finding that explains each skip, if there is one in its row of skips."""
+    for row in _rows(skips):
+        inside = [(step, each) for step, each in explained if row[0] <= step <= row[-1]]
+        for skip in row if inside else ():
+            before = [each for step, each in inside if step <= skip]
+            yield before[-1] if before else inside[0][1]
+
+
+def _rows(skips: Sequence[int]) -> list[list[int]]:
+    """Group steps that follow one another."""
+    rows: list[list[int]] = []
+    for step in skips:
+        if rows and step == rows[-1][-1] + 1:
+            rows[-1].append(step)
+        else:
+            rows.append([step])
+    return rows
+
+
+def _dated(finding: Finding, first: int, explains: int, skips: int) -> Finding:
+    """Return a finding that says when it was first found and how many skips it explains."""
+    evidence = {**finding.evidence, "first_step": first} | ({"skips_explained": explains} if explains else {})
+    said = f" It explains {explains:,} of {count(skips, 'skipped step')}." if explains else ""
+    return replace(finding, symptom=f"{finding.symptom} First found in step {first}.{said}", evidence=evidence)
 
 
 def finding_to_log(finding: Finding) -> dict[str, Any]:

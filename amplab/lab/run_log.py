@@ -197,8 +197,10 @@ class Run:
 
     def findings(self) -> Findings:
         """Return what the rules find in the run, with the explanations of its skipped steps, the worst first."""
-        explained = [finding_from_log(event["finding"]) for event in self.events if event["event"] == "finding"]
-        return with_explained(run_findings(observed_run(self.history, self.last_config)), explained)
+        events = [event for event in self.events if event["event"] == "finding"]
+        explained = [(event["step"], finding_from_log(event["finding"])) for event in events]
+        found = run_findings(observed_run(self.history, self.last_config))
+        return with_explained(found, explained, [record.step for record in self.history.skips()])
 
     def replay(self, rule: ScaleRule | str | None = None) -> WhatIf | WhatIfs:
         """Return what this run would have been under another loss-scaling rule; see `History.replay`."""

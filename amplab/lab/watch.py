@@ -45,6 +45,7 @@ from amplab.lab.run_log import check_writable
 from amplab.lab.run_store import RunStore
 from amplab.lab.scale_probe import ScaledStep, probe_of
 from amplab.lab.step_check import StepCheck
+from amplab.lab.step_look import StepLook
 from amplab.lab.step_rerun import StepRerun
 from amplab.lab.tensorboard_scalars import TensorBoardScalars
 from amplab.lab.watched_run import WatchedRun
@@ -96,8 +97,9 @@ class Watch:
         self._rates: deque[tuple[int, float]] = deque(maxlen=LOOK_BACK)
         self._norms: dict[int, float] = {}
         self._idle = IdleOptimizers(optimizers)
-        self._explained: list[Finding] = []
+        self._explained: list[tuple[int, Finding]] = []
         self._check: StepCheck | None = None
+        self._look = StepLook(model, optimizers, self._probe, self._explain, self._fail)
         self._failures: list[str] = []
         self._subscribers: list[Callable[[StepRecord], object]] = []
         self._ends: list[Callable[[], None]] = []
@@ -122,13 +124,16 @@ class Watch:
         self._hooks.need("forward", self._probe.waits_for_forward)
         self._hooks.need("output")
         self._hooks.need("gradients")
+        self._look.begin()
         self._ends += [self._hooks.end, self._idle.follow(), self._probe.follow(self._optimizers[0], self._take)]
         return self
 
     def __exit__(self, *_: object) -> None:
         """Remove the hooks and close the log."""
+        self._look.batch_ends()
         for end in reversed(self._ends):  # the probe first: it may report a last step
             end()
+        self._look.end()
         self._ends = []
         self._store.close()
         if self._check is not None:
@@ -148,8 +153,11 @@ class Watch:
             for batch in loader:
                 self._probe.at_forward()  # the step before is over
                 self._rerun.remember(batch)
+                self._look.batch_begins(batch)
                 yield batch
+                self._look.batch_ends()
         finally:
+            self._look.batch_ends()
             self._hooks.need("forward", self._probe.waits_for_forward and bool(self._ends))
 
     def loss(self, value: Tensor) -> Tensor:
@@ -160,6 +168,7 @@ class Watch:
         """
         if not isinstance(value, Tensor):
             raise TypeError(f"loss({value!r}): expected the tensor that backward starts from, before .item().")
+        self._look.see_loss(value)
         # A loss on a device is read later, so that nothing waits in the middle of a step.
         self._loss = value.item() if value.is_cpu and value.numel() == 1 else value.detach()
         return value
@@ -197,7 +206,8 @@ class Watch:
         """Return the findings about the explained steps and the run, the most harmful first."""
         found = (*run_findings(self.observation), *self._idle.findings(self._model, self._probe.kind, self._steps))
         of_weights = (*nonfinite_buffers(self._model), *adam_on_half(self._model, self._optimizers))
-        return with_explained(found, (*self._explained, *of_weights))
+        skips = [record.step for record in self.history.skips()]
+        return with_explained((*found, *of_weights), self._explained, skips)
 
     def subscribe(self, callback: Callable[[StepRecord], object]) -> Callable[[], None]:
         """Call `callback` with every `StepRecord`, in the loop's thread; return a function that unsubscribes it."""
@@ -267,6 +277,7 @@ class Watch:
         has_loss, self._loss = self._loss is not None or outcome.loss is not None, None
         self._steps += 1
         self._choose_hooks(has_loss)
+        self._look.step_ends(self._steps - 1, skipped=outcome.skipped)
         if outcome.skipped or self._skips_in_a_row or self._check is not None:
             self._explain_skip(recorded(row))
         self._rerun.forget()
@@ -322,6 +333,7 @@ class Watch:
     def _rerun_once(self, in_a_row: int, loss_scale: float, step: int) -> None:
         if not self._rerun.is_worth_it(in_a_row):
             return
+        self._look.pause()
         try:
             found = self._rerun.explain(loss_scale)
         except Exception as error:  # noqa: BLE001  a failed explanation must not end the loop
@@ -333,7 +345,7 @@ class Watch:
                 self._explain(step, found)
 
     def _explain(self, step: int, found: Finding) -> None:
-        self._explained.append(found)
+        self._explained.append((step, found))
         self._store.note("finding", step=step, finding=finding_to_log(found))
 
     def _fail(self, text: str) -> None:

@@ -1,12 +1,14 @@
 """The part that all fused optimizers share: one pass over the gradients, and one over everything.
 
     check_gradients()    reads the gradients: found_inf of each device, and their norm if the step clips
+    unscale_gradients_() the same, and grad <- grad / scale, for float32 gradients under amplab's GradScaler
     step()               factor = 1 / grad_scale * min(1, max_grad_norm / (norm + 1e-6));  the rule, unless found_inf
+                         grad <- grad / grad_scale, if that is left to do
 
-A gradient is multiplied by the factor when it is used and is not written, so it is still scaled after the step. State
-is float32 for 16-bit parameters. The lists for the kernels are reused as long as the groups have the same parameters,
-the same parameters have gradients, and nobody replaced their state. The rules are in ``fused_sgd.py`` and its
-neighbors, the kernels in `amplab.kernels.steps`.
+The rule uses the product of a gradient and the factor in float32. After the step gradients are unscaled, and not
+clipped, as those of torch's fused optimizers. State is float32 for 16-bit parameters. The lists for the kernels are
+reused as long as the groups have the same parameters, the same parameters have gradients, and nobody replaced their
+state. The rules are in ``fused_sgd.py`` and its neighbors, the kernels in `amplab.kernels.steps`.
 """
 
 import functools
@@ -24,7 +26,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amplab.formats import LOW_PRECISION_DTYPES
-from amplab.kernels import unscaled_norm
+from amplab.kernels import unscale_, unscaled_norm
 from amplab.optimizers.group_settings import REQUIRED, check_settings, groups_with_rates
 
 __all__ = ["FusedOptimizer", "StepBatch", "new_state"]
@@ -94,9 +96,15 @@ class FusedOptimizer(Optimizer):
     its ``grad_scale`` and ``found_inf`` during a step. A subclass calls the rule's kernel (`_run`) and makes its state
     (`_begin_state`).
 
+    Attributes:
+        keeps_grads_scaled: after a step under a ``grad_scale``, leave ``.grad`` multiplied by it. False by default:
+            what reads gradients after the step, such as a log of their norm, sees them unscaled. After a skipped step
+            they may be scaled. Set it to True to save the writes. A clip by ``max_grad_norm`` never changes ``.grad``.
+
     Reference: ``torch.optim.Optimizer``; the protocol of ``_step_supports_amp_scaling`` in ``torch.amp.GradScaler``.
     """
 
+    keeps_grads_scaled = False
     _step_supports_amp_scaling = True
     _plan: _Plan | None = None
     _checked: tuple[Tensor, Tensor] | None = None  # from check_gradients to the step with its found_inf
@@ -143,7 +151,7 @@ class FusedOptimizer(Optimizer):
         return False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step once.
+        """Step once, and leave gradients unscaled; see ``keeps_grads_scaled``.
 
         Args:
             closure: evaluates the model again and returns the loss.
@@ -166,6 +174,8 @@ class FusedOptimizer(Optimizer):
             batches, grads = self._current(found_inf)
             if batches:
                 self._step(batches, grads, scale, found_inf, norm)
+                if scale is not None and not self.keeps_grads_scaled:
+                    self._unscale([grad for grad in grads if grad is not None], scale, found_inf)
                 if self._counts_in_groups:
                     self._count(found_inf)
         return loss
@@ -187,6 +197,31 @@ class FusedOptimizer(Optimizer):
         self._checked = None if norm is None else (next(iter(found.values())), norm)
         return found
 
+    @torch.no_grad()
+    def unscale_gradients_(self, scale: Tensor) -> dict[torch.device, Tensor] | None:
+        """Divide the gradients by ``scale`` in the pass that checks them.
+
+        Args:
+            scale: one element.
+
+        Returns:
+            As `check_gradients`; None if nothing was written: with ``keeps_grads_scaled``, and for gradients that are
+            16-bit (which would be rounded before the step), sparse, on several devices or in shared memory.
+
+        Sync: none.
+        """
+        with torch._C.DisableTorchFunction():
+            grads = [grad for param in self._listed() if (grad := param.grad) is not None]
+            if self.keeps_grads_scaled or not grads or any(grad.dtype in LOW_PRECISION_DTYPES for grad in grads):
+                return None
+            inverse = _inverse(scale).to(grads[0].device, non_blocking=True)
+            try:
+                found, norm = _check_device(grads, bool(self._max_norm), inverse)
+            except RuntimeError:
+                return None
+        self._checked = None if norm is None else (found, norm)
+        return {found.device: found}
+
     def _norm_found_with(self, found_inf: Tensor | None) -> Tensor | None:
         """Return the norm of the check that made ``found_inf``; None if another check made it."""
         checked, self._checked = self._checked, None
@@ -204,10 +239,8 @@ class FusedOptimizer(Optimizer):
 
     def _check_by_device(self, grads: list[Tensor]) -> tuple[dict[torch.device, Tensor], Tensor | None]:
         """Do the same for gradients that one call of the kernel does not take."""
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for grad in grads:
-            by_device.setdefault(grad.device, []).append(grad._values() if grad.is_sparse else grad)
-        checked = [_check_device(here, bool(self._max_norm)) for here in by_device.values()]
+        grads = [grad._values() if grad.is_sparse else grad for grad in grads]
+        checked = [_check_device(here, bool(self._max_norm)) for here in _by_device(grads).values()]
         return {found.device: found for found, _ in checked}, _total([norm for _, norm in checked if norm is not None])
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -339,6 +372,22 @@ class FusedOptimizer(Optimizer):
             except RuntimeError as error:
                 raise _with_names(error, self.param_groups, batch.places) from error
 
+    def _unscale(self, grads: list[Tensor], scale: Tensor, found_inf: Tensor | None) -> None:
+        """Divide gradients by ``scale`` in place, unless the step was skipped. Sync: none."""
+        if found_inf is not None and found_inf.device.type == "cpu" and found_inf.item() != 0:
+            return
+        inverse = _inverse(scale)
+        if found_inf is not None and found_inf.device.type != "cpu":
+            skipped = found_inf.to(inverse.device, non_blocking=True).reshape(()) != 0
+            inverse = torch.where(skipped, 1.0, inverse)
+        try:
+            for device, here in _by_device(grads).items():
+                unscale_(here, torch.zeros((), device=device), inverse.to(device, non_blocking=True))
+        except RuntimeError:  # gradients that share memory, or that are expanded
+            for param in self._listed():
+                if param.grad is not None:
+                    param.grad = param.grad * inverse.to(param.device, non_blocking=True)
+
     def _count(self, found_inf: Tensor | None) -> None:
         """Count a step in every group, unless it was skipped. Sync: none; on a GPU the count is then a tensor."""
         taken: int | Tensor = 1
@@ -410,11 +459,24 @@ def _keep_exact(loaded: dict[str, Any], saved: dict[str, Any], dtype: torch.dtyp
             value.copy_(exact)
 
 
-def _check_device(grads: list[Tensor], with_norm: bool) -> tuple[Tensor, Tensor | None]:
-    """Return found_inf of gradients on one device, and their norm if requested; ``()`` float32 each."""
+def _by_device(grads: list[Tensor]) -> dict[torch.device, list[Tensor]]:
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        by_device.setdefault(grad.device, []).append(grad)
+    return by_device
+
+
+def _check_device(grads: list[Tensor], with_norm: bool, factor: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Return found_inf of gradients on one device, and their norm if requested; ``()`` float32 each.
+
+    If there is a factor, the gradients are multiplied by it first, in place.
+    """
     device = grads[0].device
     found, norm = torch.zeros((), device=device), torch.zeros((), device=device) if with_norm else None
-    unscaled_norm(grads, found, _one(device), norm=norm)
+    if factor is None:
+        unscaled_norm(grads, found, _one(device), norm=norm)
+    else:
+        unscale_(grads, found, factor, norm=norm)
     return found, norm
 
 

@@ -7,7 +7,7 @@
     torch.version.cuda, cudnn.version()         a version, where torch is built without CUDA
     streams, events, synchronize, empty_cache   do nothing: all work is done when a call returns
     manual_seed, get_rng_state, …               the CPU's generator
-    memory counters                             0
+    memory counters                             those of the process (`host_memory`)
     pin_memory                                  off
     DataParallel, device_ids, backend "nccl"    the module itself, no device_ids, "gloo"
     nn.SyncBatchNorm                            exchanges statistics over gloo
@@ -30,6 +30,7 @@ from amplab.scripts.cpu_autocast import redirect_autocast
 from amplab.scripts.cpu_streams import Event, Scope, Stream, device_properties, generator_on
 from amplab.scripts.cpu_tensors import on_cpu, redirect_tensors
 from amplab.scripts.cuda_names import ANSWERS, CUDA_VERSION, CUDNN_VERSION, IDLE, REFUSED, refusal_of
+from amplab.scripts.host_memory import HostMemory
 from amplab.scripts.redirection import Redirection
 from amplab.scripts.user_lines import point_warnings_at_the_script
 
@@ -42,13 +43,11 @@ STREAM_CALLS = {
 STREAM_CLASSES: dict[str, type] = {
     "Stream": Stream, "Event": Event, "StreamContext": Scope, "device": Scope, "device_of": Scope,
 }  # fmt: skip
-MEMORY_COUNTERS = (
-    "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "memory_cached",
-    "max_memory_cached",
-)  # fmt: skip
-MEMORY_RESETS = (
-    "reset_peak_memory_stats", "reset_accumulated_memory_stats", "reset_max_memory_allocated",
-    "reset_max_memory_cached", "reset_accumulated_host_memory_stats", "reset_peak_host_memory_stats",
+HELD = ("memory_allocated", "memory_reserved", "memory_cached")
+PEAKS = ("max_memory_allocated", "max_memory_reserved", "max_memory_cached")
+PEAK_RESETS = ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached")
+OTHER_RESETS = (
+    "reset_accumulated_memory_stats", "reset_accumulated_host_memory_stats", "reset_peak_host_memory_stats",
 )  # fmt: skip
 
 
@@ -140,15 +139,21 @@ class CudaOnCpu:
             self._stand_in(name, f"torch.cuda.{name}() uses the CPU's generator", call)
 
     def _replace_memory(self) -> None:
-        note = "memory counters of torch.cuda are 0"
-        for names, answer in ((MEMORY_COUNTERS, _answering(0)), (MEMORY_RESETS, _nothing)):
-            for name in names:
-                self._stand_in(name, note, answer)
-        for name in ("memory_stats", "host_memory_stats"):
-            self._stand_in(name, note, _answering(collections.defaultdict(int)))
-            self._stand_in(f"{name}_as_nested_dict", note, _answering({}))
-        self._stand_in("memory_summary", note, _answering(""))
-        self._stand_in("mem_get_info", note, _answering((0, 0)))
+        memory = HostMemory()
+        calls: dict[str, Callable[..., Any]] = {
+            **dict.fromkeys(HELD, lambda *_args, **_kwargs: memory.held()),
+            **dict.fromkeys(PEAKS, lambda *_args, **_kwargs: memory.peak()),
+            **dict.fromkeys(PEAK_RESETS, lambda *_args, **_kwargs: _nothing(memory.reset_peak())),
+            **dict.fromkeys(OTHER_RESETS, _nothing),
+            "memory_stats": lambda *_args, **_kwargs: _memory_stats(memory),
+            "memory_stats_as_nested_dict": lambda *_args, **_kwargs: {},
+            "host_memory_stats": lambda: collections.defaultdict(int),
+            "host_memory_stats_as_nested_dict": dict,
+            "memory_summary": lambda *_args, **_kwargs: f"held {memory.held()} bytes, at most {memory.peak()} bytes",
+            "mem_get_info": lambda *_args, **_kwargs: memory.of_the_machine(),
+        }
+        for name, call in calls.items():
+            self._stand_in(name, memory.note, call)
 
     def _refuse(self) -> None:
         for name in REFUSED:
@@ -228,6 +233,13 @@ def _refusing(name: str) -> type:
         raise RuntimeError(refusal_of(name))
 
     return type(name.rpartition(".")[2], (), {"__new__": refuse, "__module__": "torch.cuda"})
+
+
+def _memory_stats(memory: HostMemory) -> dict[str, int]:
+    """Return torch.cuda.memory_stats() with the bytes that are known; all else is 0."""
+    kinds = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
+    now = {f"{kind}.all.current": memory.held() for kind in kinds}
+    return collections.defaultdict(int, now | {f"{kind}.all.peak": memory.peak() for kind in kinds})
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:

@@ -60,9 +60,10 @@ def lend_scale(optimizer: Any, scale: Tensor | None, found_inf: Tensor) -> Itera
 
 
 def leaves_gradients_unscaled(optimizer: Optimizer) -> bool:
-    """Return whether its fused step leaves gradients unscaled, except after an overflow, as those of torch do."""
-    torchs = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-    return isinstance(optimizer, torchs) and not isinstance(optimizer, FusedOptimizer)
+    """Return whether its fused step leaves gradients unscaled, except after an overflow."""
+    if isinstance(optimizer, FusedOptimizer):
+        return not optimizer.keeps_grads_scaled
+    return isinstance(optimizer, (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad))
 
 
 def makes_momentum(optimizer: Optimizer, known: OptimizerGradients) -> bool:

@@ -435,7 +435,11 @@ class GradScaler(torch.amp.GradScaler):
             self._unscale(optimizer, row, scale, allow_half=True)  # shared with an optimizer that has unscaled
         ready = row["stage"] is OptState.READY
         if ready and isinstance(optimizer, FusedOptimizer):
-            row["found_inf_per_device"] = optimizer.check_gradients()
+            found = optimizer.unscale_gradients_(scale)
+            if found is not None:
+                row["stage"], ready = OptState.UNSCALED, False
+                self._done.add(known.may_be_shared)
+            row["found_inf_per_device"] = optimizer.check_gradients() if found is None else found
         elif ready:
             self._check_inf_per_device(optimizer)
         skips = self._scales[0].skips

@@ -265,7 +265,15 @@ class StepWatcher:
         gradients = tuple(dict(self._gradients).items())  # the last one counts: what was accumulated
         values = LazyTuple(len(self._made), lambda _, place: self._value(place))
         trace = Trace(lazy_records_of(events))
-        return ObservedStep(trace, tuple(self._ops), values, self._loss or 0, gradients, loss_scale, self._begun)
+        ops = tuple(self._ops[: len(events)])
+        return ObservedStep(trace, ops, values, self._loss_place(ops), gradients, loss_scale, self._begun)
+
+    def _loss_place(self, ops: Sequence[OpValues]) -> int:
+        """The place of the loss; of a loss that was not told, of the last single number that the step read."""
+        if self._loss is not None or not ops:
+            return self._loss or 0
+        single = (place for op in reversed(ops) for place in op.inputs if self._measured.kind(place)[1] == 1)
+        return next(single, 0)
 
     def _value(self, place: int) -> Value:
         op, named, parts = self._made[place]

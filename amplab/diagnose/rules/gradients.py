@@ -67,8 +67,21 @@ def may_clip_scaled_gradients(rehearsal: Rehearsal) -> bool:
 
 
 def stepped_with_scaled_gradients(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
-    """An optimizer was stepped with gradients that were not divided by the loss scale."""
+    """An optimizer was stepped with gradients that were not divided by the loss scale.
+
+    A GradScaler skips a step whose gradients are not finite, so a step with such gradients did not go through it.
+    """
     yield from _wrong_power(rehearsal, api, 1, "stepped-with-scaled-gradients")
+    never_scaled = rehearsal.loss_gradient is not None and rehearsal.loss_gradient < math.sqrt(rehearsal.scale)
+    for each in () if rehearsal.scale < TOLD_APART or never_scaled else rehearsal.unguarded:
+        yield finding(
+            "stepped-with-scaled-gradients",
+            api=api,
+            certainty="likely",
+            module=shared_module(each.names),
+            tensor=f"gradient of {each.names[0]}",
+            evidence={"optimizer": each.optimizer, "gradients": len(each.names), "loss_scale": rehearsal.scale},
+        )
 
 
 def may_be_scaled(rehearsal: Rehearsal) -> bool:

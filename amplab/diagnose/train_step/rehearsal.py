@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 from amplab.diagnose.rules.parameters import model_parameters
 from amplab.diagnose.train_step.loop_state import kept, scales_of, set_scale
@@ -158,6 +159,7 @@ class Rehearsal:
         clips_by_name: the clipping function that the step's code calls with the model's parameters; empty for none.
         early: gradients to which scaled ones were added after they had been unscaled.
         unscaled_by_two: gradients that two scalers unscaled, one after the other.
+        unguarded: gradients that were not finite and that a step used although a scaler was in use.
         dropped: gradients of earlier backwards of the same step that were dropped before a step used them.
         averages: the averages of the weights in 16 bits, with what they lose.
         loss_gradient: the gradient of the loss itself, which is what it was scaled by; None if it was not seen.
@@ -178,6 +180,7 @@ class Rehearsal:
     clips_by_name: str = ""
     early: tuple[MisusedGradients, ...] = ()
     unscaled_by_two: tuple[MisusedGradients, ...] = ()
+    unguarded: tuple[MisusedGradients, ...] = ()
     dropped: tuple[MisusedGradients, ...] = ()
     averages: tuple[LostAverage, ...] = ()
     loss_gradient: float | None = None
@@ -314,6 +317,7 @@ class LoopRecorder:
         self._mixed: list[MixedStep] = []
         self._early: list[MisusedGradients] = []
         self._by_two: list[MisusedGradients] = []
+        self._unguarded: list[MisusedGradients] = []
         self._dropped: list[tuple[int, str, tuple[int, ...]]] = []
         self._called: set[int] = set()  # optimizers
         self._scaler = (
@@ -322,6 +326,8 @@ class LoopRecorder:
 
     def rehearsal(self) -> Rehearsal:
         """Return what was recorded so far. Sync: a few for each average of the weights."""
+        for number in list(self._shadows):  # of a step whose hooks have not all run
+            self._compare_updates(number)
         return Rehearsal(
             self.scales,
             tuple(self._writes),
@@ -333,6 +339,7 @@ class LoopRecorder:
             looked_through=frozenset(self._looked_through),
             early=tuple(self._early),
             unscaled_by_two=tuple(self._by_two),
+            unguarded=tuple(self._unguarded),
             dropped=tuple(self._useless_drops()),
             averages=tuple(self._averages.lost()),
             loss_gradient=self.loss_gradient,
@@ -352,7 +359,7 @@ class LoopRecorder:
         with ExitStack() as undo:
             for name, parameter in self._named.items():
                 if parameter.requires_grad:
-                    hook = parameter.register_post_accumulate_grad_hook(lambda each, n=name: self._delivered(n, each))
+                    hook = parameter.register_post_accumulate_grad_hook(lambda each, n=name: self._deliver(n, each))
                     undo.callback(hook.remove)
             # A global hook runs before those of the optimizer, which may hide gradients in a skipped step.
             undo.callback(register_optimizer_step_pre_hook(self._stepping).remove)
@@ -467,6 +474,10 @@ class LoopRecorder:
                 if id(own) in self._names:
                     yield self._names[id(own)], parameter
 
+    def _deliver(self, name: str, parameter: Tensor) -> None:
+        with _disable_current_modes():  # a mode that follows values must not see the norm of this hook
+            self._delivered(name, parameter)
+
     def _delivered(self, name: str, parameter: Tensor) -> None:
         grad = parameter.grad
         if grad is None:  # another hook has taken it
@@ -508,7 +519,7 @@ class LoopRecorder:
         self._compare_scales(optimizer, number)
         inside = "grad_scaler" in kwargs or getattr(optimizer, "grad_scale", None) is not None
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        misused: dict[str, list[tuple[str, int]]] = {"early": [], "by_two": []}
+        misused: dict[str, list[tuple[str, int]]] = {"early": [], "by_two": [], "unguarded": []}
         for parameter, own in zip(stepped, model_parameters(optimizer), strict=True):
             name = self._names.get(id(own))
             if name is not None and parameter.grad is not None:
@@ -518,6 +529,8 @@ class LoopRecorder:
                 self._stepped.append(SteppedGradient(*known))
                 misused["early"] += [(name, state.added_after)] * (state.added_after > 0)
                 misused["by_two"] += [(name, state.unscaled)] * (state.unscaled > 1)
+                bypasses = self._scaler is not None and not inside and not math.isfinite(state.delivered)
+                misused["unguarded"] += [(name, 1)] * bypasses
                 self._useful.add(state.passed)
                 if state.dropped and self._is_the_last_alone(self._stepped[-1]):
                     self._dropped.append((number, name, state.dropped))
@@ -525,10 +538,11 @@ class LoopRecorder:
                 kept = _GradientState(gradient=state.gradient, unscaled=state.unscaled, is_unscaled=state.is_unscaled)
                 self._states[name] = kept
                 self._written_masters.discard(id(parameter.grad))
-        for record, found in ((self._early, misused["early"]), (self._by_two, misused["by_two"])):
+        records = {"early": self._early, "by_two": self._by_two, "unguarded": self._unguarded}
+        for kind, found in misused.items():
             if found:
                 names = tuple(name for name, _ in found)
-                record.append(MisusedGradients(number, names, max(times for _, times in found)))
+                records[kind].append(MisusedGradients(number, names, max(times for _, times in found)))
 
     def _is_the_last_alone(self, gradient: SteppedGradient) -> bool:
         """Whether a step uses what the last backward delivered and nothing else; a session adds up what it unscales."""
@@ -551,8 +565,12 @@ class LoopRecorder:
     def _has_stepped(self, optimizer: Optimizer, *_: Any) -> None:
         number = self._number(optimizer)
         self._in_step -= number is not None and self._in_step > 0
-        shadow = None if number is None else self._shadows.pop(number, None)
-        if number is not None and shadow is not None:
+        if number is not None:
+            self._compare_updates(number)
+
+    def _compare_updates(self, number: int) -> None:
+        shadow = self._shadows.pop(number, None)
+        if shadow is not None:
             with contextlib.suppress(Exception):
                 self._lost += filter(None, [shadow.compared(number)])
 
@@ -600,6 +618,7 @@ def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ite
 @torch.no_grad()
 def _norm(grad: Tensor) -> float:
     values = grad.coalesce().values() if grad.is_sparse else grad
+    values = torch.view_as_real(values) if values.is_complex() else values
     norm: float = torch.linalg.vector_norm(values, dtype=torch.float64).item()
     return norm
 

@@ -1,0 +1,277 @@
+"""The doctor's rules on steps of a running loop: the first one, and one in every thousand. Nothing runs a second time.
+
+    the loop     what happens to gradients from backward to step, by a `LoopRecorder`
+    the values   of every op of a forward and a backward, by a `StepWatcher`; only in the body of ``w.batches(loader)``,
+                 because its modes must begin and end outside of the loop's own blocks
+
+A step that overflows shows neither, so the next one is looked at. Notes are left to `amplab.doctor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+from amplab.diagnose import Finding
+from amplab.diagnose.first_nonfinite import Setting
+from amplab.diagnose.observed_step.values import StepWatcher, named_tensors
+from amplab.diagnose.remedies.api_styles import Api, ApiStyle
+from amplab.diagnose.rules.arithmetic import arithmetic_findings
+from amplab.diagnose.rules.gradients import gradient_findings
+from amplab.diagnose.rules.nonfinite import api_in_use
+from amplab.diagnose.rules.updates import averages_lost, updates_lost
+from amplab.diagnose.rules.values import value_findings
+from amplab.diagnose.train_step.loop_state import scales_of
+from amplab.diagnose.train_step.rehearsal import LoopRecorder, Rehearsal
+from amplab.lab.scale_probe import ScaleProbe
+from amplab.lab.watched_run import NO_LEVEL
+from amplab.trace.argument_checks import check_model
+from amplab.trace.recorder import Recorder
+
+__all__ = ["StepLook"]
+
+_EVERY = 1000  # steps from one look to the next
+_TRIES = 20  # steps that a dynamic scale may skip before a look at this run is given up
+
+_unseen_by_engines = torch._C.DisableTorchFunction
+
+
+class StepLook:
+    """Looks at steps of one watched loop.
+
+    Args:
+        model: the model; if it is compiled, nothing is looked at.
+        optimizers: those of the loop.
+        probe: tells the scale and who scales.
+        tell: called with the step and each finding above a note.
+        fail: called with a sentence if a look fails; the loop goes on.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        probe: ScaleProbe,
+        tell: Callable[[int, Finding], object],
+        fail: Callable[[str], object],
+    ) -> None:
+        self._model, self._optimizers, self._probe = model, optimizers, probe
+        self._tell, self._fail = tell, fail
+        self._loop: _LoopLook | None = None
+        self._values: _ValueLook | None = None
+        self._step = 0
+        self._next_loop = self._next_values = 0  # the first step at which to look again
+        self._tries = 0
+        self._has_batches = False
+        self._is_possible = _runs_op_by_op(model)
+
+    def begin(self) -> None:
+        """The loop begins. Sync: none."""
+        self._begin_loop()
+
+    def batch_begins(self, batch: Any) -> None:
+        """The body of ``w.batches`` begins: between the blocks of the loop. Sync: several in a look."""
+        self._has_batches = True
+        if self._loop is not None and self._loop.is_over:
+            self._end_loop()
+        self._begin_loop()
+        if self._step >= self._next_values and self._values is None and self._is_possible:
+            with self._guarded():
+                self._values = _ValueLook(self._model, batch, self._probe)
+
+    def batch_ends(self) -> None:
+        """The body has ended. Sync: as `batch_begins`."""
+        look, self._values = self._values, None
+        if look is not None:
+            self._next_values = self._seen_step + _EVERY
+            with self._guarded():
+                for found in look.findings():
+                    self._report(found)
+
+    def see_loss(self, loss: Tensor) -> None:
+        """A step's loss, before it is scaled."""
+        with self._guarded():
+            if self._loop is not None:
+                self._loop.recorder.follow_loss(loss)
+            if self._values is not None:
+                self._values.see_loss(loss)
+
+    def pause(self) -> None:
+        """Other code is about to run the model: what it does is not the loop's."""
+        if self._values is not None:
+            self._values.is_over = True
+        if self._loop is not None:
+            self._loop.stop()
+            self._loop = None
+
+    def step_ends(self, step: int, *, skipped: bool) -> None:
+        """An optimizer has stepped or skipped. Sync: as `batch_begins`."""
+        self._step = step + 1
+        if self._values is not None:
+            self._values.is_over = True
+        look = self._loop
+        if look is None:
+            if not self._has_batches:
+                self._begin_loop()
+        elif look.is_over and not self._has_batches:
+            self._end_loop()
+        elif skipped or look.recorder.overflowed:
+            found = [] if skipped else self._found(look.recorder.rehearsal())  # a step past its scaler
+            self.pause()
+            self._tries += 1
+            if found or self._tries > _TRIES:
+                self._tries, self._next_loop = 0, self._seen_step + _EVERY
+            elif not self._has_batches:
+                self._begin_loop()
+        else:
+            look.is_over = True  # what follows the step, such as an average of the weights, belongs to it
+
+    def end(self) -> None:
+        """The loop has ended. Sync: as `batch_begins`."""
+        self.batch_ends()
+        if self._loop is not None:
+            self._end_loop()
+
+    def _begin_loop(self) -> None:
+        if self._loop is None and self._step >= self._next_loop and self._is_possible:
+            with self._guarded():
+                self._loop = _LoopLook(self._model, self._optimizers, self._probe)
+
+    def _end_loop(self) -> None:
+        look, self._loop = self._loop, None
+        if look is None:
+            return
+        self._tries, self._next_loop = 0, self._seen_step + _EVERY
+        with self._guarded():
+            try:
+                seen = look.recorder.rehearsal()
+            finally:
+                look.stop()
+            self._found(seen)
+
+    @property
+    def _seen_step(self) -> int:
+        """The step that has ended last."""
+        return max(self._step - 1, 0)
+
+    @property
+    def _api(self) -> Api:
+        style = ApiStyle(self._probe.kind)
+        if style is ApiStyle.APEX:
+            return Api.of_opt_level(self._probe.opt_level.replace(NO_LEVEL, ""), style)
+        return Api(style, ApiStyle.AMPLAB if style is ApiStyle.AMPLAB else ApiStyle.TORCH)
+
+    def _found(self, seen: Rehearsal) -> list[Finding]:
+        """Report what a recorded step shows, and return it."""
+        findings = [*gradient_findings(seen, self._api), *updates_lost(seen.lost), *averages_lost(seen.averages)]
+        for each in findings:
+            self._report(each)
+        return findings
+
+    def _report(self, found: Finding) -> None:
+        if found.severity != "note":
+            self._tell(self._seen_step, found)
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """A look that fails ends, is told once, and is not repeated."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  the loop goes on
+            self._is_possible = False
+            self.pause()
+            self._fail(f"the look at step {self._step} failed: {type(error).__name__}: {error}")
+
+
+def _runs_op_by_op(model: nn.Module) -> bool:
+    """Whether the ops of a model can be followed without changing a result: it is not compiled and has no RNN.
+
+    An RNN in float16 on the CPU runs op by op when it is followed, and each op rounds, see `followed_step`.
+    """
+    try:
+        check_model(model)
+    except (TypeError, ValueError):
+        return False
+    return not any(isinstance(each, nn.RNNBase) for each in model.modules())
+
+
+class _LoopLook:
+    """A `LoopRecorder` that is switched on until `stop`; `is_over` once its step has ended."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], probe: ScaleProbe) -> None:
+        self.recorder = LoopRecorder(model, optimizers, probe.amp)
+        self.recorder.scales = scales_of(probe.amp)
+        self.is_over = False
+        before = len(_get_current_dispatch_mode_stack())
+        self._block = ExitStack()
+        self._block.enter_context(self.recorder.recording())
+        self._mode = _get_current_dispatch_mode_stack()[before]
+
+    def stop(self) -> None:
+        """Switch it off, also below modes that began later."""
+        above = []
+        while (modes := _get_current_dispatch_mode_stack()) and self._mode in modes and modes[-1] is not self._mode:
+            above.append(_pop_mode())
+        try:
+            self._block.close()
+        finally:
+            for mode in reversed(above):
+                _push_mode(mode)
+
+
+class _ValueLook:
+    """Follows the ops of this thread until `findings`."""
+
+    def __init__(self, model: nn.Module, batch: Any, probe: ScaleProbe) -> None:
+        self.is_over = False
+        self._probe = probe
+        self._watcher = _UntilOver(StepWatcher(named_tensors(model, batch), detailed=True), self)
+        self._recorder = Recorder(model, self._watcher)
+        self._block = ExitStack()
+        self._block.enter_context(self._recorder.recording())
+        self._block.enter_context(self._recorder.calls)
+
+    def see_loss(self, loss: Tensor) -> None:
+        with _unseen_by_engines():
+            self._watcher.inner.note_loss(loss)
+
+    def findings(self) -> list[Finding]:
+        """Stop, and return what the values show; nothing where the loss or a gradient is not finite. Sync: one."""
+        self._block.close()
+        events = self._recorder.events[: self._watcher.seen]
+        last = max((place for place, event in enumerate(events) if event.place.backward), default=None)
+        if last is None:
+            return []
+        step = self._watcher.inner.observed(events[: last + 1], self._probe.scale())
+        if not step.values[step.loss].summary.is_finite:
+            return []
+        api = api_in_use(self._setting(), step)
+        return [*value_findings(step, api), *arithmetic_findings(step, api)]
+
+    def _setting(self) -> Setting:
+        level = self._probe.opt_level.replace(NO_LEVEL, "")
+        return Setting(
+            self._probe.scale(), api_style=ApiStyle(self._probe.kind), dynamic=self._probe.dynamic, level=level
+        )
+
+
+class _UntilOver:
+    """Passes the tensors of ops to a watcher until its look is over; an `amplab.trace.recorder.Observer`."""
+
+    def __init__(self, inner: StepWatcher, look: _ValueLook) -> None:
+        self.inner, self._look = inner, look
+        self.seen = 0
+
+    def before(self, overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return None if self._look.is_over else self.inner.before(overload, args, kwargs)
+
+    def after(self, seen: Any, event: Any, result: Any) -> None:
+        if seen is not None and not self._look.is_over:
+            self.inner.after(seen, event, result)
+            self.seen += 1

@@ -1,0 +1,240 @@
+"""A watch finds, in the loop as it runs, faults that never turn non-finite; healthy twins have none."""
+
+import copy
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import amplab
+from amplab import amp
+from amplab.lab import step_look, watch
+
+STEPS = 8
+
+
+class Rms(nn.Module):
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-4)
+
+
+def network(middle=nn.Tanh):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), middle(), nn.Linear(32, 1))
+
+
+def autocast_loss(model, x):
+    with torch.autocast("cpu", dtype=torch.float16):
+        out = model(x)
+    return F.mse_loss(out.float().flatten(), x.mean(1) + 3)
+
+
+def batches(size=8):
+    torch.manual_seed(1)
+    return [torch.randn(size, 16) for _ in range(STEPS)]
+
+
+class Loop:
+    """A loop whose steps are one of the methods; `broken` is the fault, else the loop is healthy."""
+
+    def __init__(self, name, *, broken, kind=torch.amp.GradScaler):
+        self.name, self.broken = name, broken
+        halves = name == "large squares" or (name == "lost updates" and broken)
+        self.model = network(Rms) if name == "large squares" else network()
+        if name == "large squares":
+            nn.init.constant_(self.model[0].bias, 300.0 if broken else 1.0)
+        self.model = self.model.half() if halves else self.model
+        self.loss_scale = 2.0**-30 if name == "underflow" else 1.0
+        unscaled = name in ("large squares", "lost updates") or (name == "underflow" and broken)
+        self.scaler = None if unscaled else kind("cpu", init_scale=2.0**40 if name == "underflow" else 2.0**10)
+        rate = {"lost updates": 1e-6, "stepped scaled": 1e-6}.get(name, 0.01)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=rate)
+        self.average = copy.deepcopy(self.model).float()
+        if name == "half average" and broken:
+            self.average.half()
+
+    def loss(self, x):
+        if self.name in ("large squares", "lost updates"):
+            dtype = next(self.model.parameters()).dtype
+            return (self.model(x.to(dtype)).float().flatten() - x.mean(1)).square().mean()
+        return autocast_loss(self.model, x) * self.loss_scale
+
+    def step(self, x, noted):
+        parts = x.chunk(4) if self.name in ("early", "zeroed") else [x]
+        self.optimizer.zero_grad()
+        for number, part in enumerate(parts):
+            if self.name == "zeroed" and self.broken:
+                self.optimizer.zero_grad()
+            loss = noted(self.loss(part))
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+            if self.name == "early" and number == (0 if self.broken else len(parts) - 1):
+                self.scaler.unscale_(self.optimizer)
+        if self.name == "clips":
+            if not self.broken:
+                self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        if self.scaler is None or (self.name == "stepped scaled" and self.broken):
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        with torch.no_grad():
+            for mean, now in zip(self.average.parameters(), self.model.parameters(), strict=True):
+                mean.mul_(0.999).add_(now.to(mean.dtype), alpha=0.001)
+
+    def run(self, *, watched=True, in_batches=True, steps=None):
+        """Train; return the watch, or None if nothing watches."""
+        if not watched:
+            for x in batches(16):
+                self.step(x, lambda loss: loss)
+            return None
+        with watch(self.model, self.optimizer, scaler=self.scaler) as w:
+            data = batches(16) if steps is None else batches(16) * steps
+            for x in w.batches(data) if in_batches else data:
+                self.step(x, w.loss)
+        assert w.failures == ()
+        return w
+
+
+FAULTS = {
+    "clips": "clips-scaled-gradients",
+    "stepped scaled": "stepped-with-scaled-gradients",
+    "lost updates": "updates-rounded-away",
+    "large squares": "overflow-in-half",
+    "underflow": "gradients-underflow",
+    "early": "unscaled-too-early",
+    "zeroed": "zero-grad-in-accumulation",
+    "half average": "average-in-half",
+}
+OF_VALUES = ("large squares", "underflow")
+
+
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, amplab.GradScaler])
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_that_stays_finite_is_found_and_its_twin_has_none(name, kind):
+    found = Loop(name, broken=True, kind=kind).run().findings()
+    assert found[0].name == FAULTS[name], str(found)
+    assert found[0].severity in ("error", "warning")
+    healthy = Loop(name, broken=False, kind=kind).run().findings()
+    assert not healthy.harmful, str(healthy.harmful)
+
+
+@pytest.mark.parametrize("name", [name for name in FAULTS if name not in OF_VALUES])
+def test_what_happens_to_gradients_is_seen_without_the_batches_too(name):
+    assert Loop(name, broken=True).run(in_batches=False).findings()[0].name == FAULTS[name]
+    assert not Loop(name, broken=False).run(in_batches=False).findings().harmful
+
+
+def test_a_step_past_the_scaler_with_gradients_that_overflow_is_found():
+    """The first step already ends in NaN: no second one shows the ratio of the norms."""
+    loop = Loop("stepped scaled", broken=True)
+    loop.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    assert loop.run().findings()[0].name == "stepped-with-scaled-gradients"
+
+
+@pytest.mark.parametrize("broken", [True, False])
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_results_are_those_of_the_unwatched_loop(name, broken):
+    watched, plain = Loop(name, broken=broken), Loop(name, broken=broken)
+    watched.run()
+    plain.run(watched=False)
+    for one, other in ((watched.model, plain.model), (watched.average, plain.average)):
+        assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_a_first_step_that_overflows_is_followed_by_another_look():
+    loop = Loop("clips", broken=True)
+    loop.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    w = loop.run()
+    assert w.history.skip_count > 0
+    assert w.findings()[0].name == "clips-scaled-gradients"
+
+
+def test_a_fault_that_begins_later_is_found_by_a_later_look(monkeypatch):
+    monkeypatch.setattr(step_look, "_EVERY", 10)
+    loop = Loop("clips", broken=False)
+    with watch(loop.model, loop.optimizer, scaler=loop.scaler) as w:
+        for number, x in enumerate(w.batches(batches(16) * 3)):
+            loop.broken = number >= 5
+            loop.step(x, w.loss)
+    (found,) = w.findings().named("clips-scaled-gradients")
+    assert found.evidence["first_step"] == 10
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_session_is_looked_at_too(level):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, dynamic_init_scale=2.0**10)
+    try:
+        with watch(model, optimizer, scaler=amp) as w:
+            for x in w.batches(batches()):
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(x).float().flatten(), x.mean(1) + 3)
+                with amp.scale_loss(loss, optimizer) as scaled:
+                    scaled.backward()
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+    finally:
+        amp.reset()
+    assert w.findings()[0].name == "clips-scaled-gradients"
+
+
+def test_a_limit_that_follows_the_scale_is_healthy():
+    loop = Loop("clips", broken=True)
+    with watch(loop.model, loop.optimizer, scaler=loop.scaler) as w:
+        for x in w.batches(batches()):
+            loop.optimizer.zero_grad()
+            loop.scaler.scale(w.loss(loop.loss(x))).backward()
+            nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1 * loop.scaler.get_scale())
+            loop.scaler.step(loop.optimizer)
+            loop.scaler.update()
+    assert not w.findings().harmful
+
+
+@pytest.mark.parametrize("ends", ["break", "raise", "open"])
+def test_nothing_stays_on_however_the_loop_ends(ends):
+    loop = Loop("clips", broken=False)
+    ending = pytest.raises(KeyboardInterrupt) if ends == "raise" else warnings.catch_warnings()
+    with ending, watch(loop.model, loop.optimizer, scaler=loop.scaler) as w:
+        given = w.batches(batches())
+        for x in given:
+            loop.scaler.scale(w.loss(loop.loss(x))).backward()
+            if ends == "raise":
+                raise KeyboardInterrupt
+            break
+        if ends == "break":
+            del given
+    assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == []
+    assert torch.overrides._get_current_function_mode_stack() == []
+    assert not any(each._post_accumulate_grad_hooks for each in loop.model.parameters())
+    assert not any(each._forward_hooks or each._forward_pre_hooks for each in loop.model.modules())
+    optimizers = sys.modules["torch.optim.optimizer"]
+    assert not optimizers._global_optimizer_pre_hooks
+    assert not optimizers._global_optimizer_post_hooks
+
+
+def test_an_autocast_region_around_the_whole_body_does_no_harm():
+    """Its modes begin after those of the look and end before them."""
+    loop = Loop("clips", broken=True, kind=amplab.GradScaler)
+    with watch(loop.model, loop.optimizer, scaler=loop.scaler) as w:
+        for x in batches():
+            with amplab.autocast("cpu", dtype=torch.float16), FlopCounterMode(display=False):
+                loop.step(x, w.loss)
+    assert w.findings()[0].name == "clips-scaled-gradients"
+    assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == []
+
+
+def test_what_cannot_be_followed_is_left_alone():
+    lstm = nn.LSTM(16, 16)
+    optimizer = torch.optim.SGD(lstm.parameters(), lr=0.1)
+    with watch(lstm, optimizer) as w:
+        for x in w.batches(batches()):
+            w.loss(lstm(x)[0].square().mean()).backward()
+            assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == []
+            optimizer.step()
+    assert w.failures == ()
