@@ -220,7 +220,6 @@ _SMALLER_RATE = by_scaling(
 _SMALLER_RATE_IN_FLOAT32 = (
     "for group in optimizer.param_groups: group['lr'] /= 10  # from the last good checkpoint, and clip"
 )
-_MASKED_FILL = "scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)"
 _BCE_WITH_LOGITS = (
     "loss = F.binary_cross_entropy_with_logits(logits.float(), target)  # and remove the sigmoid before it"
 )
@@ -1031,7 +1030,7 @@ _VALUES = (
             "": Case(
                 "{op} received {constant:g} and wrote {infs:,} inf.",
                 "The largest float16 number is 65504.",
-                _MASKED_FILL,
+                "{code}",
             ),
             "nonfinite": Case(
                 _WROTE + " in {dtype} from inputs up to {input_absmax:.4g}.",

@@ -6,6 +6,8 @@
                 lists in C++), and what is switched on in a thread (thread_scopes)
     modules/    where module rules apply: apply_policy and its hooks
 
+What a rule computes keeps its dtype; `casting/mixed_arguments` casts the ops that get it with tensors of another dtype.
+
 `nested_tensors` finds, replaces and casts the tensors in batches and outputs.
 """
 

@@ -37,7 +37,7 @@ from amplab.diagnose.observed_step.values import ObservedStep
 from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.diagnose.remedies.float32 import in_float32, variance_in_float32
 from amplab.diagnose.remedies.singular_points import away_from_point, inside_of_domain
-from amplab.diagnose.remedies.users_code import call_on, edited
+from amplab.diagnose.remedies.users_code import call_on, edited, with_smaller_number
 from amplab.diagnose.rules.out_of_float32 import why_out_of_float32
 from amplab.display.numbers import power
 from amplab.policies import APEX, CastPolicy
@@ -337,7 +337,8 @@ def _overflow(found: FirstNonfinite, record: OpRecord) -> _Explanation:
     if found.cause == "model":
         return _Explanation("nonfinite-in-float32", *why_out_of_float32(found, record))
     if found.kind == "constant":
-        return _Explanation("constant-overflows-half", "nonfinite")
+        code = with_smaller_number(record.line, record.op)
+        return _Explanation("constant-overflows-half", "nonfinite", {"code": code})
     words = {"bfloat16": "and bfloat16" if found.in_bfloat16 else "but not in bfloat16"}
     softmax = _softmax_that_reads(found)
     if softmax is not None and _is_product(found, record):
@@ -366,7 +367,7 @@ _ADDS = frozenset(("add", "sub", "iadd", "baddbmm", "scaled_dot_product_attentio
 
 
 def _in_float32(found: FirstNonfinite, record: OpRecord, note: str = "") -> str:
-    return in_float32(record, note, api=_api(found), reader=_reader(found, record))
+    return in_float32(record, note, api=_api(found), reader=_reader(found, record), trace=found.step.trace)
 
 
 def _api(found: FirstNonfinite) -> Api:

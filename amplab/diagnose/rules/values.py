@@ -35,6 +35,7 @@ from amplab.diagnose.observed_step.tensor_summary import HALF_MAX, HALF_UNDERFLO
 from amplab.diagnose.observed_step.values import ObservedStep
 from amplab.diagnose.remedies.api_styles import Api
 from amplab.diagnose.remedies.float32 import kept_in_float32
+from amplab.diagnose.remedies.users_code import with_smaller_number
 from amplab.diagnose.rules.nonfinite import (
     DIVISIONS,
     LOGARITHMS,
@@ -92,7 +93,7 @@ def constants_that_underflow(step: ObservedStep, api: Api) -> Iterator[Finding]:
             **place_of(record),
             evidence={"constant": constant, "zeros": written.zeros or 0, "elements": written.numel},
             then=then,
-            code=kept_in_float32(record, f"or an eps of at least 1e-4, not {constant:g}", api=api),
+            code=kept_in_float32(record, f"or an eps of at least 1e-4, not {constant:g}", api=api, trace=step.trace),
         )
 
 
@@ -107,6 +108,7 @@ def constants_that_overflow(step: ObservedStep, _api: Api) -> Iterator[Finding]:
                 severity="note",
                 **place_of(record),
                 evidence={"constant": large[0], "infs": written[0].infs or 0},
+                code=with_smaller_number(record.line, record.op),
             )
 
 
@@ -123,7 +125,7 @@ def casts_that_overflow(step: ObservedStep, api: Api) -> Iterator[Finding]:
                 **place_of(record),
                 evidence={"input_absmax": read.absmax, "infs": written.infs or 0, "elements": written.numel},
                 lost=(written.infs or 0) - (read.infs or 0),
-                code=kept_in_float32(record, api=api),
+                code=kept_in_float32(record, api=api, trace=step.trace),
             )
 
 
@@ -140,7 +142,7 @@ def squares_that_underflow(step: ObservedStep, api: Api) -> Iterator[Finding]:
                 "square-underflows-half",
                 **place_of(record),
                 evidence={"lost": lost, "nonzero": nonzero, "input_absmax": read.absmax},
-                code=kept_in_float32(record, fused, api=api),
+                code=kept_in_float32(record, fused, api=api, trace=step.trace),
             )
 
 
@@ -156,7 +158,7 @@ def softmaxes_in_half(step: ObservedStep, api: Api) -> Iterator[Finding]:
                 "softmax-in-half",
                 **place_of(record),
                 evidence={"zeros": lost, "elements": written.numel},
-                code=kept_in_float32(record, api=api),
+                code=kept_in_float32(record, api=api, trace=step.trace),
             )
 
 
@@ -176,7 +178,7 @@ def reductions_that_overflow(step: ObservedStep, api: Api) -> Iterator[Finding]:
                 severity="warning",
                 **place_of(summed),
                 evidence={"input_absmax": read.absmax, "infs": written.infs, "elements": written.numel},
-                code=kept_in_float32(summed, api=api),
+                code=kept_in_float32(summed, api=api, trace=step.trace),
             )
 
 
@@ -200,7 +202,7 @@ def reductions_near_overflow(step: ObservedStep, api: Api) -> Iterator[Finding]:
                 **place_of(record),
                 evidence={"result": written.absmax, "room": HALF_MAX / written.absmax},
                 reduced=read.numel // written.numel,
-                code=kept_in_float32(record, api=api),
+                code=kept_in_float32(record, api=api, trace=step.trace),
             )
 
 
