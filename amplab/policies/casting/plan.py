@@ -42,6 +42,7 @@ from amplab.policies.casting.steps import (
 from amplab.policies.policy.precision_policy import PrecisionPolicy
 from amplab.policies.tables.apex_table import APEX
 from amplab.policies.tables.op_table import CastPolicy, OpRule, OpTable, resolve
+from amplab.policies.tables.torch_cpu_table import ON_THE_CPU
 
 if TYPE_CHECKING:
     from amplab.policies.casting.thread_scopes import CastingMode
@@ -150,7 +151,7 @@ def build_plan(policy: PrecisionPolicy, cache: CastCache, half_mode: HalfMode, c
     runs[torch.Tensor.unflatten] = _run_unflatten
     if half_mode == "fp32_accumulate":
         runs.update(dict.fromkeys(PRODUCTS, _run_accumulated))
-    runs = dict.fromkeys(WITHOUT_KERNEL, _run_accumulated) | runs
+    runs = dict.fromkeys(WITHOUT_KERNEL, _run_without_kernel) | runs
     rules = policy.by_function if casts else {}
     plan: Plan = ExplainedPlan(policy) if explained else {}
     if rules:
@@ -166,7 +167,23 @@ def build_plan(policy: PrecisionPolicy, cache: CastCache, half_mode: HalfMode, c
         plan[func] = reporting_step(step, rule, parts.precision, restores) if reports else step
     if returns_rule_dtype and (policy.op_rules or policy.module_rules):
         _add_mixed_steps(plan, policy, runs, explained)
+    if casts and policy.table is not None:
+        _add_cpu_steps(plan, policy, cache, runs, explained)
     return plan
+
+
+def _add_cpu_steps(
+    plan: Plan, policy: PrecisionPolicy, cache: CastCache, runs: dict[Callable[..., Any], Run], explained: bool
+) -> None:
+    """Add the steps of ops that `ON_THE_CPU` names and the policy does not; they are for tensors on the CPU."""
+    for func, rule in ON_THE_CPU.by_function.items():
+        if func in policy.by_function:
+            continue
+        run = runs.get(func, _run_plain)
+        parts = StepParts(rule, policy.precision(func), cache, reporting_run(run, rule) if explained else run)
+        step = make_step(parts)
+        step = reporting_step(step, rule, parts.precision, restores=False) if explained else step
+        plan[func] = _bound_step(step, "cpu", plan.get(func))
 
 
 def _add_mixed_steps(plan: Plan, policy: PrecisionPolicy, runs: dict[Callable[..., Any], Run], explained: bool) -> None:
@@ -188,11 +205,11 @@ def on_device(plan: Plan, device_type: str) -> Plan:
     return bound
 
 
-def _bound_step(step: Step, device_type: str) -> Step:
+def _bound_step(step: Step, device_type: str, elsewhere: Step | None = None) -> Step:
     def bound(mode: CastingMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if lies_on(args, device_type) or (kwargs and lies_on(kwargs.values(), device_type)):
             return step(mode, func, args, kwargs)
-        return func(*args, **kwargs)
+        return func(*args, **kwargs) if elsewhere is None else elsewhere(mode, func, args, kwargs)
 
     return bound
 
@@ -208,6 +225,13 @@ def _run_plain(_mode: CastingMode, func: Callable[..., Any], args: Any, kwargs: 
 
 
 def _run_accumulated(_mode: CastingMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    return accumulated(func, args, kwargs)
+
+
+def _run_without_kernel(_mode: CastingMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    tensors = floating_tensors((*args, *kwargs.values()))
+    if tensors and tensors[0].dtype is torch.bfloat16:
+        return accumulated(func, args, kwargs, torch.bfloat16)
     return accumulated(func, args, kwargs)
 
 
