@@ -353,7 +353,7 @@ class CastingThread:
     def _give_plan(self, mode: CastingMode | CompiledMode) -> None:
         mode.live, mode.explanation = True, self.explanation
         mode.engine.give_plan(
-            mode, self.half_mode or DEFAULT_HALF_MODE, not self.disabled, self.explanation is not None
+            mode, self.half_mode or DEFAULT_HALF_MODE, len(self.disabled) == 0, self.explanation is not None
         )
         mode.has_ended = None if mode.entered_by is None else mode.entered_by.seems_ended
         for scope in self.disabled:
