@@ -194,7 +194,16 @@ def _came_in(found: FirstNonfinite) -> _Explanation:
         return _Explanation("nonfinite-parameter", _case_of_weights(found), names | {"rate": "group['lr'] / 10"})
     if found.cause == "buffer":
         return _Explanation("nonfinite-buffer", "came-in", names)
-    return _Explanation(f"nonfinite-{found.cause}", "", names)
+    return _Explanation(f"nonfinite-{found.cause}", "", names | {"first_at": _first_at(found)})
+
+
+def _first_at(found: FirstNonfinite) -> str:
+    """Where in a tensor of the batch the first element is that is not finite, in words."""
+    if not found.at:
+        return ""
+    sample, *rest = found.at
+    column = f", column {rest[0]}" if len(rest) == 1 else f" at {rest}" if rest else ""
+    return f", first in sample {sample}{column}"
 
 
 def _case_of_weights(found: FirstNonfinite) -> str:
@@ -414,6 +423,8 @@ def _evidence(found: FirstNonfinite) -> dict[str, Number]:
     numbers |= {"infs": found.output.infs or 0, "nans": found.output.nans or 0, "elements": found.output.numel}
     if zeros := _zeros(found):
         numbers["input_zeros"] = zeros
+    if found.at and found.cause in ("batch", "input"):
+        numbers |= dict(zip(("sample", "column"), found.at, strict=False))
     if lost := _lost_constant(found):
         numbers["constant"] = lost[1]
     if found.fitting_scale is not None:

@@ -10,6 +10,7 @@ step is a note at most. If inf or NaN reached the loss or a gradient, `rules.non
     softmax-in-half             the smallest probabilities are 0
     reduction-overflows-half    a sum in float16 is inf, and the loss does not show it
     reduction-near-overflow     a sum in float16 is close to 65504
+    norm-of-constant            every group of a norm layer has a variance of 0
     bce-after-sigmoid           binary cross entropy of probabilities that round to 0 and 1
     gradients-underflow         gradients became 0 when they were cast to float16
 """
@@ -259,6 +260,27 @@ def gradients_that_underflow(step: ObservedStep, api: Api) -> Iterator[Finding]:
             )
 
 
+def norms_of_constants(step: ObservedStep, _api: Api) -> Iterator[Finding]:
+    """A norm layer all of whose groups have a variance of 0: 1 / sqrt(variance + eps) is 1 / sqrt(eps) for each.
+
+    Single rows of padding are constant in healthy runs too, so some groups do not count.
+    """
+    for record in forward_ops(step):
+        written, numbers = step.outputs(record.index), step.ops[record.index].numbers
+        if not short_name(record).endswith("_norm") or len(written) != 3 or not numbers or numbers[-1] <= 0:
+            continue
+        gain, groups = numbers[-1] ** -0.5, written[2].summary
+        if groups.smallest is not None and groups.smallest > 0.99 * gain:
+            size = written[0].summary.numel // groups.numel
+            yield finding(
+                "norm-of-constant",
+                "single" if size == 1 and "group_norm" in short_name(record) else "",
+                **place_of(record),
+                evidence={"groups": groups.numel, "elements_each": size, "eps": numbers[-1]},
+                gain=gain,
+            )
+
+
 VALUE_RULES: tuple[Callable[[ObservedStep, Api], Iterator[Finding]], ...] = (
     bce_after_sigmoid,
     constants_that_underflow,
@@ -269,6 +291,7 @@ VALUE_RULES: tuple[Callable[[ObservedStep, Api], Iterator[Finding]], ...] = (
     softmaxes_in_half,
     reductions_that_overflow,
     reductions_near_overflow,
+    norms_of_constants,
 )
 
 
