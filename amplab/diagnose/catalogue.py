@@ -220,7 +220,6 @@ _SMALLER_RATE = by_scaling(
 _SMALLER_RATE_IN_FLOAT32 = (
     "for group in optimizer.param_groups: group['lr'] /= 10  # from the last good checkpoint, and clip"
 )
-_MASKED_FILL = "scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)"
 _BCE_WITH_LOGITS = (
     "loss = F.binary_cross_entropy_with_logits(logits.float(), target)  # and remove the sigmoid before it"
 )
@@ -228,6 +227,7 @@ _UPDATE_ONCE = "scaler.update()  # once per optimizer step, after it; not after 
 
 _RAISED = "The step raised: {message}"
 _CAME_IN = "{tensor_name} contained inf or NaN before the step began; {not_finite} is not finite."
+_HELD = "{tensor_name} contained inf or NaN before the step began{first_at}; {not_finite} is not finite."
 _WROTE = "{fn} wrote {counted}"
 _ELEVEN_BITS = (
     "float16 has 11 significant bits. Where E[x^2] and E[x]^2 are nearly equal, their difference is mostly rounding "
@@ -823,7 +823,7 @@ _NONFINITE = (
         ("error",),
         {
             "": Case(
-                _CAME_IN,
+                _HELD,
                 "The batch itself is the cause; no dtype and no loss scale fixes this.",
                 "assert torch.isfinite(x).all(), 'bad sample'  # in the loader; then drop or repair the sample",
             )
@@ -835,7 +835,7 @@ _NONFINITE = (
         ("error",),
         {
             "": Case(
-                _CAME_IN,
+                _HELD,
                 "The tensor itself is the cause; no dtype and no loss scale fixes this.",
                 "assert torch.isfinite(x).all(), 'bad sample'  # where x is created; then drop or repair it",
             )
@@ -1031,7 +1031,7 @@ _VALUES = (
             "": Case(
                 "{op} received {constant:g} and wrote {infs:,} inf.",
                 "The largest float16 number is 65504.",
-                _MASKED_FILL,
+                "{code}",
             ),
             "nonfinite": Case(
                 _WROTE + " in {dtype} from inputs up to {input_absmax:.4g}.",
@@ -1055,6 +1055,25 @@ _VALUES = (
                 "{code}",
             )
         },
+    ),
+    CatalogueEntry(
+        "norm-of-constant",
+        "A norm layer receives groups whose elements are all equal",
+        ("warning",),
+        {
+            "": Case(
+                "Every group that {op} received has a variance of 0, so its output is its bias alone.",
+                "Nothing of the input passes, and the gradient of the input is multiplied by 1 / sqrt(eps) = "
+                "{gain:.4g}, so that it overflows at loss scales that fit elsewhere.",
+                "assert (x.flatten(1).std(1) > 0).all(), 'constant sample'  # x is what the model receives",
+            ),
+            "single": Case(
+                "Every group that {op} received has a single element, so its output is its bias alone.",
+                "",
+                "model.get_submodule({module!r}).num_groups = 1  # or another number that leaves several elements each",
+            ),
+        },
+        supersedes=("scale-too-large",),
     ),
     CatalogueEntry(
         "square-underflows-half",

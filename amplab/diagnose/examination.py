@@ -145,7 +145,7 @@ def doctor(
     ) as setting:
         if handed is not None:
             observed, of_step = _examine_step(model, setting.of_step(handed), setting, batch, optimizers)
-            found = [*found, *of_step]
+            found = [*found, *(of_step if run is None else _with_skips(of_step, run))]
     found += (*parameter_findings(model, optimizers, observed), *nonfinite_buffers(model))
     if train_step is None:
         found += updates_bound_to_be_lost(model, optimizers, observed)
@@ -247,6 +247,16 @@ def _examine_step(
     api = api_in_use(setting, step)
     of_values = (*value_findings(step, api), *arithmetic_findings(step, api))
     return step, [*first, *of_values, *speed_findings(step.trace, api)]
+
+
+def _with_skips(found: Sequence[Finding], run: Observation) -> list[Finding]:
+    """Add to an error of the step how many steps of the run were skipped, and which was the first."""
+    skipped = [step.step for step in run if step.skipped]
+    if not skipped or not found or found[0].severity != "error":
+        return list(found)
+    said = f"{len(skipped):,} of {count(len(run), 'step')} were skipped, first step {skipped[0]}."
+    evidence = {**found[0].evidence, "skips": len(skipped), "first_skip": skipped[0]}
+    return [replace(found[0], symptom=f"{found[0].symptom} {said}", evidence=evidence), *found[1:]]
 
 
 def _examine_loop(

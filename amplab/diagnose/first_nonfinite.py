@@ -102,6 +102,7 @@ class FirstNonfinite:
         kind: see `Blame`.
         step: the observed step.
         setting: its casts and its scale.
+        at: index of the first element of that tensor that is not finite; empty if unknown.
     """
 
     result: str
@@ -117,6 +118,7 @@ class FirstNonfinite:
     kind: str
     step: ObservedStep
     setting: Setting
+    at: tuple[int, ...] = ()
 
     @property
     def phase(self) -> str:
@@ -258,11 +260,13 @@ def explain(
     rerun = _Rerun(model, handed, setting)
     record = None if blamed.op is None else step.trace.records[blamed.op]
     fitting = in_float32 = in_bfloat16 = None
+    at: tuple[int, ...] = ()
     cause: Cause
     if record is None:
         cause = cast(Cause, blamed.value.kind or "input")
         given = _tensor_named(model, batch, blamed.value.name)
         output = blamed.value.summary if given is None else counted([given])[0]
+        at = () if given is None else _first_nonfinite_index(given)
         inputs: tuple[TensorSummary, ...] = (output,)
     else:
         begun = step.begun.get(record.index)
@@ -279,7 +283,7 @@ def explain(
         in_bfloat16 = rerun.result(torch.bfloat16).is_finite if cause == "format" else None
     return FirstNonfinite(
         blamed.result, cause, record, blamed.value.name, inputs, output, blamed.records(step),
-        fitting, in_bfloat16, in_float32, blamed.kind, step, setting,
+        fitting, in_bfloat16, in_float32, blamed.kind, step, setting, at,
     )  # fmt: skip
 
 
@@ -341,6 +345,13 @@ def _overflow_of_cast(record: OpRecord, inputs: tuple[TensorSummary, ...]) -> fl
     if not record.is_cast or not inputs or not inputs[-1].is_finite:
         return None
     return inputs[-1].absmax / torch.finfo(record.outputs[0].dtype).max
+
+
+def _first_nonfinite_index(tensor: Tensor) -> tuple[int, ...]:
+    """Return the index of the first element that is not finite; empty for a sparse tensor. Sync: one."""
+    if tensor.layout is not torch.strided:
+        return ()
+    return tuple(next(iter((~tensor.detach().isfinite()).nonzero().tolist()), ()))
 
 
 _TRIES = 3

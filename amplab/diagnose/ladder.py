@@ -1,9 +1,10 @@
 """`ladder`: train briefly in each precision, from the fastest to the safest; find the first that trains successfully.
 
-    O2 static 128 → O1 static 128 → O1 dynamic → bf16 → fp32
+    O2 dynamic → O2 static 128 → O1 dynamic → O1 static 128 → bf16 → fp32
 
 Every rung starts from the same weights and gets the same batches. A rung holds (trains successfully) if its weights
-stay finite, few steps are skipped, and its loss is as low as float32's within the tolerance.
+stay finite, few steps are skipped, its loss is as low as float32's within the tolerance, and its float16 values are not
+about to exceed 65504. At each level the dynamic scale comes first: it goes on where a static one ends in NaN.
 """
 
 import copy
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from amplab.amp.run_state.rng_state import capture_rng, restore_rng
+from amplab.diagnose.half_peaks import HalfPeaks
 from amplab.diagnose.trial import (
     MakeOptimizer,
     Precision,
@@ -39,7 +41,7 @@ from amplab.diagnose.trial import (
 )
 from amplab.display.drawings import loss_drawing
 from amplab.display.html import Markup, markup
-from amplab.display.numbers import power, size
+from amplab.display.numbers import count, power, size
 from amplab.display.table import Card, Cell, Column, Table
 from amplab.trace.argument_checks import check_gradients_on
 from amplab.trace.handed_step import Loss, shows_calls
@@ -48,15 +50,18 @@ from amplab.trace.random_states import seed_all
 __all__ = ["RUNGS", "LadderReport", "LadderRung", "ladder"]
 
 RUNGS: dict[str, Precision] = {
+    "O2 dynamic": {"opt_level": "O2"},
     "O2 static 128": {"opt_level": "O2", "loss_scale": 128.0},
-    "O1 static 128": {"opt_level": "O1", "loss_scale": 128.0},
     "O1 dynamic": {"opt_level": "O1"},
+    "O1 static 128": {"opt_level": "O1", "loss_scale": 128.0},
     "bf16": "bf16",
     "fp32": "fp32",
 }
 """The rungs; the last one is the reference."""
 
 _MOST_SKIPS = 0.1  # of the steps; with more the learning rate schedule differs
+_MEASURED = 24  # steps of a rung whose float16 values are measured
+_AHEAD = 3  # times the steps seen: an overflow expected later than that is not counted against a rung
 _FEWEST = 5  # a dynamic scale that settles skips a few steps
 _COLUMNS = (
     Column("rung"),
@@ -80,6 +85,7 @@ class LadderRung:
         finite: whether the weights are finite at the end.
         steps_per_second: over all steps except the first, on this machine.
         state_bytes: of weights, gradients, masters and optimizer state.
+        peaks: the largest float16 values by step; None if the rung did not run.
         failure: why the rung does not hold; None if it holds.
     """
 
@@ -91,7 +97,13 @@ class LadderRung:
     finite: bool
     steps_per_second: float
     state_bytes: int
+    peaks: HalfPeaks | None = None
     failure: str | None = None
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the loss scale is a fixed number."""
+        return isinstance(self.precision, Mapping) and self.precision.get("loss_scale", "dynamic") != "dynamic"
 
     @property
     def skipped(self) -> int:
@@ -146,7 +158,9 @@ class LadderReport:
         else:
             before = [rung.name for rung in self.rungs[: self.rungs.index(chosen)]]
             but = f"; before it {', '.join(before)} did not" if before else ", the first of the ladder"
-            yield f"Recommended: {chosen.name}. It holds{but}."
+            yield f"Recommended: {chosen.name}. It holds in the {count(len(chosen.steps), 'step')} seen{but}."
+            if chosen.peaks is not None and chosen.peaks.activation.largest:
+                yield _headroom(chosen.peaks)
         if self._without_score():
             without = ", ".join(self._without_score())
             yield f"evaluate returned NaN for {without}, so these do not hold: check evaluate first."
@@ -171,6 +185,18 @@ class LadderReport:
             size(rung.state_bytes) if rung.steps else "–",
             _result(rung.failure),
         )
+
+
+def _headroom(peaks: HalfPeaks) -> str:
+    """How far the largest float16 values are from 65504, and where they are heading."""
+    activation, gradient = peaks.activation, peaks.gradient
+    said = f"Largest float16 activation {activation.largest:.3g}, largest scaled gradient {gradient.largest:.3g}; the "
+    heading = [
+        f"{name} reach it at about step {trend.reaches:,} if they go on growing so"
+        for name, trend in (("activations", activation), ("gradients", gradient))
+        if trend.reaches is not None
+    ]
+    return f"{said}limit is 65504, and {' and '.join(heading) if heading else 'neither is about to reach it'}."
 
 
 def _against(loss: float, reference: float) -> str:
@@ -257,6 +283,7 @@ def ladder(
     make = optimizer or (lambda weights: torch.optim.AdamW(weights, lr=1e-3))
     tell = tell or _tell
     climbed: list[LadderRung] = []
+    every = max(2, steps // _MEASURED)
     model: nn.Module | None = None
     device = "cpu"
     for number, (name, precision) in enumerate(rungs.items(), 1):
@@ -266,7 +293,7 @@ def ladder(
             device = next(weight.device.type for weight in model.parameters())
             try:
                 trial = Trial(model, make, precision, loss=loss, step=step, tool="ladder", on_collapse="raise")
-                climbed.append(_climb(name, precision, trial, islice(_batches(data), steps), evaluate))
+                climbed.append(_climb(name, precision, trial, islice(_batches(data), steps), evaluate, every))
             except Exception as error:
                 if number == len(rungs):  # the reference: the precision is not the reason
                     raise
@@ -281,24 +308,28 @@ def _climb(
     trial: Trial,
     batches: Iterable[Any],
     evaluate: Callable[[nn.Module], float] | None,
+    measured_every: int,
 ) -> LadderRung:
     try:
-        steps, began = [], time.perf_counter()
-        for batch in batches:
+        steps, peaks, seconds, timed = list[TrialStep](), HalfPeaks(), 0.0, 0
+        for number, batch in enumerate(batches):
+            if number % measured_every == 0:  # among them the first, which allocates state
+                with peaks.at(number):
+                    steps.append(trial.train(batch))
+                continue
+            began = time.perf_counter()
             steps.append(trial.train(batch))
-            if len(steps) == 1:
-                began = time.perf_counter()  # the first step allocates state
+            seconds, timed = seconds + time.perf_counter() - began, timed + 1
         if not steps:
             raise ValueError("data: 0 batches; expected at least one.")
-        seconds = time.perf_counter() - began
         size, finite = trial.state_bytes(), trial.is_finite()
     finally:
         trial.close()
     last = [step.loss for step in steps[-max(2, len(steps) // 4) :]]
     with no_casts_of_the_caller(trial.model):
         score = None if evaluate is None else _score(evaluate(trial.model))
-    rate = (len(steps) - 1) / seconds if len(steps) > 1 else float("nan")
-    return LadderRung(name, precision, tuple(steps), statistics.fmean(last), score, finite, rate, size)
+    rate = timed / seconds if timed else float("nan")
+    return LadderRung(name, precision, tuple(steps), statistics.fmean(last), score, finite, rate, size, peaks)
 
 
 def _factory(make_model: Callable[[], nn.Module] | nn.Module) -> Callable[[], nn.Module]:
@@ -362,7 +393,7 @@ def _check_data(data: Any) -> None:
 
 def _fallen(name: str, precision: Precision, error: Exception) -> LadderRung:
     why = " ".join(str(error).split("\n")[0].split(". ")[:1])
-    return LadderRung(name, precision, (), math.nan, None, False, math.nan, 0, f"{type(error).__name__}: {why}")
+    return LadderRung(name, precision, (), math.nan, None, False, math.nan, 0, None, f"{type(error).__name__}: {why}")
 
 
 def _judged(rung: LadderRung, reference: LadderRung, steps: int, tolerance: float) -> LadderRung:
@@ -376,6 +407,8 @@ def _failure(rung: LadderRung, reference: LadderRung, steps: int, tolerance: flo
         return "weights are inf or NaN" + (f", the loss from step {lost} on" if lost is not None else "")
     if rung.skipped > max(_FEWEST, _MOST_SKIPS * steps):
         return f"{rung.skipped} of {steps} steps skipped"
+    if (reason := _heading(rung, steps)) is not None:
+        return reason
     allowed = reference.loss + tolerance * abs(reference.loss)
     if not rung.loss <= allowed:
         return f"loss {rung.loss:.4g}, float32 {reference.loss:.4g}"
@@ -385,6 +418,17 @@ def _failure(rung: LadderRung, reference: LadderRung, steps: int, tolerance: flo
         return None
     if rung.score is not None and rung.score < reference.score - tolerance * abs(reference.score):
         return f"score {rung.score:.4g}, float32 {reference.score:.4g}"
+    return None
+
+
+def _heading(rung: LadderRung, steps: int) -> str | None:
+    """Return which float16 values are about to overflow; a dynamic scale keeps gradients below 65504."""
+    if rung.peaks is None:
+        return None
+    trends = {"activations": rung.peaks.activation} | ({"gradients": rung.peaks.gradient} if rung.is_static else {})
+    for name, trend in trends.items():
+        if trend.reaches is not None and trend.reaches < _AHEAD * steps:
+            return f"{name} reach 65504 at about step {trend.reaches:,}"
     return None
 
 

@@ -26,6 +26,7 @@ constexpr c10::DispatchKey kKey = c10::DispatchKey::AutocastIPU;
 
 // As in dispatch_casts.py.
 enum Cast : uint8_t { kNone, kLower, kFloat32, kSetDtype, kPromote, kMatchSelf, kBanned, kBannedInPlace };
+constexpr uint8_t kOnCpu = 0x40;    // only if a tensor is on the CPU
 constexpr uint8_t kProduct = 0x80;  // fp32 accumulation if all floating tensors are float16 on the CPU
 
 struct Plan {
@@ -224,21 +225,27 @@ bool is_inside() {
          !c10::InferenceMode::is_enabled();
 }
 
+bool any_on_cpu(const torch::jit::Stack& stack, size_t first) {
+  return !every_tensor(stack, first, [](const at::Tensor& tensor) { return !tensor.is_cpu(); });
+}
+
 struct Kernel : c10::OperatorKernel {
   explicit Kernel(size_t index) : index(index) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     const Plan* plan = here.plan;
+    const auto uncast = [&] {
+      op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
+    };
     const uint8_t marks = plan ? plan->casts[index] : kNone;
-    if (marks == kNone || is_inside() || torch::autograd::get_current_graph_task_id() != here.task) {
-      return op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
-    }
+    if (marks == kNone || is_inside() || torch::autograd::get_current_graph_task_id() != here.task) return uncast();
+    const size_t first = stack->size() - op.schema().arguments().size();
+    if ((marks & kOnCpu) && !any_on_cpu(*stack, first)) return uncast();
     // Ops inside this op are not cast: its arguments are cast once.
     c10::impl::ExcludeDispatchKeyGuard once(kKey);
-    const size_t first = stack->size() - op.schema().arguments().size();
     const Seen seen = look(*stack, first, plan->dtype);
     if (!seen.plain) return op.callBoxed(stack);
-    cast_arguments(marks & ~kProduct, index, *plan, op.schema(), *stack, first, seen);
+    cast_arguments(marks & ~(kProduct | kOnCpu), index, *plan, op.schema(), *stack, first, seen);
     const bool product = (marks & kProduct) && plan->accumulates;
     if (product && look(*stack, first, plan->dtype).only_cpu_half) return accumulate(op, *stack, first);
     op.callBoxed(stack);

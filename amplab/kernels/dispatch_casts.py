@@ -1,8 +1,9 @@
 """Casts inside PyTorch's dispatcher: a boxed C++ kernel that executes a cast plan, op by op.
 
 A plan is one mark for each registered overload (`CASTS`, plus `PRODUCT` if float16 on a CPU is multiplied with fp32
-accumulation) and a dtype to compute in. The kernel is registered once per process under an autocast key that PyTorch
-does not use, and does nothing until a thread enters a plan. torch.autocast has other keys and is not affected.
+accumulation, plus `ON_CPU` if only CPU tensors are cast) and a dtype to compute in. The kernel is registered once per
+process under an autocast key that PyTorch does not use, and does nothing until a thread enters a plan. torch.autocast
+has other keys and is not affected.
 `amplab.policies.CompiledEngine` makes the plans.
 
 Nothing is built or registered on import.
@@ -20,13 +21,16 @@ import torch
 from amplab.kernels.builder import BuildReport, KernelLibrary
 from amplab.kernels.builder.recipe import casts_recipe
 
-__all__ = ["CASTS", "PRODUCT", "CastPlan", "DispatchCasts", "overloads"]
+__all__ = ["CASTS", "ON_CPU", "PRODUCT", "CastPlan", "DispatchCasts", "overloads"]
 
 CASTS = ("none", "lower", "float32", "set_dtype", "promote", "match_self", "banned", "banned_in_place")
 """The meaning of each mark; the order is that of the C++ source."""
 
 PRODUCT = 0x80
 """Added to the mark of an op that multiplies and accumulates."""
+
+ON_CPU = 0x40
+"""Added to the mark of an op that is cast only if one of its tensors is on the CPU."""
 
 _DTYPES = {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15}  # c10::ScalarType
 _LIBRARY = KernelLibrary(casts_recipe)

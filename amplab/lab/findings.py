@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -83,13 +82,15 @@ def with_explained(
     found = list(found)
     names = {each.name for each in found}
     explained = [(step, each) for step, each in explained if each.op or each.module or each.name not in names]
-    counts = Counter(_key(each) for each in _explanations(explained, skips))
+    explains: dict[tuple[str, ...], list[int]] = {}
+    for skip, each in _explanations(explained, skips):
+        explains.setdefault(_key(each), []).append(skip)
     first: dict[tuple[str, ...], int] = {}
     last: dict[tuple[str, ...], Finding] = {}
     for step, each in explained:
         first.setdefault(_key(each), step)
         last[_key(each)] = each
-    dated = (_dated(each, first[key], counts[key], len(skips)) for key, each in last.items())
+    dated = (_dated(each, first[key], explains.get(key, ()), len(skips)) for key, each in last.items())
     return ranked((*found, *dated))
 
 
@@ -97,13 +98,13 @@ def _key(finding: Finding) -> tuple[str, ...]:
     return finding.name, finding.module, finding.op
 
 
-def _explanations(explained: Sequence[tuple[int, Finding]], skips: Sequence[int]) -> Iterator[Finding]:
-    """Yield the finding that explains each skip, if there is one in its row of skips."""
+def _explanations(explained: Sequence[tuple[int, Finding]], skips: Sequence[int]) -> Iterator[tuple[int, Finding]]:
+    """Yield each skip with the finding that explains it, if there is one in its row of skips."""
     for row in _rows(skips):
         inside = [(step, each) for step, each in explained if row[0] <= step <= row[-1]]
         for skip in row if inside else ():
             before = [each for step, each in inside if step <= skip]
-            yield before[-1] if before else inside[0][1]
+            yield skip, before[-1] if before else inside[0][1]
 
 
 def _rows(skips: Sequence[int]) -> list[list[int]]:
@@ -117,11 +118,14 @@ def _rows(skips: Sequence[int]) -> list[list[int]]:
     return rows
 
 
-def _dated(finding: Finding, first: int, explains: int, skips: int) -> Finding:
-    """Return a finding that says when it was first found and how many skips it explains."""
-    evidence = {**finding.evidence, "first_step": first} | ({"skips_explained": explains} if explains else {})
-    said = f" It explains {explains:,} of {count(skips, 'skipped step')}." if explains else ""
-    return replace(finding, symptom=f"{finding.symptom} First found in step {first}.{said}", evidence=evidence)
+def _dated(finding: Finding, found_in: int, explains: Sequence[int], skips: int) -> Finding:
+    """Return a finding that says in which step it began and how many skips it explains."""
+    first = min(found_in, *explains[:1]) if explains else found_in
+    evidence = {**finding.evidence, "first_step": first} | ({"skips_explained": len(explains)} if explains else {})
+    said = f"First found in step {first}."
+    if explains:
+        said = f"It began in step {first} and explains {len(explains):,} of {count(skips, 'skipped step')}."
+    return replace(finding, symptom=f"{finding.symptom} {said}", evidence=evidence)
 
 
 def finding_to_log(finding: Finding) -> dict[str, Any]:

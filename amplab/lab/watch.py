@@ -97,6 +97,7 @@ class Watch:
         self._rates: deque[tuple[int, float]] = deque(maxlen=LOOK_BACK)
         self._norms: dict[int, float] = {}
         self._idle = IdleOptimizers(optimizers)
+        self._names = _model_names(model, optimizers)
         self._explained: list[tuple[int, Finding]] = []
         self._check: StepCheck | None = None
         self._look = StepLook(model, optimizers, self._probe, self._explain, self._fail)
@@ -293,7 +294,7 @@ class Watch:
             outcome.loss_scale,
             outcome.next_loss_scale,
             outcome.skipped,
-            outcome.first_nonfinite,
+            self._names.get(outcome.first_nonfinite or "", outcome.first_nonfinite),
             self.config.opt_level,
             None,  # no accuracy
             (time.perf_counter_ns() - self._began) // 1000 / 1e6,
@@ -377,6 +378,19 @@ class _Hooks:
         for handle in self._handles.values():
             handle.remove()
         self._handles = {}
+
+
+def _model_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, str]:
+    """Return the model's names of the parameters that a GradScaler names by their places in its one optimizer."""
+    if len(optimizers) > 1:
+        return {}
+    names = {id(each): name for name, each in model.named_parameters()}
+    return {
+        f"param_groups[{number}]['params'][{place}]": names[id(each)]
+        for number, group in enumerate(optimizers[0].param_groups)
+        for place, each in enumerate(group["params"])
+        if id(each) in names
+    }
 
 
 def _value(loss: float | Tensor | None) -> float | None:

@@ -54,7 +54,8 @@ class _FusedAdam(FusedOptimizer, torch.optim.Adam):
 class FusedAdamW(_FusedAdam, torch.optim.AdamW):
     """``torch.optim.AdamW`` whose one pass over the tensors also unscales, clips and skips.
 
-    Its ``state_dict`` is that of ``torch.optim.AdamW``: each loads the other's.
+    Its ``state_dict`` is that of ``torch.optim.AdamW``: each loads the other's. After a step under a scaler
+    gradients are unscaled; see `FusedOptimizer`.
 
     Args:
         params: parameters or groups of them: float16, bfloat16, float32 or float64. The state of 16-bit ones,
@@ -126,7 +127,8 @@ class FusedAdamW(_FusedAdam, torch.optim.AdamW):
 class FusedAdam(_FusedAdam):
     """Adam or AdamW in one pass, with apex's arguments, including those from before ``amp.initialize``.
 
-    Its ``state_dict`` is that of ``torch.optim.Adam`` and ``AdamW``: each loads the other's.
+    Its ``state_dict`` is that of ``torch.optim.Adam`` and ``AdamW``: each loads the other's. ``group["step"]`` is
+    the number of steps, as in apex. After a step under a scaler gradients are unscaled; see `FusedOptimizer`.
 
     Args:
         params: as `FusedAdamW`.

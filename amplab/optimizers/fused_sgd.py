@@ -24,7 +24,8 @@ _BUFFER = "momentum_buffer"
 class FusedSGD(FusedOptimizer, torch.optim.SGD):
     """``torch.optim.SGD`` whose one pass over the tensors also unscales, clips and skips.
 
-    Its ``state_dict`` is that of ``torch.optim.SGD``: each loads the other's.
+    Its ``state_dict`` is that of ``torch.optim.SGD``: each loads the other's. After a step under a scaler
+    gradients are unscaled; see `FusedOptimizer`.
 
     Args:
         params: parameters or groups of them: float16, bfloat16, float32 or float64. The momentum of 16-bit

@@ -2,7 +2,8 @@
 
 torch's autocast for CUDA ignores CPU tensors, so that nothing is cast twice, and ``is_autocast_enabled()``, nested
 regions and checkpoint's recomputation read torch's own flags. (Its autocast for the CPU has other lists, and its half
-kernels are many times slower than float32 on most CPUs.)
+kernels are many times slower than float32 on most CPUs.) A region that is created inside a compiled function is torch's
+for the CPU: torch.compile enters it itself.
 """
 
 import functools
@@ -28,6 +29,9 @@ def redirect_autocast(redirection: Redirection) -> None:
 
     @functools.wraps(own_init)
     def init(self: torch.autocast, *args: Any, **kwargs: Any) -> None:
+        if torch._guards.TracingContext.try_get() is not None:
+            own_init(self, **_traced(args, kwargs, redirection))
+            return
         own_init(self, *args, **kwargs)
         if self.device == "cuda":
             redirection.tell("autocast for cuda is amplab.autocast on the CPU, with the lists of CUDA")
@@ -69,9 +73,22 @@ def redirect_autocast(redirection: Redirection) -> None:
     )
 
 
+def _traced(args: tuple[Any, ...], kwargs: dict[str, Any], redirection: Redirection) -> dict[str, Any]:
+    """Return the arguments of torch's autocast for the CPU: dynamo enters regions itself, and can enter no others."""
+    named = _named(args, kwargs)
+    if named.get("device_type") == "cuda":
+        redirection.tell("autocast for cuda in a compiled function is torch's autocast for the CPU, with other lists")
+        named |= {"device_type": "cpu", "dtype": named.get("dtype") or torch.get_autocast_dtype("cuda")}
+    return named
+
+
+def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return dict(zip(("device_type", "dtype", "enabled", "cache_enabled"), args, strict=False)) | kwargs
+
+
 def _on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of `amplab.autocast` for the CPU if they are for CUDA, whose default dtype is another."""
-    named = dict(zip(("device_type", "dtype", "enabled", "cache_enabled"), args[1:], strict=False)) | kwargs
+    named = _named(args[1:], kwargs)
     if named.get("device_type") != "cuda":
         return args, kwargs
     if named.get("dtype") is None and named.get("policy") is None and not is_autocast_enabled("cpu"):

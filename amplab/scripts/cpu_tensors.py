@@ -15,6 +15,7 @@ from amplab.scripts.sides import (
     CPU,
     CUDA,
     HOST,
+    STANDS_FOR,
     copied,
     device_of,
     is_marked,
@@ -66,12 +67,12 @@ class _TensorCalls:
 
         def cuda(tensor: Tensor, _device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Tensor:
             redirection.tell(MOVES)
-            return moved(tensor, CUDA, CPU, non_blocking=non_blocking, **kwargs)
+            return moved(tensor, CUDA, non_blocking=non_blocking, **kwargs)
 
         @functools.wraps(own_cpu)
         def cpu(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             result = own_cpu(tensor, *args, **kwargs)  # amp casts this op
-            return moved(tensor, HOST, CPU) if result is tensor else mark(result, HOST)
+            return moved(tensor, HOST) if result is tensor else mark(result, HOST)
 
         redirection.replace(Tensor, "cuda", cuda)
         redirection.replace(Tensor, "cpu", cpu)
@@ -138,9 +139,8 @@ class _TensorCalls:
                 return copied(own)(tensor, *args, **kwargs)  # type: ignore[no-any-return]
             if torch.device(on_cpu(place)).type != "cpu":
                 return own(tensor, *args, **kwargs)
-            side = side_of_device(place)
-            named["device"] = self._device(place)
-            return moved(tensor, side, **named)
+            self._device(place)
+            return moved(tensor, side_of_device(place), **named)
 
         return to
 
@@ -196,7 +196,7 @@ class _TensorCalls:
                 side = side_of(data) if place is None else side
             elif side == HOST:
                 mark(result, HOST)
-            return result if result.device != CPU or side is None else moved(result, side, CPU)
+            return result if result.device != CPU or side is None else moved(result, side)
 
         return share
 
@@ -224,8 +224,10 @@ class _TensorCalls:
             if isinstance(dtype, torch.dtype):
                 return copied(own)(tensor, dtype, non_blocking, **kwargs)
             side = CUDA if isinstance(dtype, _CudaTypes) or str(dtype).startswith("torch.cuda.") else HOST
-            made = own(tensor, cpu_type(dtype), non_blocking, **kwargs)
-            return moved(tensor, side, CPU) if made is tensor else mark(made, side)
+            to_dtype = _dtype_of(dtype)
+            if to_dtype is None:
+                return own(tensor, cpu_type(dtype), non_blocking, **kwargs)
+            return moved(tensor, side, dtype=to_dtype, non_blocking=non_blocking, **kwargs)
 
         return type_
 
@@ -252,10 +254,10 @@ class _TensorCalls:
         return (*args[:1], *args[2:]), {**kwargs, "map_location": location}
 
     def _device(self, value: Any) -> Any:
-        device = on_cpu(value)
-        if device is not value:
-            self._redirection.tell("device cuda is the CPU")
-        return device
+        if on_cpu(value) is value:
+            return value
+        self._redirection.tell("device cuda is the CPU")
+        return STANDS_FOR[CUDA]
 
 
 class _CudaTypes(type):
@@ -270,7 +272,7 @@ class _CudaTypes(type):
         cls.tell()
         kwargs.pop("device", None)
         made: Tensor = cls.own(*args, **kwargs)
-        return mark(moved(made, CUDA, CPU) if args and isinstance(args[0], Tensor) else made, CUDA)  # type: ignore[no-any-return]
+        return mark(moved(made, CUDA) if args and isinstance(args[0], Tensor) else made, CUDA)  # type: ignore[no-any-return]
 
     def __instancecheck__(cls, value: object) -> bool:
         return isinstance(value, cls.own) and isinstance(value, Tensor) and side_of(value) != HOST
@@ -289,6 +291,16 @@ def cpu_type(value: Any) -> Any:
     if isinstance(value, _CudaTypes):
         return value.own
     return value.replace("torch.cuda.", "torch.") if isinstance(value, str) else value
+
+
+def _dtype_of(value: Any) -> torch.dtype | None:
+    """Return the dtype of a dense tensor type, such as torch.FloatTensor or "torch.cuda.HalfTensor"; None of others."""
+    own = cpu_type(value)
+    for name in TENSOR_TYPES:
+        if own in (getattr(torch, name), f"torch.{name}"):
+            dtype: torch.dtype = getattr(torch, name).dtype
+            return dtype
+    return None
 
 
 def on_cpu(value: Any) -> Any:

@@ -63,21 +63,23 @@ def mark_storage(storage: Any, side: str | None) -> Any:
     return storage
 
 
-def moved(tensor: Tensor, side: str | None, *args: Any, **kwargs: Any) -> Tensor:
-    """Do ``tensor.to(*args, **kwargs)``, with a copy if ``tensor`` is not known to be on ``side``.
+def moved(tensor: Tensor, side: str | None, **kwargs: Any) -> Tensor:
+    """Do ``tensor.to(device, **kwargs)``, with a copy if ``tensor`` is not known to be on ``side``.
 
     The copy has the strides of ``tensor`` if it is dense, as after a copy between devices, else it is contiguous.
 
     Args:
         tensor: of any layout.
         side: where to; None for one that is unknown: then only a tensor that is known to be the host's is copied.
-        args, kwargs: of ``Tensor.to``, without a CUDA device and without ``copy``.
+        kwargs: arguments of ``Tensor.to``.
 
     Sync: none.
     """
     before = side_of(tensor)
     stays = before == side if side is not None else before != HOST
-    result: Tensor = _own_to(tensor, *args, **kwargs) if stays else _own_to(tensor, *args, **{**kwargs, "copy": True})
+    # Under a torch function mode this calls the replacement of Tensor.to again, which recognizes the device.
+    kwargs = {**kwargs, "device": STANDS_FOR[side]} | ({} if stays else {"copy": True})
+    result: Tensor = _own_to(tensor, **kwargs)
     if result is not tensor:
         mark(result, side)
         if result.grad_fn is not None and side is not None:

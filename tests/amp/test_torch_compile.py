@@ -14,9 +14,12 @@ from torch.overrides import _get_current_function_mode_stack
 
 import amplab
 from amplab import amp
-from amplab.policies import CastingEngine, PrecisionPolicy, thread_engines
+from amplab.policies import CastingEngine, PrecisionPolicy, cpu_half, disable_casts, thread_engines
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # as torch imports its own compiler
+pytestmark = [  # torch's compiler itself warns of these
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),
+]
 torch.manual_seed(0)
 X, Y = torch.randn(8, 6), torch.randint(4, (8,))
 BFLOAT16 = PrecisionPolicy(compute_dtype=torch.bfloat16)
@@ -40,9 +43,11 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.body, self.norm, self.head = nn.Linear(6, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+        self.mix = nn.Conv1d(1, 4, 3, padding=1)  # generated code calls torch.convolution under the casting mode
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(F.gelu(self.norm(self.body(x))))
+        hidden = F.gelu(self.norm(self.body(x)))
+        return self.head(self.mix(hidden.unsqueeze(1)).mean(1))
 
 
 def graphs_and_breaks() -> tuple[int, list[str]]:
@@ -158,12 +163,11 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(
+    ("level", "rule", "backend"),
+    [("O1", "float32", "inductor"), *((level, rule, "aot_eager") for level in ("O1", "O2") for rule in RULES)],
+)
 def test_a_rule_keeps_a_layer_finite_that_overflows_without_it_in_one_graph(level, rule, backend):
-    if backend == "inductor" and rule != "float32":
-        pytest.skip("takes long")
     arguments = {"opt_level": level, "policy": PrecisionPolicy(**RULES[rule])}
     losses, dtypes = train(arguments, after=functools.partial(torch.compile, backend=backend), net=Large)
     assert graphs_and_breaks() == (1, [])
@@ -222,3 +226,64 @@ def test_a_region_trains_compiled(name, place, backend):
     assert dtype is eager_dtype
     assert losses == pytest.approx(eager_losses, rel=2e-2)
     assert losses[-1] < losses[0]
+
+
+def test_casts_are_switched_in_a_graph():
+    engine, x = CastingEngine(), torch.randn(4, 4)
+
+    def products(x: Tensor) -> tuple[Tensor, ...]:
+        with engine.active():
+            first = x @ x
+            with disable_casts():
+                second = x @ x
+            with cpu_half("native"):
+                return first, second, x @ x
+
+    compiled = torch.compile(products, fullgraph=True, backend="aot_eager")
+    for ours, eager in zip(compiled(x), products(x), strict=True):
+        assert ours.dtype is eager.dtype
+        torch.testing.assert_close(ours, eager)
+
+
+def test_other_shapes_and_no_grad_and_eval_keep_the_dtypes_of_eager():
+    model = Net()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for samples in (8, 3, 5):
+        for mode in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
+            with mode(), amplab.autocast("cpu", torch.float16):
+                ours, eager = compiled(X[:samples]), model(X[:samples])
+            assert ours.dtype is eager.dtype is torch.float16
+            torch.testing.assert_close(ours, eager)
+    assert counters["stats"]["unique_graphs"] <= 6  # with gradients and without, static and dynamic
+
+
+# -- a call that does not end well ------------------------------------------------------------------
+
+
+class Failing(Net):
+    error: type[BaseException] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = super().forward(x)
+        torch._dynamo.graph_break()
+        if self.error is not None:
+            raise self.error
+        return hidden @ hidden.t()
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("order", ORDERS)
+def test_an_error_or_an_interrupt_in_a_compiled_model_leaves_nothing_switched_on(order, error):
+    session, model = amp.Session(), Failing()
+    unchanged: Compiled = lambda model: model  # noqa: E731
+    compiled = ORDERS[order].get("before", unchanged)(model)
+    compiled = ORDERS[order].get("after", unchanged)(session.initialize(compiled, opt_level="O1", verbosity=0))
+    assert compiled(X).dtype is torch.float16
+    model.error = error
+    with pytest.raises(error):
+        compiled(X)
+    assert thread_engines() == ()
+    assert (X @ X.t()).dtype is torch.float32
+    model.error = None
+    assert compiled(X).dtype is torch.float16
+    session.reset()

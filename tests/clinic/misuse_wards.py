@@ -155,10 +155,37 @@ def average_loss(run: Patient, batch: tuple) -> float:
     return loss_in_half(copy.deepcopy(run.average).float())(*batch).item()
 
 
+# A norm whose groups have one element each
+
+
+def constant_groups(
+    size: int, seed: int, broken: bool, mended: str = "model.get_submodule('1').num_groups = 1"
+) -> Patient:
+    """A group for each channel leaves single numbers, of which a norm keeps nothing."""
+    run = patient(size, seed, None, rate=0.05)
+    model = nn.Sequential(nn.Linear(size, 32), nn.GroupNorm(32, 32), nn.ReLU(), nn.Linear(32, 1))
+    run.model, run.loss = model, loss_in_half(model)
+    run.optimizers = [torch.optim.SGD(model.parameters(), lr=0.05)]
+    if not broken:
+        exec(mended, names_in(run))
+
+    def step(run: Patient, batch: tuple) -> Tensor:
+        run.optimizers[0].zero_grad()
+        loss = run.loss(*batch)
+        run.amp.scale(loss).backward()
+        run.amp.step(run.optimizers[0])
+        run.amp.update()
+        return loss.detach()
+
+    run.step = step
+    return run
+
+
 MISUSE_WARDS = {
     "unscaled early": Ward(unscaled_early, "unscaled-too-early", ""),
     "zero_grad inside": Ward(zeroed_inside, "zero-grad-in-accumulation", ""),
     "zero_grad inside, apex": Ward(zeroed_inside_apex, "zero-grad-in-accumulation", ""),
     "two scalers": Ward(two_scalers, "two-scalers", ""),
+    "constant groups": Ward(constant_groups, "norm-of-constant", "1"),
     "half average": Ward(half_average, "average-in-half", ""),
 }

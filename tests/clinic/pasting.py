@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from patients import Patient, Ward, train
+from torch.nn import functional as F
 
 import amplab
 
@@ -27,6 +28,8 @@ def mended(wards: str, name: str, finding, size: int, seed: int, folder: Path) -
     """
     module, _, table = wards.partition(".")
     remedy = finding.remedy.partition("\n# or")[0]
+    if finding.name == "bce-after-sigmoid":
+        return _with_logits(getattr(sys.modules[module], table)[name].admit(size, seed, True), remedy)
     if "amp.initialize" not in remedy:
         module = _with_line_replaced(sys.modules[module].__file__, finding.line, remedy, folder)
         return getattr(_loaded(module), table)[name].admit(size, seed, True)
@@ -35,8 +38,21 @@ def mended(wards: str, name: str, finding, size: int, seed: int, folder: Path) -
     patient.amp.reset()
     optimizer = patient.optimizers[0]
     names = {"amplab": amplab, "amp": amplab.amp, "torch": torch, "model": patient.model, "optimizer": optimizer}
-    exec(remedy, names)
+    exec(remedy.replace("policy=policy)", "policy=policy, verbosity=0)"), names)
     patient.amp = amplab.amp.default_session()
+    return patient
+
+
+def _with_logits(patient: Patient, remedy: str) -> Patient:
+    """Compute the loss of a detector as the remedy does, without the sigmoid at its end."""
+    body, (layer, _) = patient.model.body, patient.model.out
+
+    def loss(x):
+        names = {"F": F, "logits": layer(body(x.to(layer.weight.dtype))).flatten(), "target": (x.mean(1) > 0).float()}
+        exec(remedy, names)
+        return names["loss"]
+
+    patient.loss = loss
     return patient
 
 
@@ -76,6 +92,7 @@ def _indented(code: str) -> str:
 def _loaded(path: Path):
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
+    module.amplab, module.amp = amplab, amplab.amp  # as the user's file has imported them
     spec.loader.exec_module(module)
     return module
 

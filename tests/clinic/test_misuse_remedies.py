@@ -9,7 +9,11 @@ from patients import SIZES
 from test_clinic import findings_of
 
 STEPS = {"half average": 300}  # 60 for the others
-SLOWS = ("zero_grad inside", "half average")  # clipping and momentum hide the harm of the others in this small run
+SLOWS = (
+    "zero_grad inside",
+    "constant groups",
+    "half average",
+)  # clipping and momentum hide the harm of the others in this small run
 NAMES = [name for name in MISUSE_WARDS if not name.endswith("apex")]  # apex's remedy is the same line
 
 

@@ -3,6 +3,7 @@
 import pytest
 import singular_wards
 import torch
+import value_wards
 from pasting import final_loss, mended
 from patients import SEEDS, SIZES
 from test_clinic import diagnosed, findings_of
@@ -10,8 +11,12 @@ from test_clinic import diagnosed, findings_of
 import amplab
 
 STEPS = 60
-TABLES = {"singular_wards.SINGULAR_WARDS": singular_wards.SINGULAR_WARDS}
+TABLES = {
+    "singular_wards.SINGULAR_WARDS": singular_wards.SINGULAR_WARDS,
+    "value_wards.VALUE_WARDS": value_wards.VALUE_WARDS,
+}
 WARDS = [(table, name) for table, wards in TABLES.items() for name in wards]
+OTHER_WEIGHTS = ("attention logits", "large layer", "large product")
 FEW = [(SIZES[0], 0)]
 MANY = [
     pytest.param(size, seed, marks=() if (size, seed) in FEW else pytest.mark.long) for size in SIZES for seed in SEEDS
@@ -39,8 +44,10 @@ def test_the_pasted_remedy_mends_the_run_and_it_learns_as_its_twin_does(table, n
 
 
 def twin_loss(table, name, size, seed):
+    """The last losses of the healthy twin; where it has other weights, of the broken run in float32."""
     torch.manual_seed(seed)
-    patient = TABLES[table][name].admit(size, seed, False)
+    admit = TABLES[table][name].admit
+    patient = admit(size, seed, True, level="O0") if name.startswith(OTHER_WEIGHTS) else admit(size, seed, False)
     try:
         return final_loss(patient, STEPS)
     finally:

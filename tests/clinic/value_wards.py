@@ -40,9 +40,9 @@ class Attends(nn.Module):
         return self.head(self.attention(self.norm(x)))
 
 
-def attention_logits(size: int, seed: int, broken: bool) -> Patient:
+def attention_logits(size: int, seed: int, broken: bool, level: str = "O1") -> Patient:
     model = Attends(size, not broken)
-    return apex(model, regression(model), gaussian(size, seed, 2 * size, size))
+    return apex(model, regression(model), gaussian(size, seed, 2 * size, size), level=level)
 
 
 # A norm by hand whose eps is 0 in half
@@ -175,6 +175,41 @@ def large_mask(size: int, seed: int, broken: bool) -> Patient:
     return apex(model, regression(model), gaussian(size, seed), level="O2")
 
 
+# One layer of four whose outputs leave half, before a norm
+
+
+class FeedForward(nn.Module):
+    def __init__(self, size: int, functional: bool) -> None:
+        super().__init__()
+        self.widen, self.narrow = nn.Linear(size, 2 * size), nn.Linear(2 * size, size)
+        self.norm = nn.LayerNorm(size)
+        self.functional = functional
+
+    def forward(self, x):
+        x = torch.relu(self.widen(x))
+        if self.functional:
+            x = F.linear(x, self.narrow.weight)
+            return self.norm(x)
+        return self.norm(self.narrow(x))
+
+
+def large_layer(size: int, seed: int, broken: bool, level: str, functional: bool) -> Patient:
+    model = nn.Sequential(nn.Linear(size, size), nn.ReLU())
+    model.add_module("block", FeedForward(size, functional))
+    model.add_module("head", nn.Linear(size, 1))
+    if broken:
+        nn.init.normal_(model.block.widen.weight, std=2.0)
+        nn.init.normal_(model.block.narrow.weight, std=1e4)
+    return apex(model, regression(model), gaussian(size, seed, 32, size), level=level)
+
+
+def large(default: str, *, functional: bool = False) -> Callable[..., Patient]:
+    def admit(size: int, seed: int, broken: bool, level: str = default) -> Patient:
+        return large_layer(size, seed, broken, level, functional)
+
+    return admit
+
+
 # Two masks of the smallest number, added: a sequence that both mask completely has scores of -inf alone
 
 
@@ -248,6 +283,10 @@ VALUE_WARDS = {
     "sum of a plane": Ward(sum_of_plane, "reduction-overflows-half", "pool"),
     "mask": Ward(large_mask, "constant-overflows-half", "masking"),
     "large squares": Ward(large_squares, "overflow-in-half", "1"),
+    "large layer, O1": Ward(large("O1"), "overflow-in-half", "block.narrow"),
+    "large layer, O2": Ward(large("O2"), "overflow-in-half", "block.narrow"),
+    "large product, O1": Ward(large("O1", functional=True), "overflow-in-half", "block"),
+    "large product, O2": Ward(large("O2", functional=True), "overflow-in-half", "block"),
     "two masks in half": Ward(two_masks("O2", wide=False), "masks-added", "attention"),
     "two masks in float32": Ward(two_masks("O1", wide=True), "masks-added", "attention"),
     "late where": Ward(late_where, "gradient-undefined", "root"),

@@ -348,3 +348,40 @@ def test_a_clipping_is_named_as_the_code_calls_it():
     (first, *_) = doctor(model, train_step=train_step, optimizer=optimizer, scaler=scaler)
     assert (first.name, first.op) == ("clips-scaled-gradients", "clip_grad_norm_")
     assert first.line.startswith("diagnose/test_examination.py:")
+
+
+@pytest.mark.parametrize(
+    ("shape", "spoilt", "said"),
+    [
+        ((8, 16), (5, 3), "first in sample 5, column 3;"),
+        ((8, 4, 4), (5, 3, 2), "first in sample 5 at [3, 2];"),
+        ((8,), (5,), "first in sample 5;"),
+    ],
+)
+def test_a_batch_that_is_not_finite_names_the_sample_and_the_column(shape, spoilt, said):
+    model = nn.Linear(shape[-1], 1)
+    x = torch.ones(shape)
+    x[spoilt] = math.nan
+    x[-1] = math.inf
+    found = doctor(model, x, loss=lambda out: out.square().mean())[0]
+    assert found.name == "nonfinite-batch"
+    assert said in found.symptom
+    assert found.evidence["sample"] == 5
+    assert found.evidence.get("column") == (spoilt[1] if len(spoilt) > 1 else None)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_norm_of_blank_samples_is_named_before_the_scale(level):
+    """The gradient is multiplied by 1 / sqrt(eps), so the scale falls; the samples are the cause."""
+
+    def found(x):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.GroupNorm(1, 4), nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 1))
+        return doctor(model, x, loss=lambda out: out.float().square().mean() * 100, opt_level=level)
+
+    torch.manual_seed(1)
+    x = torch.randn(8, 4, 8, 8)
+    assert found(torch.ones(8, 4, 8, 8))[0].name == "norm-of-constant"
+    assert not found(x).named("norm-of-constant")
+    x[:3] = 0  # some blank samples are usual
+    assert not found(x).named("norm-of-constant")

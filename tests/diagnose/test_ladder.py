@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import amplab
 from amplab import amp
+from amplab.diagnose.half_peaks import HalfPeaks
 from amplab.diagnose.ladder import RUNGS, ladder
 
 torch.manual_seed(7)
@@ -51,15 +52,62 @@ def climb(make_model, data=batch, **options):
 
 def test_a_healthy_model_stays_on_the_first_rung():
     report = climb(healthy)
-    assert report.recommended.name == "O2 static 128"
-    assert [rung.failure for rung in report.rungs] == [None] * 5
-    assert "Recommended: O2 static 128. It holds, the first of the ladder." in str(report)
+    assert report.recommended.name == "O2 dynamic"  # the static scale, which holds as well, comes after it
+    assert [rung.failure for rung in report.rungs] == [None] * 6
+    said = " ".join(str(report).split())
+    assert "Recommended: O2 dynamic. It holds in the 30 steps seen, the first of the ladder." in said
+    assert "the limit is 65504, and neither is about to reach it." in said
+
+
+def drifting(step):
+    """Inputs that grow by 7 % a step: in float32 they never matter, in float16 they overflow near step 110."""
+    x, y = batch(step)
+    return x * 1.07**step, y
+
+
+class Drifts(nn.Module):
+    """A loss that does not depend on the size of the inputs, from products that do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 32, bias=False), nn.Linear(32, 4)
+        nn.init.normal_(self.first.weight, std=4.0)
+
+    def forward(self, x):
+        return self.last(F.normalize(self.first(x).float(), dim=-1).to(self.last.weight.dtype))
+
+
+def test_a_rung_that_is_about_to_overflow_is_not_recommended():
+    """At step 70 all is well; the oracle is a run that goes on, in float32 and in O2."""
+    rungs = {"O2": {"opt_level": "O2", "loss_scale": 128.0}, "fp32": "fp32"}
+    options = {"data": drifting, "rungs": rungs}
+    short, long = (climb(Drifts, steps=steps, **options) for steps in (70, 160))
+    assert short.rungs[0].finite
+    assert not long.rungs[0].finite
+    assert long.rungs[1].failure is None
+    died = next(place for place, step in enumerate(long.rungs[0].steps) if not math.isfinite(step.loss))
+    told = re.fullmatch(r"activations reach 65504 at about step (\d+)", short.rungs[0].failure)
+    assert told
+    assert abs(int(told[1]) - died) <= 15
+    assert short.recommended.name == "fp32"
+
+
+def test_peaks_are_those_of_the_values_themselves():
+    peaks = HalfPeaks()
+    x = torch.tensor([3.0, -700.0, 65504.0, math.inf], dtype=torch.float16, requires_grad=True)
+    with peaks.at(0):
+        y = x[:2] * 2
+        y.backward(torch.tensor([100.0, 0.5], dtype=torch.float16))
+        x.detach().clone()
+    assert (peaks.activation.largest, peaks.gradient.largest) == (1400.0, 200.0)
+    assert peaks.activation.reaches is None
 
 
 def test_a_forward_that_leaves_half_climbs_to_bf16():
     report = climb(Overflows)
     assert report.recommended.name == "bf16"
     failures = {rung.name: rung.failure for rung in report.rungs}
+    assert "LossScaleCollapse" in failures["O2 dynamic"]
     assert failures["O2 static 128"].startswith("weights are inf or NaN")
     assert "LossScaleCollapse" in failures["O1 dynamic"]
     assert "<table>" in report._repr_html_()
@@ -73,7 +121,8 @@ def test_gradients_that_vanish_climb_to_the_dynamic_scale():
         optimizer=lambda weights: torch.optim.SGD(weights, lr=0.5 * 2**22),
         steps=60,
     )
-    assert report.recommended.name == "O1 dynamic"
+    assert report.recommended.name == "O2 dynamic"
+    assert report.rungs[1].failure is not None  # O2 with a static scale of 128
 
 
 def test_a_run_that_float32_cannot_do_either_is_not_recommended():
@@ -139,8 +188,8 @@ def test_the_report_is_read_as_a_page_a_text_and_a_line():
     assert repr(report).startswith("<LadderReport: Recommended: bf16. It holds")
     read = outline(report._repr_html_())
     assert read.words.startswith("Recommended: bf16. It holds")
-    assert [each.get("class") for each in read.named("tr")] == [None, None, None, None, "chosen", None]
-    assert read.words.count("✗") == sum(rung.failure is not None for rung in report.rungs) == 3
+    assert [each.get("class") for each in read.named("tr")] == [None, None, None, None, None, "chosen", None]
+    assert read.words.count("✗") == sum(rung.failure is not None for rung in report.rungs) == 4
     assert read.words.count("✓ holds") == 2
 
 

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import amplab
+from amplab.diagnose import Finding
 from amplab.lab import ExperimentConfig, Trainer, load_run, watch
-from amplab.lab.findings import observed_run
+from amplab.lab.findings import observed_run, with_explained
 
 
 def test_a_missing_loss_is_not_a_loss_of_nan():
@@ -85,3 +86,19 @@ def test_nan_in_the_weights_is_blamed_on_a_static_scale(scale, tmp_path):
     assert found.severity == "error"
     assert "static" in found.cause
     assert 'loss_scale="dynamic"' in found.remedy
+
+
+def test_each_explanation_says_when_it_began_and_how_many_skips_it_explains():
+    def explained(name, module):
+        return Finding(name, "error", "Seen.", "because", "code", module=module)
+
+    found = with_explained(
+        [], [(3, explained("a", "x")), (12, explained("b", "y")), (30, explained("c", "z"))], [2, 3, 4, 10, 11, 12, 20]
+    )
+    told = {each.name: each.evidence for each in found}
+    assert told == {
+        "a": {"first_step": 2, "skips_explained": 3},
+        "b": {"first_step": 10, "skips_explained": 3},
+        "c": {"first_step": 30},
+    }
+    assert "It began in step 2 and explains 3 of 7 skipped steps." in next(iter(found.named("a"))).symptom

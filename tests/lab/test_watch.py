@@ -234,6 +234,8 @@ def test_a_skipped_step_is_run_again_and_named(face, tmp_path):
     first = w.findings()[0]
     assert (first.name, first.severity) == ("logits-overflow-half", "error")
     assert first.op == "matmul"
+    assert (first.evidence["first_step"], first.evidence["skips_explained"]) == (2, 2)
+    assert "It began in step 2 and explains 2 of 2 skipped steps." in first.symptom
     assert "Attention with SGD: 4 steps, 2 skipped" in w._repr_html_()
     later = load_run(w.log_path).findings()[0]  # a log opened later knows it, too
     assert {**later.as_dict(), "evidence": {}} == {**first.as_dict(), "evidence": {}}
@@ -384,3 +386,18 @@ def test_scalars_for_tensorboard(tmp_path):
     assert [round(each.value, 5) for each in events.Scalars("amplab/loss")] == [
         round(each.loss, 5) for each in w.history.records()
     ]
+
+
+def test_parameters_have_the_names_of_the_model():
+    """amplab's scaler knows places in the optimizer only."""
+    model, optimizer = make()
+    scaler = amplab.GradScaler("cpu", init_scale=2.0**30)
+    with watch(model, optimizer, scaler=scaler) as w:
+        for x, y in BATCHES[:2]:
+            optimizer.zero_grad()
+            with amplab.autocast("cpu", dtype=torch.float16):
+                loss = w.loss(F.cross_entropy(model(x), y))
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert [each.first_nonfinite for each in w.history.records()] == ["4.bias", "4.bias"]

@@ -200,6 +200,24 @@ WITHOUT = {
 }
 
 
+@pytest.mark.parametrize("name", [name for name in WITHOUT if "relu" not in name.lower()])
+def test_what_has_no_bfloat16_kernel_is_the_float32_result_rounded_once(name):
+    func, shape = WITHOUT[name]
+    torch.manual_seed(0)
+    values = torch.randn(shape).bfloat16().requires_grad_()
+    wide = values.detach().float().requires_grad_()
+    with pytest.raises(NotImplementedError, match="not implemented for 'BFloat16'"):
+        func(values)
+    expected = func(wide).bfloat16()
+    expected.float().square().sum().backward()
+    with ENGINE.active():
+        result = func(values)
+        result.float().square().sum().backward()
+    assert result.dtype is torch.bfloat16
+    assert torch.equal(result, expected)
+    assert torch.equal(values.grad, wide.grad.bfloat16())
+
+
 @pytest.mark.parametrize("mode", ["native", "fp32_accumulate"])
 @pytest.mark.parametrize("name", WITHOUT)
 def test_what_has_no_half_kernel_is_the_float32_result_rounded_once(name, mode):

@@ -1,6 +1,9 @@
 """torch's autocast for CUDA under `--device cpu`: CUDA's dtypes, torch's flags, amplab's engine."""
 
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -14,6 +17,7 @@ from amplab import amp
 from amplab.scripts.cuda_on_cpu import cuda_on_cpu
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+ROOT = Path(__file__).resolve().parents[2]
 REGIONS = {
     "torch.autocast": lambda **options: torch.autocast("cuda", **options),
     "torch.amp.autocast": lambda **options: torch.amp.autocast(device_type="cuda", **options),
@@ -172,3 +176,38 @@ def test_the_published_recipe_skips_overflows_and_ends_where_float32_does(make):
     loss, scale = train(mixed=True)
     assert loss == pytest.approx(plain, rel=0.25)
     assert scale < 65536.0
+
+
+COMPILED = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)).cuda()
+compiled, optimizer = torch.compile(model, backend="aot_eager"), torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    with torch.autocast("cuda"):
+        output = compiled(torch.ones(4, 8).cuda())
+    (output.float() - 1).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(output.dtype)
+def inside(x):
+    with torch.autocast("cuda"):
+        return model(x)
+print(torch.compile(inside, backend="aot_eager")(torch.ones(4, 8).cuda()).dtype)
+"""
+
+
+def test_a_compiled_model_trains_in_a_region_and_may_contain_one(tmp_path):
+    (tmp_path / "script.py").write_text(COMPILED)
+    words = [sys.executable, "-m", "amplab", "run", "--device", "cpu", str(tmp_path / "script.py")]
+    printed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert printed.split() == ["torch.float16"] * 4
+
+
+def test_amplabs_own_region_for_cuda_casts_too():
+    ones = torch.ones(2, 2).cuda()
+    with amplab.autocast("cuda"):
+        assert torch.mm(ones, ones).dtype is torch.float16
+    with amplab.autocast("cuda", dtype=torch.bfloat16), amplab.autocast("cuda"):
+        assert torch.mm(ones, ones).dtype is torch.bfloat16

@@ -130,6 +130,21 @@ def test_results_and_gradients_are_where_their_arguments_are():
     assert saved.abs().sum() > 0
 
 
+def test_moves_know_the_sides_under_the_casts_of_a_region():
+    """The casting engine is a torch function mode, through which every call goes twice."""
+    model, data = nn.Linear(3, 3).cuda(), torch.randn(4, 3)
+    with torch.autocast("cuda"):
+        outputs = model(data.cuda())
+        assert outputs.cuda() is outputs.to("cuda") is outputs
+        assert outputs.type() == outputs.type("torch.cuda.HalfTensor").type() == "torch.cuda.HalfTensor"
+        assert outputs.cpu().type() == outputs.type(torch.HalfTensor).type() == "torch.HalfTensor"
+        assert outputs.type(torch.cuda.FloatTensor).type() == outputs.float().type() == "torch.cuda.FloatTensor"
+        assert outputs.new_zeros(2).type() == torch.zeros(2, device="cuda").half().type()
+        assert data.to(outputs.device).type() == data.cuda().type() == "torch.cuda.FloatTensor"
+        data[:1].cuda().zero_()
+    assert data[0].abs().sum() > 0
+
+
 def test_a_result_outside_every_graph_is_copied_in_both_directions():
     average = torch.zeros(3).cuda() * 1.0
     snapshot = average.cpu()

@@ -53,7 +53,8 @@ class autocast:
     Differences from `torch.autocast`:
 
     * The default policy on the CPU is also that of a GPU: softmax, norms, sums and losses in float32. (torch has other
-      lists for the CPU.) `amplab.cpu_half` selects how float16 products are computed there.
+      lists for the CPU.) Ops on no list of a GPU that have no 16-bit CPU kernel, such as avg_pool3d, ctc_loss, FFTs and
+      LAPACK, run in float32 there. `amplab.cpu_half` selects how float16 products are computed there.
     * The flags of torch for ``device_type`` do not change, because setting them would enable torch's casts. Therefore
       `torch.is_autocast_enabled` returns False; use `amplab.is_autocast_enabled` and `amplab.get_autocast_dtype`. Use
       `amplab.custom_fwd`, `custom_bwd` and `checkpoint`, which support both autocasts.

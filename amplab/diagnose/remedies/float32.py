@@ -14,23 +14,33 @@ from collections.abc import Iterable, Sequence
 
 from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.diagnose.remedies.float32_call import float32_call
+from amplab.diagnose.remedies.rule_cost import cost_of_modules, cost_of_ops
+from amplab.diagnose.remedies.users_code import UsersCall, call_on, edited
 from amplab.policies import PrecisionPolicy
-from amplab.trace import OpRecord
+from amplab.trace import OpRecord, Trace
 
 __all__ = ["in_float32", "kept_in_float32", "module_rule", "variance_in_float32", "without_casts"]
 
 
-def in_float32(record: OpRecord, note: str = "", *, api: Api | None = None, reader: OpRecord | None = None) -> str:
+def in_float32(
+    record: OpRecord,
+    note: str = "",
+    *,
+    api: Api | None = None,
+    reader: OpRecord | None = None,
+    trace: Trace | None = None,
+) -> str:
     """Return the lines that compute the op of `record`, or the module that contains it, in float32.
 
     What a rule computes stays in float32 until an op casts it to half. The rule is therefore for the module of the op
-    and, if such a `reader` is given, for the module of the reader.
+    and, if such a `reader` is given, for the module of the reader. The line is the user's own if it can be found.
 
     Args:
         record: the op.
         note: an alternative, added as a comment.
         api: what the training loop uses.
         reader: the op that would round the output of this one to half; None if there is none, or if that is no loss.
+        trace: the step, to say what a rule costs.
 
     >>> print(in_float32(OpRecord(0, "matmul", "aten.mm.default", "forward", "attn", (), (), "")))
     policy = amplab.policies.PrecisionPolicy(module_rules={'attn': 'float32'})
@@ -43,21 +53,26 @@ def in_float32(record: OpRecord, note: str = "", *, api: Api | None = None, read
     if api.casting is ApiStyle.HALF:
         lines = [_by_hand(record), "# or model.bfloat16(): it has the range of float32"]
         return "\n".join([*lines, f"# {note}"] if note else lines)
-    ruled = "" if record.is_cast or api.casting in _REGIONS else _rule(record, reader)
+    ruled = "" if api.casting in _REGIONS else _rule(record, reader)
+    if record.is_cast:  # only that of a weight belongs to a module
+        ruled = ruled if record.parameter and ruled.startswith("module_rules") else ""
+    priced = [*_rule_lines(ruled, api.level), *_cost(ruled, record, reader, trace)] if ruled else []
     if api.casting is ApiStyle.APEX_HALF:
-        lines = _rule_lines(ruled, api.level) if ruled else []
-        lines.append(_in_bfloat16(api.level, another=bool(ruled)))
+        lines = [*priced, _in_bfloat16(api.level, another=bool(ruled))]
+    elif ruled and not record.is_cast and call_on(record.line, record.op) is not None:
+        wider = "the whole module" if ruled.startswith("module_rules") else f"every {record.op} of the model"
+        lines = [*_around(record, api), f"# or {wider}:", *priced]
     else:
-        lines = [*_rule_lines(ruled, api.level), "# or around that line alone:"] if ruled else []
-        lines += _around(record, api)
+        line = [] if ruled and record.is_cast else _around(record, api)
+        lines = [*priced, "# or around that line alone:", *line] if ruled and line else [*priced, *line]
     return "\n".join([*lines, f"# {note}"] if note else lines)
 
 
-def kept_in_float32(record: OpRecord, note: str = "", *, api: Api | None = None) -> str:
+def kept_in_float32(record: OpRecord, note: str = "", *, api: Api | None = None, trace: Trace | None = None) -> str:
     """Return the lines that compute an op in float32 and keep the float32 result, which float16 would round again.
 
     Args:
-        record, note, api: as in `in_float32`.
+        record, note, api, trace: as in `in_float32`.
 
     >>> record = OpRecord(0, "sum", "aten.sum.default", "forward", "", (), (), "")
     >>> print(kept_in_float32(record, api=Api.of_opt_level("O2")))
@@ -65,10 +80,11 @@ def kept_in_float32(record: OpRecord, note: str = "", *, api: Api | None = None)
     """
     api = api or Api()
     if api.casting not in _HALF_WEIGHTS:
-        return in_float32(record, note, api=api)
-    lines = [_by_hand(record)]
+        return in_float32(record, note, api=api, trace=trace)
+    by_hand = _by_hand(record)
+    lines = [by_hand]
     if api.casting is not ApiStyle.HALF and (rule := _module_rule(record)):
-        lines += ["# or the whole module:", *_rule_lines(rule, api.level)]
+        lines = [*_rule_lines(rule, api.level), *_cost(rule, record, None, trace), "# or that line alone:", by_hand]
     return "\n".join([*lines, f"# {note}"] if note else lines)
 
 
@@ -100,12 +116,21 @@ def module_rule(module: str, api: Api) -> str:
     return "\n".join(_rule_lines(f"module_rules={{{module!r}: 'float32'}}", api.level))
 
 
-def without_casts(lines: Sequence[str], api: Api) -> str:
-    """Return lines of code in a block in which nothing is cast; unchanged where the API casts nothing at an op."""
+def without_casts(lines: Sequence[str], api: Api, tensor: str = "x") -> str:
+    """Return lines of code in a block in which nothing is cast; unchanged where the API casts nothing at an op.
+
+    Args:
+        lines: the lines.
+        api: what the training loop uses.
+        tensor: a tensor of theirs, whose device a region of autocast needs; anything but a name becomes `x`.
+    """
     if api.casting in _HALF_WEIGHTS:
         return "\n".join(lines)
     indented = ["    " + each for line in lines for each in line.split("\n")]
-    return "\n".join([f"with {_REGIONS.get(api.casting, _NO_CASTS)}:", *indented])
+    region = _REGIONS.get(api.casting, _NO_CASTS)
+    if tensor.isidentifier():
+        region = region.replace("(x.", f"({tensor}.")
+    return "\n".join([f"with {region}:", *indented])
 
 
 _HALF_WEIGHTS = (ApiStyle.APEX_HALF, ApiStyle.HALF)
@@ -145,12 +170,42 @@ def _rule_lines(rule: str, level: str) -> list[str]:
     ]
 
 
+def _cost(rule: str, record: OpRecord, reader: OpRecord | None, trace: Trace | None) -> list[str]:
+    """What a rule costs, as a comment; nothing if the step is not known."""
+    if trace is None:
+        return []
+    both = [each for each in (record, reader) if each is not None]
+    if rule.startswith("module_rules"):
+        return [cost_of_modules(trace, [each.module for each in both])]
+    return [cost_of_ops(trace, [each.op for each in both])]
+
+
+def _call(record: OpRecord, api: Api) -> UsersCall | None:
+    """The user's call of the op, or of its module; half weights do not take float32, so there not of its module."""
+    if record.is_cast:
+        return None
+    module = "" if api.casting in _HALF_WEIGHTS else record.module.rpartition(".")[2]
+    return call_on(record.line, record.op) or (call_on(record.line, module, is_module=True) if module else None)
+
+
+def _in_float32(call: UsersCall) -> str:
+    """The user's statement with the inputs of the call in float32."""
+    edits = [edit for each in call.tensors for edit in call.operand_followed_by(".float()", each)]
+    return edited(call.statement, tuple(edits))
+
+
 def _by_hand(record: OpRecord) -> str:
+    call = _call(record, Api(casting=ApiStyle.HALF))
+    if call is not None:
+        return f"{_in_float32(call)}  # where half weights read it: .half()"
     value, first = _value(record)
     return f"y = {value}  # {first}continue in float32; use y.to(x.dtype) where half weights read it"
 
 
 def _around(record: OpRecord, api: Api) -> list[str]:
+    call = _call(record, api)
+    if call is not None:
+        return without_casts([_in_float32(call)], api, call.tensor).split("\n")
     value, first = _value(record)
     line = value if value != "x.float()" else f"{value}  # and {first}continue in float32"
     return [f"with {_REGIONS.get(api.casting, _NO_CASTS)}:", f"    y = {line}"]

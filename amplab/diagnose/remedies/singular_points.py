@@ -98,7 +98,7 @@ def _pasted(step: ObservedStep, met: Met, first: int, calls: tuple[UsersCall, Us
         lines = [edited(ends.statement, (*around, *within))]
     else:
         lines = [edited(begins.statement, tuple(within)), edited(ends.statement, tuple(around))]
-    return without_casts(lines, api) if is_half_op else "\n".join(lines)
+    return without_casts(lines, api, begins.tensor) if is_half_op else "\n".join(lines)
 
 
 def _called(record: OpRecord, argument: str, api: Api) -> str:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import cast
 
 from amplab.trace.lines import CodeLine
 
-__all__ = ["Edit", "UsersCall", "call_on", "edited"]
+__all__ = ["Edit", "UsersCall", "call_on", "edited", "with_smaller_number"]
 
 _OPERATORS: dict[type[ast.operator], tuple[str, ...]] = {
     ast.MatMult: ("matmul",),
@@ -111,12 +111,13 @@ def edited(statement: str, edits: tuple[Edit, ...]) -> str:
     return statement
 
 
-def call_on(line: CodeLine | None, op: str, *, outermost: bool = False) -> UsersCall | None:
+def call_on(line: CodeLine | None, op: str, *, outermost: bool = False, is_module: bool = False) -> UsersCall | None:
     """Return the only call of an op on a line; None if there is none or several, or the file cannot be parsed.
 
     Args:
         line: the line.
         op: the op, as a trace names it.
+        is_module: `op` is the name of a submodule, so the object that has it is not an operand.
         outermost: of several return the one that contains all others, as of the additions in `a + b + c`.
     """
     if line is None:
@@ -132,7 +133,9 @@ def call_on(line: CodeLine | None, op: str, *, outermost: bool = False) -> Users
     call = cast("ast.Call | ast.BinOp", calls[0])
     inner = [each.body for each in ast.walk(statement) if isinstance(each, ast.Lambda) and _holds(each.body, call)]
     holder = inner[-1] if inner else statement
-    return _described(line.file, holder, call) if inner or isinstance(statement, _SIMPLE) else None
+    operands = call.args if is_module and isinstance(call, ast.Call) else list(_operands(call))
+    is_statement = bool(inner) or isinstance(statement, _SIMPLE)
+    return _described(line.file, holder, call, operands) if is_statement else None
 
 
 def _holds(node: ast.AST, other: ast.AST) -> bool:
@@ -168,8 +171,9 @@ def _calls(node: ast.AST, op: str) -> bool:
     return called.strip("_") == op.removeprefix("special_").removeprefix("linalg_")
 
 
-def _described(file: str, statement: ast.stmt | ast.expr, node: ast.Call | ast.BinOp) -> UsersCall | None:
-    operands = list(_operands(node))
+def _described(
+    file: str, statement: ast.stmt | ast.expr, node: ast.Call | ast.BinOp, operands: Sequence[ast.expr]
+) -> UsersCall | None:
     text = _text(file, statement)
     if not operands or not text or any(len(ast.unparse(each)) > _LONGEST for each in operands):
         return None
@@ -230,3 +234,36 @@ def _place(file: str, statement: ast.stmt | ast.expr, node: ast.expr) -> tuple[i
         return begins[line - statement.lineno] + column - statement.col_offset
 
     return at(node.lineno, node.col_offset), at(node.end_lineno or node.lineno, node.end_col_offset or 0)
+
+
+def with_smaller_number(line: CodeLine | None, op: str) -> str:
+    """Return the user's statement with the number that an op receives limited to 1e4, which every dtype holds.
+
+    A mask of -1e4 is 0 after a softmax, as one of -1e9 is. Without the statement the line is one with `mask` in it.
+    """
+    call = call_on(line, op)
+    numbers = [] if call is None else [each for each in _number_operands(call, op) if "1e4" not in call.operands[each]]
+    if call is None or len(numbers) != 1:
+        return "scores = scores.masked_fill(mask, -1e4)"
+    number = call.operands[numbers[0]]
+    begin, end = call.places[numbers[0]]
+    limited = f"max({number}, -1e4)" if not _is_literal(number) else ("-1e4" if number.startswith("-") else "1e4")
+    return edited(call.statement, (Edit(begin, end, limited),))
+
+
+def _number_operands(call: UsersCall, op: str) -> list[int]:
+    """The operands that are numbers: the last one of a fill, else a literal or an attribute of `self`."""
+    last = len(call.operands) - 1
+    if op.startswith(("masked_fill", "fill", "full")):
+        return [last] if last > 0 else []
+    places = range(len(call.operands))
+    literal = [each for each in places if each not in call.tensors]
+    return literal or [each for each in places if call.operands[each].removeprefix("self.").isidentifier()]
+
+
+def _is_literal(code: str) -> bool:
+    try:
+        float(code)
+    except ValueError:
+        return False
+    return True

@@ -77,7 +77,7 @@ def overflows_that_do_not_show(step: ObservedStep, api: Api) -> Iterator[Finding
                 severity="warning" if harms else "note",
                 **place_of(record),
                 evidence={"input_absmax": max(e.absmax for e in read), "infs": written.infs, "elements": written.numel},
-                code=kept_in_float32(record, note, api=api),
+                code=kept_in_float32(record, note, api=api, trace=step.trace),
             )
 
 
@@ -124,7 +124,7 @@ def exponentials_in_half(step: ObservedStep, api: Api) -> Iterator[Finding]:
                 **place_of(record),
                 evidence={"highest": written.absmax, "zeros": max(lost, 0), "elements": written.numel},
                 what=f"reached {written.absmax:.4g}" if near else f"wrote {lost:,} zeros",
-                code=kept_in_float32(record, api=api),
+                code=kept_in_float32(record, api=api, trace=step.trace),
             )
 
 
@@ -140,7 +140,7 @@ def logarithms_in_half(step: ObservedStep, api: Api) -> Iterator[Finding]:
                 "logarithm-in-half",
                 **place_of(record),
                 evidence={"smallest": read.smallest, "elements": read.numel},
-                code=kept_in_float32(record, fused, api=api),
+                code=kept_in_float32(record, fused, api=api, trace=step.trace),
             )
 
 

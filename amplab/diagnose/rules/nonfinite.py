@@ -37,7 +37,7 @@ from amplab.diagnose.observed_step.values import ObservedStep
 from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.diagnose.remedies.float32 import in_float32, variance_in_float32
 from amplab.diagnose.remedies.singular_points import away_from_point, inside_of_domain
-from amplab.diagnose.remedies.users_code import call_on, edited
+from amplab.diagnose.remedies.users_code import call_on, edited, with_smaller_number
 from amplab.diagnose.rules.out_of_float32 import why_out_of_float32
 from amplab.display.numbers import power
 from amplab.policies import APEX, CastPolicy
@@ -194,7 +194,16 @@ def _came_in(found: FirstNonfinite) -> _Explanation:
         return _Explanation("nonfinite-parameter", _case_of_weights(found), names | {"rate": "group['lr'] / 10"})
     if found.cause == "buffer":
         return _Explanation("nonfinite-buffer", "came-in", names)
-    return _Explanation(f"nonfinite-{found.cause}", "", names)
+    return _Explanation(f"nonfinite-{found.cause}", "", names | {"first_at": _first_at(found)})
+
+
+def _first_at(found: FirstNonfinite) -> str:
+    """Where in a tensor of the batch the first element is that is not finite, in words."""
+    if not found.at:
+        return ""
+    sample, *rest = found.at
+    column = f", column {rest[0]}" if len(rest) == 1 else f" at {rest}" if rest else ""
+    return f", first in sample {sample}{column}"
 
 
 def _case_of_weights(found: FirstNonfinite) -> str:
@@ -337,7 +346,8 @@ def _overflow(found: FirstNonfinite, record: OpRecord) -> _Explanation:
     if found.cause == "model":
         return _Explanation("nonfinite-in-float32", *why_out_of_float32(found, record))
     if found.kind == "constant":
-        return _Explanation("constant-overflows-half", "nonfinite")
+        code = with_smaller_number(record.line, record.op)
+        return _Explanation("constant-overflows-half", "nonfinite", {"code": code})
     words = {"bfloat16": "and bfloat16" if found.in_bfloat16 else "but not in bfloat16"}
     softmax = _softmax_that_reads(found)
     if softmax is not None and _is_product(found, record):
@@ -366,7 +376,7 @@ _ADDS = frozenset(("add", "sub", "iadd", "baddbmm", "scaled_dot_product_attentio
 
 
 def _in_float32(found: FirstNonfinite, record: OpRecord, note: str = "") -> str:
-    return in_float32(record, note, api=_api(found), reader=_reader(found, record))
+    return in_float32(record, note, api=_api(found), reader=_reader(found, record), trace=found.step.trace)
 
 
 def _api(found: FirstNonfinite) -> Api:
@@ -413,6 +423,8 @@ def _evidence(found: FirstNonfinite) -> dict[str, Number]:
     numbers |= {"infs": found.output.infs or 0, "nans": found.output.nans or 0, "elements": found.output.numel}
     if zeros := _zeros(found):
         numbers["input_zeros"] = zeros
+    if found.at and found.cause in ("batch", "input"):
+        numbers |= dict(zip(("sample", "column"), found.at, strict=False))
     if lost := _lost_constant(found):
         numbers["constant"] = lost[1]
     if found.fitting_scale is not None:

@@ -15,6 +15,7 @@ from torch import nn
 import amplab
 from amplab.diagnose.catalogue import finding
 from amplab.diagnose.finding import Finding, Place
+from amplab.diagnose.remedies.users_code import with_smaller_number
 from amplab.trace import CodeLine
 
 __all__ = ["Raised", "finding_of_error"]
@@ -72,7 +73,8 @@ def finding_of_error(error: Exception, model: nn.Module | None = None, called: s
     place: Place = {"line": "" if line is None else str(line), "op": _op_in(line), "module": _module_of(frame, model)}
     for pattern, name in _KNOWN:
         if pattern.search(message):
-            return finding(name, "raised", **place, message=message[:300])
+            code = with_smaller_number(line, place["op"])
+            return finding(name, "raised", **place, message=message[:300], code=code)
     return finding("step-raised", **place, error=type(error).__name__, message=message[:300], called=called)
 
 

@@ -130,7 +130,8 @@ def scale_collapse(run: Observation) -> Iterator[Finding]:
         "" if last.loss_is_finite else "loss",
         api=run.api,
         tensor=f"gradient of {last.first_nonfinite}" if last.first_nonfinite else "",
-        evidence={"skips": skips, "loss_scale": last.loss_scale} | ({} if last.loss is None else {"loss": last.loss}),
+        evidence={"skips": skips, "first_step": run[-skips].step, "loss_scale": last.loss_scale}
+        | ({} if last.loss is None else {"loss": last.loss}),
         scale=power(last.loss_scale),
     )
 
@@ -255,7 +256,12 @@ def still_skipping(run: Observation) -> Iterator[Finding]:
         api=run.api,
         certainty="possible",
         tensor=f"gradient of {first}" if first else "",
-        evidence={"skips": skips, "first_scale": run[-skips].loss_scale, "loss_scale": run[-1].loss_scale},
+        evidence={
+            "skips": skips,
+            "first_step": run[-skips].step,
+            "first_scale": run[-skips].loss_scale,
+            "loss_scale": run[-1].loss_scale,
+        },
         steps_were=_steps_were(skips),
         finite="" if run[-1].loss is None else ", with a finite loss",
         scale=power(run[-1].loss_scale),

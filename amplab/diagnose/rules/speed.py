@@ -9,14 +9,13 @@ The rules use shapes and bytes, not measured times, and apply to a GPU.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterator
 
 from amplab.diagnose.catalogue import finding
 from amplab.diagnose.finding import Finding, Number
 from amplab.diagnose.remedies.api_styles import Api
-from amplab.formats import LOW_PRECISION_DTYPES
+from amplab.diagnose.remedies.rule_cost import is_half_product, multiply_adds, sides
 from amplab.trace import OpRecord, Trace
 
 __all__ = ["speed_findings"]
@@ -35,9 +34,6 @@ at 1 TB/s takes 0.1 µs, and a kernel launch is commonly said to take a few; so 
 CASTS = 0.5
 """Ratio of the bytes moved by casts to those moved by other ops."""
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
-_CONVOLUTION = "convolution"
-
 
 def speed_findings(trace: Trace, api: Api | None = None) -> list[Finding]:
     """Apply every rule of this file; without 16-bit products there are no findings.
@@ -46,26 +42,26 @@ def speed_findings(trace: Trace, api: Api | None = None) -> list[Finding]:
         trace: the step.
         api: what the training loop uses, for the remedies.
     """
-    if not any(_is_half_product(record) for record in trace):
+    if not any(is_half_product(record) for record in trace):
         return []
     return [*odd_shapes(trace), *launch_bound(trace), *cast_traffic(trace, api)]
 
 
 def odd_shapes(trace: Trace) -> Iterator[Finding]:
     """16-bit products with a side that is not a multiple of 8, where they are most of the work."""
-    products = [record for record in trace if _is_half_product(record)]
-    work = {record.index: _multiply_adds(record) for record in products}
-    odd = [record for record in products if any(side % MULTIPLE for side in _sides(record))]
+    products = [record for record in trace if is_half_product(record)]
+    work = {record.index: multiply_adds(record) for record in products}
+    odd = [record for record in products if any(side % MULTIPLE for side in sides(record))]
     total, off = sum(work.values()), sum(work[record.index] for record in odd)
     if odd and off > OFF * total:
         worst = max(odd, key=lambda record: work[record.index])
-        sides = " x ".join(map(str, _sides(worst)))
+        shape = " x ".join(map(str, sides(worst)))
         yield finding(
             "shapes-not-multiple-of-8",
             certainty="likely",
             op=worst.op,
             module=worst.module,
-            evidence={"share": off / total, "sides": sides, "products": len(odd)},
+            evidence={"share": off / total, "sides": shape, "products": len(odd)},
         )
 
 
@@ -97,25 +93,3 @@ def cast_traffic(trace: Trace, api: Api | None = None) -> Iterator[Finding]:
 
 def _computes(record: OpRecord) -> bool:
     return not (record.is_cast or record.is_view)
-
-
-def _is_half_product(record: OpRecord) -> bool:
-    kind = record.aten.split(".")[1]
-    return kind in (*_PRODUCTS, _CONVOLUTION) and all(info.dtype in LOW_PRECISION_DTYPES for info in record.outputs)
-
-
-def _sides(record: OpRecord) -> tuple[int, ...]:
-    """Rows, inner size and columns of a product; channels in and out of a convolution."""
-    kind = record.aten.split(".")[1]
-    if kind == _CONVOLUTION:
-        return record.inputs[1].shape[1], record.inputs[1].shape[0]
-    place = 1 if kind.startswith(("addmm", "baddbmm")) else 0
-    left, right = (info.shape for info in record.inputs[place : place + 2])
-    return left[-2], left[-1], right[-1]
-
-
-def _multiply_adds(record: OpRecord) -> int:
-    """The number of outputs times the number of inputs that each of them sums."""
-    if record.aten.split(".")[1] == _CONVOLUTION:
-        return record.outputs[0].numel * math.prod(record.inputs[1].shape[1:])
-    return record.outputs[0].numel * _sides(record)[1]

@@ -10,6 +10,7 @@ step is a note at most. If inf or NaN reached the loss or a gradient, `rules.non
     softmax-in-half             the smallest probabilities are 0
     reduction-overflows-half    a sum in float16 is inf, and the loss does not show it
     reduction-near-overflow     a sum in float16 is close to 65504
+    norm-of-constant            every group of a norm layer has a variance of 0
     bce-after-sigmoid           binary cross entropy of probabilities that round to 0 and 1
     gradients-underflow         gradients became 0 when they were cast to float16
 """
@@ -35,6 +36,7 @@ from amplab.diagnose.observed_step.tensor_summary import HALF_MAX, HALF_UNDERFLO
 from amplab.diagnose.observed_step.values import ObservedStep
 from amplab.diagnose.remedies.api_styles import Api
 from amplab.diagnose.remedies.float32 import kept_in_float32
+from amplab.diagnose.remedies.users_code import with_smaller_number
 from amplab.diagnose.rules.nonfinite import (
     DIVISIONS,
     LOGARITHMS,
@@ -92,7 +94,7 @@ def constants_that_underflow(step: ObservedStep, api: Api) -> Iterator[Finding]:
             **place_of(record),
             evidence={"constant": constant, "zeros": written.zeros or 0, "elements": written.numel},
             then=then,
-            code=kept_in_float32(record, f"or an eps of at least 1e-4, not {constant:g}", api=api),
+            code=kept_in_float32(record, f"or an eps of at least 1e-4, not {constant:g}", api=api, trace=step.trace),
         )
 
 
@@ -107,6 +109,7 @@ def constants_that_overflow(step: ObservedStep, _api: Api) -> Iterator[Finding]:
                 severity="note",
                 **place_of(record),
                 evidence={"constant": large[0], "infs": written[0].infs or 0},
+                code=with_smaller_number(record.line, record.op),
             )
 
 
@@ -123,7 +126,7 @@ def casts_that_overflow(step: ObservedStep, api: Api) -> Iterator[Finding]:
                 **place_of(record),
                 evidence={"input_absmax": read.absmax, "infs": written.infs or 0, "elements": written.numel},
                 lost=(written.infs or 0) - (read.infs or 0),
-                code=kept_in_float32(record, api=api),
+                code=kept_in_float32(record, api=api, trace=step.trace),
             )
 
 
@@ -140,7 +143,7 @@ def squares_that_underflow(step: ObservedStep, api: Api) -> Iterator[Finding]:
                 "square-underflows-half",
                 **place_of(record),
                 evidence={"lost": lost, "nonzero": nonzero, "input_absmax": read.absmax},
-                code=kept_in_float32(record, fused, api=api),
+                code=kept_in_float32(record, fused, api=api, trace=step.trace),
             )
 
 
@@ -156,7 +159,7 @@ def softmaxes_in_half(step: ObservedStep, api: Api) -> Iterator[Finding]:
                 "softmax-in-half",
                 **place_of(record),
                 evidence={"zeros": lost, "elements": written.numel},
-                code=kept_in_float32(record, api=api),
+                code=kept_in_float32(record, api=api, trace=step.trace),
             )
 
 
@@ -176,7 +179,7 @@ def reductions_that_overflow(step: ObservedStep, api: Api) -> Iterator[Finding]:
                 severity="warning",
                 **place_of(summed),
                 evidence={"input_absmax": read.absmax, "infs": written.infs, "elements": written.numel},
-                code=kept_in_float32(summed, api=api),
+                code=kept_in_float32(summed, api=api, trace=step.trace),
             )
 
 
@@ -200,7 +203,7 @@ def reductions_near_overflow(step: ObservedStep, api: Api) -> Iterator[Finding]:
                 **place_of(record),
                 evidence={"result": written.absmax, "room": HALF_MAX / written.absmax},
                 reduced=read.numel // written.numel,
-                code=kept_in_float32(record, api=api),
+                code=kept_in_float32(record, api=api, trace=step.trace),
             )
 
 
@@ -257,6 +260,27 @@ def gradients_that_underflow(step: ObservedStep, api: Api) -> Iterator[Finding]:
             )
 
 
+def norms_of_constants(step: ObservedStep, _api: Api) -> Iterator[Finding]:
+    """A norm layer all of whose groups have a variance of 0: 1 / sqrt(variance + eps) is 1 / sqrt(eps) for each.
+
+    Single rows of padding are constant in healthy runs too, so some groups do not count.
+    """
+    for record in forward_ops(step):
+        written, numbers = step.outputs(record.index), step.ops[record.index].numbers
+        if not short_name(record).endswith("_norm") or len(written) != 3 or not numbers or numbers[-1] <= 0:
+            continue
+        gain, groups = numbers[-1] ** -0.5, written[2].summary
+        if groups.smallest is not None and groups.smallest > 0.99 * gain:
+            size = written[0].summary.numel // groups.numel
+            yield finding(
+                "norm-of-constant",
+                "single" if size == 1 and "group_norm" in short_name(record) else "",
+                **place_of(record),
+                evidence={"groups": groups.numel, "elements_each": size, "eps": numbers[-1]},
+                gain=gain,
+            )
+
+
 VALUE_RULES: tuple[Callable[[ObservedStep, Api], Iterator[Finding]], ...] = (
     bce_after_sigmoid,
     constants_that_underflow,
@@ -267,6 +291,7 @@ VALUE_RULES: tuple[Callable[[ObservedStep, Api], Iterator[Finding]], ...] = (
     softmaxes_in_half,
     reductions_that_overflow,
     reductions_near_overflow,
+    norms_of_constants,
 )
 
 

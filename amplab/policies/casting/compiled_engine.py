@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 
 from amplab.kernels import DispatchCasts
-from amplab.kernels.dispatch_casts import CASTS, PRODUCT, CastPlan, overloads
+from amplab.kernels.dispatch_casts import CASTS, ON_CPU, PRODUCT, CastPlan, overloads
 from amplab.policies.casting.engine import CastingEngine
 from amplab.policies.casting.explanation import Explanation
 from amplab.policies.casting.half_on_cpu import PRODUCTS, HalfMode
@@ -21,6 +21,7 @@ from amplab.policies.casting.thread_scopes import THREAD, CastingMode, Scope
 from amplab.policies.policy.precision_policy import PrecisionPolicy
 from amplab.policies.tables.apex_table import APEX
 from amplab.policies.tables.op_table import CastPolicy, OpRule, OpTable, resolve
+from amplab.policies.tables.torch_cpu_table import ON_THE_CPU
 
 __all__ = ["CompiledEngine", "CompiledMode"]
 
@@ -138,10 +139,11 @@ class CompiledEngine(CastingEngine):
 
     def _marks(self, table: OpTable | None) -> Iterator[tuple[int, int]]:
         """Yield the place and mark of each overload in the table, and of each product (for float16 on the CPU)."""
-        rows = filter(_is_product, APEX.rows) if table is None else table.rows
-        for name, row in _claims(rows).items():
+        claims = _claims(filter(_is_product, APEX.rows) if table is None else table.rows)
+        others = {} if table is None else _claims(ON_THE_CPU.rows)
+        for name, row in {**others, **claims}.items():
             cast = CASTS.index(_mark(row)) if table is not None else 0
-            mark = cast + (PRODUCT if _is_product(row) else 0)
+            mark = cast + (PRODUCT if _is_product(row) else 0) + (0 if name in claims else ON_CPU)
             for overload in overloads([name]):
                 place = self._casts.place(overload, f"{row.reason}. Call .float() on the arguments first.")
                 if place is not None:

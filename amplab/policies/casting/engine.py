@@ -9,9 +9,12 @@ engine that is active in one thread casts nothing in another. `thread_scopes` tr
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from torch._C import _get_function_stack_at, _len_torch_function_stack, _push_on_torch_function_stack
+from torch.compiler import is_dynamo_compiling
 
 from amplab.policies.casting.half_on_cpu import HalfMode
 from amplab.policies.casting.plan import KeptPlan, Plan, build_plan, on_device
@@ -72,6 +75,8 @@ class CastingEngine:
         self.cache_enabled = cache_enabled
         self._cache = CastCache() if cache_enabled else NoCastCache()
         self._plans: dict[tuple[HalfMode, bool, bool], KeptPlan] = {}
+        self._name = f"engine_{next(_NUMBERS)}"
+        _BY_NAME[self._name] = self
         self._build_first_plan()
 
     def __repr__(self) -> str:
@@ -168,11 +173,15 @@ class CastingEngine:
 
     def give_plan(self, mode: CastingMode | CompiledMode, half_mode: HalfMode, casts: bool, explained: bool) -> None:
         """Set the plan of `mode` for this combination of switches."""
-        if isinstance(mode, CastingMode):
+        if not isinstance(mode, CastingMode):
+            return
+        if is_dynamo_compiling():
+            mode.plan = getattr(self, _plan_attribute(self._name, half_mode, casts, explained))
+        else:
             mode.plan = self._plans.get((half_mode, casts, explained)) or self.plan(half_mode, casts, explained)
 
     def _build_first_plan(self) -> None:
-        self.plan(cpu_half_mode(), casts=True, explained=False)  # torch.compile can trace `active`, not this
+        self.plan(cpu_half_mode(), casts=True, explained=False)
 
     def plan(self, half_mode: HalfMode, casts: bool, explained: bool) -> KeptPlan:
         """The plan for this combination of switches, built on first use."""
@@ -185,6 +194,22 @@ class CastingEngine:
         """Build the plan for this combination of switches; `plan` keeps it."""
         plan = build_plan(self.policy, self._cache, half_mode, casts, explained)
         return plan if self.device_type is None else on_device(plan, self.device_type)
+
+
+_NUMBERS = itertools.count()
+_BY_NAME: weakref.WeakValueDictionary[str, CastingEngine] = weakref.WeakValueDictionary()
+
+
+def _plan_attribute(engine: str, half_mode: HalfMode, casts: bool, explained: bool) -> str:
+    """Make the plan for these switches an attribute of the engine of this name, and return the attribute's name."""
+    named = _BY_NAME[engine]
+    plan = named.plan(half_mode, casts, explained)
+    setattr(named, plan.name, plan)
+    return plan.name
+
+
+# torch.compile calls this instead of tracing it: see `KeptPlan`.
+_plan_attribute._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_pushed(mode: object) -> bool:

@@ -11,7 +11,8 @@ The functions here work on public torch functions and are differentiable: gradie
 places as in native half. `accumulate_fp32` applies the same rule below autograd. In recurrent nets the inputs,
 weights and outputs are rounded, and the recurrence runs in float32. In-place ops (`addmm_`, …) run natively.
 
-A few other functions have a half kernel on CUDA but none on the CPU. They run with float32 in both modes.
+A few other functions have a 16-bit kernel on CUDA but none on the CPU. They run with float32 in both modes, in bfloat16
+too. (Where lists cast, `ON_THE_CPU` says more.)
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ WITHOUT_KERNEL: frozenset[Callable[..., Any]] = frozenset(
         *(torch.nn.functional.multilabel_margin_loss, torch.rrelu, torch.cdist),
     )
 )
-"""Functions that support half on CUDA but not on the CPU."""
+"""Functions that support 16-bit dtypes on CUDA but not on the CPU."""
 
 
 def _mode_for_this_cpu() -> HalfMode:
@@ -70,41 +71,45 @@ DEFAULT_HALF_MODE: HalfMode = _mode_for_this_cpu()
 """ "native" if oneDNN detects fp16 arithmetic in this CPU, else "fp32_accumulate"."""
 
 
-def accumulated(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `func(*args, **kwargs)` in float32 and round once, if all its floating tensors are float16 on the CPU.
+def accumulated(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype = torch.float16
+) -> Any:
+    """Call `func(*args, **kwargs)` in float32 and round once, if all its floating tensors are `dtype` on the CPU.
 
     Args:
         func: one of PRODUCTS or WITHOUT_KERNEL.
         args, kwargs: its arguments; tensors may be in lists and tuples.
+        dtype: float16, or, for WITHOUT_KERNEL, bfloat16.
 
     Returns:
-        The result of `func`, with float16 tensors if the arguments were float16. Sync: none.
+        The result of `func`, with tensors of `dtype` if the arguments had it. Sync: none.
     """
-    wide_args = _widened(args)
-    wide_kwargs = _widened(kwargs.values()) if kwargs else ()
+    wide_args = _widened(args, dtype)
+    wide_kwargs = _widened(kwargs.values(), dtype) if kwargs else ()
     if wide_args is None or wide_kwargs is None or kwargs.get("out") is not None or _in_place(func, args, kwargs):
         return func(*args, **kwargs)
-    return map_tensors(func(*wide_args, **dict(zip(kwargs, wide_kwargs, strict=True))), _rounded_to_half)
+    result = func(*wide_args, **dict(zip(kwargs, wide_kwargs, strict=True)))
+    return map_tensors(result, lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor)
 
 
 def _in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return func is torch.nn.functional.rrelu and bool(kwargs.get("inplace") or args[4:5] == (True,))
 
 
-def _widened(values: Any) -> list[Any] | None:
-    """Return `values` with float16 tensors as float32; None if a floating tensor is not a plain float16 CPU tensor."""
+def _widened(values: Any, dtype: torch.dtype) -> list[Any] | None:
+    """Return `values` with tensors of `dtype` as float32; None if not all floating ones are plain CPU tensors of it."""
     wide: list[Any] = []
     for value in values:
         kind = type(value)
         if kind is Tensor or kind is Parameter:
-            if value.dtype is torch.float16 and value.is_cpu:
+            if value.dtype is dtype and value.is_cpu:
                 wide.append(value.to(torch.float32))
             elif value.is_floating_point():
                 return None
             else:
                 wide.append(value)
         elif kind is tuple or kind is list:
-            inner = _widened(value)
+            inner = _widened(value, dtype)
             if inner is None:
                 return None
             wide.append(kind(inner))

@@ -30,6 +30,7 @@ from torch._C import (
     _pop_torch_function_stack,
     _push_on_torch_function_stack,
 )
+from torch._C._dynamo import eval_frame
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
@@ -352,7 +353,7 @@ class CastingThread:
     def _give_plan(self, mode: CastingMode | CompiledMode) -> None:
         mode.live, mode.explanation = True, self.explanation
         mode.engine.give_plan(
-            mode, self.half_mode or DEFAULT_HALF_MODE, not self.disabled, self.explanation is not None
+            mode, self.half_mode or DEFAULT_HALF_MODE, len(self.disabled) == 0, self.explanation is not None
         )
         mode.has_ended = None if mode.entered_by is None else mode.entered_by.seems_ended
         for scope in self.disabled:
@@ -521,6 +522,15 @@ class CastingMode(TorchFunctionMode):
         if step is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         return step(self, func, args, kwargs or {})
+
+
+if hasattr(eval_frame, "_FrameExecStrategy"):  # since torch 2.7
+    # torch.compile traces the casts as a part of a graph. Between graphs it must not trace them as one of their own:
+    # there it takes the dtype that `tensor.dtype` returns for an integer.
+    eval_frame.set_code_exec_strategy(
+        CastingMode.__torch_function__.__code__,
+        eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT),
+    )
 
 
 def function_modes() -> list[TorchFunctionMode]:

@@ -1,4 +1,4 @@
-"""The lists of torch.autocast("cpu") as an op table.
+"""The lists of torch.autocast("cpu") as an op table, and what they add to the lists of a GPU.
 
 They differ from the lists of CUDA: exp, softmax, layer_norm and sum are on no list and run in 16 bits. Most ops
 on the float32 list are there because they had no 16-bit CPU kernel. `torch_cuda_table` explains how rows are
@@ -17,7 +17,7 @@ from amplab.policies.tables.apex_table import APEX
 from amplab.policies.tables.op_rows import GEMM, INSIDE, WIDEST, c, f, recast, rows, t
 from amplab.policies.tables.op_table import CastPolicy, OpTable
 
-__all__ = ["TORCH_CPU"]
+__all__ = ["ON_THE_CPU", "TORCH_CPU"]
 
 _LAPACK = "LAPACK supports 32-bit and 64-bit floats only"
 _FFT = "the FFT libraries for the CPU support 32-bit and 64-bit floats only"
@@ -175,3 +175,30 @@ TORCH_CPU = OpTable(
     "torch_cpu", _LOWER + _FP32_SHARED + _FP32_KERNELS + _FP32_FOURIER + _FP32_LAPACK + _PROMOTE + _FALL_THROUGH
 )
 """The lists of torch.autocast("cpu")."""
+
+_SUPPORTED = {
+    *("max_pool3d", "adaptive_avg_pool3d", "adaptive_max_pool3d", "max_unpool", "pad", "trace"),
+    *("fake_quantize_per_tensor_affine", "fractional_max_pool2d", "fractional_max_pool3d", "grid_sampler"),
+}
+"""Ops on the float32 list that have 16-bit CPU kernels by now."""
+
+_BUILT_IN = {"cat", "stack", "recurrent"}
+
+ON_THE_CPU = OpTable(
+    "on_the_cpu",
+    tuple(
+        row
+        for row in TORCH_CPU.rows
+        if row.cast is not CastPolicy.FALL_THROUGH and row.op not in _SUPPORTED | _BUILT_IN
+    )
+    + recast(
+        TORCH_CPU.rows,
+        CastPolicy.PROMOTE,
+        "fractional_max_pool2d fractional_max_pool3d grid_sampler",
+        reason=WIDEST,
+    ),
+)
+"""How ops that another table does not name run on CPU tensors, for example under the lists of a GPU.
+
+Float32 for an op without a 16-bit CPU kernel, as in torch.autocast("cpu"). What has one runs as on a GPU.
+"""

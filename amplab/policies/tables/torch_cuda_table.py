@@ -13,6 +13,8 @@ Differences from torch.autocast("cuda"):
     pairwise_distance, lgamma in mvlgamma, the products in trapezoid, and the log_softmax in cross_entropy,
     whose result torch rounds to the 16-bit dtype of the logits before it computes nll_loss in float32.
   - F.interpolate runs in float32 in mode "area" too; torch runs the pooling inside it in the dtype of the input.
+  - On CPU tensors, ops that no list here names and that have no 16-bit CPU kernel (avg_pool3d, ctc_loss, FFTs, LAPACK)
+    run in float32: see `ON_THE_CPU` in `torch_cpu_table`. On other devices they run in the dtype of their arguments.
   - A product that a C++ function computes after other arithmetic (cov, corrcoef, pinv, matrix_power) is not lowered.
 """
 

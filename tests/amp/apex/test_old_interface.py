@@ -95,6 +95,13 @@ def test_init_casts_as_o1_until_it_is_deactivated():
     assert (ONES @ ONES).dtype == torch.float32
 
 
+def test_recurrent_layers_take_what_half_layers_return():
+    amp.init()
+    hidden = nn.Linear(3, 4)(torch.ones(5, 2, 3))
+    assert hidden.dtype == torch.float16
+    assert nn.LSTM(4, 4)(hidden)[0].dtype == torch.float16
+
+
 def test_a_deactivated_handle_scales_nothing():
     handle = amp.init()
     handle._deactivate()
