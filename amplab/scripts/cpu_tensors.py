@@ -15,6 +15,7 @@ from amplab.scripts.sides import (
     CPU,
     CUDA,
     HOST,
+    PINNED,
     STANDS_FOR,
     copied,
     device_of,
@@ -81,7 +82,7 @@ class _TensorCalls:
         for owner in (torch.UntypedStorage, torch.TypedStorage):
             for name, side in (("cuda", CUDA), ("cpu", HOST)):
                 redirection.replace(owner, name, functools.partialmethod(_storage_on, side))
-        redirection.stand_in(Tensor, "pin_memory", "pin_memory does nothing", lambda self, *_args, **_kwargs: self)
+        redirection.stand_in(Tensor, "pin_memory", "pin_memory does nothing", _pinned)
 
     def attributes(self) -> None:
         redirection = self._redirection
@@ -347,6 +348,13 @@ def _of_host(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return mark(own(*args, **kwargs), HOST)  # type: ignore[no-any-return]
 
     return make
+
+
+def _pinned(tensor: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+    """Return a copy, as pin_memory does of memory that is not pinned, or a tensor that is such a copy itself."""
+    if is_marked(tensor, PINNED):
+        return tensor
+    return mark(moved(tensor, HOST, copy=True), HOST, PINNED)  # type: ignore[no-any-return]
 
 
 def _storage_on(storage: Any, side: str, *_args: Any, **_kwargs: Any) -> Any:

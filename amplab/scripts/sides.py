@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "CPU", "CUDA", "HOST", "STANDS_FOR", "copied", "device_of", "is_marked", "mark", "mark_storage", "moved", "side_of",
-    "side_of_device", "side_of_storage",
+    "CPU", "CUDA", "HOST", "PINNED", "STANDS_FOR", "copied", "device_of", "is_marked", "mark", "mark_storage", "moved",
+    "side_of", "side_of_device", "side_of_storage",
 ]  # fmt: skip
 
 CUDA, HOST = "cuda", "cpu"
@@ -27,6 +27,7 @@ CPU = torch.device("cpu")
 STANDS_FOR = {CUDA: torch.device("cpu"), HOST: torch.device("cpu"), None: torch.device("cpu")}
 """The devices that ``tensor.device`` returns: equal, but ``other.to(tensor.device)`` recognizes the object."""
 MARK = "amplab_side"  # on storages of torch: only they live exactly as long as the memory
+PINNED = "amplab_pinned"
 SEARCHED = 1000  # nodes of the autograd graph
 
 _storage_of = torch._C.TensorBase.untyped_storage
@@ -44,22 +45,22 @@ def side_of(tensor: Tensor) -> str | None:
     return side
 
 
-def is_marked(tensor: Tensor) -> bool:
-    """Return whether the memory of ``tensor`` has a mark."""
-    return hasattr(_memory(tensor), MARK)
+def is_marked(tensor: Tensor, name: str = MARK) -> bool:
+    """Return whether the memory of ``tensor`` has the mark ``name``."""
+    return hasattr(_memory(tensor), name)
 
 
-def mark(tensor: Any, side: str | None) -> Any:
+def mark(tensor: Any, side: str | None, name: str = MARK) -> Any:
     """Note the side of ``tensor``, unless it has one or ``side`` is None; return ``tensor``."""
     if side is not None and isinstance(tensor, Tensor) and not torch.compiler.is_compiling():
-        mark_storage(_memory(tensor), side)
+        mark_storage(_memory(tensor), side, name)
     return tensor
 
 
-def mark_storage(storage: Any, side: str | None) -> Any:
+def mark_storage(storage: Any, side: str | None, name: str = MARK) -> Any:
     """Note the side of ``storage``, unless it has one or ``side`` is None; return ``storage``."""
-    if side is not None and getattr(storage, MARK, None) is None:
-        setattr(storage, MARK, side)
+    if side is not None and getattr(storage, name, None) is None:
+        setattr(storage, name, side)
     return storage
 
 

@@ -189,6 +189,15 @@ def test_the_default_device_decides_where_factories_put_tensors():
     assert made.cpu() is made
 
 
+def test_pinned_memory_is_a_copy():
+    data = torch.ones(2)
+    pinned = data.pin_memory()
+    pinned.zero_()
+    assert data.tolist() == [1.0, 1.0]
+    assert pinned.pin_memory() is pinned.cpu() is pinned
+    assert pinned.cuda() is not pinned
+
+
 def test_storages_move_too():
     tensor = torch.zeros(2)
     moved = tensor.untyped_storage().cuda()
