@@ -927,6 +927,11 @@ _NONFINITE = (
                 "{fn} is not defined for its input, such as a mean over no elements; nothing overflowed.",
                 "value = x.mean() if x.numel() else x.sum()  # where a selection may be empty",
             ),
+            "constant": Case(
+                "",
+                "The number {constant:g} of {by} makes the values this large. The learning rate is not the cause.",
+                "{code}",
+            ),
             "power": Case(
                 "",
                 "The result of {fn} is larger than 3.4e+38, the largest float32 number. The weights are not the cause: "

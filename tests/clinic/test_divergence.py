@@ -59,3 +59,30 @@ def test_a_run_that_a_constant_ended_does_not_diverge(name):
     assert "diverging" in [each.name for each in run_findings(run)]  # the record alone looks like it
     assert found[0].name == "infinite-value", str(found)
     assert not found.named("diverging"), str(found)
+
+
+def test_its_remedy_trains_the_run_as_its_twin_is_trained():
+    """The lines between backward and step, from the weights at the start: the last good checkpoint."""
+    ward, size = LOOP_WARDS["learning rate"], SIZES[0]
+    torch.manual_seed(0)
+    _, found = alone(ward.admit(size, 0, True))
+
+    def loss_after(seed, *, broken):
+        torch.manual_seed(seed)
+        patient, losses = ward.admit(size, seed, broken), []
+        optimizer = patient.optimizers[0]
+        names = {"torch": torch, "amp": patient.amp, "model": patient.model, "optimizer": optimizer}
+        for number in range(200):
+            optimizer.zero_grad()
+            with patient.amp.casting():
+                loss = patient.loss(*patient.batch(number))
+                with patient.amp.scale_loss(loss, optimizer) as scaled:
+                    scaled.backward()
+                exec(found[0].remedy if broken else "", names)
+            optimizer.step()
+            losses.append(loss.item())
+        patient.amp.reset()
+        return sum(losses[-50:]) / 50
+
+    healthy = [loss_after(seed, broken=False) for seed in (0, 1, 2)]
+    assert loss_after(0, broken=True) < healthy[0] + max(healthy) - min(healthy)

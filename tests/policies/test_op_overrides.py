@@ -48,11 +48,23 @@ def test_rules_reach_ops_on_no_list_and_policies_without_table():
 
 def test_without_lists_an_op_with_a_rule_returns_the_dtype_of_the_rule():
     softmax = run(lambda x: F.softmax(x, 0), HALF, table=None, softmax="float32")
-    assert softmax.dtype is torch.float32
     assert torch.equal(softmax, F.softmax(HALF.float(), 0))
     lowered = run(F.linear, X, X, table=None, linear="bfloat16")
     assert torch.equal(lowered, F.linear(X.bfloat16(), X.bfloat16()))
-    assert run(torch.max, HALF, 0, table=None, max="float32").values.dtype is torch.float32
+    product = run(lambda x: F.softmax(x, 0) @ x, HALF, table=None, softmax="float32")
+    assert product.dtype is torch.float16
+
+
+def test_on_request_it_returns_the_dtype_it_would_have_without():
+    def restored(call, **rules):
+        with CastingEngine(PrecisionPolicy(None, op_rules=rules, cast_outputs_back=True)).active():
+            return call()
+
+    softmax = restored(lambda: F.softmax(HALF, 0), softmax="float32")
+    assert torch.equal(softmax, F.softmax(HALF.float(), 0).half())
+    lowered = restored(lambda: F.linear(X, X), linear="bfloat16")
+    assert torch.equal(lowered, F.linear(X.bfloat16(), X.bfloat16()).float())
+    assert restored(lambda: torch.max(HALF, 0), max="float32").values.dtype is torch.float16
 
 
 def test_a_composite_under_a_rule_computes_whole_in_that_precision():

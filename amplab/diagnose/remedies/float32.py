@@ -188,16 +188,17 @@ def _call(record: OpRecord, api: Api) -> UsersCall | None:
     return call_on(record.line, record.op) or (call_on(record.line, module, is_module=True) if module else None)
 
 
-def _in_float32(call: UsersCall) -> str:
+def _in_float32(call: UsersCall, record: OpRecord) -> str:
     """The user's statement with the inputs of the call in float32."""
-    edits = [edit for each in call.tensors for edit in call.operand_followed_by(".float()", each)]
+    tensors = call.tensors[: len(record.inputs) or None]
+    edits = [edit for each in tensors for edit in call.operand_followed_by(".float()", each)]
     return edited(call.statement, tuple(edits))
 
 
 def _by_hand(record: OpRecord) -> str:
     call = _call(record, Api(casting=ApiStyle.HALF))
     if call is not None:
-        return f"{_in_float32(call)}  # where half weights read it: .half()"
+        return f"{_in_float32(call, record)}  # where half weights read it: .half()"
     value, first = _value(record)
     return f"y = {value}  # {first}continue in float32; use y.to(x.dtype) where half weights read it"
 
@@ -205,7 +206,7 @@ def _by_hand(record: OpRecord) -> str:
 def _around(record: OpRecord, api: Api) -> list[str]:
     call = _call(record, api)
     if call is not None:
-        return without_casts([_in_float32(call)], api, call.tensor).split("\n")
+        return without_casts([_in_float32(call, record)], api, call.tensor).split("\n")
     value, first = _value(record)
     line = value if value != "x.float()" else f"{value}  # and {first}continue in float32"
     return [f"with {_REGIONS.get(api.casting, _NO_CASTS)}:", f"    y = {line}"]

@@ -87,7 +87,7 @@ def _pasted(step: ObservedStep, met: Met, first: int, calls: tuple[UsersCall, Us
     begins, ends = calls
     inner, outer = step.trace.records[first], step.trace.records[met.op]
     is_half_op = api.casting is not ApiStyle.HALF and CastPolicy.LOWER_PRECISION_FP.value in inner.reason
-    operands = begins.tensors if is_half_op else begins.tensors[:1]
+    operands = begins.tensors[: len(inner.inputs)] if is_half_op else begins.tensors[:1]
     within: list[Edit] = [edit for each in operands for edit in begins.operand_followed_by(".float()", each)]
     domain = domain_of(step, met.op)
     clamped = (

@@ -44,7 +44,8 @@ class UsersCall:
         start, end: places of the call in the statement.
         places: where each operand begins and ends in the statement.
         atoms: for each operand, whether it can be followed by a dot as it is.
-        tensors: the operands that are not written as numbers.
+        tensors: the operands that are not written as numbers, those that may be one last. An op reads as many of them
+            as its record has inputs.
         is_operator: whether the call is written as an operator, such as `q @ k`.
         keywords: the names of its keyword arguments.
     """
@@ -189,7 +190,7 @@ def _described(
         *places[0],
         tuple(places[1:]),
         tuple(isinstance(each, _ATOMS) for each in operands),
-        tuple(place for place, each in enumerate(operands) if any(isinstance(e, ast.Name) for e in ast.walk(each))),
+        _tensors(operands),
         isinstance(node, ast.BinOp),
         tuple(each.arg or "" for each in node.keywords) if isinstance(node, ast.Call) else (),
     )
@@ -202,6 +203,16 @@ def _operands(node: ast.Call | ast.BinOp) -> Iterator[ast.expr]:
     if isinstance(node.func, ast.Attribute) and not _is_module(node.func.value):
         yield node.func.value
     yield from node.args
+
+
+def _tensors(operands: Sequence[ast.expr]) -> tuple[int, ...]:
+    """The operands with a name in them; those that are only an attribute of `self`, such as an eps, last."""
+    named = [place for place, each in enumerate(operands) if any(isinstance(e, ast.Name) for e in ast.walk(each))]
+    return tuple(sorted(named, key=lambda place: _is_own_attribute(operands[place])))
+
+
+def _is_own_attribute(node: ast.expr) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
 
 
 def _is_module(node: ast.expr) -> bool:

@@ -1,6 +1,7 @@
 """Why a value overflowed in float32, where no dtype and no loss scale fixes it: the weights, the batch or the op.
 
 undefined             a mean over no elements
+constant              a large number in the code: the values are large because of it
 weights               large weights: earlier steps made them so, with a learning rate that is too large
 batch                 a batch with large numbers, which was not normalized
 exp…, power           the op: exp of 89 is larger than any float32 number
@@ -8,17 +9,22 @@ exp…, power           the op: exp of 89 is larger than any float32 number
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from amplab.diagnose.first_nonfinite import FirstNonfinite
-from amplab.diagnose.observed_step.dataflow import short_name
+from amplab.diagnose.observed_step.dataflow import nearest_constant, short_name
 from amplab.diagnose.observed_step.tensor_summary import TensorSummary
+from amplab.diagnose.remedies.users_code import with_smaller_number
 from amplab.trace import OpRecord
 
 __all__ = ["why_out_of_float32"]
 
 LARGE = 1e3
 """Weights above this come from earlier steps, and a batch above this was not normalized: both are usually about 1."""
+
+LARGE_NUMBER, NEARLY = 1e6, 1e4
+"""A number in the code from which squares and products of it leave float32, and what the values beside it may add."""
 
 _LIMITS = {"exp": 88.72, "expm1": 88.72, "exp2": 128.0, "sinh": 89.42, "cosh": 89.42}
 _POWERS = ("pow", "square", "mul", "prod", "cumprod")
@@ -29,6 +35,11 @@ def why_out_of_float32(found: FirstNonfinite, record: OpRecord) -> tuple[str, di
     name = short_name(record)
     if found.output.nans and not found.output.infs:
         return "undefined", {}
+    constant = nearest_constant(found.step, record.index, lambda op: _explains(found, op))
+    if constant is not None and found.phase == "forward":
+        at = found.step.trace.records[constant[0]]
+        by = f"{at.op}{f', {at.line},' if at.line is not None else ''}"
+        return "constant", {"constant": constant[1], "by": by, "code": with_smaller_number(at.line, at.op)}
     weights, batch = _largest(found, "parameter"), _largest(found, "batch")
     if weights > LARGE:
         return "weights", {"weights": weights}
@@ -41,6 +52,13 @@ def why_out_of_float32(found: FirstNonfinite, record: OpRecord) -> tuple[str, di
     if name in _POWERS and found.phase == "forward":
         return "power", {"weights": weights}
     return "", {}
+
+
+def _explains(found: FirstNonfinite, op: int) -> float | None:
+    """A number of an op that is large itself, and about as large as what the non-finite op read."""
+    read = max((each.absmax for each in found.inputs), default=0.0)
+    numbers = (abs(each) for each in found.step.ops[op].numbers)
+    return next((each for each in numbers if LARGE_NUMBER <= each < math.inf and read <= NEARLY * each), None)
 
 
 def _exponential(found: FirstNonfinite, record: OpRecord) -> str:

@@ -84,9 +84,11 @@ def accumulated(
     Returns:
         The result of `func`, with tensors of `dtype` if the arguments had it. Sync: none.
     """
+    if kwargs.get("out") is not None:
+        return func(*args, **kwargs)
     wide_args = _widened(args, dtype)
     wide_kwargs = _widened(kwargs.values(), dtype) if kwargs else ()
-    if wide_args is None or wide_kwargs is None or kwargs.get("out") is not None or _in_place(func, args, kwargs):
+    if wide_args is None or wide_kwargs is None or _in_place(func, args, kwargs):
         return func(*args, **kwargs)
     result = func(*wide_args, **dict(zip(kwargs, wide_kwargs, strict=True)))
     return map_tensors(result, lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor)

@@ -88,8 +88,10 @@ def _lower_step(parts: StepParts) -> Step:
         return as_float32_model
 
     def step(mode: CastingMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs and kwargs.get("out") is not None:  # generated code of torch.compile calls products so
+            return run(mode, func, args, kwargs)
         cast_args = lowered(args, dtype, cache)
-        if cast_args is None or (kwargs and kwargs.get("out") is not None):
+        if cast_args is None:
             return as_float32_model(mode, func, args, kwargs)
         if not kwargs:
             return run(mode, func, cast_args, kwargs)

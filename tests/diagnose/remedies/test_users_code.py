@@ -18,6 +18,7 @@ def forward(x, q, k):
     z = 1 - torch.sigmoid(-x)
     if x.sum() > torch.exp(x).sum(): pass
     w = x + q + k
+    t = self.eps + x
     u = self.head.narrow(x, 2)
     v = (lambda a: torch.log1p(a * 2))(x)
     return scores
@@ -39,7 +40,8 @@ def call(tmp_path, number, op, **given):
         (6, "clamp", ("x + 1", "-1", "1"), "x + 1", "y = torch.acos(((x + 1).float()).clamp(-1, 1).half())"),
         (7, "rsub", ("1", "torch.sigmoid(-x)"), "torch.sigmoid(-x)", "z = (1 - torch.sigmoid(-x).float()).half()"),
         (7, "sigmoid", ("-x",), "-x", "z = 1 - torch.sigmoid((-x).float()).half()"),
-        (11, "log1p", ("a * 2",), "a * 2", "torch.log1p((a * 2).float()).half()"),
+        (10, "add", ("self.eps", "x"), "x", "t = (self.eps + x.float()).half()"),
+        (12, "log1p", ("a * 2",), "a * 2", "torch.log1p((a * 2).float()).half()"),
     ],
 )
 def test_a_call_is_edited_in_place(tmp_path, number, op, operands, tensor, line):
@@ -58,7 +60,7 @@ def test_several_calls_or_none_give_no_call(tmp_path):
 
 
 def test_the_call_of_a_module_has_no_module_among_its_operands(tmp_path):
-    found = call(tmp_path, 10, "narrow", is_module=True)
+    found = call(tmp_path, 11, "narrow", is_module=True)
     assert (found.operands, found.tensor) == (("x", "2"), "x")
     assert edited(found.statement, found.operand_followed_by(".float()")) == "u = self.head.narrow(x.float(), 2)"
 

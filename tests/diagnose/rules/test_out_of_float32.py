@@ -118,3 +118,20 @@ def test_a_batch_that_was_not_normalized(size, seed):
 def test_a_power_is_named():
     (first, *_) = examined(8, 0, lambda x: x**20)
     assert (first.op, "clamp" in first.remedy) == ("pow", True)
+
+
+def scaled_too_far(x):
+    scaled = x * 1e25
+    return scaled.square()
+
+
+@pytest.mark.parametrize(("size", "seed"), SIZES_AND_SEEDS[::3])
+def test_a_large_number_in_the_code_is_named_and_the_learning_rate_is_not(size, seed):
+    found = examined(size, seed, scaled_too_far, around=1.0)[0]
+    assert (found.name, found.module) == ("nonfinite-in-float32", "last")
+    assert "The number 1e+25 of mul" in found.cause
+    assert "lr" not in found.remedy
+    names = {"x": torch.full((2,), 3.0)}
+    exec(found.remedy, names)
+    assert names["scaled"].square().isfinite().all()
+    assert not examined(size, seed, lambda x: (x * 1e4).square(), around=1.0).harmful
