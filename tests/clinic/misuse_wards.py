@@ -36,7 +36,13 @@ def patient(size: int, seed: int, step, *, batch: int = 16, rate: float = 0.01, 
 
 
 def names_in(run: Patient) -> dict:
-    return {"optimizer": run.optimizers[0], "optimizers": run.optimizers, "scaler": run.amp, "model": run.model, "copy": copy}
+    return {
+        "optimizer": run.optimizers[0],
+        "optimizers": run.optimizers,
+        "scaler": run.amp,
+        "model": run.model,
+        "copy": copy,
+    }
 
 
 # Gradients unscaled before they are complete
