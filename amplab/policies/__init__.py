@@ -28,6 +28,7 @@ from amplab.policies.casting.thread_scopes import (
 )
 from amplab.policies.modules.applied_policy import AppliedPolicy, accept_half_input, apply_policy, match_rnn_input
 from amplab.policies.modules.module_regions import module_rule_at_work, register_module_rules
+from amplab.policies.modules.recomputation import recomputing_by_rules
 from amplab.policies.nested_tensors import cast_tree
 from amplab.policies.policy.module_rules import ModuleRule
 from amplab.policies.policy.op_overrides import OpOverride
@@ -73,6 +74,7 @@ __all__ = [
     "explaining",
     "match_rnn_input",
     "module_rule_at_work",
+    "recomputing_by_rules",
     "register_module_rules",
     "thread_engines",
 ]

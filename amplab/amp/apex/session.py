@@ -62,7 +62,7 @@ from amplab.amp.backward.gradients import bookkeeping
 from amplab.amp.backward.optimizer_params import master_params
 from amplab.amp.backward.records import MemoryUse, ScaleRecord, StepOutcome
 from amplab.formats import LOW_PRECISION_DTYPES
-from amplab.policies import CastingEngine, CastPolicy, PrecisionPolicy
+from amplab.policies import CastingEngine, CastPolicy, PrecisionPolicy, recomputing_by_rules
 from amplab.scalers import CombinedUnscaler, Unscaler
 
 __all__ = ["Session"]
@@ -467,6 +467,7 @@ class Session:
             explaining_backward(loss),
             scaling.scaled(loss, optimizers, loss_id, **delays) as scaled_loss,
             self.casting(),  # a checkpoint recomputes in the backward with the casts of the forward
+            recomputing_by_rules(),  # also inside a module with a rule
         ):
             try:
                 yield scaled_loss

@@ -17,7 +17,7 @@ half weights every floating output to the dtype around.
 
 Hooks belong to the modules: copies, pickles and replicas have them too. torch.compile traces them into its graph. A
 module whose weights are used without calling it cannot have hooks: write the rule for the enclosing module.
-`uncalled_modules` warns of it.
+`uncalled_modules` warns of it. What a checkpoint inside such a module recomputes follows `recomputation`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from amplab.policies.casting.engine import CastingEngine
 from amplab.policies.casting.explanation import Decision, decided
 from amplab.policies.casting.hook_scopes import no_graph_of_its_own
 from amplab.policies.casting.thread_scopes import THREAD, CastingThread, Scope, casts_enabled, remove, thread_engines
+from amplab.policies.modules.recomputation import ended_forward, next_node
 from amplab.policies.modules.uncalled_modules import UncalledModules
 from amplab.policies.modules.would_be_dtypes import WouldBeDtypes
 from amplab.policies.nested_tensors import cast_tree, floating_tensors_in
@@ -134,6 +135,8 @@ class ModuleRegion:
         visit = _Visit(self, around, self.engine, casts_back=self._casts_back or not (engines and may_cast))
         if self._casts_back and by_op and self._inside_dtype is torch.float32:
             visit.follow(list(zip(floating_tensors_in(cast), floating_tensors_in((args, kwargs)), strict=True)))
+        if by_op and frame is not None:
+            visit.first_node = next_node()
         visit.enter(frame, by_hook=True)
         return cast
 
@@ -144,6 +147,8 @@ class ModuleRegion:
         if visit is None or visit.region is not self:  # an earlier hook raised
             return output
         visit.leave()
+        if visit.engine is not None and visit.first_node >= 0:
+            ended_forward(visit.first_node, visit.engine)
         if visit.engine is None or not visit.casts_back:
             return output
         around = self._outside_dtype or visit.around.tensor_dtype
@@ -239,6 +244,7 @@ class _Visit(Scope):
         self.around = around
         self.casts_back = casts_back
         self.would_be: WouldBeDtypes | None = None
+        self.first_node = -1
 
     def follow(self, inputs: list[tuple[Tensor, Tensor]]) -> None:
         """Follow which dtypes the inputs, pairs of (inside, around), and their results would have without the rule."""
