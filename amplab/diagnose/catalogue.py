@@ -288,7 +288,7 @@ _RUN = (
             "": Case(
                 "The loss went from {first_loss:.4g} to {loss_now:.4g} in {steps_taken} steps that were taken, "
                 "{until}.",
-                "The update steps are too large. Later overflows are a consequence; float32 would overflow as well.",
+                "The update steps are too large. Later overflows are a consequence.",
                 _SMALLER_RATE,
             ),
             "at-once": Case(
@@ -505,7 +505,18 @@ _GRADIENTS = (
                     scaler=_CLIP_UNSCALED.format(most="max_norm"),
                     plain=_CLIP_MODEL.format(most="max_norm"),
                 ),
-            )
+            ),
+            "some": Case(
+                "{scaled} of the {clipped} gradients that were clipped together were still multiplied by the loss "
+                "scale, {scale}; the others were not.",
+                "The scaled ones make up nearly all of the common norm, so the clipping makes every gradient too "
+                "small, by a factor that changes with the loss scale. They are those of optimizer {optimizer}.",
+                by_scaling(
+                    "scaler.unscale_(optimizers[{optimizer}])  # as well, before the clipping",
+                    apex="with amp.scale_loss(loss, optimizers) as scaled_loss:  # every optimizer that it reaches\n"
+                    "    scaled_loss.backward()",
+                ),
+            ),
         },
     ),
     CatalogueEntry(
@@ -541,7 +552,7 @@ _GRADIENTS = (
     CatalogueEntry(
         "loss-not-scaled",
         "A loss is not scaled although a loss scale is in use",
-        ("warning", "note"),
+        ("warning", "note", "error"),
         {
             "": Case(
                 "{gradients} gradients of optimizer {optimizer} do not depend on the loss scale: their loss is not "
@@ -553,6 +564,16 @@ _GRADIENTS = (
                 "",
                 "No op of this step writes float16, so nothing is lost.",
                 _with("# without float16 no loss scale is needed; to use one:\n", _SCALED_LOSS),
+            ),
+            "divided": Case(
+                "{gradients} gradients of optimizer {optimizer} are divided by the loss scale, {scale}, but do not "
+                "depend on it: their loss is not scaled.",
+                "The step divides every gradient by the loss scale, so these are too small by that factor.",
+                by_scaling(
+                    "scaler.scale(auxiliary_loss).backward()  # every loss, before its backward",
+                    apex="with amp.scale_loss(loss + auxiliary_loss, optimizer) as scaled_loss:  # every loss\n"
+                    "    scaled_loss.backward()",
+                ),
             ),
         },
     ),
@@ -610,7 +631,7 @@ _GRADIENTS = (
                 + _SCALER_STEP,
             )
         },
-        supersedes=("unscaled-twice", "stepped-with-scaled-gradients"),
+        supersedes=("unscaled-twice", "stepped-with-scaled-gradients", "loss-not-scaled"),
         supersedes_as_error=(*SYMPTOMS, "diverging"),
     ),
     CatalogueEntry(
@@ -644,6 +665,7 @@ _GRADIENTS = (
                 "torch.nn.utils.{op}(amp.master_params(optimizer), max_norm)",
             ),
         },
+        supersedes=("diverging",),
     ),
 )
 

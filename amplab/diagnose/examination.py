@@ -147,9 +147,8 @@ def doctor(
             observed, of_step = _examine_step(model, setting.of_step(handed), setting, batch, optimizers)
             found = [*found, *(of_step if run is None else _with_skips(of_step, run))]
     found += (*parameter_findings(model, optimizers, observed), *nonfinite_buffers(model))
-    if train_step is None:
-        found += updates_bound_to_be_lost(model, optimizers, observed)
-    else:
+    found += updates_bound_to_be_lost(model, optimizers, observed)
+    if train_step is not None:
         found += _examine_loop(model, train_step, optimizers, in_use, stateful)
     return replace(ranked(found), looked_at=tuple(_looked_at(observed, model, optimizers, run, train_step)))
 

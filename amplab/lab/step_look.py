@@ -96,6 +96,8 @@ class StepLook:
 
     def see_loss(self, loss: Tensor) -> None:
         """A step's loss, before it is scaled."""
+        if self._loop is None and self._values is None:
+            return  # most steps
         with self._guarded():
             if self._loop is not None:
                 self._loop.recorder.follow_loss(loss)

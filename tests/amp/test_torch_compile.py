@@ -249,12 +249,12 @@ def test_other_shapes_and_no_grad_and_eval_keep_the_dtypes_of_eager():
     model = Net()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for samples in (8, 3, 5):
-        for mode in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
+        for mode in (contextlib.nullcontext, torch.no_grad):
             with mode(), amplab.autocast("cpu", torch.float16):
                 ours, eager = compiled(X[:samples]), model(X[:samples])
             assert ours.dtype is eager.dtype is torch.float16
             torch.testing.assert_close(ours, eager)
-    assert counters["stats"]["unique_graphs"] <= 6  # with gradients and without, static and dynamic
+    assert counters["stats"]["unique_graphs"] <= 4  # with gradients and without, static and dynamic
 
 
 # -- a call that does not end well ------------------------------------------------------------------
@@ -272,7 +272,7 @@ class Failing(Net):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", ["after initialize", "before initialize"])
 def test_an_error_or_an_interrupt_in_a_compiled_model_leaves_nothing_switched_on(order, error):
     session, model = amp.Session(), Failing()
     unchanged: Compiled = lambda model: model  # noqa: E731

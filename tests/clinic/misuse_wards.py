@@ -36,7 +36,13 @@ def patient(size: int, seed: int, step, *, batch: int = 16, rate: float = 0.01, 
 
 
 def names_in(run: Patient) -> dict:
-    return {"optimizer": run.optimizers[0], "scaler": run.amp, "model": run.model, "copy": copy}
+    return {
+        "optimizer": run.optimizers[0],
+        "optimizers": run.optimizers,
+        "scaler": run.amp,
+        "model": run.model,
+        "copy": copy,
+    }
 
 
 # Gradients unscaled before they are complete
@@ -181,7 +187,111 @@ def constant_groups(
     return run
 
 
+# Gradients of two optimizers clipped together, of which one is unscaled
+
+
+def clipped_together(
+    size: int, seed: int, broken: bool, mended: str = "scaler.unscale_(optimizers[1])  # as well"
+) -> Patient:
+    """An optimizer for the first layer and one for the last, as for a pretrained network and its head."""
+
+    def step(run: Patient, batch: tuple) -> Tensor:
+        for each in run.optimizers:
+            each.zero_grad()
+        loss = run.loss(*batch)
+        run.amp.scale(loss).backward()
+        run.amp.unscale_(run.optimizers[0])
+        if not broken:
+            exec(mended, names_in(run))
+        nn.utils.clip_grad_norm_(run.model.parameters(), 0.5, foreach=seed % 2 == 0)
+        for each in run.optimizers:
+            run.amp.step(each)
+        run.amp.update()
+        return loss.detach()
+
+    run = patient(size, seed, step)
+    run.optimizers = [torch.optim.SGD(run.model[place].parameters(), lr=0.02) for place in (0, 2)]
+    return run
+
+
+# A second loss that is not scaled
+
+
+class TwoHeads(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.body, self.main, self.side = nn.Linear(size, size), nn.Linear(size, 1), nn.Linear(size, 1)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.body(x))
+        return self.main(hidden), self.side(hidden)
+
+
+def unscaled_auxiliary(
+    size: int, seed: int, broken: bool, mended: str = "scaler.scale(auxiliary_loss).backward()"
+) -> Patient:
+    model = TwoHeads(size)
+
+    def losses(x):
+        with torch.autocast("cpu", dtype=torch.float16):
+            main, side = model(x)
+        return F.mse_loss(main.float().flatten(), x.mean(1)), F.mse_loss(side.float().flatten(), x.mean(1) + 2)
+
+    def step(run: Patient, batch: tuple) -> Tensor:
+        run.optimizers[0].zero_grad()
+        loss, auxiliary_loss = losses(*batch)
+        run.amp.scale(loss).backward(retain_graph=True)
+        if broken:
+            auxiliary_loss.backward()
+        else:
+            exec(mended, names_in(run) | {"auxiliary_loss": auxiliary_loss})
+        run.amp.step(run.optimizers[0])
+        run.amp.update()
+        return (loss + auxiliary_loss).detach()
+
+    run = patient(size, seed, step)
+    run.model, run.loss = model, lambda x: sum(losses(x))
+    run.optimizers = [torch.optim.SGD(model.parameters(), lr=0.02)]
+    return run
+
+
+# Clipping that reaches no gradient
+
+
+def clips_nothing(
+    size: int,
+    seed: int,
+    broken: bool,
+    mended: str = "torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)",
+) -> Patient:
+    """The choice of what is clipped is made elsewhere, so the code of the step does not show it."""
+    from patients import apex
+
+    def step(run: Patient, batch: tuple) -> Tensor:
+        (optimizer,) = run.optimizers
+        optimizer.zero_grad()
+        loss = run.loss(*batch)
+        with run.amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        if broken:
+            nn.utils.clip_grad_norm_(own, 0.1)
+        else:
+            exec(mended, {"torch": torch, "amp": run.amp, "optimizer": optimizer, "max_norm": 0.1})
+        optimizer.step()
+        return loss.detach()
+
+    model = network(size)
+    own = list(model.parameters())
+    return apex(
+        model, lambda x: F.mse_loss(model(x).float().flatten(), x.mean(1) + 3), gaussian(size, seed), level="O2",
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.02), step=step,
+    )  # fmt: skip
+
+
 MISUSE_WARDS = {
+    "clipped together": Ward(clipped_together, "clips-scaled-gradients", "2"),
+    "auxiliary loss": Ward(unscaled_auxiliary, "loss-not-scaled", "side"),
+    "clips nothing": Ward(clips_nothing, "clips-model-gradients", ""),
     "unscaled early": Ward(unscaled_early, "unscaled-too-early", ""),
     "zero_grad inside": Ward(zeroed_inside, "zero-grad-in-accumulation", ""),
     "zero_grad inside, apex": Ward(zeroed_inside_apex, "zero-grad-in-accumulation", ""),

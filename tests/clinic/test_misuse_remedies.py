@@ -13,6 +13,8 @@ SLOWS = (
     "zero_grad inside",
     "constant groups",
     "half average",
+    "clipped together",
+    "auxiliary loss",
 )  # clipping and momentum hide the harm of the others in this small run
 NAMES = [name for name in MISUSE_WARDS if not name.endswith("apex")]  # apex's remedy is the same line
 

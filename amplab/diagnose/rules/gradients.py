@@ -9,7 +9,9 @@ and a wrong loop shows as another power of the loss scale:
     stepped-with-scaled-gradients   1: a step inside the block of scale_loss, or an optimizer that was not passed to it
     loss-not-scaled                 1 as well, and backward computes the same gradients at another loss scale
     unscaled-twice                  1 / loss_scale^2
+    loss-not-scaled                 1 / loss_scale, and backward computes the same gradients at another loss scale
     clips-scaled-gradients          a clipping while the ratio is 1, with another effect at another loss scale
+    clips-scaled-gradients          a clipping of some gradients at 1 together with others at 1 / loss_scale
     clips-model-gradients           a clipping that does not reach the masters
     accumulation-across-scales      gradients of backward passes with different loss scales were added up
     unscaled-too-early              a backward added scaled gradients to gradients that were unscaled already
@@ -61,9 +63,41 @@ def clips_scaled_gradients(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
             return
 
 
+def clips_some_scaled_gradients(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
+    """Gradients were clipped together of which some were still scaled and others were not, by several optimizers."""
+    for write in _clips(rehearsal):
+        scaled = _still_scaled(rehearsal, write)
+        if scaled:
+            number = next((each.optimizer for each in rehearsal.stepped if each.name == scaled[0]), 0)
+            yield finding(
+                "clips-scaled-gradients",
+                "some",
+                api=api,
+                op=write.call or write.op,
+                line=write.line,
+                module=shared_module(scaled),
+                tensor=f"gradient of {scaled[0]}",
+                evidence={"factor": write.factor, "scaled": len(scaled), "clipped": len(write.names)}
+                | {"optimizer": number, "loss_scale": rehearsal.scale},
+                scale=power(rehearsal.scale),
+            )
+            return
+
+
+def _still_scaled(rehearsal: Rehearsal, write: GradientWrite) -> list[str]:
+    """The gradients of a write that were still scaled although others of it had been unscaled."""
+    seen = dict(zip(write.names, write.ratios, strict=False))
+    unscaled = [name for name, ratio in seen.items() if any(_near(ratio, 1 / scale) for scale in rehearsal.scales)]
+    if rehearsal.scale < TOLD_APART or not unscaled or _is_exactly(write.factor, 1 / rehearsal.scale):
+        return []
+    return [name for name, ratio in seen.items() if _near(ratio, 1.0) and not _is_never_scaled(rehearsal, name)]
+
+
 def may_clip_scaled_gradients(rehearsal: Rehearsal) -> bool:
     """Whether only a rehearsal at another loss scale shows if a write is correct."""
-    return any(not _unscales(rehearsal, write) for write in _while_scaled(rehearsal))
+    return any(not _unscales(rehearsal, write) for write in _while_scaled(rehearsal)) or any(
+        _still_scaled(rehearsal, write) for write in _clips(rehearsal)
+    )
 
 
 def stepped_with_scaled_gradients(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
@@ -85,8 +119,11 @@ def stepped_with_scaled_gradients(rehearsal: Rehearsal, api: Api) -> Iterator[Fi
 
 
 def may_be_scaled(rehearsal: Rehearsal) -> bool:
-    """Whether gradients reached a step unchanged: a rehearsal at another loss scale shows whether they are scaled."""
-    return bool(_off_by(rehearsal, 1))
+    """Whether gradients reached a step unchanged or divided by the loss scale.
+
+    A rehearsal at another loss scale shows whether backward scaled them.
+    """
+    return bool(_off_by(rehearsal, 1) or _divided(rehearsal))
 
 
 def loss_not_scaled(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
@@ -103,6 +140,39 @@ def loss_not_scaled(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
                 tensor=f"gradient of {never[0].name}",
                 evidence={"optimizer": number, "gradients": len(never), "loss_scale": rehearsal.scale},
             )
+
+
+def divided_without_scaling(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
+    """Gradients were divided by the loss scale although the loss that they belong to was not multiplied by it."""
+    other = rehearsal.elsewhere
+    if other is None:
+        return
+    never = [each for each in _divided(rehearsal) if _is_the_same(each.delivered, _delivered(other, each.name))]
+    for number, wrong in _by_optimizer(never).items():
+        yield finding(
+            "loss-not-scaled",
+            "divided",
+            api=api,
+            severity="error",
+            module=shared_module([each.name for each in wrong]),
+            tensor=f"gradient of {wrong[0].name}",
+            evidence={"optimizer": number, "gradients": len(wrong), "loss_scale": rehearsal.scale},
+            scale=power(rehearsal.scale),
+        )
+
+
+def _divided(rehearsal: Rehearsal) -> list[SteppedGradient]:
+    """The gradients that a step divided by a loss scale once."""
+
+    def is_divided(gradient: SteppedGradient, scale: float) -> bool:
+        return scale >= TOLD_APART and (gradient.scaled_inside or _near(gradient.ratio / gradient.clipped, 1 / scale))
+
+    return [each for each in rehearsal.stepped if any(is_divided(each, scale) for scale in rehearsal.scales)]
+
+
+def _is_the_same(here: float, there: float) -> bool:
+    """Whether two norms differ by less than a factor of 1.4; another batch may change a norm."""
+    return 0 < here < math.inf and 0 < there < math.inf and abs(math.log2(there / here)) < 0.5
 
 
 def unscaled_twice(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
@@ -122,6 +192,11 @@ def clips_model_gradients(rehearsal: Rehearsal, _api: Api) -> Iterator[Finding]:
             line=clips[0].line,
             tensor=f"gradient of {names[0]}",
             evidence={"clipped": len(names), "masters": len(masters), "factor": clips[0].factor},
+        )
+    elif masters and rehearsal.empty_clips and not _touches(rehearsal, masters):
+        clip = rehearsal.empty_clips[0]
+        yield finding(
+            "clips-model-gradients", "by-name", op=clip.call, line=clip.line, evidence={"masters": len(masters)}
         )
     elif masters and rehearsal.clips_by_name and not _touches(rehearsal, masters):
         yield finding(
@@ -250,8 +325,10 @@ def _clips(rehearsal: Rehearsal) -> list[GradientWrite]:
 
 GRADIENT_RULES: tuple[Callable[[Rehearsal, Api], Iterator[Finding]], ...] = (
     clips_scaled_gradients,
+    clips_some_scaled_gradients,
     stepped_with_scaled_gradients,
     loss_not_scaled,
+    divided_without_scaling,
     unscaled_twice,
     clips_model_gradients,
     accumulates_across_scales,

@@ -28,8 +28,8 @@ from amplab.diagnose.train_step.weight_averages import LostAverage
 
 __all__ = ["averages_lost", "never_stepped", "optimizers_left_out", "updates_bound_to_be_lost", "updates_lost"]
 
-MOST = 0.5
-"""Share of the weights, and of the norm of their updates, above which a step is lost rather than rounded.
+MOST, LOST, LOST_OF_NORM = 0.5, 0.4, 0.25
+"""Shares above which a step is lost: of the weights that cannot change, of those that did not, and of the norm.
 
 A working training in float16 loses up to a third of its small updates, and 3 % of their norm; a stalled one loses all.
 """
@@ -86,7 +86,7 @@ def never_stepped(
 def updates_lost(lost: Sequence[LostUpdates]) -> Iterator[Finding]:
     """A rehearsed step most of whose updates to 16-bit weights are rounded away, by number and by norm."""
     for each in lost:
-        if each.share > MOST and each.norm_share > MOST:
+        if each.share > LOST and each.norm_share > LOST_OF_NORM:
             evidence: dict[str, Number] = {
                 "updated": each.updated,
                 "unmoved": each.unmoved,

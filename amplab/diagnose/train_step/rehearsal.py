@@ -15,6 +15,7 @@ decides which rehearsals a loop needs.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -40,6 +41,7 @@ from amplab.trace.lines import call_of_user_line, user_line
 from amplab.trace.untouched import untouched
 
 __all__ = [
+    "EmptyClip",
     "GradientWrite",
     "LoopRecorder",
     "MisusedGradients",
@@ -64,6 +66,7 @@ class GradientWrite(NamedTuple):
         norm: norm before the op.
         call: the function of torch that the user's code called, `clip_grad_norm_`; the op's name if it called the op.
         line: the line of that call, `train.py:12`; empty if unknown.
+        ratios: `before`, for each gradient alone; NaN if one of the norms is 0 or not finite.
     """
 
     op: str
@@ -73,6 +76,19 @@ class GradientWrite(NamedTuple):
     norm: float
     call: str = ""
     line: str = ""
+    ratios: tuple[float, ...] = ()
+
+
+class EmptyClip(NamedTuple):
+    """A clipping of parameters none of which has a gradient.
+
+    Args:
+        call: the function of torch.
+        line: the line of the call.
+    """
+
+    call: str
+    line: str
 
 
 class SteppedGradient(NamedTuple):
@@ -156,6 +172,7 @@ class Rehearsal:
         mixed: the steps that added up gradients of several scales.
         in_half: whether an op wrote float16.
         looked_through: parameters whose gradients a clipping read and did not change.
+        empty_clips: the clippings that no gradient reached.
         clips_by_name: the clipping function that the step's code calls with the model's parameters; empty for none.
         early: gradients to which scaled ones were added after they had been unscaled.
         unscaled_by_two: gradients that two scalers unscaled, one after the other.
@@ -177,6 +194,7 @@ class Rehearsal:
     mixed: tuple[MixedStep, ...] = ()
     in_half: bool = False
     looked_through: frozenset[str] = frozenset()
+    empty_clips: tuple[EmptyClip, ...] = ()
     clips_by_name: str = ""
     early: tuple[MisusedGradients, ...] = ()
     unscaled_by_two: tuple[MisusedGradients, ...] = ()
@@ -229,7 +247,8 @@ def rehearse(
         undo.enter_context(untouched(model))
         undo.enter_context(recorder.recording())
         if loss_scale is not None:
-            set_scale(scaler, loss_scale)
+            for each in (scaler, *_other_scalers(train_step, scaler)):
+                set_scale(each, loss_scale)
         recorder.scales = scales_of(scaler)
         train_step()
         seen = recorder.rehearsal()
@@ -245,8 +264,9 @@ def rehearse(
 
 def _other_scalers(train_step: Callable[[], Any], scaler: Scaler | None) -> Iterator[torch.amp.GradScaler]:
     """The GradScalers besides `scaler` that the code of `train_step` names; a loop should have one per optimizer."""
-    reached = {id(each): each for each in reached_from(train_step) if isinstance(each, torch.amp.GradScaler)}
-    yield from (each for each in reached.values() if each is not scaler)
+    reached = reached_from(inspect.unwrap(train_step))
+    scalers = {id(each): each for each in reached if isinstance(each, torch.amp.GradScaler)}
+    yield from (each for each in scalers.values() if each is not scaler)
 
 
 @dataclass
@@ -311,6 +331,7 @@ class LoopRecorder:
         self.loss_gradient: float | None = None
         self.is_in_half = False
         self._looked_through: set[str] = set()
+        self._empty_clips: list[EmptyClip] = []
         self._lost: list[LostUpdates] = []
         self._writes: list[GradientWrite] = []
         self._stepped: list[SteppedGradient] = []
@@ -337,6 +358,7 @@ class LoopRecorder:
             mixed=tuple(self._mixed),
             in_half=self.is_in_half,
             looked_through=frozenset(self._looked_through),
+            empty_clips=tuple(self._empty_clips),
             early=tuple(self._early),
             unscaled_by_two=tuple(self._by_two),
             unguarded=tuple(self._unguarded),
@@ -409,6 +431,8 @@ class LoopRecorder:
         self.is_in_half |= isinstance(result, Tensor) and result.dtype == torch.float16
         if self._held and not (func.is_view or func in _VIEWS):
             self.reads(args, result)
+        if func is _NEW_NUMBER and not self._in_step and (call := call_of_user_line()) in _CLIPS_BY_NORM:
+            self._empty_clips.append(EmptyClip(call, str(user_line() or "")))
 
     def ran_in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op outside of autograd that writes in place, and record what it writes to."""
@@ -456,7 +480,8 @@ class LoopRecorder:
             for name in names:
                 self._states[name].clipped *= factor
         ratio = was / delivered if delivered else math.nan
-        self._writes.append(GradientWrite(op, names, ratio, factor, was, call, line))
+        ratios = tuple(_ratio(norm, self._states[name].delivered) for name, norm in zip(names, before, strict=True))
+        self._writes.append(GradientWrite(op, names, ratio, factor, was, call, line, ratios))
 
     def _is_one_scale(self, factor: float) -> bool:
         return any(scale > 1 and abs(math.log2(factor * scale)) < 1e-4 for scale in self.scales)
@@ -601,6 +626,8 @@ class _Writes(DispatchMode):
 
 
 _VIEWS = frozenset((torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten._unsafe_view.default))
+_NEW_NUMBER, _CLIPS_BY_NORM = torch.ops.aten.lift_fresh.default, ("clip_grad_norm_", "clip_grad_norm")
+"""What torch's clipping runs where no parameter has a gradient: it returns a norm of 0.0."""
 _UNSCALERS = ("_amp_foreach_non_finite_check_and_unscale_", "multi_tensor_unscale_")
 """The ops by which torch's and amplab's scalers unscale in place."""
 

@@ -70,7 +70,7 @@ def test_clipping_gradients_that_are_none(level, limit, name):
     try:
         seen = rehearse_loop(training.model, getattr(training, name), [training.optimizer], scaler=training.session)
         found = gradient_findings(seen, Api(ApiStyle.APEX))
-        expected = [("clips-model-gradients", "warning", "likely")] * (name == "of_model" and level == "O2")
+        expected = [("clips-model-gradients", "warning", "certain")] * (name == "of_model" and level == "O2")
         assert [(each.name, each.severity, each.certainty) for each in found] == expected
         for each in found:
             training.step(lambda remedy=each.remedy: training.mended(remedy))
