@@ -1064,7 +1064,7 @@ _VALUES = (
             ),
             "nonfinite": Case(
                 _WROTE + " in {dtype} from inputs up to {input_absmax:.4g}.",
-                "A number in the code is larger than 65504, the largest float16 number.",
+                "A number in the code{number} is beyond 65504, the largest float16 number.",
             ),
             "raised": Case(
                 _RAISED,
@@ -1305,7 +1305,12 @@ _SPEED = (
                     torch="with torch.autocast(x.device.type, torch.float16):  # around the whole forward\n"
                     "    loss = criterion(model(x), target)",
                 ),
-            )
+            ),
+            "weights": Case(
+                cause="Each weight is cast once in a step, however small the batch. Half weights (O2) need no casts.",
+                remedy="# use a larger batch, or half weights:\n"
+                'model, optimizer = amp.initialize(model, optimizer, opt_level="O2")',
+            ),
         },
     ),
 )
