@@ -385,3 +385,10 @@ def test_a_norm_of_blank_samples_is_named_before_the_scale(level):
     assert not found(x).named("norm-of-constant")
     x[:3] = 0  # some blank samples are usual
     assert not found(x).named("norm-of-constant")
+
+
+def test_a_step_that_cannot_run_again_is_examined_once():
+    torch.manual_seed(0)
+    model, batches = nn.Linear(4, 1), iter([torch.randn(8, 4)])
+    found = doctor(model, step=lambda: model(next(batches)).square().mean(), scaler=torch.amp.GradScaler("cpu"))
+    assert not found.harmful, str(found)
