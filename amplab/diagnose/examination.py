@@ -252,9 +252,11 @@ def _examine_step(
     if blamed is not None and first[0].name in CATALOGUE["diverging"].explains:
         first += diverging_in_float32(model, handed, setting, optimizers, api_in_use(setting, step))
     api = api_in_use(setting, step)
-    of_values = (*value_findings(step, api), *arithmetic_findings(step, api))
+    of_values = [*value_findings(step, api), *arithmetic_findings(step, api)]
+    if first and first[0].severity == "error" and setting.dynamic:  # each skipped step has lowered the loss scale
+        of_values = [each for each in of_values if each.name != "gradients-underflow"]
     again = _findings_of_reruns(model, handed, setting, step, api, scaler)
-    of_values = (*again, *(each for each in of_values if each.name not in {found.name for found in again}))
+    of_values = [*again, *(each for each in of_values if each.name not in {found.name for found in again})]
     return step, [*first, *of_values, *speed_findings(step.trace, api)]
 
 

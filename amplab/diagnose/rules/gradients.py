@@ -17,7 +17,7 @@ and a wrong loop shows as another power of the loss scale:
     unscaled-too-early              a backward added scaled gradients to gradients that were unscaled already
     two-scalers                     two scalers unscaled the same gradients
     gradients-left-over             backward added to gradients that a skipped step had left at inf or NaN
-    zero-grad-in-accumulation       the step used the last of several backwards; the others served no step
+    zero-grad-in-accumulation       the step used only the last of several backwards; the others' gradients were lost
 """
 
 from __future__ import annotations
