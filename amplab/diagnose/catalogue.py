@@ -55,7 +55,7 @@ class CatalogueEntry:
         supersedes: ids that are omitted if this one is found.
         supersedes_as_error: ids that are left out where this one is an error.
         explains: ids that this one may be the cause of: their certainty becomes "possible".
-        settles: as a note it needs no action, so a report shows it last, and once.
+        settles: as a note it needs no action: a report shows one such note, and shows it last.
     """
 
     id: str
@@ -636,7 +636,7 @@ _GRADIENTS = (
                 "Optimizer {optimizer} was stepped with {gradients} gradients that were unscaled before the last "
                 "{backwards} had added to them.",
                 "What a backward adds after unscale_ is still multiplied by the loss scale, {scale}, and nothing "
-                "unscales it: it outweighs the rest.",
+                "unscales it. It is much larger than the rest.",
                 "scaler.unscale_(optimizer)  # once per step: after its last backward, before clipping",
             )
         },

@@ -37,7 +37,7 @@ from amplab.trace.recorder import Recorder
 __all__ = ["StepLook"]
 
 _EVERY = 1000  # steps from one look to the next
-_TRIES = 20  # steps that a dynamic scale may skip before a look at this run is given up
+_TRIES = 20  # looks that may end because the step is skipped; then the next one is _EVERY steps later
 
 _unseen_by_engines = torch._C.DisableTorchFunction
 

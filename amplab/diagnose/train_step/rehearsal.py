@@ -449,9 +449,10 @@ class LoopRecorder:
                 yield UnsteppedOptimizer(number, tuple(names), len(self._called))
 
     def _useless_drops(self) -> Iterator[MisusedGradients]:
-        """Yield the optimizers that used the last of several backwards only, when the others served no step at all.
+        """Yield the optimizers that used only the last of several backwards, if no step used the others.
 
-        The first backward of a GAN reaches the judge too, whose gradients are dropped; it served the generator.
+        In a GAN, the generator's backward also writes gradients of the discriminator, which are dropped. That is
+        correct, because the generator's step used this backward.
         """
         for number in range(len(self._optimizers)):
             dropped = [(name, {*passes} - self._useful) for each, name, passes in self._dropped if each == number]
