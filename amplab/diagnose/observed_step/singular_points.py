@@ -1,4 +1,4 @@
-"""The points at which an op, or its slope, is infinite; which of them a step met, and what moved a value onto it.
+"""The points at which an op, or its slope, is infinite; which of them a step reached, and why a value is there.
 
     op                      domain       infinite at      infinite slope at
     log, log2, log10        [0, inf)     0                0
@@ -10,7 +10,7 @@
     sqrt, x^p (0 < p < 1)   [0, inf)                      0
     rsqrt                   [0, inf)     0                0
 
-All points are ends of a domain, so the smallest and the largest element of an input show whether one was met.
+All points are ends of a domain, so the smallest and the largest element of an input show whether it contains one.
 
 `met_point` names an op as the cause only with a proof: computed in float32 from an element that the op read, its result
 is not the point, and it is the point once rounded to float16. Where float32 gives the same result, the search goes on
@@ -160,7 +160,7 @@ def _has_after_eps(step: ObservedStep, op: int, point: float) -> bool:
 
 
 def _origin(step: ObservedStep, op: int, points: tuple[float, ...], in_float32_too: bool) -> Origin:
-    """Walk up from the input of an op to what moved a value onto the points."""
+    """Search from the input of an op backward through the graph for the op that moved a value onto the points."""
     if step.ops[op].numbers and short_name(step.trace.records[op]) == "logit":
         return Origin("eps", op, step.ops[op].numbers[0])
     place, passed = step.ops[op].inputs[0], [op]
