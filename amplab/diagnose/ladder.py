@@ -188,15 +188,17 @@ class LadderReport:
 
 
 def _headroom(peaks: HalfPeaks) -> str:
-    """How far the largest float16 values are from 65504, and where they are heading."""
+    """How far the largest float16 values are from 65504, and at which steps they reach it."""
     activation, gradient = peaks.activation, peaks.gradient
-    said = f"Largest float16 activation {activation.largest:.3g}, largest scaled gradient {gradient.largest:.3g}; the "
-    heading = [
-        f"{name} reach it at about step {trend.reaches:,} if they go on growing so"
-        for name, trend in (("activations", activation), ("gradients", gradient))
+    expected = [
+        f"{name} reach it at about step {trend.reaches:,} if they keep growing at this rate."
+        for name, trend in (("Activations", activation), ("Scaled gradients", gradient))
         if trend.reaches is not None
     ]
-    return f"{said}limit is 65504, and {' and '.join(heading) if heading else 'neither is about to reach it'}."
+    return (
+        f"Largest float16 activation {activation.largest:.3g}, largest scaled gradient {gradient.largest:.3g}. "
+        f"float16's limit is 65504. {' '.join(expected) or 'Neither is about to reach it.'}"
+    )
 
 
 def _against(loss: float, reference: float) -> str:
@@ -407,7 +409,7 @@ def _failure(rung: LadderRung, reference: LadderRung, steps: int, tolerance: flo
         return "weights are inf or NaN" + (f", the loss from step {lost} on" if lost is not None else "")
     if rung.skipped > max(_FEWEST, _MOST_SKIPS * steps):
         return f"{rung.skipped} of {steps} steps skipped"
-    if (reason := _heading(rung, steps)) is not None:
+    if (reason := _expected_overflow(rung, steps)) is not None:
         return reason
     allowed = reference.loss + tolerance * abs(reference.loss)
     if not rung.loss <= allowed:
@@ -421,7 +423,7 @@ def _failure(rung: LadderRung, reference: LadderRung, steps: int, tolerance: flo
     return None
 
 
-def _heading(rung: LadderRung, steps: int) -> str | None:
+def _expected_overflow(rung: LadderRung, steps: int) -> str | None:
     """Return which float16 values are about to overflow; a dynamic scale keeps gradients below 65504."""
     if rung.peaks is None:
         return None

@@ -12,7 +12,7 @@ overflow-in-half            any other op overflowed
 variance-in-half            the difference of two nearly equal float16 numbers was negative
 nonfinite-batch, nonfinite-parameter, nonfinite-buffer, nonfinite-input
                             a tensor was not finite before the step
-masks-added                 masks of the smallest number of a dtype were added up
+masks-added                 masks filled with torch.finfo(dtype).min were added
 masked-row                  every element that a softmax read was masked
 inf-given                   another op received an inf from the code or as an input
 nonfinite-in-float32        mixed precision is not the cause
@@ -31,13 +31,14 @@ from amplab.diagnose.catalogue import finding
 from amplab.diagnose.finding import Certainty, Finding, Number, Severity
 from amplab.diagnose.first_nonfinite import FirstNonfinite, Setting
 from amplab.diagnose.observed_step.dataflow import line_of, nearest_constant, short_name, upstream
-from amplab.diagnose.observed_step.singular_points import Met, domain_of, forward_op_of, met_point
-from amplab.diagnose.observed_step.tensor_summary import HALF_UNDERFLOWS
+from amplab.diagnose.observed_step.singular_points import Met, Origin, domain_of, forward_op_of, met_point
+from amplab.diagnose.observed_step.tensor_summary import HALF_MAX, HALF_UNDERFLOWS, TensorSummary
 from amplab.diagnose.observed_step.values import ObservedStep
 from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.diagnose.remedies.float32 import in_float32, variance_in_float32
+from amplab.diagnose.remedies.float32_function import body_in_float32
 from amplab.diagnose.remedies.singular_points import away_from_point, inside_of_domain
-from amplab.diagnose.remedies.users_code import call_on, edited, with_smaller_number
+from amplab.diagnose.remedies.users_code import LEAST_EPS, call_on, edited, with_larger_eps, with_smaller_number
 from amplab.diagnose.rules.out_of_float32 import why_out_of_float32
 from amplab.display.numbers import power
 from amplab.policies import APEX, CastPolicy
@@ -81,13 +82,13 @@ def finding_of(found: FirstNonfinite) -> Finding:
         module=place.module,
         tensor=found.tensor or _tensor_cast(found),
         line=place.line,
-        evidence=_evidence(found),
+        evidence=_evidence(found, explanation.name),
         **(numbers | dict(explanation.fields)),
     )
 
 
 def api_in_use(setting: Setting, step: ObservedStep) -> Api:
-    """Return what a step uses: who scales its loss as in `setting`, and who casts as its ops show."""
+    """Return the APIs that a step uses: `setting` tells which one scales the loss, the ops tell which one casts."""
     if setting.api_style is ApiStyle.APEX:
         return Api.of_opt_level(setting.level)
     if any(value.kind == "parameter" and value.summary.is_half for value in step.values):
@@ -97,7 +98,7 @@ def api_in_use(setting: Setting, step: ObservedStep) -> Api:
 
 
 def _certainty(found: FirstNonfinite, name: str) -> Certainty:
-    """A value that an op is not made for is seen, not concluded."""
+    """Return "certain" where the values themselves show the cause, else "likely"."""
     concluded = found.cause in ("model", "state", "input") and name not in _SEEN
     return "likely" if concluded else "certain"
 
@@ -198,7 +199,7 @@ def _came_in(found: FirstNonfinite) -> _Explanation:
 
 
 def _first_at(found: FirstNonfinite) -> str:
-    """Where in a tensor of the batch the first element is that is not finite, in words."""
+    """Return a phrase with the sample and the column of the batch's first non-finite element; empty if unknown."""
     if not found.at:
         return ""
     sample, *rest = found.at
@@ -227,9 +228,9 @@ def _zero(found: FirstNonfinite, record: OpRecord) -> _Explanation | None:
         return _Explanation(
             "constant-underflows-half",
             "nonfinite",
-            {"code": _in_float32(found, at, f"or an eps of at least 1e-4, not {lost[1]:g}")},
+            {"code": _with_eps(found, at, lost[1], first=name in DIVISIONS)},
         )
-    met = met_point(found.step, record.index, in_float32_too=found.cause == "model")
+    met = _met(found, record)
     if met is not None:
         return _singular(found, record, met)
     if not (_met_zero(found) and name in DIVISIONS):
@@ -239,9 +240,13 @@ def _zero(found: FirstNonfinite, record: OpRecord) -> _Explanation | None:
     )
 
 
+def _met(found: FirstNonfinite, record: OpRecord) -> Met | None:
+    return met_point(found.step, record.index, in_float32_too=found.cause == "model")
+
+
 def _singular(found: FirstNonfinite, record: OpRecord, met: Met) -> _Explanation:
     """The finding for an op that met a point at which it, or its slope, is infinite."""
-    step, (_, op, number, _) = found.step, met.origin
+    step, op = found.step, met.origin.op
     domain = domain_of(step, met.op)
     slope = record.phase == "backward"
     fields = {
@@ -249,9 +254,10 @@ def _singular(found: FirstNonfinite, record: OpRecord, met: Met) -> _Explanation
         "singular": _points((domain.steep_at if slope else domain.infinite_at) if domain else met.points),
         "received": _points(met.points),
         "by": _by(found, op),
-        "ends": _points(_extremes(step, met)),
-        "number": number,
-        "effect": _effect(met),
+        "ends": _points(met.origin.ends or met.points),
+        "number": met.origin.number,
+        "rounded_in": str(_dtype_of(step, met.origin)).removeprefix("torch."),
+        "effect": _effect(met, _dtype_of(step, met.origin)),
         "code": away_from_point(step, met, _api(found)),
     }
     if slope:
@@ -259,15 +265,6 @@ def _singular(found: FirstNonfinite, record: OpRecord, met: Met) -> _Explanation
     if _LOG_OF_ZERO & {short_name(record)} and met.points == (0,):
         return _log(found, record, fields)
     return _Explanation("infinite-value", met.origin.why, fields)
-
-
-def _extremes(step: ObservedStep, met: Met) -> tuple[float, ...]:
-    """The end of its range that an op wrote; it need not be the singular point, as in log(1 - sigmoid(x))."""
-    if met.origin.op is None or met.origin.why not in ("rounded", "saturated"):
-        return met.points
-    wrote = step.outputs(met.origin.op)[0].summary
-    reached = tuple(dict.fromkeys(each for each in (wrote.lowest, wrote.highest) if each in (-1.0, 0.0, 1.0)))
-    return reached or met.points
 
 
 _LOG_OF_ZERO = frozenset(("log", "log2", "log10"))
@@ -284,15 +281,23 @@ def _by(found: FirstNonfinite, op: int | None) -> str:
     return f"{record.op}{f', {record.line},' if record.line is not None else ''}"
 
 
-def _effect(met: Met) -> str:
-    """What a number of the code is in float16."""
-    near_one = "float16 has no number between 0.9995 and 1"
+def _dtype_of(step: ObservedStep, origin: Origin) -> torch.dtype:
+    """The dtype that the op computes in which moved a value onto a singular point."""
+    wrote = () if origin.op is None else step.outputs(origin.op)
+    return wrote[0].summary.dtype if wrote else torch.float16
+
+
+def _effect(met: Met, dtype: torch.dtype) -> str:
+    """What a number of the code is in the dtype of its op."""
+    name, below_one = str(dtype).removeprefix("torch."), 1 - torch.finfo(dtype).eps / 2
+    near_one = f"{name} has no number between {below_one:.{_DIGITS.get(dtype, 8)}g} and 1"
     if met.origin.why == "eps":
         return f"1 - {met.origin.number:g} is 1: {near_one}"
     rounded = math.copysign(1, met.origin.number)
     return f"it is {rounded:g}: {near_one}" if abs(met.origin.number) > _HALFWAY else "it is 0"
 
 
+_DIGITS = {torch.float16: 4, torch.bfloat16: 4}
 _HALFWAY = 0.5
 
 
@@ -347,7 +352,9 @@ def _overflow(found: FirstNonfinite, record: OpRecord) -> _Explanation:
         return _Explanation("nonfinite-in-float32", *why_out_of_float32(found, record))
     if found.kind == "constant":
         code = with_smaller_number(record.line, record.op)
-        return _Explanation("constant-overflows-half", "nonfinite", {"code": code})
+        large = _large_constant(found, record)
+        number = "" if large is None else f", {large:g},"
+        return _Explanation("constant-overflows-half", "nonfinite", {"code": code, "number": number})
     words = {"bfloat16": "and bfloat16" if found.in_bfloat16 else "but not in bfloat16"}
     softmax = _softmax_that_reads(found)
     if softmax is not None and _is_product(found, record):
@@ -356,11 +363,18 @@ def _overflow(found: FirstNonfinite, record: OpRecord) -> _Explanation:
         return _Explanation("logits-overflow-half", "nonfinite", words | {"code": _in_float32(found, record, note)})
     reduces = short_name(record) in REDUCTIONS or record.op in REDUCTIONS
     kind = "reduction-overflows-half" if reduces else "overflow-in-half"
-    return _Explanation(kind, "nonfinite", words | {"code": _in_float32(found, record)})
+    code = body_in_float32(found.step, record, api=_api(found)) if found.phase == "forward" else ""
+    return _Explanation(kind, "nonfinite", words | {"code": code or _in_float32(found, record)})
+
+
+def _large_constant(found: FirstNonfinite, record: OpRecord) -> float | None:
+    """The first finite number among an op's arguments that float16 does not hold; None for none."""
+    large = (each for each in found.step.ops[record.index].numbers if HALF_MAX < abs(each) < math.inf)
+    return next(large, None)
 
 
 def _masks_added(found: FirstNonfinite, record: OpRecord) -> _Explanation | None:
-    """The finding for an op that read the smallest number of a dtype, as masks write it, and left the range with it."""
+    """The finding for an op that read torch.finfo(dtype).min, as masks contain it, and overflowed."""
     least = [each for each in found.inputs if each.lowest <= torch.finfo(each.dtype).min * _NEARLY]
     if found.phase != "forward" or not least or record.op not in _ADDS:
         return None
@@ -369,6 +383,18 @@ def _masks_added(found: FirstNonfinite, record: OpRecord) -> _Explanation | None
     if call is not None:
         code = edited(call.statement, call.followed_by(".clamp_min(-1e4)"))
     return _Explanation("masks-added", "", {"least": least[0].lowest, "dtype": _dtype(found), "code": code})
+
+
+def _with_eps(found: FirstNonfinite, record: OpRecord, eps: float, *, first: bool) -> str:
+    """A larger eps in the user's line if it comes `first` and is found, and float32 as the other way.
+
+    Where the divisor is the eps alone, gradients are multiplied by 1 / eps. Only a larger eps makes that factor small,
+    so a small one in float32 keeps the loss scale low.
+    """
+    own = with_larger_eps(record.line, record.op, eps) if first else ""
+    if not own:
+        return _in_float32(found, record, f"or an eps of at least {LEAST_EPS}, not {eps:g}")
+    return f"{own}\n# or keep {eps:g} and compute in float32:\n{_in_float32(found, record)}"
 
 
 _NEARLY = 0.99
@@ -416,17 +442,22 @@ def _is_product(found: FirstNonfinite, record: OpRecord) -> bool:
     return any(short_name(found.step.trace.records[op]) in _PRODUCTS for op in near)
 
 
-def _evidence(found: FirstNonfinite) -> dict[str, Number]:
+def _evidence(found: FirstNonfinite, name: str) -> dict[str, Number]:
+    read = _read_at_point(found, found.record) if name == "gradient-undefined" and found.record else found.inputs
     numbers: dict[str, Number] = {"not_finite": found.result, "loss_scale": found.setting.loss_scale}
     if found.record is not None:
-        numbers |= {"phase": found.phase, "input_absmax": _reads(found)}
+        numbers |= {"phase": found.phase, "input_absmax": max((each.absmax for each in read), default=0.0)}
     numbers |= {"infs": found.output.infs or 0, "nans": found.output.nans or 0, "elements": found.output.numel}
-    if zeros := _zeros(found):
+    if zeros := max((each.zeros or 0 for each in read), default=0):
         numbers["input_zeros"] = zeros
     if found.at and found.cause in ("batch", "input"):
         numbers |= dict(zip(("sample", "column"), found.at, strict=False))
-    if lost := _lost_constant(found):
+    lost = _lost_constant(found)
+    if lost is not None:
         numbers["constant"] = lost[1]
+    elif found.kind == "constant" and found.record is not None:
+        large = _large_constant(found, found.record)
+        numbers |= {} if large is None else {"constant": large}
     if found.fitting_scale is not None:
         numbers["finite_at_loss_scale"] = found.fitting_scale
     if found.in_float32 is not None:
@@ -434,12 +465,10 @@ def _evidence(found: FirstNonfinite) -> dict[str, Number]:
     return numbers
 
 
-def _reads(found: FirstNonfinite) -> float:
-    return max((each.absmax for each in found.inputs), default=0.0)
-
-
-def _zeros(found: FirstNonfinite) -> int:
-    return max((each.zeros or 0 for each in found.inputs), default=0)
+def _read_at_point(found: FirstNonfinite, record: OpRecord) -> tuple[TensorSummary, ...]:
+    """What the op read whose slope is infinite: its own input, not what the ops of its gradient read."""
+    met = _met(found, record)
+    return found.inputs if met is None else (found.step.inputs(met.op)[0].summary,)
 
 
 def _where_zeros_began(found: FirstNonfinite, record: OpRecord) -> str:
