@@ -112,6 +112,7 @@ class FusedOptimizer(Optimizer):
     # A key that the state of every stepped parameter has, and that of another rule has not.
     _leading_state = "exp_avg"
     _counts_in_groups = False  # whether group["step"] is the number of steps, as in apex
+    _counts: Sequence[Any] = ()  # group["step"] of each group, as this optimizer wrote it
 
     def __init__(self, params: Any, *settings: Any, **named: Any) -> None:
         """Check the settings by their names in torch's constructor of the same rule, and call it.
@@ -171,6 +172,9 @@ class FusedOptimizer(Optimizer):
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         norm = self._norm_found_with(found_inf)
         with torch.no_grad(), torch._C.DisableTorchFunction():
+            for group, count in zip(self.param_groups, self._counts, strict=False):
+                if group.get("step") is not count:
+                    self._count_from(group)
             batches, grads = self._current(found_inf)
             if batches:
                 self._step(batches, grads, scale, found_inf, norm)
@@ -274,6 +278,7 @@ class FusedOptimizer(Optimizer):
         """Set the state of any optimizer of the same rule."""
         defaults = state.get("defaults") or self.defaults  # a pickle has them, a state_dict does not
         for group in state["param_groups"]:
+            has_count = "step" in group
             for name, default in defaults.items():
                 group.setdefault(name, default)
             group["fused"] = True
@@ -283,8 +288,10 @@ class FusedOptimizer(Optimizer):
                     _refuse_foreign_state(type(self).__name__, state["state"][param], self._leading_state)
                     self._adopt_state(param, group, state["state"][param])
             if self._counts_in_groups:
-                _adopt_count(group, state["state"])
+                _adopt_count(group, state["state"], has_count)
         super().__setstate__(state)
+        if self._counts_in_groups:
+            self._counts = [group.get("step") for group in self.param_groups]
 
     def _adopt_state(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         """Convert the state of another optimizer into the form that the kernels take."""
@@ -396,6 +403,13 @@ class FusedOptimizer(Optimizer):
             taken = int(not_skipped) if found_inf.device.type == "cpu" else not_skipped.int()
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + taken
+        self._counts = [group["step"] for group in self.param_groups]
+
+    def _count_from(self, group: dict[str, Any]) -> None:
+        """Give the parameters of a group the count that a script has written to it."""
+        for param in group["params"]:
+            if "step" in (state := self.state.get(param, {})) and group.get("step") is not None:
+                state["step"].fill_(int(group["step"]))
 
 
 def new_state(param: Tensor) -> Tensor:
@@ -440,11 +454,21 @@ def _master_of(param: Tensor, state: dict[str, Any]) -> Tensor | None:
     return master
 
 
-def _adopt_count(group: dict[str, Any], states: Mapping[Tensor, Any]) -> None:
-    """Set the count of a loaded group to that of its parameters. Sync: one for each parameter on a GPU."""
-    mine = (states.get(param, {}) for param in group["params"])
-    counts = [int(state["step"]) for state in mine if "step" in state]
-    if counts:
+def _adopt_count(group: dict[str, Any], states: Mapping[Tensor, Any], has_count: bool) -> None:
+    """Set the count of a loaded group to that of its parameters, or theirs to its own if that was set back.
+
+    A group counts on while a parameter of it has no gradient, so a count above those of all parameters is not a change.
+    Sync: one for each parameter on a GPU.
+    """
+    steps = [states[param]["step"] for param in group["params"] if "step" in states.get(param, {})]
+    counts = [int(step) for step in steps]
+    if not counts:
+        return
+    if has_count and int(group["step"]) < max(counts):
+        group["step"] = int(group["step"])
+        for step in steps:
+            step.fill_(group["step"])
+    else:
         group["step"] = max(counts)
 
 

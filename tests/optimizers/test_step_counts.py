@@ -139,3 +139,30 @@ def test_mixed_precision_lamb_starts_at_its_argument(model_of, train):
     assert optimizer.param_groups[0]["step"] == 5
     train(optimizer, list(model.parameters()), 2)
     assert optimizer.param_groups[0]["step"] == 7
+
+
+@COUNTING
+@pytest.mark.parametrize("when", ["saved", "live"])
+def test_a_count_that_a_script_sets_back_corrects_the_bias_from_there(make, when, model_of, train):
+    model = model_of()
+    params = list(model.parameters())
+    optimizer = make(params, lr=0.01)
+    train(optimizer, params, 50)
+    saved = copy.deepcopy(optimizer.state_dict())
+    if when == "saved":  # the second phase of NVIDIA's BERT
+        for group in saved["param_groups"]:
+            group["step"] = 0
+    optimizer.load_state_dict(saved)
+    if when == "live":
+        optimizer.param_groups[0]["step"] = 0
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if name not in ("step", "master"):
+                value.fill_(-1.0 if name == "grad_norm" else 0.0)
+    other = copy.deepcopy(model)
+    new = make(list(other.parameters()), lr=0.01)
+    train(optimizer, params, 2, seed=2)
+    train(new, list(other.parameters()), 2, seed=2)
+    assert optimizer.param_groups[0]["step"] == 2
+    assert {state["step"].item() for state in optimizer.state.values()} == {2.0}
+    assert all(torch.equal(a, b) for a, b in zip(params, other.parameters(), strict=True))

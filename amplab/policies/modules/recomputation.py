@@ -154,6 +154,5 @@ class _RecomputingMode(TorchFunctionMode):
 
 
 _BACKWARDS: dict[Callable[..., Any], Callable[..., Any]] = {
-    func: opened(func)
-    for func in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+    func: opened(func) for func in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 }
