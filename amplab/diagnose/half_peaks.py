@@ -140,9 +140,7 @@ class _Peaks(DispatchMode):
 
     def peaks(self) -> tuple[tuple[float, bool], tuple[float, bool]]:
         """Return for forward and for backward the largest magnitude, 0.0 without float16, and whether one overflowed."""
-        forward, backward = (
-            torch.stack(found).amax(0).tolist() if found else (0.0, 0.0) for found in self._found
-        )
+        forward, backward = (torch.stack(found).amax(0).tolist() if found else (0.0, 0.0) for found in self._found)
         return (forward[0], bool(forward[1])), (backward[0], bool(backward[1]))
 
     def __torch_dispatch__(
