@@ -5,7 +5,8 @@
 Every rung starts from the same weights and gets the same batches. A rung holds (trains successfully) if its weights
 and losses stay finite, few steps are skipped, its loss is as low as float32's within the tolerance, and its float16
 values are not about to exceed 65504. If they overflowed in a step, or rise steadily and are within a factor of 2 of
-65504, it holds with a reservation. At each level the dynamic scale comes first: it goes on where a static one ends in NaN.
+65504, it holds with a reservation. At each level the dynamic scale comes first: it goes on where a static one ends in
+NaN.
 """
 
 import copy
@@ -121,7 +122,7 @@ class LadderRung:
             if trend.rises and trend.share > _LITTLE:
                 return (
                     f"its largest {name} rise steadily, from {trend.samples[0][1]:.3g} to {trend.largest:.3g}, "
-                    f"{_percent(trend.share)} of 65504, which they exceed at about step {trend.heads_for:,} at this rate"
+                    f"{_percent(trend.share)} of 65504, which they exceed at about step {trend.heads_for:,} so"
                 )
         return None
 
