@@ -55,7 +55,7 @@ class CatalogueEntry:
         supersedes: ids that are omitted if this one is found.
         supersedes_as_error: ids that are left out where this one is an error.
         explains: ids that this one may be the cause of: their certainty becomes "possible".
-        settles: as a note it needs no action, so a report shows it last, and once.
+        settles: as a note it needs no action: a report shows one such note, and shows it last.
     """
 
     id: str
@@ -233,7 +233,9 @@ _ELEVEN_BITS = (
     "float16 has 11 significant bits. Where E[x^2] and E[x]^2 are nearly equal, their difference is mostly rounding "
     "error."
 )
-_TOO_LARGE_FORWARD = "The result is larger than 65504. What is divided by it becomes 0, and the loss may not show it."
+_TOO_LARGE_FORWARD = (
+    "The result is larger than 65504. A number divided by this inf becomes 0, and the loss may look normal."
+)
 
 
 def _setting(of_apex: str, of_scaler: str) -> PerApi:
@@ -578,6 +580,28 @@ _GRADIENTS = (
         },
     ),
     CatalogueEntry(
+        "loss-depends-on-scale",
+        "The loss, before it is scaled, depends on the loss scale",
+        ("error",),
+        {
+            "": Case(
+                "The loss, before it is scaled, is {loss:.4g} at a loss scale of {scale} and "
+                "{loss_at_half_the_scale:.4g} at {half}.",
+                "A derivative in the loss, as of a gradient penalty or a physical law, is taken of a scaled value and "
+                "is not divided by the loss scale before it enters the loss.",
+                by_scaling(
+                    "(slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)  # of u itself, not scaled",
+                    scaler="slope = slope / scaler.get_scale()  # what torch.autograd.grad returned",
+                ),
+            )
+        },
+        supersedes_as_error=(*SYMPTOMS, "diverging"),
+        explains=(
+            *("overflow-in-half", "logits-overflow-half", "reduction-overflows-half", "nonfinite-in-float32"),
+            *("cast-overflows-half", "scale-too-large"),
+        ),
+    ),
+    CatalogueEntry(
         "unscaled-twice",
         "Gradients are divided by the loss scale twice",
         ("error",),
@@ -612,7 +636,7 @@ _GRADIENTS = (
                 "Optimizer {optimizer} was stepped with {gradients} gradients that were unscaled before the last "
                 "{backwards} had added to them.",
                 "What a backward adds after unscale_ is still multiplied by the loss scale, {scale}, and nothing "
-                "unscales it: it outweighs the rest.",
+                "unscales it. It is much larger than the rest.",
                 "scaler.unscale_(optimizer)  # once per step: after its last backward, before clipping",
             )
         },
@@ -647,6 +671,21 @@ _GRADIENTS = (
                 "optimizer.zero_grad()  # once per step, before its first backward",
             )
         },
+    ),
+    CatalogueEntry(
+        "gradients-left-over",
+        "Gradients that are not finite stay after a skipped step",
+        ("error",),
+        {
+            "": Case(
+                "{gradients} gradients that were inf or NaN after a skipped step were still there at the next "
+                "backward, which added to them.",
+                "zero_grad does not run after a skipped step. What is added to inf or NaN stays inf or NaN, so every "
+                "later step is skipped and the loss scale falls; these steps themselves may be finite.",
+                "optimizer.zero_grad()  # once in every step, also after a step that was skipped",
+            )
+        },
+        supersedes=("scale-too-large", "nonfinite-gradient", "still-skipping"),
     ),
     CatalogueEntry(
         "clips-model-gradients",
@@ -794,20 +833,20 @@ _PARAMETERS = (
         {
             "": Case(
                 _CAME_IN,
-                "An earlier step wrote it. The scaler checks gradients only, so the update itself produced it, or a "
-                "step did not go through the scaler.",
+                "An earlier step made this value non-finite. The scaler checks gradients only, so either the update "
+                "itself overflowed, or a step did not go through the scaler.",
                 _with("", _SMALLER_RATE, "\n# always step through the scaler"),
             ),
             "unchecked": Case(
                 "",
-                "An earlier step wrote it: without a dynamic loss scale, a step is taken even if its gradients are not "
-                "finite.",
+                "An earlier step made this value non-finite. Without a dynamic loss scale, a step is taken even if its "
+                "gradients are not finite.",
                 _with("", _DYNAMIC_SCALE, "\n# and load the last good checkpoint"),
             ),
             "no-half": Case(
                 "",
-                "An earlier step wrote it. No float16 is in this step, so no loss scale fixes this: the cause is the "
-                "data, the learning rate, or the gradient of an op.",
+                "An earlier step made this value non-finite. No float16 is in this step, so no loss scale fixes this: "
+                "the cause is the data, the learning rate, or the gradient of an op.",
                 "# from the last good checkpoint; between backward and step, to stop at the first bad batch:\n"
                 "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)\n"
                 "# and with that batch: print(amplab.first_nonfinite(model, step=loss_of))",
@@ -891,12 +930,12 @@ _NONFINITE = (
     ),
     CatalogueEntry(
         "masks-added",
-        "Masks of the smallest number of a dtype add up to -inf",
+        "Adding masks filled with finfo.min gives -inf",
         ("error",),
         {
             "": Case(
-                "{fn} received {least:.5g}, the smallest {dtype} number, and wrote {counted}.",
-                "Masks fill with torch.finfo(dtype).min; with another mask or a negative score added, the result is "
+                "{fn} received {least:.5g}, the most negative {dtype} number, and wrote {counted}.",
+                "The masks contain torch.finfo(dtype).min. If another mask or a negative score is added, the result is "
                 "-inf. A softmax of a row of -inf is NaN. The constants are the cause, not the learning rate.",
                 "{code}",
             )
@@ -1062,7 +1101,7 @@ _VALUES = (
             ),
             "nonfinite": Case(
                 _WROTE + " in {dtype} from inputs up to {input_absmax:.4g}.",
-                "A number in the code is larger than 65504, the largest float16 number.",
+                "A number in the code{number} is beyond 65504, the largest float16 number.",
             ),
             "raised": Case(
                 _RAISED,
@@ -1249,13 +1288,33 @@ _VALUES = (
     CatalogueEntry(
         "gradients-underflow",
         "Gradients become 0 in float16",
-        ("warning", "note"),
+        ("warning", "note", "error"),
         {
             "": Case(
                 "{share:.0%} of the non-zero gradient elements are 0 in float16 at a loss scale of {scale}.",
                 "Even scaled they are not larger than 2^-25, which rounds to 0.",
                 _DYNAMIC_SCALE,
-            )
+            ),
+            "downstream": Case(
+                "The gradients of {lost} of {parameters} parameters are lost at a loss scale of {scale}; at {larger} "
+                "they are as in float32.",
+                "An op of backward rounds results up to 2^-25 to 0 in float16, and what is computed from them is 0 "
+                "as well.",
+            ),
+            "disabled": Case(
+                "The GradScaler is disabled, and the gradients of {lost} of {parameters} parameters are lost in "
+                "float16; at a loss scale of {larger} they are as in float32.",
+                "A GradScaler with enabled=False does not scale the loss, so an op of backward rounds results up to "
+                "2^-25 to 0, and what is computed from them is 0 as well.",
+                "scaler = {made}.GradScaler(x.device.type)  # not enabled=torch.cuda.is_available(): the CPU needs it "
+                "too",
+            ),
+            "dynamic": Case(
+                "The gradients of {lost} of {parameters} parameters are lost at a loss scale of {scale}; at {larger} "
+                "they are as in float32.",
+                "An op of backward rounds results up to 2^-25 to 0 in float16. A dynamic loss scale grows by itself.",
+                _setting("dynamic_init_scale={fits:.12g}", "init_scale={fits:.12g}"),
+            ),
         },
     ),
 )
@@ -1303,7 +1362,12 @@ _SPEED = (
                     torch="with torch.autocast(x.device.type, torch.float16):  # around the whole forward\n"
                     "    loss = criterion(model(x), target)",
                 ),
-            )
+            ),
+            "weights": Case(
+                cause="Each weight is cast once in a step, however small the batch. Half weights (O2) need no casts.",
+                remedy="# use a larger batch, or half weights:\n"
+                'model, optimizer = amp.initialize(model, optimizer, opt_level="O2")',
+            ),
         },
     ),
 )

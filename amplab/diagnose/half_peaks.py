@@ -1,4 +1,4 @@
-"""The largest float16 numbers of a training run, measured in some of its steps, and where they are heading.
+"""The largest float16 numbers of a training run, measured in some of its steps, and when they will exceed 65504.
 
 with peaks.at(step):      # around one training step
     ...
@@ -22,11 +22,11 @@ from amplab.trace.dispatch_mode import DispatchMode
 
 __all__ = ["HalfPeaks", "PeakTrend"]
 
-_FEWEST = 6  # measurements that make a trend that is counted against a rung
-_FEWEST_STEADY = 4  # measurements that make one if they grow steadily
+_FEWEST = 6  # measurements that a trend needs to count against a rung
+_FEWEST_STEADY = 4  # measurements from which on a steady growth is reported
 _STEADY = 0.8  # of the pairs of measurements in which the later one is larger
-_GROWN = 1.5  # from the first to the last of them; less is noise
-_NEAR = 2.0**8  # below 65504 by more than this factor, a trend over a few steps says nothing
+_GROWN = 1.5  # growth from the first measurement to the last; less is noise
+_NEAR = 2.0**8  # no trend is reported for values below 65504 by more than this factor
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class PeakTrend:
 
     @property
     def reaches(self) -> int | None:
-        """The step at which it exceeds 65504 if it goes on growing as in the second half; None if it does not grow.
+        """The step at which it exceeds 65504 if it keeps growing as in the second half; None if it does not grow.
 
-        A straight line through log2 of the samples.
+        A straight line is fitted to log2 of the samples.
         """
         recent = self._recent(len(self.samples) // 2)
         if len(recent) < _FEWEST or recent[-1][1] < math.log2(FLOAT16.max / _NEAR):
@@ -139,7 +139,7 @@ class _Peaks(DispatchMode):
         self._found: tuple[list[Tensor], list[Tensor]] = ([], [])
 
     def peaks(self) -> tuple[tuple[float, bool], tuple[float, bool]]:
-        """Return for forward and for backward the largest magnitude, 0.0 without float16, and whether one overflowed."""
+        """Return largest magnitude, 0.0 without float16, and whether one overflowed, of forward and of backward."""
         forward, backward = (torch.stack(found).amax(0).tolist() if found else (0.0, 0.0) for found in self._found)
         return (forward[0], bool(forward[1])), (backward[0], bool(backward[1]))
 

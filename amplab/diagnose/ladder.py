@@ -122,7 +122,7 @@ class LadderRung:
             if trend.rises and trend.share > _LITTLE:
                 return (
                     f"its largest {name} rise steadily, from {trend.samples[0][1]:.3g} to {trend.largest:.3g}, "
-                    f"{_percent(trend.share)} of 65504, which they exceed at about step {trend.heads_for:,} so"
+                    f"{_percent(trend.share)} of 65504, which they exceed at about step {trend.heads_for:,}"
                 )
         return None
 
@@ -238,7 +238,7 @@ def _percent(share: float) -> str:
 def _course(name: str, trend: PeakTrend) -> str:
     """Say in words whether values rise."""
     if trend.rises:
-        return f"the {name} rise and exceed it at about step {trend.heads_for:,} if they go on so"
+        return f"the {name} rise and exceed it at about step {trend.heads_for:,} if they keep growing at this rate"
     return f"the {name} did not rise steadily"
 
 
@@ -451,7 +451,7 @@ def _failure(rung: LadderRung, reference: LadderRung, steps: int, tolerance: flo
         return "weights are inf or NaN" + (f", the loss from step {lost} on" if lost is not None else "")
     if rung.skipped > max(_FEWEST, _MOST_SKIPS * steps):
         return f"{rung.skipped} of {steps} steps skipped"
-    if (reason := _heading(rung, steps)) is not None:
+    if (reason := _expected_overflow(rung, steps)) is not None:
         return reason
     if lost is not None:
         return f"the loss of step {lost} is {rung.steps[lost].loss:.4g}"
@@ -467,7 +467,7 @@ def _failure(rung: LadderRung, reference: LadderRung, steps: int, tolerance: flo
     return None
 
 
-def _heading(rung: LadderRung, steps: int) -> str | None:
+def _expected_overflow(rung: LadderRung, steps: int) -> str | None:
     """Return which float16 values are about to overflow."""
     for name, trend in rung._trends():
         if trend.reaches is not None and trend.reaches < _AHEAD * steps:

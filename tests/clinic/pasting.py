@@ -63,9 +63,18 @@ def _with_line_replaced(file: str, line: str, remedy: str, folder: Path) -> Path
 
 
 def pasted_source(source: str, number: int, remedy: str) -> str:
-    """Replace the statement on a line by the last one of the remedy, and those that set its other names before it."""
+    """Replace the statement on a line by the last one of the remedy, and those that set its other names before it.
+
+    A remedy that is the whole body of a function replaces the body.
+    """
     lines = source.splitlines(keepends=True)
     statements = [each for each in ast.walk(ast.parse(source)) if isinstance(each, ast.stmt)]
+    if "# the whole body of " in remedy:
+        around = [e for e in statements if isinstance(e, ast.FunctionDef) and e.lineno <= number <= e.end_lineno]
+        body = max(around, key=lambda each: each.lineno).body
+        indent = " " * body[0].col_offset
+        lines[body[0].lineno - 1 : body[-1].end_lineno] = [f"{indent}{each}\n" for each in remedy.split("\n")]
+        return "".join(lines)
     *earlier, last = _pieces(remedy)
     at = max((each for each in statements if each.lineno <= number <= each.end_lineno), key=lambda each: each.lineno)
     replaced = [(at, last)]

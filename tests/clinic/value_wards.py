@@ -275,6 +275,49 @@ def large_squares(size: int, seed: int, broken: bool) -> Patient:
     return apex(model, regression(model), gaussian(size, seed), level="O2")
 
 
+# The same at O1: the squares are not the only numbers that half rounds
+
+
+class HandSquare(nn.Module):
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.broken = broken
+
+    def forward(self, x):
+        x = x if self.broken else x.float()
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-4)
+
+
+def products_with_itself(size: int, seed: int, broken: bool) -> Patient:
+    model = nn.Sequential(nn.Linear(size, size), HandSquare(broken), nn.Linear(size, 1))
+    nn.init.constant_(model[0].bias, 400.0)
+    return apex(model, regression(model), gaussian(size, seed))
+
+
+# A loss of sums over a plane: the doubled sum overflows, and the sum itself is close to it
+
+
+class Overlap(nn.Module):
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.broken = broken
+
+    def forward(self, logits, target):
+        if not self.broken:
+            logits = logits.float()
+        share = torch.sigmoid(logits)
+        common = torch.einsum("bhw,bhw->b", share, target) if self.broken else (share * target).sum((1, 2))
+        return 1 - (2 * common / (share.float() + target).sum((1, 2))).mean()
+
+
+def doubled_sum(size: int, seed: int, broken: bool) -> Patient:
+    """The sums are about 220 x 220."""
+    model, overlap = nn.Sequential(nn.Conv2d(1, 1, 1)), Overlap(broken)
+    nn.init.constant_(model[0].bias, 4.0)
+    planes = gaussian(size, seed, 2, 1, 220, 220)
+    return apex(model, lambda x: overlap(model(x)[:, 0], (x[:, 0] > -2.5).float()), planes)
+
+
 VALUE_WARDS = {
     "attention logits": Ward(attention_logits, "logits-overflow-half", "attention"),
     "eps": Ward(vanishing_eps, "constant-underflows-half", "norm"),
@@ -289,5 +332,7 @@ VALUE_WARDS = {
     "large product, O2": Ward(large("O2", functional=True), "overflow-in-half", "block"),
     "two masks in half": Ward(two_masks("O2", wide=False), "masks-added", "attention"),
     "two masks in float32": Ward(two_masks("O1", wide=True), "masks-added", "attention"),
+    "products with itself": Ward(products_with_itself, "overflow-in-half", "1"),
+    "doubled sum": Ward(doubled_sum, "overflow-in-half", ""),
     "late where": Ward(late_where, "gradient-undefined", "root"),
 }

@@ -385,3 +385,27 @@ def test_a_norm_of_blank_samples_is_named_before_the_scale(level):
     assert not found(x).named("norm-of-constant")
     x[:3] = 0  # some blank samples are usual
     assert not found(x).named("norm-of-constant")
+
+
+def test_a_step_that_cannot_run_again_is_examined_once():
+    torch.manual_seed(0)
+    model, batches = nn.Linear(4, 1), iter([torch.randn(8, 4)])
+    found = doctor(model, step=lambda: model(next(batches)).square().mean(), scaler=torch.amp.GradScaler("cpu"))
+    assert not found.harmful, str(found)
+
+
+def test_a_loss_scale_that_skipped_steps_have_lowered_is_no_finding_of_its_own():
+    """Gradients underflow at a scale that fell because forward overflows; the constant is in the cause."""
+    model, x, _ = healthy()
+    scaler = amplab.GradScaler("cpu", init_scale=2.0**-10)
+
+    def step():
+        with amplab.autocast("cpu", dtype=torch.float16):
+            scores = model(x) + (x[:, :8] > 0).half() * -1e9
+        return (scores.softmax(-1) * model(x)).sum() * 1e-3 + scores.half().mul(2).float().sum()
+
+    found = doctor(model, step=step, scaler=scaler)
+    assert found[0].name == "constant-overflows-half"
+    assert "-1e+09" in found[0].cause
+    assert found[0].evidence["constant"] == -1e9
+    assert not [each for each in found if each.name == "gradients-underflow"]

@@ -298,7 +298,8 @@ class GradScaler(torch.amp.GradScaler):
         itself.
 
         Returns:
-            The result of ``optimizer.step``; None after a skipped step. `last_step` tells them apart.
+            The result of ``optimizer.step``; None after a skipped step. If the optimizer itself returns None,
+            `last_step` tells whether the step was skipped.
 
         Raises:
             RuntimeError: a closure; a second step since the last `update`.
@@ -306,7 +307,7 @@ class GradScaler(torch.amp.GradScaler):
             ValueError: float16 gradients, and an optimizer that does not take the scale.
 
         Sync: one; none with an optimizer that takes the scale, except for the step in which a fused SGD creates its
-        momentum. One more at every eighth skipped step in a row.
+        momentum. After every eighth consecutive skipped step, one additional sync.
         """
         if not self._enabled:
             self._last = STEPPED

@@ -10,14 +10,27 @@ from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import cast
 
+import torch
+
 from amplab.trace.lines import CodeLine
 
-__all__ = ["Edit", "UsersCall", "call_on", "edited", "with_smaller_number"]
+__all__ = [
+    "LEAST_EPS",
+    "Edit",
+    "UsersCall",
+    "UsersFunction",
+    "call_on",
+    "edited",
+    "function_around",
+    "with_larger_eps",
+    "with_smaller_number",
+]
 
 _OPERATORS: dict[type[ast.operator], tuple[str, ...]] = {
     ast.MatMult: ("matmul",),
@@ -93,6 +106,79 @@ class UsersCall:
 
 
 @dataclass(frozen=True)
+class UsersFunction:
+    """The function of the user's code that contains a line.
+
+    Args:
+        file: its file.
+        name: its name.
+        first, last: the lines of its body, without a docstring.
+        arguments: the names of its arguments that may be tensors, without `self`.
+        tensors: those of them that certainly are, as they are used.
+        body: the code of its body, without indentation.
+        names: number of a line -> the arguments that it reads.
+        numbers: number of a line -> the numbers that are written in it.
+    """
+
+    file: str
+    name: str
+    first: int
+    last: int
+    arguments: tuple[str, ...]
+    tensors: frozenset[str]
+    body: str
+    names: Mapping[int, frozenset[str]]
+    numbers: Mapping[int, frozenset[float]]
+
+    def contains(self, line: CodeLine | None) -> bool:
+        """Whether a line belongs to its body."""
+        return line is not None and line.file == self.file and self.first <= line.number <= self.last
+
+
+def function_around(line: CodeLine | None) -> UsersFunction | None:
+    """Return the innermost function that contains a line; None for a generator, or if the file cannot be parsed."""
+    tree = None if line is None else _tree(line.file, len(linecache.getlines(line.file)))
+    if line is None or tree is None:
+        return None
+    around = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef) and _is_on(each, line.number)]
+    found = max(around, key=lambda each: each.lineno, default=None)
+    if found is None or any(isinstance(each, ast.Yield | ast.YieldFrom) for each in ast.walk(found)):
+        return None
+    body = found.body[1:] if ast.get_docstring(found) is not None else found.body
+    if not body or body[0].lineno == found.lineno:
+        return None
+    first, last = body[0].lineno, body[-1].end_lineno or body[-1].lineno
+    arguments, tensors = _arguments(found, is_method=any(found in each.body for each in _classes(tree)))
+    names: dict[int, frozenset[str]] = {}
+    numbers: dict[int, frozenset[float]] = {}
+    for each in ast.walk(found):
+        if isinstance(each, ast.Name) and each.id in arguments:
+            names[each.lineno] = names.get(each.lineno, frozenset()) | {each.id}
+        if isinstance(each, ast.Constant) and isinstance(each.value, int | float):
+            numbers[each.lineno] = numbers.get(each.lineno, frozenset()) | {float(each.value)}
+    code = textwrap.dedent("".join(linecache.getlines(line.file)[first - 1 : last])).rstrip("\n")
+    return UsersFunction(line.file, found.name, first, last, arguments, tensors, code, names, numbers)
+
+
+def _classes(tree: ast.Module) -> list[ast.ClassDef]:
+    return [each for each in ast.walk(tree) if isinstance(each, ast.ClassDef)]
+
+
+def _arguments(function: ast.FunctionDef, *, is_method: bool) -> tuple[tuple[str, ...], frozenset[str]]:
+    """The arguments that may be tensors, and those that are: code reads an attribute that only tensors have."""
+    given = [*function.args.posonlyargs, *function.args.args][is_method:]
+    plain = given[: len(given) - len(function.args.defaults)] if function.args.defaults else given
+    known = [each.arg for each in plain if "Tensor" in ast.unparse(each.annotation or ast.Name("Tensor"))]
+    read: dict[str, set[str]] = {}
+    for each in ast.walk(function):
+        if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name):
+            read.setdefault(each.value.id, set()).add(each.attr)
+    possible = tuple(each for each in known if all(hasattr(torch.Tensor, attr) for attr in read.get(each, ())))
+    certain = (each for each in possible if any(not hasattr(float, attr) for attr in read.get(each, ())))
+    return possible, frozenset(certain)
+
+
+@dataclass(frozen=True)
 class Edit:
     """Text to write in place of a piece of a statement; of nothing where it begins and ends at one place."""
 
@@ -119,7 +205,8 @@ def call_on(line: CodeLine | None, op: str, *, outermost: bool = False, is_modul
         line: the line.
         op: the op, as a trace names it.
         is_module: `op` is the name of a submodule, so the object that has it is not an operand.
-        outermost: of several return the one that contains all others, as of the additions in `a + b + c`.
+        outermost: if several match, return the one that contains the others, such as the outer addition of
+            `a + b + c`.
     """
     if line is None:
         return None
@@ -260,6 +347,39 @@ def with_smaller_number(line: CodeLine | None, op: str) -> str:
     begin, end = call.places[numbers[0]]
     limited = f"max({number}, -1e4)" if not _is_literal(number) else ("-1e4" if number.startswith("-") else "1e4")
     return edited(call.statement, (Edit(begin, end, limited),))
+
+
+LEAST_EPS = "1e-4"
+"""The smallest eps that a remedy proposes: float16 holds it with all its bits, and its inverse."""
+
+
+def with_larger_eps(line: CodeLine | None, op: str, eps: float) -> str:
+    """Return the user's statement with the eps that an op receives raised to `LEAST_EPS`; empty if it is not found.
+
+    Args:
+        line: the line.
+        op: the op, as a trace names it.
+        eps: the number that it received.
+    """
+    call = call_on(line, op)
+    if call is None:
+        return ""
+    written = [place for place, code in enumerate(call.operands) if eps in _literals(code)]
+    own = [place for place, code in enumerate(call.operands) if code.startswith("self.") and "(" not in code]
+    places = written or own
+    if len(places) != 1:
+        return ""
+    begin, end = call.places[places[0]]
+    code = call.operands[places[0]]
+    return edited(call.statement, (Edit(begin, end, LEAST_EPS if _is_literal(code) else f"max({code}, {LEAST_EPS})"),))
+
+
+def _literals(code: str) -> list[float]:
+    """The numbers that an expression without calls contains."""
+    nodes = list(ast.walk(ast.parse(code, mode="eval")))
+    if any(isinstance(each, ast.Call) for each in nodes):
+        return []
+    return [each.value for each in nodes if isinstance(each, ast.Constant) and isinstance(each.value, float)]
 
 
 def _number_operands(call: UsersCall, op: str) -> list[int]:

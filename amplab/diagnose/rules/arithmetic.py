@@ -2,7 +2,7 @@
 
 Pure functions from an `ObservedStep`, measured in detail, to findings:
 
-    overflow-in-half      an op wrote inf from finite numbers, and what is divided by it is 0
+    overflow-in-half      an op wrote inf from finite numbers; a number divided by it is 0
     variance-in-half      E[x^2] - E[x]^2 of nearly equal float16 numbers: the difference is rounding error
     exponential-in-half   exp or a power came close to 65504, or became 0
     logarithm-in-half     a logarithm read subnormal float16 numbers, which have few bits
@@ -29,6 +29,7 @@ from amplab.diagnose.observed_step.tensor_summary import HALF_MAX
 from amplab.diagnose.observed_step.values import ObservedStep
 from amplab.diagnose.remedies.api_styles import Api
 from amplab.diagnose.remedies.float32 import kept_in_float32, variance_in_float32
+from amplab.diagnose.remedies.float32_function import body_in_float32
 from amplab.diagnose.rules.nonfinite import LOGARITHMS, REDUCTIONS
 
 __all__ = ["ARITHMETIC_RULES", "arithmetic_findings"]
@@ -77,7 +78,8 @@ def overflows_that_do_not_show(step: ObservedStep, api: Api) -> Iterator[Finding
                 severity="warning" if harms else "note",
                 **place_of(record),
                 evidence={"input_absmax": max(e.absmax for e in read), "infs": written.infs, "elements": written.numel},
-                code=kept_in_float32(record, note, api=api, trace=step.trace),
+                code=body_in_float32(step, record, note, api=api)
+                or kept_in_float32(record, note, api=api, trace=step.trace),
             )
 
 

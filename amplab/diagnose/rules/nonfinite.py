@@ -12,7 +12,7 @@ overflow-in-half            any other op overflowed
 variance-in-half            the difference of two nearly equal float16 numbers was negative
 nonfinite-batch, nonfinite-parameter, nonfinite-buffer, nonfinite-input
                             a tensor was not finite before the step
-masks-added                 masks of the smallest number of a dtype were added up
+masks-added                 masks filled with torch.finfo(dtype).min were added
 masked-row                  every element that a softmax read was masked
 inf-given                   another op received an inf from the code or as an input
 nonfinite-in-float32        mixed precision is not the cause
@@ -32,12 +32,13 @@ from amplab.diagnose.finding import Certainty, Finding, Number, Severity
 from amplab.diagnose.first_nonfinite import FirstNonfinite, Setting
 from amplab.diagnose.observed_step.dataflow import line_of, nearest_constant, short_name, upstream
 from amplab.diagnose.observed_step.singular_points import Met, domain_of, forward_op_of, met_point
-from amplab.diagnose.observed_step.tensor_summary import HALF_UNDERFLOWS
+from amplab.diagnose.observed_step.tensor_summary import HALF_MAX, HALF_UNDERFLOWS
 from amplab.diagnose.observed_step.values import ObservedStep
 from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.diagnose.remedies.float32 import in_float32, variance_in_float32
+from amplab.diagnose.remedies.float32_function import body_in_float32
 from amplab.diagnose.remedies.singular_points import away_from_point, inside_of_domain
-from amplab.diagnose.remedies.users_code import call_on, edited, with_smaller_number
+from amplab.diagnose.remedies.users_code import LEAST_EPS, call_on, edited, with_larger_eps, with_smaller_number
 from amplab.diagnose.rules.out_of_float32 import why_out_of_float32
 from amplab.display.numbers import power
 from amplab.policies import APEX, CastPolicy
@@ -87,7 +88,7 @@ def finding_of(found: FirstNonfinite) -> Finding:
 
 
 def api_in_use(setting: Setting, step: ObservedStep) -> Api:
-    """Return what a step uses: who scales its loss as in `setting`, and who casts as its ops show."""
+    """Return the APIs that a step uses: `setting` tells which one scales the loss, the ops tell which one casts."""
     if setting.api_style is ApiStyle.APEX:
         return Api.of_opt_level(setting.level)
     if any(value.kind == "parameter" and value.summary.is_half for value in step.values):
@@ -97,7 +98,7 @@ def api_in_use(setting: Setting, step: ObservedStep) -> Api:
 
 
 def _certainty(found: FirstNonfinite, name: str) -> Certainty:
-    """A value that an op is not made for is seen, not concluded."""
+    """Return "certain" where the values themselves show the cause, else "likely"."""
     concluded = found.cause in ("model", "state", "input") and name not in _SEEN
     return "likely" if concluded else "certain"
 
@@ -198,7 +199,7 @@ def _came_in(found: FirstNonfinite) -> _Explanation:
 
 
 def _first_at(found: FirstNonfinite) -> str:
-    """Where in a tensor of the batch the first element is that is not finite, in words."""
+    """Return a phrase with the sample and the column of the batch's first non-finite element; empty if unknown."""
     if not found.at:
         return ""
     sample, *rest = found.at
@@ -227,7 +228,7 @@ def _zero(found: FirstNonfinite, record: OpRecord) -> _Explanation | None:
         return _Explanation(
             "constant-underflows-half",
             "nonfinite",
-            {"code": _in_float32(found, at, f"or an eps of at least 1e-4, not {lost[1]:g}")},
+            {"code": _with_eps(found, at, lost[1], first=name in DIVISIONS)},
         )
     met = met_point(found.step, record.index, in_float32_too=found.cause == "model")
     if met is not None:
@@ -347,7 +348,9 @@ def _overflow(found: FirstNonfinite, record: OpRecord) -> _Explanation:
         return _Explanation("nonfinite-in-float32", *why_out_of_float32(found, record))
     if found.kind == "constant":
         code = with_smaller_number(record.line, record.op)
-        return _Explanation("constant-overflows-half", "nonfinite", {"code": code})
+        large = _large_constant(found, record)
+        number = "" if large is None else f", {large:g},"
+        return _Explanation("constant-overflows-half", "nonfinite", {"code": code, "number": number})
     words = {"bfloat16": "and bfloat16" if found.in_bfloat16 else "but not in bfloat16"}
     softmax = _softmax_that_reads(found)
     if softmax is not None and _is_product(found, record):
@@ -356,11 +359,18 @@ def _overflow(found: FirstNonfinite, record: OpRecord) -> _Explanation:
         return _Explanation("logits-overflow-half", "nonfinite", words | {"code": _in_float32(found, record, note)})
     reduces = short_name(record) in REDUCTIONS or record.op in REDUCTIONS
     kind = "reduction-overflows-half" if reduces else "overflow-in-half"
-    return _Explanation(kind, "nonfinite", words | {"code": _in_float32(found, record)})
+    code = body_in_float32(found.step, record, api=_api(found)) if found.phase == "forward" else ""
+    return _Explanation(kind, "nonfinite", words | {"code": code or _in_float32(found, record)})
+
+
+def _large_constant(found: FirstNonfinite, record: OpRecord) -> float | None:
+    """The first finite number among an op's arguments that float16 does not hold; None for none."""
+    large = (each for each in found.step.ops[record.index].numbers if HALF_MAX < abs(each) < math.inf)
+    return next(large, None)
 
 
 def _masks_added(found: FirstNonfinite, record: OpRecord) -> _Explanation | None:
-    """The finding for an op that read the smallest number of a dtype, as masks write it, and left the range with it."""
+    """The finding for an op that read torch.finfo(dtype).min, as masks contain it, and overflowed."""
     least = [each for each in found.inputs if each.lowest <= torch.finfo(each.dtype).min * _NEARLY]
     if found.phase != "forward" or not least or record.op not in _ADDS:
         return None
@@ -369,6 +379,18 @@ def _masks_added(found: FirstNonfinite, record: OpRecord) -> _Explanation | None
     if call is not None:
         code = edited(call.statement, call.followed_by(".clamp_min(-1e4)"))
     return _Explanation("masks-added", "", {"least": least[0].lowest, "dtype": _dtype(found), "code": code})
+
+
+def _with_eps(found: FirstNonfinite, record: OpRecord, eps: float, *, first: bool) -> str:
+    """A larger eps in the user's line if it comes `first` and is found, and float32 as the other way.
+
+    Where the divisor is the eps alone, gradients are multiplied by 1 / eps. Only a larger eps makes that factor small,
+    so a small one in float32 keeps the loss scale low.
+    """
+    own = with_larger_eps(record.line, record.op, eps) if first else ""
+    if not own:
+        return _in_float32(found, record, f"or an eps of at least {LEAST_EPS}, not {eps:g}")
+    return f"{own}\n# or keep {eps:g} and compute in float32:\n{_in_float32(found, record)}"
 
 
 _NEARLY = 0.99
@@ -425,8 +447,12 @@ def _evidence(found: FirstNonfinite) -> dict[str, Number]:
         numbers["input_zeros"] = zeros
     if found.at and found.cause in ("batch", "input"):
         numbers |= dict(zip(("sample", "column"), found.at, strict=False))
-    if lost := _lost_constant(found):
+    lost = _lost_constant(found)
+    if lost is not None:
         numbers["constant"] = lost[1]
+    elif found.kind == "constant" and found.record is not None:
+        large = _large_constant(found, found.record)
+        numbers |= {} if large is None else {"constant": large}
     if found.fitting_scale is not None:
         numbers["finite_at_loss_scale"] = found.fitting_scale
     if found.in_float32 is not None:

@@ -83,12 +83,19 @@ def cast_traffic(trace: Trace, api: Api | None = None) -> Iterator[Finding]:
         worst = max(modules, key=lambda module: modules[module])
         yield finding(
             "cast-traffic",
+            "weights" if _casts_each_weight_once(trace) else "",
             api=api,
             certainty="likely",
             module=worst,
             evidence={"cast_bytes": trace.cast_bytes, "op_bytes": moved, "casts": len(trace.casts)},
             share=trace.cast_bytes / moved,
         )
+
+
+def _casts_each_weight_once(trace: Trace) -> bool:
+    """Whether weights are cast in forward, none of them twice: one region already surrounds what uses them."""
+    names = [record.parameter for record in trace.casts if record.phase == "forward" and record.parameter]
+    return bool(names) and len(names) == len(set(names))
 
 
 def _computes(record: OpRecord) -> bool:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.diagnose.rules.speed import CASTS, TINY, speed_findings
 from amplab.trace import trace_step
 
@@ -54,3 +55,20 @@ def test_casts_that_move_more_than_ops(width, casts):
 def test_a_step_without_products_in_half_has_no_speed_to_miss():
     model = nn.Linear(7, 7)
     assert speed_findings(trace_step(model, lambda: model(torch.ones(3, 7)).sum())) == []
+
+
+@pytest.mark.parametrize(("regions", "remedy"), [(1, "opt_level"), (2, "around the whole forward")])
+def test_a_region_is_proposed_only_where_weights_are_cast_more_than_once(regions, remedy):
+    model, x = nn.Linear(64, 64), torch.randn(8, 64)
+
+    def step():
+        out = x
+        for _ in range(regions):
+            with torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
+                out = model(out)
+        return out.float().sum()
+
+    (seen,) = (
+        each for each in speed_findings(trace_step(model, step), Api(casting=ApiStyle.TORCH)) if "cast" in each.name
+    )
+    assert remedy in seen.remedy
