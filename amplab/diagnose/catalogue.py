@@ -1189,6 +1189,28 @@ _VALUES = (
         },
     ),
     CatalogueEntry(
+        "digits-lost-in-half",
+        "Large numbers, such as times and positions, lose the digits that an op needs",
+        ("warning",),
+        {
+            "": Case(
+                "{op} received float16 numbers up to {input_absmax:.5g}, where neighbors are {spacing:g} apart.",
+                "The phase of {op} is lost: its period is 6.28.{origin}",
+                "{code}",
+            ),
+            "difference": Case(
+                "{op} of float16 numbers up to {input_absmax:.5g}, which are up to {spacing:g} apart, is at most "
+                "{left:.4g}.",
+                "The difference is mostly rounding error.{origin}",
+            ),
+            "index": Case(
+                "float16 numbers up to {input_absmax:.5g} were converted to integers.",
+                "From 2048 on float16 does not hold every integer; here its neighbors are up to {spacing:g} "
+                "apart.{origin}",
+            ),
+        },
+    ),
+    CatalogueEntry(
         "exponential-in-half",
         "An exponential or power comes close to an end of the float16 range",
         ("note",),

@@ -29,6 +29,7 @@ from amplab.diagnose.observed_step.values import ObservedStep, observe_step
 from amplab.diagnose.ranking import ranked
 from amplab.diagnose.remedies.api_styles import Api, api_style_of
 from amplab.diagnose.rules.arithmetic import arithmetic_findings
+from amplab.diagnose.rules.digits import digits_findings
 from amplab.diagnose.rules.divergence import diverging_in_float32
 from amplab.diagnose.rules.gradients import gradient_findings
 from amplab.diagnose.rules.nonfinite import api_in_use, finding_of
@@ -244,7 +245,7 @@ def _examine_step(
     if blamed is not None and first[0].name in CATALOGUE["diverging"].explains:
         first += diverging_in_float32(model, handed, setting, optimizers, api_in_use(setting, step))
     api = api_in_use(setting, step)
-    of_values = [*value_findings(step, api), *arithmetic_findings(step, api)]
+    of_values = [*value_findings(step, api), *arithmetic_findings(step, api), *digits_findings(step, api)]
     if first and first[0].severity == "error" and setting.dynamic:  # each skipped step has lowered the loss scale
         of_values = [each for each in of_values if each.name != "gradients-underflow"]
     return step, [*first, *of_values, *speed_findings(step.trace, api)]
