@@ -1,25 +1,26 @@
-"""amplab: a lab for automatic mixed precision, on a library that works without it.
+"""amplab: a library for automatic mixed precision in PyTorch, with an interactive lab for JupyterLab.
 
-The rooms, in reading order; each imports only those before it, and each is loaded when it is first touched, so that
-``import amplab`` costs nothing::
+The package is divided into rooms. A room imports only rooms listed before it. ``import amplab`` imports none of them;
+each is imported at its first use::
 
-    formats   what a number is: formats as data, bits, rounding, exponent histograms
-    display   how things are shown outside of widgets: numbers, tables, HTML, drawings, colors
-    kernels   fused operations with their references
-    policies  which operation runs in which dtype, and why
-    scalers   how the loss scale moves
-    optimizers FusedAdam, FusedSGD and LARC, as scripts import them from apex
-    parallel  DistributedDataParallel and its kind under apex's names; so normalization and multi_tensor_apply
-    amp       the faces of apex (initialize, scale_loss, …) and of PyTorch (autocast, GradScaler, checkpoint)
-    fp16_utils half precision by hand: FP16_Optimizer and what came before amp
-    trace     what happened in one step: every operation with its dtypes and the reason; xray of any model
-    diagnose  what is the matter: the first op to leave its range, findings about a model, its loop and the machine
-    lab       experiments: tasks, models, a trainer, the run log
-    views     the widgets of the lab (imported by name: they need the extra ``lab``)
-    bench     measurements that you can repeat
-    launch    JupyterLab, opened on one notebook
-    scripts   runs scripts that import apex, unchanged
-    cli       the ``amplab`` command
+    formats      number formats as data: float16, bfloat16, tf32, float8; bits, rounding, exponent histograms
+    display      output outside of widgets: numbers as text, tables as text and HTML, small drawings, one palette
+    kernels      fused unscale, norms, statistics, scale updates and optimizer steps, with their references
+    policies     which operation runs in which dtype, and why: op tables, your own rules, casting engines
+    scalers      how the loss scale moves: published rules and your own, replayed on a record; master weights
+    optimizers   FusedSGD, FusedAdam, FusedLAMB and the rest of apex's and of Ascend's names; LARC
+    parallel     DistributedDataParallel, Reducer and SyncBatchNorm under apex's names
+    normalization, multi_tensor_apply   belong to parallel
+    amp          the API of apex (initialize, scale_loss, ...) and of PyTorch (autocast, GradScaler, checkpoint)
+    fp16_utils   half precision without amp: FP16_Optimizer and the other functions of apex from before amp
+    trace        one step in detail: every operation, with the reason for its dtype; xray of any model
+    diagnose     what is wrong and how to fix it: the first op that was not finite, findings with their remedy
+    lab          experiments: tasks, models, a trainer, the run log; the watch around your own loop
+    views        the widgets for JupyterLab, which need the extra ``lab``; import them by name
+    bench        measurements that you can repeat
+    launch       starts JupyterLab with one notebook
+    scripts      runs scripts that import apex unchanged, with CUDA or on the CPU
+    cli          the ``amplab`` command
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Measurements that a user can repeat: two implementations by turns in one run, and the ratio of their times.
+"""Measurements that a user can repeat: two implementations alternately in one run, and the ratio of their times.
 
 Reading order: Goal and Row (a result), Case and measure (how it is measured), SUITES and run_suite (what
 ``amplab bench`` measures), as_text and as_json (what it prints).

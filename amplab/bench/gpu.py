@@ -3,7 +3,7 @@
 Without a CUDA device it says so and writes nothing: only measured figures are ever shown. The cases are in
 ``gpu_cases.py``, the checks in ``gpu_checks.py``; figures of other machines come with the package, under ``results/``.
 
-The sides of a case are timed by turns in one run, and each round gives one ratio. "On the device" is timed by CUDA
+The sides of a case are timed alternately in one run, and each round gives one ratio. "On the device" is timed by CUDA
 events around each run, after reading other memory to sweep the L2 cache, and with the device waiting until the host
 has enqueued the run. A "whole call" is timed by the host's clock between two points at which the device is idle.
 """

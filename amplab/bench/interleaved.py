@@ -1,4 +1,4 @@
-"""Time two implementations by turns, and keep the ratio of each round.
+"""Time two implementations alternately, and keep the ratio of each round.
 
     round 1: ours × n, theirs × n      median time of ours / median time of theirs = ratio 1
     round 2: theirs × n, ours × n      ratio 2

@@ -11,7 +11,7 @@ masters                float16 gradients → float32 masters → float16 weights
     Adagrad, Adadelta, RMSprop    against torch.optim's with default arguments
     LAMB, NovoGrad                against the rule in torch's operators, tensor by tensor: torch has no such optimizer
 
-Both sides work on the same tensors by turns: the speed of a page of memory depends on its address, by more than the
+Both sides work alternately on the same tensors: the speed of a page of memory depends on its address, by more than the
 differences to be measured.
 """
 

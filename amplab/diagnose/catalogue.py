@@ -233,7 +233,9 @@ _ELEVEN_BITS = (
     "float16 has 11 significant bits. Where E[x^2] and E[x]^2 are nearly equal, their difference is mostly rounding "
     "error."
 )
-_TOO_LARGE_FORWARD = "The result is larger than 65504. What is divided by it becomes 0, and the loss may not show it."
+_TOO_LARGE_FORWARD = (
+    "The result is larger than 65504. A number divided by this inf becomes 0, and the loss may look normal."
+)
 
 
 def _setting(of_apex: str, of_scaler: str) -> PerApi:
@@ -794,20 +796,20 @@ _PARAMETERS = (
         {
             "": Case(
                 _CAME_IN,
-                "An earlier step wrote it. The scaler checks gradients only, so the update itself produced it, or a "
-                "step did not go through the scaler.",
+                "An earlier step made this value non-finite. The scaler checks gradients only, so either the update "
+                "itself overflowed, or a step did not go through the scaler.",
                 _with("", _SMALLER_RATE, "\n# always step through the scaler"),
             ),
             "unchecked": Case(
                 "",
-                "An earlier step wrote it: without a dynamic loss scale, a step is taken even if its gradients are not "
-                "finite.",
+                "An earlier step made this value non-finite. Without a dynamic loss scale, a step is taken even if its "
+                "gradients are not finite.",
                 _with("", _DYNAMIC_SCALE, "\n# and load the last good checkpoint"),
             ),
             "no-half": Case(
                 "",
-                "An earlier step wrote it. No float16 is in this step, so no loss scale fixes this: the cause is the "
-                "data, the learning rate, or the gradient of an op.",
+                "An earlier step made this value non-finite. No float16 is in this step, so no loss scale fixes this: "
+                "the cause is the data, the learning rate, or the gradient of an op.",
                 "# from the last good checkpoint; between backward and step, to stop at the first bad batch:\n"
                 "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)\n"
                 "# and with that batch: print(amplab.first_nonfinite(model, step=loss_of))",
@@ -891,12 +893,12 @@ _NONFINITE = (
     ),
     CatalogueEntry(
         "masks-added",
-        "Masks of the smallest number of a dtype add up to -inf",
+        "Adding masks filled with finfo.min gives -inf",
         ("error",),
         {
             "": Case(
-                "{fn} received {least:.5g}, the smallest {dtype} number, and wrote {counted}.",
-                "Masks fill with torch.finfo(dtype).min; with another mask or a negative score added, the result is "
+                "{fn} received {least:.5g}, the most negative {dtype} number, and wrote {counted}.",
+                "The masks contain torch.finfo(dtype).min. If another mask or a negative score is added, the result is "
                 "-inf. A softmax of a row of -inf is NaN. The constants are the cause, not the learning rate.",
                 "{code}",
             )

@@ -188,15 +188,17 @@ class LadderReport:
 
 
 def _headroom(peaks: HalfPeaks) -> str:
-    """How far the largest float16 values are from 65504, and where they are heading."""
+    """How far the largest float16 values are from 65504, and at which steps they reach it."""
     activation, gradient = peaks.activation, peaks.gradient
-    said = f"Largest float16 activation {activation.largest:.3g}, largest scaled gradient {gradient.largest:.3g}; the "
-    heading = [
-        f"{name} reach it at about step {trend.reaches:,} if they go on growing so"
-        for name, trend in (("activations", activation), ("gradients", gradient))
+    expected = [
+        f"{name} reach it at about step {trend.reaches:,} if they keep growing at this rate."
+        for name, trend in (("Activations", activation), ("Scaled gradients", gradient))
         if trend.reaches is not None
     ]
-    return f"{said}limit is 65504, and {' and '.join(heading) if heading else 'neither is about to reach it'}."
+    return (
+        f"Largest float16 activation {activation.largest:.3g}, largest scaled gradient {gradient.largest:.3g}. "
+        f"float16's limit is 65504. {' '.join(expected) or 'Neither is about to reach it.'}"
+    )
 
 
 def _against(loss: float, reference: float) -> str:

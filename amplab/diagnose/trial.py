@@ -168,7 +168,7 @@ def check_seed(seed: Any) -> None:
 
 
 def check_step_of_copies(tool: str, step: Any, batches: str) -> None:
-    """Raise a TypeError unless `step` is a function of the model that a tool has made, and a batch."""
+    """Raise a TypeError unless `step` accepts two arguments: the model copy that the tool made, and a batch."""
     if step is None:
         return
     refused = accepts(step, 2) if callable(step) else f"it is of type {type(step).__name__}"

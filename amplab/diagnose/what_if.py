@@ -63,7 +63,7 @@ class ScaleHistory:
 
 @dataclass(frozen=True, repr=False)
 class WhatIf:
-    """A recorded run with another rule.
+    """A recorded run, replayed with another scaling rule.
 
     Attributes:
         name: the name of the rule.

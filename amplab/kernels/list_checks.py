@@ -32,7 +32,7 @@ class Extent(NamedTuple):
 def check_lists(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None, found_inf: Tensor, inv_scale: Tensor
 ) -> None:
-    """Check the lists of an operator: ``outputs is inputs`` for one in place, None for one that only reads.
+    """Check the lists of an operator: an in-place one passes ``outputs is inputs``, one that only reads passes None.
 
     Raises:
         RuntimeError: names the tensor, what it is and what to pass.

@@ -49,7 +49,8 @@ def update_scale_(
     """Back off if ``found_inf`` is not 0, else count and grow; everything in place, all on one device.
 
     Without bounds and with ``hysteresis_tracker=None`` this is torch's update; with a tracker, apex's. (Both compare
-    the count with ``==``, so a count loaded above the interval never grows there; here it grows at once.)
+    the count with ``==``: with a loaded count above the interval, the scale never grows there. Here it grows at the
+    next clean step.)
 
     Args:
         scale: one element, float32 or float64; the loss scale.

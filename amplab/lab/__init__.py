@@ -10,8 +10,20 @@ The files, by part::
     training                experiment (one step), trainer (states and controls), worker (its thread), events
     the run                 history (in memory), run_log (on disk), run_store (both), findings
     your own loop           watch, watched_run, scale_probe, gradient_measure, idle_optimizers,
-                            step_check, step_rerun, watch_callback, tensorboard_scalars
+                            step_look, step_check, step_rerun, watch_callback, tensorboard_scalars
     how to start            open (JupyterLab), console (terminal)
+
+Four files of `watch` examine the steps of your own loop::
+
+    file           runs                                                          finds
+    scale_probe    after every step                                              its loss scale; whether it was skipped
+    step_look      during the first step, and one step in a thousand             what `doctor` finds in a step
+    step_rerun     after a skip, the 1st and the 5th in a row, if `watch` got    the op that made the first inf or NaN,
+                   `loss=` or `step=` and the batches; runs the step again       by `first_nonfinite`
+    step_check     during the next step after 5 skips in a row, if step_rerun    the first module output and gradient
+                   cannot run                                                    that are not finite
+
+If the loss scale is not dynamic, step_rerun runs a step that is not finite again before the optimizer steps.
 
 `open()` shows an experiment in JupyterLab. The widgets are in `amplab.views`, which `open()` imports.
 """

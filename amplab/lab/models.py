@@ -39,7 +39,7 @@ class ModelChoice:
 
 
 MODELS: dict[str, ModelChoice] = {}
-"""Each model by the name that a config gives it."""
+"""The models, keyed by their name in a config."""
 
 
 def register_model(name: str, *, label: str) -> Callable[[Build], Build]:

@@ -86,13 +86,13 @@ def free_path(path: Path) -> Path:
     return candidate
 
 
-def check_writable(path: str | PathLike[str], named: str, otherwise: str) -> None:
-    """Raise a ValueError if no log can be written to `path`, before a training instead of during it.
+def check_writable(path: str | PathLike[str], argument: str, advice: str) -> None:
+    """Raise a ValueError if no log can be written to `path`: before training, not during it.
 
     Args:
         path: a folder, which is created, or a .jsonl file.
-        named: how the caller was given it, such as "log=", for the message.
-        otherwise: a last sentence, on what else the caller can do.
+        argument: the argument's name for the message, such as "log=".
+        advice: the last sentence of the message.
     """
     path = Path(path)
     folder = path.parent if path.suffix == ".jsonl" and not path.is_dir() else path
@@ -102,8 +102,8 @@ def check_writable(path: str | PathLike[str], named: str, otherwise: str) -> Non
             pass
     except OSError as error:
         raise ValueError(
-            f"{named}{path}: cannot write there ({error.strerror or error}); expected a writable folder or .jsonl "
-            f"file. {otherwise}"
+            f"{argument}{path}: cannot write there ({error.strerror or error}); expected a writable folder or .jsonl "
+            f"file. {advice}"
         ) from error
 
 

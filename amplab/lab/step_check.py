@@ -1,4 +1,4 @@
-"""Check one step that cannot run again: the first module output, and the first gradient, that is inf or NaN."""
+"""For a step that cannot be run again: find the first module output and the first gradient that are inf or NaN."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class HostMemory:
         return max(0, self._given_out() - self._start) if self.resets else self.peak()
 
     def peak(self) -> int:
-        """Return the most bytes that were in use at once since the last reset."""
+        """Return the peak number of bytes in use since the last reset."""
         if not self.resets:
             return _peak_of_the_process()
         resident, highest, mapped = _resident()

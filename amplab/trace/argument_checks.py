@@ -230,9 +230,9 @@ def _fault_of(module: nn.Module, compiled: bool) -> str | None:
 
 
 def _instead_of(value: Any, whole: bool) -> str:
-    """Return a phrase that says what to return instead of `value`, or where a whole iteration goes."""
+    """Return a phrase that says what to return instead of `value`, or which tool takes a whole iteration."""
     if value is None:
-        goes_to = "; a whole iteration with backward and optimizer.step() goes to amplab.doctor(model, train_step=fn)"
+        goes_to = "; pass a whole iteration with backward and optimizer.step() to amplab.doctor(model, train_step=fn)"
         return f"the function has no return statement{goes_to if whole else ''}"
     if isinstance(value, Mapping):
         return "return the one value that is the loss, such as out['loss']"

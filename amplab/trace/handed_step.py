@@ -190,7 +190,7 @@ def as_model(model: Any, *, compiled: bool = False, values: bool = False) -> nn.
 def handed_step(
     tool: str, model: nn.Module, batch: Any = None, *, loss: Loss | None = None, step: Loss | None = None
 ) -> HandedStep:
-    """Return the step that the user passed to a tool; the module's tables show how its parts are called.
+    """Return the step that the user passed to a tool. The tables at the top of this file show how its parts are called.
 
     Args:
         tool: the tool's name, for the calls that messages show.
@@ -198,8 +198,8 @@ def handed_step(
         batch, loss, step: as the user passed them.
 
     Raises:
-        TypeError: neither a batch nor a step; both a loss and a step; a loader or a dataset instead of a batch; or
-            arguments that the model, the loss or the step do not take.
+        TypeError: batch and step are both missing; both loss and step are given; a loader or a dataset instead of a
+            batch; or arguments that the model, the loss or the step do not take.
     """
     if step is not None:
         if loss is not None:

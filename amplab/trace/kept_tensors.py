@@ -62,10 +62,10 @@ class KeptTensors:
 
     @contextmanager
     def following(self, keeper: Callable[[], str | None], casts: WeightCasts) -> Iterator[None]:
-        """Count what the block saves.
+        """Count the tensors that the block saves for backward.
 
         Args:
-            keeper: returns the path of the running module; None where what is saved is not counted.
+            keeper: returns the path of the running module, or None to not count a tensor.
             casts: the casts of weights.
         """
 

@@ -2,6 +2,15 @@
 
 `Dashboard` is the lab on one screen, `RunView` shows a run that the lab does not control, `BitExplorer` the bits of a
 number. The views need the `lab` extra; `import amplab` does not import them. The browser's side is in `web`.
+
+The files of the dashboard, by part::
+
+    parts                   its widgets: their traits, their front end, and the listener for the page's messages
+    *_payload, controls     build the values of the traits
+    presenter               decides when the traits change
+    ticker                  the thread that changes them
+
+The traits are the only state, and only the kernel writes them, except for `tab`, which the page writes.
 """
 
 from amplab.views.bit_explorer import BitExplorer

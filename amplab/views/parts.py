@@ -1,8 +1,7 @@
 """The widgets of the dashboard, each an anywidget: its traits, its front end, and the listener for its messages.
 
-The traits are the only state and only the kernel writes them, except for `tab`, which belongs to the page. A message
-of the page is a dict with a "type"; it goes to the one listener that the widget was made with. The `*_payload` modules
-and `controls.py` build what the traits hold; `presenter.py` decides when they change.
+A message of the page is a dict with a "type". It goes to the one listener that the widget was created with. The
+docstring of `amplab.views` lists the files that set the traits.
 """
 
 from __future__ import annotations

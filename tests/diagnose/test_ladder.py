@@ -56,7 +56,7 @@ def test_a_healthy_model_stays_on_the_first_rung():
     assert [rung.failure for rung in report.rungs] == [None] * 6
     said = " ".join(str(report).split())
     assert "Recommended: O2 dynamic. It holds in the 30 steps seen, the first of the ladder." in said
-    assert "the limit is 65504, and neither is about to reach it." in said
+    assert "limit is 65504. Neither is about to reach it." in said
 
 
 def drifting(step):

@@ -290,7 +290,7 @@ class LossScaling:
     def scaled(
         self, loss: Tensor, optimizers: Any, loss_id: int, *, delay_unscale: bool, delay_overflow_check: bool
     ) -> Iterator[Tensor]:
-        """Run the block of `Session.scale_loss`, which says what the arguments mean."""
+        """The body of `Session.scale_loss`; see there for the arguments."""
         scaler = self.scaler(loss_id)
         hooked = self._hooked(optimizers, scaler)
         scale = scaler.scale

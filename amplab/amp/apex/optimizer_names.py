@@ -93,7 +93,7 @@ class AmpStash:
 
     @property
     def all_fp32_params(self) -> list[Tensor]:
-        """The same, under the name that apex uses without masters."""
+        """As `all_fp32_from_fp32_params`; apex uses this name when there are no masters."""
         return self.all_fp32_from_fp32_params
 
     def __getattr__(self, name: str) -> NoReturn:

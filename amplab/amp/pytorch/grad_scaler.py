@@ -306,7 +306,7 @@ class GradScaler(torch.amp.GradScaler):
             ValueError: float16 gradients, and an optimizer that does not take the scale.
 
         Sync: one; none with an optimizer that takes the scale, except for the step in which a fused SGD creates its
-        momentum. One more at every eighth skipped step in a row.
+        momentum. After every eighth consecutive skipped step, one additional sync.
         """
         if not self._enabled:
             self._last = STEPPED

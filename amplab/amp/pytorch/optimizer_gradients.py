@@ -145,11 +145,11 @@ def unscale_gradients_(
     """Multiply the gradients of an optimizer by ``inv_scale`` in place, each once.
 
     Args:
-        known: its parameters, refreshed.
+        known: the optimizer's current parameters.
         inv_scale: ``()`` float32, on any device.
         found_inf: ``()`` float32, 0.0; the initial value of the results.
         allow_half: take float16 gradients.
-        done: gradients that are only checked, not unscaled again.
+        done: gradients that are unscaled already; these are only checked for inf and NaN.
 
     Returns:
         For every device with gradients a ``()`` float32: > 0 if one of them, or its unscaled value, is not finite.

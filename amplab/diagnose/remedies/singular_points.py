@@ -1,7 +1,7 @@
-"""Code to paste that keeps the input of an op away from a singular point, in the words of the user's own line.
+"""Code to paste that keeps the input of an op away from a singular point, using the names of the user's line.
 
-What is lost in float16 is computed in float32 from before the op that lost it: a `.float()` behind that op would come
-too late. What is at the point in float32 too is computed by another function, or clamped.
+The cast to float32 must come before the op that loses the value; after it is too late. Where the input is at the point
+in float32 too, another function computes the result, or the input is clamped.
 """
 
 from __future__ import annotations

@@ -205,7 +205,8 @@ def call_on(line: CodeLine | None, op: str, *, outermost: bool = False, is_modul
         line: the line.
         op: the op, as a trace names it.
         is_module: `op` is the name of a submodule, so the object that has it is not an operand.
-        outermost: of several return the one that contains all others, as of the additions in `a + b + c`.
+        outermost: if several match, return the one that contains the others, such as the outer addition of
+            `a + b + c`.
     """
     if line is None:
         return None

@@ -2,7 +2,7 @@
 
 Pure functions from an `ObservedStep`, measured in detail, to findings:
 
-    overflow-in-half      an op wrote inf from finite numbers, and what is divided by it is 0
+    overflow-in-half      an op wrote inf from finite numbers; a number divided by it is 0
     variance-in-half      E[x^2] - E[x]^2 of nearly equal float16 numbers: the difference is rounding error
     exponential-in-half   exp or a power came close to 65504, or became 0
     logarithm-in-half     a logarithm read subnormal float16 numbers, which have few bits

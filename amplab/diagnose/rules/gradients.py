@@ -16,7 +16,7 @@ and a wrong loop shows as another power of the loss scale:
     accumulation-across-scales      gradients of backward passes with different loss scales were added up
     unscaled-too-early              a backward added scaled gradients to gradients that were unscaled already
     two-scalers                     two scalers unscaled the same gradients
-    zero-grad-in-accumulation       the step used the last of several backwards; the others served no step
+    zero-grad-in-accumulation       the step used only the last of several backwards; the others' gradients were lost
 """
 
 from __future__ import annotations

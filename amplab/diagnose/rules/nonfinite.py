@@ -12,7 +12,7 @@ overflow-in-half            any other op overflowed
 variance-in-half            the difference of two nearly equal float16 numbers was negative
 nonfinite-batch, nonfinite-parameter, nonfinite-buffer, nonfinite-input
                             a tensor was not finite before the step
-masks-added                 masks of the smallest number of a dtype were added up
+masks-added                 masks filled with torch.finfo(dtype).min were added
 masked-row                  every element that a softmax read was masked
 inf-given                   another op received an inf from the code or as an input
 nonfinite-in-float32        mixed precision is not the cause
@@ -88,7 +88,7 @@ def finding_of(found: FirstNonfinite) -> Finding:
 
 
 def api_in_use(setting: Setting, step: ObservedStep) -> Api:
-    """Return what a step uses: who scales its loss as in `setting`, and who casts as its ops show."""
+    """Return the APIs that a step uses: `setting` tells which one scales the loss, the ops tell which one casts."""
     if setting.api_style is ApiStyle.APEX:
         return Api.of_opt_level(setting.level)
     if any(value.kind == "parameter" and value.summary.is_half for value in step.values):
@@ -370,7 +370,7 @@ def _large_constant(found: FirstNonfinite, record: OpRecord) -> float | None:
 
 
 def _masks_added(found: FirstNonfinite, record: OpRecord) -> _Explanation | None:
-    """The finding for an op that read the smallest number of a dtype, as masks write it, and left the range with it."""
+    """The finding for an op that read torch.finfo(dtype).min, as masks contain it, and overflowed."""
     least = [each for each in found.inputs if each.lowest <= torch.finfo(each.dtype).min * _NEARLY]
     if found.phase != "forward" or not least or record.op not in _ADDS:
         return None

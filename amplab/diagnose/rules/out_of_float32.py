@@ -23,8 +23,11 @@ __all__ = ["why_out_of_float32"]
 LARGE = 1e3
 """Weights above this come from earlier steps, and a batch above this was not normalized: both are usually about 1."""
 
-LARGE_NUMBER, NEARLY = 1e6, 1e4
-"""A number in the code from which squares and products of it leave float32, and what the values beside it may add."""
+LARGE_NUMBER = 1e6
+"""A number in the user's code of at least this size may overflow float32 when it is squared or multiplied."""
+
+OTHER_FACTORS = 1e4
+"""A number is not the cause if the non-finite op read values larger than the number times this factor."""
 
 _LIMITS = {"exp": 88.72, "expm1": 88.72, "exp2": 128.0, "sinh": 89.42, "cosh": 89.42}
 _POWERS = ("pow", "square", "mul", "prod", "cumprod")
@@ -58,7 +61,7 @@ def _explains(found: FirstNonfinite, op: int) -> float | None:
     """A number of an op that is large itself, and about as large as what the non-finite op read."""
     read = max((each.absmax for each in found.inputs), default=0.0)
     numbers = (abs(each) for each in found.step.ops[op].numbers)
-    return next((each for each in numbers if LARGE_NUMBER <= each < math.inf and read <= NEARLY * each), None)
+    return next((each for each in numbers if LARGE_NUMBER <= each < math.inf and read <= OTHER_FACTORS * each), None)
 
 
 def _exponential(found: FirstNonfinite, record: OpRecord) -> str:

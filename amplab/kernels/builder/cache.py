@@ -51,7 +51,7 @@ def find(key: str) -> tuple[Path, ...]:
 
 
 def refusals(key: str) -> tuple[str, ...]:
-    """Return for each root why `find` ignores the libraries of ``key`` that are in it, and what to do."""
+    """Return, for each cache root, why `find` rejects its libraries for ``key``, and what to do."""
     reasons = []
     for root in _roots():
         found = (_distrusted(library, root.own + 3) for library in _libraries(root, key))

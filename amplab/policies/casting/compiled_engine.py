@@ -173,7 +173,7 @@ class CompiledMode:
         self.has_ended: Callable[[], bool] | None = None
 
     def cast_by(self, plan: CastPlan) -> None:
-        """Cast the ops of the thread by `plan` from now on."""
+        """From now on, cast the arguments of this thread's ops as `plan` says."""
         if plan is not self._plan:
             self._plan = plan
             self._enter(plan.address, self.task)
