@@ -730,6 +730,23 @@ _PARAMETERS = (
         },
     ),
     CatalogueEntry(
+        "stale-half-weights",
+        "Forward reads half copies of weights from before an optimizer step",
+        ("error",),
+        {
+            "": Case(
+                "Forward read half copies of {weights} weights that are older than the optimizer's step, and differ "
+                "from the weights.",
+                "torch.autocast keeps the half copies of weights until its region ends, and this region surrounds "
+                "several steps.",
+                "torch.clear_autocast_cache()  # after each optimizer step\n"
+                "# or open the region in each step, around the forward and the loss alone",
+            )
+        },
+        supersedes=("diverging",),
+        explains=("scale-collapse", "nonfinite-loss"),
+    ),
+    CatalogueEntry(
         "average-in-half",
         "A 16-bit average of the weights does not follow them",
         ("warning",),

@@ -38,7 +38,13 @@ from amplab.diagnose.rules.raised import Raised, finding_of_error
 from amplab.diagnose.rules.run import run_findings
 from amplab.diagnose.rules.schedule import schedule_findings
 from amplab.diagnose.rules.speed import speed_findings
-from amplab.diagnose.rules.updates import averages_lost, optimizers_left_out, updates_bound_to_be_lost, updates_lost
+from amplab.diagnose.rules.updates import (
+    averages_lost,
+    copies_outdated,
+    optimizers_left_out,
+    updates_bound_to_be_lost,
+    updates_lost,
+)
 from amplab.diagnose.rules.values import value_findings
 from amplab.diagnose.train_step.rehearse_loop import rehearse_loop
 from amplab.diagnose.train_step.schedules import schedulers_of
@@ -279,6 +285,7 @@ def _examine_loop(
             *optimizers_left_out(seen, api),
             *updates_lost(seen.lost),
             *averages_lost(seen.averages),
+            *copies_outdated(seen.stale),
             *schedule_findings(seen, api),
         ]
     except LossScaleCollapse:

@@ -288,7 +288,26 @@ def clips_nothing(
     )  # fmt: skip
 
 
+# One region of autocast around several steps: it keeps its half copies of the weights
+
+
+def region_around_steps(size: int, seed: int, broken: bool, mended: str = "torch.clear_autocast_cache()") -> Patient:
+    def step(run: Patient, batch: tuple) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.float16):
+            for part in batch[0].chunk(PARTS):
+                run.optimizers[0].zero_grad()
+                run.amp.scale(run.loss(part)).backward()
+                run.amp.step(run.optimizers[0])
+                run.amp.update()
+                if not broken:
+                    exec(mended, {"torch": torch})
+        return run.loss(*batch).detach()
+
+    return patient(size, seed, step)
+
+
 MISUSE_WARDS = {
+    "region around steps": Ward(region_around_steps, "stale-half-weights", ""),
     "clipped together": Ward(clipped_together, "clips-scaled-gradients", "2"),
     "auxiliary loss": Ward(unscaled_auxiliary, "loss-not-scaled", "side"),
     "clips nothing": Ward(clips_nothing, "clips-model-gradients", ""),
