@@ -2,7 +2,7 @@
 
     tool              runs the model                              restores all state    file
     doctor            a step once, more often if not finite;      yes                   examination
-                      a train step 1 to 7 times
+                      a train step 1 to 9 times
     first_nonfinite   a step, several times                       yes                   first_nonfinite
     followed_step     only the loop's own step                    no                    followed_step
     twin              two copies, for a few steps                 trains copies         twin

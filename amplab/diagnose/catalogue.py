@@ -55,7 +55,7 @@ class CatalogueEntry:
         supersedes: ids that are omitted if this one is found.
         supersedes_as_error: ids that are left out where this one is an error.
         explains: ids that this one may be the cause of: their certainty becomes "possible".
-        settles: as a note it needs no action, so a report shows it last, and once.
+        settles: as a note it needs no action: a report shows one such note, and shows it last.
     """
 
     id: str
@@ -580,6 +580,28 @@ _GRADIENTS = (
         },
     ),
     CatalogueEntry(
+        "loss-depends-on-scale",
+        "The loss, before it is scaled, depends on the loss scale",
+        ("error",),
+        {
+            "": Case(
+                "The loss, before it is scaled, is {loss:.4g} at a loss scale of {scale} and "
+                "{loss_at_half_the_scale:.4g} at {half}.",
+                "A derivative in the loss, as of a gradient penalty or a physical law, is taken of a scaled value and "
+                "is not divided by the loss scale before it enters the loss.",
+                by_scaling(
+                    "(slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)  # of u itself, not scaled",
+                    scaler="slope = slope / scaler.get_scale()  # what torch.autograd.grad returned",
+                ),
+            )
+        },
+        supersedes_as_error=(*SYMPTOMS, "diverging"),
+        explains=(
+            *("overflow-in-half", "logits-overflow-half", "reduction-overflows-half", "nonfinite-in-float32"),
+            *("cast-overflows-half", "scale-too-large"),
+        ),
+    ),
+    CatalogueEntry(
         "unscaled-twice",
         "Gradients are divided by the loss scale twice",
         ("error",),
@@ -614,7 +636,7 @@ _GRADIENTS = (
                 "Optimizer {optimizer} was stepped with {gradients} gradients that were unscaled before the last "
                 "{backwards} had added to them.",
                 "What a backward adds after unscale_ is still multiplied by the loss scale, {scale}, and nothing "
-                "unscales it: it outweighs the rest.",
+                "unscales it. It is much larger than the rest.",
                 "scaler.unscale_(optimizer)  # once per step: after its last backward, before clipping",
             )
         },
@@ -649,6 +671,21 @@ _GRADIENTS = (
                 "optimizer.zero_grad()  # once per step, before its first backward",
             )
         },
+    ),
+    CatalogueEntry(
+        "gradients-left-over",
+        "Gradients that are not finite stay after a skipped step",
+        ("error",),
+        {
+            "": Case(
+                "{gradients} gradients that were inf or NaN after a skipped step were still there at the next "
+                "backward, which added to them.",
+                "zero_grad does not run after a skipped step. What is added to inf or NaN stays inf or NaN, so every "
+                "later step is skipped and the loss scale falls; these steps themselves may be finite.",
+                "optimizer.zero_grad()  # once in every step, also after a step that was skipped",
+            )
+        },
+        supersedes=("scale-too-large", "nonfinite-gradient", "still-skipping"),
     ),
     CatalogueEntry(
         "clips-model-gradients",
@@ -1290,13 +1327,33 @@ _VALUES = (
     CatalogueEntry(
         "gradients-underflow",
         "Gradients become 0 in float16",
-        ("warning", "note"),
+        ("warning", "note", "error"),
         {
             "": Case(
                 "{share:.0%} of the non-zero gradient elements are 0 in float16 at a loss scale of {scale}.",
                 "Even scaled they are not larger than 2^-25, which rounds to 0.",
                 _DYNAMIC_SCALE,
-            )
+            ),
+            "downstream": Case(
+                "The gradients of {lost} of {parameters} parameters are lost at a loss scale of {scale}; at {larger} "
+                "they are as in float32.",
+                "An op of backward rounds results up to 2^-25 to 0 in float16, and what is computed from them is 0 "
+                "as well.",
+            ),
+            "disabled": Case(
+                "The GradScaler is disabled, and the gradients of {lost} of {parameters} parameters are lost in "
+                "float16; at a loss scale of {larger} they are as in float32.",
+                "A GradScaler with enabled=False does not scale the loss, so an op of backward rounds results up to "
+                "2^-25 to 0, and what is computed from them is 0 as well.",
+                "scaler = {made}.GradScaler(x.device.type)  # not enabled=torch.cuda.is_available(): the CPU needs it "
+                "too",
+            ),
+            "dynamic": Case(
+                "The gradients of {lost} of {parameters} parameters are lost at a loss scale of {scale}; at {larger} "
+                "they are as in float32.",
+                "An op of backward rounds results up to 2^-25 to 0 in float16. A dynamic loss scale grows by itself.",
+                _setting("dynamic_init_scale={fits:.12g}", "init_scale={fits:.12g}"),
+            ),
         },
     ),
 )

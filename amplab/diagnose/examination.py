@@ -11,6 +11,7 @@ This file applies the rules and ranks what they find; each rule is in the file o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -32,10 +33,12 @@ from amplab.diagnose.rules.arithmetic import arithmetic_findings
 from amplab.diagnose.rules.digits import digits_findings
 from amplab.diagnose.rules.divergence import diverging_in_float32
 from amplab.diagnose.rules.gradients import gradient_findings
+from amplab.diagnose.rules.lost_gradients import gradients_lost_downstream
 from amplab.diagnose.rules.nonfinite import api_in_use, finding_of
 from amplab.diagnose.rules.parameters import nonfinite_buffers, parameter_findings
 from amplab.diagnose.rules.raised import Raised, finding_of_error
 from amplab.diagnose.rules.run import run_findings
+from amplab.diagnose.rules.scaled_loss import loss_depends_on_scale
 from amplab.diagnose.rules.schedule import schedule_findings
 from amplab.diagnose.rules.speed import speed_findings
 from amplab.diagnose.rules.updates import (
@@ -151,7 +154,7 @@ def doctor(
         model, scaler, opt_level=opt_level, policy=policy, autocast=autocast, loss_scale=loss_scale
     ) as setting:
         if handed is not None:
-            observed, of_step = _examine_step(model, setting.of_step(handed), setting, batch, optimizers)
+            observed, of_step = _examine_step(model, setting.of_step(handed), setting, batch, optimizers, in_use)
             found = [*found, *(of_step if run is None else _with_skips(of_step, run))]
     found += (*parameter_findings(model, optimizers, observed), *nonfinite_buffers(model))
     found += updates_bound_to_be_lost(model, optimizers, observed)
@@ -230,7 +233,12 @@ def _with_api(run: Observation, scaler: Scaler | None) -> Observation:
 
 
 def _examine_step(
-    model: nn.Module, handed: HandedStep, setting: Setting, batch: Any, optimizers: Sequence[Optimizer]
+    model: nn.Module,
+    handed: HandedStep,
+    setting: Setting,
+    batch: Any,
+    optimizers: Sequence[Optimizer],
+    scaler: Scaler | None,
 ) -> tuple[ObservedStep | None, list[Finding]]:
     raised = Raised(handed.run)
     try:
@@ -254,6 +262,8 @@ def _examine_step(
     of_values = [*value_findings(step, api), *arithmetic_findings(step, api), *digits_findings(step, api)]
     if first and first[0].severity == "error" and setting.dynamic:  # each skipped step has lowered the loss scale
         of_values = [each for each in of_values if each.name != "gradients-underflow"]
+    again = _findings_of_reruns(model, handed, setting, step, api, scaler)
+    of_values = [*again, *(each for each in of_values if each.name not in {found.name for found in again})]
     return step, [*first, *of_values, *speed_findings(step.trace, api)]
 
 
@@ -265,6 +275,15 @@ def _with_skips(found: Sequence[Finding], run: Observation) -> list[Finding]:
     said = f"{len(skipped):,} of {count(len(run), 'step')} were skipped, first step {skipped[0]}."
     evidence = {**found[0].evidence, "skips": len(skipped), "first_skip": skipped[0]}
     return [replace(found[0], symptom=f"{found[0].symptom} {said}", evidence=evidence), *found[1:]]
+
+
+def _findings_of_reruns(*given: Any) -> list[Finding]:
+    """Apply the rules that run a step again; a step that cannot, such as one that reads an iterator, has none."""
+    found: list[Finding] = []
+    for rule in (loss_depends_on_scale, gradients_lost_downstream):
+        with suppress(Exception):
+            found += rule(*given)
+    return found
 
 
 def _examine_loop(

@@ -1,4 +1,4 @@
-"""The largest float16 numbers of a training run, measured in some of its steps, and where they are heading.
+"""The largest float16 numbers of a training run, measured in some of its steps, and when they will exceed 65504.
 
 with peaks.at(step):      # around one training step
     ...
@@ -21,9 +21,9 @@ from amplab.trace.dispatch_mode import DispatchMode
 
 __all__ = ["HalfPeaks", "PeakTrend"]
 
-_FEWEST = 6  # measurements that make a trend
-_GROWN = 1.5  # from the first to the last of them; less is noise
-_NEAR = 2.0**8  # below 65504 by more than this factor, a trend over a few steps says nothing
+_FEWEST = 6  # measurements that a trend needs
+_GROWN = 1.5  # growth from the first measurement to the last; less is noise
+_NEAR = 2.0**8  # no trend is reported for values below 65504 by more than this factor
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class PeakTrend:
 
     @property
     def reaches(self) -> int | None:
-        """The step at which it exceeds 65504 if it goes on growing as in the second half; None if it does not grow.
+        """The step at which it exceeds 65504 if it keeps growing as in the second half; None if it does not grow.
 
-        A straight line through log2 of the samples.
+        A straight line is fitted to log2 of the samples.
         """
         recent = [(step, math.log2(peak)) for step, peak in self.samples[len(self.samples) // 2 :] if peak > 0]
         if len(recent) < _FEWEST or recent[-1][1] < math.log2(FLOAT16.max / _NEAR):

@@ -409,7 +409,7 @@ def _failure(rung: LadderRung, reference: LadderRung, steps: int, tolerance: flo
         return "weights are inf or NaN" + (f", the loss from step {lost} on" if lost is not None else "")
     if rung.skipped > max(_FEWEST, _MOST_SKIPS * steps):
         return f"{rung.skipped} of {steps} steps skipped"
-    if (reason := _heading(rung, steps)) is not None:
+    if (reason := _expected_overflow(rung, steps)) is not None:
         return reason
     allowed = reference.loss + tolerance * abs(reference.loss)
     if not rung.loss <= allowed:
@@ -423,7 +423,7 @@ def _failure(rung: LadderRung, reference: LadderRung, steps: int, tolerance: flo
     return None
 
 
-def _heading(rung: LadderRung, steps: int) -> str | None:
+def _expected_overflow(rung: LadderRung, steps: int) -> str | None:
     """Return which float16 values are about to overflow; a dynamic scale keeps gradients below 65504."""
     if rung.peaks is None:
         return None

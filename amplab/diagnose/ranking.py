@@ -17,11 +17,12 @@ __all__ = ["ranked"]
 def ranked(found: Iterable[Finding]) -> Findings:
     """Return the findings to report, the most severe first.
 
-    Findings that another one supersedes are left out. Those that another one explains become "possible". What settles
-    by itself comes last, and once.
+    Findings that another one supersedes are left out. Those that another one explains become "possible". Of the notes
+    that need no action only the first is kept, and it comes last.
 
-    A diverging run explains later overflows. It is left out if a step was run again in float32 and its loss had not
-    grown, and if a cause that no update step has is certain, unless the loss grew a hundredfold before.
+    A diverging run explains later overflows. `diverging` is left out if the loss of a step that ran again in float32
+    has not grown. It is also left out if a cause is certain that large update steps do not explain, unless the loss
+    had grown by a factor of 100 before.
 
     >>> left = ranked([Finding("diverging", "error", "a", "b", "c", "likely"),
     ...                Finding("overflow-in-half", "error", "d", "e", "f", "certain")])
@@ -52,7 +53,7 @@ def _entry(name: str) -> CatalogueEntry:
 
 
 def _without_refuted(found: list[Finding]) -> list[Finding]:
-    """Leave out a divergence that the first non-finite value of a step speaks against."""
+    """Leave out `diverging` if the cause of a step's first non-finite value contradicts it."""
     causes = [each for each in found if each.severity == "error" and "not_finite" in each.evidence]
     return [each for each in found if each.name != "diverging" or not any(_refutes(cause, each) for cause in causes)]
 
@@ -69,4 +70,4 @@ def _refutes(cause: Finding, diverging: Finding) -> bool:
 
 
 _EXPLODED = 100.0
-"""Growth of the loss that no bad constant explains."""
+"""If the loss grew by more than this factor, a certain cause in one step does not explain it."""

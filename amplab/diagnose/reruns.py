@@ -30,7 +30,16 @@ from amplab.trace.dispatch_mode import DispatchMode
 from amplab.trace.engines import clear_cast_caches
 from amplab.trace.untouched import untouched
 
-__all__ = ["RerunResult", "Headroom", "UpdateRate", "headroom", "in_format", "losses_in_float32", "probe"]
+__all__ = [
+    "RerunResult",
+    "Headroom",
+    "UpdateRate",
+    "gradients_of",
+    "headroom",
+    "in_format",
+    "losses_in_float32",
+    "probe",
+]
 
 _current_node = torch._C._current_autograd_node
 
@@ -80,6 +89,33 @@ def probe(
     check_step(model, step, loss_scale, compiled=True, values=True)
     with _run(model, step, casting, loss_scale, whole=_chosen(model, number_format)) as loss:
         return _result_of(model, loss, loss_scale)
+
+
+def gradients_of(
+    model: nn.Module,
+    step: Callable[[], Tensor],
+    *,
+    casting: AbstractContextManager[object] | None = None,
+    loss_scale: float = 1.0,
+    number_format: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """Run one forward and backward and return the gradients in float32, divided by the scale; all state is restored.
+
+    Complex gradients are left out; of sparse ones the values are returned.
+
+    Args:
+        model, step, casting, loss_scale, number_format: as for `probe`.
+
+    Sync: none.
+    """
+    with (
+        _run(model, step, casting, loss_scale, whole=_chosen(model, number_format)),
+        torch.no_grad(),
+        torch._C.DisableTorchFunction(),  # not to be cast
+    ):
+        found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+        found = {name: grad for name, grad in found.items() if not grad.is_complex()}
+        return {name: _values(grad).float() / loss_scale for name, grad in found.items()}
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def with_explained(
 ) -> Findings:
     """Return the findings in a run and those of its explained steps, the worst first; of equal ones only the last.
 
-    An explained one without a place is left out if the run has one of the same id.
+    A finding of an explained step that names no op and no module is left out if the run has one of the same id.
 
     Args:
         found: in the run.

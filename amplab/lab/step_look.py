@@ -24,7 +24,7 @@ from amplab.diagnose.observed_step.values import StepWatcher, named_tensors
 from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.diagnose.rules.arithmetic import arithmetic_findings
 from amplab.diagnose.rules.digits import digits_findings
-from amplab.diagnose.rules.gradients import gradient_findings
+from amplab.diagnose.rules.gradients import gradient_findings, left_over
 from amplab.diagnose.rules.nonfinite import api_in_use
 from amplab.diagnose.rules.updates import averages_lost, updates_lost
 from amplab.diagnose.rules.values import value_findings
@@ -38,7 +38,7 @@ from amplab.trace.recorder import Recorder
 __all__ = ["StepLook"]
 
 _EVERY = 1000  # steps from one look to the next
-_TRIES = 20  # steps that a dynamic scale may skip before a look at this run is given up
+_TRIES = 20  # looks that may end because the step is skipped; then the next one is _EVERY steps later
 
 _unseen_by_engines = torch._C.DisableTorchFunction
 
@@ -125,7 +125,7 @@ class StepLook:
         elif look.is_over and not self._has_batches:
             self._end_loop()
         elif skipped or look.recorder.overflowed:
-            found = [] if skipped else self._found(look.recorder.rehearsal())  # a step past its scaler
+            found = self._found(look.recorder.rehearsal(), skipped=skipped)
             self.pause()
             self._tries += 1
             if found or self._tries > _TRIES:
@@ -170,9 +170,12 @@ class StepLook:
             return Api.of_opt_level(self._probe.opt_level.replace(NO_LEVEL, ""), style)
         return Api(style, ApiStyle.AMPLAB if style is ApiStyle.AMPLAB else ApiStyle.TORCH)
 
-    def _found(self, seen: Rehearsal) -> list[Finding]:
-        """Report what a recorded step shows, and return it."""
-        findings = [*gradient_findings(seen, self._api), *updates_lost(seen.lost), *averages_lost(seen.averages)]
+    def _found(self, seen: Rehearsal, *, skipped: bool = False) -> list[Finding]:
+        """Report what a recorded step shows, and return it: of a skipped one, what an earlier step has left."""
+        if skipped:
+            findings = [*left_over(seen, self._api)]
+        else:  # also a step that overflowed and went past its scaler
+            findings = [*gradient_findings(seen, self._api), *updates_lost(seen.lost), *averages_lost(seen.averages)]
         for each in findings:
             self._report(each)
         return findings

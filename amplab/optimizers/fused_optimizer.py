@@ -123,7 +123,7 @@ class FusedOptimizer(Optimizer):
         in_groups = given.get("lr") is REQUIRED
         if in_groups:
             bound.arguments["params"] = groups_with_rates(type(self).__name__, params)
-            given["lr"] = 0.0  # of no group
+            given["lr"] = 0.0  # unused: every group has its own rate
         check_settings(type(self).__name__, given)
         super().__init__(*bound.args, **bound.kwargs)
         if in_groups:

@@ -5,8 +5,8 @@
 
 An unscaled gradient of exponent e is in [2^e, 2^(e+1)). Multiplied by the replayed scale it overflows, or does not, or
 the record does not contain enough information to decide. A step that was recorded with inf or NaN does not show how
-large its gradients were. A finite step that was not measured is judged by the measured steps around it, and decided
-only where these are far from the limit (`_around`). Every undecided step gives its reason (``doubt``).
+large its gradients were. For a finite step that was not measured, the measured steps around it decide, and only if
+their gradients are far from the limit (`_around`). Every undecided step gives its reason (``doubt``).
 
 A rule that does not skip, such as a static scale, takes the step that overflows. The weights are then inf or NaN, and
 so are all later gradients: the run is lost from there on (``lost_from``).
@@ -26,7 +26,7 @@ __all__ = ["Replay", "ReplayStep", "Verdict", "overflow_verdict", "replay"]
 _NOT_FINITE = "the recorded gradients were inf or NaN, so their size is not in the record"
 _CENSORED = "the largest recorded gradients are in the top bin, which also counts everything larger"
 _NOT_MEASURED = "the gradients were finite under a smaller scale, but their size was not measured"
-_NEAR = 32  # steps; a measured step that is further away says nothing
+_NEAR = 32  # steps; measured steps further away than this are not used
 _LEAST_SPREAD = 3  # binades by which gradients may differ from those of a step nearby
 _WITHIN_BINADE = "this scale moves part of the binade of the largest recorded gradient past the format's largest value"
 
@@ -244,7 +244,7 @@ def _around(record: Sequence[float | ExponentHistogram | None]) -> dict[int, tup
     jumps = (abs(one - other) for (_, one), (_, other) in pairwise(known))
     spread = max(_LEAST_SPREAD, 1 + max(jumps, default=0))
     found: dict[int, tuple[int, int]] = {}
-    ends = [(len(record) + _NEAR // 2, each) for _, each in known[-1:]]  # one side knows half as far
+    ends = [(len(record) + _NEAR // 2, each) for _, each in known[-1:]]  # half as far on one side
     for (first, one), (last, other) in pairwise([*known, *ends]):
         if last - first <= _NEAR:
             allowed = min(one, other) - spread, max(one, other) + spread

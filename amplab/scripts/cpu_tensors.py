@@ -50,7 +50,7 @@ MOVES = ".cuda() copies tensors, which stay on the CPU"
 
 
 def redirect_tensors(redirection: Redirection) -> None:
-    """Make moves, factories, types and checkpoints of CUDA tensors those of CPU tensors that know their side."""
+    """Make moves, factories, types and checkpoints of CUDA tensors work on CPU tensors that `sides` marks as CUDA's."""
     calls = _TensorCalls(redirection)
     for redirect in (calls.moves, calls.attributes, calls.factories, calls.types, calls.checkpoints):
         redirect()
@@ -262,7 +262,7 @@ class _TensorCalls:
 
 
 class _CudaTypes(type):
-    """The type of ``torch.cuda.FloatTensor`` and its kind: a tensor is an instance of the type with its dtype."""
+    """The metaclass of CUDA's tensor types, such as ``torch.cuda.FloatTensor``; each stands for one dtype."""
 
     own: Any
     dtype: torch.dtype

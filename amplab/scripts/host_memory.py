@@ -1,10 +1,10 @@
-"""torch.cuda's memory counters on the CPU, from what the operating system knows of the process.
+"""torch.cuda's memory counters on the CPU, from the operating system's figures for the process.
 
     held = bytes that malloc has given out since the start        tensors, and larger objects of Python
     peak = held at the reset + growth of the resident memory from the reset to its highest since, without mapped files
 
-Resident memory includes what malloc keeps for later, which the reset returns. This needs Linux with glibc. Elsewhere,
-only the peak of the whole process since its start is known.
+Resident memory includes freed memory that malloc keeps; the reset returns it to the system. This needs Linux with
+glibc. Elsewhere, only the peak of the whole process since its start is known.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ class HostMemory:
         return "memory counters of torch.cuda are the peak of the whole process since its start"
 
     def held(self) -> int:
-        """Return the bytes that are in use."""
+        """Return the number of bytes in use."""
         return max(0, self._given_out() - self._start) if self.resets else self.peak()
 
     def peak(self) -> int:
@@ -48,7 +48,7 @@ class HostMemory:
         return max(self._held + grown, held, held + highest - resident)
 
     def reset_peak(self) -> bool:
-        """Make now the start of `peak`; return whether the system can do that."""
+        """Reset `peak` to the current memory; return whether the operating system supports that."""
         if self._malloc is None:
             return False
         self._malloc.malloc_trim(0)

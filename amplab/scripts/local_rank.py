@@ -23,7 +23,7 @@ OLD, NEW = "--local_rank", "--local-rank"
 
 
 def accept_both_spellings() -> None:
-    """Make a script of 2019 find its rank, in this process, if a launcher of torch has started it."""
+    """Let scripts written for older launchers find their rank, in this process, if torch's launcher has started it."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or not any(word.partition("=")[0] in (OLD, NEW) for word in sys.argv):
         return
     import argparse  # only here: every process of a script imports this file at its start

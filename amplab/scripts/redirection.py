@@ -1,6 +1,6 @@
-"""Names of other packages replaced by others until an undo, and a line on stderr for each kind of redirected call.
+"""Replace names of other packages until an undo, and print a line on stderr for each kind of redirected call.
 
-`cuda_on_cpu` is what uses this: the only part of amplab that replaces names of torch.
+`cuda_on_cpu`, the only part of amplab that replaces names of torch, uses this.
 """
 
 import functools

@@ -3,9 +3,9 @@
     storage.amplab_side = "cuda" or "cpu"     a mark that views, ``detach()``, ``.data`` and Parameters share
     tensor.device is STANDS_FOR[side]         devices equal to torch.device("cpu"), one for each side
 
-A move to the other side copies, as CUDA does; a move to the same side returns the tensor itself. torch keeps the mark
-as long as the memory lives. Ops are not observed, so their results have no mark: `side_of` then asks the autograd graph
-for a marked leaf or a move. A result outside every graph has no known side, and each move copies it.
+A move to the other side copies, as CUDA does; a move to the same side returns the tensor itself. The
+mark exists as long as the memory does. Ops are not observed, so their results have no mark: `side_of` then searches the
+autograd graph for a marked leaf or a move. A result outside every graph has no known side, and each move copies it.
 
 `cuda_on_cpu` puts these functions in place.
 """
@@ -26,7 +26,7 @@ CUDA, HOST = "cuda", "cpu"
 CPU = torch.device("cpu")
 STANDS_FOR = {CUDA: torch.device("cpu"), HOST: torch.device("cpu"), None: torch.device("cpu")}
 """The devices that ``tensor.device`` returns: equal, but ``other.to(tensor.device)`` recognizes the object."""
-MARK = "amplab_side"  # on storages of torch: only they live exactly as long as the memory
+MARK = "amplab_side"  # an attribute of torch's storages: only they exist exactly as long as the memory
 PINNED = "amplab_pinned"
 SEARCHED = 1000  # nodes of the autograd graph
 

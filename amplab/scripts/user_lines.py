@@ -1,4 +1,4 @@
-"""Warnings of redirected calls point at the line of the script, as without the redirection.
+"""Make warnings of redirected calls point at the line of the script, as without the redirection.
 
 A redirected call has one frame of this room more than the script expects, and that frame is where warnings of torch's
 C++ code and those with ``stacklevel=2`` point. Such a warning is issued again for the first frame outside this room.

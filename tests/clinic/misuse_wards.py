@@ -306,8 +306,96 @@ def region_around_steps(size: int, seed: int, broken: bool, mended: str = "torch
     return patient(size, seed, step)
 
 
+# Gradients that a skipped step leaves behind
+
+
+def left_over(size: int, seed: int, broken: bool, mended: str = "optimizer.zero_grad()") -> Patient:
+    """The first steps overflow until the loss scale fits."""
+
+    def step(run: Patient, batch: tuple) -> Tensor:
+        (optimizer,) = run.optimizers
+        loss = run.loss(*batch)
+        run.amp.scale(loss).backward()
+        before = run.amp.get_scale()
+        run.amp.step(optimizer)
+        run.amp.update()
+        if not broken:
+            exec(mended, names_in(run))
+        elif run.amp.get_scale() >= before:
+            optimizer.zero_grad(set_to_none=seed % 2 == 0)
+        return loss.detach()
+
+    return patient(size, seed, step, scaler=torch.amp.GradScaler("cpu", init_scale=2.0**24), rate=0.02)
+
+
+# A scaler that is disabled
+
+
+def disabled_scaler(
+    size: int, seed: int, broken: bool, mended: str = "scaler = torch.amp.GradScaler(x.device.type)"
+) -> Patient:
+    """A small target, so that the gradients of all but the last layer are smaller than float16 can hold."""
+
+    def loss(x):
+        with torch.autocast("cpu", dtype=torch.float16):
+            out = run.model(x)
+        return F.mse_loss(out.float().flatten(), x.mean(1) * 2e-4)
+
+    def step(run: Patient, batch: tuple) -> Tensor:
+        run.optimizers[0].zero_grad()
+        loss = run.loss(*batch)
+        run.amp.scale(loss).backward()
+        run.amp.step(run.optimizers[0])
+        run.amp.update()
+        return loss.detach()
+
+    names = {"torch": torch, "x": torch.zeros(1)}
+    exec("scaler = torch.amp.GradScaler('cpu', enabled=torch.cuda.is_available())" if broken else mended, names)
+    run = patient(size, seed, step, scaler=names["scaler"])
+    run.model = nn.Sequential(*(layer for _ in range(2) for layer in (nn.Linear(size, size), nn.Tanh())))
+    run.model.append(nn.Linear(size, 1))
+    with torch.no_grad():
+        run.model[-1].weight.mul_(1e-3)
+        run.model[-1].bias.zero_()
+    run.optimizers, run.loss = [torch.optim.Adam(run.model.parameters(), lr=3e-4, eps=1e-14)], loss
+    return run
+
+
+# A derivative of a scaled value in the loss
+
+
+def scaled_slope(size: int, seed: int, broken: bool, mended: str = "slope = slope / scaler.get_scale()") -> Patient:
+    """A gradient penalty, whose derivative is taken of a scaled value so that it does not underflow."""
+
+    def loss(x):
+        x = x.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.float16):
+            out = run.model(x)
+        (slope,) = torch.autograd.grad(run.amp.scale(out.float().sum()), x, create_graph=True)
+        if not broken:
+            names = {"slope": slope, "scaler": run.amp}
+            exec(mended, names)
+            slope = names["slope"]
+        return F.mse_loss(out.float().flatten(), x.mean(1)) + 0.1 * (slope.square().sum(1) - 1).square().mean()
+
+    def step(run: Patient, batch: tuple) -> Tensor:
+        run.optimizers[0].zero_grad()
+        loss = run.loss(*batch)
+        run.amp.scale(loss).backward()
+        run.amp.step(run.optimizers[0])
+        run.amp.update()
+        return loss.detach()
+
+    run = patient(size, seed, step, scaler=torch.amp.GradScaler("cpu", init_scale=64.0))
+    run.loss = loss
+    return run
+
+
 MISUSE_WARDS = {
     "region around steps": Ward(region_around_steps, "stale-half-weights", ""),
+    "scaled slope": Ward(scaled_slope, "loss-depends-on-scale", ""),
+    "left over": Ward(left_over, "gradients-left-over", ""),
+    "disabled scaler": Ward(disabled_scaler, "gradients-underflow", ""),
     "clipped together": Ward(clipped_together, "clips-scaled-gradients", "2"),
     "auxiliary loss": Ward(unscaled_auxiliary, "loss-not-scaled", "side"),
     "clips nothing": Ward(clips_nothing, "clips-model-gradients", ""),

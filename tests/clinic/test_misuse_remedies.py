@@ -15,6 +15,9 @@ SLOWS = (
     "half average",
     "clipped together",
     "auxiliary loss",
+    "left over",
+    "scaled slope",
+    "disabled scaler",
 )  # clipping and momentum hide the harm of the others in this small run
 NAMES = [name for name in MISUSE_WARDS if not name.endswith("apex")]  # apex's remedy is the same line
 

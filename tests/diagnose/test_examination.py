@@ -387,6 +387,13 @@ def test_a_norm_of_blank_samples_is_named_before_the_scale(level):
     assert not found(x).named("norm-of-constant")
 
 
+def test_a_step_that_cannot_run_again_is_examined_once():
+    torch.manual_seed(0)
+    model, batches = nn.Linear(4, 1), iter([torch.randn(8, 4)])
+    found = doctor(model, step=lambda: model(next(batches)).square().mean(), scaler=torch.amp.GradScaler("cpu"))
+    assert not found.harmful, str(found)
+
+
 def test_a_loss_scale_that_skipped_steps_have_lowered_is_no_finding_of_its_own():
     """Gradients underflow at a scale that fell because forward overflows; the constant is in the cause."""
     model, x, _ = healthy()

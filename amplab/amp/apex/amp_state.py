@@ -59,7 +59,7 @@ class AmpState(ModuleType):
     def hard_override(self) -> bool:
         """Whether `initialize` warns of overrides that make no sense, and of half models, instead of refusing them.
 
-        May be set, and is False again after `reset`.
+        Assignable. `reset` sets it to False.
         """
         return default_session().permissions.hard_override
 
@@ -69,7 +69,7 @@ class AmpState(ModuleType):
 
     @property
     def allow_incoming_model_not_fp32(self) -> bool:
-        """Whether `initialize` takes models that are half already. May be set, and is False again after `reset`.
+        """Whether `initialize` accepts models that are already half. Assignable. `reset` sets it to False.
 
         At O0 their weights become float32; at O1 they stay half; at O2 masters have their values, and BatchNorm
         becomes float32.

@@ -298,7 +298,8 @@ class GradScaler(torch.amp.GradScaler):
         itself.
 
         Returns:
-            The result of ``optimizer.step``; None after a skipped step. `last_step` tells them apart.
+            The result of ``optimizer.step``; None after a skipped step. If the optimizer itself returns None,
+            `last_step` tells whether the step was skipped.
 
         Raises:
             RuntimeError: a closure; a second step since the last `update`.

@@ -1,4 +1,4 @@
-"""The points at which an op, or its slope, is infinite; which of them a step met, and what moved a value onto it.
+"""The points at which an op, or its slope, is infinite; which of them a step reached, and why a value is there.
 
     op                      domain       infinite at      infinite slope at
     log, log2, log10        [0, inf)     0                0
@@ -10,7 +10,7 @@
     sqrt, x^p (0 < p < 1)   [0, inf)                      0
     rsqrt                   [0, inf)     0                0
 
-All points are ends of a domain, so the smallest and the largest element of an input show whether one was met.
+All points are ends of a domain, so the smallest and the largest element of an input show whether it contains one.
 All functions are pure functions of an `ObservedStep`.
 """
 
@@ -69,7 +69,7 @@ class Origin(NamedTuple):
         why: "bound", "factor" or "eps": a number in the code that is different from the point, and equal to it (or
             without effect) in the dtype of its op; "end": a bound that is the point itself; "rounded": an op whose
             result rounds to the point in float16; "cast": a cast to float16; "saturated": an op whose result rounds
-            to the point in float32 too; "given": no op of the step, or another op that computed just this value.
+            to the point in float32 too; "given": no op moved it, or another op computed exactly this value.
         op: the number of that op; None if it is no op of the step.
         number: the number in the code.
         between: numbers of the ops from there to the singular one, in order of execution.
@@ -153,7 +153,7 @@ def _has_after_eps(step: ObservedStep, op: int, point: float) -> bool:
 
 
 def _origin(step: ObservedStep, op: int, points: tuple[float, ...], in_float32_too: bool) -> Origin:
-    """Walk up from the input of an op to what moved a value onto the points."""
+    """Search from the input of an op backward through the graph for the op that moved a value onto the points."""
     if step.ops[op].numbers and short_name(step.trace.records[op]) == "logit":
         return Origin("eps", op, step.ops[op].numbers[0])
     place, passed = step.ops[op].inputs[0], [op]

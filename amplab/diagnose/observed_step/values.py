@@ -227,7 +227,7 @@ class StepWatcher:
         given = (*args, *kwargs.values()) if kwargs else args
         if _kind(overload) == "allocates":
             return (), (), given
-        # What copy_ overwrites is no input: it may be memory that was never written, and then it is anything.
+        # What copy_ overwrites is no input: memory that was never written can contain any value, also inf.
         tensors = measured_in(given[1:] if overload is _COPY else given)
         # An in-place op overwrites its input before its output shows that counts are needed.
         read = [_counted(each) if each.is_cpu else each for each in tensors] if _overwrites(overload) else tensors

@@ -27,7 +27,8 @@ _STABLE = {
     ("logit", "sigmoid"): "{x}",
     ("atanh", "tanh"): "{x}",
 }
-"""The ops on the way up from a singular op -> an expression of the last one's input that never meets the point."""
+"""A singular op and the ops that lead to its input, the first one last -> an expression of the first one's input that
+computes the same without reaching the point."""
 
 _LOST = ("bound", "factor", "eps", "rounded", "cast")
 _TWO_SIDED = 2

@@ -25,7 +25,7 @@ from amplab.trace.handed_step import HandedStep
 __all__ = ["diverging_in_float32"]
 
 GREW = 10.0
-"""A loss that has grown by this factor on a batch that it is trained on; a fitting rate makes it fall."""
+"""Growth of the loss on the batch that the model is trained on. With a suitable learning rate it falls."""
 
 
 def diverging_in_float32(

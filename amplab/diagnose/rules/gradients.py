@@ -16,6 +16,7 @@ and a wrong loop shows as another power of the loss scale:
     accumulation-across-scales      gradients of backward passes with different loss scales were added up
     unscaled-too-early              a backward added scaled gradients to gradients that were unscaled already
     two-scalers                     two scalers unscaled the same gradients
+    gradients-left-over             backward added to gradients that a skipped step had left at inf or NaN
     zero-grad-in-accumulation       the step used only the last of several backwards; the others' gradients were lost
 """
 
@@ -30,7 +31,14 @@ from amplab.diagnose.remedies.api_styles import Api
 from amplab.diagnose.train_step.rehearsal import GradientWrite, Rehearsal, SteppedGradient
 from amplab.display.numbers import count, power
 
-__all__ = ["GRADIENT_RULES", "gradient_findings", "may_be_scaled", "may_clip_scaled_gradients", "shared_module"]
+__all__ = [
+    "GRADIENT_RULES",
+    "gradient_findings",
+    "left_over",
+    "may_be_scaled",
+    "may_clip_scaled_gradients",
+    "shared_module",
+]
 
 TOLERANCE = 0.1
 """In log2: 7 %, more than rounding to float16 or a weight decay added by hand changes."""
@@ -272,6 +280,18 @@ def zero_grad_in_accumulation(rehearsal: Rehearsal, api: Api) -> Iterator[Findin
         )
 
 
+def left_over(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
+    """Gradients of a skipped step that are not set to zero before the next backward."""
+    if rehearsal.left_over:
+        yield finding(
+            "gradients-left-over",
+            api=api,
+            module=shared_module(rehearsal.left_over),
+            tensor=f"gradient of {rehearsal.left_over[0]}",
+            evidence={"gradients": len(rehearsal.left_over), "loss_scale": rehearsal.scale},
+        )
+
+
 def _while_scaled(rehearsal: Rehearsal) -> list[GradientWrite]:
     """The writes that made gradients smaller while they were still scaled."""
     found = [write for write in _clips(rehearsal) if rehearsal.scale >= TOLD_APART and _near(write.before, 1.0)]
@@ -335,6 +355,7 @@ GRADIENT_RULES: tuple[Callable[[Rehearsal, Api], Iterator[Finding]], ...] = (
     unscaled_too_early,
     two_scalers,
     zero_grad_in_accumulation,
+    left_over,
 )
 
 

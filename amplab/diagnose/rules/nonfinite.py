@@ -98,7 +98,7 @@ def api_in_use(setting: Setting, step: ObservedStep) -> Api:
 
 
 def _certainty(found: FirstNonfinite, name: str) -> Certainty:
-    """A value that an op is not made for is seen, not concluded."""
+    """Return "certain" where the values themselves show the cause, else "likely"."""
     concluded = found.cause in ("model", "state", "input") and name not in _SEEN
     return "likely" if concluded else "certain"
 
@@ -199,7 +199,7 @@ def _came_in(found: FirstNonfinite) -> _Explanation:
 
 
 def _first_at(found: FirstNonfinite) -> str:
-    """Where in a tensor of the batch the first element is that is not finite, in words."""
+    """Return a phrase with the sample and the column of the batch's first non-finite element; empty if unknown."""
     if not found.at:
         return ""
     sample, *rest = found.at

@@ -28,7 +28,7 @@ from amplab.display.numbers import count, power
 __all__ = ["RUN_RULES", "diverging", "lost_at_once", "run_findings"]
 
 GROWN = 4.0
-"""Ratio of the median of the last losses to the largest of the first. A model that only guesses stays far below it."""
+"""Ratio of the median of the last losses to the largest of the first. If a model learns nothing, it is far smaller."""
 
 FEW, EXPLODED = 6, 100.0
 """With fewer losses than this, single batches explain small growth: only two orders of magnitude count."""

@@ -50,6 +50,7 @@ __all__ = [
     "Rehearsal",
     "SteppedGradient",
     "UnsteppedOptimizer",
+    "gradients_left_over",
     "rehearse",
 ]
 
@@ -179,6 +180,8 @@ class Rehearsal:
         unscaled_by_two: gradients that two scalers unscaled, one after the other.
         unguarded: gradients that were not finite and that a step used although a scaler was in use.
         dropped: gradients of earlier backwards of the same step that were dropped before a step used them.
+        cleared: whether the step leaves no gradient other than 0 behind.
+        left_over: gradients that were inf or NaN before the step began, to which its backward added.
         averages: the averages of the weights in 16 bits, with what they lose.
         stale: the weights whose 16-bit copies forward read after a step had changed the weights.
         loss_gradient: the gradient of the loss itself, which is what it was scaled by; None if it was not seen.
@@ -202,6 +205,8 @@ class Rehearsal:
     unscaled_by_two: tuple[MisusedGradients, ...] = ()
     unguarded: tuple[MisusedGradients, ...] = ()
     dropped: tuple[MisusedGradients, ...] = ()
+    cleared: bool = False
+    left_over: tuple[str, ...] = ()
     averages: tuple[LostAverage, ...] = ()
     stale: tuple[str, ...] = ()
     loss_gradient: float | None = None
@@ -255,14 +260,45 @@ def rehearse(
         recorder.scales = scales_of(scaler)
         train_step()
         seen = recorder.rehearsal()
+        cleared = not any(_has_gradient(each) for each in model.parameters())
         moves = recorder.schedules.moves([each.is_unmoved() for each in before])
         left_out = [(each, leads_to(train_step, optimizers[each.optimizer])) for each in recorder.unstepped()]
     return replace(
         seen,
+        cleared=cleared,
         schedules=moves,
         unstepped=tuple(each._replace(named=named) for each, named in left_out),
         clips_by_name=clips_of_model_parameters(train_step),
     )
+
+
+def gradients_left_over(
+    model: nn.Module,
+    train_step: Callable[[], Any],
+    optimizers: Sequence[Optimizer],
+    *,
+    scaler: Scaler | None = None,
+    stateful: Sequence[Any] = (),
+) -> tuple[str, ...]:
+    """Run a step that overflows and one more; return the gradients that are still inf or NaN from the first one.
+
+    Arguments, and what is restored, as for `rehearse`. Sync: many.
+    """
+    named = {id(each) for each in stateful}
+    others = [*schedulers_of(train_step, stateful), *_other_scalers(train_step, scaler)]
+    others = [each for each in others if id(each) not in named]
+    with kept(optimizers, scaler, [*stateful, *others]), untouched(model):
+        with LoopRecorder(model, optimizers, scaler, overflows=True).recording():
+            train_step()
+        after = LoopRecorder(model, optimizers, scaler)
+        with after.recording():
+            train_step()
+        return after.rehearsal().left_over
+
+
+def _has_gradient(parameter: Tensor) -> bool:
+    """Whether a gradient is there and not 0. Sync: one."""
+    return parameter.grad is not None and _norm(parameter.grad) != 0
 
 
 def _other_scalers(train_step: Callable[[], Any], scaler: Scaler | None) -> Iterator[torch.amp.GradScaler]:
@@ -342,6 +378,8 @@ class LoopRecorder:
         self._writes: list[GradientWrite] = []
         self._stepped: list[SteppedGradient] = []
         self._mixed: list[MixedStep] = []
+        self._before: dict[str, Tensor] = {}  # gradients that were not finite when the recording began
+        self._left_over: list[str] = []
         self._early: list[MisusedGradients] = []
         self._by_two: list[MisusedGradients] = []
         self._unguarded: list[MisusedGradients] = []
@@ -369,6 +407,7 @@ class LoopRecorder:
             unscaled_by_two=tuple(self._by_two),
             unguarded=tuple(self._unguarded),
             dropped=tuple(self._useless_drops()),
+            left_over=tuple(self._left_over),
             averages=tuple(self._averages.lost()),
             stale=tuple(self._stale),
             loss_gradient=self.loss_gradient,
@@ -384,7 +423,9 @@ class LoopRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record while the block runs; every hook is removed at its end."""
+        """Record while the block runs; every hook is removed at its end. Sync: one for each gradient that is there."""
+        there = {name: each.grad for name, each in self._named.items() if each.grad is not None}
+        self._before = {name: grad for name, grad in there.items() if not math.isfinite(_norm(grad))}
         with ExitStack() as undo:
             for name, parameter in self._named.items():
                 if parameter.requires_grad:
@@ -415,9 +456,10 @@ class LoopRecorder:
                 yield UnsteppedOptimizer(number, tuple(names), len(self._called))
 
     def _useless_drops(self) -> Iterator[MisusedGradients]:
-        """Yield the optimizers that used the last of several backwards only, when the others served no step at all.
+        """Yield the optimizers that used only the last of several backwards, if no step used the others.
 
-        The first backward of a GAN reaches the judge too, whose gradients are dropped; it served the generator.
+        In a GAN, the generator's backward also writes gradients of the discriminator, which are dropped. That is
+        correct, because the generator's step used this backward.
         """
         for number in range(len(self._optimizers)):
             dropped = [(name, {*passes} - self._useful) for each, name, passes in self._dropped if each == number]
@@ -541,10 +583,13 @@ class LoopRecorder:
             state.added_after, state.unscaled, state.is_unscaled, state.is_used = 0, 0, False, False
         if self._scaler is not None:
             state.scales = (*(state.scales if is_same else ()), self._scaler.get_scale())
+        was_zeroed = state.is_zeroed
         state.gradient, state.is_zeroed, state.passed, state.unscaled = grad, False, self._passes, 0
         state.delivered, state.backwards, state.clipped = _norm(grad), state.backwards + 1, 1.0
         self._held[grad.data_ptr() if grad.layout is torch.strided else 0] = name
         self.overflowed |= not math.isfinite(state.delivered)
+        if self._before.pop(name, None) is grad and not was_zeroed and not math.isfinite(state.delivered):
+            self._left_over.append(name)
 
     def _begin_pass(self, name: str) -> None:
         """A parameter that is reached for a second time, or after a step, is reached by another backward."""

@@ -4,6 +4,7 @@
     clipped while scaled   again at another scale: a limit that moves with the scale does the same, a fixed one does not
     stepped while scaled   again at another scale: gradients that are the same at both were never scaled
     schedulers moved       again with an overflow: whether they move when the optimizer's step is skipped
+    gradients cleared      again with an overflow and a step after it: whether its gradients are cleared too
 
 All state is restored after each rehearsal. Only the first may print; a later one that fails is ignored.
 """
@@ -15,18 +16,19 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
 
 from amplab.amp import Session
 from amplab.diagnose.rules.gradients import may_be_scaled, may_clip_scaled_gradients
-from amplab.diagnose.train_step.rehearsal import Rehearsal, rehearse
+from amplab.diagnose.train_step.rehearsal import Rehearsal, gradients_left_over, rehearse
 from amplab.trace.handed_step import Scaler
 
 __all__ = ["rehearse_loop"]
 
+T = TypeVar("T")
 _SCALE_FACTOR, _TRIES = 16.0, 4  # from one scale to the next, and how often to a lower one: by 2^16 in all
 
 
@@ -60,13 +62,20 @@ def rehearse_loop(
         found = replace(found, elsewhere=again(loss_scale=other))
     if found.schedules and _is_dynamic(scaler) and first.scale > 1:
         found = replace(found, skipped=first if first.overflowed else again(overflows=True))
+    if found.cleared and found.stepped and _is_dynamic(scaler) and first.scale > 1:
+        left = _quietly(gradients_left_over, model, train_step, optimizers, scaler=scaler, stateful=stateful)
+        found = replace(found, left_over=left or ())
     return found
 
 
 def _again(*given: Any, **options: Any) -> Rehearsal | None:
+    return _quietly(rehearse, *given, **options)
+
+
+def _quietly(function: Callable[..., T], *given: Any, **options: Any) -> T | None:
     with contextlib.redirect_stdout(io.StringIO()):
         try:
-            return rehearse(*given, **options)
+            return function(*given, **options)
         except Exception:  # noqa: BLE001  the first rehearsal has raised what the caller needs to know
             return None
 

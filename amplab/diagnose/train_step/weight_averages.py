@@ -27,11 +27,11 @@ _ALIKE = 0.5  # relative distance up to which a tensor is an average of the weig
 
 
 class LostAverage(NamedTuple):
-    """What one step of an average of the weights loses.
+    """What a 16-bit average of the weights loses in one step.
 
     Args:
-        name: of the parameter that it averages.
-        dtype: of the average.
+        name: the name of the parameter that it averages.
+        dtype: the dtype of the average.
         updated: number of elements that differ from the rounded weight and that the step changes in float64.
         unmoved: how many of them it does not change in 16 bits.
         elements: number of all elements.

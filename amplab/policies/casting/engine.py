@@ -141,7 +141,7 @@ class CastingEngine:
         return len(self._cache)
 
     def require_reasons(self) -> None:
-        """Raise RuntimeError if this kind of engine gives no reasons; this one does."""
+        """Raise RuntimeError if this kind of engine cannot explain its casts. This one can."""
 
     def is_live(self) -> bool:
         """Whether the topmost mode of the calling thread belongs to this engine and intercepts the next op."""

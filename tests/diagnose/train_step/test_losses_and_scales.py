@@ -78,3 +78,89 @@ def test_a_train_step_does_not_hide_updates_that_are_rounded_away():
     for given in ({"step": step}, {"train_step": train_step}, {"step": step, "train_step": train_step}):
         found = doctor(model, optimizer=optimizer, **given)
         assert len(found.named("updates-rounded-away")) == 1, list(given)
+
+
+def clears_first(optimizer, _model, _stepped, train):
+    optimizer.zero_grad()
+    train()
+
+
+def clears_values_first(optimizer, _model, _stepped, train):
+    optimizer.zero_grad(set_to_none=False)
+    train()
+
+
+def clears_last(optimizer, _model, _stepped, train):
+    train()
+    optimizer.zero_grad()
+
+
+def clears_twice(optimizer, _model, stepped, train):
+    optimizer.zero_grad()
+    train()
+    if stepped():
+        optimizer.zero_grad()
+
+
+def replaces_what_is_not_finite(optimizer, model, stepped, train):
+    for each in model.parameters():
+        if each.grad is not None:
+            each.grad.nan_to_num_(0.0, 0.0, 0.0)
+    train()
+    if stepped():
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("make", [torch.amp.GradScaler, amplab.GradScaler])
+@pytest.mark.parametrize(
+    "order", [clears_first, clears_values_first, clears_last, clears_twice, replaces_what_is_not_finite]
+)
+def test_gradients_that_are_cleared_before_the_next_backward_are_not_left_over(order, make):
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 1), torch.randn(8, 4)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), make("cpu", init_scale=2.0**24)
+    scales = [0.0, 0.0]
+
+    def train():
+        scales[0] = scaler.get_scale()
+        scaler.scale(half_loss(model, x)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales[1] = scaler.get_scale()
+
+    def train_step():
+        order(optimizer, model, lambda: scales[1] >= scales[0], train)
+
+    for given in (0, 12):
+        for _ in range(given):
+            train_step()
+        found = doctor(model, train_step=train_step, optimizer=optimizer, scaler=scaler)
+        assert not found.harmful, str(found)
+    with amplab.watch(model, optimizer, scaler=scaler) as watch:
+        for _ in watch.batches(range(12)):
+            train_step()
+    assert not watch.findings().harmful, str(watch.findings())
+
+
+def test_the_state_is_as_before_when_gradients_are_left_over():
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 1), torch.randn(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+    def train_step():
+        before = scaler.get_scale()
+        scaler.scale(half_loss(model, x)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() >= before:
+            optimizer.zero_grad()
+
+    train_step()
+    weights, state = model.weight.clone(), optimizer.state[model.weight]["momentum_buffer"].clone()
+    found = doctor(model, train_step=train_step, optimizer=optimizer, scaler=scaler)
+    assert [each.name for each in found.harmful] == ["gradients-left-over"]
+    assert torch.equal(model.weight, weights)
+    assert torch.equal(optimizer.state[model.weight]["momentum_buffer"], state)
+    assert model.weight.grad is None
+    assert scaler.get_scale() == 2.0**10
