@@ -259,14 +259,15 @@ def _with(before: str, code: PerApi, after: str = "") -> PerApi:
 def _singular(symptom: str) -> dict[str, Case]:
     """What is said of an op that met a singular point, by what moved a value onto it."""
     causes = {
-        "given": "Its input contains that value in float32 too, so no dtype and no loss scale fixes this.",
-        "bound": "The bound {number:.10g} of {by} is the cause: in float16 {effect}.",
-        "factor": "The factor {number:.10g} in {by} is the cause: in float16 {effect}.",
-        "eps": "The number {number:g} in {by} is the cause: in float16 {effect}.",
+        "given": "The step is not finite in float32 either, so no dtype and no loss scale fixes this.",
+        "bound": "The bound {number:.10g} of {by} is the cause: in {rounded_in} {effect}.",
+        "factor": "The factor {number:.10g} in {by} is the cause: in {rounded_in} {effect}.",
+        "eps": "The number {number:g} in {by} is the cause: in {rounded_in} {effect}.",
         "end": "The bound {number:g} of {by} is that value itself; it has to be inside.",
-        "rounded": "The result of {by} rounds to {ends} in float16; in float32 it does not. A .float() after it "
+        "rounded": "The result of {by} rounds to {ends} in {rounded_in}; in float32 it does not. A .float() after it "
         "would come too late.",
-        "cast": "A cast to float16 rounded a float32 number to the value.",
+        "unknown": "Its input is rounded to that value on its way; in float32 it is not. Which op rounds is not known.",
+        "cast": "A cast to {rounded_in} rounded a float32 number to the value.",
         "saturated": "The result of {by} rounds to {ends} in float32 too, so no dtype and no loss scale fixes this.",
     }
     return {why: Case(symptom, cause, "{code}") for why, cause in causes.items()}
