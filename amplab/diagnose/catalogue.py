@@ -259,14 +259,15 @@ def _with(before: str, code: PerApi, after: str = "") -> PerApi:
 def _singular(symptom: str) -> dict[str, Case]:
     """What is said of an op that met a singular point, by what moved a value onto it."""
     causes = {
-        "given": "Its input contains that value in float32 too, so no dtype and no loss scale fixes this.",
-        "bound": "The bound {number:.10g} of {by} is the cause: in float16 {effect}.",
-        "factor": "The factor {number:.10g} in {by} is the cause: in float16 {effect}.",
-        "eps": "The number {number:g} in {by} is the cause: in float16 {effect}.",
+        "given": "The step is not finite in float32 either, so no dtype and no loss scale fixes this.",
+        "bound": "The bound {number:.10g} of {by} is the cause: in {rounded_in} {effect}.",
+        "factor": "The factor {number:.10g} in {by} is the cause: in {rounded_in} {effect}.",
+        "eps": "The number {number:g} in {by} is the cause: in {rounded_in} {effect}.",
         "end": "The bound {number:g} of {by} is that value itself; it has to be inside.",
-        "rounded": "The result of {by} rounds to {ends} in float16; in float32 it does not. A .float() after it "
+        "rounded": "The result of {by} rounds to {ends} in {rounded_in}; in float32 it does not. A .float() after it "
         "would come too late.",
-        "cast": "A cast to float16 rounded a float32 number to the value.",
+        "unknown": "Its input is rounded to that value on its way; in float32 it is not. Which op rounds is not known.",
+        "cast": "A cast to {rounded_in} rounded a float32 number to the value.",
         "saturated": "The result of {by} rounds to {ends} in float32 too, so no dtype and no loss scale fixes this.",
     }
     return {why: Case(symptom, cause, "{code}") for why, cause in causes.items()}
@@ -767,6 +768,23 @@ _PARAMETERS = (
         },
     ),
     CatalogueEntry(
+        "stale-half-weights",
+        "Forward reads half copies of weights from before an optimizer step",
+        ("error",),
+        {
+            "": Case(
+                "Forward read half copies of {weights} weights that are older than the optimizer's step, and differ "
+                "from the weights.",
+                "torch.autocast keeps the half copies of weights until its region ends, and this region surrounds "
+                "several steps.",
+                "torch.clear_autocast_cache()  # after each optimizer step\n"
+                "# or open the region in each step, around the forward and the loss alone",
+            )
+        },
+        supersedes=("diverging",),
+        explains=("scale-collapse", "nonfinite-loss"),
+    ),
+    CatalogueEntry(
         "average-in-half",
         "A 16-bit average of the weights does not follow them",
         ("warning",),
@@ -1224,6 +1242,28 @@ _VALUES = (
                 "{fn} received a difference of float16 numbers that is negative, down to {lowest:.4g}, and wrote "
                 "{counted}.",
                 f"{_ELEVEN_BITS} In float32 the step is finite.",
+            ),
+        },
+    ),
+    CatalogueEntry(
+        "digits-lost-in-half",
+        "Large numbers, such as times and positions, lose the digits that an op needs",
+        ("warning",),
+        {
+            "": Case(
+                "{op} received float16 numbers up to {input_absmax:.5g}, where neighbors are {spacing:g} apart.",
+                "The phase of {op} is lost: its period is 6.28.{origin}",
+                "{code}",
+            ),
+            "difference": Case(
+                "{op} of float16 numbers up to {input_absmax:.5g}, which are up to {spacing:g} apart, is at most "
+                "{left:.4g}.",
+                "The difference is mostly rounding error.{origin}",
+            ),
+            "index": Case(
+                "float16 numbers up to {input_absmax:.5g} were converted to integers.",
+                "From 2048 on float16 does not hold every integer; here its neighbors are up to {spacing:g} "
+                "apart.{origin}",
             ),
         },
     ),

@@ -119,6 +119,25 @@ class LogOfSurvivors(Odd):
         return torch.log1p(x)
 
 
+class SumAtanh(Odd):
+    """A sum that is 1 in half; the product before it is 0.5, in float32 too."""
+
+    def forward(self, x):
+        x = torch.sigmoid(4 * x)
+        if not self.broken:
+            return torch.atanh(x * 0.5 + 0.499)
+        return torch.atanh(x * 0.5 + 0.4999)
+
+
+class ArcOfSum(Odd):
+    """A sum that is 1 in half, of zeros."""
+
+    def forward(self, x):
+        if not self.broken:
+            return x * torch.acos(x * 0 + 0.999)
+        return x * torch.acos(x * 0 + 0.9999)
+
+
 def ward(odd: type[Odd], name: str, **given) -> Ward:
     return Ward(lambda size, seed, broken: around(odd(broken), size, seed, **given), name, "odd")
 
@@ -132,5 +151,7 @@ SINGULAR_WARDS = {
     "eps of a logit": ward(LogitWithEps, "infinite-value", std=0.5, rate=1e-3),
     "arc of a cosine": ward(ArcCosine, "gradient-undefined", std=1.0, level="O1"),
     "root of zero": ward(RootOfZero, "gradient-undefined", std=1.0, level="O1"),
+    "sum that is 1 in half": ward(SumAtanh, "infinite-value", std=4.0),
+    "arc of a sum": ward(ArcOfSum, "gradient-undefined", std=1.0),
     "log1p of -1": ward(LogOfSurvivors, "infinite-value", std=1.0),
 }

@@ -11,6 +11,10 @@
     rsqrt                   [0, inf)     0                0
 
 All points are ends of a domain, so the smallest and the largest element of an input show whether it contains one.
+
+`met_point` names an op as the cause only with a proof: computed in float32 from an element that the op read, its result
+is not the point, and it is the point once rounded to float16. Where float32 gives the same result, the search goes on
+with the element that was read. Ops that read several tensors prove nothing.
 All functions are pure functions of an `ObservedStep`.
 """
 
@@ -59,7 +63,7 @@ DOMAINS = {
 }
 """Op of the dispatcher -> its domain."""
 
-Why = Literal["bound", "factor", "eps", "end", "rounded", "cast", "saturated", "given"]
+Why = Literal["bound", "factor", "eps", "end", "rounded", "cast", "saturated", "given", "unknown"]
 
 
 class Origin(NamedTuple):
@@ -69,16 +73,19 @@ class Origin(NamedTuple):
         why: "bound", "factor" or "eps": a number in the code that is different from the point, and equal to it (or
             without effect) in the dtype of its op; "end": a bound that is the point itself; "rounded": an op whose
             result rounds to the point in float16; "cast": a cast to float16; "saturated": an op whose result rounds
-            to the point in float32 too; "given": no op moved it, or another op computed exactly this value.
+            to the point in float32 too; "given": none of these is proved, and the step is not finite in float32 either;
+            "unknown": none is proved, and it is finite in float32.
         op: the number of that op; None if it is no op of the step.
         number: the number in the code.
         between: numbers of the ops from there to the singular one, in order of execution.
+        ends: what that op wrote there; it need not be the singular point, as in log(1 - sigmoid(x)).
     """
 
     why: Why
     op: int | None = None
     number: float = 0.0
     between: tuple[int, ...] = ()
+    ends: tuple[float, ...] = ()
 
 
 class Met(NamedTuple):
@@ -157,55 +164,103 @@ def _origin(step: ObservedStep, op: int, points: tuple[float, ...], in_float32_t
     if step.ops[op].numbers and short_name(step.trace.records[op]) == "logit":
         return Origin("eps", op, step.ops[op].numbers[0])
     place, passed = step.ops[op].inputs[0], [op]
+    otherwise: Why = "given" if in_float32_too else "unknown"
     for _ in range(_FARTHEST):
-        above = next(writers(step, place), None)
+        above = next((each for each in writers(step, place) if _wrote(step, each, points)), None)
+        between = tuple(reversed(passed))
         if above is None:
-            return Origin("given", None, 0.0, tuple(reversed(passed)))
-        record, between = step.trace.records[above], tuple(reversed(passed))
-        read = step.inputs(above)
-        if record.is_cast and not step.outputs(above)[0].summary.is_half:
-            place = step.ops[above].inputs[-1]
-            continue
-        passed.append(above)
-        if (lost := _lost_number(step, above, points)) is not None:
-            return Origin(*lost[:1], above, lost[1], between)
-        if record.is_cast:
-            rounds = not in_float32_too and read and not read[-1].summary.is_half
-            return Origin("cast" if rounds else "given", above, 0.0, between)
-        if short_name(record) not in _PASS or not read:
-            half = step.outputs(above)[0].summary.is_half if step.ops[above].outputs else False
-            if half and not in_float32_too:
-                return Origin("rounded", above, 0.0, between)
-            return Origin("saturated" if short_name(record) in _SATURATE else "given", above, 0.0, between)
-        place = step.ops[above].inputs[0]
-    return Origin("given", None, 0.0, tuple(reversed(passed)))
+            return Origin(otherwise, None, 0.0, between)
+        points = tuple(each for each in points if _has(step.outputs(above)[0].summary, each))
+        record = step.trace.records[above]
+        if not (record.is_cast and not step.outputs(above)[0].summary.is_half):
+            passed.append(above)
+        if (bound := _bound(step, above, points)) is not None:
+            return Origin(bound[0], above, bound[1], between)
+        rounds, passes = _computed_again(step, above, points)
+        if rounds and not (in_float32_too and passes):
+            return Origin(*_rounding(step, above, points), between, points)
+        if not passes or short_name(record) in _SATURATE:
+            return Origin("saturated" if passes else otherwise, above, 0.0, between, points)
+        place, points = step.ops[above].inputs[-1 if record.is_cast else 0], passes
+    return Origin(otherwise, None, 0.0, tuple(reversed(passed)))
 
 
 _FARTHEST = 6
-_PASS = frozenset(("neg", "rsub", "add", "sub", "clone", "clamp", "clamp_min", "clamp_max", "hardtanh"))
+_EXACT = frozenset(("clone", "clamp", "clamp_min", "clamp_max", "hardtanh"))
 _CLAMPS = frozenset(("clamp", "clamp_min", "clamp_max", "hardtanh"))
-_SATURATE = frozenset(("sigmoid", "tanh", "softmax", "erf", "exp", "special_ndtr"))
+_WITH_NUMBER = frozenset(("add", "sub", "rsub", "mul", "div", "pow"))
+_SATURATE = frozenset(("sigmoid", "tanh", "erf", "exp", "special_ndtr"))
 """Ops whose result rounds to an end of its range for large inputs, in every dtype."""
 
 
-def _lost_number(step: ObservedStep, op: int, points: tuple[float, ...]) -> tuple[Why, float] | None:
-    """A number of an op that equals a point, or has no effect, in the dtype that the op computes in."""
-    name, written = short_name(step.trace.records[op]), step.outputs(op)
-    if not written:
+def _wrote(step: ObservedStep, op: int, points: tuple[float, ...]) -> bool:
+    return any(_has(each.summary, point) for each in step.outputs(op)[:1] for point in points)
+
+
+def _computed_again(
+    step: ObservedStep, op: int, points: tuple[float, ...]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The elements that an op read whose results round to a point in its dtype only, and those that do in float32 too.
+
+    Both are empty for an op that does not compute its result from one element and at most one number.
+    """
+    read, dtype = step.inputs(op), step.outputs(op)[0].summary.dtype
+    if len(read) != 1 or torch.finfo(dtype).bits > _BITS_OF_FLOAT32:
+        return (), ()
+    rounds, passes = [], []
+    for each in dict.fromkeys((read[0].summary.lowest, read[0].summary.highest)):
+        result = _result(step, op, each, torch.float32)
+        if result in points:
+            passes.append(each)
+        elif result is not None and (_rounded(result, dtype) in points or _result(step, op, each, dtype) in points):
+            rounds.append(each)
+    return tuple(rounds), tuple(passes)
+
+
+_BITS_OF_FLOAT32 = 32
+
+
+def _result(step: ObservedStep, op: int, element: float, dtype: torch.dtype) -> float | None:
+    """The result of an op for one element, in a dtype; None if the op needs more than the element and one number."""
+    record, numbers = step.trace.records[op], step.ops[op].numbers
+    name = short_name(record)
+    if record.is_cast or name in _EXACT:
+        return _rounded(element, dtype)
+    _, base, overload = record.aten.split(".")
+    function = getattr(getattr(torch.ops.aten, base), overload)
+    seeded = torch.Tag.nondeterministic_seeded in function.tags
+    fits = len(numbers) == 1 if name in _WITH_NUMBER else not numbers
+    if seeded or torch.Tag.pointwise not in function.tags or not fits:
         return None
-    dtype = written[0].summary.dtype
+    try:
+        return float(function(torch.tensor([element], dtype=dtype), *numbers))
+    except (RuntimeError, TypeError):  # it takes more arguments
+        return None
+
+
+def _rounding(step: ObservedStep, op: int, points: tuple[float, ...]) -> tuple[Why, int, float]:
+    """What is said of an op whose result rounds to a point."""
+    record = step.trace.records[op]
+    if record.is_cast:
+        return "cast", op, 0.0
+    name, dtype = short_name(record), step.outputs(op)[0].summary.dtype
+    number = next(iter(step.ops[op].numbers), 0.0)
+    if name in ("mul", "div") and number != 1 and _rounded(number, dtype) == 1:
+        return "factor", op, number
+    if name in ("add", "sub", "rsub") and abs(number) < torch.finfo(dtype).eps and _ends(points):
+        return "eps", op, number
+    return "rounded", op, 0.0
+
+
+def _bound(step: ObservedStep, op: int, points: tuple[float, ...]) -> tuple[Why, float] | None:
+    """The bound of a clamp that is a point, in the dtype that the op computes in; None if there is none."""
+    if short_name(step.trace.records[op]) not in _CLAMPS:
+        return None
+    wrote = step.outputs(op)[0].summary
     for number in step.ops[op].numbers:
-        equal = _rounded(number, dtype)
-        if name in _CLAMPS and any(equal == _rounded(sign * point, dtype) for point in points for sign in (1, -1)):
-            exact = any(number == sign * point for point in points for sign in (1, -1))
-            if exact and any(number == point for point in (written[0].summary.lowest, written[0].summary.highest)):
-                return "end", number
-            if not exact and equal in (written[0].summary.lowest, written[0].summary.highest):
-                return "bound", number
-        if name in ("mul", "div") and number != 1 and equal == 1:
-            return "factor", number
-        if name in ("add", "sub", "rsub") and number and abs(number) < torch.finfo(dtype).eps and _ends(points):
-            return "eps", number
+        equal = _rounded(number, wrote.dtype)
+        if equal in points and _has(wrote, equal):
+            return "end" if number == equal else "bound", number
     return None
 
 

@@ -79,8 +79,7 @@ def _in_float32_from(step: ObservedStep, met: Met, first: int, api: Api) -> str:
     if begins is None and inner.module != outer.module and (rule := module_rule(inner.module, api)):
         return rule
     if begins is None or ends is None:
-        whole = f"{inner.op}(x.float(), ...)" if first != met.op else "x.float()"
-        return f"y = {_called(outer, whole, api)}  # x is the input of {inner.op}"
+        return inside_of_domain(step, met.op, api)
     return _pasted(step, met, first, (begins, ends), api)
 
 

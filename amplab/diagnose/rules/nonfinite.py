@@ -31,8 +31,8 @@ from amplab.diagnose.catalogue import finding
 from amplab.diagnose.finding import Certainty, Finding, Number, Severity
 from amplab.diagnose.first_nonfinite import FirstNonfinite, Setting
 from amplab.diagnose.observed_step.dataflow import line_of, nearest_constant, short_name, upstream
-from amplab.diagnose.observed_step.singular_points import Met, domain_of, forward_op_of, met_point
-from amplab.diagnose.observed_step.tensor_summary import HALF_MAX, HALF_UNDERFLOWS
+from amplab.diagnose.observed_step.singular_points import Met, Origin, domain_of, forward_op_of, met_point
+from amplab.diagnose.observed_step.tensor_summary import HALF_MAX, HALF_UNDERFLOWS, TensorSummary
 from amplab.diagnose.observed_step.values import ObservedStep
 from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.diagnose.remedies.float32 import in_float32, variance_in_float32
@@ -82,7 +82,7 @@ def finding_of(found: FirstNonfinite) -> Finding:
         module=place.module,
         tensor=found.tensor or _tensor_cast(found),
         line=place.line,
-        evidence=_evidence(found),
+        evidence=_evidence(found, explanation.name),
         **(numbers | dict(explanation.fields)),
     )
 
@@ -230,7 +230,7 @@ def _zero(found: FirstNonfinite, record: OpRecord) -> _Explanation | None:
             "nonfinite",
             {"code": _with_eps(found, at, lost[1], first=name in DIVISIONS)},
         )
-    met = met_point(found.step, record.index, in_float32_too=found.cause == "model")
+    met = _met(found, record)
     if met is not None:
         return _singular(found, record, met)
     if not (_met_zero(found) and name in DIVISIONS):
@@ -240,9 +240,13 @@ def _zero(found: FirstNonfinite, record: OpRecord) -> _Explanation | None:
     )
 
 
+def _met(found: FirstNonfinite, record: OpRecord) -> Met | None:
+    return met_point(found.step, record.index, in_float32_too=found.cause == "model")
+
+
 def _singular(found: FirstNonfinite, record: OpRecord, met: Met) -> _Explanation:
     """The finding for an op that met a point at which it, or its slope, is infinite."""
-    step, (_, op, number, _) = found.step, met.origin
+    step, op = found.step, met.origin.op
     domain = domain_of(step, met.op)
     slope = record.phase == "backward"
     fields = {
@@ -250,9 +254,10 @@ def _singular(found: FirstNonfinite, record: OpRecord, met: Met) -> _Explanation
         "singular": _points((domain.steep_at if slope else domain.infinite_at) if domain else met.points),
         "received": _points(met.points),
         "by": _by(found, op),
-        "ends": _points(_extremes(step, met)),
-        "number": number,
-        "effect": _effect(met),
+        "ends": _points(met.origin.ends or met.points),
+        "number": met.origin.number,
+        "rounded_in": str(_dtype_of(step, met.origin)).removeprefix("torch."),
+        "effect": _effect(met, _dtype_of(step, met.origin)),
         "code": away_from_point(step, met, _api(found)),
     }
     if slope:
@@ -260,15 +265,6 @@ def _singular(found: FirstNonfinite, record: OpRecord, met: Met) -> _Explanation
     if _LOG_OF_ZERO & {short_name(record)} and met.points == (0,):
         return _log(found, record, fields)
     return _Explanation("infinite-value", met.origin.why, fields)
-
-
-def _extremes(step: ObservedStep, met: Met) -> tuple[float, ...]:
-    """The end of its range that an op wrote; it need not be the singular point, as in log(1 - sigmoid(x))."""
-    if met.origin.op is None or met.origin.why not in ("rounded", "saturated"):
-        return met.points
-    wrote = step.outputs(met.origin.op)[0].summary
-    reached = tuple(dict.fromkeys(each for each in (wrote.lowest, wrote.highest) if each in (-1.0, 0.0, 1.0)))
-    return reached or met.points
 
 
 _LOG_OF_ZERO = frozenset(("log", "log2", "log10"))
@@ -285,15 +281,23 @@ def _by(found: FirstNonfinite, op: int | None) -> str:
     return f"{record.op}{f', {record.line},' if record.line is not None else ''}"
 
 
-def _effect(met: Met) -> str:
-    """What a number of the code is in float16."""
-    near_one = "float16 has no number between 0.9995 and 1"
+def _dtype_of(step: ObservedStep, origin: Origin) -> torch.dtype:
+    """The dtype that the op computes in which moved a value onto a singular point."""
+    wrote = () if origin.op is None else step.outputs(origin.op)
+    return wrote[0].summary.dtype if wrote else torch.float16
+
+
+def _effect(met: Met, dtype: torch.dtype) -> str:
+    """What a number of the code is in the dtype of its op."""
+    name, below_one = str(dtype).removeprefix("torch."), 1 - torch.finfo(dtype).eps / 2
+    near_one = f"{name} has no number between {below_one:.{_DIGITS.get(dtype, 8)}g} and 1"
     if met.origin.why == "eps":
         return f"1 - {met.origin.number:g} is 1: {near_one}"
     rounded = math.copysign(1, met.origin.number)
     return f"it is {rounded:g}: {near_one}" if abs(met.origin.number) > _HALFWAY else "it is 0"
 
 
+_DIGITS = {torch.float16: 4, torch.bfloat16: 4}
 _HALFWAY = 0.5
 
 
@@ -438,12 +442,13 @@ def _is_product(found: FirstNonfinite, record: OpRecord) -> bool:
     return any(short_name(found.step.trace.records[op]) in _PRODUCTS for op in near)
 
 
-def _evidence(found: FirstNonfinite) -> dict[str, Number]:
+def _evidence(found: FirstNonfinite, name: str) -> dict[str, Number]:
+    read = _read_at_point(found, found.record) if name == "gradient-undefined" and found.record else found.inputs
     numbers: dict[str, Number] = {"not_finite": found.result, "loss_scale": found.setting.loss_scale}
     if found.record is not None:
-        numbers |= {"phase": found.phase, "input_absmax": _reads(found)}
+        numbers |= {"phase": found.phase, "input_absmax": max((each.absmax for each in read), default=0.0)}
     numbers |= {"infs": found.output.infs or 0, "nans": found.output.nans or 0, "elements": found.output.numel}
-    if zeros := _zeros(found):
+    if zeros := max((each.zeros or 0 for each in read), default=0):
         numbers["input_zeros"] = zeros
     if found.at and found.cause in ("batch", "input"):
         numbers |= dict(zip(("sample", "column"), found.at, strict=False))
@@ -460,12 +465,10 @@ def _evidence(found: FirstNonfinite) -> dict[str, Number]:
     return numbers
 
 
-def _reads(found: FirstNonfinite) -> float:
-    return max((each.absmax for each in found.inputs), default=0.0)
-
-
-def _zeros(found: FirstNonfinite) -> int:
-    return max((each.zeros or 0 for each in found.inputs), default=0)
+def _read_at_point(found: FirstNonfinite, record: OpRecord) -> tuple[TensorSummary, ...]:
+    """What the op read whose slope is infinite: its own input, not what the ops of its gradient read."""
+    met = _met(found, record)
+    return found.inputs if met is None else (found.step.inputs(met.op)[0].summary,)
 
 
 def _where_zeros_began(found: FirstNonfinite, record: OpRecord) -> str:
