@@ -768,6 +768,23 @@ _PARAMETERS = (
         },
     ),
     CatalogueEntry(
+        "stale-half-weights",
+        "Forward reads half copies of weights from before an optimizer step",
+        ("error",),
+        {
+            "": Case(
+                "Forward read half copies of {weights} weights that are older than the optimizer's step, and differ "
+                "from the weights.",
+                "torch.autocast keeps the half copies of weights until its region ends, and this region surrounds "
+                "several steps.",
+                "torch.clear_autocast_cache()  # after each optimizer step\n"
+                "# or open the region in each step, around the forward and the loss alone",
+            )
+        },
+        supersedes=("diverging",),
+        explains=("scale-collapse", "nonfinite-loss"),
+    ),
+    CatalogueEntry(
         "average-in-half",
         "A 16-bit average of the weights does not follow them",
         ("warning",),
@@ -1225,6 +1242,28 @@ _VALUES = (
                 "{fn} received a difference of float16 numbers that is negative, down to {lowest:.4g}, and wrote "
                 "{counted}.",
                 f"{_ELEVEN_BITS} In float32 the step is finite.",
+            ),
+        },
+    ),
+    CatalogueEntry(
+        "digits-lost-in-half",
+        "Large numbers, such as times and positions, lose the digits that an op needs",
+        ("warning",),
+        {
+            "": Case(
+                "{op} received float16 numbers up to {input_absmax:.5g}, where neighbors are {spacing:g} apart.",
+                "The phase of {op} is lost: its period is 6.28.{origin}",
+                "{code}",
+            ),
+            "difference": Case(
+                "{op} of float16 numbers up to {input_absmax:.5g}, which are up to {spacing:g} apart, is at most "
+                "{left:.4g}.",
+                "The difference is mostly rounding error.{origin}",
+            ),
+            "index": Case(
+                "float16 numbers up to {input_absmax:.5g} were converted to integers.",
+                "From 2048 on float16 does not hold every integer; here its neighbors are up to {spacing:g} "
+                "apart.{origin}",
             ),
         },
     ),

@@ -30,6 +30,7 @@ from amplab.diagnose.observed_step.values import ObservedStep, observe_step
 from amplab.diagnose.ranking import ranked
 from amplab.diagnose.remedies.api_styles import Api, api_style_of
 from amplab.diagnose.rules.arithmetic import arithmetic_findings
+from amplab.diagnose.rules.digits import digits_findings
 from amplab.diagnose.rules.divergence import diverging_in_float32
 from amplab.diagnose.rules.gradients import gradient_findings
 from amplab.diagnose.rules.lost_gradients import gradients_lost_downstream
@@ -40,7 +41,13 @@ from amplab.diagnose.rules.run import run_findings
 from amplab.diagnose.rules.scaled_loss import loss_depends_on_scale
 from amplab.diagnose.rules.schedule import schedule_findings
 from amplab.diagnose.rules.speed import speed_findings
-from amplab.diagnose.rules.updates import averages_lost, optimizers_left_out, updates_bound_to_be_lost, updates_lost
+from amplab.diagnose.rules.updates import (
+    averages_lost,
+    copies_outdated,
+    optimizers_left_out,
+    updates_bound_to_be_lost,
+    updates_lost,
+)
 from amplab.diagnose.rules.values import value_findings
 from amplab.diagnose.train_step.rehearse_loop import rehearse_loop
 from amplab.diagnose.train_step.schedules import schedulers_of
@@ -252,7 +259,7 @@ def _examine_step(
     if blamed is not None and first[0].name in CATALOGUE["diverging"].explains:
         first += diverging_in_float32(model, handed, setting, optimizers, api_in_use(setting, step))
     api = api_in_use(setting, step)
-    of_values = [*value_findings(step, api), *arithmetic_findings(step, api)]
+    of_values = [*value_findings(step, api), *arithmetic_findings(step, api), *digits_findings(step, api)]
     if first and first[0].severity == "error" and setting.dynamic:  # each skipped step has lowered the loss scale
         of_values = [each for each in of_values if each.name != "gradients-underflow"]
     again = _findings_of_reruns(model, handed, setting, step, api, scaler)
@@ -297,6 +304,7 @@ def _examine_loop(
             *optimizers_left_out(seen, api),
             *updates_lost(seen.lost),
             *averages_lost(seen.averages),
+            *copies_outdated(seen.stale),
             *schedule_findings(seen, api),
         ]
     except LossScaleCollapse:

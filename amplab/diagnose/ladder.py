@@ -3,8 +3,10 @@
     O2 dynamic → O2 static 128 → O1 dynamic → O1 static 128 → bf16 → fp32
 
 Every rung starts from the same weights and gets the same batches. A rung holds (trains successfully) if its weights
-stay finite, few steps are skipped, its loss is as low as float32's within the tolerance, and its float16 values are not
-about to exceed 65504. At each level the dynamic scale comes first: it goes on where a static one ends in NaN.
+and losses stay finite, few steps are skipped, its loss is as low as float32's within the tolerance, and its float16
+values are not about to exceed 65504. If they overflowed in a step, or rise steadily and are within a factor of 2 of
+65504, it holds with a reservation. At each level the dynamic scale comes first: it goes on where a static one ends in
+NaN.
 """
 
 import copy
@@ -17,13 +19,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from amplab.amp.run_state.rng_state import capture_rng, restore_rng
-from amplab.diagnose.half_peaks import HalfPeaks
+from amplab.diagnose.half_peaks import HalfPeaks, PeakTrend
 from amplab.diagnose.trial import (
     MakeOptimizer,
     Precision,
@@ -62,6 +64,7 @@ RUNGS: dict[str, Precision] = {
 _MOST_SKIPS = 0.1  # of the steps; with more the learning rate schedule differs
 _MEASURED = 24  # steps of a rung whose float16 values are measured
 _AHEAD = 3  # times the steps seen: an overflow expected later than that is not counted against a rung
+_LITTLE = 0.5  # share of 65504 from which on values that rise are a reservation: less than one binade is left
 _FEWEST = 5  # a dynamic scale that settles skips a few steps
 _COLUMNS = (
     Column("rung"),
@@ -109,6 +112,26 @@ class LadderRung:
     def skipped(self) -> int:
         """The number of skipped steps."""
         return sum(step.skipped for step in self.steps)
+
+    @property
+    def reservation(self) -> str | None:
+        """What speaks against a rung that holds: its float16 values are near 65504 and rise, or have exceeded it."""
+        for name, trend in self._trends():
+            if trend.overflowed is not None:
+                return f"its {name} overflow in step {trend.overflowed:,}, although the loss stays finite"
+            if trend.rises and trend.share > _LITTLE:
+                return (
+                    f"its largest {name} rise steadily, from {trend.samples[0][1]:.3g} to {trend.largest:.3g}, "
+                    f"{_percent(trend.share)} of 65504, which they exceed at about step {trend.heads_for:,}"
+                )
+        return None
+
+    def _trends(self) -> Iterator[tuple[str, PeakTrend]]:
+        """Yield the values that may exceed 65504; a dynamic scale keeps gradients below."""
+        if self.peaks is not None:
+            yield "activations", self.peaks.activation
+            if self.is_static:
+                yield "gradients", self.peaks.gradient
 
 
 @dataclass(frozen=True, repr=False)
@@ -158,14 +181,24 @@ class LadderReport:
         else:
             before = [rung.name for rung in self.rungs[: self.rungs.index(chosen)]]
             but = f"; before it {', '.join(before)} did not" if before else ", the first of the ladder"
-            yield f"Recommended: {chosen.name}. It holds in the {count(len(chosen.steps), 'step')} seen{but}."
-            if chosen.peaks is not None and chosen.peaks.activation.largest:
-                yield _headroom(chosen.peaks)
+            seen = f"It holds in the {count(len(chosen.steps), 'step')} seen{but}"
+            if chosen.reservation is None:
+                yield f"Recommended: {chosen.name}. {seen}."
+            else:
+                yield f"Recommended with a reservation: {chosen.name}. {seen}, but {chosen.reservation}."
+                yield self._instead()
+            if chosen.reservation is None and chosen.peaks is not None and chosen.peaks.activation.largest:
+                yield _headroom(chosen)
         if self._without_score():
             without = ", ".join(self._without_score())
             yield f"evaluate returned NaN for {without}, so these do not hold: check evaluate first."
         if self.device == "cpu":
             yield "Speeds are those of this CPU, which computes half through float32. They say nothing about a GPU."
+
+    def _instead(self) -> str:
+        """The first rung that holds without a reservation."""
+        safe = next((each.name for each in self.rungs if each.failure is None and each.reservation is None), None)
+        return "No rung holds without a reservation." if safe is None else f"The first without a reservation: {safe}."
 
     def _without_score(self) -> list[str]:
         """Return the names of the rungs whose score is NaN."""
@@ -183,22 +216,30 @@ class LadderReport:
             power(rung.steps[-1].loss_scale) if rung.steps else "–",
             f"{rung.steps_per_second:,.{0 if rung.steps_per_second >= 10 else 1}f}" if rung.steps else "–",
             size(rung.state_bytes) if rung.steps else "–",
-            _result(rung.failure),
+            _result(rung),
         )
 
 
-def _headroom(peaks: HalfPeaks) -> str:
-    """How far the largest float16 values are from 65504, and at which steps they reach it."""
-    activation, gradient = peaks.activation, peaks.gradient
-    expected = [
-        f"{name} reach it at about step {trend.reaches:,} if they keep growing at this rate."
-        for name, trend in (("Activations", activation), ("Scaled gradients", gradient))
-        if trend.reaches is not None
-    ]
-    return (
-        f"Largest float16 activation {activation.largest:.3g}, largest scaled gradient {gradient.largest:.3g}. "
-        f"float16's limit is 65504. {' '.join(expected) or 'Neither is about to reach it.'}"
+def _headroom(rung: LadderRung) -> str:
+    """How far the largest float16 values are from 65504, and whether they rise."""
+    trends = list(rung._trends())
+    peaks = cast(HalfPeaks, rung.peaks)
+    largest = ", largest ".join(
+        f"{name} {trend.largest:.3g} ({_percent(trend.share)} of 65504)"
+        for name, trend in (("float16 activation", peaks.activation), ("scaled gradient", peaks.gradient))
     )
+    return f"Largest {largest}; {' and '.join(_course(name, trend) for name, trend in trends)}."
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if share > 0.01 else f"{100 * share:.2g} %"
+
+
+def _course(name: str, trend: PeakTrend) -> str:
+    """Say in words whether values rise."""
+    if trend.rises:
+        return f"the {name} rise and exceed it at about step {trend.heads_for:,} if they keep growing at this rate"
+    return f"the {name} did not rise steadily"
 
 
 def _against(loss: float, reference: float) -> str:
@@ -209,10 +250,11 @@ def _against(loss: float, reference: float) -> str:
     return "0.0 %" if abs(share) < 0.05 else f"{share:+.1f} %"
 
 
-def _result(failure: str | None) -> Cell:
-    if failure is None:
-        return Cell("holds", Markup('<span class="good">✓ holds</span>'))
-    return Cell(failure, Markup(f'<span class="bad">✗</span> {markup(failure)}'))
+def _result(rung: LadderRung) -> Cell:
+    if rung.failure is not None:
+        return Cell(rung.failure, Markup(f'<span class="bad">✗</span> {markup(rung.failure)}'))
+    said = "holds" if rung.reservation is None else "holds, with a reservation"
+    return Cell(said, Markup(f'<span class="good">✓ {said}</span>'))
 
 
 def _tell(line: str) -> None:
@@ -411,6 +453,8 @@ def _failure(rung: LadderRung, reference: LadderRung, steps: int, tolerance: flo
         return f"{rung.skipped} of {steps} steps skipped"
     if (reason := _expected_overflow(rung, steps)) is not None:
         return reason
+    if lost is not None:
+        return f"the loss of step {lost} is {rung.steps[lost].loss:.4g}"
     allowed = reference.loss + tolerance * abs(reference.loss)
     if not rung.loss <= allowed:
         return f"loss {rung.loss:.4g}, float32 {reference.loss:.4g}"
@@ -424,11 +468,8 @@ def _failure(rung: LadderRung, reference: LadderRung, steps: int, tolerance: flo
 
 
 def _expected_overflow(rung: LadderRung, steps: int) -> str | None:
-    """Return which float16 values are about to overflow; a dynamic scale keeps gradients below 65504."""
-    if rung.peaks is None:
-        return None
-    trends = {"activations": rung.peaks.activation} | ({"gradients": rung.peaks.gradient} if rung.is_static else {})
-    for name, trend in trends.items():
+    """Return which float16 values are about to overflow."""
+    for name, trend in rung._trends():
         if trend.reaches is not None and trend.reaches < _AHEAD * steps:
             return f"{name} reach 65504 at about step {trend.reaches:,}"
     return None

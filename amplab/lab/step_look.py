@@ -23,6 +23,7 @@ from amplab.diagnose.first_nonfinite import Setting
 from amplab.diagnose.observed_step.values import StepWatcher, named_tensors
 from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.diagnose.rules.arithmetic import arithmetic_findings
+from amplab.diagnose.rules.digits import digits_findings
 from amplab.diagnose.rules.gradients import gradient_findings, left_over
 from amplab.diagnose.rules.nonfinite import api_in_use
 from amplab.diagnose.rules.updates import averages_lost, updates_lost
@@ -257,7 +258,7 @@ class _ValueLook:
         if not step.values[step.loss].summary.is_finite:
             return []
         api = api_in_use(self._setting(), step)
-        return [*value_findings(step, api), *arithmetic_findings(step, api)]
+        return [*value_findings(step, api), *arithmetic_findings(step, api), *digits_findings(step, api)]
 
     def _setting(self) -> Setting:
         level = self._probe.opt_level.replace(NO_LEVEL, "")

@@ -288,6 +288,24 @@ def clips_nothing(
     )  # fmt: skip
 
 
+# One region of autocast around several steps: it keeps its half copies of the weights
+
+
+def region_around_steps(size: int, seed: int, broken: bool, mended: str = "torch.clear_autocast_cache()") -> Patient:
+    def step(run: Patient, batch: tuple) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.float16):
+            for part in batch[0].chunk(PARTS):
+                run.optimizers[0].zero_grad()
+                run.amp.scale(run.loss(part)).backward()
+                run.amp.step(run.optimizers[0])
+                run.amp.update()
+                if not broken:
+                    exec(mended, {"torch": torch})
+        return run.loss(*batch).detach()
+
+    return patient(size, seed, step)
+
+
 # Gradients that a skipped step leaves behind
 
 
@@ -374,6 +392,7 @@ def scaled_slope(size: int, seed: int, broken: bool, mended: str = "slope = slop
 
 
 MISUSE_WARDS = {
+    "region around steps": Ward(region_around_steps, "stale-half-weights", ""),
     "scaled slope": Ward(scaled_slope, "loss-depends-on-scale", ""),
     "left over": Ward(left_over, "gradients-left-over", ""),
     "disabled scaler": Ward(disabled_scaler, "gradients-underflow", ""),

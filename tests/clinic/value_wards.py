@@ -318,6 +318,52 @@ def doubled_sum(size: int, seed: int, broken: bool) -> Patient:
     return apex(model, lambda x: overlap(model(x)[:, 0], (x[:, 0] > -2.5).float()), planes)
 
 
+# The minute of the week as an input: half holds every eighth, and the phase of a sine of it is lost
+
+
+class Phases(nn.Module):
+    def forward(self, minutes):
+        angles = minutes * torch.tensor([6.2831853 / 1440, 6.2831853 / 60]).to(minutes.dtype)
+        return torch.cat([angles.sin(), angles.cos()], -1)
+
+
+def minutes_of_a_week(size: int, seed: int) -> Callable[[int], tuple]:
+    normal = gaussian(size, seed, 32, 1)
+    return lambda step: (5040 + (normal(step)[0] * 2000).round().clamp(-5000, 5000),)
+
+
+def phase_of_minutes(size: int, seed: int, broken: bool) -> Patient:
+    """The twin computes the phases before the model, whose inputs O2 casts."""
+    model = nn.Sequential(nn.Linear(4, size), nn.Tanh(), nn.Linear(size, 1))
+    if broken:
+        model = nn.Sequential(Phases(), *model)
+
+    def loss(minutes):
+        out = model(minutes if broken else Phases()(minutes)).float()
+        return F.mse_loss(out, torch.sin(minutes * (6.2831853 / 60)))
+
+    return apex(model, loss, minutes_of_a_week(size, seed), level="O2")
+
+
+# Times whose differences are small
+
+
+class Gaps(nn.Module):
+    def forward(self, minutes):
+        return (minutes - (minutes.roll(1, 0))) / 100
+
+
+def gaps_between_times(size: int, seed: int, broken: bool) -> Patient:
+    """The twin counts from the first time."""
+    model = nn.Sequential(Gaps(), nn.Linear(1, size), nn.Tanh(), nn.Linear(size, 1))
+    normal = gaussian(size, seed, 32, 1)
+
+    def times(step):
+        return ((normal(step)[0] * 10).round() + (9000 if broken else 0),)
+
+    return apex(model, lambda x: F.mse_loss(model(x).float(), (x - x.roll(1, 0)) / 30), times, level="O2")
+
+
 VALUE_WARDS = {
     "attention logits": Ward(attention_logits, "logits-overflow-half", "attention"),
     "eps": Ward(vanishing_eps, "constant-underflows-half", "norm"),
@@ -334,5 +380,7 @@ VALUE_WARDS = {
     "two masks in float32": Ward(two_masks("O1", wide=True), "masks-added", "attention"),
     "products with itself": Ward(products_with_itself, "overflow-in-half", "1"),
     "doubled sum": Ward(doubled_sum, "overflow-in-half", ""),
+    "phase of minutes": Ward(phase_of_minutes, "digits-lost-in-half", "0"),
+    "gaps between times": Ward(gaps_between_times, "digits-lost-in-half", "0"),
     "late where": Ward(late_where, "gradient-undefined", "root"),
 }

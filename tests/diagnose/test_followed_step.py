@@ -75,12 +75,19 @@ def test_the_gradients_are_those_of_the_loop_alone():
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-def test_a_gradient_is_judged_without_a_loss():
+def test_a_step_is_judged_without_step_loss():
+    """The tensor that backward is called on counts as the loss; gradients are judged if it is finite."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     x = torch.ones(2, 4)
     with followed_step(model, {"x": x}) as step:
         (model(x).sum() * 1e30 * 1e30).backward()
+    assert step.first.result == "loss"
+    model.zero_grad()
+    infinite = torch.tensor(torch.inf)
+    with followed_step(model, {"x": x}) as step:
+        model(x).sum().backward(infinite)
     assert step.first.result.startswith("gradient of 1.")
+    model.zero_grad()
     x[0, 0] = torch.nan
     with followed_step(model, {"x": x}) as step:
         step.loss(model(x).sum()).backward()

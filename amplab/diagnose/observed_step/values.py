@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -266,14 +267,15 @@ class StepWatcher:
         values = LazyTuple(len(self._made), lambda _, place: self._value(place))
         trace = Trace(lazy_records_of(events))
         ops = tuple(self._ops[: len(events)])
-        return ObservedStep(trace, ops, values, self._loss_place(ops), gradients, loss_scale, self._begun)
+        return ObservedStep(trace, ops, values, self._loss_place(events), gradients, loss_scale, self._begun)
 
-    def _loss_place(self, ops: Sequence[OpValues]) -> int:
-        """The place of the loss; of a loss that was not told, of the last single number that the step read."""
-        if self._loss is not None or not ops:
+    def _loss_place(self, events: Sequence[Event]) -> int:
+        """Return the place of the loss; if the caller did not name it, of the last scalar before the first backward."""
+        if self._loss is not None or not events:
             return self._loss or 0
-        single = (place for op in reversed(ops) for place in op.inputs if self._measured.kind(place)[1] == 1)
-        return next(single, 0)
+        forward = takewhile(lambda pair: not pair[0].place.backward, zip(events, self._ops, strict=False))
+        scalars = [place for _, op in forward for place in op.outputs if self._measured.kind(place)[1] == 1]
+        return scalars[-1] if scalars else 0
 
     def _value(self, place: int) -> Value:
         op, named, parts = self._made[place]

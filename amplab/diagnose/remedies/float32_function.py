@@ -27,7 +27,7 @@ _MOST_LINES = 20
 _LAYERS = ("linear", "conv", "embedding", "lstm", "gru", "rnn")
 
 
-def body_in_float32(step: ObservedStep, record: OpRecord, note: str = "", *, api: Api) -> str:
+def body_in_float32(step: ObservedStep, record: OpRecord, note: str = "", *, api: Api, always: bool = False) -> str:
     """Return the body of the function around an op in float32; empty where the op alone is enough, or for half weights.
 
     Args:
@@ -35,13 +35,14 @@ def body_in_float32(step: ObservedStep, record: OpRecord, note: str = "", *, api
         record: the op that overflowed in forward.
         note: an alternative, added as a comment.
         api: what the training loop uses.
+        always: also where nothing shows that the op alone is not enough.
     """
     if api.casting in (ApiStyle.APEX_HALF, ApiStyle.HALF) or record.is_cast:
         return ""
     function = function_around(record.line)
     if function is None or function.body.count("\n") >= _MOST_LINES:
         return ""
-    if not (squares(step, record.index) or _reads_what_is_near(step, record, function)):
+    if not (always or squares(step, record.index) or _reads_what_is_near(step, record, function)):
         return ""
     given = _read_in_half(step, function)
     if not given:

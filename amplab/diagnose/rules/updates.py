@@ -3,6 +3,7 @@
     optimizer-never-stepped   its parameters receive gradients, other optimizers are stepped, and it is not
     updates-rounded-away      most 16-bit weights do not change: the update is smaller than half of their last bit
     average-in-half           most elements of a 16-bit average of the weights do not change
+    stale-half-weights        forward reads half copies of weights from before an optimizer step
 
 Where a step was rehearsed, the lost updates were counted. Otherwise they follow from the learning rate and the largest
 gradient: SGD changes no weight by more than lr |g| / (1 - momentum), and Adam hardly any by more than lr.
@@ -26,7 +27,14 @@ from amplab.diagnose.train_step.lost_updates import LostUpdates
 from amplab.diagnose.train_step.rehearsal import Rehearsal
 from amplab.diagnose.train_step.weight_averages import LostAverage
 
-__all__ = ["averages_lost", "never_stepped", "optimizers_left_out", "updates_bound_to_be_lost", "updates_lost"]
+__all__ = [
+    "averages_lost",
+    "copies_outdated",
+    "never_stepped",
+    "optimizers_left_out",
+    "updates_bound_to_be_lost",
+    "updates_lost",
+]
 
 MOST, LOST, LOST_OF_NORM = 0.5, 0.4, 0.25
 """Shares above which a step is lost: of the weights that cannot change, of those that did not, and of the norm.
@@ -108,6 +116,12 @@ def averages_lost(averages: Sequence[LostAverage]) -> Iterator[Finding]:
             share=unmoved / updated,
             dtype=str(largest.dtype).removeprefix("torch."),
         )
+
+
+def copies_outdated(names: Sequence[str]) -> Iterator[Finding]:
+    """Forward read 16-bit copies of weights that an optimizer had stepped since."""
+    if names:
+        yield finding("stale-half-weights", tensor=names[0], evidence={"weights": len(names)})
 
 
 def updates_bound_to_be_lost(

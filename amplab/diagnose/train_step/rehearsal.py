@@ -34,6 +34,7 @@ from amplab.diagnose.train_step.lost_updates import LostUpdates, ShadowStep
 from amplab.diagnose.train_step.named_code import clips_of_model_parameters, leads_to
 from amplab.diagnose.train_step.schedules import ScheduleMove, ScheduleWatch, reached_from, schedulers_of
 from amplab.diagnose.train_step.weight_averages import LostAverage, WeightAverages
+from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies.nested_tensors import tensors_in
 from amplab.trace.dispatch_mode import DispatchMode
 from amplab.trace.handed_step import Scaler
@@ -182,6 +183,7 @@ class Rehearsal:
         cleared: whether the step leaves no gradient other than 0 behind.
         left_over: gradients that were inf or NaN before the step began, to which its backward added.
         averages: the averages of the weights in 16 bits, with what they lose.
+        stale: the weights whose 16-bit copies forward read after a step had changed the weights.
         loss_gradient: the gradient of the loss itself, which is what it was scaled by; None if it was not seen.
         elsewhere: a rehearsal at another loss scale, if there was one.
         skipped: a rehearsal with an overflow, if there was one.
@@ -206,6 +208,7 @@ class Rehearsal:
     cleared: bool = False
     left_over: tuple[str, ...] = ()
     averages: tuple[LostAverage, ...] = ()
+    stale: tuple[str, ...] = ()
     loss_gradient: float | None = None
     elsewhere: Rehearsal | None = None
     skipped: Rehearsal | None = None
@@ -358,6 +361,9 @@ class LoopRecorder:
         self._overflows = overflows
         self._shadows: dict[int, ShadowStep] = {}
         self._averages = WeightAverages(model, optimizers)
+        self._copies: dict[str, Tensor] = {}  # the last 16-bit copy of each weight
+        self._outdated: dict[int, str] = {}  # address of a copy from before a step -> weight
+        self._stale: dict[str, None] = {}
         self._passes, self._passed_now = 0, set[str]()  # backward passes, and the parameters that the last one reached
         self._useful: set[int] = set()  # passes of which a step used a gradient
         self._in_step = 0
@@ -403,6 +409,7 @@ class LoopRecorder:
             dropped=tuple(self._useless_drops()),
             left_over=tuple(self._left_over),
             averages=tuple(self._averages.lost()),
+            stale=tuple(self._stale),
             loss_gradient=self.loss_gradient,
         )
 
@@ -473,8 +480,22 @@ class LoopRecorder:
         self.is_in_half |= isinstance(result, Tensor) and result.dtype == torch.float16
         if self._held and not (func.is_view or func in _VIEWS):
             self.reads(args, result)
+        if not self._in_step and not func.is_view:
+            self._follow_copies(func, args, result)
         if func is _NEW_NUMBER and not self._in_step and (call := call_of_user_line()) in _CLIPS_BY_NORM:
             self._empty_clips.append(EmptyClip(call, str(user_line() or "")))
+
+    def _follow_copies(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Note 16-bit copies of weights, and reads of those older than the weight. Sync: one for such a read."""
+        if func is _CAST and isinstance(result, Tensor) and result.dtype in LOW_PRECISION_DTYPES:
+            name = self._names.get(id(args[0]))
+            if name is not None:
+                self._outdated = {at: each for at, each in self._outdated.items() if each != name}
+                self._copies[name] = result
+        for each in tensors_in(args) if self._outdated else ():
+            name = self._outdated.get(each.data_ptr()) if each.layout is torch.strided else None
+            if name is not None and not torch.equal(self._copies[name], self._named[name].to(each.dtype)):
+                self._stale[name] = None
 
     def ran_in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op outside of autograd that writes in place, and record what it writes to."""
@@ -637,6 +658,8 @@ class LoopRecorder:
         self._in_step -= number is not None and self._in_step > 0
         if number is not None:
             self._compare_updates(number)
+            own = {self._names.get(id(each), "") for each in model_parameters(optimizer)}
+            self._outdated |= {copy.data_ptr(): name for name, copy in self._copies.items() if name in own}
 
     def _compare_updates(self, number: int) -> None:
         shadow = self._shadows.pop(number, None)
@@ -670,6 +693,7 @@ class _Writes(DispatchMode):
         return result
 
 
+_CAST = torch.ops.aten._to_copy.default
 _VIEWS = frozenset((torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten._unsafe_view.default))
 _NEW_NUMBER, _CLIPS_BY_NORM = torch.ops.aten.lift_fresh.default, ("clip_grad_norm_", "clip_grad_norm")
 """What torch's clipping runs where no parameter has a gradient: it returns a norm of 0.0."""

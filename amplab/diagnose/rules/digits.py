@@ -1,0 +1,134 @@
+"""Rules about numbers that float16 holds, but with too few digits for what reads them.
+
+Pure functions from an `ObservedStep` to findings:
+
+    digits-lost-in-half   sin or cos of large numbers; a small difference of large inputs; large numbers as integers
+
+From 2048 on the neighbors of a float16 number are 2 apart, from 8192 on 8. Ops that scale or add do not mind: the
+relative error is the same for all numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from amplab.diagnose.catalogue import finding
+from amplab.diagnose.finding import Finding
+from amplab.diagnose.observed_step.dataflow import computes_in_half, forward_ops, place_of, short_name, upstream
+from amplab.diagnose.observed_step.values import ObservedStep, Value
+from amplab.diagnose.remedies.api_styles import Api, ApiStyle
+from amplab.diagnose.remedies.float32 import in_float32
+from amplab.diagnose.remedies.float32_function import body_in_float32
+from amplab.diagnose.remedies.users_code import function_around
+from amplab.trace import OpRecord
+
+__all__ = ["digits_findings"]
+
+PHASE = 512.0
+"""From here on float16 rounds an angle by up to 0.25."""
+
+INTEGERS = 2048.0
+"""From here on float16 does not hold every integer."""
+
+CANCELLED = 2.0**-7
+"""A difference this much smaller than its operands keeps at most 4 of the 11 bits of float16."""
+
+_PERIODIC = frozenset(("sin", "cos", "tan"))
+_DEPTH = 6
+
+
+def digits_findings(step: ObservedStep, api: Api | None = None) -> list[Finding]:
+    """Apply every rule of this file, once for each line; arguments as of `value_findings`."""
+    api = api or Api()
+    found = (*phases_lost(step, api), *differences_lost(step, api), *indices_lost(step, api))
+    return list({(each.module, each.line): each for each in reversed(found)}.values())[::-1]
+
+
+def phases_lost(step: ObservedStep, api: Api) -> Iterator[Finding]:
+    """A sine or cosine of float16 numbers that are larger than `PHASE`."""
+    for record in forward_ops(step):
+        if short_name(record) in _PERIODIC and computes_in_half(step, record.index):
+            read = step.inputs(record.index)[0].summary
+            if read.is_finite and read.absmax >= PHASE:
+                yield _lost(step, record, "", api, input_absmax=read.absmax)
+
+
+def differences_lost(step: ObservedStep, api: Api) -> Iterator[Finding]:
+    """A small difference in float16 of large numbers, which a cast has rounded."""
+    for record in forward_ops(step):
+        if short_name(record) not in ("sub", "rsub") or not computes_in_half(step, record.index):
+            continue
+        sizes = [value.summary.absmax for value in step.inputs(record.index)]
+        left = step.outputs(record.index)[0].summary
+        small = len(sizes) == 2 and left.is_finite and left.absmax < CANCELLED * min(sizes)
+        if small and max(sizes) >= INTEGERS and _rounded_input(step, record) is not None:
+            yield _lost(step, record, "difference", api, input_absmax=max(sizes), left=left.absmax)
+
+
+def indices_lost(step: ObservedStep, api: Api) -> Iterator[Finding]:
+    """Large float16 numbers that are converted to integers: indices of an embedding."""
+    for record in step.trace.records:
+        if record.phase != "forward" or not any(info.dtype == torch.int64 for info in record.outputs):
+            continue
+        read = [value.summary for value in step.inputs(record.index) if value.summary.is_half]
+        if short_name(record) == "to_copy" and read and read[0].is_finite and read[0].absmax > INTEGERS:
+            yield _lost(step, record, "index", api, input_absmax=read[0].absmax)
+
+
+def _lost(step: ObservedStep, record: OpRecord, case: str, api: Api, **evidence: float) -> Finding:
+    cast = _rounded_input(step, record)
+    origin, tensor = "", ""
+    if cast is not None:
+        at, value = cast
+        tensor = value.name
+        line = f", {at.line}," if at.line is not None else ""
+        origin = f" A cast{line} rounded {tensor or 'a float32 tensor'} with numbers up to {value.summary.absmax:.5g}."
+    return finding(
+        "digits-lost-in-half",
+        case,
+        **place_of(record),
+        tensor=tensor,
+        evidence={**evidence, "spacing": _spacing(evidence["input_absmax"])},
+        origin=origin,
+        code=_remedy(step, record, api),
+    )
+
+
+def _rounded_input(step: ObservedStep, record: OpRecord) -> tuple[OpRecord, Value] | None:
+    """The cast to float16 of the largest number that an op reads, and what the cast read; None for none."""
+    found: list[tuple[OpRecord, Value]] = []
+    for number in upstream(step, record.index, _DEPTH):
+        above = step.trace.records[number]
+        if above.is_cast and any(value.summary.is_half for value in step.outputs(number)):
+            found += [(above, each) for each in step.inputs(number)[-1:] if _is_input(each)]
+    return max(found, key=lambda pair: pair[1].summary.absmax, default=None)
+
+
+def _is_input(value: Value) -> bool:
+    return value.kind != "parameter" and not value.summary.is_half and value.summary.absmax >= INTEGERS
+
+
+def _spacing(number: float) -> float:
+    """The distance of the float16 numbers next to a number."""
+    return float(2.0 ** (math.floor(math.log2(number)) - 10))
+
+
+def _remedy(step: ObservedStep, record: OpRecord, api: Api) -> str:
+    """Compute in float32 what leads to the op: a .float() at the op itself would come too late."""
+    function: Any = function_around(record.line)
+    called = f"{function.name}(x.float())" if function is not None and function.name != "forward" else f"{record.op}(…)"
+    before = f"compute {called} before the model, in float32, and pass its result instead of x"
+    if api.casting is ApiStyle.APEX_HALF:
+        o1 = 'model, optimizer = amp.initialize(model, optimizer, opt_level="O1")  # O1 casts no inputs'
+        return f"{o1}\n# or {before}"
+    if api.casting is ApiStyle.HALF:
+        return f"# {before}"
+    body = body_in_float32(step, record, api=api, always=True)
+    if body:
+        return body
+    written = (step.trace.records[op] for op in upstream(step, record.index, _DEPTH))
+    return in_float32(next((each for each in written if not each.is_cast), record), api=api, trace=step.trace)
