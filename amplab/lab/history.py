@@ -121,6 +121,9 @@ class History:
     def replay(self, rule: ScaleRule | str | None = None) -> WhatIf | WhatIfs:
         """Return what this run would have been under another loss-scaling rule.
 
+        Gradients are measured just before the optimizer steps: those that the loop clipped are measured clipped, so
+        an overflow that clipping hid is not seen.
+
         Args:
             rule: a rule, or the name of a published one (see `amplab.scalers.PUBLISHED_RULES`); None for all published
                 ones side by side.

@@ -30,6 +30,7 @@ from amplab.diagnose.rules.updates import averages_lost, updates_lost
 from amplab.diagnose.rules.values import value_findings
 from amplab.diagnose.train_step.loop_state import scales_of
 from amplab.diagnose.train_step.rehearsal import LoopRecorder, Rehearsal
+from amplab.display.numbers import count
 from amplab.lab.scale_probe import ScaleProbe
 from amplab.lab.watched_run import NO_LEVEL
 from amplab.trace.argument_checks import check_model
@@ -69,6 +70,7 @@ class StepLook:
         self._step = 0
         self._next_loop = self._next_values = 0  # the first step at which to look again
         self._tries = 0
+        self._looks = self._value_looks = 0
         self._has_batches = False
         self._is_possible = _runs_op_by_op(model)
 
@@ -94,6 +96,7 @@ class StepLook:
             with self._guarded():
                 for found in look.findings():
                     self._report(found)
+                self._value_looks += 1
 
     def see_loss(self, loss: Tensor) -> None:
         """A step's loss, before it is scaled."""
@@ -141,6 +144,18 @@ class StepLook:
         if self._loop is not None:
             self._end_loop()
 
+    def looked_at(self) -> Iterator[str]:
+        """What was examined, and what the loop has to use for the rest."""
+        if not self._is_possible:
+            yield "not looked at: the ops of a step; the model is compiled, has an RNN, or a look failed"
+            return
+        if self._looks:
+            yield f"looked at the gradients of {count(self._looks, 'step')}: unscaling, clipping, updates"
+        if self._value_looks:
+            yield f"looked at the values of every op of {count(self._value_looks, 'step')}"
+        else:
+            yield "not looked at: the values of ops; use for batch in w.batches(loader)"
+
     def _begin_loop(self) -> None:
         if self._loop is None and self._step >= self._next_loop and self._is_possible:
             with self._guarded():
@@ -157,6 +172,7 @@ class StepLook:
             finally:
                 look.stop()
             self._found(seen)
+            self._looks += bool(seen.stepped)
 
     @property
     def _seen_step(self) -> int:

@@ -20,6 +20,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from types import ModuleType
 from typing import Any, TypeVar
@@ -208,7 +209,17 @@ class Watch:
         found = (*run_findings(self.observation), *self._idle.findings(self._model, self._probe.kind, self._steps))
         of_weights = (*nonfinite_buffers(self._model), *adam_on_half(self._model, self._optimizers))
         skips = [record.step for record in self.history.skips()]
-        return with_explained((*found, *of_weights), self._explained, skips)
+        ranked = with_explained((*found, *of_weights), self._explained, skips)
+        return replace(ranked, looked_at=tuple(self._looked_at()))
+
+    def _looked_at(self) -> Iterator[str]:
+        """What was examined, and what to pass for the rest."""
+        yield f"looked at the losses, loss scales and skips of {count(len(self.history), 'step')}"
+        yield from self._look.looked_at()
+        if len(self.history.missing_losses()) == len(self.history):
+            yield "not looked at: the losses; call w.loss(loss) before backward"
+        if not self._rerun.is_possible:
+            yield "not looked at: why steps skip; pass loss= or step=, and use w.batches(loader)"
 
     def subscribe(self, callback: Callable[[StepRecord], object]) -> Callable[[], None]:
         """Call `callback` with every `StepRecord`, in the loop's thread; return a function that unsubscribes it."""

@@ -238,3 +238,11 @@ def test_what_cannot_be_followed_is_left_alone():
             assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == []
             optimizer.step()
     assert w.failures == ()
+
+
+def test_where_nothing_is_found_the_watch_says_what_it_looked_at():
+    with_batches, without = (str(Loop("clips", broken=False).run(in_batches=each).findings()) for each in (True, False))
+    assert with_batches.startswith("nothing found")
+    assert "looked at the values of every op of 1 step" in with_batches
+    assert "looked at the losses, loss scales and skips of 8 steps" in without
+    assert "not looked at: the values of ops; use for batch in w.batches(loader)" in without
