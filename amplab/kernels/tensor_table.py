@@ -80,7 +80,12 @@ class TensorTableHandle:
         return None if count in (_REFUSED, _CHANGED) else count
 
     def is_ready(self) -> bool:
-        """Return whether the kernels have the tensors; hand them over as soon as the kernels are built."""
+        """Return whether the kernels have the tensors; hand them over as soon as the kernels are built.
+
+        Under a dispatch mode the answer is no: a table does not tell the mode which tensors an operator writes.
+        """
+        if torch._C._len_torch_dispatch_stack():
+            return False
         builder.settle()
         return self._table != 0 or self._hand_over()
 

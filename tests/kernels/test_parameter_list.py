@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import amplab
 from amplab import kernels
 from amplab.kernels import ParameterList, unscale_
 
@@ -42,6 +44,26 @@ def test_unscales_and_checks_as_the_general_operator_does(dtype, bad, inverse):
     assert torch.equal(found, expected)
     for ours, other in zip(mine, theirs, strict=True):
         assert torch.equal(ours.nan_to_num(7.0, 8.0, 9.0), other.nan_to_num(7.0, 8.0, 9.0))
+
+
+def test_a_dispatch_mode_sees_which_gradients_are_unscaled():
+    """Tools that watch a step learn from the schema of an op which tensors it writes; a table hides them."""
+    gradients = random_grads()
+    optimizer = torch.optim.SGD(parameters_with(*gradients), lr=0.1)
+    scaler = amplab.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.ones(()))
+    written = []
+
+    class Writes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            for each, value in zip(func._schema.arguments, args, strict=False):
+                if each.is_write:
+                    written.extend(value if isinstance(value, list | tuple) else [value])
+            return func(*args, **(kwargs or {}))
+
+    with Writes():
+        scaler.unscale_(optimizer)
+    assert {each.data_ptr() for each in gradients if each.numel()} <= {each.data_ptr() for each in written}
 
 
 def test_it_finds_the_gradients_that_are_there_now():
