@@ -426,6 +426,10 @@ def update_scale_hysteresis(
 # -- what is absent ----------------------------------------------------------------------------------
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> NoReturn:
     raise AttributeError(
         f"amp_C.{name}: amplab, which is in place of apex here, does not have it: expected "

@@ -32,6 +32,10 @@ def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return views
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> NoReturn:
     raise AttributeError(
         f"apex_C.{name}: amplab, which is in place of apex here, does not have it: expected flatten or unflatten."

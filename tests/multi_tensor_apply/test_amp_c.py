@@ -293,6 +293,12 @@ def test_what_is_absent_says_so_by_name():
             exec("from amp_C import multi_tensor_anything", {})
 
 
+def test_dir_lists_the_functions_alone():
+    assert dir(apex_c) == ["flatten", "unflatten"]
+    assert "multi_tensor_scale" in dir(amp_c)
+    assert "Tensor" not in dir(amp_c)
+
+
 def test_flat_tensors_go_back_to_their_shapes():
     tensors = randoms(shapes=[(2, 3), (4,)])
     flat = apex_c.flatten(tensors)

@@ -109,3 +109,8 @@ def test_a_module_that_is_never_called_cannot_have_a_rule_of_its_own():
     with pytest.raises(ValueError, match=r"applies to 'attn.out_proj', .* rule for 'attn' instead"):
         begins(model, {"*.out_proj": "float32"})
     assert list(begins(model, {"attn": "float32"})) == ["attn"]
+
+
+def test_pairs_are_refused_with_the_mapping_to_pass():
+    with pytest.raises(ValueError, match=r"\('a', 'float32'\) is not a rule; pass a mapping"):
+        checked_module_rules([("a", "float32")])

@@ -68,6 +68,10 @@ def checked_module_rules(rules: Mapping[Any, Any] | Iterable[ModuleRule]) -> tup
         rules = [_rule(pattern, value) for pattern, value in rules.items()]
     found: dict[str, ModuleRule] = {}
     for rule in rules:
+        if not isinstance(rule, ModuleRule):
+            raise ValueError(
+                f"module_rules: {rule!r} is not a rule; pass a mapping such as {{'blocks.*.attn': 'float32'}}."
+            )
         if found.setdefault(rule.pattern, rule) != rule:
             raise ValueError(
                 f"module_rules: {found[rule.pattern]} and {rule} contradict each other; remove one of them."
