@@ -108,10 +108,15 @@ class LabPage:
         return self.page.evaluate(RUN_CODE, code)
 
     def theme(self, name: str) -> None:
-        """Switch to "JupyterLab Light" or "JupyterLab Dark" and wait until it is there."""
+        """Switch to "JupyterLab Light" or "JupyterLab Dark" and wait until it is there.
+
+        JupyterLab removes its splash by a timer that each change sets: of two changes within 200 ms, the
+        second timer raises in the page. So wait for the splash to go, too.
+        """
         self.page.evaluate("theme => window.jupyterapp.commands.execute('apputils:change-theme', { theme })", name)
         light = "true" if name.endswith("Light") else "false"
         self.page.wait_for_selector(f"body[data-jp-theme-light={light}]", state="attached")
+        self.page.wait_for_selector("#jupyterlab-splash", state="detached")
 
     def show_dashboard(self) -> Locator:
         """Scroll the dashboard to the top and return it."""
