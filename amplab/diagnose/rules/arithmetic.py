@@ -25,14 +25,15 @@ from amplab.diagnose.observed_step.dataflow import (
     squares,
     upstream,
 )
-from amplab.diagnose.observed_step.tensor_summary import HALF_MAX
+from amplab.diagnose.observed_step.tensor_summary import HALF_MAX, TensorSummary
 from amplab.diagnose.observed_step.values import ObservedStep
 from amplab.diagnose.remedies.api_styles import Api
 from amplab.diagnose.remedies.float32 import kept_in_float32, variance_in_float32
 from amplab.diagnose.remedies.float32_function import body_in_float32
 from amplab.diagnose.rules.nonfinite import LOGARITHMS, REDUCTIONS
+from amplab.trace import OpRecord
 
-__all__ = ["ARITHMETIC_RULES", "arithmetic_findings"]
+__all__ = ["ARITHMETIC_RULES", "arithmetic_findings", "cancellations"]
 
 CANCELLED = 2.0**-7
 """A difference this much smaller than its operands keeps at most 4 of the 11 bits of float16."""
@@ -85,24 +86,26 @@ def overflows_that_do_not_show(step: ObservedStep, api: Api) -> Iterator[Finding
 
 def variances_that_cancel(step: ObservedStep, api: Api) -> Iterator[Finding]:
     """A difference in float16 of a mean of squares and the square of a mean, far smaller than both."""
+    for record, largest, left in cancellations(step):
+        if _of_squares(step, record.index):
+            yield finding(
+                "variance-in-half",
+                severity="warning",
+                **place_of(record),
+                evidence={"input_absmax": largest, "left": left.absmax, "zeros": left.zeros or 0},
+                code=variance_in_float32(record, api=api),
+            )
+
+
+def cancellations(step: ObservedStep) -> Iterator[tuple[OpRecord, float, TensorSummary]]:
+    """Yield each difference in float16 far smaller than both operands: its op, the largest operand, the result."""
     for record in forward_ops(step):
         if short_name(record) not in ("sub", "rsub") or not computes_in_half(step, record.index):
             continue
         taken_of = [value.summary.absmax for value in step.inputs(record.index)]
         left = step.outputs(record.index)[0].summary
-        if (
-            len(taken_of) == 2
-            and left.is_finite
-            and left.absmax < CANCELLED * min(taken_of)
-            and _of_squares(step, record.index)
-        ):
-            yield finding(
-                "variance-in-half",
-                severity="warning",
-                **place_of(record),
-                evidence={"input_absmax": max(taken_of), "left": left.absmax, "zeros": left.zeros or 0},
-                code=variance_in_float32(record, api=api),
-            )
+        if len(taken_of) == 2 and left.is_finite and left.absmax < CANCELLED * min(taken_of):
+            yield record, max(taken_of), left
 
 
 def _of_squares(step: ObservedStep, op: int) -> bool:

@@ -24,6 +24,7 @@ from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.diagnose.remedies.float32 import in_float32
 from amplab.diagnose.remedies.float32_function import body_in_float32
 from amplab.diagnose.remedies.users_code import function_around
+from amplab.diagnose.rules.arithmetic import cancellations
 from amplab.trace import OpRecord
 
 __all__ = ["digits_findings"]
@@ -33,9 +34,6 @@ PHASE = 512.0
 
 INTEGERS = 2048.0
 """From here on float16 does not hold every integer."""
-
-CANCELLED = 2.0**-7
-"""A difference this much smaller than its operands keeps at most 4 of the 11 bits of float16."""
 
 _PERIODIC = frozenset(("sin", "cos", "tan"))
 _DEPTH = 6
@@ -59,14 +57,9 @@ def phases_lost(step: ObservedStep, api: Api) -> Iterator[Finding]:
 
 def differences_lost(step: ObservedStep, api: Api) -> Iterator[Finding]:
     """A small difference in float16 of large numbers, which a cast has rounded."""
-    for record in forward_ops(step):
-        if short_name(record) not in ("sub", "rsub") or not computes_in_half(step, record.index):
-            continue
-        sizes = [value.summary.absmax for value in step.inputs(record.index)]
-        left = step.outputs(record.index)[0].summary
-        small = len(sizes) == 2 and left.is_finite and left.absmax < CANCELLED * min(sizes)
-        if small and max(sizes) >= INTEGERS and _rounded_input(step, record) is not None:
-            yield _lost(step, record, "difference", api, input_absmax=max(sizes), left=left.absmax)
+    for record, largest, left in cancellations(step):
+        if largest >= INTEGERS and _rounded_input(step, record) is not None:
+            yield _lost(step, record, "difference", api, input_absmax=largest, left=left.absmax)
 
 
 def indices_lost(step: ObservedStep, api: Api) -> Iterator[Finding]:
