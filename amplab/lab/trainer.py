@@ -204,7 +204,7 @@ class Trainer:
         Raises:
             ValueError: Another value.
         """
-        if speed is not None and (isinstance(speed, bool) or not isinstance(speed, int | float) or not 0 < speed):
+        if speed is not None and (isinstance(speed, bool) or not isinstance(speed, int | float) or not speed > 0):
             raise ValueError(f"speed={speed!r}: expected steps per second, a number > 0, or None for full speed.")
         with self._lock:
             begun = self._due - _period(self._speed)
