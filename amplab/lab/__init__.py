@@ -8,6 +8,7 @@ The files, by part::
 
     what to train           config (the fields of an experiment), tasks, models
     training                experiment (one step), trainer (states and controls), worker (its thread), events
+    one step in stages      step_stages
     the run                 history (in memory), run_log (on disk), run_store (both), findings
     your own loop           watch, watched_run, scale_probe, gradient_measure, idle_optimizers,
                             step_look, step_check, step_rerun, watch_callback, tensorboard_scalars
@@ -38,6 +39,7 @@ from amplab.lab.events import (
     GradientSample,
     GradientsReady,
     SkipExplained,
+    StagesReady,
     StateChanged,
     StepRecord,
     TraceReady,
@@ -47,6 +49,7 @@ from amplab.lab.history import COLUMNS, History
 from amplab.lab.models import CNN, MLP, MODELS, build_model
 from amplab.lab.open import active, attach, open
 from amplab.lab.run_log import Run, RunLog, load_run, runs_directory
+from amplab.lab.step_stages import ParameterStages, ScaleChange, Snapshot, StageRecorder, StepStages
 from amplab.lab.tasks import TASKS, Task, load_task
 from amplab.lab.trainer import Trainer
 from amplab.lab.watch import Watch, watch
@@ -79,6 +82,7 @@ __all__ = [
     "TraceReady",
     "GradientsReady",
     "SkipExplained",
+    "StagesReady",
     "Failed",
     "COLUMNS",
     "History",
@@ -86,6 +90,11 @@ __all__ = [
     "Run",
     "load_run",
     "runs_directory",
+    "Snapshot",
+    "ParameterStages",
+    "ScaleChange",
+    "StepStages",
+    "StageRecorder",
     "Experiment",
     "Trainer",
     "open",

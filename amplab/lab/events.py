@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from amplab.diagnose import FirstNonfinite
     from amplab.formats import ExponentHistogram
     from amplab.lab.config import ExperimentConfig
+    from amplab.lab.step_stages import StepStages
     from amplab.trace import Trace
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "MixedScales",
     "Publisher",
     "SkipExplained",
+    "StagesReady",
     "StateChanged",
     "StepRecord",
     "StepRow",
@@ -169,6 +171,13 @@ class SkipExplained:
 
 
 @dataclass(frozen=True)
+class StagesReady:
+    """A step was recorded in its stages; its `StepRecord` was published before."""
+
+    stages: StepStages
+
+
+@dataclass(frozen=True)
 class Failed:
     """Something went wrong: ``text`` is a sentence, followed by the traceback if there is one.
 
@@ -186,7 +195,7 @@ class Failed:
         return self.fatal or self.damaged
 
 
-Event = StepRecord | StateChanged | ConfigChanged | TraceReady | GradientsReady | SkipExplained | Failed
+Event = StepRecord | StateChanged | ConfigChanged | TraceReady | GradientsReady | SkipExplained | StagesReady | Failed
 
 Callback = Callable[[Event], object]
 

@@ -29,12 +29,15 @@ from amplab.lab.events import (
     GradientsReady,
     Publisher,
     SkipExplained,
+    StagesReady,
     StateChanged,
+    StepRecord,
     TraceReady,
 )
 from amplab.lab.experiment import GRADIENTS_EVERY, Experiment, check_fault
 from amplab.lab.history import History
 from amplab.lab.run_store import RunStore
+from amplab.lab.step_stages import StepStages
 from amplab.lab.worker import Worker
 
 __all__ = ["STEP_LIMIT", "Trainer"]
@@ -193,6 +196,22 @@ class Trainer:
             self._worker.post(self._train_once)
             self._enter("paused")
 
+    def step_in_stages(self, parameter: str | None = None) -> None:
+        """Train one step that is recorded in its stages, then pause; a `StagesReady` follows its `StepRecord`.
+
+        The step is the one that `step()` would have made, bit for bit.
+
+        Args:
+            parameter: Name of the parameter that is recorded even if the model is too large to record all.
+
+        Raises:
+            RuntimeError: The run has stopped or failed; call reset() first.
+        """
+        with self._lock:
+            self._refuse_unless_alive("step_in_stages()")
+            self._worker.post(partial(self._train_in_stages, parameter))
+            self._enter("paused")
+
     def set_speed(self, speed: float | None) -> None:
         """Limit how many steps the run takes per second, from now on; the steps themselves do not change.
 
@@ -323,12 +342,12 @@ class Trainer:
 
     # The trainer's thread, between two steps
 
-    def _train(self) -> None:
+    def _train(self, step: Callable[[], StepRecord] | None = None) -> None:
         with self._lock:
             self._due = time.monotonic() + _period(self._speed)
         if self._experiment.steps_done % GRADIENTS_EVERY == 0:
             self._attempt("gradients failed.", lambda: self._store.keep(self._experiment.gradients().sample))
-        record = self._experiment.step()
+        record = (step or self._experiment.step)()
         self._store.append(record)
         self._publisher.publish(record)
         if record.accuracy is not None:
@@ -342,6 +361,19 @@ class Trainer:
     def _train_once(self) -> None:
         if self._state != "failed":  # since step() was called
             self._train()
+
+    def _train_in_stages(self, parameter: str | None) -> None:
+        if self._state == "failed":  # since step_in_stages() was called
+            return
+        recorded: list[StepStages] = []
+
+        def step() -> StepRecord:
+            record, stages = self._experiment.step_in_stages(parameter)
+            recorded.append(stages)
+            return record
+
+        self._train(step)
+        self._publisher.publish(StagesReady(recorded[0]))
 
     def _count_down(self) -> None:
         with self._lock:
