@@ -10,8 +10,8 @@ import pytest
 
 from amplab.views import BitExplorer, assets
 from amplab.views.assets import WEB, module, stylesheet
-from amplab.views.tabs import TABS
 from amplab.views.parts import Controls, LiveView, Notices, Panels
+from amplab.views.tabs import TABS
 
 LARGEST = 24_000  # bytes of a module on the wire
 MODULES = {part.__name__: str(part._esm) for part in (BitExplorer, Controls, LiveView, Notices, Panels)}

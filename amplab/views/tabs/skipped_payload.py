@@ -20,9 +20,7 @@ LIMIT = 200
 """Rows in the page; the history and the run log hold every skipped step."""
 
 
-def skipped_payload(
-    history: History, explained: Mapping[int, str] = NOTHING, limit: int = LIMIT
-) -> dict[str, object]:
+def skipped_payload(history: History, explained: Mapping[int, str] = NOTHING, limit: int = LIMIT) -> dict[str, object]:
     """Return one row for each skipped step, newest first, and the sentence above the table.
 
     Args:
