@@ -13,7 +13,7 @@ PERIOD = 0.5
 
 
 class SkippedTab(Tab):
-    """The table of skipped steps. The latest is explained while the tab is open, which takes the time of several steps."""
+    """The table of skipped steps; the latest is explained while the tab is open, which takes several steps' time."""
 
     name = "skipped"
     label = "Skipped steps"
