@@ -1,6 +1,7 @@
 """The controls in both directions: what they show, as plain values, and what their messages do to the trainer.
 
-    {"type": "start" | "pause" | "step" | "reset"}, {"type": "change", "field", "value"}, {"type": "inject", "kind"}
+    {"type": "start" | "pause" | "step" | "reset"}, {"type": "run", "steps"}, {"type": "speed", "value"},
+    {"type": "change", "field", "value"}, {"type": "inject", "kind"}
 
 Labels, choices and what a change requires come from the declarations of `ExperimentConfig`, which also decides what is
 allowed. No widget here; controls.js draws the payload.
@@ -25,7 +26,13 @@ STATIC_START = 128.0
 
 
 def controls_payload(
-    config: ExperimentConfig, *, state: str, refusal: str | None, shrinking: bool, armed: list[str]
+    config: ExperimentConfig,
+    *,
+    state: str,
+    refusal: str | None,
+    shrinking: bool,
+    armed: list[str],
+    speed: float | None = None,
 ) -> dict[str, object]:
     """Return all that the controls show.
 
@@ -35,6 +42,7 @@ def controls_payload(
         refusal: Why the latest change was refused, None if it was accepted.
         shrinking: Whether an injected underflow is on.
         armed: Faults that will go into the next step.
+        speed: Steps per second at most, None for full speed.
     """
     return {
         "fields": {name: _field(each, config) for name, each in FIELDS.items()},
@@ -48,6 +56,7 @@ def controls_payload(
         "refusal": refusal,
         "shrinking": shrinking,
         "armed": armed,
+        "speed": speed,
     }
 
 
@@ -125,11 +134,24 @@ def _change(trainer: Trainer, message: Mapping[str, Any]) -> None:
         trainer.start()
 
 
+def _steps(value: object) -> int:
+    """Return the steps of "Run N steps" as a whole number.
+
+    Raises:
+        ValueError: The field is empty, or its number is not a whole number > 0.
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 1 and float(value).is_integer():
+        return int(value)
+    raise ValueError(f"Run {'' if value is None else value} steps: expected a whole number > 0, such as 100.")
+
+
 _ACTIONS: dict[str, Callable[[Trainer, Mapping[str, Any]], object]] = {
     "start": lambda trainer, _: trainer.start(),
     "pause": lambda trainer, _: trainer.pause(),
     "step": lambda trainer, _: trainer.step(),
     "reset": lambda trainer, _: trainer.reset(),
+    "run": lambda trainer, message: trainer.start(_steps(message["steps"])),
+    "speed": lambda trainer, message: trainer.set_speed(message["value"]),
     "change": _change,
     "inject": lambda trainer, message: trainer.inject(message["kind"]),
 }

@@ -223,6 +223,7 @@ class Presenter:
             refusal=self._refusal,
             shrinking=self._is_shrinking(),
             armed=sorted(self._armed),
+            speed=self._trainer.speed,
         )
         # A refused value is still in its field: a new number makes the page write the field again.
         return shown | {"answers": self._answers}

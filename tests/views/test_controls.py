@@ -128,6 +128,28 @@ def test_a_field_that_needs_new_weights_resets_the_run_which_continues(trainer: 
     assert trainer.state == "running"
 
 
+def test_run_n_steps_pauses_after_them(trainer: Trainer) -> None:
+    assert act(trainer, {"type": "run", "steps": 7.0}) is None
+    assert trainer.wait(20)
+    assert (trainer.state, len(trainer.history)) == ("paused", 7)
+
+
+@pytest.mark.parametrize("steps", [None, 0, -3, 2.5])
+def test_run_n_steps_refuses_what_is_not_a_number_of_steps(trainer: Trainer, steps: float | None) -> None:
+    assert "steps: expected a whole number > 0" in act(trainer, {"type": "run", "steps": steps})
+    assert trainer.state == "ready"
+
+
+def test_the_speed_is_set_and_shown(trainer: Trainer) -> None:
+    assert act(trainer, {"type": "speed", "value": 5}) is None
+    shown = controls_payload(
+        trainer.config, state="ready", refusal=None, shrinking=False, armed=[], speed=trainer.speed
+    )
+    assert shown["speed"] == 5
+    act(trainer, {"type": "speed", "value": None})
+    assert trainer.speed is None
+
+
 def test_a_fault_goes_into_the_next_step(trainer: Trainer) -> None:
     act(trainer, {"type": "inject", "kind": "overflow"})
     trainer.run(1)
