@@ -89,12 +89,12 @@ DEFAULT_LR = {name: choice.lr for name, choice in OPTIMIZERS.items()}
 class SettingRefused(ValueError):
     """A config that is not allowed: the message names fields and values, `shown` the labels of the dashboard.
 
-    >>> raise SettingRefused("lr=-1: expected a number > 0.", "Learning rate: -1 is not allowed.")
+    >>> raise SettingRefused("lr=-1: expected a number > 0.", shown="Learning rate: -1 is not allowed.")
     Traceback (most recent call last):
     amplab.lab.config.SettingRefused: lr=-1: expected a number > 0.
     """
 
-    def __init__(self, message: str, shown: str) -> None:
+    def __init__(self, message: str, *, shown: str) -> None:
         super().__init__(message)
         self.shown = shown
 
@@ -291,7 +291,7 @@ class ConfigField:
         spelled = _SPELLED_POWER.fullmatch(given)
         value = binary_power(int(spelled[1])) if spelled else _echo(given)
         shown = f"{self.label}: no value is not allowed" if given == "none" else f"{self.label}: {value} is not allowed"
-        return SettingRefused(f"{self.name}={_echo(given)}: expected {self.allowed}.", f"{shown}; enter {enter}.")
+        return SettingRefused(f"{self.name}={_echo(given)}: expected {self.allowed}.", shown=f"{shown}; enter {enter}.")
 
 
 def _declare(default: T, values: Values, *, none_means: str = "", **details: Any) -> T:
@@ -457,7 +457,7 @@ class ExperimentConfig:
             reason = explain_override(self.opt_level, name) if getattr(self, name) is not None else None
             if reason:
                 given = f"{name}={spell(getattr(self, name))} with opt_level={self.opt_level}"
-                raise SettingRefused(f"{given}: {reason}", f"{FIELDS[name].label}: {reason}")
+                raise SettingRefused(f"{given}: {reason}", shown=f"{FIELDS[name].label}: {reason}")
         self._refuse_bounds()
         self._refuse_growth_of_static_scale()
 
@@ -474,7 +474,7 @@ class ExperimentConfig:
             low, high = FIELDS[lower], FIELDS[upper]
             raise SettingRefused(
                 f"{lower}={spell(least)}: expected at most {upper}={spell(most)}; lower {lower} or raise {upper}.",
-                f"{low.label} {low.shown(least)} is above {high.label} {high.shown(most)}; lower {low.label} or raise "
+                shown=f"{low.label} {low.shown(least)} is above {high.label} {high.shown(most)}; lower {low.label} or raise "
                 f"{high.label} first.",
             )
 
@@ -489,7 +489,7 @@ class ExperimentConfig:
                 raise SettingRefused(
                     f"{name}={spell(value)} with loss_scale={spell(static)}: a static scale does not change; leave "
                     f"{name} out, or use loss_scale='dynamic'.",
-                    f"{field.label} {field.shown(value)} has no effect with a static loss scale of "
+                    shown=f"{field.label} {field.shown(value)} has no effect with a static loss scale of "
                     f"{scale.shown(static)}; choose a dynamic loss scale first.",
                 )
 
