@@ -474,8 +474,8 @@ class ExperimentConfig:
             low, high = FIELDS[lower], FIELDS[upper]
             raise SettingRefused(
                 f"{lower}={spell(least)}: expected at most {upper}={spell(most)}; lower {lower} or raise {upper}.",
-                shown=f"{low.label} {low.shown(least)} is above {high.label} {high.shown(most)}; lower {low.label} or raise "
-                f"{high.label} first.",
+                shown=f"{low.label} {low.shown(least)} is above {high.label} {high.shown(most)}; lower {low.label} or "
+                f"raise {high.label} first.",
             )
 
     def _refuse_growth_of_static_scale(self) -> None:
