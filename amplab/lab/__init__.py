@@ -8,7 +8,8 @@ The files, by part::
 
     what to train           config (the fields of an experiment), tasks, models
     training                experiment (one step), trainer (states and controls), worker (its thread), events
-    the run                 history (in memory), run_log (on disk), run_store (both), findings
+    the run                 history (in memory), changes (made by a person), run_log (on disk), run_store (both),
+                            findings
     your own loop           watch, watched_run, scale_probe, gradient_measure, idle_optimizers,
                             step_look, step_check, step_rerun, watch_callback, tensorboard_scalars
     how to start            open (JupyterLab), console (terminal)
@@ -28,6 +29,7 @@ If the loss scale is not dynamic, step_rerun runs a step that is not finite agai
 `open()` shows an experiment in JupyterLab. The widgets are in `amplab.views`, which `open()` imports.
 """
 
+from amplab.lab.changes import RunChange
 from amplab.lab.config import DEFAULT_LR, FIELDS, LIVE_FIELDS, OPTIMIZERS, OVERRIDES, ExperimentConfig, field_named
 from amplab.lab.events import (
     STATES,
@@ -37,6 +39,7 @@ from amplab.lab.events import (
     GradientRecord,
     GradientSample,
     GradientsReady,
+    LayerShares,
     SkipExplained,
     StateChanged,
     StepRecord,
@@ -78,9 +81,11 @@ __all__ = [
     "ConfigChanged",
     "TraceReady",
     "GradientsReady",
+    "LayerShares",
     "SkipExplained",
     "Failed",
     "COLUMNS",
+    "RunChange",
     "History",
     "RunLog",
     "Run",

@@ -7,12 +7,15 @@ calls the subscribers. All steps of a run are in `history.py`, the file on disk 
 
 from __future__ import annotations
 
+import math
 import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from amplab.formats import FLOAT16
 
 if TYPE_CHECKING:
     from amplab.diagnose import FirstNonfinite
@@ -29,6 +32,7 @@ __all__ = [
     "GradientRecord",
     "GradientSample",
     "GradientsReady",
+    "LayerShares",
     "MixedScales",
     "Publisher",
     "SkipExplained",
@@ -84,12 +88,30 @@ A row is made between two steps, where every microsecond counts.
 
 
 @dataclass(frozen=True)
+class LayerShares:
+    """What float16 loses of the scaled gradient of one parameter: shares of its finite non-zero elements, in [0, 1].
+
+    Attributes:
+        name: of the parameter.
+        underflow: share that becomes zero at the loss scale of the step.
+        overflow: share that becomes infinite at this scale.
+        nonfinite: share of all elements that is NaN or inf at any scale.
+    """
+
+    name: str
+    underflow: float
+    overflow: float
+    nonfinite: float
+
+
+@dataclass(frozen=True)
 class GradientSample:
-    """Exponents of all unscaled gradients together at one step."""
+    """Exponents of all unscaled gradients together at one step, and what is lost of each parameter's, if known."""
 
     step: int
     loss_scale: float
     histogram: ExponentHistogram
+    layers: tuple[LayerShares, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -120,9 +142,16 @@ class GradientRecord:
 
     @property
     def sample(self) -> GradientSample:
-        """All layers together."""
+        """All layers together, and what float16 loses of each."""
         first, *rest = (histogram for _, histogram in self.layers)
-        return GradientSample(self.step, self.loss_scale, sum(rest, start=first))
+        layers = tuple(_shares(name, histogram, self.loss_scale) for name, histogram in self.layers)
+        return GradientSample(self.step, self.loss_scale, sum(rest, start=first), layers)
+
+
+def _shares(name: str, histogram: ExponentHistogram, loss_scale: float) -> LayerShares:
+    scaled = histogram.shifted(math.log2(loss_scale)) if 0.0 < loss_scale < math.inf else histogram
+    nonfinite = (histogram.infs + histogram.nans) / max(histogram.total, 1)
+    return LayerShares(name, scaled.underflow_fraction(FLOAT16), scaled.overflow_fraction(FLOAT16), nonfinite)
 
 
 @dataclass(frozen=True)

@@ -30,15 +30,14 @@ from amplab.lab.models import build_model
 from amplab.lab.tasks import load_task
 from amplab.trace import Trace, trace_step
 
-__all__ = ["ACCURACY_EVERY", "FAULTS", "GRADIENTS_EVERY", "UNDERFLOW_SHRINK", "Experiment", "check_fault"]
+__all__ = ["ACCURACY_EVERY", "FAULTS", "UNDERFLOW_SHRINK", "Experiment", "check_fault", "samples_gradients"]
 
 FAULTS = ("overflow", "underflow", "nan")
 
 ACCURACY_EVERY = 25
 """Steps between two measurements of the accuracy."""
 
-GRADIENTS_EVERY = 200
-"""Steps between two stored histograms of the gradients."""
+_SAMPLED = ((200, 20), (2_000, 50), (math.inf, 200))  # until this step, a histogram of the gradients every so many
 
 UNDERFLOW_SHRINK = 2.0**-16
 
@@ -347,6 +346,16 @@ class Experiment:
             for parameter, master in zip(model.parameters(), self._session.master_params(self._optimizer), strict=True):
                 parameter.copy_(master)
         return model
+
+
+def samples_gradients(step: int) -> bool:
+    """Return whether a histogram of the gradients is stored at this step: often at first, later every 200 steps.
+
+    >>> [step for step in range(500) if samples_gradients(step)][-8:]
+    [160, 180, 200, 250, 300, 350, 400, 450]
+    """
+    every = next(every for until, every in _SAMPLED if step < until)
+    return step % every == 0
 
 
 def check_fault(fault: str) -> None:

@@ -32,7 +32,7 @@ from amplab.lab.events import (
     StateChanged,
     TraceReady,
 )
-from amplab.lab.experiment import GRADIENTS_EVERY, Experiment, check_fault
+from amplab.lab.experiment import Experiment, check_fault, samples_gradients
 from amplab.lab.history import History
 from amplab.lab.run_store import RunStore
 from amplab.lab.worker import Worker
@@ -93,6 +93,7 @@ class Trainer:
         self._wanted = self._experiment.config
         self._state = "ready"
         self._steps_left: int | None = None  # until it pauses; None for no limit
+        self._memory: MemoryUse | None = None  # as last kept
         self._requests: set[str] = set()  # that wait in the queue
         self._speed: float | None = None
         self._due = 0.0  # when the next step may begin, by time.monotonic()
@@ -326,10 +327,13 @@ class Trainer:
     def _train(self) -> None:
         with self._lock:
             self._due = time.monotonic() + _period(self._speed)
-        if self._experiment.steps_done % GRADIENTS_EVERY == 0:
+        if samples_gradients(self._experiment.steps_done):
             self._attempt("gradients failed.", lambda: self._store.keep(self._experiment.gradients().sample))
         record = self._experiment.step()
         self._store.append(record)
+        if (memory := self._experiment.memory()) is not self._memory:
+            self._memory = memory
+            self._store.keep_memory(record.step, memory)
         self._publisher.publish(record)
         if record.accuracy is not None:
             self._report_kernels()
@@ -367,7 +371,7 @@ class Trainer:
         if config == previous:
             return
         self._experiment.switch(config)
-        self._store.note("config", step=step, config=str(config))
+        self._store.change(config, previous, step=step)
         self._publisher.publish(ConfigChanged(config, previous, step))
 
     def _rebuild(self, config: ExperimentConfig) -> None:
@@ -376,13 +380,14 @@ class Trainer:
         self._experiment = Experiment(config)
         self._has_reported_buffers = False
         self._publisher.forget_run()
+        self._memory = None
         self._store = self._new_store()
         self._publisher.publish(ConfigChanged(config, previous, 0, reset=True))
 
     def _disturb(self, fault: str, on: bool | None) -> None:
         self._experiment.inject(fault, on=on)
         armed = self._experiment.shrinking if fault == "underflow" else on is not False
-        self._store.note("inject", step=len(self.history), fault=fault, on=armed)
+        self._store.inject(fault, step=len(self.history), on=armed)
 
     def _report_kernels(self) -> None:
         """Report once that a build of the kernels has failed."""

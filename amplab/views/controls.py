@@ -9,12 +9,13 @@ allowed. No widget here; controls.js draws the payload.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from amplab.amp import OPT_LEVELS, explain_override
 from amplab.lab import FIELDS, LIVE_FIELDS, ExperimentConfig, Trainer, field_named
-from amplab.lab.config import Change, ConfigField
+from amplab.lab.config import Change, ConfigField, SettingRefused
 
 __all__ = ["act", "controls_payload", "field_value"]
 
@@ -103,9 +104,30 @@ def act(trainer: Trainer, message: Mapping[str, Any]) -> str | None:
     """
     try:
         _ACTIONS[message["type"]](trainer, message)
+    except SettingRefused as refusal:
+        return refusal.shown
     except (ValueError, RuntimeError) as refusal:
-        return str(refusal)
+        return _in_labels(str(refusal))
     return None
+
+
+def _in_labels(message: str) -> str:
+    """Return an error message of the Python API in the labels of the page.
+
+    >>> _in_labels("batch_size=5000: expected at most 1437, the number of training images of digits.")
+    'Batch size: 5000 is not allowed; expected at most 1437, the number of training images of digits.'
+    >>> _in_labels("step(): the run has stopped; call reset() to start again.")
+    'The run has stopped; press Reset to start again.'
+    """
+    refused = _REFUSED.match(message)
+    if refused and refused["field"] in FIELDS:
+        return f"{FIELDS[refused['field']].label}: {refused['value']} is not allowed; {message[refused.end() :]}"
+    said = _CALL.sub("", message).replace("call reset()", "press Reset")
+    return said[:1].upper() + said[1:]
+
+
+_REFUSED = re.compile(r"(?P<field>\w+)=(?P<value>\S+): (?=expected )")
+_CALL = re.compile(r"^\w+\([^)]*\): ")
 
 
 def field_value(name: str, value: object) -> object:

@@ -100,7 +100,7 @@ def test_controls_show_what_is_in_effect(lab: Dashboard, until) -> None:
     until(lambda: parts(lab).controls.shown["fields"]["opt_level"]["value"] == "O2")
     tell(parts(lab).controls, type="change", field="lr", value=-1)
     until(lambda: parts(lab).controls.shown["refusal"])
-    assert "lr=-1" in parts(lab).controls.shown["refusal"]
+    assert "Learning rate: -1" in parts(lab).controls.shown["refusal"]
     tell(parts(lab).controls, type="change", field="lr", value=0.5)
     until(lambda: parts(lab).controls.shown["fields"]["lr"]["value"] == 0.5)
     assert parts(lab).controls.shown["refusal"] is None
