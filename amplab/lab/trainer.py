@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import time
 import traceback
 import weakref
 from collections.abc import Callable
@@ -28,12 +29,15 @@ from amplab.lab.events import (
     GradientsReady,
     Publisher,
     SkipExplained,
+    StagesReady,
     StateChanged,
+    StepRecord,
     TraceReady,
 )
-from amplab.lab.experiment import GRADIENTS_EVERY, Experiment, check_fault
+from amplab.lab.experiment import Experiment, check_fault, samples_gradients
 from amplab.lab.history import History
 from amplab.lab.run_store import RunStore
+from amplab.lab.step_stages import StepStages
 from amplab.lab.worker import Worker
 
 __all__ = ["STEP_LIMIT", "Trainer"]
@@ -82,12 +86,20 @@ class Trainer:
         self._step_limit = step_limit
         self._publisher = Publisher()
         self._store = self._new_store()
-        self._worker = Worker(step=self._train, is_wanted=lambda: self._state == "running", on_error=self._fail)
-        self._lock = self._worker.lock  # guards the four attributes below
+        self._worker = Worker(
+            step=self._train,
+            is_wanted=lambda: self._state == "running",
+            on_error=self._fail,
+            seconds_left=lambda: self._due - time.monotonic(),
+        )
+        self._lock = self._worker.lock  # guards the six attributes below
         self._wanted = self._experiment.config
         self._state = "ready"
         self._steps_left: int | None = None  # until it pauses; None for no limit
+        self._memory: MemoryUse | None = None  # as last kept
         self._requests: set[str] = set()  # that wait in the queue
+        self._speed: float | None = None
+        self._due = 0.0  # when the next step may begin, by time.monotonic()
         self._has_reported_kernels = self._has_reported_buffers = False
         kernels.ensure(on_report=_no_warning)
         _LIVE.add(self)
@@ -123,6 +135,11 @@ class Trainer:
         return self._experiment.shrinking
 
     @property
+    def speed(self) -> float | None:
+        """Steps per second at most, None for full speed; see `set_speed`."""
+        return self._speed
+
+    @property
     def failures(self) -> tuple[Failed, ...]:
         """The last failures, for a view that is opened later."""
         return self._publisher.failures
@@ -155,6 +172,8 @@ class Trainer:
         with self._lock:
             self._refuse_unless_alive("start()")
             self._steps_left = steps
+            if self._state != "running":
+                self._due = 0.0
             self._enter("running")
 
     def resume(self) -> None:
@@ -177,6 +196,41 @@ class Trainer:
             self._refuse_unless_alive("step()")
             self._worker.post(self._train_once)
             self._enter("paused")
+
+    def step_in_stages(self, parameter: str | None = None) -> None:
+        """Train one step that is recorded in its stages, then pause; a `StagesReady` follows its `StepRecord`.
+
+        The step is the one that `step()` would have made, bit for bit.
+
+        Args:
+            parameter: Name of the parameter that is recorded even if the model is too large to record all.
+
+        Raises:
+            RuntimeError: The run has stopped or failed; call reset() first.
+        """
+        with self._lock:
+            self._refuse_unless_alive("step_in_stages()")
+            self._worker.post(partial(self._train_in_stages, parameter))
+            self._enter("paused")
+
+    def set_speed(self, speed: float | None) -> None:
+        """Limit how many steps the run takes per second, from now on; the steps themselves do not change.
+
+        Controls still take effect at once. The speed is kept by a reset.
+
+        Args:
+            speed: Steps per second, a number > 0; None for full speed.
+
+        Raises:
+            ValueError: Another value.
+        """
+        if speed is not None and (isinstance(speed, bool) or not isinstance(speed, int | float) or not speed > 0):
+            raise ValueError(f"speed={speed!r}: expected steps per second, a number > 0, or None for full speed.")
+        with self._lock:
+            begun = self._due - _period(self._speed)
+            self._speed = speed
+            self._due = begun + _period(speed)
+            self._worker.wake()
 
     def stop(self) -> None:
         """End the run and close its log. A reset starts a new run."""
@@ -289,11 +343,16 @@ class Trainer:
 
     # The trainer's thread, between two steps
 
-    def _train(self) -> None:
-        if self._experiment.steps_done % GRADIENTS_EVERY == 0:
+    def _train(self, step: Callable[[], StepRecord] | None = None) -> None:
+        with self._lock:
+            self._due = time.monotonic() + _period(self._speed)
+        if samples_gradients(self._experiment.steps_done):
             self._attempt("gradients failed.", lambda: self._store.keep(self._experiment.gradients().sample))
-        record = self._experiment.step()
+        record = (step or self._experiment.step)()
         self._store.append(record)
+        if (memory := self._experiment.memory()) is not self._memory:
+            self._memory = memory
+            self._store.keep_memory(record.step, memory)
         self._publisher.publish(record)
         if record.accuracy is not None:
             self._report_kernels()
@@ -306,6 +365,19 @@ class Trainer:
     def _train_once(self) -> None:
         if self._state != "failed":  # since step() was called
             self._train()
+
+    def _train_in_stages(self, parameter: str | None) -> None:
+        if self._state == "failed":  # since step_in_stages() was called
+            return
+        recorded: list[StepStages] = []
+
+        def step() -> StepRecord:
+            record, stages = self._experiment.step_in_stages(parameter)
+            recorded.append(stages)
+            return record
+
+        self._train(step)
+        self._publisher.publish(StagesReady(recorded[0]))
 
     def _count_down(self) -> None:
         with self._lock:
@@ -331,7 +403,7 @@ class Trainer:
         if config == previous:
             return
         self._experiment.switch(config)
-        self._store.note("config", step=step, config=str(config))
+        self._store.change(config, previous, step=step)
         self._publisher.publish(ConfigChanged(config, previous, step))
 
     def _rebuild(self, config: ExperimentConfig) -> None:
@@ -340,13 +412,14 @@ class Trainer:
         self._experiment = Experiment(config)
         self._has_reported_buffers = False
         self._publisher.forget_run()
+        self._memory = None
         self._store = self._new_store()
         self._publisher.publish(ConfigChanged(config, previous, 0, reset=True))
 
     def _disturb(self, fault: str, on: bool | None) -> None:
         self._experiment.inject(fault, on=on)
         armed = self._experiment.shrinking if fault == "underflow" else on is not False
-        self._store.note("inject", step=len(self.history), fault=fault, on=armed)
+        self._store.inject(fault, step=len(self.history), on=armed)
 
     def _report_kernels(self) -> None:
         """Report once that a build of the kernels has failed."""
@@ -390,6 +463,11 @@ class Trainer:
 def _check_steps(steps: int) -> None:
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps={steps!r}: expected a whole number > 0, such as 300.")
+
+
+def _period(speed: float | None) -> float:
+    """Return the seconds from one step to the next, 0 at full speed."""
+    return 0.0 if speed is None else 1.0 / speed
 
 
 _LIVE: weakref.WeakSet[Trainer] = weakref.WeakSet()
