@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from amplab.diagnose import FirstNonfinite, TwinReport
     from amplab.formats import ExponentHistogram
     from amplab.lab.config import ExperimentConfig
+    from amplab.lab.step_stages import StepStages
     from amplab.trace import Trace
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "MixedScales",
     "Publisher",
     "SkipExplained",
+    "StagesReady",
     "StateChanged",
     "StepRecord",
     "StepRow",
@@ -218,6 +220,13 @@ class SkipExplained:
 
 
 @dataclass(frozen=True)
+class StagesReady:
+    """A step was recorded in its stages; its `StepRecord` was published before."""
+
+    stages: StepStages
+
+
+@dataclass(frozen=True)
 class Failed:
     """Something went wrong: ``text`` is a sentence, followed by the traceback if there is one.
 
@@ -242,6 +251,7 @@ Event = (
     | TraceReady
     | GradientsReady
     | SkipExplained
+    | StagesReady
     | Failed
     | Undone
     | TwinReady

@@ -27,6 +27,7 @@ from amplab.kernels import tensor_stats
 from amplab.lab.config import FIELDS, LIVE_FIELDS, OPTIMIZERS, Change, ExperimentConfig
 from amplab.lab.events import GradientRecord, StepRecord
 from amplab.lab.models import build_model
+from amplab.lab.step_stages import StageRecorder, StepStages
 from amplab.lab.tasks import load_task
 from amplab.trace import Trace, trace_step, xray
 
@@ -79,6 +80,7 @@ class Experiment:
         self._faults: set[str] = set()
         self._shrinking = False
         self._last_skip: tuple[int, float, frozenset[str]] | None = None
+        self._recorder: StageRecorder | None = None
 
     @property
     def config(self) -> ExperimentConfig:
@@ -129,7 +131,10 @@ class Experiment:
         with self._session.casting():
             loss = F.cross_entropy(self._model(images), labels)
             with self._session.scale_loss(self._shrunk(loss), self._optimizer) as scaled:
-                self._overflowing(scaled, self._loss_scale, self._faults).backward()
+                root = self._overflowing(scaled, self._loss_scale, self._faults)
+                if self._recorder is not None:
+                    self._recorder.see_loss(loss, root)
+                root.backward()
         if self._step < self._measure_memory_until or self._step % ACCURACY_EVERY == 0:
             self._memory = self._session.memory()
         self._optimizer.step()
@@ -140,6 +145,23 @@ class Experiment:
         self._faults.clear()
         self._step += 1
         return record
+
+    def step_in_stages(self, parameter: str | None = None) -> tuple[StepRecord, StepStages]:
+        """Train on the next batch as `step` does, bit for bit, and record its stages.
+
+        Args:
+            parameter: Name of the parameter that is recorded even if the model is too large to record all.
+
+        Sync: several.
+        """
+        recorder = StageRecorder(self._model, [self._optimizer], self._session, first=parameter)
+        self._recorder = recorder
+        try:
+            with recorder:
+                record = self.step()
+        finally:
+            self._recorder = None
+        return record, recorder.stages(record)
 
     def inject(self, fault: str, *, on: bool | None = None) -> None:
         """Disturb the training.

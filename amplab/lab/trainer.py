@@ -31,6 +31,7 @@ from amplab.lab.events import (
     GradientsReady,
     Publisher,
     SkipExplained,
+    StagesReady,
     StateChanged,
     StepRecord,
     TraceReady,
@@ -41,6 +42,7 @@ from amplab.lab.experiment import Experiment, check_fault, samples_gradients
 from amplab.lab.history import History
 from amplab.lab.kept_runs import KeptRun, KeptRuns
 from amplab.lab.run_store import RunStore
+from amplab.lab.step_stages import StepStages
 from amplab.lab.undo import UndoList
 from amplab.lab.worker import Worker
 
@@ -221,6 +223,22 @@ class Trainer:
             self._worker.post(self._train_once)
             self._enter("paused")
 
+    def step_in_stages(self, parameter: str | None = None) -> None:
+        """Train one step that is recorded in its stages, then pause; a `StagesReady` follows its `StepRecord`.
+
+        The step is the one that `step()` would have made, bit for bit.
+
+        Args:
+            parameter: Name of the parameter that is recorded even if the model is too large to record all.
+
+        Raises:
+            RuntimeError: The run has stopped or failed; call reset() first.
+        """
+        with self._lock:
+            self._refuse_unless_alive("step_in_stages()")
+            self._worker.post(partial(self._train_in_stages, parameter))
+            self._enter("paused")
+
     def set_speed(self, speed: float | None) -> None:
         """Limit how many steps the run takes per second, from now on; the steps themselves do not change.
 
@@ -397,12 +415,12 @@ class Trainer:
 
     # The trainer's thread, between two steps
 
-    def _train(self) -> None:
+    def _train(self, step: Callable[[], StepRecord] | None = None) -> None:
         with self._lock:
             self._due = time.monotonic() + _period(self._speed)
         if samples_gradients(self._experiment.steps_done):
             self._attempt("gradients failed.", lambda: self._store.keep(self._experiment.gradients().sample))
-        record = _timed_step(self._experiment, self._store)
+        record = _timed_step(step or self._experiment.step, self._store)
         if (memory := self._experiment.memory()) is not self._memory:
             self._memory = memory
             self._store.keep_memory(record.step, memory)
@@ -418,6 +436,19 @@ class Trainer:
     def _train_once(self) -> None:
         if self._state != "failed":  # since step() was called
             self._train()
+
+    def _train_in_stages(self, parameter: str | None) -> None:
+        if self._state == "failed":  # since step_in_stages() was called
+            return
+        recorded: list[StepStages] = []
+
+        def step() -> StepRecord:
+            record, stages = self._experiment.step_in_stages(parameter)
+            recorded.append(stages)
+            return record
+
+        self._train(step)
+        self._publisher.publish(StagesReady(recorded[0]))
 
     def _count_down(self) -> None:
         with self._lock:
@@ -527,7 +558,7 @@ class Trainer:
 
         def train(run: KeptRun) -> None:
             if run.experiment is not None:
-                _timed_step(run.experiment, run.store)
+                _timed_step(run.experiment.step, run.store)
 
         def end(run: KeptRun, error: str) -> None:
             run.is_training, run.error = False, error
@@ -605,10 +636,10 @@ class Trainer:
         self._publisher.publish(Failed(f"The run failed at step {len(self.history)}.\n{text}", fatal=True))
 
 
-def _timed_step(experiment: Experiment, store: RunStore) -> StepRecord:
+def _timed_step(step: Callable[[], StepRecord], store: RunStore) -> StepRecord:
     """Train one step, and keep it with the time that it took."""
     began = time.perf_counter()
-    record = experiment.step()
+    record = step()
     store.seconds += time.perf_counter() - began
     store.append(record)
     return record
