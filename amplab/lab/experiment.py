@@ -14,13 +14,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Set
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from amplab.amp import MemoryUse, ScaleRecord, Session
+from amplab.amp import MemoryUse, ScaleRecord, Session, load_run_state, save_run_state
+from amplab.amp.run_state.file_format import read_run_state
 from amplab.diagnose import FirstNonfinite, TwinReport, first_nonfinite, twin
 from amplab.formats.exponents import BINS, LOWEST_EXPONENT
 from amplab.kernels import tensor_stats
@@ -30,6 +32,7 @@ from amplab.lab.models import build_model
 from amplab.lab.step_stages import StageRecorder, StepStages
 from amplab.lab.tasks import load_task
 from amplab.trace import Trace, trace_step, xray
+from amplab.trace.random_states import random_states_kept
 
 __all__ = ["ACCURACY_EVERY", "FAULTS", "UNDERFLOW_SHRINK", "Experiment", "check_fault", "samples_gradients"]
 
@@ -217,6 +220,49 @@ class Experiment:
             if "momentum" in group:
                 group["momentum"] = config.momentum
         self._config = config
+
+    def save(self, path: Path, extra: dict[str, Any]) -> None:
+        """Save the experiment between two steps, with `extra` values that `load` returns; see `save_run_state`.
+
+        Raises:
+            OSError: The file cannot be written; the last one is unchanged.
+            RunStateError: A state holds a value that the file cannot hold.
+        """
+        here = {
+            "config": str(self._config),
+            "armed": sorted(self.armed),
+            "seconds": 0.0 if self._began is None else time.perf_counter() - self._began,
+        }
+        save_run_state(
+            path,
+            model=self._model,
+            optimizer=self._optimizer,
+            amp=self._session,
+            position=self._step,
+            extra={**extra, **here},
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> tuple[Experiment, dict[str, Any]]:
+        """Return a saved experiment, which continues bit for bit, and the extra values that were saved with it.
+
+        Raises:
+            OSError: The file cannot be read.
+            RunStateError: It is damaged, or the model of its config has another shape here.
+            ValueError: Its config cannot be read.
+        """
+        extra = read_run_state(path)["extra"]
+        experiment = cls(ExperimentConfig.parse(extra["config"]))
+        with random_states_kept(()):  # a step draws from its own
+            state = load_run_state(
+                path, model=experiment._model, optimizer=experiment._optimizer, amp=experiment._session
+            )
+        experiment._step, experiment._measure_memory_until = state.position, state.position + 2
+        experiment._began = time.perf_counter() - extra["seconds"]
+        experiment._loss_scale = experiment._session.loss_scale()
+        for fault in extra["armed"]:
+            experiment.inject(fault, on=True)
+        return experiment, extra
 
     def check_switch(self, old: ExperimentConfig, new: ExperimentConfig) -> None:
         """Raise ValueError if `switch` from `old` to `new` would."""

@@ -21,7 +21,8 @@ function render({ model, el }) {
   };
   model.on("change:notices", show);
   show();
-  const gone = h("p", { class: "amp-gone", role: "alert" }, "The kernel has restarted. Run the cell again.");
+  const gone = h("p", { class: "amp-gone", role: "alert" }, 
+    "The kernel has restarted. Click here and press Shift+Enter: the lab opens again and offers to continue the run.");
   const cleanups = [ownKeys(root), endWithKernel(model, root, () => root.prepend(gone))];
   return () => {
     model.off("change:notices", show);
