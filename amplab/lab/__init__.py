@@ -8,8 +8,10 @@ The files, by part::
 
     what to train           config (the fields of an experiment), tasks, models
     training                experiment (one step), trainer (states and controls), worker (its thread), events
+    one step in stages      step_stages
     the run                 history (in memory), changes (made by a person), run_log (on disk), run_store (both),
                             findings
+    several runs            kept_runs (beside the present one), comparison (all levels), undo
     your own loop           watch, watched_run, scale_probe, gradient_measure, idle_optimizers,
                             step_look, step_check, step_rerun, watch_callback, tensorboard_scalars
     how to start            open (JupyterLab), console (terminal)
@@ -41,15 +43,20 @@ from amplab.lab.events import (
     GradientsReady,
     LayerShares,
     SkipExplained,
+    StagesReady,
     StateChanged,
     StepRecord,
     TraceReady,
+    TwinReady,
+    Undone,
 )
 from amplab.lab.experiment import FAULTS, Experiment
 from amplab.lab.history import COLUMNS, History
+from amplab.lab.kept_runs import KeptRun, KeptRuns
 from amplab.lab.models import CNN, MLP, MODELS, build_model
 from amplab.lab.open import active, attach, open
 from amplab.lab.run_log import Run, RunLog, load_run, runs_directory
+from amplab.lab.step_stages import ParameterStages, ScaleChange, Snapshot, StageRecorder, StepStages
 from amplab.lab.tasks import TASKS, Task, load_task
 from amplab.lab.trainer import Trainer
 from amplab.lab.watch import Watch, watch
@@ -83,7 +90,10 @@ __all__ = [
     "GradientsReady",
     "LayerShares",
     "SkipExplained",
+    "StagesReady",
     "Failed",
+    "Undone",
+    "TwinReady",
     "COLUMNS",
     "RunChange",
     "History",
@@ -91,8 +101,15 @@ __all__ = [
     "Run",
     "load_run",
     "runs_directory",
+    "Snapshot",
+    "ParameterStages",
+    "ScaleChange",
+    "StepStages",
+    "StageRecorder",
     "Experiment",
     "Trainer",
+    "KeptRun",
+    "KeptRuns",
     "open",
     "attach",
     "active",

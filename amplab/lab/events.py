@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING
 from amplab.formats import FLOAT16
 
 if TYPE_CHECKING:
-    from amplab.diagnose import FirstNonfinite
+    from amplab.diagnose import FirstNonfinite, TwinReport
     from amplab.formats import ExponentHistogram
     from amplab.lab.config import ExperimentConfig
+    from amplab.lab.step_stages import StepStages
     from amplab.trace import Trace
 
 __all__ = [
@@ -36,10 +37,13 @@ __all__ = [
     "MixedScales",
     "Publisher",
     "SkipExplained",
+    "StagesReady",
     "StateChanged",
     "StepRecord",
     "StepRow",
     "TraceReady",
+    "TwinReady",
+    "Undone",
 ]
 
 STATES = ("ready", "running", "paused", "stopped", "failed")
@@ -165,12 +169,30 @@ class StateChanged:
 
 @dataclass(frozen=True)
 class ConfigChanged:
-    """``config`` is in effect from ``step`` on; ``reset`` means that the run starts again with an empty history."""
+    """``config`` is in effect from ``step`` on; ``reset`` means that another run is in place of the former one.
+
+    It has an empty history, or is a kept run that continues at ``step``.
+    """
 
     config: ExperimentConfig
     previous: ExperimentConfig
     step: int
     reset: bool = False
+
+
+@dataclass(frozen=True)
+class Undone:
+    """A change was taken back; ``text`` says which, as the controls show it."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class TwinReady:
+    """The twin of the experiment against float32, from the weights before ``step``; the run was not changed."""
+
+    report: TwinReport
+    step: int
 
 
 @dataclass(frozen=True)
@@ -198,6 +220,13 @@ class SkipExplained:
 
 
 @dataclass(frozen=True)
+class StagesReady:
+    """A step was recorded in its stages; its `StepRecord` was published before."""
+
+    stages: StepStages
+
+
+@dataclass(frozen=True)
 class Failed:
     """Something went wrong: ``text`` is a sentence, followed by the traceback if there is one.
 
@@ -215,7 +244,18 @@ class Failed:
         return self.fatal or self.damaged
 
 
-Event = StepRecord | StateChanged | ConfigChanged | TraceReady | GradientsReady | SkipExplained | Failed
+Event = (
+    StepRecord
+    | StateChanged
+    | ConfigChanged
+    | TraceReady
+    | GradientsReady
+    | SkipExplained
+    | StagesReady
+    | Failed
+    | Undone
+    | TwinReady
+)
 
 Callback = Callable[[Event], object]
 
