@@ -8,7 +8,7 @@ The files, by part::
 
     what to train           config (the fields of an experiment), tasks, models
     training                experiment (one step), trainer (states and controls), worker (its thread), events
-    the run                 history (in memory), run_log (on disk), run_store (both), findings
+    the run                 history (in memory), run_log (on disk), run_store (both), skip_explanation, findings
     your own loop           watch, watched_run, scale_probe, gradient_measure, idle_optimizers,
                             step_look, step_check, step_rerun, watch_callback, tensorboard_scalars
     how to start            open (JupyterLab), console (terminal)
@@ -47,6 +47,7 @@ from amplab.lab.history import COLUMNS, History
 from amplab.lab.models import CNN, MLP, MODELS, build_model
 from amplab.lab.open import active, attach, open
 from amplab.lab.run_log import Run, RunLog, load_run, runs_directory
+from amplab.lab.skip_explanation import SKIP_KINDS, SkipExplanation
 from amplab.lab.tasks import TASKS, Task, load_task
 from amplab.lab.trainer import Trainer
 from amplab.lab.watch import Watch, watch
@@ -74,6 +75,8 @@ __all__ = [
     "StepRecord",
     "GradientRecord",
     "GradientSample",
+    "SkipExplanation",
+    "SKIP_KINDS",
     "StateChanged",
     "ConfigChanged",
     "TraceReady",

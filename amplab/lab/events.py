@@ -1,8 +1,9 @@
 """The events of the trainer: frozen records, which are sent to every callback at a step boundary.
 
-`StepRecord` is one training step. `StateChanged` and `ConfigChanged` say what changed. `TraceReady`, `GradientsReady`
-and `SkipExplained` answer requests. `Failed` carries an error message, with its traceback if there is one. `Publisher`
-calls the subscribers. All steps of a run are in `history.py`, the file on disk is in `run_log.py`.
+`StepRecord` is one training step, and `SkipExplained` says why one was skipped. `StateChanged` and `ConfigChanged` say
+what changed. `TraceReady` and `GradientsReady` answer requests. `Failed` carries an error message, with its traceback
+if there is one. `Publisher` calls the subscribers. All steps of a run are in `history.py`, the file on disk is in
+`run_log.py`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from amplab.diagnose import FirstNonfinite
     from amplab.formats import ExponentHistogram
     from amplab.lab.config import ExperimentConfig
+    from amplab.lab.skip_explanation import SkipExplanation
     from amplab.trace import Trace
 
 __all__ = [
@@ -162,10 +163,10 @@ class GradientsReady:
 
 @dataclass(frozen=True)
 class SkipExplained:
-    """The last skipped step was run again; ``found`` is None if it does not overflow at the current weights."""
+    """A skipped step was run again. ``explanation`` is None if it cannot run again: the weights have changed since."""
 
     step: int
-    found: FirstNonfinite | None
+    explanation: SkipExplanation | None
 
 
 @dataclass(frozen=True)

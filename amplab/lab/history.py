@@ -17,6 +17,7 @@ import numpy as np
 from amplab.diagnose import ScaleHistory, WhatIf, WhatIfs, what_if, what_ifs
 from amplab.formats import FLOAT16, FLOAT32
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
+from amplab.lab.skip_explanation import SkipExplanation
 from amplab.scalers import ScaleRule
 
 __all__ = ["BLOCK", "COLUMNS", "BlockExtremes", "History", "extreme_rows", "recorded", "row_of", "thin"]
@@ -78,6 +79,7 @@ class History:
         self._extremes: dict[str, BlockExtremes] = {}
         self._samples: list[GradientSample] = []
         self._mixed: list[MixedScales] = []
+        self._explanations: dict[int, SkipExplanation] = {}
         self._last: StepRow | None = None
         self._last_accuracy: float | None = None
 
@@ -106,6 +108,17 @@ class History:
         """The histograms of the gradients, in the order of their steps."""
         with self._lock:
             return tuple(self._samples)
+
+    def explain(self, explanation: SkipExplanation) -> None:
+        """Add why a step was skipped; a later explanation of the same step replaces it."""
+        with self._lock:
+            self._explanations[explanation.step] = explanation
+
+    @property
+    def explanations(self) -> dict[int, SkipExplanation]:
+        """Why steps were skipped, by step, as far as they were explained."""
+        with self._lock:
+            return dict(self._explanations)
 
     def keep_scales(self, mixed: MixedScales) -> None:
         """Add the scales of a step whose backwards had different ones."""

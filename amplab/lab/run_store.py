@@ -14,6 +14,7 @@ from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
 from amplab.lab.history import History, row_of
 from amplab.lab.run_log import RunLog, free_path, new_path
+from amplab.lab.skip_explanation import SkipExplanation
 from amplab.lab.watched_run import WatchedRun
 
 __all__ = ["RunStore"]
@@ -70,6 +71,12 @@ class RunStore:
         self.history.keep_scales(mixed)
         if self._wanted is not None:
             self._write(self._wanted, RunLog.keep_scales, mixed)
+
+    def explain(self, explanation: SkipExplanation) -> None:
+        """Add why a step was skipped."""
+        self.history.explain(explanation)
+        if self._wanted is not None:
+            self._write(self._wanted, RunLog.explain, explanation)
 
     def note(self, event: str, *, step: int, **details: object) -> None:
         """Write an event to the log; the history has no place for it."""

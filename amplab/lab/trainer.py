@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import atexit
 import math
+import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -29,11 +30,13 @@ from amplab.lab.events import (
     Publisher,
     SkipExplained,
     StateChanged,
+    StepRecord,
     TraceReady,
 )
 from amplab.lab.experiment import GRADIENTS_EVERY, Experiment, check_fault
 from amplab.lab.history import History
 from amplab.lab.run_store import RunStore
+from amplab.lab.skip_explanation import ExplanationBudget, explained
 from amplab.lab.worker import Worker
 
 __all__ = ["STEP_LIMIT", "Trainer"]
@@ -89,6 +92,8 @@ class Trainer:
         self._steps_left: int | None = None  # until it pauses; None for no limit
         self._requests: set[str] = set()  # that wait in the queue
         self._has_reported_kernels = self._has_reported_buffers = False
+        self._budget = ExplanationBudget()
+        self._trained = 0.0  # seconds in steps of this run
         kernels.ensure(on_report=_no_warning)
         _LIVE.add(self)
 
@@ -230,11 +235,18 @@ class Trainer:
         """Request a `GradientsReady` at the next step boundary, which is now if nothing runs."""
         self._request("gradients", lambda: GradientsReady(self._experiment.gradients()))
 
-    def request_explanation(self) -> None:
-        """Request a `SkipExplained` of the last skipped step, which must exist; it takes the time of several steps."""
-        self._request(
-            "explanation", lambda: SkipExplained(self.history.skips()[-1].step, self._experiment.explain_skip())
-        )
+    def request_explanation(self, step: int) -> None:
+        """Request a `SkipExplained` of a skipped step.
+
+        Its explanation is None if the step was not explained before and cannot run again, because weights or config
+        have changed since; see `can_explain`.
+        """
+        self._worker.post(partial(self._answer_explanation, step))
+
+    def can_explain(self, step: int) -> bool:
+        """Whether a skipped step can still run again: it was the last step, so its weights are still there."""
+        skip = self._experiment.last_skip
+        return skip is not None and skip.step == step
 
     def run(self, steps: int) -> History:
         """Train `steps` steps and return the history when they are done; an interrupt pauses at a step boundary.
@@ -292,9 +304,11 @@ class Trainer:
     def _train(self) -> None:
         if self._experiment.steps_done % GRADIENTS_EVERY == 0:
             self._attempt("gradients failed.", lambda: self._store.keep(self._experiment.gradients().sample))
-        record = self._experiment.step()
+        record = self._step()
         self._store.append(record)
         self._publisher.publish(record)
+        if record.skipped and self._budget.allows(_kind_of_skip(record), self._trained):
+            self._explain()
         if record.accuracy is not None:
             self._report_kernels()
         if not math.isfinite(record.loss):
@@ -306,6 +320,40 @@ class Trainer:
     def _train_once(self) -> None:
         if self._state != "failed":  # since step() was called
             self._train()
+            self._explain()
+
+    def _step(self) -> StepRecord:
+        began = time.perf_counter()
+        record = self._experiment.step()
+        self._trained += time.perf_counter() - began
+        return record
+
+    def _explain(self) -> None:
+        """Explain the last step if it was skipped: its batch, weights and random state are still there."""
+        record = self._experiment.last_skip
+        if record is None or record.step in self.history.explanations:
+            return
+        began = time.perf_counter()
+        self._attempt(f"step {record.step} could not run again.", partial(self._explain_skip, record))
+        self._budget.took(time.perf_counter() - began, _kind_of_skip(record))
+
+    def _explain_skip(self, record: StepRecord) -> None:
+        found = self._experiment.explain_skip()
+        why = explained(
+            found,
+            step=record.step,
+            injected=record.injected,
+            loss=record.loss,
+            first_loss=self.history.record(0).loss,
+        )
+        self._store.explain(why)
+        self._publisher.publish(SkipExplained(record.step, why))
+
+    def _answer_explanation(self, step: int) -> None:
+        if self.can_explain(step) and step not in self.history.explanations:
+            self._explain()
+        else:
+            self._publisher.publish(SkipExplained(step, self.history.explanations.get(step)))
 
     def _count_down(self) -> None:
         with self._lock:
@@ -325,6 +373,8 @@ class Trainer:
         if state != "running":
             self._store.flush()
         self._publisher.publish(StateChanged(state, len(self.history), note))
+        if state == "paused":
+            self._explain()
 
     def _switch(self, config: ExperimentConfig) -> None:
         previous, step = self.config, len(self.history)
@@ -339,6 +389,7 @@ class Trainer:
         self._store.close()
         self._experiment = Experiment(config)
         self._has_reported_buffers = False
+        self._budget, self._trained = ExplanationBudget(), 0.0
         self._publisher.forget_run()
         self._store = self._new_store()
         self._publisher.publish(ConfigChanged(config, previous, 0, reset=True))
@@ -390,6 +441,11 @@ class Trainer:
 def _check_steps(steps: int) -> None:
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps={steps!r}: expected a whole number > 0, such as 300.")
+
+
+def _kind_of_skip(record: StepRecord) -> Hashable:
+    """What is known of a skipped step before it runs again, to tell kinds apart."""
+    return record.opt_level, record.injected, math.isfinite(record.loss)
 
 
 _LIVE: weakref.WeakSet[Trainer] = weakref.WeakSet()

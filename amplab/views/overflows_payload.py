@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from types import MappingProxyType
 
 import numpy as np
 
-from amplab.diagnose import FirstNonfinite
-from amplab.display.numbers import count, power
-from amplab.lab import History, StepRecord
+from amplab.display.numbers import count
+from amplab.lab import History, SkipExplanation, StepRecord
 
-__all__ = ["LIMIT", "explanation", "is_broken", "overflows_payload"]
-
-NOTHING: Mapping[int, str] = MappingProxyType({})
+__all__ = ["LIMIT", "is_broken", "overflows_payload"]
 
 LIMIT = 200
 """Rows in the page; the history and the run log hold every skipped step."""
 
 
-def overflows_payload(
-    history: History, explained: Mapping[int, str] = NOTHING, limit: int = LIMIT
-) -> dict[str, object]:
+def overflows_payload(history: History, limit: int = LIMIT) -> dict[str, object]:
     """Return one row for each skipped step, newest first, and the sentence above the table.
 
     Args:
         history: The run.
-        explained: The cause of a skipped step, by the number of the step.
         limit: Largest number of rows.
     """
+    explained = history.explanations
     total = history.skip_count
     latest = history.skips(max(0, total - limit))
     sentence = _sentence(total, sum(record.injected is not None for record in latest), limit)
@@ -63,34 +56,21 @@ def _broken_sentence(history: History) -> str:
     )
 
 
-def explanation(found: FirstNonfinite | None) -> str:
-    """Return in a few words what the replay of a skipped step found."""
-    if found is None:
-        return "not reproduced: the weights have changed since"
-    where = found.tensor if found.record is None else f"{found.record.op} in {found.record.module or 'the loss'}"
-    phase = f", {found.phase}" if found.phase else ""
-    fits = f"; no overflow at a scale of {power(found.fitting_scale, raised=True)}" if found.fitting_scale else ""
-    return f"{_CAUSES.get(found.cause, f'{found.cause} not finite')}: {where}{phase}{fits}"
-
-
-_CAUSES = {
-    "scale": "loss scale too large",
-    "format": "overflows float16 at any loss scale",
-    "model": "not finite in float32 either",
-    "state": "finite when repeated",
-}
-
-
-def _row(record: StepRecord, explained: str | None) -> dict[str, object]:
+def _row(record: StepRecord, explained: SkipExplanation | None) -> dict[str, object]:
     return {
         "step": record.step,
         "before": record.loss_scale,
         "after": record.next_loss_scale,
         "tensor": record.first_nonfinite or "–",
         "level": record.opt_level,
-        "cause": "; ".join(filter(None, (f"injected {record.injected}" if record.injected else None, explained)))
-        or "unknown; no fault injected",
+        "cause": _cause(record, explained),
     }
+
+
+def _cause(record: StepRecord, explained: SkipExplanation | None) -> str:
+    if explained is not None:
+        return explained.sentence
+    return f"injected {record.injected}" if record.injected else "not explained"
 
 
 def _sentence(total: int, injected: int, limit: int) -> str:

@@ -31,7 +31,7 @@ from amplab.views.dtypes_payload import dtypes_payload
 from amplab.views.gradients_payload import gradients_payload
 from amplab.views.live_payload import frame_rows, modes_line, summary
 from amplab.views.notice_board import Notice, NoticeBoard, failure, offer
-from amplab.views.overflows_payload import explanation, is_broken, overflows_payload
+from amplab.views.overflows_payload import is_broken, overflows_payload
 from amplab.views.parts import Controls, LiveView, Message, Notices, Panels
 from amplab.views.ticker import Pace, Ticker
 
@@ -78,7 +78,6 @@ class Presenter:
         self._traced: tuple[str, Trace] | None = None
         self._levels = trainer.history.level_changes() or [(0, trainer.config.opt_level)]
         self._scale = 0.0  # what the next step will use, as the trainer's thread last set it
-        self._explained: dict[int, str] = {}  # by the step that was skipped
         self._unsubscribe: Callable[[], None] = lambda: None
         self._ticker = Ticker(self._tick, on_failure=lambda text: self._put(failure(text)))
         self._overflows = Pace(SLOW, self._ticker.wake)
@@ -142,8 +141,7 @@ class Presenter:
             case GradientsReady():
                 self._show_gradients(event.record)
             case SkipExplained():
-                self._explained[event.step] = explanation(event.found)
-                self.parts.panels.overflows = overflows_payload(self._trainer.history, self._explained)
+                self._overflows.forget()
             case ConfigChanged():
                 self._on_config(event)
             case Failed():
@@ -155,7 +153,6 @@ class Presenter:
     def _on_config(self, event: ConfigChanged) -> None:
         if event.reset:
             self._levels, self._armed, self._shrinking_asked = [(0, event.config.opt_level)], set(), None
-            self._explained = {}
             self._overflows.forget()
             self._board.remove_of_run()
             self.parts.notices.notices = self._board.payload()
@@ -198,7 +195,6 @@ class Presenter:
         self.parts.notices.notices = self._board.payload()
 
     def _on_tab(self) -> None:
-        self._request_explanation()
         self._ticker.wake()
 
     def _offer(self, wanted: ExperimentConfig | None) -> None:
@@ -244,14 +240,7 @@ class Presenter:
     def _show_overflows(self) -> None:
         history = self._trainer.history
         if self._overflows.is_due((history.skip_count, is_broken(history))):
-            self.parts.panels.overflows = overflows_payload(history, self._explained)
-            self._request_explanation()
-
-    def _request_explanation(self) -> None:
-        """Have the latest skipped step explained while its tab is open: that takes the time of several steps."""
-        latest = self._trainer.history.skips(max(0, self._trainer.history.skip_count - 1))
-        if self.parts.panels.tab == "overflows" and latest and latest[-1].step not in self._explained:
-            self._trainer.request_explanation()
+            self.parts.panels.overflows = overflows_payload(history)
 
     def _request_gradients(self) -> None:
         trainer = self._trainer
