@@ -8,7 +8,9 @@ The files, by part::
 
     what to train           config (the fields of an experiment), tasks, models
     training                experiment (one step), trainer (states and controls), worker (its thread), events
-    the run                 history (in memory), run_log (on disk), run_store (both), skip_explanation, findings
+    one step in stages      step_stages
+    the run                 history (in memory), changes (made by a person), run_log (on disk), run_store (both),
+                            skip_explanation, findings
     your own loop           watch, watched_run, scale_probe, gradient_measure, idle_optimizers,
                             step_look, step_check, step_rerun, watch_callback, tensorboard_scalars
     how to start            open (JupyterLab), console (terminal)
@@ -28,6 +30,7 @@ If the loss scale is not dynamic, step_rerun runs a step that is not finite agai
 `open()` shows an experiment in JupyterLab. The widgets are in `amplab.views`, which `open()` imports.
 """
 
+from amplab.lab.changes import RunChange
 from amplab.lab.config import DEFAULT_LR, FIELDS, LIVE_FIELDS, OPTIMIZERS, OVERRIDES, ExperimentConfig, field_named
 from amplab.lab.events import (
     STATES,
@@ -37,7 +40,9 @@ from amplab.lab.events import (
     GradientRecord,
     GradientSample,
     GradientsReady,
+    LayerShares,
     SkipExplained,
+    StagesReady,
     StateChanged,
     StepRecord,
     TraceReady,
@@ -48,6 +53,7 @@ from amplab.lab.models import CNN, MLP, MODELS, build_model
 from amplab.lab.open import active, attach, open
 from amplab.lab.run_log import Run, RunLog, load_run, runs_directory
 from amplab.lab.skip_explanation import SKIP_KINDS, SkipExplanation
+from amplab.lab.step_stages import ParameterStages, ScaleChange, Snapshot, StageRecorder, StepStages
 from amplab.lab.tasks import TASKS, Task, load_task
 from amplab.lab.trainer import Trainer
 from amplab.lab.watch import Watch, watch
@@ -81,14 +87,22 @@ __all__ = [
     "ConfigChanged",
     "TraceReady",
     "GradientsReady",
+    "LayerShares",
     "SkipExplained",
+    "StagesReady",
     "Failed",
     "COLUMNS",
+    "RunChange",
     "History",
     "RunLog",
     "Run",
     "load_run",
     "runs_directory",
+    "Snapshot",
+    "ParameterStages",
+    "ScaleChange",
+    "StepStages",
+    "StageRecorder",
     "Experiment",
     "Trainer",
     "open",

@@ -28,19 +28,19 @@ from amplab.lab.config import FIELDS, LIVE_FIELDS, OPTIMIZERS, Change, Experimen
 from amplab.lab.events import GradientRecord, StepRecord
 from amplab.lab.models import build_model
 from amplab.lab.step_rerun import StepRerun
+from amplab.lab.step_stages import StageRecorder, StepStages
 from amplab.lab.tasks import load_task
 from amplab.trace import Trace, trace_step
 from amplab.trace.random_states import random_states_kept
 
-__all__ = ["ACCURACY_EVERY", "FAULTS", "GRADIENTS_EVERY", "UNDERFLOW_SHRINK", "Experiment", "check_fault"]
+__all__ = ["ACCURACY_EVERY", "FAULTS", "UNDERFLOW_SHRINK", "Experiment", "check_fault", "samples_gradients"]
 
 FAULTS = ("overflow", "underflow", "nan")
 
 ACCURACY_EVERY = 25
 """Steps between two measurements of the accuracy."""
 
-GRADIENTS_EVERY = 200
-"""Steps between two stored histograms of the gradients."""
+_SAMPLED = ((200, 20), (2_000, 50), (math.inf, 200))  # until this step, a histogram of the gradients every so many
 
 UNDERFLOW_SHRINK = 2.0**-16
 
@@ -83,6 +83,7 @@ class Experiment:
         self._shrinking = False
         self._rerun = StepRerun(self._model, None, self._loss_again, self._session)
         self._last: StepRecord | None = None  # while the step can run again
+        self._recorder: StageRecorder | None = None
 
     @property
     def config(self) -> ExperimentConfig:
@@ -130,7 +131,10 @@ class Experiment:
         with self._session.casting():
             loss = F.cross_entropy(self._model(images), labels)
             with self._session.scale_loss(self._shrunk(loss), self._optimizer) as scaled:
-                self._overflowing(scaled, self._loss_scale, self._faults).backward()
+                root = self._overflowing(scaled, self._loss_scale, self._faults)
+                if self._recorder is not None:
+                    self._recorder.see_loss(loss, root)
+                root.backward()
         if self._step < self._measure_memory_until or self._step % ACCURACY_EVERY == 0:
             self._memory = self._session.memory()
         self._optimizer.step()
@@ -140,6 +144,23 @@ class Experiment:
         self._faults.clear()
         self._step += 1
         return record
+
+    def step_in_stages(self, parameter: str | None = None) -> tuple[StepRecord, StepStages]:
+        """Train on the next batch as `step` does, bit for bit, and record its stages.
+
+        Args:
+            parameter: Name of the parameter that is recorded even if the model is too large to record all.
+
+        Sync: several.
+        """
+        recorder = StageRecorder(self._model, [self._optimizer], self._session, first=parameter)
+        self._recorder = recorder
+        try:
+            with recorder:
+                record = self.step()
+        finally:
+            self._recorder = None
+        return record, recorder.stages(record)
 
     def inject(self, fault: str, *, on: bool | None = None) -> None:
         """Disturb the training.
@@ -358,6 +379,16 @@ class Experiment:
             for parameter, master in zip(model.parameters(), self._session.master_params(self._optimizer), strict=True):
                 parameter.copy_(master)
         return model
+
+
+def samples_gradients(step: int) -> bool:
+    """Return whether a histogram of the gradients is stored at this step: often at first, later every 200 steps.
+
+    >>> [step for step in range(500) if samples_gradients(step)][-8:]
+    [160, 180, 200, 250, 300, 350, 400, 450]
+    """
+    every = next(every for until, every in _SAMPLED if step < until)
+    return step % every == 0
 
 
 def check_fault(fault: str) -> None:

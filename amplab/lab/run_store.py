@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
 
+from amplab.amp import MemoryUse
+from amplab.lab.changes import config_changes, fault_change, start_change
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
 from amplab.lab.history import History, row_of
@@ -39,6 +42,8 @@ class RunStore:
         on_failure: Callable[[str], None],
     ) -> None:
         self.history = History()
+        if isinstance(config, ExperimentConfig):
+            self.history.keep_changes(start_change(config))
         self._config = config
         self._wanted = None if log is None else Path(log)
         self._on_failure = on_failure
@@ -66,6 +71,13 @@ class RunStore:
         if self._wanted is not None:
             self._write(self._wanted, RunLog.keep, sample)
 
+    def keep_memory(self, step: int, memory: MemoryUse) -> None:
+        """Add the bytes that training holds from `step` on, if they have changed."""
+        before = len(self.history.memory)
+        self.history.keep_memory(step, memory)
+        if len(self.history.memory) > before:
+            self.note("memory", step=step, **asdict(memory))
+
     def keep_scales(self, mixed: MixedScales) -> None:
         """Add the scales of a step whose backwards had different ones."""
         self.history.keep_scales(mixed)
@@ -77,6 +89,16 @@ class RunStore:
         self.history.explain(explanation)
         if self._wanted is not None:
             self._write(self._wanted, RunLog.explain, explanation)
+
+    def change(self, config: ExperimentConfig, previous: ExperimentConfig, *, step: int) -> None:
+        """Add what differs between two configs, and write the new one to the log."""
+        self.history.keep_changes(*config_changes(previous, config, step))
+        self.note("config", step=step, config=str(config))
+
+    def inject(self, fault: str, *, step: int, on: bool) -> None:
+        """Add a fault that was injected, or one that was switched off."""
+        self.history.keep_changes(fault_change(fault, step, on=on))
+        self.note("inject", step=step, fault=fault, on=on)
 
     def note(self, event: str, *, step: int, **details: object) -> None:
         """Write an event to the log; the history has no place for it."""

@@ -29,14 +29,16 @@ from amplab.lab.events import (
     GradientsReady,
     Publisher,
     SkipExplained,
+    StagesReady,
     StateChanged,
     StepRecord,
     TraceReady,
 )
-from amplab.lab.experiment import GRADIENTS_EVERY, Experiment, check_fault
+from amplab.lab.experiment import Experiment, check_fault, samples_gradients
 from amplab.lab.history import History
 from amplab.lab.run_store import RunStore
 from amplab.lab.skip_explanation import ExplanationBudget, explained
+from amplab.lab.step_stages import StepStages
 from amplab.lab.worker import Worker
 
 __all__ = ["STEP_LIMIT", "Trainer"]
@@ -85,12 +87,20 @@ class Trainer:
         self._step_limit = step_limit
         self._publisher = Publisher()
         self._store = self._new_store()
-        self._worker = Worker(step=self._train, is_wanted=lambda: self._state == "running", on_error=self._fail)
-        self._lock = self._worker.lock  # guards the four attributes below
+        self._worker = Worker(
+            step=self._train,
+            is_wanted=lambda: self._state == "running",
+            on_error=self._fail,
+            seconds_left=lambda: self._due - time.monotonic(),
+        )
+        self._lock = self._worker.lock  # guards the six attributes below
         self._wanted = self._experiment.config
         self._state = "ready"
         self._steps_left: int | None = None  # until it pauses; None for no limit
+        self._memory: MemoryUse | None = None  # as last kept
         self._requests: set[str] = set()  # that wait in the queue
+        self._speed: float | None = None
+        self._due = 0.0  # when the next step may begin, by time.monotonic()
         self._has_reported_kernels = self._has_reported_buffers = False
         self._budget = ExplanationBudget()
         self._trained = 0.0  # seconds in steps of this run
@@ -128,6 +138,11 @@ class Trainer:
         return self._experiment.shrinking
 
     @property
+    def speed(self) -> float | None:
+        """Steps per second at most, None for full speed; see `set_speed`."""
+        return self._speed
+
+    @property
     def failures(self) -> tuple[Failed, ...]:
         """The last failures, for a view that is opened later."""
         return self._publisher.failures
@@ -160,6 +175,8 @@ class Trainer:
         with self._lock:
             self._refuse_unless_alive("start()")
             self._steps_left = steps
+            if self._state != "running":
+                self._due = 0.0
             self._enter("running")
 
     def resume(self) -> None:
@@ -182,6 +199,41 @@ class Trainer:
             self._refuse_unless_alive("step()")
             self._worker.post(self._train_once)
             self._enter("paused")
+
+    def step_in_stages(self, parameter: str | None = None) -> None:
+        """Train one step that is recorded in its stages, then pause; a `StagesReady` follows its `StepRecord`.
+
+        The step is the one that `step()` would have made, bit for bit.
+
+        Args:
+            parameter: Name of the parameter that is recorded even if the model is too large to record all.
+
+        Raises:
+            RuntimeError: The run has stopped or failed; call reset() first.
+        """
+        with self._lock:
+            self._refuse_unless_alive("step_in_stages()")
+            self._worker.post(partial(self._train_in_stages, parameter))
+            self._enter("paused")
+
+    def set_speed(self, speed: float | None) -> None:
+        """Limit how many steps the run takes per second, from now on; the steps themselves do not change.
+
+        Controls still take effect at once. The speed is kept by a reset.
+
+        Args:
+            speed: Steps per second, a number > 0; None for full speed.
+
+        Raises:
+            ValueError: Another value.
+        """
+        if speed is not None and (isinstance(speed, bool) or not isinstance(speed, int | float) or not speed > 0):
+            raise ValueError(f"speed={speed!r}: expected steps per second, a number > 0, or None for full speed.")
+        with self._lock:
+            begun = self._due - _period(self._speed)
+            self._speed = speed
+            self._due = begun + _period(speed)
+            self._worker.wake()
 
     def stop(self) -> None:
         """End the run and close its log. A reset starts a new run."""
@@ -239,14 +291,15 @@ class Trainer:
         """Request a `SkipExplained` of a skipped step.
 
         Its explanation is None if the step was not explained before and cannot run again, because weights or config
-        have changed since; see `can_explain`.
+        have changed since; see `explainable`.
         """
         self._worker.post(partial(self._answer_explanation, step))
 
-    def can_explain(self, step: int) -> bool:
-        """Whether a skipped step can still run again: it was the last step, so its weights are still there."""
+    @property
+    def explainable(self) -> int | None:
+        """The last step if it was skipped: it can run again, since its weights are still there. Else None."""
         skip = self._experiment.last_skip
-        return skip is not None and skip.step == step
+        return None if skip is None else skip.step
 
     def run(self, steps: int) -> History:
         """Train `steps` steps and return the history when they are done; an interrupt pauses at a step boundary.
@@ -301,11 +354,16 @@ class Trainer:
 
     # The trainer's thread, between two steps
 
-    def _train(self) -> None:
-        if self._experiment.steps_done % GRADIENTS_EVERY == 0:
+    def _train(self, step: Callable[[], StepRecord] | None = None) -> None:
+        with self._lock:
+            self._due = time.monotonic() + _period(self._speed)
+        if samples_gradients(self._experiment.steps_done):
             self._attempt("gradients failed.", lambda: self._store.keep(self._experiment.gradients().sample))
-        record = self._step()
+        record = self._timed(step or self._experiment.step)
         self._store.append(record)
+        if (memory := self._experiment.memory()) is not self._memory:
+            self._memory = memory
+            self._store.keep_memory(record.step, memory)
         self._publisher.publish(record)
         if record.skipped and self._budget.allows(_kind_of_skip(record), self._trained):
             self._explain()
@@ -322,9 +380,9 @@ class Trainer:
             self._train()
             self._explain()
 
-    def _step(self) -> StepRecord:
+    def _timed(self, step: Callable[[], StepRecord]) -> StepRecord:
         began = time.perf_counter()
-        record = self._experiment.step()
+        record = step()
         self._trained += time.perf_counter() - began
         return record
 
@@ -350,10 +408,24 @@ class Trainer:
         self._publisher.publish(SkipExplained(record.step, why))
 
     def _answer_explanation(self, step: int) -> None:
-        if self.can_explain(step) and step not in self.history.explanations:
+        if step == self.explainable and step not in self.history.explanations:
             self._explain()
         else:
             self._publisher.publish(SkipExplained(step, self.history.explanations.get(step)))
+
+    def _train_in_stages(self, parameter: str | None) -> None:
+        if self._state == "failed":  # since step_in_stages() was called
+            return
+        recorded: list[StepStages] = []
+
+        def step() -> StepRecord:
+            record, stages = self._experiment.step_in_stages(parameter)
+            recorded.append(stages)
+            return record
+
+        self._train(step)
+        self._explain()
+        self._publisher.publish(StagesReady(recorded[0]))
 
     def _count_down(self) -> None:
         with self._lock:
@@ -381,7 +453,7 @@ class Trainer:
         if config == previous:
             return
         self._experiment.switch(config)
-        self._store.note("config", step=step, config=str(config))
+        self._store.change(config, previous, step=step)
         self._publisher.publish(ConfigChanged(config, previous, step))
 
     def _rebuild(self, config: ExperimentConfig) -> None:
@@ -391,13 +463,14 @@ class Trainer:
         self._has_reported_buffers = False
         self._budget, self._trained = ExplanationBudget(), 0.0
         self._publisher.forget_run()
+        self._memory = None
         self._store = self._new_store()
         self._publisher.publish(ConfigChanged(config, previous, 0, reset=True))
 
     def _disturb(self, fault: str, on: bool | None) -> None:
         self._experiment.inject(fault, on=on)
         armed = self._experiment.shrinking if fault == "underflow" else on is not False
-        self._store.note("inject", step=len(self.history), fault=fault, on=armed)
+        self._store.inject(fault, step=len(self.history), on=armed)
 
     def _report_kernels(self) -> None:
         """Report once that a build of the kernels has failed."""
@@ -446,6 +519,11 @@ def _check_steps(steps: int) -> None:
 def _kind_of_skip(record: StepRecord) -> Hashable:
     """What is known of a skipped step before it runs again, to tell kinds apart."""
     return record.opt_level, record.injected, math.isfinite(record.loss)
+
+
+def _period(speed: float | None) -> float:
+    """Return the seconds from one step to the next, 0 at full speed."""
+    return 0.0 if speed is None else 1.0 / speed
 
 
 _LIVE: weakref.WeakSet[Trainer] = weakref.WeakSet()

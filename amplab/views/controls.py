@@ -1,6 +1,7 @@
 """The controls in both directions: what they show, as plain values, and what their messages do to the trainer.
 
-    {"type": "start" | "pause" | "step" | "reset"}, {"type": "change", "field", "value"}, {"type": "inject", "kind"}
+    {"type": "start" | "pause" | "step" | "reset"}, {"type": "run", "steps"}, {"type": "speed", "value"},
+    {"type": "change", "field", "value"}, {"type": "inject", "kind"}
 
 Labels, choices and what a change requires come from the declarations of `ExperimentConfig`, which also decides what is
 allowed. No widget here; controls.js draws the payload.
@@ -8,12 +9,13 @@ allowed. No widget here; controls.js draws the payload.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from amplab.amp import OPT_LEVELS, explain_override
 from amplab.lab import FIELDS, LIVE_FIELDS, ExperimentConfig, Trainer, field_named
-from amplab.lab.config import Change, ConfigField
+from amplab.lab.config import Change, ConfigField, SettingRefused
 
 __all__ = ["act", "controls_payload", "field_value"]
 
@@ -25,7 +27,13 @@ STATIC_START = 128.0
 
 
 def controls_payload(
-    config: ExperimentConfig, *, state: str, refusal: str | None, shrinking: bool, armed: list[str]
+    config: ExperimentConfig,
+    *,
+    state: str,
+    refusal: str | None,
+    shrinking: bool,
+    armed: list[str],
+    speed: float | None = None,
 ) -> dict[str, object]:
     """Return all that the controls show.
 
@@ -35,6 +43,7 @@ def controls_payload(
         refusal: Why the latest change was refused, None if it was accepted.
         shrinking: Whether an injected underflow is on.
         armed: Faults that will go into the next step.
+        speed: Steps per second at most, None for full speed.
     """
     return {
         "fields": {name: _field(each, config) for name, each in FIELDS.items()},
@@ -48,6 +57,7 @@ def controls_payload(
         "refusal": refusal,
         "shrinking": shrinking,
         "armed": armed,
+        "speed": speed,
     }
 
 
@@ -94,9 +104,30 @@ def act(trainer: Trainer, message: Mapping[str, Any]) -> str | None:
     """
     try:
         _ACTIONS[message["type"]](trainer, message)
+    except SettingRefused as refusal:
+        return refusal.shown
     except (ValueError, RuntimeError) as refusal:
-        return str(refusal)
+        return _in_labels(str(refusal))
     return None
+
+
+def _in_labels(message: str) -> str:
+    """Return an error message of the Python API in the labels of the page.
+
+    >>> _in_labels("batch_size=5000: expected at most 1437, the number of training images of digits.")
+    'Batch size: 5000 is not allowed; expected at most 1437, the number of training images of digits.'
+    >>> _in_labels("step(): the run has stopped; call reset() to start again.")
+    'The run has stopped; press Reset to start again.'
+    """
+    refused = _REFUSED.match(message)
+    if refused and refused["field"] in FIELDS:
+        return f"{FIELDS[refused['field']].label}: {refused['value']} is not allowed; {message[refused.end() :]}"
+    said = _CALL.sub("", message).replace("call reset()", "press Reset")
+    return said[:1].upper() + said[1:]
+
+
+_REFUSED = re.compile(r"(?P<field>\w+)=(?P<value>\S+): (?=expected )")
+_CALL = re.compile(r"^\w+\([^)]*\): ")
 
 
 def field_value(name: str, value: object) -> object:
@@ -125,11 +156,24 @@ def _change(trainer: Trainer, message: Mapping[str, Any]) -> None:
         trainer.start()
 
 
+def _steps(value: object) -> int:
+    """Return the steps of "Run N steps" as a whole number.
+
+    Raises:
+        ValueError: The field is empty, or its number is not a whole number > 0.
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 1 and float(value).is_integer():
+        return int(value)
+    raise ValueError(f"Run {'' if value is None else value} steps: expected a whole number > 0, such as 100.")
+
+
 _ACTIONS: dict[str, Callable[[Trainer, Mapping[str, Any]], object]] = {
     "start": lambda trainer, _: trainer.start(),
     "pause": lambda trainer, _: trainer.pause(),
     "step": lambda trainer, _: trainer.step(),
     "reset": lambda trainer, _: trainer.reset(),
+    "run": lambda trainer, message: trainer.start(_steps(message["steps"])),
+    "speed": lambda trainer, message: trainer.set_speed(message["value"]),
     "change": _change,
     "inject": lambda trainer, message: trainer.inject(message["kind"]),
 }

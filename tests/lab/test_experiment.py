@@ -192,7 +192,10 @@ def test_a_dynamic_scale_goes_on_unless_its_start_changes():
     assert experiment.loss_scale == 2.0**19
     experiment.switch(experiment.config.changed(max_loss_scale=2.0**17))
     assert experiment.loss_scale == 2.0**17
-    experiment.switch(experiment.config.changed(min_loss_scale=2.0**20, max_loss_scale=2.0**21))
+    experiment.switch(experiment.config.changed(max_loss_scale=2.0**16))
+    experiment.switch(experiment.config.changed(max_loss_scale=2.0**24))
+    assert experiment.loss_scale == 2.0**16  # it grows again from where the ceiling left it
+    experiment.switch(experiment.config.changed(min_loss_scale=2.0**20, init_scale=2.0**20))
     assert experiment.loss_scale == 2.0**20
     experiment.switch(experiment.config.changed(min_loss_scale=None))
     experiment.switch(experiment.config.changed(init_scale=1024.0))
@@ -200,7 +203,7 @@ def test_a_dynamic_scale_goes_on_unless_its_start_changes():
     experiment.switch(experiment.config.changed(loss_scale=128.0))
     assert experiment.loss_scale == 128.0
     experiment.switch(experiment.config.changed(loss_scale="dynamic"))
-    assert experiment.loss_scale == 1024.0
+    assert experiment.loss_scale == 2.0**16  # the static scale dropped the start of the dynamic one
 
 
 def test_a_shorter_window_than_the_clean_steps_still_grows():

@@ -200,17 +200,17 @@ def test_a_skip_is_explained_on_request_while_its_weights_are_there(without_budg
     while trainer.run(1).last.skipped:
         pass
     left = [record.step for record in trainer.history.skips() if record.step not in trainer.history.explanations]
-    assert not left or not trainer.can_explain(left[-1])
+    assert trainer.explainable is None or trainer.explainable not in left
 
 
 def test_a_change_of_the_config_ends_the_chance_to_explain(without_budget, listen):
     trainer = Trainer(HIGH)
     ear = listen(trainer)
     trainer.run(1)
-    assert trainer.can_explain(0)
+    assert trainer.explainable == 0
     trainer.change(opt_level="O2")
     trainer.wait()
-    assert not trainer.can_explain(0)
+    assert trainer.explainable is None
     trainer.request_explanation(7)
     trainer.wait()
     assert ear.of(SkipExplained)[-1] == SkipExplained(7, None)

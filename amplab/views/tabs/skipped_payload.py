@@ -1,0 +1,135 @@
+"""The table of skipped steps as plain values: steps that follow one another in one row, each row with its reason.
+
+The first skip of the run comes first and stays there; the others follow, the newest first. No widget here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from amplab.display.numbers import count
+from amplab.lab import History, SkipExplanation
+
+__all__ = ["LIMIT", "is_broken", "skipped_payload"]
+
+LIMIT = 100
+"""Rows in the page; the history and the run log hold every skipped step."""
+
+KINDS = {
+    "scale": "loss scale",
+    "format": "float16 range",
+    "data": "data",
+    "divergence": "divergence",
+    "injected": "injected",
+    "weights": "weights",
+    "float32": "float32 too",
+    "once": "not repeated",
+    "open": "not explained",
+}
+"""What the page calls each kind of reason."""
+
+GONE = "Not explained: explanations had taken 5 % of the time by then, and the weights have changed since."
+OPEN = "Not explained yet: explanations had taken 5 % of the time by then."
+
+
+def skipped_payload(history: History, *, explainable: int | None = None, limit: int = LIMIT) -> dict[str, Any]:
+    """Return the rows, the sentence above the table, and the number of skipped steps.
+
+    Args:
+        history: The run.
+        explainable: Step that can still run again, None for none.
+        limit: Largest number of rows.
+    """
+    total, explanations = history.skip_count, history.explanations
+    groups = history.skip_groups()
+    shown = [groups[0], *reversed(groups[max(1, len(groups) - limit + 1) :])] if groups else []
+    rows = [row for group in shown for row in _rows(history, *group, explanations, explainable)]
+    for row in rows:
+        row["is_first"] = row["step"] == groups[0][0]
+    rows.sort(key=lambda row: not row["is_first"])  # stable: only the first skip of the run moves
+    return {
+        "rows": rows,
+        "summary": " ".join(filter(None, (_broken(history), _sentence(total, len(groups), limit)))),
+        "count": f"{total:,}" if total else "",
+    }
+
+
+def is_broken(history: History) -> bool:
+    """Return whether the last step had a loss of NaN or inf and was not skipped."""
+    last = history.last
+    return last is not None and not last.skipped and not math.isfinite(last.loss)
+
+
+def _rows(
+    history: History, first: int, last: int, explanations: Mapping[int, SkipExplanation], explainable: int | None
+) -> Iterator[dict[str, Any]]:
+    """Yield one row for skips that follow one another; the newest first, and one more wherever the reason changes."""
+    found = [each for step, each in sorted(explanations.items()) if first <= step <= last]
+    starts = [next(alike) for _, alike in groupby(found, key=lambda each: each.kind)]
+    begins = [first, *(each.step for each in starts[1:])]
+    ends = [*(step - 1 for step in begins[1:]), last]
+    whys: list[SkipExplanation | None] = [*starts] or [None]
+    for begin, end, why in reversed(list(zip(begins, ends, whys, strict=True))):
+        open_step = explainable if explainable is not None and begin <= explainable <= end else None
+        yield _row(history, begin, end, why, open_step)
+
+
+def _row(
+    history: History, first: int, last: int, why: SkipExplanation | None, explainable: int | None
+) -> dict[str, Any]:
+    began, ended = history.record(first), history.record(last)
+    kind = "open" if why is None else why.kind
+    return {
+        "step": began.step,
+        "last": ended.step,
+        "steps": f"{began.step:,}" if first == last else f"{began.step:,} – {ended.step:,}",
+        "times": "" if first == last else f"{last - first + 1:,} in a row",
+        "before": began.loss_scale,
+        "after": ended.next_loss_scale,
+        "level": began.opt_level,
+        "kind": kind,
+        "label": KINDS[kind],
+        "why": _unexplained(began.first_nonfinite, explainable) if why is None else _sentence_of(why, first, last),
+        "line": "" if why is None else why.line,
+        "explain": explainable if why is None else None,
+    }
+
+
+def _sentence_of(why: SkipExplanation, first: int, last: int) -> str:
+    at = f"step {why.step:,}: " if first != last else ""
+    return f"{at}{why.sentence}"
+
+
+def _unexplained(parameter: str | None, explainable: int | None) -> str:
+    said = GONE if explainable is None else OPEN
+    return f"{said} First gradient that is not finite: {parameter}." if parameter else said
+
+
+def _broken(history: History) -> str:
+    """Return since which step no loss has been finite, or "" if the last one is."""
+    if not is_broken(history):
+        return ""
+    losses, steps = history.column("loss"), history.column("step")
+    finite = np.flatnonzero(np.isfinite(losses))
+    first = int(finite[-1]) + 1 if len(finite) else 0
+    if first == len(steps):  # the trainer has added a finite step meanwhile
+        return ""
+    word = "NaN" if np.isnan(losses[-1]) else "inf"
+    return (
+        f"The loss is {word} since step {steps[first]:,}. A static loss scale (or O3) did not skip that step, so the "
+        "weights are damaged: press Reset to start over."
+    )
+
+
+def _sentence(total: int, groups: int, limit: int) -> str:
+    if total == 0:
+        return (
+            "A dynamic loss scale skips a step whose gradients are not finite, and halves. A static one skips no step."
+        )
+    listed = f"; the first and the latest {limit - 1} rows are listed" if groups > limit else ""
+    return f"{count(total, 'step')} skipped{listed}. The first one comes first."
