@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from amplab.formats import FLOAT16
 
 if TYPE_CHECKING:
+    from amplab.diagnose import TwinReport
     from amplab.formats import ExponentHistogram
     from amplab.lab.config import ExperimentConfig
     from amplab.lab.skip_explanation import SkipExplanation
@@ -43,6 +44,8 @@ __all__ = [
     "StepRecord",
     "StepRow",
     "TraceReady",
+    "TwinReady",
+    "Undone",
 ]
 
 STATES = ("ready", "running", "paused", "stopped", "failed")
@@ -168,12 +171,30 @@ class StateChanged:
 
 @dataclass(frozen=True)
 class ConfigChanged:
-    """``config`` is in effect from ``step`` on; ``reset`` means that the run starts again with an empty history."""
+    """``config`` is in effect from ``step`` on; ``reset`` means that another run is in place of the former one.
+
+    It has an empty history, or is a kept run that continues at ``step``.
+    """
 
     config: ExperimentConfig
     previous: ExperimentConfig
     step: int
     reset: bool = False
+
+
+@dataclass(frozen=True)
+class Undone:
+    """A change was taken back; ``text`` says which, as the controls show it."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class TwinReady:
+    """The twin of the experiment against float32, from the weights before ``step``; the run was not changed."""
+
+    report: TwinReport
+    step: int
 
 
 @dataclass(frozen=True)
@@ -225,7 +246,18 @@ class Failed:
         return self.fatal or self.damaged
 
 
-Event = StepRecord | StateChanged | ConfigChanged | TraceReady | GradientsReady | SkipExplained | StagesReady | Failed
+Event = (
+    StepRecord
+    | StateChanged
+    | ConfigChanged
+    | TraceReady
+    | GradientsReady
+    | SkipExplained
+    | StagesReady
+    | Failed
+    | Undone
+    | TwinReady
+)
 
 Callback = Callable[[Event], object]
 

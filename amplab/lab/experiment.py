@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amplab.amp import MemoryUse, ScaleRecord, Session
-from amplab.diagnose import FirstNonfinite
+from amplab.diagnose import FirstNonfinite, TwinReport, twin
 from amplab.formats.exponents import BINS, LOWEST_EXPONENT
 from amplab.kernels import tensor_stats
 from amplab.lab.config import FIELDS, LIVE_FIELDS, OPTIMIZERS, Change, ExperimentConfig
@@ -30,7 +30,7 @@ from amplab.lab.models import build_model
 from amplab.lab.step_rerun import StepRerun
 from amplab.lab.step_stages import StageRecorder, StepStages
 from amplab.lab.tasks import load_task
-from amplab.trace import Trace, trace_step
+from amplab.trace import Trace, trace_step, xray
 from amplab.trace.random_states import random_states_kept
 
 __all__ = ["ACCURACY_EVERY", "FAULTS", "UNDERFLOW_SHRINK", "Experiment", "check_fault", "samples_gradients"]
@@ -69,7 +69,7 @@ class Experiment:
         self._task = load_task(config.task, config.seed)
         self._task.batches_per_epoch(config.batch_size)
         self._model = build_model(config.model, config.hidden, config.seed)
-        self._optimizer = _build_optimizer(config, self._model)
+        self._optimizer = _build_optimizer(config, self._model.parameters())
         self._session = Session()
         self._session.subscribe(self._store_record)
         self._initialize(config)
@@ -114,6 +114,11 @@ class Experiment:
     def loss_scale(self) -> float:
         """The scale that the next step will use; readable from any thread."""
         return self._loss_scale
+
+    @property
+    def armed(self) -> frozenset[str]:
+        """The faults that will go into the next step."""
+        return frozenset(self._faults | ({"underflow"} if self._shrinking else set()))
 
     @property
     def shrinking(self) -> bool:
@@ -206,7 +211,7 @@ class Experiment:
             kept = self._session.state_dict() if keeps_scale else None
             self._session.reset()
             if old.optimizer != config.optimizer:
-                self._optimizer = _build_optimizer(config, self._model)
+                self._optimizer = _build_optimizer(config, self._model.parameters())
             self._initialize(config)
             if kept is not None:
                 self._session.load_state_dict(_with_upper_limit(kept, config.max_loss_scale))
@@ -285,6 +290,33 @@ class Experiment:
         layers = tuple(zip(grads, (each.exponents for each in stats), strict=True))
         return GradientRecord(step=self._step, loss_scale=self._loss_scale, layers=layers)
 
+    def activations(self) -> int | None:
+        """Return the bytes that the forward of the next batch keeps for its backward; the experiment does not change.
+
+        They include 16-bit copies of weights. None for a model that calls `torch.func`, where they cannot be counted.
+        """
+        images, labels = self._task.batch(self._step, self._config.batch_size)
+        with self._session.casting():
+            kept = xray(self._model, step=lambda: F.cross_entropy(self._model(images), labels)).kept
+        return None if kept is None else kept.total
+
+    def twin(self, *, steps: int = 10) -> TwinReport:
+        """Train a float32 copy and one in this precision from the present weights, and compare them module by module.
+
+        Both take the next batches. The experiment does not change.
+        """
+        config, first = self._config, self._step
+        return twin(
+            self._float32_copy(),
+            lambda number: self._task.batch(first + number, config.batch_size),
+            "O0",
+            _settings(config),
+            steps=steps,
+            loss=F.cross_entropy,
+            optimizer=lambda weights: _build_optimizer(config, weights),
+            seed=config.seed,
+        )
+
     def nonfinite_buffers(self) -> tuple[str, ...]:
         """Return the names of the model's buffers that hold NaN or inf, which a skipped step keeps. Sync: one."""
         buffers = [(name, buffer) for name, buffer in self._model.named_buffers() if buffer.is_floating_point()]
@@ -299,20 +331,8 @@ class Experiment:
         return self._memory
 
     def _initialize(self, config: ExperimentConfig) -> None:
-        dynamic: dict[str, Any] = {"dynamic_init_scale": config.init_scale, "scale_window": config.growth_interval}
-        self._session.initialize(
-            self._model,
-            self._optimizer,
-            opt_level=config.opt_level,
-            keep_batchnorm_fp32=config.keep_batchnorm_fp32,
-            master_weights=config.master_weights,
-            loss_scale=config.loss_scale,
-            verbosity=0,
-            on_collapse="warn",  # a run that skips every step can be worth watching
-            min_loss_scale=config.min_loss_scale,
-            max_loss_scale=config.max_loss_scale,
-            **(dynamic if config.is_dynamic else {}),
-        )
+        # A run that skips every step can be worth watching.
+        self._session.initialize(self._model, self._optimizer, verbosity=0, on_collapse="warn", **_settings(config))
 
     def _store_record(self, record: ScaleRecord) -> None:
         self._scaled = record
@@ -397,10 +417,24 @@ def check_fault(fault: str) -> None:
         raise ValueError(f"{fault!r}: expected a fault that can be injected; choose from {', '.join(FAULTS)}.")
 
 
-def _build_optimizer(config: ExperimentConfig, model: nn.Module) -> torch.optim.Optimizer:
+def _settings(config: ExperimentConfig) -> dict[str, Any]:
+    """Return the arguments of `Session.initialize` that the config decides."""
+    dynamic: dict[str, Any] = {"dynamic_init_scale": config.init_scale, "scale_window": config.growth_interval}
+    return {
+        "opt_level": config.opt_level,
+        "keep_batchnorm_fp32": config.keep_batchnorm_fp32,
+        "master_weights": config.master_weights,
+        "loss_scale": config.loss_scale,
+        "min_loss_scale": config.min_loss_scale,
+        "max_loss_scale": config.max_loss_scale,
+        **(dynamic if config.is_dynamic else {}),
+    }
+
+
+def _build_optimizer(config: ExperimentConfig, weights: Iterable[Tensor]) -> torch.optim.Optimizer:
     choice = OPTIMIZERS[config.optimizer]
     options = {"momentum": config.momentum} if choice.takes_momentum else {}
-    return choice.build(model.parameters(), lr=config.learning_rate, **options)
+    return choice.build(weights, lr=config.learning_rate, **options)
 
 
 def _refuse_new_weights(old: ExperimentConfig, new: ExperimentConfig) -> None:

@@ -116,17 +116,21 @@ class RunLog:
     Args:
         path: A file that does not exist yet; its folder is created.
         config: What the run starts with.
+        is_continued: Whether `path` is the closed log of the same run, which is continued.
 
     Raises:
-        OSError: The file cannot be created or written (FileExistsError if it exists).
+        OSError: The file cannot be created or written (FileExistsError if it exists and is not continued).
     """
 
-    def __init__(self, path: Path, config: ExperimentConfig | WatchedRun) -> None:
+    def __init__(self, path: Path, config: ExperimentConfig | WatchedRun, *, is_continued: bool = False) -> None:
         self.path = path
         self._pending: list[StepRow] = []
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("x", encoding="utf-8", newline="\n")
+        self._file = path.open("a" if is_continued else "x", encoding="utf-8", newline="\n")
         self._closed_with_me = weakref.finalize(self, self._file.close)
+        self._flushed = time.monotonic()
+        if is_continued:
+            return
         header = {"amplab_run": FORMAT, "amplab": __version__, "started": datetime.now(UTC).isoformat("T", "seconds")}
         self._write({**header, "config": str(config), "columns": list(COLUMNS)})
         self.flush()

@@ -45,7 +45,7 @@ from amplab.lab.idle_optimizers import IdleOptimizers
 from amplab.lab.run_log import check_writable
 from amplab.lab.run_store import RunStore
 from amplab.lab.scale_probe import ScaledStep, probe_of
-from amplab.lab.skip_explanation import ExplanationBudget, SkipExplanation, explained
+from amplab.lab.skip_explanation import SkipExplanation, explained
 from amplab.lab.step_check import StepCheck
 from amplab.lab.step_look import StepLook
 from amplab.lab.step_rerun import OutsideAutocast, StepRerun
@@ -100,7 +100,6 @@ class Watch:
         self._rates: deque[tuple[int, float]] = deque(maxlen=LOOK_BACK)
         self._norms: dict[int, float] = {}
         self._idle = IdleOptimizers(optimizers)
-        self._budget = ExplanationBudget()
         self._explained: deque[tuple[int, Finding]] = deque(maxlen=LOOK_BACK)
         self._check: StepCheck | None = None
         self._look = StepLook(model, optimizers, self._probe, self._explain, self._fail)
@@ -351,7 +350,7 @@ class Watch:
         value = _value(loss)
         kind = value is None or math.isfinite(value), in_a_row >= _SETTLED
         began = time.perf_counter()
-        if not self._rerun.is_possible or not self._budget.allows(kind, began - self._began / 1e9):
+        if not self._rerun.is_possible or not self._store.budget.allows(kind, began - self._began / 1e9):
             return
         self._look.pause()
         try:
@@ -366,7 +365,7 @@ class Watch:
             self._store.explain(explained(found, step=step, loss=value, first_loss=first))
             if found is not None:
                 self._explain(step, finding_of(found))
-        self._budget.took(time.perf_counter() - began, kind)
+        self._store.budget.took(time.perf_counter() - began, kind)
 
     def _name(self, first: str | None) -> str | None:
         """The model's name of the parameter that a scaler names by its place in one of its optimizers."""

@@ -220,9 +220,9 @@ def test_a_change_of_the_config_ends_the_chance_to_explain(without_budget, liste
 def test_explanations_take_a_small_share_of_the_time():
     trainer = Trainer(replace(SMALL, lr=1e9))  # every step is skipped
     trainer.run(400)
-    budget = trainer._budget
+    budget = trainer._store.budget
     assert trainer.history.skip_count == 399
-    assert budget._spent <= 0.05 * trainer._trained + 3 * 0.5  # the first of each kind, and the one at the pause
+    assert budget._spent <= 0.05 * trainer._store.seconds + 3 * 0.5  # the first of each kind, and the one at the pause
     assert {each.kind for each in trainer.history.explanations.values()} == {"divergence"}
 
 
