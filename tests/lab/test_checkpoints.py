@@ -109,7 +109,11 @@ def test_a_killed_run_continues_as_if_not_interrupted(config: str, tmp_path: Pat
     assert saved.log.read_bytes() == old_log
     read = load_run(continued.log_path)
     assert (len(read.history), read.last_config) == (saved.step + 40, whole.config)
-    assert [event["event"] for event in read.events] == ["config", "inject", "inject"]
+    assert [event["event"] for event in read.events if event["event"] in ("config", "inject")] == [
+        "config",
+        "inject",
+        "inject",
+    ]
     assert read.history.skip_count == whole.history.skip_count > 0
 
 
