@@ -37,6 +37,7 @@ def lesson(lessons: LabServer, browser: Browser) -> Iterator[LabPage]:
 
 def test_the_lab_opens_by_itself_and_the_run_survives_run_all_a_reload_and_the_kernels_death(lesson: LabPage) -> None:
     lesson.page.goto(lesson.server.url(LESSON))
+    lesson.page.locator(".amp-dashboard").wait_for(timeout=90_000)  # a cold start, on a busy machine
     dashboard = DashboardPage(lesson)
     lesson.wait_until_idle()
     lesson.run_all()
@@ -62,6 +63,7 @@ def kill_the_kernel_and_continue(lesson: LabPage, dashboard: DashboardPage) -> N
     """Kill the kernel as the system does where memory is short; open the lab again and continue the run."""
     step, scale = dashboard.step, dashboard.figure("scale")
     os.kill(int(lesson.execute(PID)), signal.SIGKILL)
+    lesson.page.locator(".jp-Dialog").get_by_role("button", name="Ok").click()  # JupyterLab says that it has died
     said = dashboard.root.get_by_role("alert").filter(has_text="The kernel has restarted")
     expect(said).to_contain_text("press Shift+Enter")
     said.click()
