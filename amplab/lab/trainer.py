@@ -131,9 +131,9 @@ class Trainer:
         """Return the bytes of parameters, gradients, masters and optimizer state; see `Experiment.memory`."""
         return self._experiment.memory()
 
-    def accuracy(self) -> float:
-        """Measure the share of held-out images classified correctly, at the next step boundary, and return it."""
-        return self._worker.ask(lambda: self._experiment.accuracy())  # noqa: PLW0108  a reset replaces the experiment
+    def score(self) -> float | None:
+        """Measure the task's score on held-out data at the next step boundary and return it; None if it has none."""
+        return self._worker.ask(lambda: self._experiment.score())  # noqa: PLW0108  a reset replaces the experiment
 
     def __repr__(self) -> str:
         """Return one line with the state and the config."""
@@ -294,8 +294,10 @@ class Trainer:
             self._attempt("gradients failed.", lambda: self._store.keep(self._experiment.gradients().sample))
         record = self._experiment.step()
         self._store.append(record)
+        if (mixed := self._experiment.mixed_scales) is not None:
+            self._store.keep_scales(mixed)
         self._publisher.publish(record)
-        if record.accuracy is not None:
+        if record.score is not None:
             self._report_kernels()
         if not math.isfinite(record.loss):
             self._report_buffers(record.step)
@@ -363,7 +365,7 @@ class Trainer:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         text = (
             f"Step {step} left NaN or inf in {names[0]}{more}: BatchNorm updates its running statistics in the forward "
-            f"pass, before a step can be skipped. Accuracy is measured with these statistics. Reset to start again; in "
+            f"pass, before a step can be skipped. Held-out data are scored with these statistics. Reset to start again; in "
             f"a loop of your own check the batch before the forward pass."
         )
         self._publisher.publish(Failed(text, damaged=True))
