@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
-from amplab.display.numbers import parse_number
+from amplab.display.numbers import binary_power, parse_number
 from amplab.lab.levels import LEVELS, Level, why_no_override
 from amplab.lab.models import MODELS, models_of
 from amplab.lab.tasks import TASKS
@@ -38,8 +38,11 @@ __all__ = [
     "ConfigField",
     "ExperimentConfig",
     "OptimizerChoice",
+    "SettingRefused",
     "Values",
+    "differences",
     "field_named",
+    "shown_value",
     "spell",
 ]
 
@@ -51,6 +54,7 @@ _LONGEST_ECHO = 40  # characters of a refused value
 _HEAD = re.compile(r"amplab/(?P<version>\S+)")
 _WHOLE = re.compile(r"[+-]?\d{1,30}")
 _WORDS = {"none": None, "true": True, "false": False}
+_SPELLED_POWER = re.compile(r"2\*\*(-?\d{1,5})")
 
 T = TypeVar("T")
 
@@ -86,6 +90,19 @@ DEFAULT_LR = {name: choice.lr for name, choice in OPTIMIZERS.items()}
 """The default learning rate (lr=None), by optimizer."""
 
 
+class SettingRefused(ValueError):
+    """A config that is not allowed: the message names fields and values, `shown` the labels of the dashboard.
+
+    >>> raise SettingRefused("lr=-1: expected a number > 0.", shown="Learning rate: -1 is not allowed.")
+    Traceback (most recent call last):
+    amplab.lab.config.SettingRefused: lr=-1: expected a number > 0.
+    """
+
+    def __init__(self, message: str, *, shown: str) -> None:
+        super().__init__(message)
+        self.shown = shown
+
+
 # What a field may hold
 
 
@@ -97,13 +114,17 @@ class Values:
         kind: Type of a value that is neither None nor a word: str, int, float or bool.
         accepts: Whether a value is one of them.
         allowed: Returns the words that name them in an error message.
+        entry: The words that name them to a person who types one; empty: the labels of the choices.
         choices: Returns the label of each value, where a field has only a few; empty elsewhere.
+        is_power: Whether the dashboard shows a value as a power of two, and takes its exponent.
     """
 
     kind: type
     accepts: Callable[[object], bool]
     allowed: Callable[[], str]
+    entry: str = ""
     choices: Callable[[], dict[str, str]] = dict
+    is_power: bool = False
 
     def or_none(self) -> Values:
         """Return the same values and None."""
@@ -121,7 +142,7 @@ def _one_of(table: Mapping[str, _Labeled]) -> Values:
         str,
         lambda value: isinstance(value, str) and value in table,
         lambda: f"one of {', '.join(table)}",
-        lambda: {name: entry.label for name, entry in table.items()},
+        choices=lambda: {name: entry.label for name, entry in table.items()},
     )
 
 
@@ -130,10 +151,11 @@ def _count(low: int, high: int, note: str) -> Values:
         int,
         lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high,
         lambda: f"a whole number from {low} to {high} (a plain int), {note}",
+        f"a whole number from {low:,} to {high:,}" if high <= 10**9 else f"a whole number of at least {low:,}",
     )
 
 
-def _number(is_allowed: Callable[[float], bool], allowed: str) -> Values:
+def _number(is_allowed: Callable[[float], bool], allowed: str, entry: str) -> Values:
     # Compared, not converted: a whole number may be beyond every float.
     return Values(
         float,
@@ -144,27 +166,33 @@ def _number(is_allowed: Callable[[float], bool], allowed: str) -> Values:
             and is_allowed(value)
         ),
         lambda: allowed,
+        entry,
     )
 
 
 def _scale(note: str = "") -> Values:
     allowed = "a number > 0, at least 2**-126 and at most 2**127"
-    return _number(lambda value: _SMALLEST_SCALE <= value <= _LARGEST_SCALE, allowed + note)
+    entry = "an exponent of two from −126 to 127"
+    return replace(
+        _number(lambda value: _SMALLEST_SCALE <= value <= _LARGEST_SCALE, allowed + note, entry), is_power=True
+    )
 
 
 _LEVEL = Values(
     str,
     lambda value: isinstance(value, str) and value in LEVELS,
     lambda: f"one of {', '.join(LEVELS)} (the letter O and a digit)",
-    lambda: {name: level.label for name, level in LEVELS.items()},
+    choices=lambda: {name: level.label for name, level in LEVELS.items()},
 )
 _OPTIMIZER = replace(_one_of(OPTIMIZERS), accepts=lambda value: value == OWN or value in OPTIMIZERS)
-_FLAG = Values(bool, lambda value: isinstance(value, bool), lambda: "True, False")
+_FLAG = Values(bool, lambda value: isinstance(value, bool), lambda: "True, False", "True or False")
 _STATIC_SCALE = _scale(" (128 is a usual static scale)")
 _LOSS_SCALE = Values(
     float,
     lambda value: value == "dynamic" or _STATIC_SCALE.accepts(value),
     lambda: f"'dynamic', {_STATIC_SCALE.allowed()}",
+    _STATIC_SCALE.entry,
+    is_power=True,
 )
 
 
@@ -229,7 +257,7 @@ class ConfigField:
     def check(self, value: object) -> None:
         """Raise ValueError unless the field accepts `value`."""
         if not self.values.accepts(value):
-            raise ValueError(self._refusal(spell(value)))
+            raise self._refusal(spell(value))
 
     def read(self, text: str) -> Any:
         """Return the value that `text` spells.
@@ -244,11 +272,31 @@ class ConfigField:
         if isinstance(value, float) and value.is_integer() and not self.values.accepts(value):
             value = int(value)  # 1e3 and 2**5 are counts too
         if not self.values.accepts(value):
-            raise ValueError(self._refusal(text))
+            raise self._refusal(text)
         return value
 
-    def _refusal(self, given: str) -> str:
-        return f"{self.name}={_echo(given)}: expected {self.allowed}."
+    def shown(self, value: object) -> str:
+        """Return a value as the dashboard shows it.
+
+        >>> FIELDS["init_scale"].shown(65536.0), FIELDS["model"].shown("cnn"), FIELDS["min_loss_scale"].shown(None)
+        ('2¹⁶', 'CNN', 'no lower limit')
+        """
+        if value is None:
+            return self.none_means
+        if isinstance(value, bool):
+            return str(value)
+        mantissa, exponent = math.frexp(value) if isinstance(value, int | float) else (0.0, 0)
+        if self.values.is_power and mantissa == 0.5:
+            return binary_power(exponent - 1)
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+        return self.values.choices().get(text, text)
+
+    def _refusal(self, given: str) -> SettingRefused:
+        enter = self.values.entry or " or ".join(self.values.choices().values())
+        spelled = _SPELLED_POWER.fullmatch(given)
+        value = binary_power(int(spelled[1])) if spelled else _echo(given)
+        shown = f"{self.label}: no value is not allowed" if given == "none" else f"{self.label}: {value} is not allowed"
+        return SettingRefused(f"{self.name}={_echo(given)}: expected {self.allowed}.", shown=f"{shown}; enter {enter}.")
 
 
 def _declare(default: T, values: Values, *, none_means: str = "", **details: Any) -> T:
@@ -262,8 +310,9 @@ class ExperimentConfig:
     """One experiment: the same config gives the same run, bit for bit, on the same machine.
 
     Raises:
-        ValueError: A field does not accept its value, an override has no meaning at this opt_level, or min_loss_scale
-            is greater than max_loss_scale.
+        SettingRefused: A field does not accept its value, an override has no meaning at this opt_level, init_scale is
+            outside of min_loss_scale to max_loss_scale, or a static loss_scale is given together with settings of a
+            dynamic one. It is a ValueError.
 
     >>> config = ExperimentConfig(opt_level="O2", init_scale=2.0**20)
     >>> str(config)
@@ -318,7 +367,7 @@ class ExperimentConfig:
     )
     lr: float | None = _declare(
         None,
-        _number(lambda value: 0 < value <= _LARGEST_SCALE, "a number > 0 and at most 2**127"),
+        _number(lambda value: 0 < value <= _LARGEST_SCALE, "a number > 0 and at most 2**127", "a number above 0"),
         none_means=", ".join(f"{rate:g} with {name}" for name, rate in DEFAULT_LR.items()),
         label="Learning rate",
         help="learning rate",
@@ -327,7 +376,7 @@ class ExperimentConfig:
     )
     momentum: float = _declare(
         0.9,
-        _number(lambda value: 0 <= value < 1, "a number in [0, 1); 0 switches it off"),
+        _number(lambda value: 0 <= value < 1, "a number in [0, 1); 0 switches it off", "a number from 0 to below 1"),
         label="Momentum",
         help="momentum of sgd; adam and adamw ignore it",
         change=Change.IN_PLACE,
@@ -426,11 +475,26 @@ class ExperimentConfig:
         for name in OVERRIDES:
             reason = why_no_override(self.opt_level, name) if getattr(self, name) is not None else None
             if reason:
-                raise ValueError(f"{name}={spell(getattr(self, name))} with opt_level={self.opt_level}: {reason}")
-        if self.min_loss_scale is not None and self.min_loss_scale > self.max_loss_scale:
-            raise ValueError(
-                f"min_loss_scale={spell(self.min_loss_scale)}: expected at most "
-                f"max_loss_scale={spell(self.max_loss_scale)}; lower min_loss_scale or raise max_loss_scale."
+                given = f"{name}={spell(getattr(self, name))} with opt_level={self.opt_level}"
+                raise SettingRefused(f"{given}: {reason}", shown=f"{FIELDS[name].label}: {reason}")
+        self._refuse_bounds()
+        self._refuse_growth_of_static_scale()
+
+    def _refuse_bounds(self) -> None:
+        """Refuse a dynamic scale that cannot start within its bounds."""
+        for lower, upper in (
+            ("min_loss_scale", "max_loss_scale"),
+            ("init_scale", "max_loss_scale"),
+            ("min_loss_scale", "init_scale"),
+        ):
+            least, most = getattr(self, lower), getattr(self, upper)
+            if least is None or least <= most:
+                continue
+            low, high = FIELDS[lower], FIELDS[upper]
+            raise SettingRefused(
+                f"{lower}={spell(least)}: expected at most {upper}={spell(most)}; lower {lower} or raise {upper}.",
+                shown=f"{low.label} {low.shown(least)} is above {high.label} {high.shown(most)}; lower {low.label} or "
+                f"raise {high.label} first.",
             )
 
     def _refuse_of_another_task(self) -> None:
@@ -439,9 +503,11 @@ class ExperimentConfig:
             value, offered = getattr(self, name), self.choices(name)
             if value not in offered:
                 label = table[value].label if value in table else "as given"
-                raise ValueError(
-                    f"{name}={value}: {FIELDS[name].label} {label} does not fit {FIELDS['task'].label} "
-                    f"{TASKS[self.task].label}; choose {' or '.join(offered.values()) or 'another task'}."
+                fits = " or ".join(offered) or f"another {name}"
+                raise SettingRefused(
+                    f"{name}={value} with task={self.task}: expected {fits}.",
+                    shown=f"{FIELDS[name].label} {label} does not fit {FIELDS['task'].label} "
+                    f"{TASKS[self.task].label}; choose {' or '.join(offered.values()) or 'another task'}.",
                 )
 
     def choices(self, name: str) -> dict[str, str]:
@@ -456,6 +522,21 @@ class ExperimentConfig:
         if name == "optimizer" and TASKS[self.task].has_own_optimizer:
             return {OWN: "as given", **offered}
         return offered
+
+    def _refuse_growth_of_static_scale(self) -> None:
+        """Refuse settings of a dynamic scale together with a static one."""
+        if self.loss_scale in (None, "dynamic"):
+            return  # the settings are kept where the opt_level sets a static scale: the next level may use them
+        for name in GROWTH:
+            value, static = getattr(self, name), self.loss_scale
+            if value != FIELDS[name].default:
+                field, scale = FIELDS[name], FIELDS["loss_scale"]
+                raise SettingRefused(
+                    f"{name}={spell(value)} with loss_scale={spell(static)}: a static scale does not change; leave "
+                    f"{name} out, or use loss_scale='dynamic'.",
+                    shown=f"{field.label} {field.shown(value)} has no effect with a static loss scale of "
+                    f"{scale.shown(static)}; choose a dynamic loss scale first.",
+                )
 
     @property
     def learning_rate(self) -> float:
@@ -483,8 +564,9 @@ class ExperimentConfig:
     def changed(self, **changes: object) -> ExperimentConfig:
         """Return this config with some fields changed.
 
-        A new opt_level drops the overrides that have no meaning there, unless they are given in the same call; then
-        they are refused. A new task brings its optimizer, and its model if it cannot train the present one.
+        A new opt_level drops the overrides that have no meaning there, and a static loss_scale drops the settings of a
+        dynamic one, unless they are given in the same call; then they are refused. A new task brings its optimizer, and
+        its model if it cannot train the present one.
 
         Raises:
             ValueError: An unknown field, or a value that the field does not accept.
@@ -495,11 +577,13 @@ class ExperimentConfig:
         for name, value in changes.items():
             field_named(name).check(value)
         level = str(changes.get("opt_level", self.opt_level))
-        dropped = {name for name in OVERRIDES if why_no_override(level, name)}
+        dropped: dict[str, object] = {name: None for name in OVERRIDES if why_no_override(level, name)}
+        if changes.get("loss_scale") not in (None, "dynamic"):
+            dropped |= {name: FIELDS[name].default for name in GROWTH}
         task = str(changes.get("task", self.task))
         if task != self.task:
-            dropped |= {"optimizer"} | ({"model"} if self.model not in models_of(task) else set())
-        return replace(self, **cast(dict[str, Any], {**dict.fromkeys(dropped), **changes}))
+            dropped |= {"optimizer": None} | ({"model": None} if self.model not in models_of(task) else {})
+        return replace(self, **cast(dict[str, Any], {**dropped, **changes}))
 
     def __str__(self) -> str:
         """Return the string that `parse` reads."""
@@ -544,6 +628,9 @@ LIVE_FIELDS = tuple(name for name, each in FIELDS.items() if each.change is not 
 OVERRIDES = tuple(name for name, each in FIELDS.items() if each.overrides_level)
 """Fields whose None means: what the opt_level sets."""
 
+GROWTH = ("init_scale", "growth_interval", "min_loss_scale", "max_loss_scale")
+"""Fields of a dynamic loss scale, which a static one does not have."""
+
 _ATTRIBUTES = "\n".join(f"        {name}: {each.help}; {each.allowed}." for name, each in FIELDS.items())
 ExperimentConfig.__doc__ = f"{(ExperimentConfig.__doc__ or '').rstrip()}\n\n    Attributes:\n{_ATTRIBUTES}\n    "
 
@@ -562,6 +649,28 @@ def field_named(name: str) -> ConfigField:
 
 
 # Text
+
+
+def shown_value(config: ExperimentConfig, name: str) -> str:
+    """Return the value of a field in effect, as the dashboard shows it.
+
+    >>> shown_value(ExperimentConfig(), "lr"), shown_value(ExperimentConfig(opt_level="O3"), "loss_scale")
+    ('0.1', 'by level')
+    """
+    value = config.learning_rate if name == "lr" else getattr(config, name)
+    if value is None and name in OVERRIDES:
+        return "by level"
+    return "none" if value is None else FIELDS[name].shown(value)
+
+
+def differences(old: ExperimentConfig, new: ExperimentConfig) -> list[tuple[str, str, str]]:
+    """Return label, old value and new value of each field whose shown value differs, in the order of the fields.
+
+    >>> differences(ExperimentConfig(), ExperimentConfig(opt_level="O2", init_scale=2.0**20))
+    [('opt_level', 'O1', 'O2'), ('init', '2¹⁶', '2²⁰')]
+    """
+    shown = ((field.label, shown_value(old, name), shown_value(new, name)) for name, field in FIELDS.items())
+    return [(label, before, after) for label, before, after in shown if before != after]
 
 
 def spell(value: object) -> str:

@@ -17,9 +17,10 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import re
 import time
 from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +55,7 @@ UNDERFLOW_SHRINK = 2.0**-16
 
 _OVERFLOW_LOG2 = 60  # gradients from 2^-44 on then overflow in float16, and no gradient here overflows in float32
 _FLOAT32_TOP = 2.0**127
+_NUMBERED = re.compile(r"models\[(\d+)\]\.")
 
 _SESSION_FIELDS = tuple(name for name, each in FIELDS.items() if each.change is Change.NEW_SESSION)
 
@@ -174,11 +176,12 @@ class Experiment:
         self._scaled.clear()
         losses, exponents = list[Tensor](), list[float]()
         for number, optimizer in enumerate(self._optimizers):
-            losses += self._backward(number)
+            with self._task.random_states_kept():
+                losses += self._backward(number)
             if self._step < self._measure_memory_until or self._step % SCORE_EVERY == 0:
                 self._memory = self._session.memory()
+            exponents += self._largest_exponent(optimizer)  # O2 drops the gradients of the masters in the step
             optimizer.step()
-            exponents += self._largest_exponent(optimizer)
         record = self._record(losses, exponents, self._began)
         self._loss_scale = self._lowest_scale()
         self._faults.clear()
@@ -250,7 +253,8 @@ class Experiment:
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
-            with torch.no_grad(), self._session.casting(), self._task.seeded(self._step, len(self._task.losses)):
+            with torch.no_grad(), self._session.casting(), self._task.random_states_kept():
+                self._task.seed_forward(self._step, len(self._task.losses))
                 return self._task.measure(self._model)
         finally:
             for module, training in modes:
@@ -261,10 +265,11 @@ class Experiment:
 
         The losses of a task with several are added before the backward.
         """
-        step, parts = self._step, [part for part in self._parts() if part.batch == 0]
+        step, batch = self._step, self._batch(self._step)
+        parts = [part for part in self._parts() if part.batch == 0]
         return trace_step(
             self._model,
-            lambda: _sum(self._forward(self._model, part, step, ()) for part in parts),
+            lambda: _sum(self._forward(self._model, part, batch, step) for part in parts),
             casting=self._session.casting(),
             loss_scale=self._loss_scale,
         )
@@ -284,12 +289,15 @@ class Experiment:
             return None
         skip = self._last_skip
         parts = [part for part in self._parts() if part.loss_id == skip.loss_id]
+        batches = [self._batch(skip.step, part.batch, skip.faults) for part in parts]
+
+        def disturbed(part: _Part) -> Tensor:
+            loss = self._forward(self._model, part, batches[part.batch], skip.step, skip.faults)
+            return self._disturbed(self._shrunk(loss), part, skip.loss_scale, skip.faults)
 
         def loss() -> Tensor:
-            forwards = ((part, self._forward(self._model, part, skip.step, skip.faults)) for part in parts)
-            return _sum(self._disturbed(self._shrunk(loss), part, skip.loss_scale, skip.faults) for part, loss in forwards)
+            return _sum(map(disturbed, parts))
 
-        batches = [self._batch(skip.step, part.batch, skip.faults) for part in parts]
         batch = batches[0] if len(batches) == 1 else batches
         return first_nonfinite(self._model, batch, step=loss, scaler=self._session, loss_scale=skip.loss_scale)
 
@@ -302,10 +310,12 @@ class Experiment:
         grads: dict[str, Tensor] = {}
         for number, names in enumerate(self._names):
             model.zero_grad(set_to_none=True)
-            for part in self._parts(number):
-                self._shrunk(self._forward(model, part, self._step, ())).backward()
+            with self._task.random_states_kept():
+                for part in self._parts(number):
+                    batch = self._batch(self._step, part.batch)
+                    self._shrunk(self._forward(model, part, batch, self._step)).backward()
             weights = dict(model.named_parameters())
-            grads |= {name: weights[name].grad for name in names if weights[name].grad is not None}
+            grads |= {name: grad for name in names if (grad := weights[name].grad) is not None}
         named = [name for name, _ in model.named_parameters() if name in grads]
         stats = tensor_stats([_dense(grads[name]) for name in named], low=LOWEST_EXPONENT, bins=BINS).read()
         layers = tuple(zip(named, (each.exponents for each in stats), strict=True))
@@ -333,7 +343,8 @@ class Experiment:
         losses, delays = [], len({part.loss_id for part in parts}) == 1
         with self._session.casting():
             for part in parts:
-                loss = self._forward(self._model, part, self._step, self._faults)
+                batch = self._batch(self._step, part.batch, self._faults)
+                loss = self._forward(self._model, part, batch, self._step, self._faults)
                 losses.append(loss.detach())
                 with self._session.scale_loss(
                     self._shrunk(loss),
@@ -349,19 +360,16 @@ class Experiment:
         losses = [each for each in enumerate(self._task.losses) if optimizer in (None, each[1].optimizer)]
         return [_Part(batch, *each) for batch in range(self._config.accumulate) for each in losses]
 
-    def _forward(self, model: nn.Module, part: _Part, step: int, faults: Set[str] | tuple[()]) -> Tensor:
+    def _forward(self, model: nn.Module, part: _Part, batch: Any, step: int, faults: Set[str] = frozenset()) -> Tensor:
         """Return the loss of one part, with the random numbers that belong to it."""
-        batch = self._batch(step, part.batch, faults)
         place = part.batch * (len(self._task.losses) + 1) + part.loss_id
-        with self._task.seeded(step, place):
-            if "nan" in faults and not floating_tensors_in(batch):
-                with _nan_in_first_activation(model):
-                    loss = part.loss.of(model, batch)
-            else:
-                loss = part.loss.of(model, batch)
+        self._task.seed_forward(step, place)
+        without_floats = "nan" in faults and not floating_tensors_in(batch)
+        with _nan_in_first_activation(model) if without_floats else nullcontext():
+            loss = part.loss.of(model, batch)
         return loss if self._config.accumulate == 1 else loss / self._config.accumulate
 
-    def _batch(self, step: int, number: int, faults: Set[str] | tuple[()]) -> Any:
+    def _batch(self, step: int, number: int = 0, faults: Set[str] = frozenset()) -> Any:
         batch = self._task.batch(step * self._config.accumulate + number, self._config.batch_size)
         return _with_nan(batch) if "nan" in faults else batch
 
@@ -392,13 +400,21 @@ class Experiment:
             loss_scale=limiting.loss_scale,
             next_loss_scale=limiting.next_loss_scale,
             skipped=limiting.skipped,
-            first_nonfinite=limiting.first_nonfinite,
+            first_nonfinite=self._name_in_model(limiting.first_nonfinite),
             opt_level=self._config.opt_level,
             score=self.score() if (self._step + 1) % SCORE_EVERY == 0 else None,
             seconds=round(time.perf_counter() - began, 6),
             injected="+".join(injected) or None,
             grad_exponent=max(exponents, default=None),
         )
+
+    def _name_in_model(self, name: str | None) -> str | None:
+        """Return a parameter's name as the model has it; a session numbers several models."""
+        numbered = _NUMBERED.match(name or "")
+        if name is None or numbered is None:
+            return name
+        children = [child for child, _ in self._model.named_children()]
+        return f"{children[int(numbered[1])]}.{name[numbered.end() :]}"
 
     def _limiting_scale(self) -> ScaleRecord:
         """Return what happened to the scale of this step: of several that of the first skip, else the lowest."""

@@ -114,10 +114,10 @@ class Task(ABC):
     def batch(self, step: int, batch_size: int) -> Any:
         """Return the batch of a step: a tensor or any nesting of tensors, always the same for the same step."""
 
-    def check_batch_size(self, batch_size: int) -> None:
+    def check_batch_size(self, batch_size: int) -> None:  # noqa: B027  any size will do
         """Raise ValueError if there are no such batches."""
 
-    def optimizers(self, model: nn.Module, make: MakeOptimizer | None) -> list[Optimizer]:  # noqa: ARG002  for own tasks
+    def optimizers(self, model: nn.Module, make: MakeOptimizer | None) -> list[Optimizer]:
         """Return the optimizers, as many as the losses name.
 
         Args:
@@ -132,22 +132,22 @@ class Task(ABC):
         """Return the score of a model in evaluation mode. Sync: one."""
         raise NotImplementedError(f"task={self.name} has no score.")
 
-    @contextmanager
-    def seeded(self, step: int, place: int = 0) -> Iterator[None]:
-        """Run a forward with random numbers that depend on its step and its place in it alone, such as dropout's.
-
-        The state of torch's CPU generator is restored afterwards.
-        """
-        state = torch.get_rng_state()
+    def seed_forward(self, step: int, place: int = 0) -> None:
+        """Seed torch's CPU generator for one forward: dropout depends on the step and the place in it alone."""
         torch.default_generator.manual_seed(self.seed_of(step, place))
-        try:
-            yield
-        finally:
-            torch.set_rng_state(state)
 
     def seed_of(self, step: int, place: int = 0) -> int:
         """Return the seed of the random numbers of one forward."""
         return ((self.seed * 1_000_003 + step + 1) * 1_009 + place) % 2**63
+
+    @contextmanager
+    def random_states_kept(self) -> Iterator[None]:
+        """Run a block and restore what `seed_forward` seeds: the process has random numbers of its own."""
+        state = torch.get_rng_state()
+        try:
+            yield
+        finally:
+            torch.set_rng_state(state)
 
 
 class ImageBatch(NamedTuple):

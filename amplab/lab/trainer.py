@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import time
 import traceback
 import weakref
 from collections.abc import Callable
@@ -82,12 +83,19 @@ class Trainer:
         self._step_limit = step_limit
         self._publisher = Publisher()
         self._store = self._new_store()
-        self._worker = Worker(step=self._train, is_wanted=lambda: self._state == "running", on_error=self._fail)
-        self._lock = self._worker.lock  # guards the four attributes below
+        self._worker = Worker(
+            step=self._train,
+            is_wanted=lambda: self._state == "running",
+            on_error=self._fail,
+            seconds_left=lambda: self._due - time.monotonic(),
+        )
+        self._lock = self._worker.lock  # guards the six attributes below
         self._wanted = self._experiment.config
         self._state = "ready"
         self._steps_left: int | None = None  # until it pauses; None for no limit
         self._requests: set[str] = set()  # that wait in the queue
+        self._speed: float | None = None
+        self._due = 0.0  # when the next step may begin, by time.monotonic()
         self._has_reported_kernels = self._has_reported_buffers = False
         kernels.ensure(on_report=_no_warning)
         _LIVE.add(self)
@@ -123,6 +131,11 @@ class Trainer:
         return self._experiment.shrinking
 
     @property
+    def speed(self) -> float | None:
+        """Steps per second at most, None for full speed; see `set_speed`."""
+        return self._speed
+
+    @property
     def failures(self) -> tuple[Failed, ...]:
         """The last failures, for a view that is opened later."""
         return self._publisher.failures
@@ -155,6 +168,8 @@ class Trainer:
         with self._lock:
             self._refuse_unless_alive("start()")
             self._steps_left = steps
+            if self._state != "running":
+                self._due = 0.0
             self._enter("running")
 
     def resume(self) -> None:
@@ -177,6 +192,25 @@ class Trainer:
             self._refuse_unless_alive("step()")
             self._worker.post(self._train_once)
             self._enter("paused")
+
+    def set_speed(self, speed: float | None) -> None:
+        """Limit how many steps the run takes per second, from now on; the steps themselves do not change.
+
+        Controls still take effect at once. The speed is kept by a reset.
+
+        Args:
+            speed: Steps per second, a number > 0; None for full speed.
+
+        Raises:
+            ValueError: Another value.
+        """
+        if speed is not None and (isinstance(speed, bool) or not isinstance(speed, int | float) or not speed > 0):
+            raise ValueError(f"speed={speed!r}: expected steps per second, a number > 0, or None for full speed.")
+        with self._lock:
+            begun = self._due - _period(self._speed)
+            self._speed = speed
+            self._due = begun + _period(speed)
+            self._worker.wake()
 
     def stop(self) -> None:
         """End the run and close its log. A reset starts a new run."""
@@ -290,6 +324,8 @@ class Trainer:
     # The trainer's thread, between two steps
 
     def _train(self) -> None:
+        with self._lock:
+            self._due = time.monotonic() + _period(self._speed)
         if self._experiment.steps_done % GRADIENTS_EVERY == 0:
             self._attempt("gradients failed.", lambda: self._store.keep(self._experiment.gradients().sample))
         record = self._experiment.step()
@@ -365,8 +401,8 @@ class Trainer:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         text = (
             f"Step {step} left NaN or inf in {names[0]}{more}: BatchNorm updates its running statistics in the forward "
-            f"pass, before a step can be skipped. Held-out data are scored with these statistics. Reset to start again; in "
-            f"a loop of your own check the batch before the forward pass."
+            f"pass, before a step can be skipped. Held-out data are scored with these statistics. Reset to start "
+            f"again; in a loop of your own check the batch before the forward pass."
         )
         self._publisher.publish(Failed(text, damaged=True))
 
@@ -392,6 +428,11 @@ class Trainer:
 def _check_steps(steps: int) -> None:
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps={steps!r}: expected a whole number > 0, such as 300.")
+
+
+def _period(speed: float | None) -> float:
+    """Return the seconds from one step to the next, 0 at full speed."""
+    return 0.0 if speed is None else 1.0 / speed
 
 
 _LIVE: weakref.WeakSet[Trainer] = weakref.WeakSet()

@@ -1,5 +1,7 @@
 """A daemon thread that runs queued commands in order, and between them repeats a step as long as steps are wanted.
 
+Between two steps it waits until the next one is due. A command ends this wait: it does not wait for the step.
+
 It computes with one intra-op thread. `torch.set_num_threads` sets the number of the calling thread and the number that
 later threads start with; the starting thread therefore restores the latter, so that nothing outside the worker changes.
 The thread ends after some idle seconds and starts again when there is work, so a forgotten worker leaks no thread.
@@ -31,6 +33,7 @@ class Worker:
     Args:
         step: Called repeatedly while `is_wanted()`.
         is_wanted: Whether to step; called under `lock`.
+        seconds_left: Seconds until the next step is due, 0 or less if it is; called under `lock`.
         on_error: Called with the traceback if a command or a step raises; the thread continues.
 
     Attributes:
@@ -38,11 +41,17 @@ class Worker:
     """
 
     def __init__(
-        self, *, step: Callable[[], None], is_wanted: Callable[[], bool], on_error: Callable[[str], None]
+        self,
+        *,
+        step: Callable[[], None],
+        is_wanted: Callable[[], bool],
+        on_error: Callable[[str], None],
+        seconds_left: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.lock = threading.Condition()
         self._step = step
         self._is_wanted = is_wanted
+        self._seconds_left = seconds_left
         self._on_error = on_error
         self._queue: deque[Callable[[], None]] = deque()
         self._busy = self._has_ended = False
@@ -56,7 +65,7 @@ class Worker:
                 self.wake()
 
     def wake(self) -> None:
-        """Check again whether a step is wanted."""
+        """Check again whether a step is wanted, and when it is due."""
         with self.lock:
             if self._thread is None:
                 self._thread = _started(self._work)
@@ -115,12 +124,18 @@ class Worker:
                 self._on_error(traceback.format_exc())
 
     def _has_work(self) -> bool:
-        return bool(self._queue) or self._is_wanted()
+        return bool(self._queue) or (self._is_wanted() and self._seconds_left() <= 0)
 
     def _rest(self) -> bool:
         """Wait for work, under `lock`; return whether there is some."""
         self.lock.notify_all()
-        return self.lock.wait_for(self._has_work, timeout=_IDLE_SECONDS)
+        end = time.monotonic() + _IDLE_SECONDS
+        while not self._has_work():
+            left = self._seconds_left() if self._is_wanted() else end - time.monotonic()
+            if left <= 0 and not self._is_wanted():
+                return False
+            self.lock.wait(max(left, 0.0))
+        return True
 
 
 def _started(work: Callable[[], None]) -> threading.Thread:

@@ -44,9 +44,9 @@ def module(entry: str) -> str:
     return code + "\n"
 
 
-def stylesheet(name: str) -> str:
-    """Return the palette and the CSS file `name` as one style sheet."""
-    return palette_css() + (WEB / name).read_text(encoding="utf-8")
+def stylesheet(*names: str) -> str:
+    """Return the palette and the CSS files `names` as one style sheet."""
+    return palette_css() + "".join((WEB / name).read_text(encoding="utf-8") for name in names)
 
 
 def _with_imports(name: str, *, done: dict[str, str], path: tuple[str, ...]) -> dict[str, str]:

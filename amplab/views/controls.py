@@ -1,6 +1,7 @@
 """The controls in both directions: what they show, as plain values, and what their messages do to the trainer.
 
-    {"type": "start" | "pause" | "step" | "reset"}, {"type": "change", "field", "value"}, {"type": "inject", "kind"}
+    {"type": "start" | "pause" | "step" | "reset"}, {"type": "run", "steps"}, {"type": "speed", "value"},
+    {"type": "change", "field", "value"}, {"type": "inject", "kind"}
 
 Labels, choices and what a change requires come from the declarations of `ExperimentConfig`, which also decides what is
 allowed. No widget here; controls.js draws the payload.
@@ -8,12 +9,13 @@ allowed. No widget here; controls.js draws the payload.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from amplab.amp import OPT_LEVELS, explain_override
 from amplab.lab import FIELDS, LIVE_FIELDS, ExperimentConfig, Trainer, field_named
-from amplab.lab.config import Change, ConfigField
+from amplab.lab.config import Change, ConfigField, SettingRefused
+from amplab.lab.levels import LEVELS, why_no_override
 
 __all__ = ["act", "controls_payload", "field_value"]
 
@@ -25,7 +27,13 @@ STATIC_START = 128.0
 
 
 def controls_payload(
-    config: ExperimentConfig, *, state: str, refusal: str | None, shrinking: bool, armed: list[str]
+    config: ExperimentConfig,
+    *,
+    state: str,
+    refusal: str | None,
+    shrinking: bool,
+    armed: list[str],
+    speed: float | None = None,
 ) -> dict[str, object]:
     """Return all that the controls show.
 
@@ -35,12 +43,13 @@ def controls_payload(
         refusal: Why the latest change was refused, None if it was accepted.
         shrinking: Whether an injected underflow is on.
         armed: Faults that will go into the next step.
+        speed: Steps per second at most, None for full speed.
     """
     return {
         "fields": {name: _field(each, config) for name, each in FIELDS.items()},
         "levels": [
-            {"name": level.name, "brief": level.brief.partition(":")[2].strip(), "line": level.explanation}
-            for level in OPT_LEVELS.values()
+            {"name": level.name, "label": level.label, "brief": level.brief, "line": level.explanation}
+            for level in LEVELS.values()
         ],
         "scale": _scale(config),
         "text": str(config),
@@ -48,6 +57,7 @@ def controls_payload(
         "refusal": refusal,
         "shrinking": shrinking,
         "armed": armed,
+        "speed": speed,
     }
 
 
@@ -59,22 +69,22 @@ def _field(field: ConfigField, config: ExperimentConfig) -> dict[str, object]:
         "label": field.label,
         "title": f"{field.help[:1].upper()}{field.help[1:]}.{resets}",
         "value": value,
-        "options": _options(field, config.opt_level),
-        "reason": explain_override(config.opt_level, field.name) if field.overrides_level else None,
+        "options": _options(field, config),
+        "reason": why_no_override(config.opt_level, field.name) if field.overrides_level else None,
     }
 
 
-def _options(field: ConfigField, level: str) -> list[list[object]]:
+def _options(field: ConfigField, config: ExperimentConfig) -> list[list[object]]:
     if field.values.kind is not bool:
-        return [[value, label] for value, label in field.values.choices().items()]
-    prescribed = getattr(OPT_LEVELS[level].properties, field.name)
-    default = f"not at {level}" if prescribed is None else f"{level}: {prescribed}"
+        return [[value, label] for value, label in config.choices(field.name).items()]
+    prescribed = getattr(config.level.properties, field.name)
+    default = f"not at {config.level.label}" if prescribed is None else f"{config.level.label}: {prescribed}"
     return [[None, default], [True, "True"], [False, "False"]]
 
 
 def _scale(config: ExperimentConfig) -> dict[str, object]:
     """Who decides the loss scale, and the static scale if there is one."""
-    prescribed = OPT_LEVELS[config.opt_level].properties.loss_scale
+    prescribed = config.level.properties.loss_scale
     return {
         "mode": "level" if config.loss_scale is None else "dynamic" if config.is_dynamic else "static",
         "prescribed": prescribed if prescribed == "dynamic" else f"static {prescribed:g}",
@@ -94,9 +104,30 @@ def act(trainer: Trainer, message: Mapping[str, Any]) -> str | None:
     """
     try:
         _ACTIONS[message["type"]](trainer, message)
+    except SettingRefused as refusal:
+        return refusal.shown
     except (ValueError, RuntimeError) as refusal:
-        return str(refusal)
+        return _in_labels(str(refusal))
     return None
+
+
+def _in_labels(message: str) -> str:
+    """Return an error message of the Python API in the labels of the page.
+
+    >>> _in_labels("batch_size=5000: expected at most 1437, the number of training images of digits.")
+    'Batch size: 5000 is not allowed; expected at most 1437, the number of training images of digits.'
+    >>> _in_labels("step(): the run has stopped; call reset() to start again.")
+    'The run has stopped; press Reset to start again.'
+    """
+    refused = _REFUSED.match(message)
+    if refused and refused["field"] in FIELDS:
+        return f"{FIELDS[refused['field']].label}: {refused['value']} is not allowed; {message[refused.end() :]}"
+    said = _CALL.sub("", message).replace("call reset()", "press Reset")
+    return said[:1].upper() + said[1:]
+
+
+_REFUSED = re.compile(r"(?P<field>\w+)=(?P<value>\S+): (?=expected )")
+_CALL = re.compile(r"^\w+\([^)]*\): ")
 
 
 def field_value(name: str, value: object) -> object:
@@ -125,11 +156,24 @@ def _change(trainer: Trainer, message: Mapping[str, Any]) -> None:
         trainer.start()
 
 
+def _steps(value: object) -> int:
+    """Return the steps of "Run N steps" as a whole number.
+
+    Raises:
+        ValueError: The field is empty, or its number is not a whole number > 0.
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 1 and float(value).is_integer():
+        return int(value)
+    raise ValueError(f"Run {'' if value is None else value} steps: expected a whole number > 0, such as 100.")
+
+
 _ACTIONS: dict[str, Callable[[Trainer, Mapping[str, Any]], object]] = {
     "start": lambda trainer, _: trainer.start(),
     "pause": lambda trainer, _: trainer.pause(),
     "step": lambda trainer, _: trainer.step(),
     "reset": lambda trainer, _: trainer.reset(),
+    "run": lambda trainer, message: trainer.start(_steps(message["steps"])),
+    "speed": lambda trainer, message: trainer.set_speed(message["value"]),
     "change": _change,
     "inject": lambda trainer, message: trainer.inject(message["kind"]),
 }

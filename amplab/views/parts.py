@@ -6,14 +6,14 @@ docstring of `amplab.views` lists the files that set the traits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import anywidget
 import numpy as np
 import traitlets
 
-from amplab.views.assets import module, stylesheet
+from amplab.views.assets import WEB, module, stylesheet
 
 __all__ = ["Controls", "LiveView", "Message", "Notices", "Panels"]
 
@@ -45,14 +45,19 @@ class LiveView(Part):
 
     Args:
         on_open: Called in the kernel's thread when a page opens the view.
+        listener: Receives the other messages: {"type": "select", "step": the step, or None}.
+
+    Attributes:
+        selected: The selected step, None for none.
     """
 
     _esm = module("live.js")
     _css = stylesheet("dashboard.css")
+    selected = traitlets.Int(None, allow_none=True).tag(sync=True)
 
-    def __init__(self, on_open: Callable[[], None]) -> None:
+    def __init__(self, on_open: Callable[[], None], listener: Callable[[Message], None] = lambda _: None) -> None:
         self._pages: set[str] = set()
-        self._on_open = on_open
+        self._on_open, self._listener = on_open, listener
         super().__init__(self._on_page)
 
     @property
@@ -64,8 +69,10 @@ class LiveView(Part):
         if message["type"] == "hello":
             self._pages.add(message["view"])
             self._on_open()
-        else:
+        elif message["type"] == "bye":
             self._pages.discard(message["view"])
+        else:
+            self._listener(message)
 
     def show_frame(self, rows: np.ndarray, *, levels: list[tuple[int, str]], summary: dict[str, object]) -> None:
         """Draw the whole run.
@@ -79,13 +86,37 @@ class LiveView(Part):
 
 
 class Panels(Part):
-    """The tabs: op dtypes, gradients, overflows."""
+    """The tabs below the charts. Each has a trait of its name with its payload, so that only what changed is sent.
+
+    A message of a tab has its name as "tab"; {"type": "select", "step"} selects a step.
+
+    Args:
+        listener: Receives the messages.
+        tabs: Name and label of each tab, in order.
+
+    Attributes:
+        tab: The open tab; the page writes it.
+        selected: The selected step, None for none.
+    """
 
     _esm = module("panels.js")
-    tab = traitlets.Enum(["dtypes", "gradients", "overflows"], default_value="dtypes").tag(sync=True)
-    dtypes = traitlets.Dict().tag(sync=True)
-    gradients = traitlets.Dict().tag(sync=True)
-    overflows = traitlets.Dict().tag(sync=True)
+    _css = stylesheet(*sorted(path.name for path in WEB.glob("tab_*.css")))
+    tabs: traitlets.List[Any] = traitlets.List().tag(sync=True)
+    tab = traitlets.Unicode().tag(sync=True)
+    selected = traitlets.Int(None, allow_none=True).tag(sync=True)
+
+    def __init__(self, listener: Callable[[Message], None], tabs: Sequence[tuple[str, str]]) -> None:
+        self.add_traits(**{name: traitlets.Dict().tag(sync=True) for name, _ in tabs})
+        super().__init__(listener, tabs=[list(each) for each in tabs], tab=tabs[0][0])
+
+    def show(self, tab: str, payload: dict[str, Any]) -> None:
+        """Set what the page draws in a tab."""
+        setattr(self, tab, payload)
+
+    def shown(self, tab: str) -> dict[str, Any]:
+        """Return what the page draws in a tab."""
+        payload: dict[str, Any] = getattr(self, tab)
+        return payload
 
 
 class Notices(Part):

@@ -1,50 +1,28 @@
 """Passes a trainer's events to the dashboard's widgets, and the page's messages to the trainer.
 
 Everything runs in the ticker's thread; the trainer's thread and the kernel's only queue a job or wake the ticker. The
-run is drawn at most ten times a second, the overflows twice, the gradients once, and nothing while no page is open.
+run is drawn at most ten times a second, and nothing while no page is open. What the tabs show is their own business:
+they get every event, and every message that the page sends from them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from amplab import kernels
-from amplab.lab import (
-    FIELDS,
-    ConfigChanged,
-    Event,
-    ExperimentConfig,
-    Failed,
-    GradientRecord,
-    GradientsReady,
-    SkipExplained,
-    StateChanged,
-    StepRecord,
-    TraceReady,
-    Trainer,
-)
+from amplab.lab import ConfigChanged, Event, ExperimentConfig, Failed, StateChanged, StepRecord, Trainer
+from amplab.lab.tasks import score_named
 from amplab.policies import cpu_half_mode
-from amplab.trace import Trace
 from amplab.views.controls import act, controls_payload
-from amplab.views.dtypes_payload import dtypes_payload
-from amplab.views.gradients_payload import gradients_payload
 from amplab.views.live_payload import frame_rows, modes_line, summary
 from amplab.views.notice_board import Notice, NoticeBoard, failure, offer
-from amplab.views.overflows_payload import explanation, is_broken, overflows_payload
 from amplab.views.parts import Controls, LiveView, Message, Notices, Panels
-from amplab.views.ticker import Pace, Ticker
+from amplab.views.tabs import TABS
+from amplab.views.ticker import Ticker
 
 __all__ = ["Parts", "Presenter"]
-
-SLOW = 0.5
-"""Seconds between two drawings of the overflow table."""
-
-SLOWER = 1.0
-"""Seconds between two drawings of the gradients: each takes a forward and a backward pass."""
-
-RETRACED = tuple(name for name, each in FIELDS.items() if each.changes_dtypes)
-"""Fields whose change needs a new trace."""
 
 
 @dataclass(frozen=True)
@@ -75,21 +53,18 @@ class Presenter:
         self._refusal: str | None = None
         self._armed: set[str] = set()
         self._shrinking_asked: bool | None = None
-        self._traced: tuple[str, Trace] | None = None
         self._levels = trainer.history.level_changes() or [(0, trainer.config.opt_level)]
         self._scale = 0.0  # what the next step will use, as the trainer's thread last set it
-        self._explained: dict[int, str] = {}  # by the step that was skipped
         self._unsubscribe: Callable[[], None] = lambda: None
         self._ticker = Ticker(self._tick, on_failure=lambda text: self._put(failure(text)))
-        self._overflows = Pace(SLOW, self._ticker.wake)
-        self._gradients = Pace(SLOWER, self._ticker.wake)
+        self._tabs = {each.name: each(self) for each in TABS}
         self.parts = Parts(
             notices=Notices(self._queued(self._on_notice)),
             controls=Controls(self._queued(self._on_control), shown=self._controls()),
-            live=LiveView(self._ticker.wake),
-            panels=Panels(self._queued(lambda _: None)),
+            live=LiveView(self._ticker.wake, self._queued(self._on_live)),
+            panels=Panels(self._queued(self._on_panels), [(each.name, each.label) for each in TABS]),
         )
-        self.parts.panels.observe(lambda _: self._ticker.call(self._on_tab), "tab")
+        self.parts.panels.observe(lambda change: self._ticker.call(lambda: self._on_tab(change["new"])), "tab")
         # Before the first step: without a listener, a build writes its outcome to stderr.
         kernels.ensure(on_report=lambda _: self._ticker.wake())
         self._ticker.call(self._begin)
@@ -104,6 +79,32 @@ class Presenter:
         self._ticker.close()
         for part in vars(self.parts).values():
             part.close()
+
+    # For the tabs
+
+    @property
+    def trainer(self) -> Trainer:
+        """The experiment."""
+        return self._trainer
+
+    def wake(self) -> None:
+        """Request a tick."""
+        self._ticker.wake()
+
+    def is_shown(self, tab: str) -> bool:
+        """Whether a page is open and shows this tab."""
+        return self.parts.live.is_open and self.parts.panels.tab == tab
+
+    def show(self, tab: str, payload: dict[str, Any]) -> None:
+        """Set what the page draws in this tab."""
+        self.parts.panels.show(tab, payload)
+
+    def select(self, step: int | None) -> None:
+        """Select a step in the charts and in every tab; None selects nothing."""
+        self.parts.live.selected = self.parts.panels.selected = step
+        for tab in self._tabs.values():
+            tab.on_select(step)
+        self._ticker.wake()
 
     # In other threads
 
@@ -130,42 +131,33 @@ class Presenter:
         for past in self._trainer.failures:
             self._put(failure(past.text, fatal=past.fatal, damaged=past.damaged))
         self._show_controls()
-        self._trainer.request_trace()
+        for tab in self._tabs.values():
+            tab.begin()
 
     def _end(self) -> None:
         self._unsubscribe()
 
     def _on_event(self, event: Event) -> None:
         match event:
-            case TraceReady():
-                self._show_trace(event)
-            case GradientsReady():
-                self._show_gradients(event.record)
-            case SkipExplained():
-                self._explained[event.step] = explanation(event.found)
-                self.parts.panels.overflows = overflows_payload(self._trainer.history, self._explained)
             case ConfigChanged():
                 self._on_config(event)
             case Failed():
                 self._put(failure(event.text, fatal=event.fatal, damaged=event.damaged))
             case StateChanged(note=note) if note:
                 self._put(Notice("note", "Paused", note, of_run=True))
+        for tab in self._tabs.values():
+            tab.on_event(event)
         self._ticker.wake()
 
     def _on_config(self, event: ConfigChanged) -> None:
         if event.reset:
             self._levels, self._armed, self._shrinking_asked = [(0, event.config.opt_level)], set(), None
-            self._explained = {}
-            self._overflows.forget()
             self._board.remove_of_run()
             self.parts.notices.notices = self._board.payload()
+            self.select(None)
         elif self._levels[-1][1] != event.config.opt_level:
             kept = [mark for mark in self._levels if mark[0] < event.step]
             self._levels = [*kept, (event.step, event.config.opt_level)]
-        if event.config.model != event.previous.model:
-            self._traced = None
-        if any(getattr(event.config, name) != getattr(event.previous, name) for name in RETRACED):
-            self._trainer.request_trace()
 
     # In the ticker's thread: messages of the page
 
@@ -197,8 +189,18 @@ class Presenter:
             self._trainer.reset()
         self.parts.notices.notices = self._board.payload()
 
-    def _on_tab(self) -> None:
-        self._request_explanation()
+    def _on_live(self, message: Message) -> None:
+        self.select(message["step"])
+
+    def _on_panels(self, message: Message) -> None:
+        if message["type"] == "select":
+            self.select(message["step"])
+        else:
+            self._tabs[message["tab"]].on_message(message)
+            self._ticker.wake()
+
+    def _on_tab(self, tab: str) -> None:
+        self._tabs[tab].on_open()
         self._ticker.wake()
 
     def _offer(self, wanted: ExperimentConfig | None) -> None:
@@ -213,8 +215,8 @@ class Presenter:
         if self.parts.live.is_open:
             self._show_controls()
             self._show_frame()
-            self._show_overflows()
-            self._request_gradients()
+            for tab in self._tabs.values():
+                tab.tick()
 
     def _controls(self) -> dict[str, object]:
         shown = controls_payload(
@@ -223,6 +225,7 @@ class Presenter:
             refusal=self._refusal,
             shrinking=self._is_shrinking(),
             armed=sorted(self._armed),
+            speed=self._trainer.speed,
         )
         # A refused value is still in its field: a new number makes the page write the field again.
         return shown | {"answers": self._answers}
@@ -238,41 +241,9 @@ class Presenter:
             rate=history.rate() if trainer.state == "running" else None,
             memory=trainer.memory(),
             modes=modes_line(kernels.report(), cpu_half_mode()),
+            score=score_named(trainer.config.task),
         )
         self.parts.live.show_frame(frame_rows(history), levels=self._levels, summary=figures)
-
-    def _show_overflows(self) -> None:
-        history = self._trainer.history
-        if self._overflows.is_due((history.skip_count, is_broken(history))):
-            self.parts.panels.overflows = overflows_payload(history, self._explained)
-            self._request_explanation()
-
-    def _request_explanation(self) -> None:
-        """Have the latest skipped step explained while its tab is open: that takes the time of several steps."""
-        latest = self._trainer.history.skips(max(0, self._trainer.history.skip_count - 1))
-        if self.parts.panels.tab == "overflows" and latest and latest[-1].step not in self._explained:
-            self._trainer.request_explanation()
-
-    def _request_gradients(self) -> None:
-        trainer = self._trainer
-        present = (len(trainer.history), trainer.shrinking, trainer.config)
-        if self.parts.panels.tab == "gradients" and self._gradients.is_due(present):
-            trainer.request_gradients()
-
-    def _show_gradients(self, record: GradientRecord) -> None:
-        if self.parts.live.is_open and self.parts.panels.tab == "gradients":
-            self.parts.panels.gradients = gradients_payload(record)
-        else:  # another view of this run asked for them, or it is too late
-            self._gradients.forget()
-
-    def _show_trace(self, event: TraceReady) -> None:
-        before = self._traced
-        self._traced = (event.opt_level, event.trace)
-        self.parts.panels.dtypes = dtypes_payload(
-            event.trace,
-            before=before and before[1],
-            levels=(before and before[0], event.opt_level),
-        )
 
     def _put(self, notice: Notice) -> None:
         self._board.put(notice)

@@ -53,7 +53,7 @@ class DashboardPage:
         self.root.locator(f"[data-kind={kind}]").click()
 
     def open_tab(self, name: str) -> None:
-        """Bring a tab to the front: dtypes, gradients or overflows."""
+        """Bring a tab to the front: by its name, such as dtypes."""
         self.root.locator(f"[role=tab][data-tab={name}]").click()
 
     def figure(self, name: str) -> str:

@@ -25,7 +25,7 @@ from playwright.sync_api import Playwright, sync_playwright
 
 __all__ = ["first_plot", "main", "view_cost"]
 
-TABS = ("dtypes", "gradients", "overflows")
+TABS = ("dtypes", "gradients", "skipped")
 SETTLE = 2.0  # seconds between a change of the view and the measurement
 STEPS_PER_SECOND = """
 import time

@@ -46,9 +46,9 @@ def switch_while_it_runs(dashboard: DashboardPage) -> None:
 
 
 def inject_an_overflow(dashboard: DashboardPage) -> None:
-    dashboard.open_tab("overflows")
+    dashboard.open_tab("skipped")
     dashboard.inject("overflow")
-    row = dashboard.rows("overflows").filter(has_text="injected overflow").first
+    row = dashboard.rows("skipped").filter(has_text="injected overflow").first
     row.wait_for()
     before, after = (exponent(part.strip()) for part in row.locator("td").nth(1).inner_text().split("→"))
     assert after == before - 1, "a dynamic scale halves"
@@ -71,8 +71,8 @@ def find_it_again(dashboard: DashboardPage, step: int) -> None:
     dashboard.wait_for_step(step)
     assert dashboard.step == step
     expect(dashboard.button("O2")).to_have_attribute("aria-checked", "true")
-    expect(dashboard.root.locator("[data-tab=overflows]")).to_have_attribute("aria-selected", "true")
-    dashboard.rows("overflows").filter(has_text="injected overflow").first.wait_for()
+    expect(dashboard.root.locator("[data-tab=skipped]")).to_have_attribute("aria-selected", "true")
+    dashboard.rows("skipped").filter(has_text="injected overflow").first.wait_for()
     dashboard.lab.page.wait_for_timeout(300)
     assert dashboard.painted_columns(1, ACCENT_LIGHT) > 300, "the whole history is drawn again"
     dashboard.press("Start")

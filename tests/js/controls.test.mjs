@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import test from "node:test";
 
 import { pieces } from "../../amplab/views/web/bit_explorer.js";
-import { exponentOf, faultNote, optionOf, powerOfTwo } from "../../amplab/views/web/controls.js";
+import { exponentOf, faultNote, optionOf, powerOfTwo, speedPosition, speedText } from "../../amplab/views/web/controls.js";
 import { arrowTarget } from "../../amplab/views/web/elements.js";
 
 test("an exponent becomes a number where float64 has it, else text that a refusal can quote", () => {
@@ -42,4 +42,13 @@ test("raised digits become superscripts, and no letter is lost", () => {
 test("an option is found by its text, whatever its type", () => {
   const options = [[null, "O2: True"], [true, "True"], [false, "False"], ["cnn", "CNN"]];
   for (const [value] of options) assert.equal(optionOf(options, String(value)), value);
+});
+
+test("the speed slider has full speed at its end, and shows a speed of the kernel at the nearest position above", () => {
+  assert.equal(speedText(null), "full speed");
+  assert.equal(speedText(1), "1 step/s");
+  assert.equal(speedText(20), "20 steps/s");
+  assert.ok(speedPosition(1) < speedPosition(2) && speedPosition(200) < speedPosition(null));
+  assert.equal(speedPosition(3), speedPosition(5));
+  assert.equal(speedPosition(1e6), speedPosition(200));
 });

@@ -8,18 +8,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from amplab.amp import explain_override
-from amplab.lab import FIELDS, LIVE_FIELDS, OVERRIDES, ExperimentConfig
-from amplab.lab.config import Change, spell
+from amplab.lab import FIELDS, LEVELS, LIVE_FIELDS, OVERRIDES, ExperimentConfig
+from amplab.lab.config import Change, SettingRefused, differences, spell
+from amplab.lab.levels import why_no_override
 
 SCALES = st.integers(-126, 127).map(lambda power: 2.0**power) | st.floats(1e-6, 1e30)
 
 
 @st.composite
 def configs(draw: st.DrawFn) -> ExperimentConfig:
-    level = draw(st.sampled_from(["O0", "O1", "O2", "O3"]))
-    scale, other = draw(SCALES), draw(SCALES)
+    level = draw(st.sampled_from(list(LEVELS)))
+    floor, init, ceiling = sorted(draw(st.tuples(SCALES, SCALES, SCALES)))
+    growth = {
+        "init_scale": init,
+        "growth_interval": draw(st.integers(1, 10**9)),
+        "min_loss_scale": draw(st.none() | st.just(floor)),
+        "max_loss_scale": ceiling,
+    }
+    loss_scale = draw(st.none() | st.just("dynamic") | SCALES)
     flags = {
-        name: None if explain_override(level, name) else draw(st.none() | st.booleans())
+        name: None if why_no_override(level, name) else draw(st.none() | st.booleans())
         for name in ("keep_batchnorm_fp32", "master_weights")
     }
     return ExperimentConfig(
@@ -31,11 +39,8 @@ def configs(draw: st.DrawFn) -> ExperimentConfig:
         momentum=draw(st.floats(0, 0.999)),
         batch_size=draw(st.integers(1, 65536)),
         seed=draw(st.integers(0, 2**63 - 1)),
-        loss_scale=draw(st.none() | st.just("dynamic") | SCALES),
-        init_scale=draw(SCALES),
-        growth_interval=draw(st.integers(1, 10**9)),
-        min_loss_scale=draw(st.none() | st.just(min(scale, other))),
-        max_loss_scale=max(scale, other),
+        loss_scale=loss_scale,
+        **(growth if loss_scale in (None, "dynamic") else {}),
         **flags,
     )
 
@@ -55,8 +60,9 @@ def test_string_names_the_three_and_what_differs():
 
 
 def test_parse_takes_the_spellings_people_use():
-    config = ExperimentConfig.parse("amplab/1  init_scale=2^20 growth_interval=1e3 loss_scale=128 min_loss_scale=none")
-    assert (config.init_scale, config.growth_interval, config.loss_scale) == (2.0**20, 1000, 128)
+    config = ExperimentConfig.parse("amplab/1  init_scale=2^20 growth_interval=1e3 min_loss_scale=none")
+    assert (config.init_scale, config.growth_interval) == (2.0**20, 1000)
+    assert ExperimentConfig.parse("amplab/1 loss_scale=128").loss_scale == 128
     assert config.min_loss_scale is None
 
 
@@ -87,6 +93,9 @@ def test_parse_takes_the_spellings_people_use():
         ({"seed": -1}, "seed=-1:"),
         ({"keep_batchnorm_fp32": "yes"}, "keep_batchnorm_fp32=yes:"),
         ({"min_loss_scale": 256.0, "max_loss_scale": 128.0}, "min_loss_scale=256: expected at most max_loss_scale=128"),
+        ({"max_loss_scale": 2.0**10}, "init_scale=2**16: expected at most max_loss_scale=2**10"),
+        ({"min_loss_scale": 2.0**20}, "min_loss_scale=2**20: expected at most init_scale=2**16"),
+        ({"loss_scale": 128.0, "growth_interval": 20}, "growth_interval=20 with loss_scale=128: a static scale"),
     ],
 )
 def test_values_out_of_range_are_refused(fields, sentence):
@@ -170,9 +179,56 @@ def test_every_field_is_declared_in_words():
 def test_what_a_change_requires():
     needing = {change: [name for name, each in FIELDS.items() if each.change is change] for change in Change}
     assert needing[Change.NEW_WEIGHTS] == ["task", "model", "hidden", "seed"]
-    assert needing[Change.IN_PLACE] == ["lr", "momentum", "batch_size"]
+    assert needing[Change.IN_PLACE] == ["lr", "momentum", "batch_size", "accumulate"]
     assert set(LIVE_FIELDS) == set(needing[Change.IN_PLACE] + needing[Change.NEW_SESSION])
     assert set(OVERRIDES) == {"loss_scale", "keep_batchnorm_fp32", "master_weights"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ({"lr": -1}, "Learning rate: -1 is not allowed; enter a number above 0."),
+        ({"hidden": 0}, "Hidden: 0 is not allowed; enter a whole number from 1 to 8,192."),
+        ({"growth_interval": 2.5}, "window: 2.5 is not allowed; enter a whole number from 1 to 1,000,000,000."),
+        ({"init_scale": "2**2000"}, "init: 2²⁰⁰⁰ is not allowed; enter an exponent of two from −126 to 127."),
+        ({"max_loss_scale": None}, "ceiling: no value is not allowed; enter an exponent of two from −126 to 127."),
+        ({"max_loss_scale": 1024.0}, "init 2¹⁶ is above ceiling 2¹⁰; lower init or raise ceiling first."),
+        ({"min_loss_scale": 2.0**20}, "floor 2²⁰ is above init 2¹⁶; lower floor or raise init first."),
+        (
+            {"loss_scale": 128.0, "growth_interval": 20},
+            "window 20 has no effect with a static loss scale of 2⁷; choose a dynamic loss scale first.",
+        ),
+        ({"master_weights": True}, f"master_weights: {explain_override('O1', 'master_weights')}"),
+    ],
+)
+def test_a_refusal_has_a_sentence_with_the_labels_that_a_person_sees(changes, shown):
+    with pytest.raises(SettingRefused) as refused:
+        ExperimentConfig().changed(**changes)
+    assert refused.value.shown == shown
+
+
+def test_a_static_scale_drops_the_settings_of_a_dynamic_one_unless_given_with_it():
+    dynamic = ExperimentConfig(growth_interval=20, init_scale=2.0**10)
+    assert dynamic.changed(loss_scale=128.0) == ExperimentConfig(loss_scale=128.0)
+    assert dynamic.changed(opt_level="O3").changed(opt_level="O1") == dynamic
+    with pytest.raises(SettingRefused):
+        dynamic.changed(loss_scale=128.0, growth_interval=10)
+    with pytest.raises(SettingRefused):
+        dynamic.changed(loss_scale=128.0).changed(growth_interval=10)
+
+
+def test_differences_are_named_and_written_as_the_controls_show_them():
+    old = ExperimentConfig()
+    assert differences(old, old) == []
+    assert differences(old, old.changed(lr=0.1)) == [], "the rate in effect is the same"
+    changed = old.changed(optimizer="adam", max_loss_scale=2.0**20, min_loss_scale=1.0, loss_scale="dynamic")
+    assert differences(old, changed) == [
+        ("Optimizer", "SGD", "Adam"),
+        ("Learning rate", "0.1", "0.005"),
+        ("Loss scale", "by level", "dynamic"),
+        ("floor", "none", "2⁰"),
+        ("ceiling", "2²⁴", "2²⁰"),
+    ]
 
 
 @given(st.floats(2.0**-126, 2.0**127))

@@ -11,6 +11,7 @@ import pytest
 from amplab.views import BitExplorer, assets
 from amplab.views.assets import WEB, module, stylesheet
 from amplab.views.parts import Controls, LiveView, Notices, Panels
+from amplab.views.tabs import TABS
 
 LARGEST = 24_000  # bytes of a module on the wire
 MODULES = {part.__name__: str(part._esm) for part in (BitExplorer, Controls, LiveView, Notices, Panels)}
@@ -118,7 +119,7 @@ def test_a_missing_file_says_its_name() -> None:
         module("nothing.js")
 
 
-@pytest.mark.parametrize("name", ["dashboard.css", "bit_explorer.css"])
+@pytest.mark.parametrize("name", sorted(path.name for path in WEB.glob("*.css")))
 def test_a_style_sheet_fetches_nothing_and_touches_only_its_own(name: str) -> None:
     css = re.sub(r"/\*.*?\*/", "", stylesheet(name), flags=re.DOTALL)
     assert "url(" not in css
@@ -131,7 +132,17 @@ def test_a_style_sheet_fetches_nothing_and_touches_only_its_own(name: str) -> No
 def test_every_file_is_used() -> None:
     package = WEB.parent
     used = "".join(path.read_text(encoding="utf-8") for path in [*package.glob("*.py"), *WEB.glob("*.js")])
-    assert [path.name for path in WEB.iterdir() if path.suffix in {".js", ".css"} and f'{path.name}"' not in used] == []
+    files = [path.name for path in WEB.iterdir() if path.suffix in {".js", ".css"}]
+    files = [name for name in files if not (name.startswith("tab_") and name.endswith(".css"))]  # `Panels` takes all
+    assert [name for name in files if f'{name}"' not in used] == []
+
+
+def test_every_tab_has_its_panel_and_no_panel_is_without_a_tab() -> None:
+    listed = re.search(r"const PANELS = \{(.*?)\};", (WEB / "panels.js").read_text(encoding="utf-8"), re.DOTALL)
+    assert listed is not None
+    assert re.findall(r"(\w+):", listed[1]) == [tab.name for tab in TABS]
+    for tab in TABS:
+        assert (WEB / f"tab_{tab.name}.js").is_file(), tab.label
 
 
 def test_the_front_end_passes_its_own_tests() -> None:

@@ -4,12 +4,13 @@ import json
 
 import pytest
 
-from amplab.amp import OPT_LEVELS, explain_override
+from amplab import lab
 from amplab.lab import FIELDS, ExperimentConfig, Trainer
 from amplab.lab.config import OVERRIDES
+from amplab.lab.levels import why_no_override
 from amplab.views.controls import act, controls_payload, field_value
 
-LEVELS = list(OPT_LEVELS)
+LEVELS = list(lab.LEVELS)
 
 
 def payload(config: ExperimentConfig) -> dict:
@@ -20,7 +21,7 @@ def payload(config: ExperimentConfig) -> dict:
 def test_an_override_is_disabled_with_the_reason_of_its_level(level: str) -> None:
     fields = payload(ExperimentConfig(opt_level=level))["fields"]
     for name, field in fields.items():
-        assert field["reason"] == (explain_override(level, name) if name in OVERRIDES else None)
+        assert field["reason"] == (why_no_override(level, name) if name in OVERRIDES else None)
         assert (field["value"] is None) or name not in OVERRIDES
 
 
@@ -128,6 +129,28 @@ def test_a_field_that_needs_new_weights_resets_the_run_which_continues(trainer: 
     assert trainer.state == "running"
 
 
+def test_run_n_steps_pauses_after_them(trainer: Trainer) -> None:
+    assert act(trainer, {"type": "run", "steps": 7.0}) is None
+    assert trainer.wait(20)
+    assert (trainer.state, len(trainer.history)) == ("paused", 7)
+
+
+@pytest.mark.parametrize("steps", [None, 0, -3, 2.5])
+def test_run_n_steps_refuses_what_is_not_a_number_of_steps(trainer: Trainer, steps: float | None) -> None:
+    assert "steps: expected a whole number > 0" in act(trainer, {"type": "run", "steps": steps})
+    assert trainer.state == "ready"
+
+
+def test_the_speed_is_set_and_shown(trainer: Trainer) -> None:
+    assert act(trainer, {"type": "speed", "value": 5}) is None
+    shown = controls_payload(
+        trainer.config, state="ready", refusal=None, shrinking=False, armed=[], speed=trainer.speed
+    )
+    assert shown["speed"] == 5
+    act(trainer, {"type": "speed", "value": None})
+    assert trainer.speed is None
+
+
 def test_a_fault_goes_into_the_next_step(trainer: Trainer) -> None:
     act(trainer, {"type": "inject", "kind": "overflow"})
     trainer.run(1)
@@ -138,11 +161,13 @@ def test_a_fault_goes_into_the_next_step(trainer: Trainer) -> None:
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        (change("lr", -1), "lr=-1: expected a number > 0"),
-        (change("growth_interval", 2.5), "growth_interval=2.5"),
-        (change("min_loss_scale", 2.0**30), "at most max_loss_scale=2**24"),
+        (change("lr", -1), "Learning rate: -1 is not allowed; enter a number above 0."),
+        (change("growth_interval", 2.5), "window: 2.5 is not allowed"),
+        (change("min_loss_scale", 2.0**30), "floor 2³⁰ is above ceiling 2²⁴"),
+        (change("max_loss_scale", 2.0**10), "init 2¹⁶ is above ceiling 2¹⁰; lower init or raise ceiling first."),
+        (change("batch_size", 5000), "Batch size: 5000 is not allowed; expected at most 1437"),
         (change("master_weights", True), "need no masters"),
-        (change("model", "transformer"), "one of mlp, cnn"),
+        (change("model", "transformer"), "Model: transformer is not allowed; enter MLP or CNN."),
         ({"type": "inject", "kind": "fire"}, "choose from overflow"),
     ],
 )
@@ -155,7 +180,7 @@ def test_a_refusal_is_a_sentence_and_changes_nothing(trainer: Trainer, message: 
 
 def test_a_stopped_run_says_what_to_do(trainer: Trainer) -> None:
     trainer.stop()
-    assert "reset()" in act(trainer, {"type": "start"})
+    assert act(trainer, {"type": "start"}) == "The run has stopped; press Reset to start again."
 
 
 def test_an_unknown_message_is_a_mistake_of_ours(trainer: Trainer) -> None:

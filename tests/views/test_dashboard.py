@@ -53,7 +53,7 @@ def test_nothing_is_drawn_before_a_page_is_there(lab: Dashboard, wire: list[dict
     figures = frames(wire)[-1]["data"]["content"]["summary"]
     assert figures["step"] == 30
     assert figures["scale"] == lab.trainer.loss_scale
-    assert figures["accuracy"] == lab.trainer.history.last_accuracy
+    assert figures["score"] == lab.trainer.history.last_score
 
 
 def test_a_second_page_gets_the_whole_run_and_the_last_to_leave_ends_the_drawing(
@@ -100,7 +100,7 @@ def test_controls_show_what_is_in_effect(lab: Dashboard, until) -> None:
     until(lambda: parts(lab).controls.shown["fields"]["opt_level"]["value"] == "O2")
     tell(parts(lab).controls, type="change", field="lr", value=-1)
     until(lambda: parts(lab).controls.shown["refusal"])
-    assert "lr=-1" in parts(lab).controls.shown["refusal"]
+    assert "Learning rate: -1" in parts(lab).controls.shown["refusal"]
     tell(parts(lab).controls, type="change", field="lr", value=0.5)
     until(lambda: parts(lab).controls.shown["fields"]["lr"]["value"] == 0.5)
     assert parts(lab).controls.shown["refusal"] is None
@@ -112,37 +112,37 @@ def test_an_armed_fault_shows_until_its_step_is_made(lab: Dashboard, until) -> N
     until(lambda: parts(lab).controls.shown.get("armed") == ["overflow"])
     tell(parts(lab).controls, type="step")
     until(lambda: parts(lab).controls.shown["armed"] == [])
-    until(lambda: parts(lab).panels.overflows.get("count") == "1")
+    until(lambda: parts(lab).panels.shown("skipped").get("count") == "1")
     tell(parts(lab).controls, type="inject", kind="underflow")
     until(lambda: parts(lab).controls.shown["shrinking"] and lab.trainer.shrinking)
 
 
 def test_the_dtypes_follow_the_level_and_mark_what_changed(lab: Dashboard, until) -> None:
     panels = parts(lab).panels
-    until(lambda: panels.dtypes.get("rows"))
-    assert not any(row["changed"] for row in panels.dtypes["rows"])
+    until(lambda: panels.shown("dtypes").get("rows"))
+    assert not any(row["changed"] for row in panels.shown("dtypes")["rows"])
     tell(parts(lab).controls, type="change", field="opt_level", value="O0")
-    until(lambda: panels.dtypes["summary"].startswith("O0"))
-    assert any(row["changed"] for row in panels.dtypes["rows"])
+    until(lambda: panels.shown("dtypes")["summary"].startswith("O0"))
+    assert any(row["changed"] for row in panels.shown("dtypes")["rows"])
     tell(parts(lab).controls, type="change", field="model", value="cnn")
-    until(lambda: any(row["module"] == "conv1" for row in panels.dtypes["rows"]))
-    assert not any(row["changed"] for row in panels.dtypes["rows"]), "another model has no level before"
+    until(lambda: any(row["module"] == "conv1" for row in panels.shown("dtypes")["rows"]))
+    assert not any(row["changed"] for row in panels.shown("dtypes")["rows"]), "another model has no level before"
 
 
 def test_gradients_are_drawn_when_their_tab_is_opened(lab: Dashboard, until) -> None:
     tell(parts(lab).live, type="hello", view="a")
     settle(lab, until)
     panels = parts(lab).panels
-    assert panels.gradients == {}
+    assert panels.shown("gradients") == {}
     opened = time.monotonic()
     panels.tab = "gradients"
-    until(lambda: panels.gradients)
+    until(lambda: panels.shown("gradients"))
     assert time.monotonic() - opened < 1
-    assert "output.bias" in [layer["name"] for layer in panels.gradients["layers"]]
-    first = panels.gradients["curves"]["unscaled"]
+    assert "output.bias" in [layer["name"] for layer in panels.shown("gradients")["layers"]]
+    first = panels.shown("gradients")["curves"]["unscaled"]
     tell(parts(lab).controls, type="step")
-    until(lambda: panels.gradients["summary"].startswith("Step 1,"))
-    assert panels.gradients["curves"]["unscaled"] != first
+    until(lambda: panels.shown("gradients")["summary"].startswith("Step 1,"))
+    assert panels.shown("gradients")["curves"]["unscaled"] != first
 
 
 def test_a_dashboard_without_a_page_draws_no_gradients_for_another(lab: Dashboard, trainer: Trainer, until) -> None:
@@ -150,17 +150,28 @@ def test_a_dashboard_without_a_page_draws_no_gradients_for_another(lab: Dashboar
     for each in (lab, other):
         tell(parts(each).live, type="hello", view="a")
         parts(each).panels.tab = "gradients"
-        until(lambda each=each: parts(each).panels.gradients)
+        until(lambda each=each: parts(each).panels.shown("gradients"))
     tell(parts(other).live, type="bye", view="a")
     settle(other, until)
-    still = other._presenter.parts.panels.gradients
+    still = other._presenter.parts.panels.shown("gradients")
     tell(parts(lab).controls, type="step")
-    until(lambda: parts(lab).panels.gradients["summary"].startswith("Step 1,"))
+    until(lambda: parts(lab).panels.shown("gradients")["summary"].startswith("Step 1,"))
     settle(other, until)
-    assert parts(other).panels.gradients == still
+    assert parts(other).panels.shown("gradients") == still
     tell(parts(other).live, type="hello", view="b")
-    until(lambda: parts(other).panels.gradients["summary"].startswith("Step 1,"))
+    until(lambda: parts(other).panels.shown("gradients")["summary"].startswith("Step 1,"))
     other.close()
+
+
+def test_a_step_selected_anywhere_is_selected_everywhere(lab: Dashboard, until) -> None:
+    lab.run(steps=5)
+    tell(parts(lab).live, type="select", step=3)
+    until(lambda: parts(lab).panels.selected == 3)
+    tell(parts(lab).panels, type="select", step=2)
+    until(lambda: parts(lab).live.selected == 2)
+    tell(parts(lab).controls, type="reset")
+    until(lambda: parts(lab).live.selected is None)
+    assert parts(lab).panels.selected is None
 
 
 def test_a_callback_that_raises_is_a_notice_and_the_run_goes_on(lab: Dashboard, until) -> None:

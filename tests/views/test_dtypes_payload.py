@@ -7,7 +7,7 @@ import pytest
 
 from amplab.lab import Experiment, ExperimentConfig
 from amplab.trace import Trace
-from amplab.views.dtypes_payload import dtypes_payload
+from amplab.views.tabs.dtypes_payload import dtypes_payload
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import torch
 
 from amplab.formats import exponent_histogram
 from amplab.lab import GradientRecord
-from amplab.views.gradients_payload import HIGH, LOW, curves, float16_zones, gradients_payload, layer_rows, summary
+from amplab.views.tabs.gradients_payload import HIGH, LOW, curves, float16_zones, gradients_payload, layer_rows, summary
 
 SCALE = 2.0**12
 

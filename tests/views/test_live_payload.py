@@ -41,7 +41,7 @@ def test_the_figures_are_those_of_the_run(eventful: History) -> None:
         "step": 10,
         "skipped": 2,
         "scale": 32768.0,
-        "accuracy": None,
+        "score": None,
         "rate": None,
         "memory": 4123,
         "memory_parts": "parameters 100 B · gradients 20 B · masters 3 B · optimizer state 4,000 B",

@@ -92,9 +92,54 @@ function runButtons(send) {
   return { row: h("div", { class: "amp-run" }, start, step, reset), show };
 }
 
+const SPEEDS = [1, 2, 5, 10, 20, 50, 100, 200, null];
+
+/** The position on the slider of a speed in steps per second; the last one is full speed. */
+export function speedPosition(speed) {
+  if (speed === null) return SPEEDS.length - 1;
+  const faster = SPEEDS.findIndex((each) => each === null || each >= speed);
+  return Math.min(faster, SPEEDS.length - 2);
+}
+
+/** A speed in words. */
+export const speedText = (speed) => (speed === null ? "full speed" : `${speed} step${speed === 1 ? "" : "s"}/s`);
+
+/** How far and how fast: "Run N steps", and the speed of every run. */
+function paceRow(send) {
+  const steps = h("input", { type: "number", "aria-label": "Number of steps to run", min: "1", step: "1", value: "100" });
+  const start = () => send("run", { steps: steps.value === "" ? null : Number(steps.value) });
+  const run = h("button", { type: "button", class: "amp-button", title: "Train so many steps, then pause", onclick: start }, "Run");
+  steps.addEventListener("keydown", (event) => event.key === "Enter" && start());
+  const slider = h("input", { type: "range", class: "amp-speed", "aria-label": "Speed", min: "0", max: String(SPEEDS.length - 1), step: "1" });
+  const text = h("b");
+  const say = () => {
+    const words = speedText(SPEEDS[slider.value]);
+    write(text, words);
+    slider.setAttribute("aria-valuetext", words);
+  };
+  let sent = null; // while the kernel has not answered, the slider stays where it was put
+  slider.addEventListener("input", () => {
+    sent = Number(slider.value);
+    send("speed", { value: SPEEDS[sent] });
+    say();
+  });
+  const show = (speed, state) => {
+    const position = speedPosition(speed);
+    if (sent === position) sent = null;
+    if (sent === null) slider.value = position;
+    say();
+    run.disabled = state === "failed" || state === "stopped";
+  };
+  const row = h("div", { class: "amp-fields amp-pace" },
+    h("div", { class: "amp-field" }, h("span", {}, "Run N steps"), h("div", { class: "amp-run" }, steps, run)),
+    h("label", { class: "amp-field", title: "How many steps a run takes per second" }, h("span", {}, "Speed: ", text), slider));
+  return { row, show };
+}
+
 function levelBlock(label, levels, change) {
   const note = h("p", { class: "amp-note", "aria-live": "polite" });
-  const made = choices(label, levels.map((level) => level.name), (value) => change("opt_level", value));
+  const labels = Object.fromEntries(levels.map((level) => [level.name, level.label]));
+  const made = choices(label, levels.map((level) => level.name), (value) => change("opt_level", value), labels);
   const show = (chosen) => {
     made.show(chosen);
     const level = levels.find((each) => each.name === chosen);
@@ -188,6 +233,7 @@ function render({ model, el }) {
   const change = (field, value) => send("change", { field, value });
   const { fields, levels } = model.get("shown");
   const run = runButtons(send);
+  const pace = paceRow(send);
   const lists = ["task", "model", "optimizer"].map((name) => [name, dropdown(name, fields[name].label, change)]);
   const level = levelBlock(fields.opt_level.label, levels, change);
   const overrides = ["keep_batchnorm_fp32", "master_weights"].map((name) => [name, overrideRow(name, fields[name].label, change)]);
@@ -198,7 +244,7 @@ function render({ model, el }) {
   const error = h("p", { class: "amp-error", role: "alert", hidden: true });
   const [task, network, optimizer] = lists.map(([name, list]) => narrow(fields[name], list.input));
   const root = h("section", { class: "amplab amp-controls", "aria-label": "Controls" },
-    run.row, error,
+    run.row, pace.row, error,
     h("div", { class: "amp-fields" }, task, network),
     level.box,
     h("div", { class: "amp-overrides" }, overrides.map(([, each]) => each.row)),
@@ -211,6 +257,7 @@ function render({ model, el }) {
   const show = () => {
     const shown = model.get("shown");
     run.show(shown.state);
+    pace.show(shown.speed, shown.state);
     for (const [name, each] of [...lists, ...overrides]) each.show(shown.fields[name]);
     level.show(shown.fields.opt_level.value);
     scale.show(shown.scale, shown.fields);

@@ -12,7 +12,7 @@ from amplab.diagnose import FirstNonfinite
 from amplab.display.numbers import count, power
 from amplab.lab import History, StepRecord
 
-__all__ = ["LIMIT", "explanation", "is_broken", "overflows_payload"]
+__all__ = ["LIMIT", "explanation", "is_broken", "skipped_payload"]
 
 NOTHING: Mapping[int, str] = MappingProxyType({})
 
@@ -20,9 +20,7 @@ LIMIT = 200
 """Rows in the page; the history and the run log hold every skipped step."""
 
 
-def overflows_payload(
-    history: History, explained: Mapping[int, str] = NOTHING, limit: int = LIMIT
-) -> dict[str, object]:
+def skipped_payload(history: History, explained: Mapping[int, str] = NOTHING, limit: int = LIMIT) -> dict[str, object]:
     """Return one row for each skipped step, newest first, and the sentence above the table.
 
     Args:

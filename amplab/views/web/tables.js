@@ -1,0 +1,19 @@
+// Tables of the tabs, and the chip of a dtype.
+
+import { h } from "./elements.js";
+
+/** A scrolling table: `box` is its element, `body` takes the rows. Each head is its text and a class. */
+export function table(caption, heads) {
+  const body = h("tbody");
+  const head = h("tr", {}, heads.map(([text, kind]) => h("th", { scope: "col", class: kind ?? "" }, text)));
+  return { body, box: h("div", { class: "amp-scroll", tabindex: "0", role: "region", "aria-label": caption },
+    h("table", {}, h("caption", { class: "amp-sr" }, caption), h("thead", {}, head), body)) };
+}
+
+/** The only row of a table without rows. */
+export const emptyRow = (columns, text) => h("tr", { class: "amp-empty" }, h("td", { colspan: columns }, text));
+
+/** A dtype as a colored chip; the color only repeats the text. */
+export function chip(dtype) {
+  return h("span", { class: "amp-chip", "data-dtype": dtype }, dtype);
+}
