@@ -8,7 +8,10 @@ The files, by part::
 
     what to train           config (the fields of an experiment), tasks, models, levels
     training                experiment (one step), trainer (states and controls), worker (its thread), events
-    the run                 history (in memory), run_log (on disk), run_store (both), findings
+    one step in stages      step_stages
+    the run                 history (in memory), changes (made by a person), run_log (on disk), run_store (both),
+                            findings
+    several runs            kept_runs (beside the present one), comparison (all levels), undo
     your own loop           watch, watched_run, scale_probe, gradient_measure, idle_optimizers,
                             step_look, step_check, step_rerun, watch_callback, tensorboard_scalars
     how to start            open (JupyterLab), console (terminal)
@@ -28,6 +31,7 @@ If the loss scale is not dynamic, step_rerun runs a step that is not finite agai
 `open()` shows an experiment in JupyterLab. The widgets are in `amplab.views`, which `open()` imports.
 """
 
+from amplab.lab.changes import RunChange
 from amplab.lab.config import DEFAULT_LR, FIELDS, LIVE_FIELDS, OPTIMIZERS, OVERRIDES, ExperimentConfig, field_named
 from amplab.lab.events import (
     STATES,
@@ -37,17 +41,23 @@ from amplab.lab.events import (
     GradientRecord,
     GradientSample,
     GradientsReady,
+    LayerShares,
     SkipExplained,
+    StagesReady,
     StateChanged,
     StepRecord,
     TraceReady,
+    TwinReady,
+    Undone,
 )
 from amplab.lab.experiment import FAULTS, Experiment
 from amplab.lab.history import COLUMNS, History
+from amplab.lab.kept_runs import KeptRun, KeptRuns
 from amplab.lab.levels import LEVELS, Level
 from amplab.lab.models import CNN, MLP, MODELS, build_model, models_of, register_model
 from amplab.lab.open import active, attach, open
 from amplab.lab.run_log import Run, RunLog, load_run, runs_directory
+from amplab.lab.step_stages import ParameterStages, ScaleChange, Snapshot, StageRecorder, StepStages
 from amplab.lab.tasks import TASKS, Score, Task, TaskChoice, TaskLoss, load_task
 from amplab.lab.trainer import Trainer
 from amplab.lab.watch import Watch, watch
@@ -86,16 +96,28 @@ __all__ = [
     "ConfigChanged",
     "TraceReady",
     "GradientsReady",
+    "LayerShares",
     "SkipExplained",
+    "StagesReady",
     "Failed",
+    "Undone",
+    "TwinReady",
     "COLUMNS",
+    "RunChange",
     "History",
     "RunLog",
     "Run",
     "load_run",
     "runs_directory",
+    "Snapshot",
+    "ParameterStages",
+    "ScaleChange",
+    "StepStages",
+    "StageRecorder",
     "Experiment",
     "Trainer",
+    "KeptRun",
+    "KeptRuns",
     "open",
     "attach",
     "active",

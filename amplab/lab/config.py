@@ -40,9 +40,7 @@ __all__ = [
     "OptimizerChoice",
     "SettingRefused",
     "Values",
-    "differences",
     "field_named",
-    "shown_value",
     "spell",
 ]
 
@@ -649,28 +647,6 @@ def field_named(name: str) -> ConfigField:
 
 
 # Text
-
-
-def shown_value(config: ExperimentConfig, name: str) -> str:
-    """Return the value of a field in effect, as the dashboard shows it.
-
-    >>> shown_value(ExperimentConfig(), "lr"), shown_value(ExperimentConfig(opt_level="O3"), "loss_scale")
-    ('0.1', 'by level')
-    """
-    value = config.learning_rate if name == "lr" else getattr(config, name)
-    if value is None and name in OVERRIDES:
-        return "by level"
-    return "none" if value is None else FIELDS[name].shown(value)
-
-
-def differences(old: ExperimentConfig, new: ExperimentConfig) -> list[tuple[str, str, str]]:
-    """Return label, old value and new value of each field whose shown value differs, in the order of the fields.
-
-    >>> differences(ExperimentConfig(), ExperimentConfig(opt_level="O2", init_scale=2.0**20))
-    [('opt_level', 'O1', 'O2'), ('init', '2¹⁶', '2²⁰')]
-    """
-    shown = ((field.label, shown_value(old, name), shown_value(new, name)) for name, field in FIELDS.items())
-    return [(label, before, after) for label, before, after in shown if before != after]
 
 
 def spell(value: object) -> str:

@@ -7,6 +7,7 @@ calls the subscribers. All steps of a run are in `history.py`, the file on disk 
 
 from __future__ import annotations
 
+import math
 import threading
 import traceback
 from collections import deque
@@ -14,10 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from amplab.formats import FLOAT16
+
 if TYPE_CHECKING:
-    from amplab.diagnose import FirstNonfinite
+    from amplab.diagnose import FirstNonfinite, TwinReport
     from amplab.formats import ExponentHistogram
     from amplab.lab.config import ExperimentConfig
+    from amplab.lab.step_stages import StepStages
     from amplab.trace import Trace
 
 __all__ = [
@@ -29,13 +33,17 @@ __all__ = [
     "GradientRecord",
     "GradientSample",
     "GradientsReady",
+    "LayerShares",
     "MixedScales",
     "Publisher",
     "SkipExplained",
+    "StagesReady",
     "StateChanged",
     "StepRecord",
     "StepRow",
     "TraceReady",
+    "TwinReady",
+    "Undone",
 ]
 
 STATES = ("ready", "running", "paused", "stopped", "failed")
@@ -85,12 +93,30 @@ A row is made between two steps, where every microsecond counts.
 
 
 @dataclass(frozen=True)
+class LayerShares:
+    """What float16 loses of the scaled gradient of one parameter: shares of its finite non-zero elements, in [0, 1].
+
+    Attributes:
+        name: of the parameter.
+        underflow: share that becomes zero at the loss scale of the step.
+        overflow: share that becomes infinite at this scale.
+        nonfinite: share of all elements that is NaN or inf at any scale.
+    """
+
+    name: str
+    underflow: float
+    overflow: float
+    nonfinite: float
+
+
+@dataclass(frozen=True)
 class GradientSample:
-    """Exponents of all unscaled gradients together at one step."""
+    """Exponents of all unscaled gradients together at one step, and what is lost of each parameter's, if known."""
 
     step: int
     loss_scale: float
     histogram: ExponentHistogram
+    layers: tuple[LayerShares, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -121,9 +147,16 @@ class GradientRecord:
 
     @property
     def sample(self) -> GradientSample:
-        """All layers together."""
+        """All layers together, and what float16 loses of each."""
         first, *rest = (histogram for _, histogram in self.layers)
-        return GradientSample(self.step, self.loss_scale, sum(rest, start=first))
+        layers = tuple(_shares(name, histogram, self.loss_scale) for name, histogram in self.layers)
+        return GradientSample(self.step, self.loss_scale, sum(rest, start=first), layers)
+
+
+def _shares(name: str, histogram: ExponentHistogram, loss_scale: float) -> LayerShares:
+    scaled = histogram.shifted(math.log2(loss_scale)) if 0.0 < loss_scale < math.inf else histogram
+    nonfinite = (histogram.infs + histogram.nans) / max(histogram.total, 1)
+    return LayerShares(name, scaled.underflow_fraction(FLOAT16), scaled.overflow_fraction(FLOAT16), nonfinite)
 
 
 @dataclass(frozen=True)
@@ -137,12 +170,30 @@ class StateChanged:
 
 @dataclass(frozen=True)
 class ConfigChanged:
-    """``config`` is in effect from ``step`` on; ``reset`` means that the run starts again with an empty history."""
+    """``config`` is in effect from ``step`` on; ``reset`` means that another run is in place of the former one.
+
+    It has an empty history, or is a kept run that continues at ``step``.
+    """
 
     config: ExperimentConfig
     previous: ExperimentConfig
     step: int
     reset: bool = False
+
+
+@dataclass(frozen=True)
+class Undone:
+    """A change was taken back; ``text`` says which, as the controls show it."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class TwinReady:
+    """The twin of the experiment against float32, from the weights before ``step``; the run was not changed."""
+
+    report: TwinReport
+    step: int
 
 
 @dataclass(frozen=True)
@@ -170,6 +221,13 @@ class SkipExplained:
 
 
 @dataclass(frozen=True)
+class StagesReady:
+    """A step was recorded in its stages; its `StepRecord` was published before."""
+
+    stages: StepStages
+
+
+@dataclass(frozen=True)
 class Failed:
     """Something went wrong: ``text`` is a sentence, followed by the traceback if there is one.
 
@@ -187,7 +245,18 @@ class Failed:
         return self.fatal or self.damaged
 
 
-Event = StepRecord | StateChanged | ConfigChanged | TraceReady | GradientsReady | SkipExplained | Failed
+Event = (
+    StepRecord
+    | StateChanged
+    | ConfigChanged
+    | TraceReady
+    | GradientsReady
+    | SkipExplained
+    | StagesReady
+    | Failed
+    | Undone
+    | TwinReady
+)
 
 Callback = Callable[[Event], object]
 

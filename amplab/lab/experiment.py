@@ -29,27 +29,27 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amplab.amp import MemoryUse, ScaleRecord, Session
-from amplab.diagnose import FirstNonfinite, first_nonfinite
+from amplab.diagnose import FirstNonfinite, TwinReport, first_nonfinite, twin
 from amplab.formats import FLOAT16
 from amplab.formats.exponents import BINS, LOWEST_EXPONENT
 from amplab.kernels import tensor_stats
 from amplab.lab.config import FIELDS, LIVE_FIELDS, OPTIMIZERS, OWN, Change, ExperimentConfig
 from amplab.lab.events import GradientRecord, MixedScales, StepRecord
 from amplab.lab.models import build_model
+from amplab.lab.step_stages import StageRecorder, StepStages
 from amplab.lab.tasks import Task, TaskLoss, load_task
 from amplab.policies.nested_tensors import floating_tensors_in, map_tensors
-from amplab.trace import Trace, trace_step
+from amplab.trace import Trace, trace_step, xray
 from amplab.trace.handed_step import ModelGroup
 
-__all__ = ["FAULTS", "GRADIENTS_EVERY", "SCORE_EVERY", "UNDERFLOW_SHRINK", "Experiment", "check_fault"]
+__all__ = ["FAULTS", "SCORE_EVERY", "UNDERFLOW_SHRINK", "Experiment", "check_fault", "samples_gradients"]
 
 FAULTS = ("overflow", "underflow", "nan")
 
 SCORE_EVERY = 25
 """Steps between two measurements of the score on held-out data."""
 
-GRADIENTS_EVERY = 200
-"""Steps between two stored histograms of the gradients."""
+_SAMPLED = ((200, 20), (2_000, 50), (math.inf, 200))  # until this step, a histogram of the gradients every so many
 
 UNDERFLOW_SHRINK = 2.0**-16
 
@@ -118,6 +118,7 @@ class Experiment:
         self._shrinking = False
         self._last_skip: _Skip | None = None
         self._mixed_scales: MixedScales | None = None
+        self._recorder: StageRecorder | None = None
 
     @property
     def config(self) -> ExperimentConfig:
@@ -165,6 +166,11 @@ class Experiment:
         return self._mixed_scales
 
     @property
+    def armed(self) -> frozenset[str]:
+        """The faults that will go into the next step."""
+        return frozenset(self._faults | ({"underflow"} if self._shrinking else set()))
+
+    @property
     def shrinking(self) -> bool:
         """Whether an injected underflow is on."""
         return self._shrinking
@@ -187,6 +193,23 @@ class Experiment:
         self._faults.clear()
         self._step += 1
         return record
+
+    def step_in_stages(self, parameter: str | None = None) -> tuple[StepRecord, StepStages]:
+        """Train on the next batch as `step` does, bit for bit, and record its stages.
+
+        Args:
+            parameter: Name of the parameter that is recorded even if the model is too large to record all.
+
+        Sync: several.
+        """
+        recorder = StageRecorder(self._model, self._optimizers, self._session, first=parameter)
+        self._recorder = recorder
+        try:
+            with recorder:
+                record = self.step()
+        finally:
+            self._recorder = None
+        return record, recorder.stages(record)
 
     def inject(self, fault: str, *, on: bool | None = None) -> None:
         """Disturb the training.
@@ -321,6 +344,41 @@ class Experiment:
         layers = tuple(zip(named, (each.exponents for each in stats), strict=True))
         return GradientRecord(step=self._step, loss_scale=self._loss_scale, layers=layers)
 
+    def activations(self) -> int | None:
+        """Return the bytes that the forward of the next batch keeps for its backward; the experiment does not change.
+
+        They include 16-bit copies of weights. None for a model that calls `torch.func`, where they cannot be counted.
+        """
+        batch, part = self._batch(self._step), self._parts()[0]
+        with self._session.casting():
+            kept = xray(self._model, step=lambda: self._forward(self._model, part, batch, self._step)).kept
+        return None if kept is None else kept.total
+
+    def twin(self, *, steps: int = 10) -> TwinReport:
+        """Train a float32 copy and one in this precision from the present weights, and compare them module by module.
+
+        Both take the next batches. The experiment does not change.
+
+        Raises:
+            ValueError: The task has several models or optimizers, which twins do not.
+        """
+        config, first, losses = self._config, self._step, self._task.losses
+        if isinstance(self._model, ModelGroup) or len(self._optimizers) > 1:
+            raise ValueError(
+                f"Twin trains one model with one optimizer, and {config.task} has {len(self._optimizers)} optimizers; "
+                "choose another task."
+            )
+        return twin(
+            self._float32_copy(),
+            lambda number: self._task.batch(first + number, config.batch_size),
+            "O0",
+            _settings(config),
+            steps=steps,
+            step=lambda model, batch: _sum(each.of(model, batch) for each in losses),
+            optimizer=lambda weights: _optimizer(config, weights),
+            seed=config.seed,
+        )
+
     def nonfinite_buffers(self) -> tuple[str, ...]:
         """Return the names of the model's buffers that hold NaN or inf, which a skipped step keeps. Sync: one."""
         buffers = [(name, buffer) for name, buffer in self._model.named_buffers() if buffer.is_floating_point()]
@@ -352,7 +410,10 @@ class Experiment:
                     loss_id=part.loss_id,
                     delay_unscale=delays and part is not parts[-1],  # one check for the sum of all batches
                 ) as scaled:
-                    self._disturbed(scaled, part, self._session.loss_scale(part.loss_id), self._faults).backward()
+                    root = self._disturbed(scaled, part, self._session.loss_scale(part.loss_id), self._faults)
+                    if self._recorder is not None:
+                        self._recorder.see_loss(loss, root)
+                    root.backward()
         return losses
 
     def _parts(self, optimizer: int | None = None) -> list[_Part]:
@@ -437,21 +498,14 @@ class Experiment:
     # -- the session and the optimizers --------------------------------------------------------------
 
     def _initialize(self, config: ExperimentConfig) -> None:
-        dynamic: dict[str, Any] = {"dynamic_init_scale": config.init_scale, "scale_window": config.growth_interval}
+        # A run that skips every step can be worth watching.
         self._session.initialize(
             [*self._model.children()] if isinstance(self._model, ModelGroup) else self._model,
             self._optimizers,
-            opt_level=config.level.opt_level,
-            policy=config.level.policy,
-            keep_batchnorm_fp32=config.keep_batchnorm_fp32,
-            master_weights=config.master_weights,
-            loss_scale=config.effective_loss_scale,
             num_losses=len(self._task.losses),
             verbosity=0,
-            on_collapse="warn",  # a run that skips every step can be worth watching
-            min_loss_scale=config.min_loss_scale,
-            max_loss_scale=config.max_loss_scale,
-            **(dynamic if config.is_dynamic else {}),
+            on_collapse="warn",
+            **_settings(config),
         )
 
     def _lowest_scale(self) -> float:
@@ -489,10 +543,35 @@ class Experiment:
         return model
 
 
+def samples_gradients(step: int) -> bool:
+    """Return whether a histogram of the gradients is stored at this step: often at first, later every 200 steps.
+
+    >>> [step for step in range(500) if samples_gradients(step)][-8:]
+    [160, 180, 200, 250, 300, 350, 400, 450]
+    """
+    every = next(every for until, every in _SAMPLED if step < until)
+    return step % every == 0
+
+
 def check_fault(fault: str) -> None:
     """Raise ValueError unless `fault` is one of `FAULTS`."""
     if fault not in FAULTS:
         raise ValueError(f"{fault!r}: expected a fault that can be injected; choose from {', '.join(FAULTS)}.")
+
+
+def _settings(config: ExperimentConfig) -> dict[str, Any]:
+    """Return the arguments of `Session.initialize` that the config decides."""
+    dynamic: dict[str, Any] = {"dynamic_init_scale": config.init_scale, "scale_window": config.growth_interval}
+    return {
+        "opt_level": config.level.opt_level,
+        "policy": config.level.policy,
+        "keep_batchnorm_fp32": config.keep_batchnorm_fp32,
+        "master_weights": config.master_weights,
+        "loss_scale": config.effective_loss_scale,
+        "min_loss_scale": config.min_loss_scale,
+        "max_loss_scale": config.max_loss_scale,
+        **(dynamic if config.is_dynamic else {}),
+    }
 
 
 def _optimizer(config: ExperimentConfig, weights: Iterable[Tensor]) -> Optimizer:

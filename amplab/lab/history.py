@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 
 import numpy as np
 
+from amplab.amp import MemoryUse
 from amplab.diagnose import ScaleHistory, WhatIf, WhatIfs, what_if, what_ifs
 from amplab.formats import FLOAT16
+from amplab.lab.changes import RunChange
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
 from amplab.lab.levels import LEVELS
 from amplab.scalers import ScaleRule
@@ -76,6 +79,8 @@ class History:
         self._skipped: list[int] = []
         self._missing: set[int] = set()  # rows without a loss; NaN in the column, as a loss that is NaN
         self._levels: list[tuple[int, str]] = []
+        self._changes: list[RunChange] = []
+        self._memory: list[tuple[int, MemoryUse]] = []
         self._extremes: dict[str, BlockExtremes] = {}
         self._samples: list[GradientSample] = []
         self._mixed: list[MixedScales] = []
@@ -108,6 +113,18 @@ class History:
         with self._lock:
             return tuple(self._samples)
 
+    def keep_memory(self, step: int, memory: MemoryUse) -> None:
+        """Add the bytes that training holds from `step` on, unless they are those of before."""
+        if not self._memory or self._memory[-1][1] != memory:
+            with self._lock:
+                self._memory.append((step, memory))
+
+    @property
+    def memory(self) -> tuple[tuple[int, MemoryUse], ...]:
+        """(step, bytes from this step on), in order; empty for a run that the lab did not train."""
+        with self._lock:
+            return tuple(self._memory)
+
     def keep_scales(self, mixed: MixedScales) -> None:
         """Add the scales of a step whose backwards had different ones."""
         with self._lock:
@@ -118,6 +135,19 @@ class History:
         """The steps that accumulated backwards at different scales, in order."""
         with self._lock:
             return tuple(self._mixed)
+
+    def keep_changes(self, *changes: RunChange) -> None:
+        """Add what was changed, in the order of the steps."""
+        with self._lock:
+            self._changes += changes
+
+    @property
+    def changes(self) -> tuple[RunChange, ...]:
+        """What the run began with and everything that was changed since, in order; of a watched run, its levels."""
+        with self._filled():
+            if self._changes:
+                return tuple(self._changes)
+            return tuple(RunChange(step, "opt_level", level, f"opt_level {level}") for step, level in self._levels)
 
     def replay(self, rule: ScaleRule | str | None = None) -> WhatIf | WhatIfs:
         """Return what this run would have been under another loss-scaling rule.
@@ -215,7 +245,9 @@ class History:
             span = float(seconds[-1] - seconds[first])
             return (len(seconds) - 1 - first) / span if span > 0 else None
 
-    def thinned(self, columns: Sequence[str], limit: int) -> dict[str, np.ndarray]:
+    def thinned(
+        self, columns: Sequence[str], limit: int, low: float = -math.inf, high: float = math.inf
+    ) -> dict[str, np.ndarray]:
         """Return some columns thinned to what a screen can show, always with "step" and "skipped".
 
         Kept are the first and last row, every skipped step, and of each bucket of rows the smallest, the largest and
@@ -224,6 +256,8 @@ class History:
         Args:
             columns: Names of `COLUMNS`.
             limit: About how many rows, at least 16.
+            low: The first step that is wanted.
+            high: The last step that is wanted.
 
         Raises:
             ValueError: An unknown column, or a limit below 16.
@@ -235,7 +269,8 @@ class History:
             raise ValueError(f"{unknown[0]!r}: expected a column of a history; choose from {', '.join(COLUMNS)}.")
         with self._filled():
             names = dict.fromkeys(["step", *columns, "skipped"])
-            rows = self._rows_to_show([name for name in columns if COLUMNS[name] is np.float64], limit)
+            floats = [name for name in columns if COLUMNS[name] is np.float64]
+            rows = self._rows_to_show(floats, limit, *self._span(low, high))
             return {name: self._take(name, rows) for name in names}
 
     @contextmanager
@@ -265,16 +300,23 @@ class History:
         self._length = end
         del self._pending[: len(fresh)]
 
-    def _rows_to_show(self, names: list[str], limit: int) -> np.ndarray:
-        if self._length <= limit:
-            return np.arange(self._length)
+    def _span(self, low: float, high: float) -> tuple[int, int]:
+        """Return the rows of the steps from `low` to `high`, as first and end."""
+        steps = self._columns["step"][: self._length]
+        return int(np.searchsorted(steps, low)), int(np.searchsorted(steps, high, side="right"))
+
+    def _rows_to_show(self, names: list[str], limit: int, start: int, end: int) -> np.ndarray:
+        if end - start <= limit:
+            return np.arange(start, end)
         names = names or ["seconds"]
-        values = [self._columns[name][: self._length] for name in names]
+        columns = [self._columns[name] for name in names]
         candidates = [
-            self._extremes.setdefault(name, BlockExtremes()).rows(column)
-            for name, column in zip(names, values, strict=True)
+            self._extremes.setdefault(name, BlockExtremes()).rows(column[: self._length], start, end) - start
+            for name, column in zip(names, columns, strict=True)
         ]
-        return thin(values, candidates=candidates, marked=np.array(self._skipped, dtype=np.int64), limit=limit)
+        skipped = np.array(self._skipped[bisect_left(self._skipped, start) : bisect_left(self._skipped, end)], np.int64)
+        within = [column[start:end] for column in columns]
+        return start + thin(within, candidates=candidates, marked=skipped - start, limit=limit)
 
     def _take(self, name: str, rows: np.ndarray) -> np.ndarray:
         values: np.ndarray = self._columns[name][rows]
@@ -350,8 +392,11 @@ class BlockExtremes:
         self._rows: list[np.ndarray] = []
         self._done = 0
 
-    def rows(self, column: np.ndarray) -> np.ndarray:
-        """Return the sorted candidate rows of `column`: the extremes of its complete blocks, and its tail in full."""
+    def rows(self, column: np.ndarray, start: int = 0, end: int | None = None) -> np.ndarray:
+        """Return the sorted candidate rows of `column` from `start` to before `end`.
+
+        They are the extremes of the complete blocks in between, and all rows of the blocks that are cut.
+        """
         complete = len(column) - len(column) % BLOCK
         if complete > self._done:
             fresh = column[self._done : complete]
@@ -359,7 +404,12 @@ class BlockExtremes:
             self._done = complete
         if len(self._rows) > 1:
             self._rows = [np.concatenate(self._rows)]
-        return np.concatenate([*self._rows, np.arange(self._done, len(column))])
+        end = len(column) if end is None else end
+        first = min(-(-start // BLOCK) * BLOCK, end)  # of the first block that is not cut
+        last = max(first, min(self._done, end - end % BLOCK))
+        known = self._rows[0] if self._rows else np.arange(0)
+        inside = known[np.searchsorted(known, first) : np.searchsorted(known, last)]
+        return np.concatenate([np.arange(start, first), inside, np.arange(last, end)])
 
 
 def thin(columns: list[np.ndarray], *, candidates: list[np.ndarray], marked: np.ndarray, limit: int) -> np.ndarray:

@@ -5,10 +5,10 @@
     {"event": "config", "step": 120, "config": "amplab/1 task=digits model=mlp opt_level=O2"}
 
 The first line is the header. An array is a step, in the order of "columns". An object is an event: a changed config,
-an injection, a finding, a histogram of the gradients, or the scales of a step whose backwards had different ones. Every
-line is valid JSON: NaN and inf are the words "nan", "inf" and "-inf", and a missing loss is null (up to format 2 it was
-"nan" too). Lines reach the operating system at least four times a second; a killed process loses less than that, and
-its last line may be cut off.
+an injection, a finding, a histogram of the gradients, the bytes that training holds, or the scales of a step whose
+backwards had different ones. Every line is valid JSON: NaN and inf are the words "nan", "inf" and "-inf", and a missing
+loss is null (up to format 2 it was "nan" too). Lines reach the operating system at least four times a second; a killed
+process loses less than that, and its last line may be cut off.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from os import PathLike
 from pathlib import Path
@@ -29,10 +29,12 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 
 from amplab import __version__
+from amplab.amp import MemoryUse
 from amplab.diagnose import Findings, WhatIf, WhatIfs, run_findings
 from amplab.formats import ExponentHistogram
+from amplab.lab.changes import config_changes, fault_change, start_change
 from amplab.lab.config import ExperimentConfig
-from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
+from amplab.lab.events import GradientSample, LayerShares, MixedScales, StepRecord, StepRow
 from amplab.lab.findings import finding_from_log, observed_run, with_explained
 from amplab.lab.history import COLUMNS, History, row_of
 from amplab.lab.watched_run import WatchedRun
@@ -115,17 +117,21 @@ class RunLog:
     Args:
         path: A file that does not exist yet; its folder is created.
         config: What the run starts with.
+        is_continued: Whether `path` is the closed log of the same run, which is continued.
 
     Raises:
-        OSError: The file cannot be created or written (FileExistsError if it exists).
+        OSError: The file cannot be created or written (FileExistsError if it exists and is not continued).
     """
 
-    def __init__(self, path: Path, config: ExperimentConfig | WatchedRun) -> None:
+    def __init__(self, path: Path, config: ExperimentConfig | WatchedRun, *, is_continued: bool = False) -> None:
         self.path = path
         self._pending: list[StepRow] = []
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("x", encoding="utf-8", newline="\n")
+        self._file = path.open("a" if is_continued else "x", encoding="utf-8", newline="\n")
         self._closed_with_me = weakref.finalize(self, self._file.close)
+        self._flushed = time.monotonic()
+        if is_continued:
+            return
         header = {"amplab_run": FORMAT, "amplab": __version__, "started": datetime.now(UTC).isoformat("T", "seconds")}
         self._write({**header, "config": str(config), "columns": list(COLUMNS)})
         self.flush()
@@ -148,7 +154,10 @@ class RunLog:
 
     def keep(self, sample: GradientSample) -> None:
         """Write a histogram of the gradients as an event."""
-        self.note("gradients", step=sample.step, loss_scale=_number(sample.loss_scale), **_bins(sample.histogram))
+        layers = {each.name: [each.underflow, each.overflow, each.nonfinite] for each in sample.layers}
+        known = {"layers": layers} if layers else {}
+        bins = _bins(sample.histogram)
+        self.note("gradients", step=sample.step, loss_scale=_number(sample.loss_scale), **bins, **known)
 
     def keep_scales(self, mixed: MixedScales) -> None:
         """Write the scales of a step whose backwards had different ones as an event."""
@@ -236,11 +245,11 @@ def load_run(path: str | os.PathLike[str]) -> Run:
         history, events, truncated = _read_entries(path, file, _COLUMNS_OF[header["amplab_run"]])
     if header["amplab_run"] < 3 and isinstance(config, WatchedRun) and np.isnan(history.column("loss")).all():
         history.forget_losses()
-    configs = [event["config"] for event in events if event["event"] == "config"]
+    last = _keep_changes(path, history, config, events)
     return Run(
         path=path,
         config=config,
-        last_config=_read_config(path, configs[-1]) if configs else config,
+        last_config=last,
         history=history,
         events=tuple(events),
         truncated=truncated,
@@ -274,6 +283,9 @@ def _read_entries(path: Path, file: BinaryIO, columns: list[str]) -> tuple[Histo
                     f"{path}: line {number} holds step {row[0]}; expected step {len(history)}, since lines are missing "
                     f"or repeated. To load the steps before it, delete line {number} and all lines after it."
                 )
+            case event if event["event"] == "memory":
+                held = {each.name: int(event[each.name]) for each in fields(MemoryUse)}
+                history.keep_memory(event["step"], MemoryUse(**held))
             case event:
                 events.append(event)
     return history, events, False
@@ -316,6 +328,22 @@ def _read_config(path: Path, text: object) -> ExperimentConfig | WatchedRun:
         return ExperimentConfig.parse(str(text))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _keep_changes(
+    path: Path, history: History, config: ExperimentConfig | WatchedRun, events: list[dict[str, Any]]
+) -> ExperimentConfig | WatchedRun:
+    """Add to a history what was changed in the run, and return the config at its end."""
+    if not isinstance(config, ExperimentConfig):
+        return config
+    history.keep_changes(start_change(config))
+    for event in events:
+        if event["event"] == "config" and isinstance(now := _read_config(path, event["config"]), ExperimentConfig):
+            history.keep_changes(*config_changes(config, now, event["step"]))
+            config = now
+        elif event["event"] == "inject":
+            history.keep_changes(fault_change(event["fault"], event["step"], on=event["on"]))
+    return config
 
 
 _KINDS = {"step": int, "skipped": bool, "opt_level": str}
@@ -361,8 +389,9 @@ def _read_sample(entry: dict[str, Any]) -> GradientSample | None:
         rest = {name: int(entry[name]) for name in ("zeros", "infs", "nans")}
         total = int(counts.sum()) + sum(rest.values())
         histogram = ExponentHistogram(counts=counts, low=int(entry["low"]), total=total, **rest)
-        return GradientSample(int(entry["step"]), float(entry["loss_scale"]), histogram)
-    except (KeyError, TypeError, ValueError):
+        layers = tuple(LayerShares(name, *map(float, shares)) for name, shares in entry.get("layers", {}).items())
+        return GradientSample(int(entry["step"]), float(entry["loss_scale"]), histogram, layers)
+    except (AttributeError, KeyError, TypeError, ValueError):
         return None
 
 

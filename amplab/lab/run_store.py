@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
 
+from amplab.amp import MemoryUse
+from amplab.lab.changes import config_changes, fault_change, start_change
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
 from amplab.lab.history import History, row_of
@@ -28,6 +31,10 @@ class RunStore:
         config: What the run starts with.
         log: A folder (a new file is named in it), a file (path-2, path-3, … if it exists), or None for no log.
         on_failure: Called with a message if the log cannot be written.
+
+    Attributes:
+        history: The run in memory.
+        seconds: Seconds that its steps took, without pauses; the owner counts them.
     """
 
     def __init__(
@@ -38,7 +45,10 @@ class RunStore:
         on_failure: Callable[[str], None],
     ) -> None:
         self.history = History()
+        if isinstance(config, ExperimentConfig):
+            self.history.keep_changes(start_change(config))
         self._config = config
+        self.seconds = 0.0
         self._wanted = None if log is None else Path(log)
         self._on_failure = on_failure
         self._log: RunLog | None = None
@@ -65,11 +75,28 @@ class RunStore:
         if self._wanted is not None:
             self._write(self._wanted, RunLog.keep, sample)
 
+    def keep_memory(self, step: int, memory: MemoryUse) -> None:
+        """Add the bytes that training holds from `step` on, if they have changed."""
+        before = len(self.history.memory)
+        self.history.keep_memory(step, memory)
+        if len(self.history.memory) > before:
+            self.note("memory", step=step, **asdict(memory))
+
     def keep_scales(self, mixed: MixedScales) -> None:
         """Add the scales of a step whose backwards had different ones."""
         self.history.keep_scales(mixed)
         if self._wanted is not None:
             self._write(self._wanted, RunLog.keep_scales, mixed)
+
+    def change(self, config: ExperimentConfig, previous: ExperimentConfig, *, step: int) -> None:
+        """Add what differs between two configs, and write the new one to the log."""
+        self.history.keep_changes(*config_changes(previous, config, step))
+        self.note("config", step=step, config=str(config))
+
+    def inject(self, fault: str, *, step: int, on: bool) -> None:
+        """Add a fault that was injected, or one that was switched off."""
+        self.history.keep_changes(fault_change(fault, step, on=on))
+        self.note("inject", step=step, fault=fault, on=on)
 
     def note(self, event: str, *, step: int, **details: object) -> None:
         """Write an event to the log; the history has no place for it."""
@@ -87,6 +114,10 @@ class RunStore:
             self._write(self._wanted, RunLog.close)
         self._wanted = self._log = None
 
+    def reopen(self) -> None:
+        """Write later steps to the same log again after `close`."""
+        self._wanted = self._path
+
     def _write(self, wanted: Path, write: Callable[..., object], *values: object) -> None:
         try:
             if self._log is None:
@@ -96,6 +127,8 @@ class RunStore:
             self._give_up(error)
 
     def _open(self, wanted: Path) -> RunLog:
+        if self._path is not None:
+            return RunLog(self._path, self._config, is_continued=True)
         is_file = wanted.suffix == ".jsonl" and not wanted.is_dir()
         log = RunLog(free_path(wanted) if is_file else new_path(wanted, self._config), self._config)
         self._path = log.path

@@ -13,13 +13,15 @@ import math
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
 
 from amplab import kernels
 from amplab.amp import MemoryUse
+from amplab.lab.changes import config_changes
+from amplab.lab.comparison import Comparison, Progress, levels_of
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import (
     Callback,
@@ -29,12 +31,19 @@ from amplab.lab.events import (
     GradientsReady,
     Publisher,
     SkipExplained,
+    StagesReady,
     StateChanged,
+    StepRecord,
     TraceReady,
+    TwinReady,
+    Undone,
 )
-from amplab.lab.experiment import GRADIENTS_EVERY, Experiment, check_fault
+from amplab.lab.experiment import Experiment, check_fault, samples_gradients
 from amplab.lab.history import History
+from amplab.lab.kept_runs import KeptRun, KeptRuns
 from amplab.lab.run_store import RunStore
+from amplab.lab.step_stages import StepStages
+from amplab.lab.undo import UndoList
 from amplab.lab.worker import Worker
 
 __all__ = ["STEP_LIMIT", "Trainer"]
@@ -82,7 +91,11 @@ class Trainer:
         self._log = log
         self._step_limit = step_limit
         self._publisher = Publisher()
-        self._store = self._new_store()
+        self._changes = UndoList()
+        self._kept = KeptRuns(self._changes)
+        self._comparison: Comparison | None = None
+        self._store = self._new_store(self._experiment.config)
+        self._name, self._runs_begun = "Run 1", 1
         self._worker = Worker(
             step=self._train,
             is_wanted=lambda: self._state == "running",
@@ -93,6 +106,7 @@ class Trainer:
         self._wanted = self._experiment.config
         self._state = "ready"
         self._steps_left: int | None = None  # until it pauses; None for no limit
+        self._memory: MemoryUse | None = None  # as last kept
         self._requests: set[str] = set()  # that wait in the queue
         self._speed: float | None = None
         self._due = 0.0  # when the next step may begin, by time.monotonic()
@@ -129,6 +143,22 @@ class Trainer:
     def shrinking(self) -> bool:
         """Whether an injected underflow is on."""
         return self._experiment.shrinking
+
+    @property
+    def kept(self) -> KeptRuns:
+        """The runs beside the present one: those that a reset replaced, and those of `compare`."""
+        return self._kept
+
+    @property
+    def last_change(self) -> str | None:
+        """What `undo` would take back, in words; None for nothing."""
+        return self._changes.last
+
+    @property
+    def comparison(self) -> Progress | None:
+        """How far `compare` is, None while it does not run."""
+        comparison = self._comparison
+        return None if comparison is None else comparison.progress
 
     @property
     def speed(self) -> float | None:
@@ -193,6 +223,22 @@ class Trainer:
             self._worker.post(self._train_once)
             self._enter("paused")
 
+    def step_in_stages(self, parameter: str | None = None) -> None:
+        """Train one step that is recorded in its stages, then pause; a `StagesReady` follows its `StepRecord`.
+
+        The step is the one that `step()` would have made, bit for bit.
+
+        Args:
+            parameter: Name of the parameter that is recorded even if the model is too large to record all.
+
+        Raises:
+            RuntimeError: The run has stopped or failed; call reset() first.
+        """
+        with self._lock:
+            self._refuse_unless_alive("step_in_stages()")
+            self._worker.post(partial(self._train_in_stages, parameter))
+            self._enter("paused")
+
     def set_speed(self, speed: float | None) -> None:
         """Limit how many steps the run takes per second, from now on; the steps themselves do not change.
 
@@ -219,7 +265,7 @@ class Trainer:
             self._worker.post(lambda: self._store.close())  # noqa: PLW0108  a reset replaces the store
 
     def reset(self, config: ExperimentConfig | None = None) -> None:
-        """Start again from the seed: new weights, an empty history, a new log.
+        """Start again from the seed: new weights, an empty history, a new log. The present run is kept in `kept`.
 
         Args:
             config: The new experiment; None for the current one.
@@ -242,6 +288,52 @@ class Trainer:
             self._experiment.check_switch(self._wanted, config)
             self._wanted = config
             self._worker.post(partial(self._switch, config))
+
+    def undo(self) -> None:
+        """Take back the latest change of the config, fault, reset or change of `kept`; no effect if there is none.
+
+        A changed config is put back with the weights as they are. A reset is taken back by continuing the run that it
+        replaced. An `Undone` event says what was taken back.
+        """
+        self._worker.post(self._take_back)
+
+    def continue_from(self, run: KeptRun) -> None:
+        """Continue a kept run, bit for bit as if it had not been replaced; the present run is kept.
+
+        Raises:
+            ValueError: The run is not kept any more, failed, is in training, or its weights were dropped.
+        """
+        self._kept.check_can_continue(run)
+        with self._lock:
+            self._wanted = run.config
+            self._worker.post(partial(self._bring_back, run))
+
+    def compare(self, configs: Sequence[ExperimentConfig] | None = None, *, steps: int = 300) -> None:
+        """Train other experiments beside this one, one after the other, each `steps` steps; they are added to `kept`.
+
+        This experiment waits meanwhile and does not change. `stop_comparison` ends it, and so does another call.
+
+        Args:
+            configs: The experiments; None for this one at each opt_level, from the same seed.
+            steps: Steps of each.
+
+        Raises:
+            ValueError: `steps` is not a whole number > 0.
+        """
+        _check_steps(steps)
+        with self._lock:
+            self.stop_comparison()
+            chosen = levels_of(self._wanted) if configs is None else configs
+            self._worker.post(partial(self._begin_comparison, chosen, steps))
+
+    def stop_comparison(self) -> None:
+        """End `compare` at the next step boundary; what was trained stays in `kept`."""
+        if (comparison := self._comparison) is not None:
+            comparison.stop()
+
+    def request_twin(self) -> None:
+        """Request a `TwinReady` at the next step boundary; it takes the time of about 30 steps."""
+        self._request("twin", lambda: TwinReady(self._experiment.twin(), len(self.history)))
 
     def inject(self, fault: str, *, on: bool | None = None) -> None:
         """Disturb the next step: "overflow", "nan", or "underflow", which stays on until it is switched off.
@@ -323,15 +415,17 @@ class Trainer:
 
     # The trainer's thread, between two steps
 
-    def _train(self) -> None:
+    def _train(self, step: Callable[[], StepRecord] | None = None) -> None:
         with self._lock:
             self._due = time.monotonic() + _period(self._speed)
-        if self._experiment.steps_done % GRADIENTS_EVERY == 0:
+        if samples_gradients(self._experiment.steps_done):
             self._attempt("gradients failed.", lambda: self._store.keep(self._experiment.gradients().sample))
-        record = self._experiment.step()
-        self._store.append(record)
+        record = _timed_step(step or self._experiment.step, self._store)
         if (mixed := self._experiment.mixed_scales) is not None:
             self._store.keep_scales(mixed)
+        if (memory := self._experiment.memory()) is not self._memory:
+            self._memory = memory
+            self._store.keep_memory(record.step, memory)
         self._publisher.publish(record)
         if record.score is not None:
             self._report_kernels()
@@ -344,6 +438,19 @@ class Trainer:
     def _train_once(self) -> None:
         if self._state != "failed":  # since step() was called
             self._train()
+
+    def _train_in_stages(self, parameter: str | None) -> None:
+        if self._state == "failed":  # since step_in_stages() was called
+            return
+        recorded: list[StepStages] = []
+
+        def step() -> StepRecord:
+            record, stages = self._experiment.step_in_stages(parameter)
+            recorded.append(stages)
+            return record
+
+        self._train(step)
+        self._publisher.publish(StagesReady(recorded[0]))
 
     def _count_down(self) -> None:
         with self._lock:
@@ -364,27 +471,133 @@ class Trainer:
             self._store.flush()
         self._publisher.publish(StateChanged(state, len(self.history), note))
 
-    def _switch(self, config: ExperimentConfig) -> None:
+    def _switch(self, config: ExperimentConfig, *, is_undo: bool = False) -> None:
         previous, step = self.config, len(self.history)
         if config == previous:
             return
+        if is_undo:
+            self._wanted = config
+        else:
+            self._changes.record(_in_words(previous, config), partial(self._switch, previous, is_undo=True))
         self._experiment.switch(config)
-        self._store.note("config", step=step, config=str(config))
+        self._store.change(config, previous, step=step)
         self._publisher.publish(ConfigChanged(config, previous, step))
 
-    def _rebuild(self, config: ExperimentConfig) -> None:
-        previous = self.config
-        self._store.close()
-        self._experiment = Experiment(config)
+    def _rebuild(self, config: ExperimentConfig, *, is_undo: bool = False) -> None:
+        previous, steps = self.config, len(self.history)
+        experiment = Experiment(config)
+        replaced = self._retire()
+        if not is_undo:
+            text = ", ".join(filter(None, [f"Reset at step {steps:,}" if steps else "", _in_words(previous, config)]))
+            self._record_replacing(text, replaced, previous)
+        self._runs_begun += 1
+        self._present(f"Run {self._runs_begun}", experiment, self._new_store(config), previous)
+        if is_undo:
+            self._wanted = config
+
+    def _record_replacing(self, text: str, replaced: KeptRun | None, previous: ExperimentConfig) -> None:
+        """Record that another run is present; undo continues the replaced one, or starts one with its config."""
+        if replaced is not None:
+            can_continue = partial(self._kept.can_continue, replaced)
+            self._changes.record(text, partial(self._bring_back, replaced, is_undo=True), can_continue)
+        else:
+            self._changes.record(text, partial(self._rebuild, previous, is_undo=True))
+
+    def _present(self, name: str, experiment: Experiment, store: RunStore, previous: ExperimentConfig) -> None:
+        """Train another experiment from now on."""
+        self._name, self._experiment, self._store = name, experiment, store
         self._has_reported_buffers = False
         self._publisher.forget_run()
-        self._store = self._new_store()
-        self._publisher.publish(ConfigChanged(config, previous, 0, reset=True))
+        self._memory = None
+        self._publisher.publish(ConfigChanged(experiment.config, previous, len(store.history), reset=True))
 
-    def _disturb(self, fault: str, on: bool | None) -> None:
+    def _retire(self) -> KeptRun | None:
+        """Keep the present run and return it; None if it has no step."""
+        self._store.close()
+        if not len(self.history):
+            return None
+        error = "Training failed." if self._state == "failed" else ""
+        kept = self._kept.keep(self._name, self.config, self._store, self._experiment, error=error)
+        self._worker.post(partial(self._measure, kept))
+        return kept
+
+    def _bring_back(self, run: KeptRun, *, is_undo: bool = False) -> None:
+        """Continue a kept run in place of the present one."""
+        if run.experiment is None or not self._kept.can_continue(run):
+            return  # dropped since it was asked for
+        previous, replaced = self.config, self._retire()
+        self._kept.take(run)
+        if not is_undo:
+            self._record_replacing(f"Continued {run.name}", replaced, previous)
+        run.store.reopen()
+        self._present(run.name, run.experiment, run.store, previous)
+        with self._lock:
+            self._wanted = self.config
+            if self._state != "running" or run.error:
+                self._enter("failed" if run.error else "paused", again=True)
+
+    def _take_back(self) -> None:
+        text = self._changes.take_back()
+        if text is not None:
+            self._publisher.publish(Undone(text))
+
+    def _measure(self, run: KeptRun) -> None:
+        """Measure what a kept run shows beside its history."""
+        experiment = run.experiment
+        if experiment is not None:
+            self._attempt("The held-out score failed.", lambda: setattr(run, "held_out", experiment.score()))
+            self._attempt("Counting kept bytes failed.", lambda: setattr(run, "activations", experiment.activations()))
+            run.memory = experiment.memory()
+        self._kept.touch()
+
+    def _begin_comparison(self, configs: Sequence[ExperimentConfig], steps: int) -> None:
+        def begin(config: ExperimentConfig) -> KeptRun:
+            run = self._kept.keep(
+                config.opt_level, config, self._new_store(config), Experiment(config), is_compared=True
+            )
+            run.is_training = True
+            return run
+
+        def train(run: KeptRun) -> None:
+            if run.experiment is not None:
+                _timed_step(run.experiment.step, run.store)
+
+        def end(run: KeptRun, error: str) -> None:
+            run.is_training, run.error = False, error
+            run.store.close()
+            self._measure(run)
+
+        self._comparison = Comparison(configs, steps, begin=begin, train=train, end=end)
+        self._advance_comparison()
+
+    def _advance_comparison(self) -> None:
+        comparison = self._comparison
+        if comparison is None:
+            return
+        goes_on = False
+        try:
+            goes_on = comparison.advance()
+        except Exception:  # noqa: BLE001 - the present run goes on
+            self._publisher.publish(Failed(f"The comparison ended.\n{traceback.format_exc()}"))
+        self._kept.touch()
+        if goes_on:
+            self._worker.post(self._advance_comparison)
+        else:
+            self._comparison = None
+
+    def _disturb(self, fault: str, on: bool | None, *, is_undo: bool = False) -> None:
+        was_on = fault in self._experiment.armed
         self._experiment.inject(fault, on=on)
+        is_on = fault in self._experiment.armed
+        if is_on != was_on and not is_undo:
+            experiment = self._experiment
+            self._changes.record(
+                f"{fault.capitalize()} {'on' if is_on else 'off'}",
+                partial(self._disturb, fault, was_on, is_undo=True),
+                lambda: self._experiment is experiment and (fault in experiment.armed) == is_on,
+            )
         armed = self._experiment.shrinking if fault == "underflow" else on is not False
-        self._store.note("inject", step=len(self.history), fault=fault, on=armed)
+        self._store.inject(fault, step=len(self.history), on=armed)
 
     def _report_kernels(self) -> None:
         """Report once that a build of the kernels has failed."""
@@ -406,11 +619,11 @@ class Trainer:
         )
         self._publisher.publish(Failed(text, damaged=True))
 
-    def _new_store(self) -> RunStore:
+    def _new_store(self, config: ExperimentConfig) -> RunStore:
         def report(text: str) -> None:
             self._publisher.publish(Failed(text))
 
-        return RunStore(self._experiment.config, log=self._log, on_failure=report)
+        return RunStore(config, log=self._log, on_failure=report)
 
     def _attempt(self, what: str, act: Callable[[], None]) -> None:
         try:
@@ -423,6 +636,19 @@ class Trainer:
             self._enter("failed")
         self._store.flush()
         self._publisher.publish(Failed(f"The run failed at step {len(self.history)}.\n{text}", fatal=True))
+
+
+def _timed_step(step: Callable[[], StepRecord], store: RunStore) -> StepRecord:
+    """Train one step, and keep it with the time that it took."""
+    began = time.perf_counter()
+    record = step()
+    store.seconds += time.perf_counter() - began
+    store.append(record)
+    return record
+
+
+def _in_words(previous: ExperimentConfig, config: ExperimentConfig) -> str:
+    return ", ".join(change.text for change in config_changes(previous, config, 0))
 
 
 def _check_steps(steps: int) -> None:

@@ -23,6 +23,7 @@ ANSWERS: dict[str, Any] = {
     "is_current_stream_capturing": False, "can_device_access_peer": False, "get_device_capability": (7, 0),
     "get_device_name": DEVICE_NAME, "is_bf16_supported": True, "is_tf32_supported": False, "get_arch_list": ["sm_70"],
     "get_gencode_flags": "", "get_sync_debug_mode": 0, "get_allocator_backend": "native",
+    "nccl.version": (2, 21, 5),  # with CUDA_VERSION in torch's own builds
     "get_per_process_memory_fraction": 1.0,
 }  # fmt: skip
 
@@ -55,7 +56,9 @@ REFUSED = {
     ),
     **dict.fromkeys(("check_error", "cudart", "current_blas_handle", "current_solver_handle"), _HANDLES),
     **dict.fromkeys(("ExternalStream", "GreenContext", "get_stream_from_external"), _STREAMS),
-    **{f"nccl.{name}": _PROCESSES for name in ("all_gather", "all_reduce", "broadcast", "reduce", "reduce_scatter")},
+    **{f"nccl.{name}": _PROCESSES for name in (
+        "all_gather", "all_reduce", "broadcast", "init_rank", "reduce", "reduce_scatter", "unique_id",
+    )},
     **{
         f"comm.{name}": _PROCESSES
         for name in ("broadcast", "broadcast_coalesced", "gather", "reduce_add", "reduce_add_coalesced", "scatter")

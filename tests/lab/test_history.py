@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 from dataclasses import fields, replace
 
 import numpy as np
@@ -176,3 +177,39 @@ def test_thin_spreads_marks_that_do_not_fit():
     rows = thin(columns, candidates=[BlockExtremes().rows(columns[0])], marked=np.arange(total), limit=500)
     assert len(rows) <= 502
     assert np.diff(rows).max() <= 2 * total / 250  # somewhere in every pixel's worth of steps
+
+
+@pytest.mark.parametrize(
+    "span", [(3_000, 3_050), (64, 127), (9_990, math.inf), (-math.inf, 5_000), (61, 12_345), (7, 6)]
+)
+def test_a_range_shows_what_all_its_rows_show(span):
+    history = filled(20_000)
+    low, high = span
+    steps = [step for step in range(20_000) if low <= step <= high]
+    thinned = history.thinned(["loss", "injected"], 200, low, high)
+    rows = thinned["step"].tolist()
+    assert set(rows) <= set(steps)
+    if len(steps) <= 200:
+        assert rows == steps, "a short range is shown step by step"
+        return
+    assert len(rows) <= 300
+    assert {steps[0], steps[-1], *(step for step in steps if step % 500 == 4)} <= set(rows)
+    assert shown(thinned["loss"].tolist()) == shown(history.column("loss")[steps].tolist())
+
+
+def test_a_spike_outside_of_a_range_does_not_hide_one_inside_of_it():
+    history = History()
+    for step in range(10_000):  # 5,000 and 5,040 lie in one block
+        history.append(record(step, loss={5_000: 1e6, 5_040: 1e3}.get(step, 1.0)))
+    assert history.thinned(["loss"], 100, 5_010, 9_000)["loss"].max() == 1e3
+    assert history.thinned(["loss"], 100, 1_000, 5_039)["loss"].max() == 1e6
+
+
+def test_a_zoomed_range_costs_as_much_in_a_long_run_as_in_a_short_one():
+    """100,000 steps zoom to single ones, at a cost that does not grow with the run."""
+    history = filled(100_000)
+    history.thinned(["loss", "loss_scale", "injected"], 800)
+    began = time.perf_counter()
+    for low in range(0, 90_000, 1_000):
+        assert len(history.thinned(["loss", "loss_scale", "injected"], 800, low, low + 499)["step"]) == 500
+    assert (time.perf_counter() - began) / 90 < 0.01

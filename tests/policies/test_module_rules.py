@@ -98,6 +98,14 @@ def test_a_pattern_without_a_module_names_the_nearest():
         begins(nn.Linear(1, 1), {"x": "float32"})
 
 
+def test_a_compiled_model_keeps_the_names_that_its_modules_had():
+    compiled = torch.compile(Net(), backend="eager")
+    for pattern in ("blocks.0.attn", "_orig_mod.blocks.0.attn"):
+        assert begins(compiled, {pattern: "float32"}) == {"_orig_mod.blocks.0.attn": (f"{pattern}=float32", "None")}
+    with pytest.raises(ValueError, match=r"the closest names are 'blocks.0.attn'"):
+        begins(compiled, {"blocks.0.atn": "float32"})
+
+
 @pytest.mark.parametrize("rules", [{torch.softmax: "float32"}, {3: "float32"}])
 def test_what_is_no_pattern_is_refused(rules):
     with pytest.raises(ValueError, match=r"is not a pattern; expected a string"):

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from amplab.policies import APEX, CastingEngine, CastPolicy, PrecisionPolicy, cpu_half, explaining
-from amplab.policies.policy.op_overrides import op_overrides, rules_by_function
+from amplab.policies.policy.op_overrides import OPERATORS, op_overrides, rules_by_function
 
 X = torch.linspace(-2, 2, 16).reshape(4, 4)
 HALF = X.half()
@@ -143,3 +144,31 @@ def test_in_place_ops_may_match_fall_through_or_be_banned():
 def test_a_function_is_named_as_it_was_given():
     assert str(PrecisionPolicy(op_rules={torch.mm: "float32"})) == "apex/float16; op torch.mm=float32"
     assert PrecisionPolicy(op_rules={torch.mm: "float32"}) == PrecisionPolicy(op_rules={"torch.mm": "float32"})
+
+
+@pytest.mark.parametrize("name", ["__matmul__", "torch.Tensor.__add__", "__truediv__"])
+def test_an_operator_that_runs_under_another_name_is_refused_with_that_name(name):
+    with pytest.raises(ValueError, match=f"no effect.*'{OPERATORS[name.rpartition('.')[2]]}'"):
+        op_overrides({name: "float32"}, APEX)
+
+
+@pytest.mark.parametrize("operator", sorted(OPERATORS))
+def test_torch_runs_each_such_operator_under_the_other_name(operator):
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x, seen = torch.ones(2, 2), []
+    with Seen():
+        getattr(x, operator)(x)
+    assert [func.__name__ for func in seen] == [OPERATORS[operator]]
+    assert seen[0] is not getattr(torch.Tensor, operator)
+
+
+@pytest.mark.parametrize(
+    "name", ["zeros", "torch.randn", "arange", "full", "to", "half", "new_zeros", torch.Tensor.float]
+)
+def test_a_rule_for_a_call_that_sets_its_own_dtype_is_refused(name):
+    with pytest.raises(ValueError, match="sets the dtype"):
+        op_overrides({name: "float32"}, APEX)

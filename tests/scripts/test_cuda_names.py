@@ -17,6 +17,7 @@ SUBMODULES = {
     if not module.name.startswith("_")
 }
 UNLISTED = ("AcceleratorError", "OutOfMemoryError", "comm", "gds", "green_contexts")
+UNLISTED += ("nccl.version", "nccl.init_rank", "nccl.unique_id")
 NAMES = sorted({*torch.cuda.__all__, *UNLISTED}) + sorted(
     f"{path}.{name}"
     for path, module in SUBMODULES.items()

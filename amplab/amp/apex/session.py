@@ -524,6 +524,16 @@ class Session:
         """
         return master_params(optimizer)
 
+    def model_params(self, optimizer: Optimizer) -> list[Tensor]:
+        """Return the model's parameters in the order of `master_params`: where those differ, they are masters.
+
+        Raises:
+            RuntimeError: an optimizer that was not part of `initialize`.
+
+        Sync: none.
+        """
+        return self._hooks.hooked(optimizer).model_params
+
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients that ``optimizer`` will step with to a norm of at most ``max_norm``.
 

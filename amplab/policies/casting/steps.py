@@ -433,6 +433,18 @@ class CastCache:
                 return copy
         return self._make(key, weight, dtype)
 
+    def copies_of(self, weight: Tensor) -> list[Tensor]:
+        """Return the copies of `weight` that are stored and still valid, without making one. Sync: none."""
+        return [
+            copy
+            for identity, version, pointer, requires_grad, copy in self._entries.values()
+            if identity() is weight
+            and version == weight._version
+            and pointer == weight.data_ptr()
+            and requires_grad == weight.requires_grad
+            and not self._is_exposed(weight)
+        ]
+
     def _make(self, key: tuple[int, torch.dtype], weight: Tensor, dtype: torch.dtype) -> Tensor:
         if weight.is_inference() or self._is_exposed(weight):
             self._entries.pop(key, None)

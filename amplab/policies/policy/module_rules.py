@@ -3,6 +3,7 @@
 A pattern is an fnmatch pattern over the names of `model.named_modules()`; `*` also matches dots. A rule applies to
 the modules that its pattern matches and to all their submodules. If two rules with different precisions apply to one
 module, the more specific rule wins: the one whose modules are a subset of the other's. If neither is, it is an error.
+A model that torch.compile wraps has `_orig_mod.` in its names; a pattern matches with it and without it.
 `module_regions` carries out the rules while a model runs.
 """
 
@@ -81,7 +82,7 @@ def checked_module_rules(rules: Mapping[Any, Any] | Iterable[ModuleRule]) -> tup
 
 def names_in(model: nn.Module, rule: ModuleRule) -> list[str]:
     """Return the names of the modules of `model` that match the pattern of `rule`."""
-    return [name for name, _ in model.named_modules(remove_duplicate=False) if fnmatch.fnmatchcase(name, rule.pattern)]
+    return [name for name, _ in model.named_modules(remove_duplicate=False) if _matches(rule, name)]
 
 
 def ruled_modules(model: nn.Module, rules: Iterable[ModuleRule]) -> list[RuledModule]:
@@ -129,11 +130,24 @@ def _rule(pattern: Any, value: Any) -> ModuleRule:
     return ModuleRule(pattern, precision_of(value, f"module_rules[{pattern!r}]"))
 
 
+def _matches(rule: ModuleRule, name: str) -> bool:
+    return any(fnmatch.fnmatchcase(each, rule.pattern) for each in (name, _without_wrapper(name)))
+
+
+def _without_wrapper(name: str) -> str:
+    """Return the name that the module has in the model before torch.compile.
+
+    >>> _without_wrapper("_orig_mod.blocks.0")
+    'blocks.0'
+    """
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
 def _reach(rule: ModuleRule, names: list[tuple[str, nn.Module]]) -> frozenset[nn.Module]:
     """Return the modules that match the pattern, and all their submodules."""
-    named = [module for name, module in names if fnmatch.fnmatchcase(name, rule.pattern)]
+    named = [module for name, module in names if _matches(rule, name)]
     if not named:
-        known = [name for name, _ in names if name]
+        known = list(filter(None, dict.fromkeys(_without_wrapper(name) for name, _ in names)))
         near = difflib.get_close_matches(rule.pattern, known, n=3, cutoff=0.3) or known[:3]
         raise ValueError(
             f"module_rules: {rule.pattern!r} matches no module of this {type(names[0][1]).__name__}; "

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.overrides import get_ignored_functions
 
 from amplab.policies.policy.precisions import Precision, precision_name, precision_of
 from amplab.policies.tables.apex_table import APEX
@@ -26,6 +27,17 @@ __all__ = ["OpOverride", "op_overrides", "rules_by_function", "rules_of_policy"]
 
 _HOMES = ("torch", "torch.Tensor", "torch.nn.functional")
 _IN_PLACE = (CastPolicy.MATCH_SELF, CastPolicy.BANNED, CastPolicy.FALL_THROUGH)
+OPERATORS = dict.fromkeys(("__add__", "__radd__"), "add") | {
+    "__sub__": "sub",
+    **dict.fromkeys(("__mul__", "__rmul__"), "mul"),
+    **dict.fromkeys(("__truediv__", "__div__"), "div"),
+    "__mod__": "remainder",
+    "__matmul__": "matmul",
+    **{f"__{name}__": name for name in ("lt", "le", "gt", "ge", "ne")},
+}
+"""Operators that torch runs under the name of another op: a rule for the operator alone is never used."""
+
+_CONVERSIONS = frozenset(("to", "type", "type_as", "float", "double", "half", "bfloat16"))
 _WORDS = {cast.value: cast for cast in CastPolicy if cast is not CastPolicy.FP32_SET_OPT_DTYPE}
 
 
@@ -162,7 +174,28 @@ def _functions(op: str, table: OpTable | None) -> dict[Callable[..., Any], str]:
         found = {func: each for each in (*spelt, *listed) if callable(func := resolve(each))}
     if not found:
         raise ValueError(f"op_rules: {op!r} is not an op of torch; {_nearest(op, table)}")
+    _check_effect(op, found)
     return found
+
+
+def _check_effect(op: str, found: Iterable[Callable[..., Any]]) -> None:
+    """Raise ValueError if a rule for these functions casts nothing."""
+    name = op.rpartition(".")[2]
+    if name in OPERATORS:
+        raise ValueError(
+            f"op_rules: a rule for {op!r} has no effect, since torch runs the operator as "
+            f"{OPERATORS[name]!r}; write the rule for {OPERATORS[name]!r}."
+        )
+    if name in _CONVERSIONS or name.startswith("new_") or _creates(name, found):
+        raise ValueError(
+            f"op_rules: a rule for {op!r} has no effect, since the call itself sets the dtype of its "
+            f"result; change the call, for example its dtype=."
+        )
+
+
+def _creates(name: str, functions: Iterable[Callable[..., Any]]) -> bool:
+    """Return whether these functions make a tensor without getting one, as zeros does and zeros_like does not."""
+    return not name.endswith("_like") and get_ignored_functions().issuperset(functions)
 
 
 def _nearest(op: str, table: OpTable | None) -> str:
