@@ -29,13 +29,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amplab.amp import MemoryUse, ScaleRecord, Session
-from amplab.diagnose import FirstNonfinite, TwinReport, first_nonfinite, twin
+from amplab.diagnose import FirstNonfinite, TwinReport, twin
 from amplab.formats import FLOAT16
 from amplab.formats.exponents import BINS, LOWEST_EXPONENT
 from amplab.kernels import tensor_stats
 from amplab.lab.config import FIELDS, LIVE_FIELDS, OPTIMIZERS, OWN, Change, ExperimentConfig
 from amplab.lab.events import GradientRecord, MixedScales, StepRecord
 from amplab.lab.models import build_model
+from amplab.lab.step_rerun import StepRerun
 from amplab.lab.step_stages import StageRecorder, StepStages
 from amplab.lab.tasks import Task, TaskLoss, load_task
 from amplab.policies.nested_tensors import floating_tensors_in, map_tensors
@@ -75,16 +76,6 @@ class _Part:
     loss: TaskLoss
 
 
-@dataclass(frozen=True)
-class _Skip:
-    """A step that was skipped: all that is needed to run it again."""
-
-    step: int
-    loss_id: int
-    loss_scale: float
-    faults: frozenset[str]
-
-
 class Experiment:
     """A model in training, one step at a time.
 
@@ -116,7 +107,9 @@ class Experiment:
         self._began: float | None = None
         self._faults: set[str] = set()
         self._shrinking = False
-        self._last_skip: _Skip | None = None
+        self._rerun = StepRerun(self._model, None, self._loss_again, self._session)
+        self._last: StepRecord | None = None  # while the step can run again
+        self._last_loss_id = 0
         self._mixed_scales: MixedScales | None = None
         self._recorder: StageRecorder | None = None
 
@@ -180,15 +173,19 @@ class Experiment:
         if self._began is None:
             self._began = time.perf_counter()
         self._scaled.clear()
+        batches = [self._batch(self._step, number, self._faults) for number in range(self._config.accumulate)]
+        self._rerun.forget()
+        self._rerun.remember(batches[0] if len(batches) == 1 else batches)
         losses, exponents = list[Tensor](), list[float]()
         for number, optimizer in enumerate(self._optimizers):
             with self._task.random_states_kept():
-                losses += self._backward(number)
+                losses += self._backward(number, batches)
             if self._step < self._measure_memory_until or self._step % SCORE_EVERY == 0:
                 self._memory = self._session.memory()
             exponents += self._largest_exponent(optimizer)  # O2 drops the gradients of the masters in the step
             optimizer.step()
         record = self._record(losses, exponents, self._began)
+        self._last = record
         self._loss_scale = self._lowest_scale()
         self._faults.clear()
         self._step += 1
@@ -250,6 +247,7 @@ class Experiment:
         """
         old = self._config
         self.check_switch(old, config)
+        self._last = None
         if any(getattr(old, name) != getattr(config, name) for name in _SESSION_FIELDS):
             keeps_scale = old.is_dynamic and config.is_dynamic and old.init_scale == config.init_scale
             kept = self._session.state_dict() if keeps_scale else None
@@ -297,37 +295,44 @@ class Experiment:
             loss_scale=self._loss_scale,
         )
 
-    def explain_skip(self) -> FirstNonfinite | None:
-        """Run the last skipped step again and return which op overflowed first, and why.
+    @property
+    def last_skip(self) -> StepRecord | None:
+        """The last step if it was skipped: its batch, weights and random state are still there. Else None."""
+        return self._last if self._last is not None and self._last.skipped else None
 
-        It runs at the current weights, which are still those of the skipped step until the next step without overflow.
+    def explain_skip(self) -> FirstNonfinite | None:
+        """Run `last_skip` again from the state in which it began; return which op overflowed first, and why.
+
         The experiment does not change.
 
         Returns:
-            The explanation; None if no step was skipped, or if the batch does not overflow any more.
+            The explanation; None if there is no such step, or if it is finite when it runs again.
 
         Sync: a few.
         """
-        if self._last_skip is None:
-            return None
-        skip = self._last_skip
-        parts = [part for part in self._parts() if part.loss_id == skip.loss_id]
-        batches = [self._batch(skip.step, part.batch, skip.faults) for part in parts]
+        skip = self.last_skip
+        return None if skip is None else self._rerun.first_nonfinite(skip.loss_scale)
+
+    def _loss_again(self, given: Any) -> Tensor:
+        """Return the loss that was skipped in the last step, with the faults that went into it."""
+        last = self._last
+        if last is None:
+            raise RuntimeError("no step can run again: expected one that has just ended.")
+        batches = [given] if self._config.accumulate == 1 else given
+        faults = frozenset((last.injected or "").split("+"))
 
         def disturbed(part: _Part) -> Tensor:
-            loss = self._forward(self._model, part, batches[part.batch], skip.step, skip.faults)
-            return self._disturbed(self._shrunk(loss), part, skip.loss_scale, skip.faults)
+            loss = self._forward(self._model, part, batches[part.batch], last.step, faults)
+            shrunk = loss * UNDERFLOW_SHRINK if "underflow" in faults else loss
+            return self._disturbed(shrunk, part, last.loss_scale, faults)
 
-        def loss() -> Tensor:
-            return _sum(map(disturbed, parts))
-
-        batch = batches[0] if len(batches) == 1 else batches
-        return first_nonfinite(self._model, batch, step=loss, scaler=self._session, loss_scale=skip.loss_scale)
+        return _sum(disturbed(part) for part in self._parts() if part.loss_id == self._last_loss_id)
 
     def gradients(self) -> GradientRecord:
         """Return the exponents of the gradients of the next step, in float32 at the current (master) weights.
 
-        An injected underflow shrinks them as it shrinks the loss. The experiment does not change.
+        An injected underflow shrinks them as it shrinks the loss. The experiment does not change: dropout draws
+        what the next step will draw again.
         """
         model = self._float32_copy()
         grads: dict[str, Tensor] = {}
@@ -394,15 +399,14 @@ class Experiment:
 
     # -- one step, in parts --------------------------------------------------------------------------
 
-    def _backward(self, number: int) -> list[Tensor]:
+    def _backward(self, number: int, batches: Sequence[Any]) -> list[Tensor]:
         """Compute the unscaled gradients of one optimizer; return the losses, before any shrinking."""
         optimizer, parts = self._optimizers[number], self._parts(number)
         optimizer.zero_grad(set_to_none=True)
         losses, delays = [], len({part.loss_id for part in parts}) == 1
         with self._session.casting():
             for part in parts:
-                batch = self._batch(self._step, part.batch, self._faults)
-                loss = self._forward(self._model, part, batch, self._step, self._faults)
+                loss = self._forward(self._model, part, batches[part.batch], self._step, self._faults)
                 losses.append(loss.detach())
                 with self._session.scale_loss(
                     self._shrunk(loss),
@@ -452,7 +456,7 @@ class Experiment:
         scales = tuple(each.loss_scale for each in self._scaled)
         self._mixed_scales = MixedScales(self._step, scales) if len({*scales}) > 1 else None
         if limiting.skipped:
-            self._last_skip = _Skip(self._step, limiting.loss_id, limiting.loss_scale, frozenset(self._faults))
+            self._last_loss_id = limiting.loss_id
             faulty = self._faults or not math.isfinite(value)
             exponents = [math.inf if faulty else self.gradients().sample.histogram.largest_exponent]
         return StepRecord(
