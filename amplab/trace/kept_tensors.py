@@ -121,7 +121,7 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def memory_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the address and size of a tensor's storage; for a sparse tensor, which has none, its id and its own size."""
+    """Return the address and bytes of a tensor's storage; of a sparse tensor, which has none, its id and own size."""
     try:
         storage = tensor.untyped_storage()
         return storage.data_ptr() or storage._cdata, storage.nbytes()  # the meta device has no address

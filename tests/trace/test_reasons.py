@@ -83,8 +83,7 @@ def test_the_reason_of_a_loss_names_what_decided(level, dtype, why):
     model, session = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), Session()
     session.initialize(model, opt_level=level, verbosity=0)
     labels = torch.zeros(2, dtype=torch.int64)
-    step = lambda: F.cross_entropy(model(torch.ones(2, 4)), labels)
-    trace = trace_step(model, step, casting=session.casting())
+    trace = trace_step(model, lambda: F.cross_entropy(model(torch.ones(2, 4)), labels), casting=session.casting())
     softmax, loss = (
         each for each in trace if each.op == "cross_entropy" and each.phase == "forward" and not each.is_view
     )
