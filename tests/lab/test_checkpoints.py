@@ -5,14 +5,16 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 import torch
 
-from amplab.lab import ExperimentConfig, Failed, Trainer, load_run
+from amplab.lab import TASKS, Experiment, ExperimentConfig, Failed, Trainer, load_run
 from amplab.lab.checkpoints import KEPT, Checkpoint, last_checkpoint
+from amplab.lab.levels import LEVELS
 
 SMALL = ExperimentConfig(hidden=16)
 STORY = """
@@ -115,6 +117,25 @@ def test_a_killed_run_continues_as_if_not_interrupted(config: str, tmp_path: Pat
         "inject",
     ]
     assert read.history.skip_count == whole.history.skip_count > 0
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_continues_at_every_level(task: str, level: str, tmp_path: Path) -> None:
+    config = ExperimentConfig().changed(task=task, opt_level=level)
+    whole, first = Experiment(config), Experiment(config)
+    for _ in range(3):
+        first.step()
+    state = torch.get_rng_state()
+    first.save(tmp_path / "run.checkpoint", {"more": 1})
+    second, extra = Experiment.load(tmp_path / "run.checkpoint")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (extra["more"], second.steps_done) == (1, 3)
+    expected = [whole.step() for _ in range(6)][3:]
+    got = [second.step() for _ in range(3)]
+    assert repr([replace(each, seconds=0) for each in got]) == repr([replace(each, seconds=0) for each in expected])
+    theirs = whole.model.state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in second.model.state_dict().items())
 
 
 def test_a_pause_saves_the_last_step_and_a_reset_of_the_process_offers_it(tmp_path: Path) -> None:
