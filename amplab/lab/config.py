@@ -39,9 +39,7 @@ __all__ = [
     "OptimizerChoice",
     "SettingRefused",
     "Values",
-    "differences",
     "field_named",
-    "shown_value",
     "spell",
 ]
 
@@ -286,6 +284,15 @@ class ConfigField:
         text = f"{value:g}" if isinstance(value, float) else str(value)
         return self.values.choices().get(text, text)
 
+    def default_shown(self, config: ExperimentConfig) -> str:
+        """Return the default in a config as the dashboard shows it."""
+        if self.name == "lr":
+            return f"{replace(config, lr=None).learning_rate:g}"
+        value = config.default_of(self.name)
+        if value is None and self.overrides_level:
+            return f"by {config.opt_level}"
+        return "none" if value is None else self.shown(value)
+
     def _refusal(self, given: str) -> SettingRefused:
         enter = self.values.entry or " or ".join(self.values.choices().values())
         spelled = _SPELLED_POWER.fullmatch(given)
@@ -508,6 +515,34 @@ class ExperimentConfig:
         """Whether the loss scale follows the gradients."""
         return self.effective_loss_scale == "dynamic"
 
+    def default_of(self, name: str) -> Any:
+        """Return the default of a field, which may depend on the task."""
+        return getattr(ExperimentConfig() if name == "task" else ExperimentConfig(task=self.task), name)
+
+    def differs(self, name: str) -> bool:
+        """Return whether the value in effect of a field differs from its default.
+
+        >>> config = ExperimentConfig(lr=0.1, opt_level="O2")
+        >>> config.differs("lr"), config.differs("opt_level"), config.changed(optimizer="adam").differs("lr")
+        (False, True, True)
+        """
+        if name == "lr":
+            return self.learning_rate != replace(self, lr=None).learning_rate
+        return bool(getattr(self, name) != self.default_of(name))
+
+    def defaults(self) -> ExperimentConfig:
+        """Return the config with the same weights at the start and every other field at its default.
+
+        >>> str(ExperimentConfig(model="cnn", opt_level="O2", lr=0.5).defaults())
+        'amplab/1 task=digits model=cnn opt_level=O1'
+        """
+        kept = {name: getattr(self, name) for name in FIELDS if name not in LIVE_FIELDS}
+        return ExperimentConfig(**kept)
+
+    def live_values(self) -> dict[str, Any]:
+        """Return the fields that can change at a step boundary, by name."""
+        return {name: getattr(self, name) for name in LIVE_FIELDS}
+
     def changed(self, **changes: object) -> ExperimentConfig:
         """Return this config with some fields changed.
 
@@ -590,28 +625,6 @@ def field_named(name: str) -> ConfigField:
 
 
 # Text
-
-
-def shown_value(config: ExperimentConfig, name: str) -> str:
-    """Return the value of a field in effect, as the dashboard shows it.
-
-    >>> shown_value(ExperimentConfig(), "lr"), shown_value(ExperimentConfig(opt_level="O3"), "loss_scale")
-    ('0.1', 'by level')
-    """
-    value = config.learning_rate if name == "lr" else getattr(config, name)
-    if value is None and name in OVERRIDES:
-        return "by level"
-    return "none" if value is None else FIELDS[name].shown(value)
-
-
-def differences(old: ExperimentConfig, new: ExperimentConfig) -> list[tuple[str, str, str]]:
-    """Return label, old value and new value of each field whose shown value differs, in the order of the fields.
-
-    >>> differences(ExperimentConfig(), ExperimentConfig(opt_level="O2", init_scale=2.0**20))
-    [('opt_level', 'O1', 'O2'), ('init', '2¹⁶', '2²⁰')]
-    """
-    shown = ((field.label, shown_value(old, name), shown_value(new, name)) for name, field in FIELDS.items())
-    return [(label, before, after) for label, before, after in shown if before != after]
 
 
 def spell(value: object) -> str:

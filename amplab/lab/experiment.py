@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from typing import Any
 
 import torch
@@ -21,15 +21,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amplab.amp import MemoryUse, ScaleRecord, Session
-from amplab.diagnose import FirstNonfinite, first_nonfinite
+from amplab.diagnose import FirstNonfinite, TwinReport, twin
 from amplab.formats.exponents import BINS, LOWEST_EXPONENT
 from amplab.kernels import tensor_stats
 from amplab.lab.config import FIELDS, LIVE_FIELDS, OPTIMIZERS, Change, ExperimentConfig
 from amplab.lab.events import GradientRecord, StepRecord
 from amplab.lab.models import build_model
+from amplab.lab.step_rerun import StepRerun
 from amplab.lab.step_stages import StageRecorder, StepStages
 from amplab.lab.tasks import load_task
-from amplab.trace import Trace, trace_step
+from amplab.trace import Trace, trace_step, xray
+from amplab.trace.random_states import random_states_kept
 
 __all__ = ["ACCURACY_EVERY", "FAULTS", "UNDERFLOW_SHRINK", "Experiment", "check_fault", "samples_gradients"]
 
@@ -67,7 +69,7 @@ class Experiment:
         self._task = load_task(config.task, config.seed)
         self._task.batches_per_epoch(config.batch_size)
         self._model = build_model(config.model, config.hidden, config.seed)
-        self._optimizer = _build_optimizer(config, self._model)
+        self._optimizer = _build_optimizer(config, self._model.parameters())
         self._session = Session()
         self._session.subscribe(self._store_record)
         self._initialize(config)
@@ -79,7 +81,8 @@ class Experiment:
         self._began: float | None = None
         self._faults: set[str] = set()
         self._shrinking = False
-        self._last_skip: tuple[int, float, frozenset[str]] | None = None
+        self._rerun = StepRerun(self._model, None, self._loss_again, self._session)
+        self._last: StepRecord | None = None  # while the step can run again
         self._recorder: StageRecorder | None = None
 
     @property
@@ -113,6 +116,11 @@ class Experiment:
         return self._loss_scale
 
     @property
+    def armed(self) -> frozenset[str]:
+        """The faults that will go into the next step."""
+        return frozenset(self._faults | ({"underflow"} if self._shrinking else set()))
+
+    @property
     def shrinking(self) -> bool:
         """Whether an injected underflow is on."""
         return self._shrinking
@@ -122,6 +130,8 @@ class Experiment:
         if self._began is None:
             self._began = time.perf_counter()
         images, labels = self._batch(self._step, self._faults)
+        self._rerun.forget()
+        self._rerun.remember({"images": images, "labels": labels})
         self._optimizer.zero_grad(set_to_none=True)
         with self._session.casting():
             loss = F.cross_entropy(self._model(images), labels)
@@ -134,8 +144,7 @@ class Experiment:
             self._memory = self._session.memory()
         self._optimizer.step()
         record = self._record(loss, self._began)
-        if record.skipped:
-            self._last_skip = record.step, record.loss_scale, frozenset(self._faults)
+        self._last = record
         self._loss_scale = record.next_loss_scale
         self._faults.clear()
         self._step += 1
@@ -196,12 +205,13 @@ class Experiment:
         """
         old = self._config
         self.check_switch(old, config)
+        self._last = None
         if any(getattr(old, name) != getattr(config, name) for name in _SESSION_FIELDS):
             keeps_scale = old.is_dynamic and config.is_dynamic and old.init_scale == config.init_scale
             kept = self._session.state_dict() if keeps_scale else None
             self._session.reset()
             if old.optimizer != config.optimizer:
-                self._optimizer = _build_optimizer(config, self._model)
+                self._optimizer = _build_optimizer(config, self._model.parameters())
             self._initialize(config)
             if kept is not None:
                 self._session.load_state_dict(_with_upper_limit(kept, config.max_loss_scale))
@@ -238,41 +248,74 @@ class Experiment:
             loss_scale=self._loss_scale,
         )
 
-    def explain_skip(self) -> FirstNonfinite | None:
-        """Run the last skipped step again and return which op overflowed first, and why.
+    @property
+    def last_skip(self) -> StepRecord | None:
+        """The last step if it was skipped: its batch, weights and random state are still there. Else None."""
+        return self._last if self._last is not None and self._last.skipped else None
 
-        It runs at the current weights, which are still those of the skipped step until the next step without overflow.
+    def explain_skip(self) -> FirstNonfinite | None:
+        """Run `last_skip` again from the state in which it began; return which op overflowed first, and why.
+
         The experiment does not change.
 
         Returns:
-            The explanation; None if no step was skipped, or if the batch does not overflow any more.
+            The explanation; None if there is no such step, or if it is finite when it runs again.
 
         Sync: a few.
         """
-        if self._last_skip is None:
-            return None
-        step, scale, faults = self._last_skip
-        images, labels = self._batch(step, faults)
+        skip = self.last_skip
+        return None if skip is None else self._rerun.first_nonfinite(skip.loss_scale)
 
-        def loss() -> Tensor:
-            shrunk = self._shrunk(F.cross_entropy(self._model(images), labels))
-            return self._overflowing(shrunk, scale, faults)
-
-        batch = {"images": images, "labels": labels}
-        return first_nonfinite(self._model, batch, step=loss, scaler=self._session, loss_scale=scale)
+    def _loss_again(self, batch: dict[str, Tensor]) -> Tensor:
+        """The loss of the last step, with the faults that went into it."""
+        if self._last is None:
+            raise RuntimeError("no step can run again: expected one that has just ended.")
+        faults = set((self._last.injected or "").split("+"))
+        loss = F.cross_entropy(self._model(batch["images"]), batch["labels"])
+        shrunk = loss * UNDERFLOW_SHRINK if "underflow" in faults else loss
+        return self._overflowing(shrunk, self._last.loss_scale, faults)
 
     def gradients(self) -> GradientRecord:
         """Return the exponents of the gradients of the next batch, in float32 at the current (master) weights.
 
-        An injected underflow shrinks them as it shrinks the loss. The experiment does not change.
+        An injected underflow shrinks them as it shrinks the loss. The experiment does not change: dropout draws
+        what the next step will draw again.
         """
-        model = self._float32_copy()
-        images, labels = self._task.batch(self._step, self._config.batch_size)
-        self._shrunk(F.cross_entropy(model(images), labels)).backward()
+        with random_states_kept(()):
+            model = self._float32_copy()
+            images, labels = self._task.batch(self._step, self._config.batch_size)
+            self._shrunk(F.cross_entropy(model(images), labels)).backward()
         grads = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
         stats = tensor_stats(list(grads.values()), low=LOWEST_EXPONENT, bins=BINS).read()
         layers = tuple(zip(grads, (each.exponents for each in stats), strict=True))
         return GradientRecord(step=self._step, loss_scale=self._loss_scale, layers=layers)
+
+    def activations(self) -> int | None:
+        """Return the bytes that the forward of the next batch keeps for its backward; the experiment does not change.
+
+        They include 16-bit copies of weights. None for a model that calls `torch.func`, where they cannot be counted.
+        """
+        images, labels = self._task.batch(self._step, self._config.batch_size)
+        with self._session.casting():
+            kept = xray(self._model, step=lambda: F.cross_entropy(self._model(images), labels)).kept
+        return None if kept is None else kept.total
+
+    def twin(self, *, steps: int = 10) -> TwinReport:
+        """Train a float32 copy and one in this precision from the present weights, and compare them module by module.
+
+        Both take the next batches. The experiment does not change.
+        """
+        config, first = self._config, self._step
+        return twin(
+            self._float32_copy(),
+            lambda number: self._task.batch(first + number, config.batch_size),
+            "O0",
+            _settings(config),
+            steps=steps,
+            loss=F.cross_entropy,
+            optimizer=lambda weights: _build_optimizer(config, weights),
+            seed=config.seed,
+        )
 
     def nonfinite_buffers(self) -> tuple[str, ...]:
         """Return the names of the model's buffers that hold NaN or inf, which a skipped step keeps. Sync: one."""
@@ -288,20 +331,8 @@ class Experiment:
         return self._memory
 
     def _initialize(self, config: ExperimentConfig) -> None:
-        dynamic: dict[str, Any] = {"dynamic_init_scale": config.init_scale, "scale_window": config.growth_interval}
-        self._session.initialize(
-            self._model,
-            self._optimizer,
-            opt_level=config.opt_level,
-            keep_batchnorm_fp32=config.keep_batchnorm_fp32,
-            master_weights=config.master_weights,
-            loss_scale=config.loss_scale,
-            verbosity=0,
-            on_collapse="warn",  # a run that skips every step can be worth watching
-            min_loss_scale=config.min_loss_scale,
-            max_loss_scale=config.max_loss_scale,
-            **(dynamic if config.is_dynamic else {}),
-        )
+        # A run that skips every step can be worth watching.
+        self._session.initialize(self._model, self._optimizer, verbosity=0, on_collapse="warn", **_settings(config))
 
     def _store_record(self, record: ScaleRecord) -> None:
         self._scaled = record
@@ -386,10 +417,24 @@ def check_fault(fault: str) -> None:
         raise ValueError(f"{fault!r}: expected a fault that can be injected; choose from {', '.join(FAULTS)}.")
 
 
-def _build_optimizer(config: ExperimentConfig, model: nn.Module) -> torch.optim.Optimizer:
+def _settings(config: ExperimentConfig) -> dict[str, Any]:
+    """Return the arguments of `Session.initialize` that the config decides."""
+    dynamic: dict[str, Any] = {"dynamic_init_scale": config.init_scale, "scale_window": config.growth_interval}
+    return {
+        "opt_level": config.opt_level,
+        "keep_batchnorm_fp32": config.keep_batchnorm_fp32,
+        "master_weights": config.master_weights,
+        "loss_scale": config.loss_scale,
+        "min_loss_scale": config.min_loss_scale,
+        "max_loss_scale": config.max_loss_scale,
+        **(dynamic if config.is_dynamic else {}),
+    }
+
+
+def _build_optimizer(config: ExperimentConfig, weights: Iterable[Tensor]) -> torch.optim.Optimizer:
     choice = OPTIMIZERS[config.optimizer]
     options = {"momentum": config.momentum} if choice.takes_momentum else {}
-    return choice.build(model.parameters(), lr=config.learning_rate, **options)
+    return choice.build(weights, lr=config.learning_rate, **options)
 
 
 def _refuse_new_weights(old: ExperimentConfig, new: ExperimentConfig) -> None:

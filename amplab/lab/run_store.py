@@ -17,6 +17,7 @@ from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
 from amplab.lab.history import History, row_of
 from amplab.lab.run_log import RunLog, free_path, new_path
+from amplab.lab.skip_explanation import ExplanationBudget, SkipExplanation
 from amplab.lab.watched_run import WatchedRun
 
 __all__ = ["RunStore"]
@@ -31,6 +32,11 @@ class RunStore:
         config: What the run starts with.
         log: A folder (a new file is named in it), a file (path-2, path-3, … if it exists), or None for no log.
         on_failure: Called with a message if the log cannot be written.
+
+    Attributes:
+        history: The run in memory.
+        seconds: Seconds that its steps took, without pauses; the owner counts them.
+        budget: Which of its skipped steps to explain.
     """
 
     def __init__(
@@ -44,6 +50,8 @@ class RunStore:
         if isinstance(config, ExperimentConfig):
             self.history.keep_changes(start_change(config))
         self._config = config
+        self.seconds = 0.0
+        self.budget = ExplanationBudget()
         self._wanted = None if log is None else Path(log)
         self._on_failure = on_failure
         self._log: RunLog | None = None
@@ -83,6 +91,12 @@ class RunStore:
         if self._wanted is not None:
             self._write(self._wanted, RunLog.keep_scales, mixed)
 
+    def explain(self, explanation: SkipExplanation) -> None:
+        """Add why a step was skipped."""
+        self.history.explain(explanation)
+        if self._wanted is not None:
+            self._write(self._wanted, RunLog.explain, explanation)
+
     def change(self, config: ExperimentConfig, previous: ExperimentConfig, *, step: int) -> None:
         """Add what differs between two configs, and write the new one to the log."""
         self.history.keep_changes(*config_changes(previous, config, step))
@@ -109,6 +123,10 @@ class RunStore:
             self._write(self._wanted, RunLog.close)
         self._wanted = self._log = None
 
+    def reopen(self) -> None:
+        """Write later steps to the same log again after `close`."""
+        self._wanted = self._path
+
     def _write(self, wanted: Path, write: Callable[..., object], *values: object) -> None:
         try:
             if self._log is None:
@@ -118,6 +136,8 @@ class RunStore:
             self._give_up(error)
 
     def _open(self, wanted: Path) -> RunLog:
+        if self._path is not None:
+            return RunLog(self._path, self._config, is_continued=True)
         is_file = wanted.suffix == ".jsonl" and not wanted.is_dir()
         log = RunLog(free_path(wanted) if is_file else new_path(wanted, self._config), self._config)
         self._path = log.path

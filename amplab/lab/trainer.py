@@ -13,13 +13,15 @@ import math
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
 
 from amplab import kernels
 from amplab.amp import MemoryUse
+from amplab.lab.changes import config_changes
+from amplab.lab.comparison import Comparison, Progress, levels_of
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import (
     Callback,
@@ -33,11 +35,16 @@ from amplab.lab.events import (
     StateChanged,
     StepRecord,
     TraceReady,
+    TwinReady,
+    Undone,
 )
 from amplab.lab.experiment import Experiment, check_fault, samples_gradients
 from amplab.lab.history import History
+from amplab.lab.kept_runs import KeptRun, KeptRuns
 from amplab.lab.run_store import RunStore
+from amplab.lab.skip_explanation import explained
 from amplab.lab.step_stages import StepStages
+from amplab.lab.undo import UndoList
 from amplab.lab.worker import Worker
 
 __all__ = ["STEP_LIMIT", "Trainer"]
@@ -85,7 +92,11 @@ class Trainer:
         self._log = log
         self._step_limit = step_limit
         self._publisher = Publisher()
-        self._store = self._new_store()
+        self._changes = UndoList()
+        self._kept = KeptRuns(self._changes)
+        self._comparison: Comparison | None = None
+        self._store = self._new_store(self._experiment.config)
+        self._name, self._runs_begun = "Run 1", 1
         self._worker = Worker(
             step=self._train,
             is_wanted=lambda: self._state == "running",
@@ -133,6 +144,27 @@ class Trainer:
     def shrinking(self) -> bool:
         """Whether an injected underflow is on."""
         return self._experiment.shrinking
+
+    @property
+    def armed(self) -> frozenset[str]:
+        """The faults that will go into the next step."""
+        return self._experiment.armed
+
+    @property
+    def kept(self) -> KeptRuns:
+        """The runs beside the present one: those that a reset replaced, and those of `compare`."""
+        return self._kept
+
+    @property
+    def last_change(self) -> str | None:
+        """What `undo` would take back, in words; None for nothing."""
+        return self._changes.last
+
+    @property
+    def comparison(self) -> Progress | None:
+        """How far `compare` is, None while it does not run."""
+        comparison = self._comparison
+        return None if comparison is None else comparison.progress
 
     @property
     def speed(self) -> float | None:
@@ -239,7 +271,7 @@ class Trainer:
             self._worker.post(lambda: self._store.close())  # noqa: PLW0108  a reset replaces the store
 
     def reset(self, config: ExperimentConfig | None = None) -> None:
-        """Start again from the seed: new weights, an empty history, a new log.
+        """Start again from the seed: new weights, an empty history, a new log. The present run is kept in `kept`.
 
         Args:
             config: The new experiment; None for the current one.
@@ -263,6 +295,52 @@ class Trainer:
             self._wanted = config
             self._worker.post(partial(self._switch, config))
 
+    def undo(self) -> None:
+        """Take back the latest change of the config, fault, reset or change of `kept`; no effect if there is none.
+
+        A changed config is put back with the weights as they are. A reset is taken back by continuing the run that it
+        replaced. An `Undone` event says what was taken back.
+        """
+        self._worker.post(self._take_back)
+
+    def continue_from(self, run: KeptRun) -> None:
+        """Continue a kept run, bit for bit as if it had not been replaced; the present run is kept.
+
+        Raises:
+            ValueError: The run is not kept any more, failed, is in training, or its weights were dropped.
+        """
+        self._kept.check_can_continue(run)
+        with self._lock:
+            self._wanted = run.config
+            self._worker.post(partial(self._bring_back, run))
+
+    def compare(self, configs: Sequence[ExperimentConfig] | None = None, *, steps: int = 300) -> None:
+        """Train other experiments beside this one, one after the other, each `steps` steps; they are added to `kept`.
+
+        This experiment waits meanwhile and does not change. `stop_comparison` ends it, and so does another call.
+
+        Args:
+            configs: The experiments; None for this one at each opt_level, from the same seed.
+            steps: Steps of each.
+
+        Raises:
+            ValueError: `steps` is not a whole number > 0.
+        """
+        _check_steps(steps)
+        with self._lock:
+            self.stop_comparison()
+            chosen = levels_of(self._wanted) if configs is None else configs
+            self._worker.post(partial(self._begin_comparison, chosen, steps))
+
+    def stop_comparison(self) -> None:
+        """End `compare` at the next step boundary; what was trained stays in `kept`."""
+        if (comparison := self._comparison) is not None:
+            comparison.stop()
+
+    def request_twin(self) -> None:
+        """Request a `TwinReady` at the next step boundary; it takes the time of about 30 steps."""
+        self._request("twin", lambda: TwinReady(self._experiment.twin(), len(self.history)))
+
     def inject(self, fault: str, *, on: bool | None = None) -> None:
         """Disturb the next step: "overflow", "nan", or "underflow", which stays on until it is switched off.
 
@@ -284,11 +362,19 @@ class Trainer:
         """Request a `GradientsReady` at the next step boundary, which is now if nothing runs."""
         self._request("gradients", lambda: GradientsReady(self._experiment.gradients()))
 
-    def request_explanation(self) -> None:
-        """Request a `SkipExplained` of the last skipped step, which must exist; it takes the time of several steps."""
-        self._request(
-            "explanation", lambda: SkipExplained(self.history.skips()[-1].step, self._experiment.explain_skip())
-        )
+    def request_explanation(self, step: int) -> None:
+        """Request a `SkipExplained` of a skipped step.
+
+        Its explanation is None if the step was not explained before and cannot run again, because weights or config
+        have changed since; see `explainable`.
+        """
+        self._worker.post(partial(self._answer_explanation, step))
+
+    @property
+    def explainable(self) -> int | None:
+        """The last step if it was skipped: it can run again, since its weights are still there. Else None."""
+        skip = self._experiment.last_skip
+        return None if skip is None else skip.step
 
     def run(self, steps: int) -> History:
         """Train `steps` steps and return the history when they are done; an interrupt pauses at a step boundary.
@@ -348,12 +434,13 @@ class Trainer:
             self._due = time.monotonic() + _period(self._speed)
         if samples_gradients(self._experiment.steps_done):
             self._attempt("gradients failed.", lambda: self._store.keep(self._experiment.gradients().sample))
-        record = (step or self._experiment.step)()
-        self._store.append(record)
+        record = _timed_step(step or self._experiment.step, self._store)
         if (memory := self._experiment.memory()) is not self._memory:
             self._memory = memory
             self._store.keep_memory(record.step, memory)
         self._publisher.publish(record)
+        if record.skipped and self._store.budget.allows(_kind_of_skip(record), self._store.seconds):
+            self._explain()
         if record.accuracy is not None:
             self._report_kernels()
         if not math.isfinite(record.loss):
@@ -365,6 +452,34 @@ class Trainer:
     def _train_once(self) -> None:
         if self._state != "failed":  # since step() was called
             self._train()
+            self._explain()
+
+    def _explain(self) -> None:
+        """Explain the last step if it was skipped: its batch, weights and random state are still there."""
+        record = self._experiment.last_skip
+        if record is None or record.step in self.history.explanations:
+            return
+        began = time.perf_counter()
+        self._attempt(f"step {record.step} could not run again.", partial(self._explain_skip, record))
+        self._store.budget.took(time.perf_counter() - began, _kind_of_skip(record))
+
+    def _explain_skip(self, record: StepRecord) -> None:
+        found = self._experiment.explain_skip()
+        why = explained(
+            found,
+            step=record.step,
+            injected=record.injected,
+            loss=record.loss,
+            first_loss=self.history.record(0).loss,
+        )
+        self._store.explain(why)
+        self._publisher.publish(SkipExplained(record.step, why))
+
+    def _answer_explanation(self, step: int) -> None:
+        if step == self.explainable and step not in self.history.explanations:
+            self._explain()
+        else:
+            self._publisher.publish(SkipExplained(step, self.history.explanations.get(step)))
 
     def _train_in_stages(self, parameter: str | None) -> None:
         if self._state == "failed":  # since step_in_stages() was called
@@ -377,6 +492,7 @@ class Trainer:
             return record
 
         self._train(step)
+        self._explain()
         self._publisher.publish(StagesReady(recorded[0]))
 
     def _count_down(self) -> None:
@@ -397,27 +513,134 @@ class Trainer:
         if state != "running":
             self._store.flush()
         self._publisher.publish(StateChanged(state, len(self.history), note))
+        if state == "paused":
+            self._explain()
 
-    def _switch(self, config: ExperimentConfig) -> None:
+    def _switch(self, config: ExperimentConfig, *, is_undo: bool = False) -> None:
         previous, step = self.config, len(self.history)
         if config == previous:
             return
+        if is_undo:
+            self._wanted = config
+        else:
+            self._changes.record(_in_words(previous, config), partial(self._switch, previous, is_undo=True))
         self._experiment.switch(config)
         self._store.change(config, previous, step=step)
         self._publisher.publish(ConfigChanged(config, previous, step))
 
-    def _rebuild(self, config: ExperimentConfig) -> None:
-        previous = self.config
-        self._store.close()
-        self._experiment = Experiment(config)
+    def _rebuild(self, config: ExperimentConfig, *, is_undo: bool = False) -> None:
+        previous, steps = self.config, len(self.history)
+        experiment = Experiment(config)
+        replaced = self._retire()
+        if not is_undo:
+            text = ", ".join(filter(None, [f"Reset at step {steps:,}" if steps else "", _in_words(previous, config)]))
+            self._record_replacing(text, replaced, previous)
+        self._runs_begun += 1
+        self._present(f"Run {self._runs_begun}", experiment, self._new_store(config), previous)
+        if is_undo:
+            self._wanted = config
+
+    def _record_replacing(self, text: str, replaced: KeptRun | None, previous: ExperimentConfig) -> None:
+        """Record that another run is present; undo continues the replaced one, or starts one with its config."""
+        if replaced is not None:
+            can_continue = partial(self._kept.can_continue, replaced)
+            self._changes.record(text, partial(self._bring_back, replaced, is_undo=True), can_continue)
+        else:
+            self._changes.record(text, partial(self._rebuild, previous, is_undo=True))
+
+    def _present(self, name: str, experiment: Experiment, store: RunStore, previous: ExperimentConfig) -> None:
+        """Train another experiment from now on."""
+        self._name, self._experiment, self._store = name, experiment, store
         self._has_reported_buffers = False
         self._publisher.forget_run()
         self._memory = None
-        self._store = self._new_store()
-        self._publisher.publish(ConfigChanged(config, previous, 0, reset=True))
+        self._publisher.publish(ConfigChanged(experiment.config, previous, len(store.history), reset=True))
 
-    def _disturb(self, fault: str, on: bool | None) -> None:
+    def _retire(self) -> KeptRun | None:
+        """Keep the present run and return it; None if it has no step."""
+        self._store.close()
+        if not len(self.history):
+            return None
+        error = "Training failed." if self._state == "failed" else ""
+        kept = self._kept.keep(self._name, self.config, self._store, self._experiment, error=error)
+        self._worker.post(partial(self._measure, kept))
+        return kept
+
+    def _bring_back(self, run: KeptRun, *, is_undo: bool = False) -> None:
+        """Continue a kept run in place of the present one."""
+        if run.experiment is None or not self._kept.can_continue(run):
+            return  # dropped since it was asked for
+        previous, replaced = self.config, self._retire()
+        self._kept.take(run)
+        if not is_undo:
+            self._record_replacing(f"Continued {run.name}", replaced, previous)
+        run.store.reopen()
+        self._present(run.name, run.experiment, run.store, previous)
+        with self._lock:
+            self._wanted = self.config
+            if self._state != "running" or run.error:
+                self._enter("failed" if run.error else "paused", again=True)
+
+    def _take_back(self) -> None:
+        text = self._changes.take_back()
+        if text is not None:
+            self._publisher.publish(Undone(text))
+
+    def _measure(self, run: KeptRun) -> None:
+        """Measure what a kept run shows beside its history."""
+        experiment = run.experiment
+        if experiment is not None:
+            self._attempt("The held-out score failed.", lambda: setattr(run, "held_out", experiment.accuracy()))
+            self._attempt("Counting kept bytes failed.", lambda: setattr(run, "activations", experiment.activations()))
+            run.memory = experiment.memory()
+        self._kept.touch()
+
+    def _begin_comparison(self, configs: Sequence[ExperimentConfig], steps: int) -> None:
+        def begin(config: ExperimentConfig) -> KeptRun:
+            run = self._kept.keep(
+                config.opt_level, config, self._new_store(config), Experiment(config), is_compared=True
+            )
+            run.is_training = True
+            return run
+
+        def train(run: KeptRun) -> None:
+            if run.experiment is not None:
+                _timed_step(run.experiment.step, run.store)
+
+        def end(run: KeptRun, error: str) -> None:
+            run.is_training, run.error = False, error
+            run.store.close()
+            self._measure(run)
+
+        self._comparison = Comparison(configs, steps, begin=begin, train=train, end=end)
+        self._advance_comparison()
+
+    def _advance_comparison(self) -> None:
+        comparison = self._comparison
+        if comparison is None:
+            return
+        goes_on = False
+        try:
+            goes_on = comparison.advance()
+        except Exception:  # noqa: BLE001 - the present run goes on
+            self._publisher.publish(Failed(f"The comparison ended.\n{traceback.format_exc()}"))
+        self._kept.touch()
+        if goes_on:
+            self._worker.post(self._advance_comparison)
+        else:
+            self._comparison = None
+
+    def _disturb(self, fault: str, on: bool | None, *, is_undo: bool = False) -> None:
+        was_on = fault in self._experiment.armed
         self._experiment.inject(fault, on=on)
+        is_on = fault in self._experiment.armed
+        if is_on != was_on and not is_undo:
+            experiment = self._experiment
+            self._changes.record(
+                f"{'NaN' if fault == 'nan' else fault.capitalize()} {'on' if is_on else 'off'}",
+                partial(self._disturb, fault, was_on, is_undo=True),
+                lambda: self._experiment is experiment and (fault in experiment.armed) == is_on,
+            )
         armed = self._experiment.shrinking if fault == "underflow" else on is not False
         self._store.inject(fault, step=len(self.history), on=armed)
 
@@ -441,11 +664,11 @@ class Trainer:
         )
         self._publisher.publish(Failed(text, damaged=True))
 
-    def _new_store(self) -> RunStore:
+    def _new_store(self, config: ExperimentConfig) -> RunStore:
         def report(text: str) -> None:
             self._publisher.publish(Failed(text))
 
-        return RunStore(self._experiment.config, log=self._log, on_failure=report)
+        return RunStore(config, log=self._log, on_failure=report)
 
     def _attempt(self, what: str, act: Callable[[], None]) -> None:
         try:
@@ -460,9 +683,27 @@ class Trainer:
         self._publisher.publish(Failed(f"The run failed at step {len(self.history)}.\n{text}", fatal=True))
 
 
+def _timed_step(step: Callable[[], StepRecord], store: RunStore) -> StepRecord:
+    """Train one step, and keep it with the time that it took."""
+    began = time.perf_counter()
+    record = step()
+    store.seconds += time.perf_counter() - began
+    store.append(record)
+    return record
+
+
+def _in_words(previous: ExperimentConfig, config: ExperimentConfig) -> str:
+    return ", ".join(change.text for change in config_changes(previous, config, 0))
+
+
 def _check_steps(steps: int) -> None:
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps={steps!r}: expected a whole number > 0, such as 300.")
+
+
+def _kind_of_skip(record: StepRecord) -> Hashable:
+    """What is known of a skipped step before it runs again, to tell kinds apart."""
+    return record.opt_level, record.injected, math.isfinite(record.loss)
 
 
 def _period(speed: float | None) -> float:

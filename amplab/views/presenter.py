@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from amplab import kernels
-from amplab.lab import ConfigChanged, Event, ExperimentConfig, Failed, StateChanged, StepRecord, Trainer
+from amplab.lab import ConfigChanged, Event, ExperimentConfig, Failed, StateChanged, StepRecord, Trainer, Undone
 from amplab.policies import cpu_half_mode
 from amplab.views.controls import act, controls_payload
-from amplab.views.live_payload import frame_rows, modes_line, summary
+from amplab.views.live_payload import modes_line, summary
 from amplab.views.notice_board import Notice, NoticeBoard, failure, offer
 from amplab.views.parts import Controls, LiveView, Message, Notices, Panels
 from amplab.views.tabs import TABS
@@ -49,10 +49,10 @@ class Presenter:
         self._board = NoticeBoard()
         self._wanted: ExperimentConfig | None = None  # what "Start new" in the offer begins
         self._answers = 0
+        self._undone: str | None = None  # until the next message of the page
         self._refusal: str | None = None
         self._armed: set[str] = set()
         self._shrinking_asked: bool | None = None
-        self._levels = trainer.history.level_changes() or [(0, trainer.config.opt_level)]
         self._scale = 0.0  # what the next step will use, as the trainer's thread last set it
         self._unsubscribe: Callable[[], None] = lambda: None
         self._ticker = Ticker(self._tick, on_failure=lambda text: self._put(failure(text)))
@@ -140,6 +140,10 @@ class Presenter:
         match event:
             case ConfigChanged():
                 self._on_config(event)
+            case Undone(text):
+                self._undone, self._refusal = text, None
+                self._armed &= self._trainer.armed
+                self._shrinking_asked = None
             case Failed():
                 self._put(failure(event.text, fatal=event.fatal, damaged=event.damaged))
             case StateChanged(note=note) if note:
@@ -150,17 +154,15 @@ class Presenter:
 
     def _on_config(self, event: ConfigChanged) -> None:
         if event.reset:
-            self._levels, self._armed, self._shrinking_asked = [(0, event.config.opt_level)], set(), None
+            self._armed, self._shrinking_asked = set(), None
             self._board.remove_of_run()
             self.parts.notices.notices = self._board.payload()
             self.select(None)
-        elif self._levels[-1][1] != event.config.opt_level:
-            kept = [mark for mark in self._levels if mark[0] < event.step]
-            self._levels = [*kept, (event.step, event.config.opt_level)]
 
     # In the ticker's thread: messages of the page
 
     def _on_control(self, message: Message) -> None:
+        self._undone = None
         self._refusal = act(self._trainer, message)
         self._answers += 1
         if message["type"] == "inject" and self._refusal is None:
@@ -225,6 +227,8 @@ class Presenter:
             shrinking=self._is_shrinking(),
             armed=sorted(self._armed),
             speed=self._trainer.speed,
+            last_change=self._trainer.last_change,
+            undone=self._undone,
         )
         # A refused value is still in its field: a new number makes the page write the field again.
         return shown | {"answers": self._answers}
@@ -241,7 +245,7 @@ class Presenter:
             memory=trainer.memory(),
             modes=modes_line(kernels.report(), cpu_half_mode()),
         )
-        self.parts.live.show_frame(frame_rows(history), levels=self._levels, summary=figures)
+        self.parts.live.draw(history, figures)
 
     def _put(self, notice: Notice) -> None:
         self._board.put(notice)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from amplab.amp import explain_override
 from amplab.lab import FIELDS, LIVE_FIELDS, OVERRIDES, ExperimentConfig
-from amplab.lab.config import Change, SettingRefused, differences, spell
+from amplab.lab.config import Change, SettingRefused, spell
 
 SCALES = st.integers(-126, 127).map(lambda power: 2.0**power) | st.floats(1e-6, 1e30)
 
@@ -214,20 +214,6 @@ def test_a_static_scale_drops_the_settings_of_a_dynamic_one_unless_given_with_it
         dynamic.changed(loss_scale=128.0, growth_interval=10)
     with pytest.raises(SettingRefused):
         dynamic.changed(loss_scale=128.0).changed(growth_interval=10)
-
-
-def test_differences_are_named_and_written_as_the_controls_show_them():
-    old = ExperimentConfig()
-    assert differences(old, old) == []
-    assert differences(old, old.changed(lr=0.1)) == [], "the rate in effect is the same"
-    changed = old.changed(optimizer="adam", max_loss_scale=2.0**20, min_loss_scale=1.0, loss_scale="dynamic")
-    assert differences(old, changed) == [
-        ("Optimizer", "SGD", "Adam"),
-        ("Learning rate", "0.1", "0.005"),
-        ("Loss scale", "by level", "dynamic"),
-        ("floor", "none", "2⁰"),
-        ("ceiling", "2²⁴", "2²⁰"),
-    ]
 
 
 @given(st.floats(2.0**-126, 2.0**127))
