@@ -253,7 +253,7 @@ def _neighbors(taken: Snapshot, element: int) -> list[dict[str, Any]]:
     first = max(0, min(element - _NEIGHBORS, len(taken.kept) - 2 * _NEIGHBORS - 1))
     indices = range(first, min(first + 2 * _NEIGHBORS + 1, len(taken.kept)))
     return [
-        {"index": index, "place": _place(taken.kept_shape, index), "value": say(taken.value(index))}
+        {"index": index, "place": _place(taken.kept_shape, index), "value": say(taken.value(index), 2)}
         for index in indices
     ]
 

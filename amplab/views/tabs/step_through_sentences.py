@@ -9,8 +9,7 @@ import torch
 
 from amplab.display.numbers import count, percent, power, short_text
 from amplab.formats import FLOAT16, FORMATS, LOW_PRECISION_DTYPES, FloatFormat
-from amplab.lab import ParameterStages, Snapshot, StepStages
-from amplab.lab.step_stages import snapshot
+from amplab.lab import ParameterStages, Snapshot, StepStages, snapshot
 
 __all__ = ["Told", "say", "tell"]
 
