@@ -17,7 +17,8 @@ OUTPUTS = ".jp-OutputArea-output"
 
 RUN = """async (scope) => {
   const { violations } = await axe.run({ include: [[scope]] }, { resultTypes: ["violations"] });
-  return violations.map(({ id, nodes }) => [id, nodes.map(({ html, failureSummary }) => `${html.slice(0, 160)} ${failureSummary}`)]);
+  const said = ({ html, failureSummary }) => `${html.slice(0, 160)} ${failureSummary}`;
+  return violations.map(({ id, nodes }) => [id, nodes.map(said)]);
 }"""
 
 

@@ -19,8 +19,8 @@ STORY = (
 )
 FOCUSED = """() => {
   const { activeElement } = document;
-  const { outlineStyle, outlineWidth, boxShadow } = getComputedStyle(activeElement);
-  const ring = (outlineStyle !== "none" && parseFloat(outlineWidth) > 0) || boxShadow !== "none";
+  const ring = [activeElement, activeElement.parentElement].map((each) => getComputedStyle(each))
+    .some(({ outlineStyle, outlineWidth }) => outlineStyle !== "none" && parseFloat(outlineWidth) > 1);
   const dashboard = activeElement.closest(".amp-dashboard");
   return [Boolean(dashboard), ring, activeElement.outerHTML.slice(0, 120)];
 }"""
@@ -90,7 +90,7 @@ def test_plain_outputs_and_the_bit_explorer_keep_every_rule(
         page.run_all()
         expect(page.page.locator(".amplab-bits")).to_be_visible()
         page.page.evaluate(UNFOLD)
-        assert {theme: in_theme(page, theme, axe) for theme in THEMES} == dict.fromkeys(THEMES, {})
+        assert {theme: in_theme(page, theme, axe) for theme in THEMES} == {theme: {} for theme in THEMES}
 
 
 def in_theme(page: LabPage, theme: str, axe: Path) -> dict[str, list[str]]:
