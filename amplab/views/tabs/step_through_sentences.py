@@ -243,7 +243,8 @@ def _unscale(check: GradientCheck, seen: ParameterStages, element: int) -> Told:
     old, new = before.value(element), after.value(element)
     divided = f"{say(old)} {operator} = {say(new)}, in {_dtype(after)}."
     if seen.backwards > 1:
-        divided = f"{seen.backwards} backwards are accumulated; the last one gave {say(old)}. Their sum {operator} is {say(new)}."
+        added = f"{seen.backwards} backwards are accumulated; the last one gave {say(old)}."
+        divided = f"{added} Their sum {operator} is {say(new)}."
     elif scale == 1:
         divided = "The scale is 1, so there is nothing to divide."
     text = f"{divided} None of the model's {check.checked:,} gradients is inf or NaN: found_inf = 0."

@@ -100,7 +100,7 @@ function valueRow(picture, pick) {
   return h("div", { class: "amp-values" }, picture.values.map((each) => {
     const isChosen = each.index === picture.index;
     return isChosen
-      ? h("output", { class: "amp-value", title: each.place }, picture.value)
+      ? h("b", { class: "amp-value", title: each.place }, picture.value)
       : h("button", { type: "button", tabindex: pick ? 0 : -1, disabled: !pick, title: each.place, "aria-label": `Show element ${each.place}, ${each.value}`, onclick: () => pick(each.index) }, each.value);
   }));
 }
@@ -231,6 +231,13 @@ export function stepThroughPanel({ send }) {
     if (hadFocus) buttons[index].focus();
   }
 
+  /** Return what gives the focus to the value at the same place again, after the values were drawn anew. */
+  function keepFocus() {
+    const buttons = () => [...sides.querySelectorAll(".amp-values button")];
+    const place = buttons().indexOf(document.activeElement);
+    return () => { if (place >= 0) buttons()[place]?.focus(); };
+  }
+
   function drawStage() {
     const stage = stages()[index];
     const { before, after } = stage;
@@ -241,11 +248,13 @@ export function stepThroughPanel({ send }) {
     write(title, `Step ${payload.step}, ${payload.level} · ${stage.title}`);
     write(sentence, stage.sentence);
     told.dataset.tone = stage.tone;
+    const refocus = keepFocus();
     sides.replaceChildren(
       tensorBox("before", before, null, top, own(before)),
       h("div", { class: "amp-operator" }, h("b", {}, stage.operator), h("span", { "aria-hidden": "true" }, "→"),
         stage.compares && before && after ? h("small", {}, "dashed: before") : null),
       tensorBox("after", after, stage.compares ? before : null, top, own(after)));
+    refocus();
   }
 
   function draw() {
