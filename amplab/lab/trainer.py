@@ -30,6 +30,7 @@ from amplab.lab.events import (
     Failed,
     GradientsReady,
     Publisher,
+    RunsChanged,
     SkipExplained,
     StagesReady,
     StateChanged,
@@ -154,6 +155,11 @@ class Trainer:
     def kept(self) -> KeptRuns:
         """The runs beside the present one: those that a reset replaced, and those of `compare`."""
         return self._kept
+
+    @property
+    def present_name(self) -> str:
+        """The name that the present run has among the kept ones once it is kept."""
+        return self._name
 
     @property
     def last_change(self) -> str | None:
@@ -594,6 +600,7 @@ class Trainer:
             self._attempt("Counting kept bytes failed.", lambda: setattr(run, "activations", experiment.activations()))
             run.memory = experiment.memory()
         self._kept.touch()
+        self._publisher.publish(RunsChanged())
 
     def _begin_comparison(self, configs: Sequence[ExperimentConfig], steps: int) -> None:
         def begin(config: ExperimentConfig) -> KeptRun:
@@ -625,6 +632,7 @@ class Trainer:
         except Exception:  # noqa: BLE001 - the present run goes on
             self._publisher.publish(Failed(f"The comparison ended.\n{traceback.format_exc()}"))
         self._kept.touch()
+        self._publisher.publish(RunsChanged())
         if goes_on:
             self._worker.post(self._advance_comparison)
         else:
