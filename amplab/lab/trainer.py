@@ -22,7 +22,7 @@ from amplab import kernels
 from amplab.amp import MemoryUse
 from amplab.lab.changes import config_changes
 from amplab.lab.comparison import Comparison, Progress, levels_of
-from amplab.lab.config import ExperimentConfig
+from amplab.lab.config import FIELDS, ExperimentConfig
 from amplab.lab.events import (
     Callback,
     ConfigChanged,
@@ -186,9 +186,9 @@ class Trainer:
         """Return the bytes of parameters, gradients, masters and optimizer state; see `Experiment.memory`."""
         return self._experiment.memory()
 
-    def accuracy(self) -> float:
-        """Measure the share of held-out images classified correctly, at the next step boundary, and return it."""
-        return self._worker.ask(lambda: self._experiment.accuracy())  # noqa: PLW0108  a reset replaces the experiment
+    def score(self) -> float | None:
+        """Measure the task's score on held-out data at the next step boundary and return it; None if it has none."""
+        return self._worker.ask(lambda: self._experiment.score())  # noqa: PLW0108  a reset replaces the experiment
 
     def __repr__(self) -> str:
         """Return one line with the state and the config."""
@@ -441,13 +441,15 @@ class Trainer:
         if samples_gradients(self._experiment.steps_done):
             self._attempt("gradients failed.", lambda: self._store.keep(self._experiment.gradients().sample))
         record = _timed_step(step or self._experiment.step, self._store)
+        if (mixed := self._experiment.mixed_scales) is not None:
+            self._store.keep_scales(mixed)
         if (memory := self._experiment.memory()) is not self._memory:
             self._memory = memory
             self._store.keep_memory(record.step, memory)
         self._publisher.publish(record)
         if record.skipped and self._store.budget.allows(_kind_of_skip(record), self._store.seconds):
             self._explain()
-        if record.accuracy is not None:
+        if record.score is not None:
             self._report_kernels()
         if not math.isfinite(record.loss):
             self._report_buffers(record.step)
@@ -596,7 +598,7 @@ class Trainer:
         """Measure what a kept run shows beside its history."""
         experiment = run.experiment
         if experiment is not None:
-            self._attempt("The held-out score failed.", lambda: setattr(run, "held_out", experiment.accuracy()))
+            self._attempt("The held-out score failed.", lambda: setattr(run, "held_out", experiment.score()))
             self._attempt("Counting kept bytes failed.", lambda: setattr(run, "activations", experiment.activations()))
             run.memory = experiment.memory()
         self._kept.touch()
@@ -604,9 +606,8 @@ class Trainer:
 
     def _begin_comparison(self, configs: Sequence[ExperimentConfig], steps: int) -> None:
         def begin(config: ExperimentConfig) -> KeptRun:
-            run = self._kept.keep(
-                config.opt_level, config, self._new_store(config), Experiment(config), is_compared=True
-            )
+            name = FIELDS["opt_level"].shown(config.opt_level)
+            run = self._kept.keep(name, config, self._new_store(config), Experiment(config), is_compared=True)
             run.is_training = True
             return run
 
@@ -667,8 +668,8 @@ class Trainer:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         text = (
             f"Step {step} left NaN or inf in {names[0]}{more}: BatchNorm updates its running statistics in the forward "
-            f"pass, before a step can be skipped. Accuracy is measured with these statistics. Reset to start again; in "
-            f"a loop of your own check the batch before the forward pass."
+            f"pass, before a step can be skipped. Held-out data are scored with these statistics. Reset to start "
+            f"again; in a loop of your own check the batch before the forward pass."
         )
         self._publisher.publish(Failed(text, damaged=True))
 

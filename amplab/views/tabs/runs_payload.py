@@ -18,6 +18,7 @@ from amplab.display.numbers import count, percent, short_text, size
 from amplab.lab import ExperimentConfig, History, KeptRun, Progress, Trainer
 from amplab.lab.changes import config_changes
 from amplab.lab.kept_runs import last_losses
+from amplab.lab.tasks import score_named
 from amplab.views.live_payload import frame_rows
 
 __all__ = ["Style", "outcome", "overlays", "runs_payload", "styles", "twin_payload"]
@@ -100,9 +101,11 @@ def summary(runs: Sequence[KeptRun]) -> str:
     failed = [run for run in done if outcome(run)]
     scored = [run for run in done if run.held_out is not None and run not in failed]
     parts = []
-    if len(scored) > 1:
-        best = max(scored, key=lambda run: run.held_out or 0)
-        parts.append(f"Best held-out score: {best.name}, {percent(best.held_out or 0)}.")
+    tasks = {run.config.task for run in scored}
+    if len(scored) > 1 and len(tasks) == 1:
+        measure = score_named(tasks.pop())
+        best = max(scored, key=lambda run: (run.held_out or 0) * (1 if measure and measure.higher_is_better else -1))
+        parts.append(f"Best held-out score: {best.name}, {_score_text(best.held_out or 0, best.config)}.")
     if failed:
         parts.append("Failed: " + "; ".join(f"{run.name} ({outcome(run)})" for run in failed) + ".")
     elif len(done) > 1:
@@ -215,14 +218,14 @@ def _row(
     held_out: float | None = None,
 ) -> dict[str, object]:
     last = last_losses(history)
-    score = history.last_accuracy if held_out is None else held_out
+    score = history.last_score if held_out is None else held_out
     return {
         "name": name,
         "setting": str(config),
         "differs": ", ".join(change.label for change in config_changes(present, config, 0)),
         "steps": f"{len(history):,}",
         "loss": short_text(float(np.mean(last))) if last else "–",
-        "held_out": "–" if score is None else percent(score),
+        "held_out": "–" if score is None else _score_text(score, config),
         "skipped": f"{history.skip_count:,}",
         "rate": "–" if rate is None else f"{rate:,.0f}",
         "parameters": size(memory.parameters),
@@ -234,6 +237,11 @@ def _row(
         "is_training": False,
         "can_continue": False,
     }
+
+
+def _score_text(score: float, config: ExperimentConfig) -> str:
+    measure = score_named(config.task)
+    return short_text(score) if measure is None else measure.text(score)
 
 
 def _drawn(style: Style) -> dict[str, object]:
