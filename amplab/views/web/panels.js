@@ -8,11 +8,13 @@ import { dtypesPanel } from "./tab_dtypes.js";
 import { gradientsPanel } from "./tab_gradients.js";
 import { runsPanel } from "./tab_runs.js";
 import { skippedPanel } from "./tab_skipped.js";
+import { stepThroughPanel } from "./tab_step_through.js";
 
 const PANELS = {
   dtypes: dtypesPanel,
   gradients: gradientsPanel,
   skipped: skippedPanel,
+  step_through: stepThroughPanel,
   runs: runsPanel,
 };
 
