@@ -32,6 +32,7 @@ If the loss scale is not dynamic, step_rerun runs a step that is not finite agai
 """
 
 from amplab.lab.changes import RunChange
+from amplab.lab.comparison import Progress
 from amplab.lab.config import DEFAULT_LR, FIELDS, LIVE_FIELDS, OPTIMIZERS, OVERRIDES, ExperimentConfig, field_named
 from amplab.lab.events import (
     STATES,
@@ -42,6 +43,7 @@ from amplab.lab.events import (
     GradientSample,
     GradientsReady,
     LayerShares,
+    RunsChanged,
     SkipExplained,
     StagesReady,
     StateChanged,
@@ -112,6 +114,7 @@ __all__ = [
     "StagesReady",
     "Failed",
     "Undone",
+    "RunsChanged",
     "TwinReady",
     "COLUMNS",
     "RunChange",
@@ -131,6 +134,7 @@ __all__ = [
     "Trainer",
     "KeptRun",
     "KeptRuns",
+    "Progress",
     "open",
     "attach",
     "active",
