@@ -32,6 +32,7 @@ If the loss scale is not dynamic, step_rerun runs a step that is not finite agai
 """
 
 from amplab.lab.changes import RunChange
+from amplab.lab.comparison import Progress
 from amplab.lab.config import DEFAULT_LR, FIELDS, LIVE_FIELDS, OPTIMIZERS, OVERRIDES, ExperimentConfig, field_named
 from amplab.lab.events import (
     STATES,
@@ -42,6 +43,7 @@ from amplab.lab.events import (
     GradientSample,
     GradientsReady,
     LayerShares,
+    RunsChanged,
     SkipExplained,
     StagesReady,
     StateChanged,
@@ -58,7 +60,15 @@ from amplab.lab.models import CNN, MLP, MODELS, build_model, models_of, register
 from amplab.lab.open import active, attach, open
 from amplab.lab.run_log import Run, RunLog, load_run, runs_directory
 from amplab.lab.skip_explanation import SKIP_KINDS, SkipExplanation
-from amplab.lab.step_stages import ParameterStages, ScaleChange, Snapshot, StageRecorder, StepStages, snapshot
+from amplab.lab.step_stages import (
+    GradientCheck,
+    ParameterStages,
+    ScaleChange,
+    Snapshot,
+    StageRecorder,
+    StepStages,
+    snapshot,
+)
 from amplab.lab.tasks import TASKS, Score, Task, TaskChoice, TaskLoss, load_task
 from amplab.lab.trainer import Trainer
 from amplab.lab.watch import Watch, watch
@@ -104,6 +114,7 @@ __all__ = [
     "StagesReady",
     "Failed",
     "Undone",
+    "RunsChanged",
     "TwinReady",
     "COLUMNS",
     "RunChange",
@@ -115,6 +126,7 @@ __all__ = [
     "Snapshot",
     "snapshot",
     "ParameterStages",
+    "GradientCheck",
     "ScaleChange",
     "StepStages",
     "StageRecorder",
@@ -122,6 +134,7 @@ __all__ = [
     "Trainer",
     "KeptRun",
     "KeptRuns",
+    "Progress",
     "open",
     "attach",
     "active",

@@ -23,7 +23,7 @@ from amplab.amp import MemoryUse
 from amplab.lab.changes import config_changes
 from amplab.lab.checkpoints import Checkpoint, Checkpoints
 from amplab.lab.comparison import Comparison, Progress, levels_of
-from amplab.lab.config import ExperimentConfig
+from amplab.lab.config import FIELDS, ExperimentConfig
 from amplab.lab.events import (
     Callback,
     ConfigChanged,
@@ -31,6 +31,7 @@ from amplab.lab.events import (
     Failed,
     GradientsReady,
     Publisher,
+    RunsChanged,
     SkipExplained,
     StagesReady,
     StateChanged,
@@ -156,6 +157,11 @@ class Trainer:
     def kept(self) -> KeptRuns:
         """The runs beside the present one: those that a reset replaced, and those of `compare`."""
         return self._kept
+
+    @property
+    def present_name(self) -> str:
+        """The name that the present run has among the kept ones once it is kept."""
+        return self._name
 
     @property
     def last_change(self) -> str | None:
@@ -643,12 +649,12 @@ class Trainer:
             self._attempt("Counting kept bytes failed.", lambda: setattr(run, "activations", experiment.activations()))
             run.memory = experiment.memory()
         self._kept.touch()
+        self._publisher.publish(RunsChanged())
 
     def _begin_comparison(self, configs: Sequence[ExperimentConfig], steps: int) -> None:
         def begin(config: ExperimentConfig) -> KeptRun:
-            run = self._kept.keep(
-                config.opt_level, config, self._new_store(config), Experiment(config), is_compared=True
-            )
+            name = FIELDS["opt_level"].shown(config.opt_level)
+            run = self._kept.keep(name, config, self._new_store(config), Experiment(config), is_compared=True)
             run.is_training = True
             return run
 
@@ -674,6 +680,7 @@ class Trainer:
         except Exception:  # noqa: BLE001 - the present run goes on
             self._publisher.publish(Failed(f"The comparison ended.\n{traceback.format_exc()}"))
         self._kept.touch()
+        self._publisher.publish(RunsChanged())
         if goes_on:
             self._worker.post(self._advance_comparison)
         else:

@@ -21,9 +21,14 @@ from amplab.views.live_payload import modes_line, summary
 from amplab.views.notice_board import Notice, NoticeBoard, failure, offer, saved_offer
 from amplab.views.parts import Controls, LiveView, Message, Notices, Panels
 from amplab.views.tabs import TABS
-from amplab.views.ticker import Ticker
+from amplab.views.tabs.runs_payload import overlays
+from amplab.views.ticker import Pace, Ticker
 
 __all__ = ["Parts", "Presenter"]
+
+
+SLOW = 0.3
+"""Seconds between two drawings of the runs of a comparison."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ class Presenter:
         self._scale = 0.0  # what the next step will use, as the trainer's thread last set it
         self._unsubscribe: Callable[[], None] = lambda: None
         self._ticker = Ticker(self._tick, on_failure=lambda text: self._put(failure(text)))
+        self._overlaying = Pace(SLOW, self._ticker.wake)
         self._tabs = {each.name: each(self) for each in TABS}
         self.parts = Parts(
             notices=Notices(self._queued(self._on_notice)),
@@ -257,6 +263,8 @@ class Presenter:
             score=score_named(trainer.config.task),
         )
         self.parts.live.draw(history, figures)
+        if trainer.comparison is None or self._overlaying.is_due(trainer.kept.version):
+            self.parts.live.overlay(trainer.kept.version, lambda: overlays(trainer.kept.runs))
 
     def _put(self, notice: Notice) -> None:
         self._board.put(notice)
