@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from amplab.lab.checkpoints import last_checkpoint
 from amplab.lab.config import ExperimentConfig
+from amplab.lab.first_paint import START_LINE
 from amplab.lab.run_log import Run, runs_directory
 from amplab.lab.trainer import Trainer
 from amplab.lab.watch import Watch
@@ -50,6 +51,7 @@ def active() -> Trainer | None:
     return _kernel.trainer
 
 
+@START_LINE.until_open
 def open(config: str | ExperimentConfig | None = None) -> Dashboard:
     """Return a dashboard of this kernel's experiment; a cell that ends with it displays it.
 
