@@ -15,8 +15,9 @@ entry to `TASKS`. The models are in `models.py`, a model and data of one's own i
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -30,6 +31,7 @@ from torch.optim import Optimizer
 __all__ = [
     "ACCURACY",
     "HELD_OUT",
+    "OWN_TASK",
     "TASKS",
     "ImageBatch",
     "ImageTask",
@@ -41,6 +43,7 @@ __all__ = [
     "load_task",
     "rows_of_step",
     "score_named",
+    "task_choice",
 ]
 
 HELD_OUT = 360
@@ -124,9 +127,13 @@ class Task(ABC):
             model: As `models.build_model` returns it.
             make: Makes an optimizer of the config's kind of some parameters; None for the task's own kind.
         """
+        return [self.optimizer_of(list(model.parameters()), make)]
+
+    def optimizer_of(self, weights: Sequence[Tensor], make: MakeOptimizer | None) -> Optimizer:
+        """Return the optimizer of a task that has one, of the parameters of a copy; `make` as in `optimizers`."""
         if make is None:
             raise ValueError(f"task={self.name}: has no optimizer of its own; choose one by name.")
-        return [make(model.parameters())]
+        return make(weights)
 
     def measure(self, model: nn.Module) -> float:
         """Return the score of a model in evaluation mode. Sync: one."""
@@ -280,9 +287,34 @@ TASKS: dict[str, TaskChoice] = {"digits": TaskChoice("digits", _load_digits)}
 """Each task by the name that a config gives it."""
 
 
+OWN_TASK = re.compile(r"own(-\d+)?")
+"""The names of tasks that are code of one's own, which a later process may not have; see `own_task`."""
+
+
+def _absent(_seed: int) -> Task:
+    raise ValueError(
+        "task=own: a model of your own, which this process does not have; open it again with "
+        "amplab.lab.open(config, model=…, data=…, loss=…)."
+    )
+
+
+_ABSENT_OWN = TaskChoice(
+    "your own", _absent, score=Score("score"), optimizer="own", learning_rates={"own": 0.001}, has_own_optimizer=True
+)
+
+
+def task_choice(name: str) -> TaskChoice:
+    """Return the entry of a task; a stand-in for code of one's own that this process does not have.
+
+    Raises:
+        KeyError: There is no such task.
+    """
+    return _ABSENT_OWN if name not in TASKS and OWN_TASK.fullmatch(name) else TASKS[name]
+
+
 def score_named(task: str) -> Score | None:
-    """Return what a task measures; of a task that this process does not know, a score without a name of its own."""
-    return TASKS[task].score if task in TASKS else Score("score")
+    """Return what a task measures on held-out data, None if nothing."""
+    return task_choice(task).score
 
 
 def load_task(name: str, seed: int) -> Task:
@@ -292,6 +324,6 @@ def load_task(name: str, seed: int) -> Task:
         ImportError: scikit-learn, which bundles the data, is not installed.
         ValueError: There is no such task.
     """
-    if name not in TASKS:
+    if name not in TASKS and not OWN_TASK.fullmatch(name):
         raise ValueError(f"task={name}: expected one of {', '.join(TASKS)}.")
-    return TASKS[name].load(seed)
+    return task_choice(name).load(seed)
