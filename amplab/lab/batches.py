@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +87,7 @@ class Batches:
     def __init__(self, data: Any, seed: int) -> None:
         self._data, self._seed = data, seed
         self._starts = [0]  # the first step of each epoch, as far as known
+        self._length = _length(data)
         self._passes: list[_Pass] = []  # the one behind the run, and one for older batches
         self._kept: OrderedDict[int, Any] = OrderedDict()
         # Such a loader has one iterator, which begins again for every pass.
@@ -106,6 +107,8 @@ class Batches:
     def _read_up_to(self, step: int) -> None:
         behind = [each for each in self._passes if each.next <= step]
         chosen = max(behind, key=lambda each: each.next, default=None)
+        while self._length and self._starts[-1] + self._length <= step and chosen is None:
+            self._starts.append(self._starts[-1] + self._length)
         epoch = bisect_right(self._starts, step) - 1
         if chosen is None or chosen.next < self._starts[epoch]:
             chosen = self._begin(epoch)
@@ -143,6 +146,16 @@ class Batches:
         self._kept[step] = batch
         while len(self._kept) > 2 and (len(self._kept) > KEPT or _bytes(self._kept.values()) > KEPT_BYTES):
             self._kept.popitem(last=False)
+
+
+def _length(data: Any) -> int:
+    """Return how many batches an epoch has, 0 if that is unknown."""
+    if not isinstance(data, Sized):
+        return 0
+    try:
+        return len(data)
+    except TypeError:  # a loader of a stream
+        return 0
 
 
 def _is_function(data: Any) -> bool:

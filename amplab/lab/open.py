@@ -15,7 +15,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from amplab.lab.checkpoints import last_checkpoint
 from amplab.lab.config import OWN, ExperimentConfig
+from amplab.lab.models import models_of
 from amplab.lab.own_task import forget_own, register_own
 from amplab.lab.run_log import Run, runs_directory
 from amplab.lab.tasks import TASKS
@@ -82,7 +84,8 @@ def open(
     """Return a dashboard of this kernel's experiment; a cell that ends with it displays it.
 
     If an experiment is running or paused, the dashboard shows that experiment, unchanged, and asks whether to continue
-    it or to start the new one. Otherwise it shows a new experiment, with its run log in `runs_directory()`.
+    it or to start the new one. Otherwise it shows a new experiment, with its run log in `runs_directory()`, and offers
+    to continue the last run of a kernel that has ended, from its last checkpoint.
 
     With `model` and `data` the experiment trains a model of your own. The lab needs fresh models and optimizers for
     Reset and Compare: it calls the functions that it was given, or copies the objects as they are now. What you pass is
@@ -122,6 +125,8 @@ def open(
     opened = dashboard(trainer)
     if has_begun:
         opened.offer(None if wanted == trainer.config else wanted)
+    elif (saved := last_checkpoint(runs_directory())) is not None and _is_here(saved.config):
+        opened.offer_saved(saved)
     return opened
 
 
@@ -148,6 +153,11 @@ def attach(run: Trainer | Watch | Run | None = None) -> Dashboard | RunView:
 
 
 _OWN_CALL = "write amplab.lab.open(model=model, data=loader, loss=criterion)"
+
+
+def _is_here(config: ExperimentConfig) -> bool:
+    """Whether this process has the task and the model; code of one's own may be gone."""
+    return config.task in TASKS and config.model in models_of(config.task)
 
 
 def _of_own(config: ExperimentConfig | None, task: str) -> ExperimentConfig:

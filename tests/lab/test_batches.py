@@ -49,6 +49,20 @@ def test_an_old_batch_is_read_again_and_the_run_goes_on(monkeypatch):
     assert torch.equal(batches.batch(12), [again.batch(step) for step in range(13)][-1])
 
 
+def test_a_run_that_continues_does_not_read_the_epochs_before_its_step():
+    loader = shuffled()
+    reads = []
+    read = Flipped.__getitem__
+    Flipped.__getitem__ = lambda self, index: reads.append(index) or read(self, index)
+    try:
+        late = Batches(loader, 0).batch(302)
+    finally:
+        Flipped.__getitem__ = read
+    assert len(reads) <= 10
+    walked = Batches(shuffled(), 0)
+    assert torch.equal([walked.batch(step) for step in range(303)][-1], late)
+
+
 def test_random_states_of_the_process_are_kept():
     torch.manual_seed(3), random.seed(3)
     expected = torch.rand(()).item(), random.random()
