@@ -31,6 +31,7 @@ from amplab.lab.step_rerun import StepRerun
 from amplab.lab.step_stages import StageRecorder, StepStages
 from amplab.lab.tasks import load_task
 from amplab.trace import Trace, trace_step, xray
+from amplab.trace.recorder import Observer
 from amplab.trace.random_states import random_states_kept
 
 __all__ = ["ACCURACY_EVERY", "FAULTS", "UNDERFLOW_SHRINK", "Experiment", "check_fault", "samples_gradients"]
@@ -238,14 +239,19 @@ class Experiment:
             self._model.train()
         return float((predicted == self._task.held_out_labels).float().mean().item())
 
-    def trace(self) -> Trace:
-        """Record the forward and backward of the next batch, op by op; the experiment does not change."""
+    def trace(self, observer: Observer | None = None) -> Trace:
+        """Record the forward and backward of the next batch, op by op; the experiment does not change.
+
+        Args:
+            observer: Reads the tensors of every op.
+        """
         images, labels = self._task.batch(self._step, self._config.batch_size)
         return trace_step(
             self._model,
             lambda: F.cross_entropy(self._model(images), labels),
             casting=self._session.casting(),
             loss_scale=self._loss_scale,
+            observer=observer,
         )
 
     @property
