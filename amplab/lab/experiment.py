@@ -22,6 +22,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -33,7 +35,16 @@ from amplab.diagnose import FirstNonfinite, TwinReport, twin
 from amplab.formats import FLOAT16
 from amplab.formats.exponents import BINS, LOWEST_EXPONENT
 from amplab.kernels import tensor_stats
-from amplab.lab.config import FIELDS, LIVE_FIELDS, OPTIMIZERS, OWN, Change, ExperimentConfig
+from amplab.lab.config import (
+    FIELDS,
+    LIVE_FIELDS,
+    OPTIMIZERS,
+    OWN,
+    Change,
+    ExperimentConfig,
+    SettingRefused,
+    listed,
+)
 from amplab.lab.events import GradientRecord, MixedScales, StepRecord
 from amplab.lab.models import build_model
 from amplab.lab.step_rerun import StepRerun
@@ -267,6 +278,18 @@ class Experiment:
         """Raise ValueError if `switch` from `old` to `new` would."""
         _refuse_new_weights(old, new)
         self._task.check_batch_size(new.batch_size)
+        for name in listed(new.float32_modules):
+            self._check_module(name)
+
+    def _check_module(self, pattern: str) -> None:
+        """Raise ValueError unless a module of the model matches."""
+        names = self.module_names()
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = ", ".join(get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]) or "none"
+            raise SettingRefused(
+                f"float32_modules={pattern}: matches no module of the model; the closest are {near}.",
+                shown=f"{FIELDS['float32_modules'].label}: there is no {pattern}; choose from {near}.",
+            )
 
     def score(self) -> float | None:
         """Return the task's score on held-out data, None if it has none. Sync: one."""
@@ -299,6 +322,12 @@ class Experiment:
             loss_scale=self._loss_scale,
             observer=observer,
         )
+
+    def module_names(self) -> tuple[str, ...]:
+        """Return the names of the model's modules, of which float32_modules may list some; none of several models."""
+        if isinstance(self._model, ModelGroup):
+            return ()
+        return tuple(name for name, _ in self._model.named_modules() if name)
 
     @property
     def last_skip(self) -> StepRecord | None:
@@ -573,7 +602,7 @@ def _settings(config: ExperimentConfig) -> dict[str, Any]:
     dynamic: dict[str, Any] = {"dynamic_init_scale": config.init_scale, "scale_window": config.growth_interval}
     return {
         "opt_level": config.level.opt_level,
-        "policy": config.level.policy,
+        "policy": config.policy,
         "keep_batchnorm_fp32": config.keep_batchnorm_fp32,
         "master_weights": config.master_weights,
         "loss_scale": config.effective_loss_scale,

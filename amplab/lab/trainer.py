@@ -361,6 +361,10 @@ class Trainer:
         """Request a `TraceReady` at the next step boundary, which is now if nothing runs."""
         self._request("trace", lambda: TraceReady(self._experiment.trace(), len(self.history), self.config.opt_level))
 
+    def module_names(self) -> tuple[str, ...]:
+        """Return the names of the model's modules, of which `float32_modules` of the config may list some."""
+        return self._experiment.module_names()
+
     def request_trace_at(self, opt_level: str) -> None:
         """Request a `LevelTraced`: the step of a fresh model at another level; the run is not changed.
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from amplab.amp import OPT_LEVELS
 from amplab.lab import FIELDS, ConfigChanged, Event, InputsReady, LevelTraced, TraceReady
+from amplab.lab.config import SettingRefused, listed
+from amplab.lab.levels import LEVELS
 from amplab.policies import PrecisionPolicy
 from amplab.views.parts import Message
 from amplab.views.tabs.dtypes_payload import TracedLevel, dtypes_payload, measured_inputs
@@ -15,6 +16,9 @@ __all__ = ["DtypesTab"]
 
 RETRACED = tuple(name for name, each in FIELDS.items() if each.changes_dtypes)
 """Fields whose change needs a new trace."""
+
+OVERRIDES = {"op": "float32_ops", "module": "float32_modules"}
+"""The field of the config that each kind of override is in."""
 
 
 class DtypesTab(Tab):
@@ -34,6 +38,7 @@ class DtypesTab(Tab):
         self._other: TracedLevel | None = None
         self._compared: str | None = None
         self._measured: dict[str, Any] | None = None
+        self._problem = ""
 
     def begin(self) -> None:
         """Request the first trace."""
@@ -69,6 +74,20 @@ class DtypesTab(Tab):
                     self._draw()
                 else:
                     self.trainer.request_trace_at(level)
+            case {"type": "override", "kind": kind, "name": name, "on": on}:
+                self._override(OVERRIDES[kind], name, on=on)
+
+    def _override(self, field: str, name: str, *, on: bool) -> None:
+        """Put an op or a module into float32 at the next step boundary, or take that back."""
+        names = [each for each in listed(getattr(self.trainer.config, field)) if each != name]
+        self._problem = ""
+        try:
+            self.trainer.change(**{field: ",".join([*names, *([name] if on else [])]) or None})
+        except SettingRefused as refusal:
+            self._problem = refusal.shown
+        except ValueError as refusal:
+            self._problem = str(refusal)
+        self._draw()
 
     def _request(self) -> None:
         self.trainer.request_trace()
@@ -79,13 +98,21 @@ class DtypesTab(Tab):
     def _draw(self) -> None:
         if self._now is None:
             return
-        level = self.trainer.config.opt_level
+        config = self.trainer.config
+        has_lists = config.level.opt_level == "O1"
+        policy = (config.policy or PrecisionPolicy()) if has_lists else None
+        modules = self.trainer.module_names()
+        payload = dtypes_payload(self._now, before=self._before, other=self._other, policy=policy, modules=modules)
         self.show(
-            dtypes_payload(
-                self._now, before=self._before, other=self._other, policy=PrecisionPolicy() if level == "O1" else None
-            )
+            payload
             | {
                 "measured": self._measured,
-                "levels": [[name, name] for name in OPT_LEVELS if name != level],
+                "levels": [[name, each.label] for name, each in LEVELS.items() if name != config.opt_level],
+                "problem": self._problem,
+                "overrides": [
+                    {"kind": kind, "name": name}
+                    for kind, field in OVERRIDES.items()
+                    for name in listed(getattr(config, field))
+                ],
             }
         )

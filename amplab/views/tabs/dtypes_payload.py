@@ -26,7 +26,13 @@ __all__ = ["TracedLevel", "dtypes_payload", "measured_inputs"]
 OUTSIDE = "outside"
 
 _LISTED = re.compile(r"\b(\w+) list\b(?!s)")
-_KINDS = (("your rule", "your rule"), ("a hook", "hook"), ("the code requested", "code"), ("requested", "code"))
+_KINDS = (
+    ("your rule", "your rule"),
+    ("dtype of the weights", "weights"),
+    ("a hook", "hook"),
+    ("requested", "code"),
+)
+"""Words of a reason, and what they say has decided."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ def dtypes_payload(
     named = frozenset(modules)
     changed = now.trace.changed_since(before.trace) if before is not None else frozenset()
     keys = {record.index: key for key, record in now.trace.keyed()}
-    elsewhere = None if other is None else {key: record for key, record in other.trace.keyed()}
+    elsewhere = None if other is None else dict(other.trace.keyed())
     rows = []
     for group in folded(now.trace):
         row = _row(group, policy, named)
@@ -147,7 +153,7 @@ def _color(record: OpRecord) -> str:
 
 
 def _list(record: OpRecord) -> str:
-    """Return what decided the dtypes, for the filter: a list of the table, a rule, a hook, the code, or none."""
+    """Return what decided the dtypes, for the filter: a list of the table, a rule, a hook, …, or none."""
     if record.phase == "backward" and "gradient" in record.reason:
         return "autograd"
     for words, kind in _KINDS:

@@ -57,3 +57,13 @@ export function cellText(row) {
   const what = row.cast ? `cast to ${row.dtype}` : `${row.op}${row.times > 1 ? ` ×${row.times}` : ""} in ${row.dtype || "no floating-point dtype"}`;
   return `${what}, ${row.phase}${row.changed ? ", changed" : ""}`;
 }
+
+const keyOf = (row) => JSON.stringify([row.module, row.op, row.phase]);
+
+/** The index that an op has in another trace: the same occurrence of the same op in the same module; null if it is gone. */
+export function sameOp(before, after, index) {
+  const row = before.find((each) => each.index === index);
+  if (!row) return null;
+  const alike = (rows) => rows.filter((each) => keyOf(each) === keyOf(row));
+  return alike(after)[alike(before).indexOf(row)]?.index ?? null;
+}

@@ -1,11 +1,11 @@
 // The tab of op dtypes: a picture of strips, one a module, or a table; beside it what is known of the chosen op.
 
-import { ANY, cellText, isInside, keptRows, occurring, strips } from "./dtype_rows.js";
+import { ANY, cellText, isInside, keptRows, occurring, sameOp, strips } from "./dtype_rows.js";
 import { arrowTarget, choices, h, write } from "./elements.js";
 import { chip, emptyRow, table } from "./tables.js";
 
 const WHICH = [[ANY, "all ops"], ["forward", "forward"], ["backward", "backward"], ["casts", "casts"], ["changed", "changed"]];
-const LISTS = { none: "no list", hook: "a hook", code: "the code", autograd: "autograd" };
+const LISTS = { none: "no list", hook: "a hook", weights: "the weights", code: "the code", autograd: "autograd" };
 const MANY = 24;
 
 /** The dtypes of a row as chips, repeated ones counted: float32 ×2 float16 → float16. */
@@ -175,6 +175,7 @@ export function dtypesPanel({ send }) {
     mark();
   };
   const show = (given) => {
+    chosen = sameOp(payload.rows ?? [], given.rows ?? [], chosen);
     payload = given;
     const modules = payload.modules ?? [];
     if (closed === null && modules.length) closed = new Set(modules.length > MANY ? repeated(modules) : []);
