@@ -39,6 +39,7 @@ __all__ = [
     "LayerShares",
     "MixedScales",
     "Publisher",
+    "RunsChanged",
     "SkipExplained",
     "StagesReady",
     "StateChanged",
@@ -194,6 +195,11 @@ class Undone:
 
 
 @dataclass(frozen=True)
+class RunsChanged:
+    """A run of `Trainer.kept` has changed: a comparison made progress, or something was measured."""
+
+
+@dataclass(frozen=True)
 class TwinReady:
     """The twin of the experiment against float32, from the weights before ``step``; the run was not changed."""
 
@@ -279,6 +285,7 @@ Event = (
     | StagesReady
     | Failed
     | Undone
+    | RunsChanged
     | TwinReady
 )
 

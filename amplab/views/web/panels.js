@@ -6,12 +6,16 @@ import { h, moveByArrows, write } from "./elements.js";
 import { endWithKernel, ownKeys } from "./page.js";
 import { dtypesPanel } from "./tab_dtypes.js";
 import { gradientsPanel } from "./tab_gradients.js";
+import { runsPanel } from "./tab_runs.js";
 import { skippedPanel } from "./tab_skipped.js";
+import { stepThroughPanel } from "./tab_step_through.js";
 
 const PANELS = {
   dtypes: dtypesPanel,
   gradients: gradientsPanel,
   skipped: skippedPanel,
+  step_through: stepThroughPanel,
+  runs: runsPanel,
 };
 
 function tabStrip(model) {
