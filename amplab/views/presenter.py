@@ -16,7 +16,7 @@ from amplab.lab import ConfigChanged, Event, ExperimentConfig, Failed, StateChan
 from amplab.policies import cpu_half_mode
 from amplab.views.controls import act, controls_payload
 from amplab.views.gallery import GalleryDesk, gallery_titles
-from amplab.views.live_payload import frame_rows, modes_line, summary
+from amplab.views.live_payload import modes_line, summary
 from amplab.views.notice_board import Notice, NoticeBoard, failure, offer
 from amplab.views.parts import Controls, Gallery, LiveView, Message, Notices, Panels
 from amplab.views.tabs import TABS
@@ -54,7 +54,6 @@ class Presenter:
         self._refusal: str | None = None
         self._armed: set[str] = set()
         self._shrinking_asked: bool | None = None
-        self._levels = trainer.history.level_changes() or [(0, trainer.config.opt_level)]
         self._scale = 0.0  # what the next step will use, as the trainer's thread last set it
         self._unsubscribe: Callable[[], None] = lambda: None
         self._ticker = Ticker(self._tick, on_failure=lambda text: self._put(failure(text)))
@@ -155,13 +154,10 @@ class Presenter:
 
     def _on_config(self, event: ConfigChanged) -> None:
         if event.reset:
-            self._levels, self._armed, self._shrinking_asked = [(0, event.config.opt_level)], set(), None
+            self._armed, self._shrinking_asked = set(), None
             self._board.remove_of_run()
             self.parts.notices.notices = self._board.payload()
             self.select(None)
-        elif self._levels[-1][1] != event.config.opt_level:
-            kept = [mark for mark in self._levels if mark[0] < event.step]
-            self._levels = [*kept, (event.step, event.config.opt_level)]
 
     # In the ticker's thread: messages of the page
 
@@ -252,7 +248,7 @@ class Presenter:
             memory=trainer.memory(),
             modes=modes_line(kernels.report(), cpu_half_mode()),
         )
-        self.parts.live.show_frame(frame_rows(history), levels=self._levels, summary=figures)
+        self.parts.live.draw(history, figures)
 
     def _put(self, notice: Notice) -> None:
         self._board.put(notice)

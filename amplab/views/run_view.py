@@ -14,9 +14,8 @@ from amplab import kernels
 from amplab.display.html import html_table, name, page
 from amplab.display.numbers import count, power
 from amplab.lab import Run, Watch
-from amplab.lab.watched_run import NO_LEVEL
 from amplab.policies import cpu_half_mode
-from amplab.views.live_payload import frame_rows, modes_line, summary
+from amplab.views.live_payload import modes_line, summary
 from amplab.views.parts import LiveView
 from amplab.views.ticker import Pace, Ticker
 
@@ -52,7 +51,9 @@ class RunView(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.run = run
         self._ticker = Ticker(self._tick, on_failure=self._show_failure)
         self._pace = Pace(SLOW, self._ticker.wake)
-        self._live = LiveView(self._ticker.wake)
+        self._live = LiveView(
+            self._ticker.wake, lambda message: self._ticker.call(lambda: self._select(message["step"]))
+        )
         self._findings = ipywidgets.HTML()
         super().__init__([ipywidgets.HTML(f"<code>{escape(str(run.config))}</code>"), self._live, self._findings])
         self.add_class("amp-side")
@@ -73,10 +74,11 @@ class RunView(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
     def _tick(self) -> None:
         if not self._live.is_open:
             return
-        history = self.run.history
-        levels = [mark for mark in history.level_changes() if mark[1] != NO_LEVEL]
-        self._live.show_frame(frame_rows(history), levels=levels, summary=self._figures())
+        self._live.draw(self.run.history, self._figures())
         self._show_findings()
+
+    def _select(self, step: int | None) -> None:
+        self._live.selected = step
 
     def _figures(self) -> dict[str, object]:
         history, is_watch = self.run.history, isinstance(self.run, Watch)
