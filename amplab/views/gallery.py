@@ -72,7 +72,7 @@ def _fix(scenario: Scenario, play: Play, refusal: str | None) -> dict[str, objec
     if not text:
         text = _MISSED if play.stage == "missed" and play.seen else fix.why
     return {
-        "label": fix.label,
+        "label": scenario.fix_in_words,
         "text": refusal or text,
         "is_refused": refusal is not None,
         "is_ready": play.stage == "seen" or (play.stage == "missed" and bool(play.seen)),

@@ -119,7 +119,7 @@ def test_every_scenario_is_short_and_says_what_it_does() -> None:
         assert len(scenario.title) <= 40, name
         assert ExperimentConfig.parse(str(scenario.config)) == scenario.config
         if scenario.fix is not None:
-            assert scenario.config.changed(**scenario.fix.changes) != scenario.config
+            assert scenario.fixed_config != scenario.config
             assert len(scenario.fix.changes) == 1, "one change mends it"
 
 

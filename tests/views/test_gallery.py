@@ -54,7 +54,7 @@ def test_a_scenario_shows_what_it_promises_and_its_fix_mends_it(lab: Dashboard, 
     shown = gallery(lab).chosen
     assert shown["stage"] == "mended", (shown, lab.trainer.history.last)
     assert not set("{}–") & set(shown["fix"]["text"])
-    assert lab.trainer.config == scenario.config.changed(**scenario.fix.changes)
+    assert lab.trainer.config == scenario.fixed_config
     assert not shown["fix"]["is_ready"]
 
 

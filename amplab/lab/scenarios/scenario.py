@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from amplab.lab.config import FIELDS, LIVE_FIELDS, ExperimentConfig, field_named, spell
+from amplab.lab.changes import config_changes
+from amplab.lab.config import LIVE_FIELDS, ExperimentConfig
 from amplab.lab.scenarios.conditions import Condition
 
 __all__ = ["Fix", "Injection", "Scenario"]
@@ -40,23 +41,9 @@ class Fix:
     starts_over: bool = False
 
     @property
-    def label(self) -> str:
-        """The change in the labels of the dashboard.
-
-        >>> Fix({"opt_level": "O2", "lr": 0.1}, "", None, "").label
-        'opt_level: O2, Learning rate: 0.1'
-        """
-        return ", ".join(f"{FIELDS[name].label}: {_spelled(name, value)}" for name, value in self.changes.items())
-
-    @property
     def resets(self) -> bool:
         """Whether the run begins again."""
         return self.starts_over or any(name not in LIVE_FIELDS for name in self.changes)
-
-
-def _spelled(name: str, value: object) -> str:
-    choices = field_named(name).values.choices()
-    return choices.get(value, spell(value)) if isinstance(value, str) else spell(value)
 
 
 @dataclass(frozen=True)
@@ -84,3 +71,18 @@ class Scenario:
     steps: int = 400
     injections: tuple[Injection, ...] = field(default=())
     fix: Fix | None = None
+
+    @property
+    def fixed_config(self) -> ExperimentConfig:
+        """The config with the fix."""
+        return self.config if self.fix is None else self.config.changed(**self.fix.changes)
+
+    @property
+    def fix_in_words(self) -> str:
+        """The change that the fix makes, in the labels of the dashboard; empty without one.
+
+        >>> from amplab.lab.scenarios import SCENARIOS
+        >>> SCENARIOS["underflow"].fix_in_words
+        'opt_level O3 → O2'
+        """
+        return ", ".join(change.text for change in config_changes(self.config, self.fixed_config, 0))

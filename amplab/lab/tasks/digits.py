@@ -193,7 +193,7 @@ DIGITS_CHOICES = {
     "digits": TaskChoice("digits", partial(_load, "digits", 1.0)),
     "digits-16": TaskChoice("digits, gray levels to 16", partial(_load, "digits-16", 16.0)),
     "digits-1023": TaskChoice("digits, gray levels to 1023", partial(_load, "digits-1023", 1023.0)),
-    "even-bce": TaskChoice("even or odd, BCELoss", partial(_load_even, "even-bce", _BCE)),
-    "even-logits": TaskChoice("even or odd, BCEWithLogitsLoss", partial(_load_even, "even-logits", _BCE_WITH_LOGITS)),
+    "even-bce": TaskChoice("even or odd, BCE", partial(_load_even, "even-bce", _BCE)),
+    "even-logits": TaskChoice("even or odd, BCE with logits", partial(_load_even, "even-logits", _BCE_WITH_LOGITS)),
 }
 """The tasks of this file, each by the name that a config gives it."""
