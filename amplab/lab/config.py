@@ -284,6 +284,15 @@ class ConfigField:
         text = f"{value:g}" if isinstance(value, float) else str(value)
         return self.values.choices().get(text, text)
 
+    def default_shown(self, config: ExperimentConfig) -> str:
+        """Return the default in a config as the dashboard shows it."""
+        if self.name == "lr":
+            return f"{replace(config, lr=None).learning_rate:g}"
+        value = config.default_of(self.name)
+        if value is None and self.overrides_level:
+            return f"by {config.opt_level}"
+        return "none" if value is None else self.shown(value)
+
     def _refusal(self, given: str) -> SettingRefused:
         enter = self.values.entry or " or ".join(self.values.choices().values())
         spelled = _SPELLED_POWER.fullmatch(given)
@@ -505,6 +514,34 @@ class ExperimentConfig:
     def is_dynamic(self) -> bool:
         """Whether the loss scale follows the gradients."""
         return self.effective_loss_scale == "dynamic"
+
+    def default_of(self, name: str) -> Any:
+        """Return the default of a field, which may depend on the task."""
+        return getattr(ExperimentConfig() if name == "task" else ExperimentConfig(task=self.task), name)
+
+    def differs(self, name: str) -> bool:
+        """Return whether the value in effect of a field differs from its default.
+
+        >>> config = ExperimentConfig(lr=0.1, opt_level="O2")
+        >>> config.differs("lr"), config.differs("opt_level"), config.changed(optimizer="adam").differs("lr")
+        (False, True, True)
+        """
+        if name == "lr":
+            return self.learning_rate != replace(self, lr=None).learning_rate
+        return bool(getattr(self, name) != self.default_of(name))
+
+    def defaults(self) -> ExperimentConfig:
+        """Return the config with the same weights at the start and every other field at its default.
+
+        >>> str(ExperimentConfig(model="cnn", opt_level="O2", lr=0.5).defaults())
+        'amplab/1 task=digits model=cnn opt_level=O1'
+        """
+        kept = {name: getattr(self, name) for name in FIELDS if name not in LIVE_FIELDS}
+        return ExperimentConfig(**kept)
+
+    def live_values(self) -> dict[str, Any]:
+        """Return the fields that can change at a step boundary, by name."""
+        return {name: getattr(self, name) for name in LIVE_FIELDS}
 
     def changed(self, **changes: object) -> ExperimentConfig:
         """Return this config with some fields changed.

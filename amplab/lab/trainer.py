@@ -146,6 +146,11 @@ class Trainer:
         return self._experiment.shrinking
 
     @property
+    def armed(self) -> frozenset[str]:
+        """The faults that will go into the next step."""
+        return self._experiment.armed
+
+    @property
     def kept(self) -> KeptRuns:
         """The runs beside the present one: those that a reset replaced, and those of `compare`."""
         return self._kept
@@ -632,7 +637,7 @@ class Trainer:
         if is_on != was_on and not is_undo:
             experiment = self._experiment
             self._changes.record(
-                f"{fault.capitalize()} {'on' if is_on else 'off'}",
+                f"{'NaN' if fault == 'nan' else fault.capitalize()} {'on' if is_on else 'off'}",
                 partial(self._disturb, fault, was_on, is_undo=True),
                 lambda: self._experiment is experiment and (fault in experiment.armed) == is_on,
             )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from amplab import kernels
-from amplab.lab import ConfigChanged, Event, ExperimentConfig, Failed, StateChanged, StepRecord, Trainer
+from amplab.lab import ConfigChanged, Event, ExperimentConfig, Failed, StateChanged, StepRecord, Trainer, Undone
 from amplab.policies import cpu_half_mode
 from amplab.views.controls import act, controls_payload
 from amplab.views.gallery import GalleryDesk, gallery_titles
@@ -51,6 +51,7 @@ class Presenter:
         self._board = NoticeBoard()
         self._wanted: ExperimentConfig | None = None  # what "Start new" in the offer begins
         self._answers = 0
+        self._undone: str | None = None  # until the next message of the page
         self._refusal: str | None = None
         self._armed: set[str] = set()
         self._shrinking_asked: bool | None = None
@@ -144,6 +145,10 @@ class Presenter:
         match event:
             case ConfigChanged():
                 self._on_config(event)
+            case Undone(text):
+                self._undone, self._refusal = text, None
+                self._armed &= self._trainer.armed
+                self._shrinking_asked = None
             case Failed():
                 self._put(failure(event.text, fatal=event.fatal, damaged=event.damaged))
             case StateChanged(note=note) if note:
@@ -162,6 +167,7 @@ class Presenter:
     # In the ticker's thread: messages of the page
 
     def _on_control(self, message: Message) -> None:
+        self._undone = None
         self._refusal = act(self._trainer, message)
         self._answers += 1
         if message["type"] == "inject" and self._refusal is None:
@@ -232,6 +238,8 @@ class Presenter:
             shrinking=self._is_shrinking(),
             armed=sorted(self._armed),
             speed=self._trainer.speed,
+            last_change=self._trainer.last_change,
+            undone=self._undone,
         )
         # A refused value is still in its field: a new number makes the page write the field again.
         return shown | {"answers": self._answers}
