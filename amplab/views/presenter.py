@@ -13,6 +13,7 @@ from typing import Any
 
 from amplab import kernels
 from amplab.lab import ConfigChanged, Event, ExperimentConfig, Failed, StateChanged, StepRecord, Trainer, Undone
+from amplab.lab.tasks import score_named
 from amplab.policies import cpu_half_mode
 from amplab.views.controls import act, controls_payload
 from amplab.views.gallery import GalleryDesk, gallery_titles
@@ -255,6 +256,7 @@ class Presenter:
             rate=history.rate() if trainer.state == "running" else None,
             memory=trainer.memory(),
             modes=modes_line(kernels.report(), cpu_half_mode()),
+            score=score_named(trainer.config.task),
         )
         self.parts.live.draw(history, figures)
 
