@@ -23,6 +23,8 @@ from amplab.lab.tasks import ACCURACY, Score
 
 NAN = float("nan")
 
+pytestmark = pytest.mark.filterwarnings("ignore:Loss scaler 0 has skipped:UserWarning")
+
 
 def record(step: int, **changes: object) -> StepRecord:
     plain = {"loss": 1.0, "loss_scale": 65536.0, "next_loss_scale": 65536.0, "skipped": False, "opt_level": "O1"}
@@ -46,7 +48,7 @@ def skip(scale: float = 4.0, **more: object) -> dict:
 
 def test_skips_in_a_row_are_counted_from_the_beginning_alone() -> None:
     run = observed({}, skip(), {}, skip(8.0), skip(4.0))
-    assert Skips(2).met(run) == {"step": "3", "before": "8", "after": "4", "parameter": "a.weight"}
+    assert Skips(2).met(run) == {"step": "3", "before": "2³", "after": "2²", "parameter": "a.weight"}
     assert Skips(3).met(run) is None
     assert Skips().met(run)["step"] == "1"
     assert Skips().met(replace(run, begin=2))["step"] == "3"
@@ -127,15 +129,15 @@ def test_every_scenario_is_short_and_says_what_it_does() -> None:
 def test_without_a_scale_small_targets_are_not_learned_whatever_the_seed(seed: int) -> None:
     """O0 learns them; O3 and a scale of 1 do not, at all; O1 and O2 with a dynamic scale do."""
     config = SCENARIOS["underflow"].config.changed(seed=seed)
-    assert r_squared(config.changed(opt_level="O0")) > 0.6
+    assert r_squared(config.changed(opt_level="O0")) > 0.5
     assert abs(r_squared(config)) < 0.05
     assert abs(r_squared(config.changed(opt_level="O1", loss_scale=1.0))) < 0.05
-    assert r_squared(config.changed(opt_level="O2")) > 0.6
+    assert r_squared(config.changed(opt_level="O2")) > 0.5
 
 
 def r_squared(config: ExperimentConfig) -> float:
     experiment = Experiment(config)
-    for _ in range(50):
+    for _ in range(40):
         experiment.step()
     return experiment.score()
 

@@ -66,6 +66,7 @@ _ALL = (
             "After {steps} steps the loss is {loss}; it began at {first_loss}. R² on held-out data is {score}: the "
             "model is no better than the mean of the targets."
         ),
+        steps=250,
         fix=Fix(
             {"opt_level": "O2"},
             why="O2 scales the loss before the backward pass, and updates float32 master weights. Watch the loss fall.",
@@ -123,9 +124,11 @@ _ALL = (
             "A float16 weight of 0.1 has neighbors 0.00006 apart. The updates are smaller than half of that, so most "
             "of them round to nothing. The gradients are fine: the loss scale is 128."
         ),
-        sees=ScoreStays(0.4, steps=500),
-        seen="After {steps} steps only {score} of the held-out digits are right; the loss went from {first_loss} to {loss}.",
-        steps=600,
+        sees=ScoreStays(0.4, steps=300),
+        seen=(
+            "After {steps} steps only {score} of the held-out digits are right. The loss went from {first_loss} to "
+            "{loss}."
+        ),
         fix=Fix(
             {"master_weights": True},
             why="The optimizer updates float32 copies of the weights, in which small updates add up.",
@@ -137,14 +140,14 @@ _ALL = (
     Scenario(
         "softmax",
         "A softmax that overflows",
-        ExperimentConfig(task="text", model="handmade-softmax", opt_level="O2", lr=0.003, batch_size=16),
+        ExperimentConfig(task="text", model="handmade-softmax", opt_level="O2", lr=0.003, batch_size=8),
         expect=(
             "This transformer computes softmax as exp(x) / Σ exp(x). In float16, exp overflows from x = 11.09 on. At "
             "first the scores are small. Once they have grown, inf / inf is NaN and every step is skipped."
         ),
         sees=Skips(20),
         seen=(
-            "From step {step} on every step is skipped. The scale fell from {before} to {scale}, and the weights do not "
+            "From step {step} on every step is skipped. The scale fell from {before} to {scale}; the weights do not "
             "change any more."
         ),
         fix=Fix(
@@ -153,7 +156,7 @@ _ALL = (
                 "O1 runs exp in float32, as its list says. The scale has collapsed, so the run starts over. In your "
                 "own code use torch.softmax, which subtracts the largest score first."
             ),
-            sees=Both(Steps(200), LossFalls(0.8)),
+            sees=Both(Steps(100), LossFalls(0.8)),
             seen="After {steps} steps the loss is {loss}, perplexity {score}. {skipped}.",
             starts_over=True,
         ),
@@ -188,7 +191,7 @@ _ALL = (
         seen="The training loss fell to {loss}, yet {score} of the held-out digits are right, as if by chance.",
         fix=Fix(
             {"keep_batchnorm_fp32": True},
-            why="O2's default: BatchNorm and its statistics in float32. The statistics are inf, so the run starts over.",
+            why="O2's default: BatchNorm and its statistics stay float32. They are inf by now, so the run starts over.",
             sees=Both(ScoreReaches(0.9), Steps(100)),
             seen="{score} of the held-out digits are right after {steps} steps, with everything else in float16.",
             starts_over=True,

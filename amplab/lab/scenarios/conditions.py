@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from amplab.display.numbers import power, short_text
+from amplab.display.numbers import count, power, short_text
 from amplab.lab.events import StepRecord
 from amplab.lab.history import History
 from amplab.lab.tasks import Score
@@ -96,7 +96,7 @@ class Observed:
         skipped = self.history.skip_count
         return {
             "steps": f"{self.steps:,}",
-            "skipped": "No step was skipped" if not skipped else f"{skipped:,} step{'s were' * (skipped > 1) or ' was'} skipped",
+            "skipped": f"{count(skipped, 'step') if skipped else 'No step'} {'were' if skipped > 1 else 'was'} skipped",
             "scale": power(last.next_loss_scale, raised=True),
             "loss": short_text(self.last_loss(), digits=2),
             "first_loss": short_text(self.first_loss(), digits=2),
@@ -203,7 +203,7 @@ class ScoreStays:
         """See `Condition`."""
         if not run.is_due or run.steps < self.steps or run.score is None:
             return None
-        return {} if not ScoreReaches(self.value).met(run) == {} else None
+        return {} if ScoreReaches(self.value).met(run) is None else None
 
 
 @dataclass(frozen=True)

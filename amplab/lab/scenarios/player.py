@@ -150,7 +150,7 @@ class Player:
         run = Observed(self.trainer.history, self.play.begin, score_named(self.trainer.config.task), failure)
         found = sees.met(run)
         if found is not None:
-            numbers = run.numbers() | found
+            numbers = {**run.numbers(), **found}
             if is_mending and fix is not None:
                 self._become(stage="mended", mended=fix.seen.format(**numbers))
             else:

@@ -61,6 +61,7 @@ class ImageTask(Task):
         held_out_images: `(held_out, 1, 8, 8)`, never trained on.
         held_out_labels: `(held_out,)`.
         seed: Seed of the split and of the batches.
+        losses: One, the cross-entropy.
     """
 
     name: str
@@ -69,7 +70,7 @@ class ImageTask(Task):
     held_out_images: Tensor
     held_out_labels: Tensor
     seed: int
-    losses = (TaskLoss("cross-entropy", _cross_entropy),)
+    losses: tuple[TaskLoss, ...] = (TaskLoss("cross-entropy", _cross_entropy),)
     score = ACCURACY
 
     def batches_per_epoch(self, batch_size: int) -> int:
@@ -112,15 +113,19 @@ def _bce_with_logits(model: nn.Module, batch: ImageBatch) -> Tensor:
     return F.binary_cross_entropy_with_logits(model(batch.images), batch.labels)
 
 
+_BCE = TaskLoss("binary cross-entropy", _bce)
+_BCE_WITH_LOGITS = TaskLoss("binary cross-entropy with logits", _bce_with_logits)
+
+
 @dataclass(frozen=True, eq=False)
 class EvenTask(ImageTask):
     """Digits labeled 1.0 if they are even, else 0.0; the loss is binary cross-entropy of a sigmoid.
 
     Attributes:
-        losses: That loss; `even-logits` computes it from the logits.
+        losses: One, that loss; `even-logits` computes it from the logits.
     """
 
-    losses: tuple[TaskLoss, ...] = (TaskLoss("binary cross-entropy", _bce),)  # type: ignore[misc]  # per task
+    losses: tuple[TaskLoss, ...] = (_BCE,)
 
     def measure(self, model: nn.Module) -> float:
         """Return the share of held-out images that are called even or odd correctly. Sync: one."""
@@ -185,9 +190,6 @@ def _load_even(name: str, loss: TaskLoss, seed: int) -> EvenTask:
     even = (labels % 2 == 0).float()
     return EvenTask(name, images[train], even[train], images[held_out], even[held_out], seed, (loss,))
 
-
-_BCE = TaskLoss("binary cross-entropy", _bce)
-_BCE_WITH_LOGITS = TaskLoss("binary cross-entropy with logits", _bce_with_logits)
 
 DIGITS_CHOICES = {
     "digits": TaskChoice("digits", partial(_load, "digits", 1.0)),
