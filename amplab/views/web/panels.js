@@ -7,11 +7,13 @@ import { endWithKernel, ownKeys } from "./page.js";
 import { dtypesPanel } from "./tab_dtypes.js";
 import { gradientsPanel } from "./tab_gradients.js";
 import { skippedPanel } from "./tab_skipped.js";
+import { stepThroughPanel } from "./tab_step_through.js";
 
 const PANELS = {
   dtypes: dtypesPanel,
   gradients: gradientsPanel,
   skipped: skippedPanel,
+  step_through: stepThroughPanel,
 };
 
 function tabStrip(model) {
