@@ -10,7 +10,7 @@ The files, by part::
     training                experiment (one step), trainer (states and controls), worker (its thread), events
     one step in stages      step_stages
     the run                 history (in memory), changes (made by a person), run_log (on disk), run_store (both),
-                            skip_explanation, findings
+                            checkpoints, skip_explanation, findings
     single effects          scenarios
     several runs            kept_runs (beside the present one), comparison (all levels), undo
     your own loop           watch, watched_run, scale_probe, gradient_measure, idle_optimizers,
@@ -33,6 +33,7 @@ If the loss scale is not dynamic, step_rerun runs a step that is not finite agai
 """
 
 from amplab.lab.changes import RunChange
+from amplab.lab.comparison import Progress
 from amplab.lab.config import DEFAULT_LR, FIELDS, LIVE_FIELDS, OPTIMIZERS, OVERRIDES, ExperimentConfig, field_named
 from amplab.lab.events import (
     STATES,
@@ -43,6 +44,7 @@ from amplab.lab.events import (
     GradientSample,
     GradientsReady,
     LayerShares,
+    RunsChanged,
     SkipExplained,
     StagesReady,
     StateChanged,
@@ -105,6 +107,7 @@ __all__ = [
     "StagesReady",
     "Failed",
     "Undone",
+    "RunsChanged",
     "TwinReady",
     "COLUMNS",
     "RunChange",
@@ -123,6 +126,7 @@ __all__ = [
     "Trainer",
     "KeptRun",
     "KeptRuns",
+    "Progress",
     "open",
     "attach",
     "active",
