@@ -33,7 +33,7 @@ from amplab.diagnose.trial import check_called_with, check_optimizer, check_step
 from amplab.lab.batches import Batches, check_data
 from amplab.lab.config import OWN
 from amplab.lab.models import MODELS, ModelChoice
-from amplab.lab.tasks import TASKS, MakeOptimizer, Score, Task, TaskChoice, TaskLoss
+from amplab.lab.tasks import OWN_TASK, TASKS, MakeOptimizer, Score, Task, TaskChoice, TaskLoss
 from amplab.trace.handed_step import Loss, ModelGroup, as_model, handed_step
 from amplab.trace.random_states import random_states_kept
 
@@ -188,7 +188,7 @@ def register_own(
 
 def forget_own(in_use: set[str]) -> None:
     """Stop offering the tasks of one's own that no run uses."""
-    for name in [each for each, choice in TASKS.items() if not choice.has_batch_size and each not in in_use]:
+    for name in [each for each in TASKS if OWN_TASK.fullmatch(each) and each not in in_use]:
         del TASKS[name]
         for model in [key for key, choice in MODELS.items() if choice.tasks == (name,)]:
             del MODELS[model]
