@@ -11,6 +11,7 @@ The files, by part::
     one step in stages      step_stages
     the run                 history (in memory), changes (made by a person), run_log (on disk), run_store (both),
                             checkpoints, skip_explanation, findings
+    single effects          scenarios
     several runs            kept_runs (beside the present one), comparison (all levels), undo
     your own loop           watch, watched_run, scale_probe, gradient_measure, idle_optimizers,
                             step_look, step_check, step_rerun, watch_callback, tensorboard_scalars
@@ -42,7 +43,9 @@ from amplab.lab.events import (
     GradientRecord,
     GradientSample,
     GradientsReady,
+    InputsReady,
     LayerShares,
+    LevelTraced,
     RunsChanged,
     SkipExplained,
     StagesReady,
@@ -108,6 +111,8 @@ __all__ = [
     "StateChanged",
     "ConfigChanged",
     "TraceReady",
+    "LevelTraced",
+    "InputsReady",
     "GradientsReady",
     "LayerShares",
     "SkipExplained",
