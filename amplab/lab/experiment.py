@@ -14,14 +14,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Set
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amplab.amp import MemoryUse, ScaleRecord, Session
-from amplab.diagnose import FirstNonfinite, TwinReport, twin
+from amplab.diagnose import Findings, FirstNonfinite, TwinReport, doctor, twin
 from amplab.formats.exponents import BINS, LOWEST_EXPONENT
 from amplab.kernels import tensor_stats
 from amplab.lab.config import FIELDS, LIVE_FIELDS, OPTIMIZERS, Change, ExperimentConfig
@@ -247,6 +247,18 @@ class Experiment:
             casting=self._session.casting(),
             loss_scale=self._loss_scale,
         )
+
+    def examine(self) -> Findings:
+        """Return what `amplab.doctor` finds in the next step; the experiment does not change. Sync: many."""
+        images, labels = self._task.batch(self._step, self._config.batch_size)
+        found = doctor(
+            self._model,
+            {"images": images, "labels": labels},
+            step=lambda batch: self._shrunk(F.cross_entropy(self._model(batch["images"]), batch["labels"])),
+            optimizer=self._optimizer,
+            scaler=self._session,
+        )
+        return cast(Findings, found)  # of a model, not of the machine
 
     @property
     def last_skip(self) -> StepRecord | None:

@@ -49,6 +49,7 @@ class SkipExplanation:
         op: The op that made the first inf or NaN; "" if a tensor held it before the step.
         module: Its module, or "".
         line: The line of code that called it, `file.py:12`, or "".
+        loss: The loss in float32; None if it did not run in float32, or is not finite there.
     """
 
     step: int
@@ -58,6 +59,7 @@ class SkipExplanation:
     op: str = ""
     module: str = ""
     line: str = ""
+    loss: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields, which are plain values."""
@@ -71,7 +73,8 @@ class SkipExplanation:
         sound = isinstance(known.get("step"), int) and known.get("kind") in SKIP_KINDS and "sentence" in known
         if not sound or not all(isinstance(text, str) for text in texts):
             return None
-        return cls(**known) if isinstance(known.get("fits"), int | float | None) else None
+        numbers = known.get("fits"), known.get("loss")
+        return cls(**known) if all(isinstance(each, int | float | None) for each in numbers) else None
 
 
 class ExplanationBudget:
@@ -125,7 +128,7 @@ def explained(
     if found is None or found.cause == "state":
         return SkipExplanation(step, "once", "finite when it runs again: it depends on state outside of the model")
     kind, sentence = _kind_and_sentence(found, _faults(injected), loss, first_loss)
-    record = found.record
+    record, again = found.record, found.in_float32
     return SkipExplanation(
         step,
         kind,
@@ -134,6 +137,7 @@ def explained(
         op="" if record is None else record.op,
         module="" if record is None else record.module,
         line="" if record is None or record.line is None else str(record.line),
+        loss=again.loss if again is not None and math.isfinite(again.loss) else None,
     )
 
 
