@@ -13,7 +13,7 @@ from amplab.diagnose.ranking import ranked
 from amplab.diagnose.remedies.api_styles import Api
 from amplab.display.numbers import count
 from amplab.formats import FLOAT16
-from amplab.lab.config import ExperimentConfig
+from amplab.lab.config import OPTIMIZERS, ExperimentConfig
 from amplab.lab.events import StepRecord
 from amplab.lab.history import History
 from amplab.lab.skip_explanation import SkipExplanation
@@ -84,7 +84,7 @@ def diverged(history: History, why: SkipExplanation, config: ExperimentConfig) -
             "steps_taken": taken,
             "learning_rate": config.learning_rate,
         },
-        rate=f"{rate / 10:.2g}",
+        rate=f"{min(rate / 10, OPTIMIZERS[config.optimizer].lr):.2g}",
         until="computed in float32, since the step was skipped",
     )
 
@@ -172,7 +172,7 @@ def _scaling(config: ExperimentConfig | WatchedRun | None) -> tuple[str, str]:
     """Return the API style that scaled the losses, and the opt_level; empty if unknown."""
     if isinstance(config, WatchedRun):
         return config.scaling, config.opt_level.replace(NO_LEVEL, "")
-    return ("", "") if config is None else ("apex", config.opt_level)
+    return ("", "") if config is None else ("apex", config.level.opt_level)
 
 
 def _is_dynamic(config: ExperimentConfig | WatchedRun | None) -> bool:

@@ -166,7 +166,7 @@ def _skips_at_the_end(history: History) -> int | None:
 
 def _bad(history: History, kind: StatusKind, step: int, what: str, why: str, otherwise: str = "") -> RunStatus:
     """Return the status, with the change before it, or with what is said if there was none."""
-    near = [each for each in history.changes if each.field != "start" and step - AFTER <= each.step <= step]
+    near = [each for each in history.changes if max(1, step - AFTER) <= each.step <= step]  # step 0 is the start
     change = near[-1] if near else None
     after = f", after {change.text[:1].lower()}{change.text[1:]}" if change else otherwise
     return RunStatus(kind, f"{what}{after}: {why}.", step, change)

@@ -36,6 +36,9 @@ EXPLODED = 100.0
 SHARE = 0.05
 """Share of the training time that explanations may take, apart from the first of each kind."""
 
+CREDIT = 0.2
+"""Seconds that they may take in any case, so that a short run is explained as a whole."""
+
 
 @dataclass(frozen=True, slots=True)
 class SkipExplanation:
@@ -83,8 +86,9 @@ class ExplanationBudget:
     >>> budget = ExplanationBudget()
     >>> budget.allows("a", trained=0.0)
     True
-    >>> budget.took(0.1, "a")
-    >>> budget.allows("a", trained=1.0), budget.allows("b", trained=1.0), budget.allows("a", trained=4.1)
+    >>> budget.took(0.1, "a")  # the first of its kind, which does not count
+    >>> budget.took(0.15, "a")
+    >>> budget.allows("a", trained=1.0), budget.allows("b", trained=1.0), budget.allows("a", trained=6.1)
     (False, True, True)
     """
 
@@ -99,13 +103,13 @@ class ExplanationBudget:
             kind: What is known of the step before it runs again, to tell kinds apart.
             trained: Seconds that the run has trained so far.
         """
-        return kind not in self._seen or self._spent + self._latest <= SHARE * trained
+        return kind not in self._seen or self._spent + self._latest <= max(CREDIT, SHARE * trained)
 
     def took(self, seconds: float, kind: Hashable) -> None:
         """Count an explanation of that kind."""
-        self._seen.add(kind)
-        self._spent += seconds
+        self._spent += seconds if kind in self._seen else 0.0
         self._latest = seconds
+        self._seen.add(kind)
 
 
 def explained(

@@ -203,9 +203,9 @@ class Trainer:
         """Return the bytes of parameters, gradients, masters and optimizer state; see `Experiment.memory`."""
         return self._experiment.memory()
 
-    def accuracy(self) -> float:
-        """Measure the share of held-out images classified correctly, at the next step boundary, and return it."""
-        return self._worker.ask(lambda: self._experiment.accuracy())  # noqa: PLW0108  a reset replaces the experiment
+    def score(self) -> float | None:
+        """Measure the task's score on held-out data at the next step boundary and return it; None if it has none."""
+        return self._worker.ask(lambda: self._experiment.score())  # noqa: PLW0108  a reset replaces the experiment
 
     def __repr__(self) -> str:
         """Return one line with the state and the config."""
@@ -471,6 +471,8 @@ class Trainer:
         if samples_gradients(self._experiment.steps_done):
             self._attempt("gradients failed.", lambda: self._store.keep(self._experiment.gradients().sample))
         record = _timed_step(step or self._experiment.step, self._store)
+        if (mixed := self._experiment.mixed_scales) is not None:
+            self._store.keep_scales(mixed)
         if (memory := self._experiment.memory()) is not self._memory:
             self._memory = memory
             self._store.keep_memory(record.step, memory)
@@ -479,7 +481,7 @@ class Trainer:
             self._explain()
         if self._is_to_examine and self._store.budget.allows(_EXAMINATION, self._store.seconds):
             self._examine()
-        if record.accuracy is not None:
+        if record.score is not None:
             self._report_kernels()
         if not math.isfinite(record.loss):
             self._report_buffers(record.step)
@@ -642,7 +644,7 @@ class Trainer:
         """Measure what a kept run shows beside its history."""
         experiment = run.experiment
         if experiment is not None:
-            self._attempt("The held-out score failed.", lambda: setattr(run, "held_out", experiment.accuracy()))
+            self._attempt("The held-out score failed.", lambda: setattr(run, "held_out", experiment.score()))
             self._attempt("Counting kept bytes failed.", lambda: setattr(run, "activations", experiment.activations()))
             run.memory = experiment.memory()
         self._kept.touch()
@@ -712,8 +714,8 @@ class Trainer:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         text = (
             f"Step {step} left NaN or inf in {names[0]}{more}: BatchNorm updates its running statistics in the forward "
-            f"pass, before a step can be skipped. Accuracy is measured with these statistics. Reset to start again; in "
-            f"a loop of your own check the batch before the forward pass."
+            f"pass, before a step can be skipped. Held-out data are scored with these statistics. Reset to start "
+            f"again; in a loop of your own check the batch before the forward pass."
         )
         self._publisher.publish(Failed(text, damaged=True))
 

@@ -14,9 +14,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from amplab.amp import OPT_LEVELS, explain_override
 from amplab.lab import FIELDS, LIVE_FIELDS, ExperimentConfig, Trainer, field_named
 from amplab.lab.config import Change, ConfigField, SettingRefused
+from amplab.lab.levels import LEVELS, why_no_override
 
 __all__ = ["act", "controls_payload", "field_value"]
 
@@ -53,8 +53,8 @@ def controls_payload(
     return {
         "fields": {name: _field(each, config) for name, each in FIELDS.items()},
         "levels": [
-            {"name": level.name, "brief": level.brief.partition(":")[2].strip(), "line": level.explanation}
-            for level in OPT_LEVELS.values()
+            {"name": level.name, "label": level.label, "brief": level.brief, "line": level.explanation}
+            for level in LEVELS.values()
         ],
         "scale": _scale(config),
         "text": str(config),
@@ -80,23 +80,23 @@ def _field(field: ConfigField, config: ExperimentConfig) -> dict[str, object]:
         "label": field.label,
         "title": f"{field.help[:1].upper()}{field.help[1:]}.{resets}",
         "value": value,
-        "options": _options(field, config.opt_level),
-        "reason": explain_override(config.opt_level, field.name) if field.overrides_level else None,
+        "options": _options(field, config),
+        "reason": why_no_override(config.opt_level, field.name) if field.overrides_level else None,
         "back": field.default_shown(config) if config.differs(field.name) else None,
     }
 
 
-def _options(field: ConfigField, level: str) -> list[list[object]]:
+def _options(field: ConfigField, config: ExperimentConfig) -> list[list[object]]:
     if field.values.kind is not bool:
-        return [[value, label] for value, label in field.values.choices().items()]
-    prescribed = getattr(OPT_LEVELS[level].properties, field.name)
-    default = f"not at {level}" if prescribed is None else f"{level}: {prescribed}"
+        return [[value, label] for value, label in config.choices(field.name).items()]
+    prescribed = getattr(config.level.properties, field.name)
+    default = f"not at {config.level.label}" if prescribed is None else f"{config.level.label}: {prescribed}"
     return [[None, default], [True, "True"], [False, "False"]]
 
 
 def _scale(config: ExperimentConfig) -> dict[str, object]:
     """Who decides the loss scale, and the static scale if there is one."""
-    prescribed = OPT_LEVELS[config.opt_level].properties.loss_scale
+    prescribed = config.level.properties.loss_scale
     return {
         "mode": "level" if config.loss_scale is None else "dynamic" if config.is_dynamic else "static",
         "prescribed": prescribed if prescribed == "dynamic" else f"static {prescribed:g}",

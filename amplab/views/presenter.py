@@ -13,11 +13,13 @@ from typing import Any
 
 from amplab import kernels
 from amplab.lab import ConfigChanged, Event, ExperimentConfig, Failed, StateChanged, StepRecord, Trainer, Undone
+from amplab.lab.tasks import score_named
 from amplab.policies import cpu_half_mode
 from amplab.views.controls import act, controls_payload
 from amplab.views.live_payload import modes_line, summary
 from amplab.views.notice_board import Notice, NoticeBoard, failure, offer
-from amplab.views.parts import Controls, LiveView, Message, Notices, Panels
+from amplab.views.parts import Controls, LiveView, Message, Notices, Panels, StatusLine
+from amplab.views.status import Status
 from amplab.views.tabs import TABS
 from amplab.views.ticker import Ticker
 
@@ -30,6 +32,7 @@ class Parts:
 
     notices: Notices
     controls: Controls
+    status: StatusLine
     live: LiveView
     panels: Panels
 
@@ -60,9 +63,11 @@ class Presenter:
         self.parts = Parts(
             notices=Notices(self._queued(self._on_notice)),
             controls=Controls(self._queued(self._on_control), shown=self._controls()),
+            status=StatusLine(self._queued(lambda _: self._on_status())),
             live=LiveView(self._ticker.wake, self._queued(self._on_live)),
             panels=Panels(self._queued(self._on_panels), [(each.name, each.label) for each in TABS]),
         )
+        self._status = Status(trainer, self._ticker.wake, lambda shown: self.parts.status.set_trait("shown", shown))
         self.parts.panels.observe(lambda change: self._ticker.call(lambda: self._on_tab(change["new"])), "tab")
         # Before the first step: without a listener, a build writes its outcome to stderr.
         kernels.ensure(on_report=lambda _: self._ticker.wake())
@@ -148,6 +153,7 @@ class Presenter:
                 self._put(failure(event.text, fatal=event.fatal, damaged=event.damaged))
             case StateChanged(note=note) if note:
                 self._put(Notice("note", "Paused", note, of_run=True))
+        self._status.on_event(event)
         for tab in self._tabs.values():
             tab.on_event(event)
         self._ticker.wake()
@@ -190,6 +196,11 @@ class Presenter:
             self._trainer.reset()
         self.parts.notices.notices = self._board.payload()
 
+    def _on_status(self) -> None:
+        self._refusal = self._status.on_message()
+        self._show_controls()
+        self._ticker.wake()
+
     def _on_live(self, message: Message) -> None:
         self.select(message["step"])
 
@@ -216,6 +227,7 @@ class Presenter:
         if self.parts.live.is_open:
             self._show_controls()
             self._show_frame()
+            self._status.tick()
             for tab in self._tabs.values():
                 tab.tick()
 
@@ -244,6 +256,7 @@ class Presenter:
             rate=history.rate() if trainer.state == "running" else None,
             memory=trainer.memory(),
             modes=modes_line(kernels.report(), cpu_half_mode()),
+            score=score_named(trainer.config.task),
         )
         self.parts.live.draw(history, figures)
 

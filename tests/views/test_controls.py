@@ -4,12 +4,13 @@ import json
 
 import pytest
 
-from amplab.amp import OPT_LEVELS, explain_override
+from amplab import lab
 from amplab.lab import FIELDS, ExperimentConfig, Trainer
 from amplab.lab.config import OVERRIDES
+from amplab.lab.levels import why_no_override
 from amplab.views.controls import act, controls_payload, field_value
 
-LEVELS = list(OPT_LEVELS)
+LEVELS = list(lab.LEVELS)
 
 
 def payload(config: ExperimentConfig) -> dict:
@@ -20,7 +21,7 @@ def payload(config: ExperimentConfig) -> dict:
 def test_an_override_is_disabled_with_the_reason_of_its_level(level: str) -> None:
     fields = payload(ExperimentConfig(opt_level=level))["fields"]
     for name, field in fields.items():
-        assert field["reason"] == (explain_override(level, name) if name in OVERRIDES else None)
+        assert field["reason"] == (why_no_override(level, name) if name in OVERRIDES else None)
         assert (field["value"] is None) or name not in OVERRIDES
 
 

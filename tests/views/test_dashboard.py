@@ -58,7 +58,7 @@ def test_nothing_is_drawn_before_a_page_is_there(lab: Dashboard, wire: list[dict
     figures = frames(wire)[-1]["data"]["content"]["summary"]
     assert figures["step"] == 30
     assert figures["scale"] == lab.trainer.loss_scale
-    assert figures["accuracy"] == lab.trainer.history.last_accuracy
+    assert figures["score"] == lab.trainer.history.last_score
 
 
 def test_a_second_page_gets_the_whole_run_and_the_last_to_leave_ends_the_drawing(

@@ -69,6 +69,8 @@ def _words(name: str) -> str:
 
 def _summary(found: Findings, steps: int) -> str:
     if not steps:
-        return "Findings appear while the run goes: rules examine the losses, the loss scale, skipped steps and one step."
+        return (
+            "Findings appear while the run goes: rules examine the losses, the loss scale, skipped steps and one step."
+        )
     looked = f"examined: {count(steps, 'step')}"
     return f"{found.sentence[:1].upper()}{found.sentence[1:]} · {looked}"

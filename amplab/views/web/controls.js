@@ -180,7 +180,8 @@ export function changeNote(change, undone) {
 
 function levelBlock(label, levels, change, back) {
   const note = h("p", { class: "amp-note", "aria-live": "polite" });
-  const made = choices(label, levels.map((level) => level.name), (value) => change("opt_level", value));
+  const labels = Object.fromEntries(levels.map((level) => [level.name, level.label]));
+  const made = choices(label, levels.map((level) => level.name), (value) => change("opt_level", value), labels);
   const show = (chosen) => {
     made.show(chosen);
     const level = levels.find((each) => each.name === chosen);
