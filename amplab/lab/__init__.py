@@ -10,7 +10,7 @@ The files, by part::
     training                experiment (one step), trainer (states and controls), worker (its thread), events
     one step in stages      step_stages
     the run                 history (in memory), changes (made by a person), run_log (on disk), run_store (both),
-                            skip_explanation, run_status, findings, config_remedies
+                            checkpoints, skip_explanation, run_status, findings, config_remedies
     several runs            kept_runs (beside the present one), comparison (all levels), undo
     your own loop           watch, watched_run, scale_probe, gradient_measure, idle_optimizers,
                             step_look, step_check, step_rerun, watch_callback, tensorboard_scalars
@@ -32,6 +32,7 @@ If the loss scale is not dynamic, step_rerun runs a step that is not finite agai
 """
 
 from amplab.lab.changes import RunChange
+from amplab.lab.comparison import Progress
 from amplab.lab.config import DEFAULT_LR, FIELDS, LIVE_FIELDS, OPTIMIZERS, OVERRIDES, ExperimentConfig, field_named
 from amplab.lab.config_remedies import ConfigRemedy, config_remedy, taken_back
 from amplab.lab.events import (
@@ -43,6 +44,7 @@ from amplab.lab.events import (
     GradientSample,
     GradientsReady,
     LayerShares,
+    RunsChanged,
     SkipExplained,
     StagesReady,
     StateChanged,
@@ -60,7 +62,7 @@ from amplab.lab.open import active, attach, open
 from amplab.lab.run_log import Run, RunLog, load_run, runs_directory
 from amplab.lab.run_status import RunStatus, run_status
 from amplab.lab.skip_explanation import SKIP_KINDS, SkipExplanation
-from amplab.lab.step_stages import ParameterStages, ScaleChange, Snapshot, StageRecorder, StepStages
+from amplab.lab.step_stages import ParameterStages, ScaleChange, Snapshot, StageRecorder, StepStages, snapshot
 from amplab.lab.tasks import TASKS, Score, Task, TaskChoice, TaskLoss, load_task
 from amplab.lab.trainer import Trainer
 from amplab.lab.watch import Watch, watch
@@ -106,6 +108,7 @@ __all__ = [
     "StagesReady",
     "Failed",
     "Undone",
+    "RunsChanged",
     "TwinReady",
     "COLUMNS",
     "RunChange",
@@ -120,6 +123,7 @@ __all__ = [
     "config_remedy",
     "taken_back",
     "Snapshot",
+    "snapshot",
     "ParameterStages",
     "ScaleChange",
     "StepStages",
@@ -128,6 +132,7 @@ __all__ = [
     "Trainer",
     "KeptRun",
     "KeptRuns",
+    "Progress",
     "open",
     "attach",
     "active",

@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
-from amplab.display.numbers import binary_power, parse_number
+from amplab.display.numbers import binary_power, parse_number, short_text
 from amplab.lab.levels import LEVELS, Level, why_no_override
 from amplab.lab.models import MODELS, models_of
 from amplab.lab.tasks import TASKS
@@ -286,13 +286,13 @@ class ConfigField:
         mantissa, exponent = math.frexp(value) if isinstance(value, int | float) else (0.0, 0)
         if self.values.is_power and mantissa == 0.5:
             return binary_power(exponent - 1)
-        text = f"{value:g}" if isinstance(value, float) else str(value)
+        text = short_text(value, digits=6) if isinstance(value, float) else str(value)
         return self.values.choices().get(text, text)
 
     def default_shown(self, config: ExperimentConfig) -> str:
         """Return the default in a config as the dashboard shows it."""
         if self.name == "lr":
-            return f"{replace(config, lr=None).learning_rate:g}"
+            return self.shown(replace(config, lr=None).learning_rate)
         value = config.default_of(self.name)
         if value is None and self.overrides_level:
             return f"by {config.opt_level}"

@@ -38,6 +38,7 @@ __all__ = [
     "LayerShares",
     "MixedScales",
     "Publisher",
+    "RunsChanged",
     "SkipExplained",
     "StagesReady",
     "StateChanged",
@@ -191,6 +192,11 @@ class Undone:
 
 
 @dataclass(frozen=True)
+class RunsChanged:
+    """A run of `Trainer.kept` has changed: a comparison made progress, or something was measured."""
+
+
+@dataclass(frozen=True)
 class TwinReady:
     """The twin of the experiment against float32, from the weights before ``step``; the run was not changed."""
 
@@ -257,6 +263,7 @@ Event = (
     | StagesReady
     | Failed
     | Undone
+    | RunsChanged
     | TwinReady
 )
 

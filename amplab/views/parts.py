@@ -71,6 +71,7 @@ class LiveView(Part):
         self._pages: set[str] = set()
         self._ranges: dict[str, Message] = {}  # by page
         self._sent: dict[str, tuple[object, ...]] = {}  # the run and the steps that a page has
+        self._overlaid: object = None  # the version of the overlays that every page has
         self._on_open, self._listener = on_open, listener
         super().__init__(self._on_page)
 
@@ -82,6 +83,7 @@ class LiveView(Part):
     def _on_page(self, message: Message) -> None:
         if message["type"] == "hello":
             self._pages.add(message["view"])
+            self._overlaid = None
             self._on_open()
         elif message["type"] == "bye":
             self._pages.discard(message["view"])
@@ -103,6 +105,20 @@ class LiveView(Part):
         for view, wanted in self._ranges.items():
             self._draw_range(view, wanted, history)
         self._send_rows(frame_rows(history), kind="frame", changes=change_marks(history), summary=summary)
+
+    def overlay(self, version: object, lines: Callable[[], list[tuple[dict[str, object], np.ndarray]]]) -> None:
+        """Draw the lines of other runs behind the present one, unless the pages have this version of them.
+
+        Args:
+            version: Changes when the lines do.
+            lines: Returns name, color and dash of each line, with its rows.
+        """
+        if version == self._overlaid:
+            return
+        self._overlaid = version
+        made = lines()
+        buffers = [np.ascontiguousarray(rows).data for _, rows in made]
+        self.send({"kind": "overlays", "overlays": [line for line, _ in made]}, buffers=buffers)
 
     def _draw_range(self, view: str, wanted: Message, history: History) -> None:
         """Send the rows of a page's range, unless it has them."""

@@ -13,17 +13,23 @@ from typing import Any
 
 from amplab import kernels
 from amplab.lab import ConfigChanged, Event, ExperimentConfig, Failed, StateChanged, StepRecord, Trainer, Undone
+from amplab.lab.checkpoints import Checkpoint
 from amplab.lab.tasks import score_named
 from amplab.policies import cpu_half_mode
 from amplab.views.controls import act, controls_payload
 from amplab.views.live_payload import modes_line, summary
-from amplab.views.notice_board import Notice, NoticeBoard, failure, offer
+from amplab.views.notice_board import Notice, NoticeBoard, failure, offer, saved_offer
 from amplab.views.parts import Controls, LiveView, Message, Notices, Panels, StatusLine
 from amplab.views.status import Status
 from amplab.views.tabs import TABS
-from amplab.views.ticker import Ticker
+from amplab.views.tabs.runs_payload import overlays
+from amplab.views.ticker import Pace, Ticker
 
 __all__ = ["Parts", "Presenter"]
+
+
+SLOW = 0.3
+"""Seconds between two drawings of the runs of a comparison."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class Presenter:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._board = NoticeBoard()
+        self._saved: Checkpoint | None = None  # what "Continue it" continues
         self._wanted: ExperimentConfig | None = None  # what "Start new" in the offer begins
         self._answers = 0
         self._undone: str | None = None  # until the next message of the page
@@ -59,6 +66,7 @@ class Presenter:
         self._scale = 0.0  # what the next step will use, as the trainer's thread last set it
         self._unsubscribe: Callable[[], None] = lambda: None
         self._ticker = Ticker(self._tick, on_failure=lambda text: self._put(failure(text)))
+        self._overlaying = Pace(SLOW, self._ticker.wake)
         self._tabs = {each.name: each(self) for each in TABS}
         self.parts = Parts(
             notices=Notices(self._queued(self._on_notice)),
@@ -76,6 +84,11 @@ class Presenter:
     def offer(self, wanted: ExperimentConfig | None) -> None:
         """Ask whether to continue this experiment or to begin `wanted` (None: the present config)."""
         self._ticker.call(lambda: self._offer(wanted))
+
+    def offer_saved(self, saved: Checkpoint) -> None:
+        """Ask whether to continue a run of a kernel that has ended."""
+        self._saved = saved
+        self._ticker.call(lambda: self._put(saved_offer(saved.name, str(saved.config), saved.step)))
 
     def close(self) -> None:
         """End the ticker and the widgets; the trainer continues."""
@@ -194,6 +207,8 @@ class Presenter:
             self._trainer.reset(self._wanted)
         elif message["type"] == "reset":
             self._trainer.reset()
+        elif message["type"] == "continue" and self._saved is not None:
+            self._trainer.continue_saved(self._saved)
         self.parts.notices.notices = self._board.payload()
 
     def _on_status(self) -> None:
@@ -259,6 +274,8 @@ class Presenter:
             score=score_named(trainer.config.task),
         )
         self.parts.live.draw(history, figures)
+        if trainer.comparison is None or self._overlaying.is_due(trainer.kept.version):
+            self.parts.live.overlay(trainer.kept.version, lambda: overlays(trainer.kept.runs))
 
     def _put(self, notice: Notice) -> None:
         self._board.put(notice)

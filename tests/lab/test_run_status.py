@@ -72,7 +72,7 @@ def test_a_run_diverges_after_a_change():
     history.keep_changes(*config_changes(SMALL, replace(SMALL, lr=1e9), 300))
     status = run_status(history)
     assert (status.kind, status.step) == ("diverged", 300)
-    assert status.text == "Diverged at step 300, after learning rate 0.1 → 1e+09: the loss is 1e9, and was 2.3."
+    assert status.text == "Diverged at step 300, after learning rate 0.1 → 1e9: the loss is 1e9, and was 2.3."
 
 
 def test_a_diverged_run_whose_steps_are_all_skipped_is_told_from_a_scale_that_is_too_large():
@@ -142,7 +142,7 @@ def test_what_another_finding_explains_has_no_remedy_of_its_own():
     trainer.run(10)
     found = trainer.findings()
     assert [each.name for each in found][:2] == ["diverging", "overflow-in-half"]
-    assert config_remedy(found[0], trainer.config).label == "Learning rate 1e+09 → 0.1, and start again"
+    assert config_remedy(found[0], trainer.config).label == "Learning rate 1e9 → 0.1, and start again"
     assert config_remedy(found[1], trainer.config) is None
 
 

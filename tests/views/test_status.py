@@ -30,7 +30,7 @@ def test_a_divergence_after_a_change_offers_to_undo_it_and_the_run_trains(traine
     trainer.change(lr=1e9)
     trainer.run(15)
     becomes("diverged")
-    assert shown[-1]["text"].startswith("Diverged at step 21, after learning rate 0.1 → 1e+09: ")
+    assert shown[-1]["text"].startswith("Diverged at step 21, after learning rate 0.1 → 1e9: ")
     assert shown[-1]["button"] == "Undo and start again"
     assert status.on_message() is None
     trainer.wait(0.2)
@@ -48,7 +48,7 @@ def test_a_divergence_from_the_start_offers_the_remedy_of_the_finding() -> None:
     trainer.run(15)
     status.tick()
     assert shown[-1]["text"] == "Diverged at step 1 at learning rate 1e9: every step since is skipped."
-    assert shown[-1]["button"] == "Learning rate 1e+09 → 0.1, and start again"
+    assert shown[-1]["button"] == "Learning rate 1e9 → 0.1, and start again"
     trainer.stop()
 
 
@@ -60,7 +60,7 @@ def test_a_finding_is_a_card_with_its_evidence_its_step_and_its_remedy() -> None
     payload = findings_payload(found, remedies, steps=15)
     first, second = payload["cards"]
     assert (first["severity"], first["title"]) == ("error", "The loss grows: the update steps are too large")
-    assert first["apply"] == "Learning rate 1e+09 → 0.1, and start again"
+    assert first["apply"] == "Learning rate 1e9 → 0.1, and start again"
     assert ["steps lost", "14"] in first["evidence"]
     assert "group['lr']" in first["remedy"]
     assert (second["name"], second["step"], second["apply"]) == ("overflow-in-half", 1, None)

@@ -7,13 +7,17 @@ import { endWithKernel, ownKeys } from "./page.js";
 import { dtypesPanel } from "./tab_dtypes.js";
 import { findingsPanel } from "./tab_findings.js";
 import { gradientsPanel } from "./tab_gradients.js";
+import { runsPanel } from "./tab_runs.js";
 import { skippedPanel } from "./tab_skipped.js";
+import { stepThroughPanel } from "./tab_step_through.js";
 
 const PANELS = {
   dtypes: dtypesPanel,
   gradients: gradientsPanel,
   skipped: skippedPanel,
   findings: findingsPanel,
+  step_through: stepThroughPanel,
+  runs: runsPanel,
 };
 
 function tabStrip(model) {
