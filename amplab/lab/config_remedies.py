@@ -23,7 +23,7 @@ class ConfigRemedy:
 
     Attributes:
         changes: The new values, by field.
-        text: What changes: "Learning rate 1e+09 → 0.1".
+        text: What changes: "Learning rate 1e9 → 0.1".
         restarts: Whether the run must start again, because its weights are damaged or the change is for the start.
     """
 
