@@ -50,7 +50,7 @@ function chartBox(title, label, ...extras) {
   const canvas = h("canvas", {
     class: "amp-canvas", role: "img", tabindex: "0", "aria-label": `${label}. ${KEYS_HELP}`, "aria-describedby": id,
   });
-  const box = h("div", { class: "amp-chart" }, h("div", { class: "amp-chart-head" }, h("h3", {}, title), now, extras), canvas, words);
+  const box = h("div", { class: "amp-chart" }, h("div", { class: "amp-chart-head" }, h("strong", { class: "amp-chart-title" }, title), now, extras), canvas, words);
   return { now, canvas, words, box };
 }
 
