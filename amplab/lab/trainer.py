@@ -30,6 +30,8 @@ from amplab.lab.events import (
     Event,
     Failed,
     GradientsReady,
+    InputsReady,
+    LevelTraced,
     Publisher,
     RunsChanged,
     SkipExplained,
@@ -48,6 +50,7 @@ from amplab.lab.skip_explanation import explained
 from amplab.lab.step_stages import StepStages
 from amplab.lab.undo import UndoList
 from amplab.lab.worker import Worker
+from amplab.trace.input_statistics import InputStatistics
 
 __all__ = ["STEP_LIMIT", "Trainer"]
 
@@ -373,6 +376,29 @@ class Trainer:
     def request_trace(self) -> None:
         """Request a `TraceReady` at the next step boundary, which is now if nothing runs."""
         self._request("trace", lambda: TraceReady(self._experiment.trace(), len(self.history), self.config.opt_level))
+
+    def module_names(self) -> tuple[str, ...]:
+        """Return the names of the model's modules, of which `float32_modules` of the config may list some."""
+        return self._experiment.module_names()
+
+    def request_trace_at(self, opt_level: str) -> None:
+        """Request a `LevelTraced`: the step of a fresh model at another level; the run is not changed.
+
+        Raises:
+            ValueError: There is no such level.
+        """
+        config = self._wanted.changed(opt_level=opt_level)
+        self._request(f"trace at {opt_level}", lambda: LevelTraced(Experiment(config).trace(), opt_level))
+
+    def request_inputs(self, index: int) -> None:
+        """Request an `InputsReady` of the op with this number in a trace, measured at the next step boundary."""
+
+        def measure() -> Event:
+            inputs = InputStatistics(index)
+            self._experiment.trace(inputs)
+            return InputsReady(index, inputs.inputs, len(self.history))
+
+        self._request(f"inputs of op {index}", measure)
 
     def request_gradients(self) -> None:
         """Request a `GradientsReady` at the next step boundary, which is now if nothing runs."""
