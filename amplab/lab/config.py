@@ -24,7 +24,8 @@ import torch
 from amplab.display.numbers import binary_power, parse_number, short_text
 from amplab.lab.levels import LEVELS, Level, why_no_override
 from amplab.lab.models import MODELS, models_of
-from amplab.lab.tasks import TASKS
+from amplab.lab.tasks import OWN_TASK, TASKS, task_choice
+from amplab.policies import PrecisionPolicy
 
 __all__ = [
     "DEFAULT_LR",
@@ -41,6 +42,7 @@ __all__ = [
     "SettingRefused",
     "Values",
     "field_named",
+    "listed",
     "spell",
 ]
 
@@ -51,6 +53,7 @@ _SMALLEST_SCALE = 2.0**-126  # the smallest whose inverse float32 can hold, whic
 _LONGEST_ECHO = 40  # characters of a refused value
 _HEAD = re.compile(r"amplab/(?P<version>\S+)")
 _WHOLE = re.compile(r"[+-]?\d{1,30}")
+_LISTED_NAMES = re.compile(r"[\w.*?\[\]!-]+(,[\w.*?\[\]!-]+)*")
 _WORDS = {"none": None, "true": True, "false": False}
 _SPELLED_POWER = re.compile(r"2\*\*(-?\d{1,5})")
 
@@ -183,8 +186,18 @@ _LEVEL = Values(
     choices=lambda: {name: level.label for name, level in LEVELS.items()},
 )
 _OPTIMIZER = replace(_one_of(OPTIMIZERS), accepts=lambda value: value == OWN or value in OPTIMIZERS)
+_TASK = replace(
+    _one_of(TASKS), accepts=lambda value: isinstance(value, str) and (value in TASKS or bool(OWN_TASK.fullmatch(value)))
+)
+_MODEL = replace(_one_of(MODELS), accepts=lambda value: isinstance(value, str))  # which ones, the task decides
 _FLAG = Values(bool, lambda value: isinstance(value, bool), lambda: "True, False", "True or False")
 _STATIC_SCALE = _scale(" (128 is a usual static scale)")
+_NAMES = Values(
+    str,
+    lambda value: isinstance(value, str) and _LISTED_NAMES.fullmatch(value) is not None,
+    lambda: "names separated by commas, without spaces",
+    "names separated by commas",
+)
 _LOSS_SCALE = Values(
     float,
     lambda value: value == "dynamic" or _STATIC_SCALE.accepts(value),
@@ -255,7 +268,7 @@ class ConfigField:
     def check(self, value: object) -> None:
         """Raise ValueError unless the field accepts `value`."""
         if not self.values.accepts(value):
-            raise self._refusal(spell(value))
+            raise self.refusal(spell(value))
 
     def read(self, text: str) -> Any:
         """Return the value that `text` spells.
@@ -266,11 +279,11 @@ class ConfigField:
         Raises:
             ValueError: The text spells no value that the field accepts.
         """
-        value = _read(text)
+        value = text if self.values.kind is str and text.lower() not in _WORDS else _read(text)
         if isinstance(value, float) and value.is_integer() and not self.values.accepts(value):
             value = int(value)  # 1e3 and 2**5 are counts too
         if not self.values.accepts(value):
-            raise self._refusal(text)
+            raise self.refusal(text)
         return value
 
     def shown(self, value: object) -> str:
@@ -298,7 +311,8 @@ class ConfigField:
             return f"by {config.opt_level}"
         return "none" if value is None else self.shown(value)
 
-    def _refusal(self, given: str) -> SettingRefused:
+    def refusal(self, given: str) -> SettingRefused:
+        """Return the error for a value, as it is spelled, that the field does not accept."""
         enter = self.values.entry or " or ".join(self.values.choices().values())
         spelled = _SPELLED_POWER.fullmatch(given)
         value = binary_power(int(spelled[1])) if spelled else _echo(given)
@@ -330,7 +344,7 @@ class ExperimentConfig:
 
     task: str = _declare(
         "digits",
-        _one_of(TASKS),
+        _TASK,
         label="Task",
         help="data set to train on",
         change=Change.NEW_WEIGHTS,
@@ -339,7 +353,7 @@ class ExperimentConfig:
     )
     model: str = _declare(
         cast(str, None),
-        _one_of(MODELS),
+        _MODEL,
         none_means="the first model of the task",
         label="Model",
         help="model to train",
@@ -469,6 +483,26 @@ class ExperimentConfig:
         overrides_level=True,
         changes_dtypes=True,
     )
+    float32_ops: str | None = _declare(
+        None,
+        _NAMES,
+        none_means="none",
+        label="Ops in float32",
+        help="ops that run in float32 at every level",
+        example="linear,softmax",
+        change=Change.NEW_SESSION,
+        changes_dtypes=True,
+    )
+    float32_modules: str | None = _declare(
+        None,
+        _NAMES,
+        none_means="none",
+        label="Modules in float32",
+        help="modules, by name or pattern, that run in float32 at every level",
+        example="output,blocks.*.norm",
+        change=Change.NEW_SESSION,
+        changes_dtypes=True,
+    )
 
     def __post_init__(self) -> None:
         """Fill in the model and the optimizer of the task; refuse what cannot be trained."""
@@ -477,15 +511,24 @@ class ExperimentConfig:
         if self.model is None:
             object.__setattr__(self, "model", next(iter(models_of(self.task)), None))
         if self.optimizer is None:
-            object.__setattr__(self, "optimizer", TASKS[self.task].optimizer)
+            object.__setattr__(self, "optimizer", task_choice(self.task).optimizer)
         self._refuse_of_another_task()
         for name in OVERRIDES:
             reason = why_no_override(self.opt_level, name) if getattr(self, name) is not None else None
             if reason:
                 given = f"{name}={spell(getattr(self, name))} with opt_level={self.opt_level}"
                 raise SettingRefused(f"{given}: {reason}", shown=f"{FIELDS[name].label}: {reason}")
+        self._refuse_unknown_ops()
         self._refuse_bounds()
         self._refuse_growth_of_static_scale()
+
+    def _refuse_unknown_ops(self) -> None:
+        """Refuse float32_ops that no rule of a policy can name; which modules there are, only the model knows."""
+        try:
+            _ = self.policy
+        except ValueError as error:
+            label = FIELDS["float32_ops"].label
+            raise SettingRefused(f"float32_ops={self.float32_ops}: {error}", shown=f"{label}: {error}") from error
 
     def _refuse_bounds(self) -> None:
         """Refuse a dynamic scale that cannot start within its bounds."""
@@ -506,6 +549,8 @@ class ExperimentConfig:
 
     def _refuse_of_another_task(self) -> None:
         """Raise ValueError for a model or an optimizer that the task does not offer."""
+        if self.task in TASKS and self.model not in MODELS:
+            raise FIELDS["model"].refusal(self.model)
         for name, table in (("model", MODELS), ("optimizer", OPTIMIZERS)):
             value, offered = getattr(self, name), self.choices(name)
             if value not in offered:
@@ -514,7 +559,7 @@ class ExperimentConfig:
                 raise SettingRefused(
                     f"{name}={value} with task={self.task}: expected {fits}.",
                     shown=f"{FIELDS[name].label} {label} does not fit {FIELDS['task'].label} "
-                    f"{TASKS[self.task].label}; choose {' or '.join(offered.values()) or 'another task'}.",
+                    f"{task_choice(self.task).label}; choose {' or '.join(offered.values()) or 'another task'}.",
                 )
 
     def choices(self, name: str) -> dict[str, str]:
@@ -523,10 +568,12 @@ class ExperimentConfig:
         >>> ExperimentConfig().choices("model")["cnn"]
         'CNN'
         """
+        if name == "model" and self.task not in TASKS:
+            return {self.model: self.model}  # code of one's own that this process does not have
         if name == "model":
             return {model: choice.label for model, choice in models_of(self.task).items()}
         offered = field_named(name).values.choices()
-        if name == "optimizer" and TASKS[self.task].has_own_optimizer:
+        if name == "optimizer" and task_choice(self.task).has_own_optimizer:
             return {OWN: "as given", **offered}
         return offered
 
@@ -550,13 +597,27 @@ class ExperimentConfig:
         """The rate in effect: lr, or the default of the optimizer and the task."""
         if self.lr is not None:
             return float(self.lr)
-        rates = {**DEFAULT_LR, **TASKS[self.task].learning_rates}
+        rates = {**DEFAULT_LR, **task_choice(self.task).learning_rates}
         return rates[self.optimizer]
 
     @property
     def level(self) -> Level:
         """What the opt_level names."""
         return LEVELS[self.opt_level]
+
+    @property
+    def policy(self) -> PrecisionPolicy | None:
+        """The op lists and the rules of the session; None for the lists of the opt_level without rules.
+
+        >>> str(ExperimentConfig(float32_ops="linear").policy)
+        'apex/float16; op linear=float32'
+        """
+        ops, modules = listed(self.float32_ops), listed(self.float32_modules)
+        if not ops and not modules:
+            return self.level.policy
+        base = self.level.policy or PrecisionPolicy()
+        in_float32 = (dict.fromkeys(names, torch.float32) for names in (ops, modules))
+        return PrecisionPolicy(base.table, base.compute_dtype, *in_float32)
 
     @property
     def effective_loss_scale(self) -> float | str:
@@ -601,7 +662,7 @@ class ExperimentConfig:
 
         A new opt_level drops the overrides that have no meaning there, and a static loss_scale drops the settings of a
         dynamic one, unless they are given in the same call; then they are refused. A new task brings its optimizer, and
-        its model if it cannot train the present one.
+        its model if it cannot train the present one. Another model has other modules: float32_modules is dropped.
 
         Raises:
             ValueError: An unknown field, or a value that the field does not accept.
@@ -618,6 +679,8 @@ class ExperimentConfig:
         task = str(changes.get("task", self.task))
         if task != self.task:
             dropped |= {"optimizer": None} | ({"model": None} if self.model not in models_of(task) else {})
+        if task != self.task or changes.get("model", self.model) != self.model:
+            dropped |= {"float32_modules": None}
         return replace(self, **cast(dict[str, Any], {**dropped, **changes}))
 
     def __str__(self) -> str:
@@ -625,7 +688,8 @@ class ExperimentConfig:
         values = {name: getattr(self, name) for name in FIELDS}
         always = {name: values[name] for name, declared in FIELDS.items() if declared.is_always_named}
         defaults = {name: declared.default for name, declared in FIELDS.items()}
-        defaults["optimizer"] = TASKS[self.task].optimizer
+        # A later process may not have code of one's own, nor know its default.
+        defaults["optimizer"] = OWN if OWN_TASK.fullmatch(self.task) else task_choice(self.task).optimizer
         differing = {name: value for name, value in values.items() if value != defaults[name]}
         named = always | {name: value for name, value in differing.items() if name not in always}
         return " ".join([f"amplab/{VERSION}", *(f"{name}={spell(value)}" for name, value in named.items())])
@@ -684,6 +748,15 @@ def field_named(name: str) -> ConfigField:
 
 
 # Text
+
+
+def listed(names: str | None) -> tuple[str, ...]:
+    """Return the names that `float32_ops` or `float32_modules` lists.
+
+    >>> listed("linear,softmax"), listed(None)
+    (('linear', 'softmax'), ())
+    """
+    return tuple(dict.fromkeys(names.split(","))) if names else ()
 
 
 def spell(value: object) -> str:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from amplab.lab.skip_explanation import SkipExplanation
     from amplab.lab.step_stages import StepStages
     from amplab.trace import Trace
+from amplab.trace.input_statistics import MeasuredInput
 
 __all__ = [
     "STATES",
@@ -45,6 +46,8 @@ __all__ = [
     "StepRecord",
     "StepRow",
     "TraceReady",
+    "LevelTraced",
+    "InputsReady",
     "TwinReady",
     "Undone",
 ]
@@ -214,6 +217,23 @@ class TraceReady:
 
 
 @dataclass(frozen=True)
+class LevelTraced:
+    """The same step of a fresh model at another opt_level, which shows what a change would do; nothing was changed."""
+
+    trace: Trace
+    opt_level: str
+
+
+@dataclass(frozen=True)
+class InputsReady:
+    """What one op of the step ``step`` reads, measured in another trace; ``index`` is that of its record."""
+
+    index: int
+    inputs: tuple[MeasuredInput, ...]
+    step: int
+
+
+@dataclass(frozen=True)
 class GradientsReady:
     """The requested exponents of the gradients."""
 
@@ -258,6 +278,8 @@ Event = (
     | StateChanged
     | ConfigChanged
     | TraceReady
+    | LevelTraced
+    | InputsReady
     | GradientsReady
     | SkipExplained
     | StagesReady

@@ -17,9 +17,11 @@ from amplab.lab.checkpoints import Checkpoint
 from amplab.lab.tasks import score_named
 from amplab.policies import cpu_half_mode
 from amplab.views.controls import act, controls_payload
+from amplab.views.gallery import GalleryDesk, gallery_titles
 from amplab.views.live_payload import modes_line, summary
 from amplab.views.notice_board import Notice, NoticeBoard, failure, offer, saved_offer
-from amplab.views.parts import Controls, LiveView, Message, Notices, Panels
+from amplab.views.parts import Controls, Gallery, LiveView, Message, Notices, Panels, StatusLine
+from amplab.views.status import Status
 from amplab.views.tabs import TABS
 from amplab.views.tabs.runs_payload import overlays
 from amplab.views.ticker import Pace, Ticker
@@ -36,7 +38,9 @@ class Parts:
     """The widgets that a dashboard consists of."""
 
     notices: Notices
+    gallery: Gallery
     controls: Controls
+    status: StatusLine
     live: LiveView
     panels: Panels
 
@@ -64,14 +68,18 @@ class Presenter:
         self._scale = 0.0  # what the next step will use, as the trainer's thread last set it
         self._unsubscribe: Callable[[], None] = lambda: None
         self._ticker = Ticker(self._tick, on_failure=lambda text: self._put(failure(text)))
+        self._gallery = GalleryDesk(trainer, self._ticker.wake)
         self._overlaying = Pace(SLOW, self._ticker.wake)
         self._tabs = {each.name: each(self) for each in TABS}
         self.parts = Parts(
             notices=Notices(self._queued(self._on_notice)),
+            gallery=Gallery(self._queued(self._on_gallery), scenarios=gallery_titles()),
             controls=Controls(self._queued(self._on_control), shown=self._controls()),
+            status=StatusLine(self._queued(lambda _: self._on_status())),
             live=LiveView(self._ticker.wake, self._queued(self._on_live)),
             panels=Panels(self._queued(self._on_panels), [(each.name, each.label) for each in TABS]),
         )
+        self._status = Status(trainer, self._ticker.wake, lambda shown: self.parts.status.set_trait("shown", shown))
         self.parts.panels.observe(lambda change: self._ticker.call(lambda: self._on_tab(change["new"])), "tab")
         # Before the first step: without a listener, a build writes its outcome to stderr.
         kernels.ensure(on_report=lambda _: self._ticker.wake())
@@ -149,6 +157,7 @@ class Presenter:
 
     def _end(self) -> None:
         self._unsubscribe()
+        self._gallery.close()
 
     def _on_event(self, event: Event) -> None:
         match event:
@@ -162,6 +171,7 @@ class Presenter:
                 self._put(failure(event.text, fatal=event.fatal, damaged=event.damaged))
             case StateChanged(note=note) if note:
                 self._put(Notice("note", "Paused", note, of_run=True))
+        self._status.on_event(event)
         for tab in self._tabs.values():
             tab.on_event(event)
         self._ticker.wake()
@@ -206,6 +216,16 @@ class Presenter:
             self._trainer.continue_saved(self._saved)
         self.parts.notices.notices = self._board.payload()
 
+    def _on_status(self) -> None:
+        self._refusal = self._status.on_message()
+        self._show_controls()
+        self._ticker.wake()
+
+    def _on_gallery(self, message: Message) -> None:
+        self._gallery.on_message(message, self.parts.gallery)
+        self._show_controls()
+        self._ticker.wake()
+
     def _on_live(self, message: Message) -> None:
         self.select(message["step"])
 
@@ -231,7 +251,9 @@ class Presenter:
     def _tick(self) -> None:
         if self.parts.live.is_open:
             self._show_controls()
+            self._gallery.show(self.parts.gallery)
             self._show_frame()
+            self._status.tick()
             for tab in self._tabs.values():
                 tab.tick()
 
