@@ -37,6 +37,7 @@ from amplab.lab.comparison import Progress
 from amplab.lab.config import DEFAULT_LR, FIELDS, LIVE_FIELDS, OPTIMIZERS, OVERRIDES, ExperimentConfig, field_named
 from amplab.lab.events import (
     STATES,
+    ActivationsReady,
     ConfigChanged,
     Event,
     Failed,
@@ -120,6 +121,7 @@ __all__ = [
     "Failed",
     "Undone",
     "RunsChanged",
+    "ActivationsReady",
     "TwinReady",
     "COLUMNS",
     "RunChange",
