@@ -10,7 +10,7 @@ The files, by part::
     training                experiment (one step), trainer (states and controls), worker (its thread), events
     one step in stages      step_stages
     the run                 history (in memory), changes (made by a person), run_log (on disk), run_store (both),
-                            findings
+                            skip_explanation, findings
     several runs            kept_runs (beside the present one), comparison (all levels), undo
     your own loop           watch, watched_run, scale_probe, gradient_measure, idle_optimizers,
                             step_look, step_check, step_rerun, watch_callback, tensorboard_scalars
@@ -56,6 +56,7 @@ from amplab.lab.kept_runs import KeptRun, KeptRuns
 from amplab.lab.models import CNN, MLP, MODELS, build_model
 from amplab.lab.open import active, attach, open
 from amplab.lab.run_log import Run, RunLog, load_run, runs_directory
+from amplab.lab.skip_explanation import SKIP_KINDS, SkipExplanation
 from amplab.lab.step_stages import ParameterStages, ScaleChange, Snapshot, StageRecorder, StepStages
 from amplab.lab.tasks import TASKS, Task, load_task
 from amplab.lab.trainer import Trainer
@@ -84,6 +85,8 @@ __all__ = [
     "StepRecord",
     "GradientRecord",
     "GradientSample",
+    "SkipExplanation",
+    "SKIP_KINDS",
     "StateChanged",
     "ConfigChanged",
     "TraceReady",

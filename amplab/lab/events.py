@@ -1,8 +1,9 @@
 """The events of the trainer: frozen records, which are sent to every callback at a step boundary.
 
-`StepRecord` is one training step. `StateChanged` and `ConfigChanged` say what changed. `TraceReady`, `GradientsReady`
-and `SkipExplained` answer requests. `Failed` carries an error message, with its traceback if there is one. `Publisher`
-calls the subscribers. All steps of a run are in `history.py`, the file on disk is in `run_log.py`.
+`StepRecord` is one training step, and `SkipExplained` says why one was skipped. `StateChanged` and `ConfigChanged` say
+what changed. `TraceReady` and `GradientsReady` answer requests. `Failed` carries an error message, with its traceback
+if there is one. `Publisher` calls the subscribers. All steps of a run are in `history.py`, the file on disk is in
+`run_log.py`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from typing import TYPE_CHECKING
 from amplab.formats import FLOAT16
 
 if TYPE_CHECKING:
-    from amplab.diagnose import FirstNonfinite, TwinReport
+    from amplab.diagnose import TwinReport
     from amplab.formats import ExponentHistogram
     from amplab.lab.config import ExperimentConfig
+    from amplab.lab.skip_explanation import SkipExplanation
     from amplab.lab.step_stages import StepStages
     from amplab.trace import Trace
 
@@ -213,10 +215,10 @@ class GradientsReady:
 
 @dataclass(frozen=True)
 class SkipExplained:
-    """The last skipped step was run again; ``found`` is None if it does not overflow at the current weights."""
+    """A skipped step was run again. ``explanation`` is None if it cannot run again: the weights have changed since."""
 
     step: int
-    found: FirstNonfinite | None
+    explanation: SkipExplanation | None
 
 
 @dataclass(frozen=True)

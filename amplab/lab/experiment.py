@@ -21,15 +21,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amplab.amp import MemoryUse, ScaleRecord, Session
-from amplab.diagnose import FirstNonfinite, TwinReport, first_nonfinite, twin
+from amplab.diagnose import FirstNonfinite, TwinReport, twin
 from amplab.formats.exponents import BINS, LOWEST_EXPONENT
 from amplab.kernels import tensor_stats
 from amplab.lab.config import FIELDS, LIVE_FIELDS, OPTIMIZERS, Change, ExperimentConfig
 from amplab.lab.events import GradientRecord, StepRecord
 from amplab.lab.models import build_model
+from amplab.lab.step_rerun import StepRerun
 from amplab.lab.step_stages import StageRecorder, StepStages
 from amplab.lab.tasks import load_task
 from amplab.trace import Trace, trace_step, xray
+from amplab.trace.random_states import random_states_kept
 
 __all__ = ["ACCURACY_EVERY", "FAULTS", "UNDERFLOW_SHRINK", "Experiment", "check_fault", "samples_gradients"]
 
@@ -79,7 +81,8 @@ class Experiment:
         self._began: float | None = None
         self._faults: set[str] = set()
         self._shrinking = False
-        self._last_skip: tuple[int, float, frozenset[str]] | None = None
+        self._rerun = StepRerun(self._model, None, self._loss_again, self._session)
+        self._last: StepRecord | None = None  # while the step can run again
         self._recorder: StageRecorder | None = None
 
     @property
@@ -127,6 +130,8 @@ class Experiment:
         if self._began is None:
             self._began = time.perf_counter()
         images, labels = self._batch(self._step, self._faults)
+        self._rerun.forget()
+        self._rerun.remember({"images": images, "labels": labels})
         self._optimizer.zero_grad(set_to_none=True)
         with self._session.casting():
             loss = F.cross_entropy(self._model(images), labels)
@@ -139,8 +144,7 @@ class Experiment:
             self._memory = self._session.memory()
         self._optimizer.step()
         record = self._record(loss, self._began)
-        if record.skipped:
-            self._last_skip = record.step, record.loss_scale, frozenset(self._faults)
+        self._last = record
         self._loss_scale = record.next_loss_scale
         self._faults.clear()
         self._step += 1
@@ -201,6 +205,7 @@ class Experiment:
         """
         old = self._config
         self.check_switch(old, config)
+        self._last = None
         if any(getattr(old, name) != getattr(config, name) for name in _SESSION_FIELDS):
             keeps_scale = old.is_dynamic and config.is_dynamic and old.init_scale == config.init_scale
             kept = self._session.state_dict() if keeps_scale else None
@@ -243,37 +248,43 @@ class Experiment:
             loss_scale=self._loss_scale,
         )
 
-    def explain_skip(self) -> FirstNonfinite | None:
-        """Run the last skipped step again and return which op overflowed first, and why.
+    @property
+    def last_skip(self) -> StepRecord | None:
+        """The last step if it was skipped: its batch, weights and random state are still there. Else None."""
+        return self._last if self._last is not None and self._last.skipped else None
 
-        It runs at the current weights, which are still those of the skipped step until the next step without overflow.
+    def explain_skip(self) -> FirstNonfinite | None:
+        """Run `last_skip` again from the state in which it began; return which op overflowed first, and why.
+
         The experiment does not change.
 
         Returns:
-            The explanation; None if no step was skipped, or if the batch does not overflow any more.
+            The explanation; None if there is no such step, or if it is finite when it runs again.
 
         Sync: a few.
         """
-        if self._last_skip is None:
-            return None
-        step, scale, faults = self._last_skip
-        images, labels = self._batch(step, faults)
+        skip = self.last_skip
+        return None if skip is None else self._rerun.first_nonfinite(skip.loss_scale)
 
-        def loss() -> Tensor:
-            shrunk = self._shrunk(F.cross_entropy(self._model(images), labels))
-            return self._overflowing(shrunk, scale, faults)
-
-        batch = {"images": images, "labels": labels}
-        return first_nonfinite(self._model, batch, step=loss, scaler=self._session, loss_scale=scale)
+    def _loss_again(self, batch: dict[str, Tensor]) -> Tensor:
+        """The loss of the last step, with the faults that went into it."""
+        if self._last is None:
+            raise RuntimeError("no step can run again: expected one that has just ended.")
+        faults = set((self._last.injected or "").split("+"))
+        loss = F.cross_entropy(self._model(batch["images"]), batch["labels"])
+        shrunk = loss * UNDERFLOW_SHRINK if "underflow" in faults else loss
+        return self._overflowing(shrunk, self._last.loss_scale, faults)
 
     def gradients(self) -> GradientRecord:
         """Return the exponents of the gradients of the next batch, in float32 at the current (master) weights.
 
-        An injected underflow shrinks them as it shrinks the loss. The experiment does not change.
+        An injected underflow shrinks them as it shrinks the loss. The experiment does not change: dropout draws
+        what the next step will draw again.
         """
-        model = self._float32_copy()
-        images, labels = self._task.batch(self._step, self._config.batch_size)
-        self._shrunk(F.cross_entropy(model(images), labels)).backward()
+        with random_states_kept(()):
+            model = self._float32_copy()
+            images, labels = self._task.batch(self._step, self._config.batch_size)
+            self._shrunk(F.cross_entropy(model(images), labels)).backward()
         grads = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
         stats = tensor_stats(list(grads.values()), low=LOWEST_EXPONENT, bins=BINS).read()
         layers = tuple(zip(grads, (each.exponents for each in stats), strict=True))

@@ -20,6 +20,7 @@ from amplab.diagnose import ScaleHistory, WhatIf, WhatIfs, what_if, what_ifs
 from amplab.formats import FLOAT16, FLOAT32
 from amplab.lab.changes import RunChange
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
+from amplab.lab.skip_explanation import SkipExplanation
 from amplab.scalers import ScaleRule
 
 __all__ = ["BLOCK", "COLUMNS", "BlockExtremes", "History", "extreme_rows", "recorded", "row_of", "thin"]
@@ -83,6 +84,7 @@ class History:
         self._extremes: dict[str, BlockExtremes] = {}
         self._samples: list[GradientSample] = []
         self._mixed: list[MixedScales] = []
+        self._explanations: dict[int, SkipExplanation] = {}
         self._last: StepRow | None = None
         self._last_accuracy: float | None = None
 
@@ -111,6 +113,17 @@ class History:
         """The histograms of the gradients, in the order of their steps."""
         with self._lock:
             return tuple(self._samples)
+
+    def explain(self, explanation: SkipExplanation) -> None:
+        """Add why a step was skipped; a later explanation of the same step replaces it."""
+        with self._lock:
+            self._explanations[explanation.step] = explanation
+
+    @property
+    def explanations(self) -> dict[int, SkipExplanation]:
+        """Why steps were skipped, by step, as far as they were explained."""
+        with self._lock:
+            return dict(self._explanations)
 
     def keep_memory(self, step: int, memory: MemoryUse) -> None:
         """Add the bytes that training holds from `step` on, unless they are those of before."""
@@ -216,6 +229,16 @@ class History:
         """Return the skipped steps, from the `start`-th skip on."""
         with self._filled():
             return [self._record(row) for row in self._skipped[start:]]
+
+    def skip_groups(self) -> list[tuple[int, int]]:
+        """Return (first row, last row) of each group of skips that follow one another at one level and fault."""
+        with self._filled():
+            rows = np.array(self._skipped, dtype=np.int64)
+            codes = np.stack([self._columns[name][rows] for name in ("opt_level", "injected")])  # (2, skips)
+            ends = np.flatnonzero((np.diff(rows) != 1) | (np.diff(codes) != 0).any(axis=0))
+            firsts = rows[np.concatenate([[0], ends + 1])] if len(rows) else rows
+            lasts = rows[np.concatenate([ends, [len(rows) - 1]])] if len(rows) else rows
+            return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
 
     def missing_losses(self) -> frozenset[int]:
         """Return the steps without a loss; their records hold NaN, as those of a loss that is NaN."""

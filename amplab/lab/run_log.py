@@ -5,10 +5,10 @@
     {"event": "config", "step": 120, "config": "amplab/1 task=digits model=mlp opt_level=O2"}
 
 The first line is the header. An array is a step, in the order of "columns". An object is an event: a changed config,
-an injection, a finding, a histogram of the gradients, the bytes that training holds, or the scales of a step whose
-backwards had different ones. Every line is valid JSON: NaN and inf are the words "nan", "inf" and "-inf", and a missing
-loss is null (up to format 2 it was "nan" too). Lines reach the operating system at least four times a second; a killed
-process loses less than that, and its last line may be cut off.
+an injection, a finding, why a step was skipped, a histogram of the gradients, the bytes that training holds, or the
+scales of a step whose backwards had different ones. Every line is valid JSON: NaN and inf are the words "nan", "inf"
+and "-inf", and a missing loss is null (up to format 2 it was "nan" too). Lines reach the operating system at least four
+times a second; a killed process loses less than that, and its last line may be cut off.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import os
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from os import PathLike
@@ -37,6 +37,7 @@ from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import GradientSample, LayerShares, MixedScales, StepRecord, StepRow
 from amplab.lab.findings import finding_from_log, observed_run, with_explained
 from amplab.lab.history import COLUMNS, History, row_of
+from amplab.lab.skip_explanation import SkipExplanation
 from amplab.lab.watched_run import WatchedRun
 from amplab.scalers import ScaleRule
 
@@ -157,6 +158,10 @@ class RunLog:
         bins = _bins(sample.histogram)
         self.note("gradients", step=sample.step, loss_scale=_number(sample.loss_scale), **bins, **known)
 
+    def explain(self, explanation: SkipExplanation) -> None:
+        """Write why a step was skipped as an event."""
+        self.note("explanation", **explanation.as_dict())
+
     def keep_scales(self, mixed: MixedScales) -> None:
         """Write the scales of a step whose backwards had different ones as an event."""
         self.note("scales", step=mixed.step, scales=[_number(scale) for scale in mixed.scales])
@@ -274,6 +279,8 @@ def _read_entries(path: Path, file: BinaryIO, columns: list[str]) -> tuple[Histo
                 history.keep(sample)
             case MixedScales() as mixed:
                 history.keep_scales(mixed)
+            case SkipExplanation() as explanation:
+                history.explain(explanation)
             case tuple() as row if row[0] == len(history):
                 history.append_row(row)
             case tuple() as row:
@@ -347,16 +354,14 @@ def _keep_changes(
 _KINDS = {"step": int, "skipped": bool, "opt_level": str}
 
 
-_Entry = StepRow | GradientSample | MixedScales | dict[str, Any]
+_Entry = StepRow | GradientSample | MixedScales | SkipExplanation | dict[str, Any]
 
 
 def _read_line(line: bytes, columns: list[str]) -> _Entry | None:
     """Return the step, the histogram, the scales or the event of a line; None if it is damaged."""
     entry = _json(line)
     if isinstance(entry, dict) and isinstance(entry.get("event"), str):
-        if entry["event"] == "gradients":
-            return _read_sample(entry)
-        return _read_scales(entry) if entry["event"] == "scales" else entry
+        return _READERS.get(entry["event"], dict)(entry)
     if isinstance(entry, list) and len(entry) == len(columns):
         return _read_step(dict(zip(columns, entry, strict=True)))
     return None
@@ -399,6 +404,13 @@ def _read_scales(entry: dict[str, Any]) -> MixedScales | None:
         return MixedScales(int(entry["step"]), tuple(float(scale) for scale in entry["scales"]))
     except (KeyError, TypeError, ValueError):
         return None
+
+
+_READERS: dict[str, Callable[[dict[str, Any]], _Entry | None]] = {
+    "gradients": _read_sample,
+    "scales": _read_scales,
+    "explanation": SkipExplanation.from_dict,
+}
 
 
 def _json(line: bytes) -> object:

@@ -17,6 +17,7 @@ from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
 from amplab.lab.history import History, row_of
 from amplab.lab.run_log import RunLog, free_path, new_path
+from amplab.lab.skip_explanation import ExplanationBudget, SkipExplanation
 from amplab.lab.watched_run import WatchedRun
 
 __all__ = ["RunStore"]
@@ -35,6 +36,7 @@ class RunStore:
     Attributes:
         history: The run in memory.
         seconds: Seconds that its steps took, without pauses; the owner counts them.
+        budget: Which of its skipped steps to explain.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class RunStore:
             self.history.keep_changes(start_change(config))
         self._config = config
         self.seconds = 0.0
+        self.budget = ExplanationBudget()
         self._wanted = None if log is None else Path(log)
         self._on_failure = on_failure
         self._log: RunLog | None = None
@@ -87,6 +90,12 @@ class RunStore:
         self.history.keep_scales(mixed)
         if self._wanted is not None:
             self._write(self._wanted, RunLog.keep_scales, mixed)
+
+    def explain(self, explanation: SkipExplanation) -> None:
+        """Add why a step was skipped."""
+        self.history.explain(explanation)
+        if self._wanted is not None:
+            self._write(self._wanted, RunLog.explain, explanation)
 
     def change(self, config: ExperimentConfig, previous: ExperimentConfig, *, step: int) -> None:
         """Add what differs between two configs, and write the new one to the log."""

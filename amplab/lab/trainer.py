@@ -13,7 +13,7 @@ import math
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -42,6 +42,7 @@ from amplab.lab.experiment import Experiment, check_fault, samples_gradients
 from amplab.lab.history import History
 from amplab.lab.kept_runs import KeptRun, KeptRuns
 from amplab.lab.run_store import RunStore
+from amplab.lab.skip_explanation import explained
 from amplab.lab.step_stages import StepStages
 from amplab.lab.undo import UndoList
 from amplab.lab.worker import Worker
@@ -356,11 +357,19 @@ class Trainer:
         """Request a `GradientsReady` at the next step boundary, which is now if nothing runs."""
         self._request("gradients", lambda: GradientsReady(self._experiment.gradients()))
 
-    def request_explanation(self) -> None:
-        """Request a `SkipExplained` of the last skipped step, which must exist; it takes the time of several steps."""
-        self._request(
-            "explanation", lambda: SkipExplained(self.history.skips()[-1].step, self._experiment.explain_skip())
-        )
+    def request_explanation(self, step: int) -> None:
+        """Request a `SkipExplained` of a skipped step.
+
+        Its explanation is None if the step was not explained before and cannot run again, because weights or config
+        have changed since; see `explainable`.
+        """
+        self._worker.post(partial(self._answer_explanation, step))
+
+    @property
+    def explainable(self) -> int | None:
+        """The last step if it was skipped: it can run again, since its weights are still there. Else None."""
+        skip = self._experiment.last_skip
+        return None if skip is None else skip.step
 
     def run(self, steps: int) -> History:
         """Train `steps` steps and return the history when they are done; an interrupt pauses at a step boundary.
@@ -425,6 +434,8 @@ class Trainer:
             self._memory = memory
             self._store.keep_memory(record.step, memory)
         self._publisher.publish(record)
+        if record.skipped and self._store.budget.allows(_kind_of_skip(record), self._store.seconds):
+            self._explain()
         if record.accuracy is not None:
             self._report_kernels()
         if not math.isfinite(record.loss):
@@ -436,6 +447,34 @@ class Trainer:
     def _train_once(self) -> None:
         if self._state != "failed":  # since step() was called
             self._train()
+            self._explain()
+
+    def _explain(self) -> None:
+        """Explain the last step if it was skipped: its batch, weights and random state are still there."""
+        record = self._experiment.last_skip
+        if record is None or record.step in self.history.explanations:
+            return
+        began = time.perf_counter()
+        self._attempt(f"step {record.step} could not run again.", partial(self._explain_skip, record))
+        self._store.budget.took(time.perf_counter() - began, _kind_of_skip(record))
+
+    def _explain_skip(self, record: StepRecord) -> None:
+        found = self._experiment.explain_skip()
+        why = explained(
+            found,
+            step=record.step,
+            injected=record.injected,
+            loss=record.loss,
+            first_loss=self.history.record(0).loss,
+        )
+        self._store.explain(why)
+        self._publisher.publish(SkipExplained(record.step, why))
+
+    def _answer_explanation(self, step: int) -> None:
+        if step == self.explainable and step not in self.history.explanations:
+            self._explain()
+        else:
+            self._publisher.publish(SkipExplained(step, self.history.explanations.get(step)))
 
     def _train_in_stages(self, parameter: str | None) -> None:
         if self._state == "failed":  # since step_in_stages() was called
@@ -448,6 +487,7 @@ class Trainer:
             return record
 
         self._train(step)
+        self._explain()
         self._publisher.publish(StagesReady(recorded[0]))
 
     def _count_down(self) -> None:
@@ -468,6 +508,8 @@ class Trainer:
         if state != "running":
             self._store.flush()
         self._publisher.publish(StateChanged(state, len(self.history), note))
+        if state == "paused":
+            self._explain()
 
     def _switch(self, config: ExperimentConfig, *, is_undo: bool = False) -> None:
         previous, step = self.config, len(self.history)
@@ -652,6 +694,11 @@ def _in_words(previous: ExperimentConfig, config: ExperimentConfig) -> str:
 def _check_steps(steps: int) -> None:
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps={steps!r}: expected a whole number > 0, such as 300.")
+
+
+def _kind_of_skip(record: StepRecord) -> Hashable:
+    """What is known of a skipped step before it runs again, to tell kinds apart."""
+    return record.opt_level, record.injected, math.isfinite(record.loss)
 
 
 def _period(speed: float | None) -> float:

@@ -87,6 +87,7 @@ def settle(lab: Dashboard, until) -> None:
 
 
 def test_not_more_than_ten_frames_a_second(lab: Dashboard, wire: list[dict], until) -> None:
+    began = time.monotonic()
     tell(parts(lab).live, type="hello", view="a")
     tell(parts(lab).controls, type="start")
     until(lambda: len(lab.trainer.history) > 100)
@@ -94,7 +95,7 @@ def test_not_more_than_ten_frames_a_second(lab: Dashboard, wire: list[dict], unt
     until(lambda: lab.trainer.state == "paused")
     settle(lab, until)
     history = lab.trainer.history
-    assert len(frames(wire)) <= 10 * (history.last.seconds + 0.5)
+    assert len(frames(wire)) <= 10 * (time.monotonic() - began + 0.5)
     assert len(rows_of(frames(wire)[-1])) == len(history), "and the last of them is complete"
 
 
