@@ -113,6 +113,7 @@ def scale_path(rule: ScaleRule, limits: np.ndarray) -> ScalePath:
     """
     require_rule(rule)
     total = len(limits)
+    known: dict[tuple[ScaleState, int, bool], ScaleState] = {}  # a rule returns to the same states again and again
     scales, found = np.empty(total), np.zeros(total, dtype=np.bool_)
     state, step, lost = rule.start(), 0, False
     while step < total:
@@ -123,8 +124,11 @@ def scale_path(rule: ScaleRule, limits: np.ndarray) -> ScalePath:
         scales[step : last + 1] = state.scale
         found[last] = bad is not None
         lost |= bad is not None and not rule.skips_on_overflow
+        transition = (state, last - step, bad is not None)
         try:
-            state = rule.next(_counted(rule, state, last - step), bad is not None)
+            if transition not in known:
+                known[transition] = rule.next(_counted(rule, state, last - step), bad is not None)
+            state = known[transition]
         except LossScaleAtMinimumError:
             return ScalePath(scales[: last + 1], found[: last + 1], rule.skips_on_overflow)
         step = last + 1
@@ -159,7 +163,7 @@ def _counted(rule: ScaleRule, state: Any, clean_steps: int) -> ScaleState:
     return replace(after, clean_steps=after.clean_steps + clean_steps - 1)
 
 
-def steps_lost(path: ScalePath, recorded_skips: Sequence[bool]) -> int:
+def steps_lost(path: ScalePath, recorded_skips: Sequence[bool] | np.ndarray) -> int:
     """Return how many more steps than in the recorded run are lost; negative: fewer."""
     lost = int(path.found_infs.sum()) if path.lost_from is None else len(path.scales) - path.lost_from
     return lost + len(recorded_skips) - len(path.scales) - int(np.count_nonzero(recorded_skips))

@@ -53,7 +53,7 @@ STEPS = st.tuples(EXPONENTS, st.integers(-10, 30).map(lambda power: 2.0**power))
 
 
 @pytest.mark.parametrize("name", RULES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(STEPS, min_size=1, max_size=70))
 def test_a_path_is_the_replay(name, steps):
     exponents, recorded = zip(*steps, strict=True)
@@ -68,9 +68,9 @@ def test_a_path_is_the_replay(name, steps):
 @pytest.mark.parametrize("name", PUBLISHED_RULES)
 def test_a_long_run_too_and_the_steps_that_are_lost(name):
     generator = np.random.default_rng(0)
-    exponents = np.floor(generator.normal(-4, 1, 3000))
-    exponents[[100, 101, 2000]] = np.inf
-    recorded, skipped = np.full(3000, 2.0**14), exponents == np.inf
+    exponents = np.floor(generator.normal(-4, 1, 1200))
+    exponents[[100, 101, 1000]] = np.inf
+    recorded, skipped = np.full(1200, 2.0**14), exponents == np.inf
     expected = what_if(ScaleHistory(recorded.tolist(), skipped.tolist(), exponents.tolist()), name)
     path = scale_path(PUBLISHED_RULES[name], overflow_limits(exponents, recorded))
     assert path.scales.tolist() == list(expected.scales)

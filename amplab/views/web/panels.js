@@ -6,12 +6,14 @@ import { h, moveByArrows, write } from "./elements.js";
 import { endWithKernel, ownKeys } from "./page.js";
 import { dtypesPanel } from "./tab_dtypes.js";
 import { gradientsPanel } from "./tab_gradients.js";
+import { scalePanel } from "./tab_scale.js";
 import { skippedPanel } from "./tab_skipped.js";
 
 const PANELS = {
   dtypes: dtypesPanel,
   gradients: gradientsPanel,
   skipped: skippedPanel,
+  scale: scalePanel,
 };
 
 function tabStrip(model) {
