@@ -6,7 +6,7 @@
 
 The files, by part::
 
-    what to train           config (the fields of an experiment), tasks, models
+    what to train           config (the fields of an experiment), tasks, models, levels
     training                experiment (one step), trainer (states and controls), worker (its thread), events
     one step in stages      step_stages
     the run                 history (in memory), changes (made by a person), run_log (on disk), run_store (both),
@@ -53,12 +53,13 @@ from amplab.lab.events import (
 from amplab.lab.experiment import FAULTS, Experiment
 from amplab.lab.history import COLUMNS, History
 from amplab.lab.kept_runs import KeptRun, KeptRuns
-from amplab.lab.models import CNN, MLP, MODELS, build_model
+from amplab.lab.levels import LEVELS, Level
+from amplab.lab.models import CNN, MLP, MODELS, build_model, models_of, register_model
 from amplab.lab.open import active, attach, open
 from amplab.lab.run_log import Run, RunLog, load_run, runs_directory
 from amplab.lab.skip_explanation import SKIP_KINDS, SkipExplanation
 from amplab.lab.step_stages import ParameterStages, ScaleChange, Snapshot, StageRecorder, StepStages
-from amplab.lab.tasks import TASKS, Task, load_task
+from amplab.lab.tasks import TASKS, Score, Task, TaskChoice, TaskLoss, load_task
 from amplab.lab.trainer import Trainer
 from amplab.lab.watch import Watch, watch
 from amplab.lab.watch_callback import WatchCallback
@@ -67,6 +68,8 @@ from amplab.lab.watched_run import WatchedRun
 __all__ = [
     "TASKS",
     "MODELS",
+    "LEVELS",
+    "Level",
     "OPTIMIZERS",
     "FAULTS",
     "DEFAULT_LR",
@@ -76,10 +79,15 @@ __all__ = [
     "ExperimentConfig",
     "field_named",
     "Task",
+    "TaskChoice",
+    "TaskLoss",
+    "Score",
     "load_task",
     "MLP",
     "CNN",
     "build_model",
+    "models_of",
+    "register_model",
     "STATES",
     "Event",
     "StepRecord",

@@ -5,7 +5,7 @@
 A declaration in `ExperimentConfig` says everything about a field: default, accepted values, label, help, and what a
 change of it requires. The trainer, the command line and the dashboard read the declarations in `FIELDS`. The string
 contains task, model and opt_level, and every other field that differs from its default; `ExperimentConfig.parse` reads
-it. The values of `model` and `task` are in `models.py` and `tasks.py`.
+it. The values of `model`, `task` and `opt_level` are in `models.py`, `tasks.py` and `levels.py`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
-from amplab.amp import OPT_LEVELS, explain_override
 from amplab.display.numbers import binary_power, parse_number
-from amplab.lab.models import MODELS
+from amplab.lab.levels import LEVELS, Level, why_no_override
+from amplab.lab.models import MODELS, models_of
 from amplab.lab.tasks import TASKS
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "LIVE_FIELDS",
     "OPTIMIZERS",
     "OVERRIDES",
+    "OWN",
     "VERSION",
     "Change",
     "ConfigField",
@@ -63,7 +64,7 @@ class OptimizerChoice:
     Attributes:
         label: Its name in the dashboard.
         build: Its class.
-        lr: Learning rate for lr=None, at which the digits models learn well in 300 steps.
+        lr: Learning rate for lr=None, at which the digits models learn well in 300 steps; a task may have another.
         takes_momentum: Whether it has a momentum.
     """
 
@@ -79,6 +80,9 @@ OPTIMIZERS = {
     "adamw": OptimizerChoice("AdamW", torch.optim.AdamW, lr=0.005),
 }
 """Each optimizer by the name that a config gives it."""
+
+OWN = "own"
+"""The optimizer that a task makes itself, of tasks that do; the dashboard calls it "as given"."""
 
 DEFAULT_LR = {name: choice.lr for name, choice in OPTIMIZERS.items()}
 """The default learning rate (lr=None), by optimizer."""
@@ -174,10 +178,11 @@ def _scale(note: str = "") -> Values:
 
 _LEVEL = Values(
     str,
-    lambda value: isinstance(value, str) and value in OPT_LEVELS,
-    lambda: f"one of {', '.join(OPT_LEVELS)} (the letter O and a digit)",
-    choices=lambda: {name: name for name in OPT_LEVELS},
+    lambda value: isinstance(value, str) and value in LEVELS,
+    lambda: f"one of {', '.join(LEVELS)} (the letter O and a digit)",
+    choices=lambda: {name: level.label for name, level in LEVELS.items()},
 )
+_OPTIMIZER = replace(_one_of(OPTIMIZERS), accepts=lambda value: value == OWN or value in OPTIMIZERS)
 _FLAG = Values(bool, lambda value: isinstance(value, bool), lambda: "True, False", "True or False")
 _STATIC_SCALE = _scale(" (128 is a usual static scale)")
 _LOSS_SCALE = Values(
@@ -284,6 +289,15 @@ class ConfigField:
         text = f"{value:g}" if isinstance(value, float) else str(value)
         return self.values.choices().get(text, text)
 
+    def default_shown(self, config: ExperimentConfig) -> str:
+        """Return the default in a config as the dashboard shows it."""
+        if self.name == "lr":
+            return f"{replace(config, lr=None).learning_rate:g}"
+        value = config.default_of(self.name)
+        if value is None and self.overrides_level:
+            return f"by {config.opt_level}"
+        return "none" if value is None else self.shown(value)
+
     def _refusal(self, given: str) -> SettingRefused:
         enter = self.values.entry or " or ".join(self.values.choices().values())
         spelled = _SPELLED_POWER.fullmatch(given)
@@ -324,8 +338,9 @@ class ExperimentConfig:
         is_always_named=True,
     )
     model: str = _declare(
-        "mlp",
+        cast(str, None),
         _one_of(MODELS),
+        none_means="the first model of the task",
         label="Model",
         help="model to train",
         change=Change.NEW_WEIGHTS,
@@ -344,14 +359,15 @@ class ExperimentConfig:
         "O1",
         _LEVEL,
         label="opt_level",
-        help="which weights and operations use float16",
+        help="which weights and operations use float16 or bfloat16",
         change=Change.NEW_SESSION,
         changes_dtypes=True,
         is_always_named=True,
     )
     optimizer: str = _declare(
-        "sgd",
-        _one_of(OPTIMIZERS),
+        cast(str, None),
+        _OPTIMIZER,
+        none_means="the task's optimizer",
         label="Optimizer",
         help="algorithm that updates the weights",
         change=Change.NEW_SESSION,
@@ -359,7 +375,7 @@ class ExperimentConfig:
     lr: float | None = _declare(
         None,
         _number(lambda value: 0 < value <= _LARGEST_SCALE, "a number > 0 and at most 2**127", "a number above 0"),
-        none_means=", ".join(f"{choice.lr:g} with {name}" for name, choice in OPTIMIZERS.items()),
+        none_means=", ".join(f"{rate:g} with {name}" for name, rate in DEFAULT_LR.items()),
         label="Learning rate",
         help="learning rate",
         example="0.1",
@@ -374,9 +390,16 @@ class ExperimentConfig:
     )
     batch_size: int = _declare(
         64,
-        _count(1, 65536, "the images per step"),
+        _count(1, 65536, "the examples in a batch"),
         label="Batch size",
-        help="images per step",
+        help="examples in a batch",
+        change=Change.IN_PLACE,
+    )
+    accumulate: int = _declare(
+        1,
+        _count(1, 1024, "the batches of a step"),
+        label="Accumulate",
+        help="batches whose gradients are accumulated before the optimizer steps",
         change=Change.IN_PLACE,
     )
     seed: int = _declare(
@@ -448,11 +471,16 @@ class ExperimentConfig:
     )
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be trained."""
+        """Fill in the model and the optimizer of the task; refuse what cannot be trained."""
         for name, declared in FIELDS.items():
             declared.check(getattr(self, name))
+        if self.model is None:
+            object.__setattr__(self, "model", next(iter(models_of(self.task)), None))
+        if self.optimizer is None:
+            object.__setattr__(self, "optimizer", TASKS[self.task].optimizer)
+        self._refuse_of_another_task()
         for name in OVERRIDES:
-            reason = explain_override(self.opt_level, name) if getattr(self, name) is not None else None
+            reason = why_no_override(self.opt_level, name) if getattr(self, name) is not None else None
             if reason:
                 given = f"{name}={spell(getattr(self, name))} with opt_level={self.opt_level}"
                 raise SettingRefused(f"{given}: {reason}", shown=f"{FIELDS[name].label}: {reason}")
@@ -476,6 +504,32 @@ class ExperimentConfig:
                 f"raise {high.label} first.",
             )
 
+    def _refuse_of_another_task(self) -> None:
+        """Raise ValueError for a model or an optimizer that the task does not offer."""
+        for name, table in (("model", MODELS), ("optimizer", OPTIMIZERS)):
+            value, offered = getattr(self, name), self.choices(name)
+            if value not in offered:
+                label = table[value].label if value in table else "as given"
+                fits = " or ".join(offered) or f"another {name}"
+                raise SettingRefused(
+                    f"{name}={value} with task={self.task}: expected {fits}.",
+                    shown=f"{FIELDS[name].label} {label} does not fit {FIELDS['task'].label} "
+                    f"{TASKS[self.task].label}; choose {' or '.join(offered.values()) or 'another task'}.",
+                )
+
+    def choices(self, name: str) -> dict[str, str]:
+        """Return the values that a field offers with the task of this config, each with its label.
+
+        >>> ExperimentConfig().choices("model")["cnn"]
+        'CNN'
+        """
+        if name == "model":
+            return {model: choice.label for model, choice in models_of(self.task).items()}
+        offered = field_named(name).values.choices()
+        if name == "optimizer" and TASKS[self.task].has_own_optimizer:
+            return {OWN: "as given", **offered}
+        return offered
+
     def _refuse_growth_of_static_scale(self) -> None:
         """Refuse settings of a dynamic scale together with a static one."""
         if self.loss_scale in (None, "dynamic"):
@@ -493,24 +547,61 @@ class ExperimentConfig:
 
     @property
     def learning_rate(self) -> float:
-        """The rate in effect: lr, or the optimizer's default."""
-        return OPTIMIZERS[self.optimizer].lr if self.lr is None else float(self.lr)
+        """The rate in effect: lr, or the default of the optimizer and the task."""
+        if self.lr is not None:
+            return float(self.lr)
+        rates = {**DEFAULT_LR, **TASKS[self.task].learning_rates}
+        return rates[self.optimizer]
+
+    @property
+    def level(self) -> Level:
+        """What the opt_level names."""
+        return LEVELS[self.opt_level]
 
     @property
     def effective_loss_scale(self) -> float | str:
         """The static scale in effect, or "dynamic": loss_scale, or what the opt_level sets."""
-        return OPT_LEVELS[self.opt_level].properties.loss_scale if self.loss_scale is None else self.loss_scale
+        return self.level.properties.loss_scale if self.loss_scale is None else self.loss_scale
 
     @property
     def is_dynamic(self) -> bool:
         """Whether the loss scale follows the gradients."""
         return self.effective_loss_scale == "dynamic"
 
+    def default_of(self, name: str) -> Any:
+        """Return the default of a field, which may depend on the task."""
+        return getattr(ExperimentConfig() if name == "task" else ExperimentConfig(task=self.task), name)
+
+    def differs(self, name: str) -> bool:
+        """Return whether the value in effect of a field differs from its default.
+
+        >>> config = ExperimentConfig(lr=0.1, opt_level="O2")
+        >>> config.differs("lr"), config.differs("opt_level"), config.changed(optimizer="adam").differs("lr")
+        (False, True, True)
+        """
+        if name == "lr":
+            return self.learning_rate != replace(self, lr=None).learning_rate
+        return bool(getattr(self, name) != self.default_of(name))
+
+    def defaults(self) -> ExperimentConfig:
+        """Return the config with the same weights at the start and every other field at its default.
+
+        >>> str(ExperimentConfig(model="cnn", opt_level="O2", lr=0.5).defaults())
+        'amplab/1 task=digits model=cnn opt_level=O1'
+        """
+        kept = {name: getattr(self, name) for name in FIELDS if name not in LIVE_FIELDS}
+        return ExperimentConfig(**kept)
+
+    def live_values(self) -> dict[str, Any]:
+        """Return the fields that can change at a step boundary, by name."""
+        return {name: getattr(self, name) for name in LIVE_FIELDS}
+
     def changed(self, **changes: object) -> ExperimentConfig:
         """Return this config with some fields changed.
 
         A new opt_level drops the overrides that have no meaning there, and a static loss_scale drops the settings of a
-        dynamic one, unless they are given in the same call; then they are refused.
+        dynamic one, unless they are given in the same call; then they are refused. A new task brings its optimizer, and
+        its model if it cannot train the present one.
 
         Raises:
             ValueError: An unknown field, or a value that the field does not accept.
@@ -521,16 +612,21 @@ class ExperimentConfig:
         for name, value in changes.items():
             field_named(name).check(value)
         level = str(changes.get("opt_level", self.opt_level))
-        dropped: dict[str, object] = {name: None for name in OVERRIDES if explain_override(level, name)}
+        dropped: dict[str, object] = {name: None for name in OVERRIDES if why_no_override(level, name)}
         if changes.get("loss_scale") not in (None, "dynamic"):
             dropped |= {name: FIELDS[name].default for name in GROWTH}
+        task = str(changes.get("task", self.task))
+        if task != self.task:
+            dropped |= {"optimizer": None} | ({"model": None} if self.model not in models_of(task) else {})
         return replace(self, **cast(dict[str, Any], {**dropped, **changes}))
 
     def __str__(self) -> str:
         """Return the string that `parse` reads."""
         values = {name: getattr(self, name) for name in FIELDS}
         always = {name: values[name] for name, declared in FIELDS.items() if declared.is_always_named}
-        differing = {name: value for name, value in values.items() if value != FIELDS[name].default}
+        defaults = {name: declared.default for name, declared in FIELDS.items()}
+        defaults["optimizer"] = TASKS[self.task].optimizer
+        differing = {name: value for name, value in values.items() if value != defaults[name]}
         named = always | {name: value for name, value in differing.items() if name not in always}
         return " ".join([f"amplab/{VERSION}", *(f"{name}={spell(value)}" for name, value in named.items())])
 

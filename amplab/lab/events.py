@@ -59,14 +59,15 @@ class StepRecord:
 
     Attributes:
         step: Number of the step, from 0.
-        loss: Training loss before scaling and before any injected shrinking; NaN and inf are kept. Also NaN if a watch
-            did not get the loss; `History.missing_losses` says where.
-        loss_scale: Scale that multiplied the loss of this step.
+        loss: Training loss before scaling and before any injected shrinking, the sum if there are several; NaN and inf
+            are kept. Also NaN if a watch did not get the loss; `History.missing_losses` says where.
+        loss_scale: Scale that multiplied the loss of this step. If losses have scales of their own: that of the first
+            loss that overflowed, else the lowest; `History.mixed_scales` has all.
         next_loss_scale: Scale that the next step will use.
         skipped: Whether the optimizer left the weights unchanged because a gradient was not finite.
         first_nonfinite: Name of the first parameter with a non-finite gradient, None if all were finite.
-        opt_level: "O0" to "O3".
-        accuracy: Share of held-out images classified correctly, in [0, 1]; None if not measured.
+        opt_level: As in the config, such as "O1".
+        score: The task's score on held-out data, such as the accuracy in [0, 1]; None if not measured.
         seconds: Wall-clock time since the first step of the run began.
         injected: "overflow", "underflow", "nan", two of them joined by "+", or None.
         grad_exponent: floor(log2) of the largest unscaled gradient; -inf if all are zero, inf if one was not finite,
@@ -80,7 +81,7 @@ class StepRecord:
     skipped: bool
     first_nonfinite: str | None
     opt_level: str
-    accuracy: float | None
+    score: float | None
     seconds: float
     injected: str | None
     grad_exponent: float | None = None

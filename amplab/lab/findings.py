@@ -148,7 +148,7 @@ def _scaling(config: ExperimentConfig | WatchedRun | None) -> tuple[str, str]:
     """Return the API style that scaled the losses, and the opt_level; empty if unknown."""
     if isinstance(config, WatchedRun):
         return config.scaling, config.opt_level.replace(NO_LEVEL, "")
-    return ("", "") if config is None else ("apex", config.opt_level)
+    return ("", "") if config is None else ("apex", config.level.opt_level)
 
 
 def _is_dynamic(config: ExperimentConfig | WatchedRun | None) -> bool:

@@ -17,9 +17,10 @@ import numpy as np
 
 from amplab.amp import MemoryUse
 from amplab.diagnose import ScaleHistory, WhatIf, WhatIfs, what_if, what_ifs
-from amplab.formats import FLOAT16, FLOAT32
+from amplab.formats import FLOAT16
 from amplab.lab.changes import RunChange
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
+from amplab.lab.levels import LEVELS
 from amplab.lab.skip_explanation import SkipExplanation
 from amplab.scalers import ScalePath, ScaleRule, overflow_limits, scale_path
 
@@ -33,7 +34,7 @@ COLUMNS: dict[str, type] = {
     "skipped": np.bool_,
     "first_nonfinite": np.int32,
     "opt_level": np.int32,
-    "accuracy": np.float64,
+    "score": np.float64,
     "seconds": np.float64,
     "injected": np.int32,
     "grad_exponent": np.float64,
@@ -41,7 +42,7 @@ COLUMNS: dict[str, type] = {
 """The type of the column of each field of `StepRecord`, in its order; int32 columns are codes of words."""
 
 _WORDS = tuple(name for name, kind in COLUMNS.items() if kind is np.int32)
-_UNMEASURED = ("accuracy", "grad_exponent")  # NaN where they are None
+_UNMEASURED = ("score", "grad_exponent")  # NaN where they are None
 _FIRST_CAPACITY = 1024
 _PENDING = 256
 
@@ -86,7 +87,7 @@ class History:
         self._mixed: list[MixedScales] = []
         self._explanations: dict[int, SkipExplanation] = {}
         self._last: StepRow | None = None
-        self._last_accuracy: float | None = None
+        self._last_score: float | None = None
 
     def append(self, record: StepRecord) -> None:
         """Add the next step."""
@@ -96,9 +97,9 @@ class History:
         """Add the next step as its values, with None for a missing loss; the columns are filled later."""
         self._pending.append(row)  # atomic, so that a reader needs the lock and this does not
         self._last = row
-        accuracy = row[7]  # as in `StepRow`
-        if accuracy is not None:
-            self._last_accuracy = accuracy
+        score = row[7]  # as in `StepRow`
+        if score is not None:
+            self._last_score = score
         if len(self._pending) >= _PENDING:
             with self._lock:
                 self._fill()
@@ -177,8 +178,9 @@ class History:
         samples = [(sample.step, sample.histogram) for sample in self.gradient_samples]
         exponents = [None if math.isnan(value) else value for value in self.column("grad_exponent").tolist()]
         scales, skipped = self.column("loss_scale").tolist(), self.column("skipped").tolist()
-        in_single = set(self.column("opt_level").tolist()) == {"O0"}
-        record = ScaleHistory(scales, skipped, exponents, samples, FLOAT32 if in_single else FLOAT16)
+        formats = {LEVELS[name].range_format for name in set(self.column("opt_level").tolist()) if name in LEVELS}
+        fits = formats.pop() if len(formats) == 1 else FLOAT16
+        record = ScaleHistory(scales, skipped, exponents, samples, fits)
         return what_ifs(record) if rule is None else what_if(record, rule)
 
     def scale_paths(self, rules: Mapping[str, ScaleRule]) -> dict[str, ScalePath]:
@@ -202,9 +204,9 @@ class History:
         return None if self._last is None else recorded(self._last)
 
     @property
-    def last_accuracy(self) -> float | None:
-        """The last measured accuracy, None before the first."""
-        return self._last_accuracy
+    def last_score(self) -> float | None:
+        """The last measured score on held-out data, None before the first."""
+        return self._last_score
 
     @property
     def skip_count(self) -> int:
@@ -213,7 +215,7 @@ class History:
             return len(self._skipped)
 
     def column(self, name: str) -> np.ndarray:
-        """Return a copy of one column, `(steps,)`: words as an object array, NaN where no accuracy was measured."""
+        """Return a copy of one column, `(steps,)`: words as an object array, NaN where no score was measured."""
         with self._filled():
             return self._take(name, np.arange(self._length))
 

@@ -1,6 +1,6 @@
 """A run on disk while it happens: JSON lines, append-only, readable after a kill.
 
-    {"amplab_run": 3, "amplab": "0.1.0", "started": "…", "config": "amplab/1 task=digits …", "columns": ["step", …]}
+    {"amplab_run": 4, "amplab": "0.1.0", "started": "…", "config": "amplab/1 task=digits …", "columns": ["step", …]}
     [0,2.31,65536.0,65536.0,false,null,"O1",null,0.0021,null,-5.0]
     {"event": "config", "step": 120, "config": "amplab/1 task=digits model=mlp opt_level=O2"}
 
@@ -53,10 +53,12 @@ __all__ = [
     "runs_directory",
 ]
 
-FORMAT = 3
+FORMAT = 4
 """Version of the file format, the value of "amplab_run" in the header."""
 
-_COLUMNS_OF = {1: [name for name in COLUMNS if name != "grad_exponent"], 2: list(COLUMNS), FORMAT: list(COLUMNS)}
+_OLD_NAMES = {"score": "accuracy"}  # up to format 3
+_OLD_COLUMNS = [_OLD_NAMES.get(name, name) for name in COLUMNS]
+_COLUMNS_OF = {1: _OLD_COLUMNS[:-1], 2: _OLD_COLUMNS, 3: _OLD_COLUMNS, FORMAT: list(COLUMNS)}
 
 FLUSH_SECONDS = 0.2
 
@@ -246,7 +248,7 @@ def load_run(path: str | os.PathLike[str]) -> Run:
         header = _read_header(path, file.readline(_LONGEST_HEADER))
         config = _read_config(path, header["config"])
         history, events, truncated = _read_entries(path, file, _COLUMNS_OF[header["amplab_run"]])
-    if header["amplab_run"] < FORMAT and isinstance(config, WatchedRun) and np.isnan(history.column("loss")).all():
+    if header["amplab_run"] < 3 and isinstance(config, WatchedRun) and np.isnan(history.column("loss")).all():
         history.forget_losses()
     last = _keep_changes(path, history, config, events)
     return Run(
@@ -374,7 +376,7 @@ def _read_step(values: dict[str, Any]) -> StepRow | None:
     numbers = {name: _float(values[name]) for name in (*given, "loss_scale", "next_loss_scale", "seconds")}
     if None in numbers.values() or not all(isinstance(values[name], kind) for name, kind in _KINDS.items()):
         return None
-    row = {**values, **nullable, **numbers}
+    row = {**values, **nullable, **numbers, "score": values.get("score", values.get(_OLD_NAMES["score"]))}
     return cast(StepRow, tuple(row[name] for name in COLUMNS))
 
 

@@ -1,29 +1,168 @@
-"""The data to train on, split once by a seed, and batches that are a pure function of the step.
+"""What is trained: a task gives the batch of each step, the losses of a batch, the optimizers and the held-out score.
+
+    batch = task.batch(step, batch_size)              # the same for the same step
+    for loss in task.losses:                          # one for each loss_id
+        loss.of(model, batch).backward()              # then the optimizer number loss.optimizer steps
+    task.measure(model)                               # on data that are never trained on
+
+Most tasks have one loss and one optimizer. A GAN has several: each loss has a loss scale of its own, and an optimizer
+steps after the last of its losses.
 
 `digits` is scikit-learn's copy of the UCI optical digits: 1797 handwritten digits as images of 8×8 gray levels, bundled
 with the package, so nothing is downloaded. scikit-learn is imported when the task is loaded. To add a task, add an
-entry to `TASKS`. The models are in `models.py`.
+entry to `TASKS`. The models are in `models.py`, a model and data of one's own in `own_task.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-__all__ = ["HELD_OUT", "TASKS", "Task", "TaskChoice", "load_task"]
+__all__ = [
+    "ACCURACY",
+    "HELD_OUT",
+    "TASKS",
+    "ImageBatch",
+    "ImageTask",
+    "MakeOptimizer",
+    "Score",
+    "Task",
+    "TaskChoice",
+    "TaskLoss",
+    "load_task",
+    "rows_of_step",
+    "score_named",
+]
 
 HELD_OUT = 360
 """Images kept for measuring accuracy, a fifth of the digits."""
 
 _GRAY_LEVELS = 16.0
 
+MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
+
+
+@dataclass(frozen=True)
+class Score:
+    """What is measured on held-out data.
+
+    Attributes:
+        name: In field terms, such as "accuracy" or "perplexity".
+        higher_is_better: Its direction.
+        is_share: Whether it is a share in [0, 1], which is shown in percent.
+    """
+
+    name: str
+    higher_is_better: bool = False
+    is_share: bool = False
+
+    def text(self, value: float | None) -> str:
+        """Return a value as text.
+
+        >>> ACCURACY.text(0.9361), Score("perplexity").text(8.25), ACCURACY.text(None)
+        ('93.6%', '8.25', '–')
+        """
+        if value is None:
+            return "–"
+        return f"{value:.1%}" if self.is_share else f"{value:.4g}"
+
+
+ACCURACY = Score("accuracy", higher_is_better=True, is_share=True)
+"""The share of held-out examples that are classified correctly."""
+
+
+@dataclass(frozen=True)
+class TaskLoss:
+    """One loss of a step; its place among the losses of its task is its loss_id.
+
+    Attributes:
+        name: In field terms, such as "loss" or "discriminator, real".
+        of: Runs the forward of a batch and returns the loss, from (model, batch).
+        optimizer: Number of the optimizer whose parameters it trains. Losses of one optimizer follow each other.
+    """
+
+    name: str
+    of: Callable[[nn.Module, Any], Tensor]
+    optimizer: int = 0
+
+
+class Task(ABC):
+    """What an experiment trains.
+
+    Attributes:
+        name: As in the config.
+        seed: Seed of the data and of the random numbers of each step.
+        losses: The losses of a step, in order.
+        score: What `measure` measures; None if nothing does.
+    """
+
+    name: str
+    seed: int
+    losses: tuple[TaskLoss, ...]
+    score: Score | None = None
+
+    @abstractmethod
+    def batch(self, step: int, batch_size: int) -> Any:
+        """Return the batch of a step: a tensor or any nesting of tensors, always the same for the same step."""
+
+    def check_batch_size(self, batch_size: int) -> None:  # noqa: B027  any size will do
+        """Raise ValueError if there are no such batches."""
+
+    def optimizers(self, model: nn.Module, make: MakeOptimizer | None) -> list[Optimizer]:
+        """Return the optimizers, as many as the losses name.
+
+        Args:
+            model: As `models.build_model` returns it.
+            make: Makes an optimizer of the config's kind of some parameters; None for the task's own kind.
+        """
+        if make is None:
+            raise ValueError(f"task={self.name}: has no optimizer of its own; choose one by name.")
+        return [make(model.parameters())]
+
+    def measure(self, model: nn.Module) -> float:
+        """Return the score of a model in evaluation mode. Sync: one."""
+        raise NotImplementedError(f"task={self.name} has no score.")
+
+    def seed_forward(self, step: int, place: int = 0) -> None:
+        """Seed torch's CPU generator for one forward: dropout depends on the step and the place in it alone."""
+        torch.default_generator.manual_seed(self.seed_of(step, place))
+
+    def seed_of(self, step: int, place: int = 0) -> int:
+        """Return the seed of the random numbers of one forward."""
+        return ((self.seed * 1_000_003 + step + 1) * 1_009 + place) % 2**63
+
+    @contextmanager
+    def random_states_kept(self) -> Iterator[None]:
+        """Run a block and restore what `seed_forward` seeds: the process has random numbers of its own."""
+        state = torch.get_rng_state()
+        try:
+            yield
+        finally:
+            torch.set_rng_state(state)
+
+
+class ImageBatch(NamedTuple):
+    """Images `(batch, channels, height, width)` and labels `(batch,)`."""
+
+    images: Tensor
+    labels: Tensor
+
+
+def _cross_entropy(model: nn.Module, batch: ImageBatch) -> Tensor:
+    return F.cross_entropy(model(batch.images), batch.labels)
+
 
 @dataclass(frozen=True, eq=False)
-class Task:
+class ImageTask(Task):
     """Images to train on and images to measure accuracy on.
 
     Attributes:
@@ -41,6 +180,8 @@ class Task:
     held_out_images: Tensor
     held_out_labels: Tensor
     seed: int
+    losses = (TaskLoss("cross-entropy", _cross_entropy),)
+    score = ACCURACY
 
     def batches_per_epoch(self, batch_size: int) -> int:
         """Return how many whole batches an epoch has.
@@ -48,21 +189,39 @@ class Task:
         Raises:
             ValueError: The batch is larger than the training set.
         """
+        self.check_batch_size(batch_size)
+        return len(self.images) // batch_size
+
+    def check_batch_size(self, batch_size: int) -> None:
+        """Raise ValueError if the batch is larger than the training set."""
         if batch_size > len(self.images):
             raise ValueError(
                 f"batch_size={batch_size}: expected at most {len(self.images)}, the number of training images of "
                 f"{self.name}; choose a smaller batch."
             )
-        return len(self.images) // batch_size
 
-    def batch(self, step: int, batch_size: int) -> tuple[Tensor, Tensor]:
+    def batch(self, step: int, batch_size: int) -> ImageBatch:
         """Return the images `(batch_size, 1, 8, 8)` and the labels `(batch_size,)` of a step, always the same.
 
         Each epoch is a permutation drawn from (seed, epoch); the images left over after whole batches are dropped.
         """
-        epoch, position = divmod(step, self.batches_per_epoch(batch_size))
-        rows = _epoch_order(len(self.images), self.seed, epoch)[position * batch_size : (position + 1) * batch_size]
-        return self.images[rows], self.labels[rows]
+        self.check_batch_size(batch_size)
+        rows = rows_of_step(len(self.images), self.seed, step, batch_size)
+        return ImageBatch(self.images[rows], self.labels[rows])
+
+    def measure(self, model: nn.Module) -> float:
+        """Return the share of held-out images that the model classifies correctly. Sync: one."""
+        predicted = model(self.held_out_images).argmax(dim=1)  # (held_out,)
+        return float((predicted == self.held_out_labels).float().mean().item())
+
+
+def rows_of_step(count: int, seed: int, step: int, batch_size: int) -> Tensor:
+    """Return which of `count` examples `(batch_size,)` a step trains on.
+
+    Each epoch is a permutation drawn from (seed, epoch); the examples left over after whole batches are dropped.
+    """
+    epoch, position = divmod(step, count // batch_size)
+    return _epoch_order(count, seed, epoch)[position * batch_size : (position + 1) * batch_size]
 
 
 @lru_cache(maxsize=4)
@@ -87,25 +246,47 @@ def _digits() -> tuple[Tensor, Tensor]:
     return images.unsqueeze(1), torch.tensor(digits.target, dtype=torch.int64)  # (1797, 1, 8, 8), (1797,)
 
 
+def _load_digits(seed: int) -> ImageTask:
+    images, labels = _digits()
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
+    held_out, train = order[:HELD_OUT], order[HELD_OUT:]
+    return ImageTask("digits", images[train], labels[train], images[held_out], labels[held_out], seed)
+
+
 @dataclass(frozen=True)
 class TaskChoice:
     """One task that a config can name.
 
     Attributes:
         label: Its name in the dashboard.
-        load: Returns all images `(images, 1, 8, 8)` float32 in [0, 1] and their labels `(images,)` int64 in 0…9.
+        load: Returns the task of a seed.
+        score: What is measured on held-out data; None if nothing is.
+        optimizer: Name of the optimizer that a config has unless it names one.
+        learning_rates: Learning rate of lr=None by optimizer, where it differs from that of the optimizer.
+        has_own_optimizer: Whether the task makes optimizers itself, as "own".
+        has_batch_size: Whether batch_size has an effect.
     """
 
     label: str
-    load: Callable[[], tuple[Tensor, Tensor]]
+    load: Callable[[int], Task]
+    score: Score | None = ACCURACY
+    optimizer: str = "sgd"
+    learning_rates: Mapping[str, float] = field(default_factory=dict)
+    has_own_optimizer: bool = False
+    has_batch_size: bool = True
 
 
-TASKS = {"digits": TaskChoice("digits", _digits)}
+TASKS: dict[str, TaskChoice] = {"digits": TaskChoice("digits", _load_digits)}
 """Each task by the name that a config gives it."""
 
 
+def score_named(task: str) -> Score | None:
+    """Return what a task measures; of a task that this process does not know, a score without a name of its own."""
+    return TASKS[task].score if task in TASKS else Score("score")
+
+
 def load_task(name: str, seed: int) -> Task:
-    """Return the task `name`, split by `seed` into training images and `HELD_OUT` held-out images.
+    """Return the task `name`, with data split by `seed` into training and held-out data.
 
     Raises:
         ImportError: scikit-learn, which bundles the data, is not installed.
@@ -113,7 +294,4 @@ def load_task(name: str, seed: int) -> Task:
     """
     if name not in TASKS:
         raise ValueError(f"task={name}: expected one of {', '.join(TASKS)}.")
-    images, labels = TASKS[name].load()
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
-    held_out, train = order[:HELD_OUT], order[HELD_OUT:]
-    return Task(name, images[train], labels[train], images[held_out], labels[held_out], seed)
+    return TASKS[name].load(seed)

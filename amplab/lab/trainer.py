@@ -146,6 +146,11 @@ class Trainer:
         return self._experiment.shrinking
 
     @property
+    def armed(self) -> frozenset[str]:
+        """The faults that will go into the next step."""
+        return self._experiment.armed
+
+    @property
     def kept(self) -> KeptRuns:
         """The runs beside the present one: those that a reset replaced, and those of `compare`."""
         return self._kept
@@ -175,9 +180,9 @@ class Trainer:
         """Return the bytes of parameters, gradients, masters and optimizer state; see `Experiment.memory`."""
         return self._experiment.memory()
 
-    def accuracy(self) -> float:
-        """Measure the share of held-out images classified correctly, at the next step boundary, and return it."""
-        return self._worker.ask(lambda: self._experiment.accuracy())  # noqa: PLW0108  a reset replaces the experiment
+    def score(self) -> float | None:
+        """Measure the task's score on held-out data at the next step boundary and return it; None if it has none."""
+        return self._worker.ask(lambda: self._experiment.score())  # noqa: PLW0108  a reset replaces the experiment
 
     def __repr__(self) -> str:
         """Return one line with the state and the config."""
@@ -430,13 +435,15 @@ class Trainer:
         if samples_gradients(self._experiment.steps_done):
             self._attempt("gradients failed.", lambda: self._store.keep(self._experiment.gradients().sample))
         record = _timed_step(step or self._experiment.step, self._store)
+        if (mixed := self._experiment.mixed_scales) is not None:
+            self._store.keep_scales(mixed)
         if (memory := self._experiment.memory()) is not self._memory:
             self._memory = memory
             self._store.keep_memory(record.step, memory)
         self._publisher.publish(record)
         if record.skipped and self._store.budget.allows(_kind_of_skip(record), self._store.seconds):
             self._explain()
-        if record.accuracy is not None:
+        if record.score is not None:
             self._report_kernels()
         if not math.isfinite(record.loss):
             self._report_buffers(record.step)
@@ -585,7 +592,7 @@ class Trainer:
         """Measure what a kept run shows beside its history."""
         experiment = run.experiment
         if experiment is not None:
-            self._attempt("The held-out score failed.", lambda: setattr(run, "held_out", experiment.accuracy()))
+            self._attempt("The held-out score failed.", lambda: setattr(run, "held_out", experiment.score()))
             self._attempt("Counting kept bytes failed.", lambda: setattr(run, "activations", experiment.activations()))
             run.memory = experiment.memory()
         self._kept.touch()
@@ -632,7 +639,7 @@ class Trainer:
         if is_on != was_on and not is_undo:
             experiment = self._experiment
             self._changes.record(
-                f"{fault.capitalize()} {'on' if is_on else 'off'}",
+                f"{'NaN' if fault == 'nan' else fault.capitalize()} {'on' if is_on else 'off'}",
                 partial(self._disturb, fault, was_on, is_undo=True),
                 lambda: self._experiment is experiment and (fault in experiment.armed) == is_on,
             )
@@ -654,8 +661,8 @@ class Trainer:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         text = (
             f"Step {step} left NaN or inf in {names[0]}{more}: BatchNorm updates its running statistics in the forward "
-            f"pass, before a step can be skipped. Accuracy is measured with these statistics. Reset to start again; in "
-            f"a loop of your own check the batch before the forward pass."
+            f"pass, before a step can be skipped. Held-out data are scored with these statistics. Reset to start "
+            f"again; in a loop of your own check the batch before the forward pass."
         )
         self._publisher.publish(Failed(text, damaged=True))
 

@@ -309,7 +309,7 @@ class Watch:
             outcome.skipped,
             self._name(outcome.first_nonfinite),
             self.config.opt_level,
-            None,  # no accuracy
+            None,  # no score
             (time.perf_counter_ns() - self._began) // 1000 / 1e6,
             None,  # nothing injected
             math.inf if outcome.skipped else self._measure.largest_exponent,

@@ -15,6 +15,7 @@ import numpy as np
 from amplab.amp import MemoryUse
 from amplab.kernels import BuildReport
 from amplab.lab import History
+from amplab.lab.tasks import Score
 from amplab.lab.watched_run import NO_LEVEL
 
 __all__ = [
@@ -67,6 +68,7 @@ def summary(
     rate: float | None,
     memory: MemoryUse | None,
     modes: str,
+    score: Score | None = None,
     unknown: tuple[str, ...] = (),
 ) -> dict[str, object]:
     """Return the figures of a frame as JSON values.
@@ -77,18 +79,21 @@ def summary(
         rate: Steps per second, None while nothing runs.
         memory: Bytes that training holds, None if unknown.
         modes: One line on how float16 is computed and which kernels are used.
+        score: What is measured on held-out data; None if nothing is, so that the page hides it.
         unknown: Figures that this run does not have and the page hides.
     """
     return {
         "step": len(history),
         "skipped": history.skip_count,
         "scale": loss_scale,
-        "accuracy": history.last_accuracy,
+        "score": history.last_score,
+        "score_label": "" if score is None else score.name[:1].upper() + score.name[1:],
+        "score_is_share": score is not None and score.is_share,
         "rate": rate,
         "memory": None if memory is None else memory.total,
         "memory_parts": "" if memory is None else memory_parts(memory),
         "modes": modes,
-        "unknown": unknown,
+        "unknown": unknown if score is not None else (*unknown, "score"),
     }
 
 

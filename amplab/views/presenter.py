@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from amplab import kernels
-from amplab.lab import ConfigChanged, Event, ExperimentConfig, Failed, StateChanged, StepRecord, Trainer
+from amplab.lab import ConfigChanged, Event, ExperimentConfig, Failed, StateChanged, StepRecord, Trainer, Undone
+from amplab.lab.tasks import score_named
 from amplab.policies import cpu_half_mode
 from amplab.views.controls import act, controls_payload
 from amplab.views.live_payload import modes_line, summary
@@ -49,6 +50,7 @@ class Presenter:
         self._board = NoticeBoard()
         self._wanted: ExperimentConfig | None = None  # what "Start new" in the offer begins
         self._answers = 0
+        self._undone: str | None = None  # until the next message of the page
         self._refusal: str | None = None
         self._armed: set[str] = set()
         self._shrinking_asked: bool | None = None
@@ -139,6 +141,10 @@ class Presenter:
         match event:
             case ConfigChanged():
                 self._on_config(event)
+            case Undone(text):
+                self._undone, self._refusal = text, None
+                self._armed &= self._trainer.armed
+                self._shrinking_asked = None
             case Failed():
                 self._put(failure(event.text, fatal=event.fatal, damaged=event.damaged))
             case StateChanged(note=note) if note:
@@ -157,6 +163,7 @@ class Presenter:
     # In the ticker's thread: messages of the page
 
     def _on_control(self, message: Message) -> None:
+        self._undone = None
         self._refusal = act(self._trainer, message)
         self._answers += 1
         if message["type"] == "inject" and self._refusal is None:
@@ -221,6 +228,8 @@ class Presenter:
             shrinking=self._is_shrinking(),
             armed=sorted(self._armed),
             speed=self._trainer.speed,
+            last_change=self._trainer.last_change,
+            undone=self._undone,
         )
         # A refused value is still in its field: a new number makes the page write the field again.
         return shown | {"answers": self._answers}
@@ -236,6 +245,7 @@ class Presenter:
             rate=history.rate() if trainer.state == "running" else None,
             memory=trainer.memory(),
             modes=modes_line(kernels.report(), cpu_half_mode()),
+            score=score_named(trainer.config.task),
         )
         self.parts.live.draw(history, figures)
 

@@ -13,7 +13,8 @@ import ipywidgets
 from amplab import kernels
 from amplab.display.html import html_table, name, page
 from amplab.display.numbers import count, power
-from amplab.lab import Run, Watch
+from amplab.lab import ExperimentConfig, Run, Watch
+from amplab.lab.tasks import score_named
 from amplab.policies import cpu_half_mode
 from amplab.views.live_payload import modes_line, summary
 from amplab.views.parts import LiveView
@@ -27,7 +28,7 @@ SLOW = 0.5
 LIMIT = 50
 """Skipped steps in the table."""
 
-_UNKNOWN = ("accuracy", "memory")  # figures that only the lab's own experiments have
+_UNKNOWN = ("memory",)  # figures that only the lab's own experiments have
 
 
 class RunView(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
@@ -83,12 +84,14 @@ class RunView(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
     def _figures(self) -> dict[str, object]:
         history, is_watch = self.run.history, isinstance(self.run, Watch)
         last = history.last
+        config = self.run.config
         return summary(
             history,
             loss_scale=1.0 if last is None else last.next_loss_scale,
             rate=history.rate() if is_watch else None,
             memory=None,
             modes=modes_line(kernels.report(), cpu_half_mode()),
+            score=score_named(config.task) if isinstance(config, ExperimentConfig) else None,
             unknown=_UNKNOWN if is_watch else (*_UNKNOWN, "rate"),
         )
 

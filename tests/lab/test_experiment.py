@@ -50,7 +50,7 @@ def test_o0_is_plain_torch():
         assert loss.item() == loss_of_experiment
     model.eval()
     accuracy = (model(task.held_out_images).argmax(1) == task.held_out_labels).float().mean().item()
-    assert experiment.accuracy() == accuracy
+    assert experiment.score() == accuracy
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -65,7 +65,7 @@ def test_same_config_same_run_bit_for_bit(level, model):
 def test_a_step_says_what_happened():
     records = steps(Experiment(SMALL), 26)
     assert [record.step for record in records] == list(range(26))
-    assert [record.step for record in records if record.accuracy is not None] == [24]
+    assert [record.step for record in records if record.score is not None] == [24]
     assert {record.opt_level for record in records} == {"O1"}
     assert records[0].loss == pytest.approx(math.log(10), abs=0.3)
     assert (records[0].loss_scale, records[0].injected, records[0].first_nonfinite) == (65536.0, None, None)
@@ -79,7 +79,7 @@ def test_looking_does_not_change_the_run():
         assert steps(watched, 1) == steps(left_alone, 1)
         watched.trace()
         watched.gradients()
-        watched.accuracy()
+        watched.score()
     assert same(weights(watched), weights(left_alone))
 
 
@@ -313,7 +313,7 @@ def test_a_bad_batch_is_distinguished_from_an_overflow():
     experiment.inject("nan")
     assert experiment.step().skipped
     found = experiment.explain_skip()
-    assert (found.cause, found.tensor) == ("batch", "batch['images']")
+    assert (found.cause, found.tensor) == ("batch", "batch.images")
 
 
 def test_an_injected_overflow_is_found_where_it_enters_half():

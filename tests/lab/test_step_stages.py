@@ -171,7 +171,7 @@ def test_the_forward_that_measures_accuracy_is_not_recorded():
     for _ in range(24):
         experiment.step()
     record, recorded = experiment.step_in_stages()
-    assert record.accuracy is not None
+    assert record.score is not None
     assert recorded.parameters["output.weight"].outputs.shape == (64, 10)
 
 

@@ -58,7 +58,7 @@ def test_nothing_is_drawn_before_a_page_is_there(lab: Dashboard, wire: list[dict
     figures = frames(wire)[-1]["data"]["content"]["summary"]
     assert figures["step"] == 30
     assert figures["scale"] == lab.trainer.loss_scale
-    assert figures["accuracy"] == lab.trainer.history.last_accuracy
+    assert figures["score"] == lab.trainer.history.last_score
 
 
 def test_a_second_page_gets_the_whole_run_and_the_last_to_leave_ends_the_drawing(
@@ -110,6 +110,26 @@ def test_controls_show_what_is_in_effect(lab: Dashboard, until) -> None:
     tell(parts(lab).controls, type="change", field="lr", value=0.5)
     until(lambda: parts(lab).controls.shown["fields"]["lr"]["value"] == 0.5)
     assert parts(lab).controls.shown["refusal"] is None
+
+
+def test_undo_is_offered_with_what_it_takes_back_and_says_what_it_took_back(lab: Dashboard, until) -> None:
+    tell(parts(lab).live, type="hello", view="a")
+    controls = parts(lab).controls
+    until(lambda: controls.shown)
+    assert (controls.shown["last_change"], controls.shown["undone"]) == (None, None)
+    tell(controls, type="change", field="lr", value=1e9)
+    until(lambda: controls.shown["last_change"] == "Learning rate 0.1 → 1e+09")
+    tell(controls, type="inject", kind="nan")
+    until(lambda: controls.shown["armed"] == ["nan"] and controls.shown["last_change"] == "NaN on")
+    tell(controls, type="undo")
+    until(lambda: controls.shown["undone"] == "NaN on" and controls.shown["armed"] == [])
+    tell(controls, type="undo")
+    until(lambda: controls.shown["undone"] == "Learning rate 0.1 → 1e+09")
+    assert controls.shown["fields"]["lr"]["value"] == 0.1
+    assert controls.shown["last_change"] is None
+    tell(controls, type="change", field="opt_level", value="O2")
+    until(lambda: controls.shown["last_change"] == "opt_level O1 → O2")
+    assert controls.shown["undone"] is None
 
 
 def test_an_armed_fault_shows_until_its_step_is_made(lab: Dashboard, until) -> None:

@@ -6,6 +6,7 @@ import pytest
 from amplab.amp import MemoryUse
 from amplab.kernels import BuildReport
 from amplab.lab import History, RunChange
+from amplab.lab.tasks import ACCURACY
 from amplab.lab.watched_run import NO_LEVEL
 from amplab.views.live_payload import INJECTED, MARKS, ROWS, SKIPPED, change_marks, frame_rows, modes_line, summary
 
@@ -37,12 +38,14 @@ def test_a_long_run_is_thinned_and_keeps_what_must_be_seen(record) -> None:
 
 
 def test_the_figures_are_those_of_the_run(eventful: History) -> None:
-    shown = summary(eventful, loss_scale=32768.0, rate=None, memory=MEMORY, modes="so")
+    shown = summary(eventful, loss_scale=32768.0, rate=None, memory=MEMORY, modes="so", score=ACCURACY)
     assert shown == {
         "step": 10,
         "skipped": 2,
         "scale": 32768.0,
-        "accuracy": None,
+        "score": None,
+        "score_label": "Accuracy",
+        "score_is_share": True,
         "rate": None,
         "memory": 4123,
         "memory_parts": "parameters 100 B · gradients 20 B · masters 3 B · optimizer state 4,000 B",
@@ -50,7 +53,7 @@ def test_the_figures_are_those_of_the_run(eventful: History) -> None:
         "unknown": (),
     }
     watched = summary(eventful, loss_scale=1.0, rate=None, memory=None, modes="so", unknown=("memory",))
-    assert (watched["memory"], watched["memory_parts"], watched["unknown"]) == (None, "", ("memory",))
+    assert (watched["memory"], watched["memory_parts"], watched["unknown"]) == (None, "", ("memory", "score"))
 
 
 @pytest.mark.parametrize("status", ["reference", "building", "built", "failed"])

@@ -19,17 +19,24 @@ const FIGURES = [
   ["step", "Step", (s) => integer(s.step)],
   ["skipped", "Skipped", (s) => integer(s.skipped)],
   ["scale", "Loss scale", (s) => power(s.scale)],
-  ["accuracy", "Accuracy", (s) => (s.accuracy === null ? "–" : `${(100 * s.accuracy).toFixed(1)} %`)],
+  ["score", "Score", (s) => scoreText(s)],
   ["rate", "Steps/s", (s) => (s.rate === null ? "–" : integer(s.rate))],
   ["memory", "Memory", (s) => (s.memory === null ? "–" : bytes(s.memory))],
 ];
+
+/** The score on held-out data: a share in percent, anything else as a number. */
+export function scoreText({ score, score_is_share: isShare }) {
+  if (score === null) return "–";
+  return isShare ? `${(100 * score).toFixed(1)} %` : decimal(score);
+}
 
 function figures() {
   const values = FIGURES.map(([name]) => h("dd", { "data-figure": name }, "–"));
   const cells = FIGURES.map(([, label], index) => h("div", {}, h("dt", {}, label), values[index]));
   const show = (summary) => FIGURES.forEach(([name, , format], index) => {
     write(values[index], format(summary));
-    cells[index].hidden = Boolean(summary.unknown?.includes(name)); // a watched run has no accuracy
+    cells[index].hidden = Boolean(summary.unknown?.includes(name)); // a watched run has no score
+    if (name === "score" && summary.score_label) write(cells[index].firstChild, summary.score_label);
     if (name === "memory") cells[index].title = summary.memory_parts;
   });
   return { list: h("dl", { class: "amp-figures" }, cells), show };
