@@ -58,7 +58,7 @@ from amplab.lab.models import CNN, MLP, MODELS, build_model, models_of, register
 from amplab.lab.open import active, attach, open
 from amplab.lab.run_log import Run, RunLog, load_run, runs_directory
 from amplab.lab.skip_explanation import SKIP_KINDS, SkipExplanation
-from amplab.lab.step_stages import ParameterStages, ScaleChange, Snapshot, StageRecorder, StepStages
+from amplab.lab.step_stages import ParameterStages, ScaleChange, Snapshot, StageRecorder, StepStages, snapshot
 from amplab.lab.tasks import TASKS, Score, Task, TaskChoice, TaskLoss, load_task
 from amplab.lab.trainer import Trainer
 from amplab.lab.watch import Watch, watch
@@ -113,6 +113,7 @@ __all__ = [
     "load_run",
     "runs_directory",
     "Snapshot",
+    "snapshot",
     "ParameterStages",
     "ScaleChange",
     "StepStages",

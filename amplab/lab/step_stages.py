@@ -171,8 +171,8 @@ class StepStages:
 
     Attributes:
         record: The step, as in the history.
-        loss: The loss before scaling; None if no backward was seen.
-        scaled_loss: The number that backward started from.
+        loss: The loss before scaling; None if it was not seen.
+        scaled_loss: What backward started from.
         scale: The loss scaler.
         checked: Gradients that were checked, over all parameters.
         nonfinite: How many of them were inf or NaN.
@@ -183,8 +183,8 @@ class StepStages:
     """
 
     record: StepRecord
-    loss: float | None
-    scaled_loss: float | None
+    loss: Snapshot | None
+    scaled_loss: Snapshot | None
     scale: ScaleChange
     checked: int
     nonfinite: int
@@ -240,8 +240,8 @@ class StageRecorder:
         self._left_out: list[str] = []
         self._problems: list[str] = []
         self._undo: list[Callable[[], object]] = []
-        self._loss: float | None = None
-        self._scaled_loss: float | None = None
+        self._loss: Snapshot | None = None
+        self._scaled_loss: Snapshot | None = None
         self._records: list[ScaleRecord] = []
         self._checked = self._nonfinite = 0
         self._clean_before: tuple[int, ...] = ()
@@ -264,7 +264,7 @@ class StageRecorder:
         self._remove()
 
     def see_loss(self, loss: Tensor, scaled: Tensor) -> None:
-        """Note the loss before scaling, and what backward starts from. Sync: two."""
+        """Note the loss before scaling, and what backward starts from. Sync: a few."""
         self._attempt("the loss", lambda: self._note_loss(loss, scaled))
 
     def stages(self, record: StepRecord) -> StepStages:
@@ -380,8 +380,7 @@ class StageRecorder:
         return see
 
     def _note_loss(self, loss: Tensor, scaled: Tensor) -> None:
-        with torch.no_grad(), bookkeeping():
-            self._loss, self._scaled_loss = float(loss.detach().sum().item()), float(scaled.detach().sum().item())
+        self._loss, self._scaled_loss = snapshot("loss", loss), snapshot("loss × scale", scaled)
 
     def _on_check(self, record: ScaleRecord) -> None:
         self._records.append(record)

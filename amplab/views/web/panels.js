@@ -8,11 +8,13 @@ import { dtypesPanel } from "./tab_dtypes.js";
 import { gradientsPanel } from "./tab_gradients.js";
 import { scalePanel } from "./tab_scale.js";
 import { skippedPanel } from "./tab_skipped.js";
+import { stepThroughPanel } from "./tab_step_through.js";
 
 const PANELS = {
   dtypes: dtypesPanel,
   gradients: gradientsPanel,
   skipped: skippedPanel,
+  step_through: stepThroughPanel,
   scale: scalePanel,
 };
 
