@@ -22,13 +22,15 @@ import time
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amplab.amp import MemoryUse, ScaleRecord, Session
+from amplab.amp import MemoryUse, ScaleRecord, Session, load_run_state, save_run_state
+from amplab.amp.run_state.file_format import read_run_state
 from amplab.diagnose import FirstNonfinite, TwinReport, twin
 from amplab.formats import FLOAT16
 from amplab.formats.exponents import BINS, LOWEST_EXPONENT
@@ -42,6 +44,7 @@ from amplab.lab.tasks import Task, TaskLoss, load_task
 from amplab.policies.nested_tensors import floating_tensors_in, map_tensors
 from amplab.trace import Trace, trace_step, xray
 from amplab.trace.handed_step import ModelGroup
+from amplab.trace.random_states import random_states_kept
 
 __all__ = ["FAULTS", "SCORE_EVERY", "UNDERFLOW_SHRINK", "Experiment", "check_fault", "samples_gradients"]
 
@@ -261,6 +264,49 @@ class Experiment:
             self._measure_memory_until = self._step + 2
         self._set_rates(config)
         self._config = config
+
+    def save(self, path: Path, extra: dict[str, Any]) -> None:
+        """Save the experiment between two steps, with `extra` values that `load` returns; see `save_run_state`.
+
+        Raises:
+            OSError: The file cannot be written; the last one is unchanged.
+            RunStateError: A state holds a value that the file cannot hold.
+        """
+        here = {
+            "config": str(self._config),
+            "armed": sorted(self.armed),
+            "seconds": 0.0 if self._began is None else time.perf_counter() - self._began,
+        }
+        save_run_state(
+            path,
+            model=self._model,
+            optimizer=self._optimizers,
+            amp=self._session,
+            position=self._step,
+            extra={**extra, **here},
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> tuple[Experiment, dict[str, Any]]:
+        """Return a saved experiment, which continues bit for bit, and the extra values that were saved with it.
+
+        Raises:
+            OSError: The file cannot be read.
+            RunStateError: It is damaged, or the model of its config has another shape here.
+            ValueError: Its config cannot be read.
+        """
+        extra = read_run_state(path)["extra"]
+        experiment = cls(ExperimentConfig.parse(extra["config"]))
+        with random_states_kept(()):  # a step draws from its own
+            state = load_run_state(
+                path, model=experiment._model, optimizer=experiment._optimizers, amp=experiment._session
+            )
+        experiment._step, experiment._measure_memory_until = state.position, state.position + 2
+        experiment._began = time.perf_counter() - extra["seconds"]
+        experiment._loss_scale = experiment._lowest_scale()
+        for fault in extra["armed"]:
+            experiment.inject(fault, on=True)
+        return experiment, extra
 
     def check_switch(self, old: ExperimentConfig, new: ExperimentConfig) -> None:
         """Raise ValueError if `switch` from `old` to `new` would."""

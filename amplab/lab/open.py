@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from amplab.lab.checkpoints import last_checkpoint
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.run_log import Run, runs_directory
 from amplab.lab.trainer import Trainer
@@ -53,7 +54,8 @@ def open(config: str | ExperimentConfig | None = None) -> Dashboard:
     """Return a dashboard of this kernel's experiment; a cell that ends with it displays it.
 
     If an experiment is running or paused, the dashboard shows that experiment, unchanged, and asks whether to continue
-    it or to start the one of `config`. Otherwise it shows a new experiment, with its run log in `runs_directory()`.
+    it or to start the one of `config`. Otherwise it shows a new experiment, with its run log in `runs_directory()`, and
+    offers to continue the last run of a kernel that has ended, from its last checkpoint.
 
     Args:
         config: An `ExperimentConfig`, or its string as a dashboard's `config()` returns it; None for the default one.
@@ -70,6 +72,8 @@ def open(config: str | ExperimentConfig | None = None) -> Dashboard:
     opened = dashboard(trainer)
     if has_begun:
         opened.offer(None if wanted == trainer.config else wanted)
+    elif (saved := last_checkpoint(runs_directory())) is not None:
+        opened.offer_saved(saved)
     return opened
 
 

@@ -16,7 +16,7 @@ from amplab.lab.changes import config_changes, fault_change, start_change
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
 from amplab.lab.history import History, row_of
-from amplab.lab.run_log import RunLog, free_path, new_path
+from amplab.lab.run_log import RunLog, free_path, load_run, new_path
 from amplab.lab.skip_explanation import ExplanationBudget, SkipExplanation
 from amplab.lab.watched_run import WatchedRun
 
@@ -56,6 +56,21 @@ class RunStore:
         self._on_failure = on_failure
         self._log: RunLog | None = None
         self._path: Path | None = None
+
+    @classmethod
+    def of_log(cls, path: Path, on_failure: Callable[[str], None]) -> RunStore:
+        """Return the store of a run that was read back from its log, which later steps are added to.
+
+        Raises:
+            OSError: The log cannot be read.
+            ValueError: It is damaged.
+        """
+        run = load_run(path)
+        store = cls(run.config, log=path, on_failure=on_failure)
+        store.history, store._path = run.history, path
+        last = run.history.last
+        store.seconds = 0.0 if last is None else last.seconds
+        return store
 
     @property
     def log_path(self) -> Path | None:

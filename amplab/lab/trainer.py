@@ -21,6 +21,7 @@ from pathlib import Path
 from amplab import kernels
 from amplab.amp import MemoryUse
 from amplab.lab.changes import config_changes
+from amplab.lab.checkpoints import Checkpoint, Checkpoints
 from amplab.lab.comparison import Comparison, Progress, levels_of
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import (
@@ -96,6 +97,7 @@ class Trainer:
         self._kept = KeptRuns(self._changes)
         self._comparison: Comparison | None = None
         self._store = self._new_store(self._experiment.config)
+        self._checkpoints: Checkpoints | None = None  # of the present log
         self._name, self._runs_begun = "Run 1", 1
         self._worker = Worker(
             step=self._train,
@@ -314,6 +316,14 @@ class Trainer:
             self._wanted = run.config
             self._worker.post(partial(self._bring_back, run))
 
+    def continue_saved(self, checkpoint: Checkpoint) -> None:
+        """Continue a run of another process from its checkpoint, bit for bit as if not interrupted; then pause.
+
+        The present run is kept. The new log begins with the steps up to the checkpoint; the old one does not change. A
+        checkpoint that cannot be read is a `Failed`, and the present run does not change.
+        """
+        self._worker.post(partial(self._restore, checkpoint))
+
     def compare(self, configs: Sequence[ExperimentConfig] | None = None, *, steps: int = 300) -> None:
         """Train other experiments beside this one, one after the other, each `steps` steps; they are added to `kept`.
 
@@ -447,6 +457,7 @@ class Trainer:
             self._report_kernels()
         if not math.isfinite(record.loss):
             self._report_buffers(record.step)
+        self._save_if(lambda checkpoints: checkpoints.is_due)
         self._count_down()
         if self._experiment.steps_done >= self._step_limit:
             self._end_at_limit()
@@ -514,6 +525,8 @@ class Trainer:
         self._report_kernels()
         if state != "running":
             self._store.flush()
+        if state in ("paused", "stopped"):
+            self._save_if(lambda _: True)
         self._publisher.publish(StateChanged(state, len(self.history), note))
         if state == "paused":
             self._explain()
@@ -582,6 +595,40 @@ class Trainer:
             self._wanted = self.config
             if self._state != "running" or run.error:
                 self._enter("failed" if run.error else "paused", again=True)
+
+    def _restore(self, saved: Checkpoint) -> None:
+        """Continue a saved run in place of the present one."""
+        try:
+            experiment, log = saved.restore()
+            store = RunStore.of_log(log, self._report)
+        except (OSError, RuntimeError, ValueError) as error:
+            self._publisher.publish(Failed(f"The {saved.name} cannot continue: {error}"))
+            return
+        previous, replaced = self.config, self._retire()
+        self._record_replacing(f"Continued the {saved.name}", replaced, previous)
+        self._runs_begun += 1
+        self._present(saved.name.capitalize(), experiment, store, previous)
+        with self._lock:
+            self._wanted = self.config
+            self._enter("paused", again=True)
+
+    def _save_if(self, is_due: Callable[[Checkpoints], bool]) -> None:
+        """Write a checkpoint beside the log."""
+        log = self._store.log_path
+        if log is None or not log.is_file():
+            return
+        if self._checkpoints is None or self._checkpoints.log != log:
+            self._checkpoints = Checkpoints(log)
+        if is_due(self._checkpoints):
+            try:
+                self._store.flush()
+                self._checkpoints.write(self._experiment)
+            except (OSError, RuntimeError) as error:
+                self._checkpoints.give_up()
+                self._report(
+                    f"checkpoint: cannot write {self._checkpoints.path} ({error}). The run continues, but a restarted "
+                    f"kernel cannot continue it."
+                )
 
     def _take_back(self) -> None:
         text = self._changes.take_back()
@@ -667,10 +714,10 @@ class Trainer:
         self._publisher.publish(Failed(text, damaged=True))
 
     def _new_store(self, config: ExperimentConfig) -> RunStore:
-        def report(text: str) -> None:
-            self._publisher.publish(Failed(text))
+        return RunStore(config, log=self._log, on_failure=self._report)
 
-        return RunStore(config, log=self._log, on_failure=report)
+    def _report(self, text: str) -> None:
+        self._publisher.publish(Failed(text))
 
     def _attempt(self, what: str, act: Callable[[], None]) -> None:
         try:

@@ -12,6 +12,7 @@ import threading
 import ipywidgets
 
 from amplab.lab import ConfigChanged, Event, ExperimentConfig, StateChanged, StepRecord, Trainer
+from amplab.lab.checkpoints import Checkpoint
 from amplab.views.presenter import Presenter
 from amplab.views.run_report import RunReport, run_report
 
@@ -71,6 +72,10 @@ class Dashboard(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no typ
             wanted: Config of the new one; None for the present config.
         """
         self._presenter.offer(wanted)
+
+    def offer_saved(self, saved: Checkpoint) -> None:
+        """Ask in the page whether to continue a run of a kernel that has ended."""
+        self._presenter.offer_saved(saved)
 
     def close(self) -> None:
         """Remove the widgets from the page; the experiment continues."""

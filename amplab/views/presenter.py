@@ -13,11 +13,12 @@ from typing import Any
 
 from amplab import kernels
 from amplab.lab import ConfigChanged, Event, ExperimentConfig, Failed, StateChanged, StepRecord, Trainer, Undone
+from amplab.lab.checkpoints import Checkpoint
 from amplab.lab.tasks import score_named
 from amplab.policies import cpu_half_mode
 from amplab.views.controls import act, controls_payload
 from amplab.views.live_payload import modes_line, summary
-from amplab.views.notice_board import Notice, NoticeBoard, failure, offer
+from amplab.views.notice_board import Notice, NoticeBoard, failure, offer, saved_offer
 from amplab.views.parts import Controls, LiveView, Message, Notices, Panels
 from amplab.views.tabs import TABS
 from amplab.views.ticker import Ticker
@@ -48,6 +49,7 @@ class Presenter:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._board = NoticeBoard()
+        self._saved: Checkpoint | None = None  # what "Continue it" continues
         self._wanted: ExperimentConfig | None = None  # what "Start new" in the offer begins
         self._answers = 0
         self._undone: str | None = None  # until the next message of the page
@@ -72,6 +74,11 @@ class Presenter:
     def offer(self, wanted: ExperimentConfig | None) -> None:
         """Ask whether to continue this experiment or to begin `wanted` (None: the present config)."""
         self._ticker.call(lambda: self._offer(wanted))
+
+    def offer_saved(self, saved: Checkpoint) -> None:
+        """Ask whether to continue a run of a kernel that has ended."""
+        self._saved = saved
+        self._ticker.call(lambda: self._put(saved_offer(saved.name, str(saved.config), saved.step)))
 
     def close(self) -> None:
         """End the ticker and the widgets; the trainer continues."""
@@ -189,6 +196,8 @@ class Presenter:
             self._trainer.reset(self._wanted)
         elif message["type"] == "reset":
             self._trainer.reset()
+        elif message["type"] == "continue" and self._saved is not None:
+            self._trainer.continue_saved(self._saved)
         self.parts.notices.notices = self._board.payload()
 
     def _on_live(self, message: Message) -> None:

@@ -33,6 +33,11 @@ class LabServer:
     token: str
     root: Path
 
+    @property
+    def runs(self) -> Path:
+        """Folder of the run logs."""
+        return self.root.parent / "amplab_runs"
+
     def url(self, path: str) -> str:
         """Return the address of `path` on the server, with the token."""
         return f"http://127.0.0.1:{self.port}{path}?token={self.token}"

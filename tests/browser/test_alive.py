@@ -1,5 +1,7 @@
 """`amplab lab` as a person meets it: the lab opens by itself, survives a reload, and is in view after Run All."""
 
+import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +18,9 @@ IN_VIEW = """dashboard => {
 STEP_OF_THE_KERNEL = "print(len(amplab.lab.active().history))"
 
 
+PID = "import os; print(os.getpid())"
+
+
 @pytest.fixture(scope="module")
 def lessons(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabServer]:
     """What `amplab lab` starts."""
@@ -30,8 +35,9 @@ def lesson(lessons: LabServer, browser: Browser) -> Iterator[LabPage]:
         yield page
 
 
-def test_the_lab_opens_by_itself_and_is_there_after_run_all_and_after_a_reload(lesson: LabPage) -> None:
+def test_the_lab_opens_by_itself_and_the_run_survives_run_all_a_reload_and_the_kernels_death(lesson: LabPage) -> None:
     lesson.page.goto(lesson.server.url(LESSON))
+    lesson.page.locator(".amp-dashboard").wait_for(timeout=90_000)  # a cold start, on a busy machine
     dashboard = DashboardPage(lesson)
     lesson.wait_until_idle()
     lesson.run_all()
@@ -50,3 +56,26 @@ def test_the_lab_opens_by_itself_and_is_there_after_run_all_and_after_a_reload(l
     lesson.wait_until_idle()
     assert again.step == int(lesson.execute(STEP_OF_THE_KERNEL))
     assert (NOTEBOOKS / "00_the_lab.ipynb").read_bytes() != (lesson.server.root / "00_the_lab.ipynb").read_bytes()
+    kill_the_kernel_and_continue(lesson, again)
+
+
+def kill_the_kernel_and_continue(lesson: LabPage, dashboard: DashboardPage) -> None:
+    """Kill the kernel as the system does where memory is short; open the lab again and continue the run."""
+    step, scale = dashboard.step, dashboard.figure("scale")
+    os.kill(int(lesson.execute(PID)), signal.SIGKILL)
+    lesson.page.locator(".jp-Dialog").get_by_role("button", name="Ok").click()  # JupyterLab says that it has died
+    said = dashboard.root.get_by_role("alert").filter(has_text="The kernel has restarted")
+    expect(said).to_contain_text("press Shift+Enter")
+    said.click()
+    lesson.page.keyboard.press("Shift+Enter")
+    expect(said).to_have_count(0)
+    dashboard = DashboardPage(lesson)
+    offer = dashboard.root.get_by_role("status").filter(has_text="Continue the run of")
+    expect(offer).to_contain_text(f"at step {step:,}?")
+    assert dashboard.step == 0
+    offer.get_by_role("button", name="Continue it").click()
+    dashboard.wait_for_step(step)
+    expect(offer).to_have_count(0)
+    assert (dashboard.step, dashboard.figure("scale")) == (step, scale)
+    dashboard.press("Step")
+    dashboard.wait_for_step(step + 1)
