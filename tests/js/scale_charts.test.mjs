@@ -3,13 +3,13 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 
-import { apart, MemoryChart, RateChart, stacked, stairs, valueAt, WhatIfChart } from "../../amplab/views/web/scale_charts.js";
+import { apart, MemoryChart, RateChart, stacked, rightAngles, valueAt, WhatIfChart } from "../../amplab/views/web/scale_charts.js";
 import { recordingCanvas } from "./recording_canvas.mjs";
 
 const PALETTE = { ink: "ink", soft: "soft", grid: "grid", accent: "accent", faint: "faint", warning: "warning", paper: "paper", font: "sans" };
 
 test("a value holds until the next corner", () => {
-  assert.deepEqual(stairs([[0, 16], [5, 17], [9, 17]]), [[0, 16], [5, 16], [5, 17], [9, 17], [9, 17]]);
+  assert.deepEqual(rightAngles([[0, 16], [5, 17], [9, 17]]), [[0, 16], [5, 16], [5, 17], [9, 17], [9, 17]]);
   assert.deepEqual([0, 4, 5, 100].map((step) => valueAt([[0, 16], [5, 17]], step)), [16, 16, 17, 17]);
 });
 

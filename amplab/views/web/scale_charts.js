@@ -9,7 +9,7 @@ const EDGE = { left: 44, right: 8, top: 8, bottom: 17 };
 const LABEL = 74; // px on the right of the lines, for their names
 
 /** The corners of a line as right angles: each value holds until the next corner. */
-export const stairs = (corners) => corners.flatMap(([step, value], index) => (index ? [[step, corners[index - 1][1]], [step, value]] : [[step, value]]));
+export const rightAngles = (corners) => corners.flatMap(([step, value], index) => (index ? [[step, corners[index - 1][1]], [step, value]] : [[step, value]]));
 
 /** The value of a line of corners at a step. */
 export function valueAt(corners, step) {
@@ -81,8 +81,8 @@ export class MemoryChart extends SeriesChart {
     const top = Math.max(...areas.flatMap(([, rows]) => rows.map(([, , upper]) => upper)), 1) * 1.1;
     this.axes(Math.max(memory.end, 1), top, palette, (tick) => bytes(Math.round(tick)));
     areas.forEach(([, rows], index) => {
-      const upper = stairs(rows.map(([step, , value]) => [step, value]));
-      const lower = stairs(rows.map(([step, value]) => [step, value])).reverse();
+      const upper = rightAngles(rows.map(([step, , value]) => [step, value]));
+      const lower = rightAngles(rows.map(([step, value]) => [step, value])).reverse();
       const points = [...upper, ...lower].map(([step, value]) => [this.x(step), this.y(value)]);
       this.pen.globalAlpha = PATTERNS[index % PATTERNS.length];
       this.pen.fillStyle = palette.accent;
@@ -124,7 +124,7 @@ export class WhatIfChart extends Surface {
 
   rule({ corners }, color, width, dash = []) {
     this.pen.lineJoin = "miter";
-    this.paths([stairs(corners).map(([step, value]) => [this.x(step), this.y(value)])], color, width, dash);
+    this.paths([rightAngles(corners).map(([step, value]) => [this.x(step), this.y(value)])], color, width, dash);
   }
 
   names(runs, palette) {
