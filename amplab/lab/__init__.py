@@ -11,6 +11,7 @@ The files, by part::
     one step in stages      step_stages
     the run                 history (in memory), changes (made by a person), run_log (on disk), run_store (both),
                             checkpoints, skip_explanation, findings
+    single effects          scenarios
     several runs            kept_runs (beside the present one), comparison (all levels), undo
     your own loop           watch, watched_run, scale_probe, gradient_measure, idle_optimizers,
                             step_look, step_check, step_rerun, watch_callback, tensorboard_scalars
@@ -32,6 +33,7 @@ If the loss scale is not dynamic, step_rerun runs a step that is not finite agai
 """
 
 from amplab.lab.changes import RunChange
+from amplab.lab.comparison import Progress
 from amplab.lab.config import DEFAULT_LR, FIELDS, LIVE_FIELDS, OPTIMIZERS, OVERRIDES, ExperimentConfig, field_named
 from amplab.lab.events import (
     STATES,
@@ -41,7 +43,10 @@ from amplab.lab.events import (
     GradientRecord,
     GradientSample,
     GradientsReady,
+    InputsReady,
     LayerShares,
+    LevelTraced,
+    RunsChanged,
     SkipExplained,
     StagesReady,
     StateChanged,
@@ -58,7 +63,15 @@ from amplab.lab.models import CNN, MLP, MODELS, build_model, models_of, register
 from amplab.lab.open import active, attach, open
 from amplab.lab.run_log import Run, RunLog, load_run, runs_directory
 from amplab.lab.skip_explanation import SKIP_KINDS, SkipExplanation
-from amplab.lab.step_stages import ParameterStages, ScaleChange, Snapshot, StageRecorder, StepStages, snapshot
+from amplab.lab.step_stages import (
+    GradientCheck,
+    ParameterStages,
+    ScaleChange,
+    Snapshot,
+    StageRecorder,
+    StepStages,
+    snapshot,
+)
 from amplab.lab.tasks import TASKS, Score, Task, TaskChoice, TaskLoss, load_task
 from amplab.lab.trainer import Trainer
 from amplab.lab.watch import Watch, watch
@@ -98,12 +111,15 @@ __all__ = [
     "StateChanged",
     "ConfigChanged",
     "TraceReady",
+    "LevelTraced",
+    "InputsReady",
     "GradientsReady",
     "LayerShares",
     "SkipExplained",
     "StagesReady",
     "Failed",
     "Undone",
+    "RunsChanged",
     "TwinReady",
     "COLUMNS",
     "RunChange",
@@ -115,6 +131,7 @@ __all__ = [
     "Snapshot",
     "snapshot",
     "ParameterStages",
+    "GradientCheck",
     "ScaleChange",
     "StepStages",
     "StageRecorder",
@@ -122,6 +139,7 @@ __all__ = [
     "Trainer",
     "KeptRun",
     "KeptRuns",
+    "Progress",
     "open",
     "attach",
     "active",

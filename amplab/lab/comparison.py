@@ -77,7 +77,7 @@ class Comparison:
     @property
     def progress(self) -> Progress:
         """How far it is."""
-        name = self._configs[min(self._done, len(self._configs) - 1)].opt_level
+        name = FIELDS["opt_level"].shown(self._configs[min(self._done, len(self._configs) - 1)].opt_level)
         run = self._run
         step = 0 if run is None else len(run.history)
         return Progress(name if run is None else run.name, self._done + 1, len(self._configs), step, self._steps)

@@ -21,10 +21,11 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
-from amplab.display.numbers import binary_power, parse_number
+from amplab.display.numbers import binary_power, parse_number, short_text
 from amplab.lab.levels import LEVELS, Level, why_no_override
 from amplab.lab.models import MODELS, models_of
 from amplab.lab.tasks import TASKS
+from amplab.policies import PrecisionPolicy
 
 __all__ = [
     "DEFAULT_LR",
@@ -41,6 +42,7 @@ __all__ = [
     "SettingRefused",
     "Values",
     "field_named",
+    "listed",
     "spell",
 ]
 
@@ -51,6 +53,7 @@ _SMALLEST_SCALE = 2.0**-126  # the smallest whose inverse float32 can hold, whic
 _LONGEST_ECHO = 40  # characters of a refused value
 _HEAD = re.compile(r"amplab/(?P<version>\S+)")
 _WHOLE = re.compile(r"[+-]?\d{1,30}")
+_LISTED_NAMES = re.compile(r"[\w.*?\[\]!-]+(,[\w.*?\[\]!-]+)*")
 _WORDS = {"none": None, "true": True, "false": False}
 _SPELLED_POWER = re.compile(r"2\*\*(-?\d{1,5})")
 
@@ -185,6 +188,12 @@ _LEVEL = Values(
 _OPTIMIZER = replace(_one_of(OPTIMIZERS), accepts=lambda value: value == OWN or value in OPTIMIZERS)
 _FLAG = Values(bool, lambda value: isinstance(value, bool), lambda: "True, False", "True or False")
 _STATIC_SCALE = _scale(" (128 is a usual static scale)")
+_NAMES = Values(
+    str,
+    lambda value: isinstance(value, str) and _LISTED_NAMES.fullmatch(value) is not None,
+    lambda: "names separated by commas, without spaces",
+    "names separated by commas",
+)
 _LOSS_SCALE = Values(
     float,
     lambda value: value == "dynamic" or _STATIC_SCALE.accepts(value),
@@ -266,7 +275,7 @@ class ConfigField:
         Raises:
             ValueError: The text spells no value that the field accepts.
         """
-        value = _read(text)
+        value = text if self.values.kind is str and text.lower() not in _WORDS else _read(text)
         if isinstance(value, float) and value.is_integer() and not self.values.accepts(value):
             value = int(value)  # 1e3 and 2**5 are counts too
         if not self.values.accepts(value):
@@ -286,13 +295,13 @@ class ConfigField:
         mantissa, exponent = math.frexp(value) if isinstance(value, int | float) else (0.0, 0)
         if self.values.is_power and mantissa == 0.5:
             return binary_power(exponent - 1)
-        text = f"{value:g}" if isinstance(value, float) else str(value)
+        text = short_text(value, digits=6) if isinstance(value, float) else str(value)
         return self.values.choices().get(text, text)
 
     def default_shown(self, config: ExperimentConfig) -> str:
         """Return the default in a config as the dashboard shows it."""
         if self.name == "lr":
-            return f"{replace(config, lr=None).learning_rate:g}"
+            return self.shown(replace(config, lr=None).learning_rate)
         value = config.default_of(self.name)
         if value is None and self.overrides_level:
             return f"by {config.opt_level}"
@@ -469,6 +478,26 @@ class ExperimentConfig:
         overrides_level=True,
         changes_dtypes=True,
     )
+    float32_ops: str | None = _declare(
+        None,
+        _NAMES,
+        none_means="none",
+        label="Ops in float32",
+        help="ops that run in float32 at every level",
+        example="linear,softmax",
+        change=Change.NEW_SESSION,
+        changes_dtypes=True,
+    )
+    float32_modules: str | None = _declare(
+        None,
+        _NAMES,
+        none_means="none",
+        label="Modules in float32",
+        help="modules, by name or pattern, that run in float32 at every level",
+        example="output,blocks.*.norm",
+        change=Change.NEW_SESSION,
+        changes_dtypes=True,
+    )
 
     def __post_init__(self) -> None:
         """Fill in the model and the optimizer of the task; refuse what cannot be trained."""
@@ -484,8 +513,17 @@ class ExperimentConfig:
             if reason:
                 given = f"{name}={spell(getattr(self, name))} with opt_level={self.opt_level}"
                 raise SettingRefused(f"{given}: {reason}", shown=f"{FIELDS[name].label}: {reason}")
+        self._refuse_unknown_ops()
         self._refuse_bounds()
         self._refuse_growth_of_static_scale()
+
+    def _refuse_unknown_ops(self) -> None:
+        """Refuse float32_ops that no rule of a policy can name; which modules there are, only the model knows."""
+        try:
+            _ = self.policy
+        except ValueError as error:
+            label = FIELDS["float32_ops"].label
+            raise SettingRefused(f"float32_ops={self.float32_ops}: {error}", shown=f"{label}: {error}") from error
 
     def _refuse_bounds(self) -> None:
         """Refuse a dynamic scale that cannot start within its bounds."""
@@ -559,6 +597,20 @@ class ExperimentConfig:
         return LEVELS[self.opt_level]
 
     @property
+    def policy(self) -> PrecisionPolicy | None:
+        """The op lists and the rules of the session; None for the lists of the opt_level without rules.
+
+        >>> str(ExperimentConfig(float32_ops="linear").policy)
+        'apex/float16; op linear=float32'
+        """
+        ops, modules = listed(self.float32_ops), listed(self.float32_modules)
+        if not ops and not modules:
+            return self.level.policy
+        base = self.level.policy or PrecisionPolicy()
+        in_float32 = (dict.fromkeys(names, torch.float32) for names in (ops, modules))
+        return PrecisionPolicy(base.table, base.compute_dtype, *in_float32)
+
+    @property
     def effective_loss_scale(self) -> float | str:
         """The static scale in effect, or "dynamic": loss_scale, or what the opt_level sets."""
         return self.level.properties.loss_scale if self.loss_scale is None else self.loss_scale
@@ -601,7 +653,7 @@ class ExperimentConfig:
 
         A new opt_level drops the overrides that have no meaning there, and a static loss_scale drops the settings of a
         dynamic one, unless they are given in the same call; then they are refused. A new task brings its optimizer, and
-        its model if it cannot train the present one.
+        its model if it cannot train the present one. Another model has other modules: float32_modules is dropped.
 
         Raises:
             ValueError: An unknown field, or a value that the field does not accept.
@@ -618,6 +670,8 @@ class ExperimentConfig:
         task = str(changes.get("task", self.task))
         if task != self.task:
             dropped |= {"optimizer": None} | ({"model": None} if self.model not in models_of(task) else {})
+        if task != self.task or changes.get("model", self.model) != self.model:
+            dropped |= {"float32_modules": None}
         return replace(self, **cast(dict[str, Any], {**dropped, **changes}))
 
     def __str__(self) -> str:
@@ -684,6 +738,15 @@ def field_named(name: str) -> ConfigField:
 
 
 # Text
+
+
+def listed(names: str | None) -> tuple[str, ...]:
+    """Return the names that `float32_ops` or `float32_modules` lists.
+
+    >>> listed("linear,softmax"), listed(None)
+    (('linear', 'softmax'), ())
+    """
+    return tuple(dict.fromkeys(names.split(","))) if names else ()
 
 
 def spell(value: object) -> str:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from amplab.lab.skip_explanation import SkipExplanation
     from amplab.lab.step_stages import StepStages
     from amplab.trace import Trace
+from amplab.trace.input_statistics import MeasuredInput
 
 __all__ = [
     "STATES",
@@ -38,12 +39,15 @@ __all__ = [
     "LayerShares",
     "MixedScales",
     "Publisher",
+    "RunsChanged",
     "SkipExplained",
     "StagesReady",
     "StateChanged",
     "StepRecord",
     "StepRow",
     "TraceReady",
+    "LevelTraced",
+    "InputsReady",
     "TwinReady",
     "Undone",
 ]
@@ -191,6 +195,11 @@ class Undone:
 
 
 @dataclass(frozen=True)
+class RunsChanged:
+    """A run of `Trainer.kept` has changed: a comparison made progress, or something was measured."""
+
+
+@dataclass(frozen=True)
 class TwinReady:
     """The twin of the experiment against float32, from the weights before ``step``; the run was not changed."""
 
@@ -205,6 +214,23 @@ class TraceReady:
     trace: Trace
     step: int
     opt_level: str
+
+
+@dataclass(frozen=True)
+class LevelTraced:
+    """The same step of a fresh model at another opt_level, which shows what a change would do; nothing was changed."""
+
+    trace: Trace
+    opt_level: str
+
+
+@dataclass(frozen=True)
+class InputsReady:
+    """What one op of the step ``step`` reads, measured in another trace; ``index`` is that of its record."""
+
+    index: int
+    inputs: tuple[MeasuredInput, ...]
+    step: int
 
 
 @dataclass(frozen=True)
@@ -252,11 +278,14 @@ Event = (
     | StateChanged
     | ConfigChanged
     | TraceReady
+    | LevelTraced
+    | InputsReady
     | GradientsReady
     | SkipExplained
     | StagesReady
     | Failed
     | Undone
+    | RunsChanged
     | TwinReady
 )
 

@@ -22,6 +22,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,16 @@ from amplab.diagnose import FirstNonfinite, TwinReport, twin
 from amplab.formats import FLOAT16
 from amplab.formats.exponents import BINS, LOWEST_EXPONENT
 from amplab.kernels import tensor_stats
-from amplab.lab.config import FIELDS, LIVE_FIELDS, OPTIMIZERS, OWN, Change, ExperimentConfig
+from amplab.lab.config import (
+    FIELDS,
+    LIVE_FIELDS,
+    OPTIMIZERS,
+    OWN,
+    Change,
+    ExperimentConfig,
+    SettingRefused,
+    listed,
+)
 from amplab.lab.events import GradientRecord, MixedScales, StepRecord
 from amplab.lab.models import build_model
 from amplab.lab.step_rerun import StepRerun
@@ -45,6 +56,7 @@ from amplab.policies.nested_tensors import floating_tensors_in, map_tensors
 from amplab.trace import Trace, trace_step, xray
 from amplab.trace.handed_step import ModelGroup
 from amplab.trace.random_states import random_states_kept
+from amplab.trace.recorder import Observer
 
 __all__ = ["FAULTS", "SCORE_EVERY", "UNDERFLOW_SHRINK", "Experiment", "check_fault", "samples_gradients"]
 
@@ -312,6 +324,18 @@ class Experiment:
         """Raise ValueError if `switch` from `old` to `new` would."""
         _refuse_new_weights(old, new)
         self._task.check_batch_size(new.batch_size)
+        for name in listed(new.float32_modules):
+            self._check_module(name)
+
+    def _check_module(self, pattern: str) -> None:
+        """Raise ValueError unless a module of the model matches."""
+        names = self.module_names()
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = ", ".join(get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]) or "none"
+            raise SettingRefused(
+                f"float32_modules={pattern}: matches no module of the model; the closest are {near}.",
+                shown=f"{FIELDS['float32_modules'].label}: there is no {pattern}; choose from {near}.",
+            )
 
     def score(self) -> float | None:
         """Return the task's score on held-out data, None if it has none. Sync: one."""
@@ -327,10 +351,13 @@ class Experiment:
             for module, training in modes:
                 module.training = training
 
-    def trace(self) -> Trace:
+    def trace(self, observer: Observer | None = None) -> Trace:
         """Record the forward and backward of the next batch, op by op; the experiment does not change.
 
         The losses of a task with several are added before the backward.
+
+        Args:
+            observer: Reads the tensors of every op.
         """
         step, batch = self._step, self._batch(self._step)
         parts = [part for part in self._parts() if part.batch == 0]
@@ -339,7 +366,14 @@ class Experiment:
             lambda: _sum(self._forward(self._model, part, batch, step) for part in parts),
             casting=self._session.casting(),
             loss_scale=self._loss_scale,
+            observer=observer,
         )
+
+    def module_names(self) -> tuple[str, ...]:
+        """Return the names of the model's modules, of which float32_modules may list some; none of several models."""
+        if isinstance(self._model, ModelGroup):
+            return ()
+        return tuple(name for name, _ in self._model.named_modules() if name)
 
     @property
     def last_skip(self) -> StepRecord | None:
@@ -614,7 +648,7 @@ def _settings(config: ExperimentConfig) -> dict[str, Any]:
     dynamic: dict[str, Any] = {"dynamic_init_scale": config.init_scale, "scale_window": config.growth_interval}
     return {
         "opt_level": config.level.opt_level,
-        "policy": config.level.policy,
+        "policy": config.policy,
         "keep_batchnorm_fp32": config.keep_batchnorm_fp32,
         "master_weights": config.master_weights,
         "loss_scale": config.effective_loss_scale,

@@ -20,7 +20,7 @@ from amplab.lab.history import History
 from amplab.lab.run_store import RunStore
 from amplab.lab.undo import UndoList
 
-__all__ = ["MOST_BYTES", "MOST_RUNS", "MOST_SHOWN", "KeptRun", "KeptRuns"]
+__all__ = ["MOST_BYTES", "MOST_RUNS", "MOST_SHOWN", "KeptRun", "KeptRuns", "last_losses"]
 
 MOST_RUNS = 12
 """Kept runs; the oldest is dropped for a new one. Its log stays."""
@@ -78,8 +78,8 @@ class KeptRun:
     @property
     def final_loss(self) -> float | None:
         """The mean loss of its last `LAST_STEPS` steps, None before the first step."""
-        losses = self.history.column("loss")[-LAST_STEPS:]
-        return float(np.mean(losses)) if len(losses) else None
+        losses = last_losses(self.history)
+        return float(np.mean(losses)) if losses else None
 
     @property
     def rate(self) -> float | None:
@@ -230,6 +230,11 @@ class KeptRuns:
             held += run.memory.total if run.experiment is not None else 0
             if held > MOST_BYTES and not run.is_training:
                 run.experiment = None
+
+
+def last_losses(history: History) -> list[float]:
+    """Return the losses of the last `LAST_STEPS` steps, or of fewer."""
+    return [record.loss for record in history.records(max(0, len(history) - LAST_STEPS))]
 
 
 def _candidates(name: str) -> Iterator[str]:

@@ -16,9 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["CLASSES", "CNN", "MLP", "MODELS", "ModelChoice", "build_model", "models_of", "register_model"]
+__all__ = ["CLASSES", "CNN", "DIGITS", "MLP", "MODELS", "ModelChoice", "build_model", "models_of", "register_model"]
 
 CLASSES = 10
+DIGITS = ("digits", "digits-16", "digits-1023")
+"""The tasks that the models of this file can train."""
+
 _PIXELS = 8 * 8
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 
@@ -81,7 +84,7 @@ def models_of(task: str) -> dict[str, ModelChoice]:
     return {name: choice for name, choice in MODELS.items() if task in choice.tasks}
 
 
-@register_model("mlp", label="MLP")
+@register_model("mlp", label="MLP", task=DIGITS)
 class MLP(nn.Module):
     """Two hidden layers: 64 → hidden → hidden → 10.
 
@@ -106,7 +109,7 @@ class MLP(nn.Module):
         return logits
 
 
-@register_model("cnn", label="CNN")
+@register_model("cnn", label="CNN", task=DIGITS)
 class CNN(nn.Module):
     """Two convolutions with BatchNorm, one hidden layer.
 

@@ -38,7 +38,16 @@ from amplab.scalers import DynamicScale
 if TYPE_CHECKING:
     from amplab.lab.events import StepRecord
 
-__all__ = ["KEPT", "ParameterStages", "ScaleChange", "Snapshot", "StageRecorder", "StepStages", "snapshot"]
+__all__ = [
+    "KEPT",
+    "GradientCheck",
+    "ParameterStages",
+    "ScaleChange",
+    "Snapshot",
+    "StageRecorder",
+    "StepStages",
+    "snapshot",
+]
 
 KEPT = 2**18
 """Elements that a snapshot copies; its statistics are of all elements."""
@@ -123,6 +132,8 @@ class ParameterStages:
         stepped: What the optimizer steps, after its step, also after a skipped one.
         copied: The model's parameter after that, if `stored` is a master.
         backwards: How many backwards reached the parameter before the optimizer's step; the last one is recorded.
+        check: Number of the check of its gradients among `StepStages.checks`; None if they were not checked.
+        skipped: Whether the optimizer's step changed nothing.
     """
 
     name: str
@@ -142,6 +153,8 @@ class ParameterStages:
     stepped: Snapshot | None = None
     copied: Snapshot | None = None
     backwards: int = 0
+    check: int | None = None
+    skipped: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,16 +179,33 @@ class ScaleChange:
 
 
 @dataclass(frozen=True, eq=False)
+class GradientCheck:
+    """A loss, its backward, and the check of the gradients. A step has several if it has several losses.
+
+    Attributes:
+        loss: The loss before scaling; None if it was not seen.
+        scaled_loss: What backward started from.
+        scale: The loss scaler.
+        checked: Gradients that were checked, over all parameters of the optimizers that the backward reached.
+        nonfinite: How many of them were inf or NaN.
+        skipped: Whether the next step of these optimizers is skipped.
+    """
+
+    loss: Snapshot | None
+    scaled_loss: Snapshot | None
+    scale: ScaleChange
+    checked: int
+    nonfinite: int
+    skipped: bool
+
+
+@dataclass(frozen=True, eq=False)
 class StepStages:
     """One recorded training step.
 
     Attributes:
         record: The step, as in the history.
-        loss: The loss before scaling; None if it was not seen.
-        scaled_loss: What backward started from.
-        scale: The loss scaler.
-        checked: Gradients that were checked, over all parameters.
-        nonfinite: How many of them were inf or NaN.
+        checks: Its losses and the checks of their gradients, in order.
         optimizers: Class of each optimizer.
         parameters: What was recorded, by the parameter's name in the model's order.
         left_out: Names of parameters that were not recorded, because the model is large.
@@ -183,11 +213,7 @@ class StepStages:
     """
 
     record: StepRecord
-    loss: Snapshot | None
-    scaled_loss: Snapshot | None
-    scale: ScaleChange
-    checked: int
-    nonfinite: int
+    checks: tuple[GradientCheck, ...]
     optimizers: tuple[str, ...]
     parameters: dict[str, ParameterStages]
     left_out: tuple[str, ...] = ()
@@ -242,14 +268,13 @@ class StageRecorder:
         self._undo: list[Callable[[], object]] = []
         self._loss: Snapshot | None = None
         self._scaled_loss: Snapshot | None = None
-        self._records: list[ScaleRecord] = []
-        self._checked = self._nonfinite = 0
-        self._clean_before: tuple[int, ...] = ()
+        self._checks: list[GradientCheck] = []
+        self._clean_steps: list[int] = []  # of each loss scaler, before its next change
 
     def __enter__(self) -> Self:
         """Copy the parameters and install the hooks."""
         try:
-            self._clean_before = tuple(scaler.state.clean_steps for scaler in self._session.scalers)
+            self._clean_steps = [scaler.state.clean_steps for scaler in self._session.scalers]
             self._choose()
             self._install()
         except BaseException:
@@ -271,11 +296,7 @@ class StageRecorder:
         """Return what was recorded of the step that `record` describes."""
         return StepStages(
             record=record,
-            loss=self._loss,
-            scaled_loss=self._scaled_loss,
-            scale=self._scale_change(),
-            checked=self._checked,
-            nonfinite=self._nonfinite,
+            checks=tuple(self._checks),
             optimizers=tuple(type(optimizer).__name__ for optimizer in self._optimizers),
             parameters={name: each.seen for name, each in self._watched.items()},
             left_out=tuple(self._left_out),
@@ -375,6 +396,7 @@ class StageRecorder:
                 grad = weight.grad
             if grad is not None and not each.is_done:
                 each.has_new_gradient = True
+                each.note(backwards=each.seen.backwards + 1)
                 self._attempt(name, lambda: each.note(scaled=snapshot(name, grad)))
 
         return see
@@ -383,25 +405,39 @@ class StageRecorder:
         self._loss, self._scaled_loss = snapshot("loss", loss), snapshot("loss × scale", scaled)
 
     def _on_check(self, record: ScaleRecord) -> None:
-        self._records.append(record)
-        self._attempt("the check", self._count)
-        for each in self._watched.values():
-            if each.has_new_gradient and not each.is_done:
-                each.has_new_gradient = False
-                self._attempt(each.seen.name, partial(self._see_unscaled, each))
+        reached = [each for each in self._watched.values() if each.has_new_gradient and not each.is_done]
+        self._attempt("the check", partial(self._note_check, record, {each.optimizer for each in reached}))
+        for each in reached:
+            each.has_new_gradient = False
+            self._attempt(each.seen.name, partial(self._see_unscaled, each))
 
-    def _count(self) -> None:
+    def _note_check(self, record: ScaleRecord, optimizers: set[int]) -> None:
         with torch.no_grad(), bookkeeping():
-            grads = [grad for optimizer in self._optimizers for grad in _gradients(self._session, optimizer)]
+            grads = [grad for number in optimizers for grad in _gradients(self._session, self._optimizers[number])]
             stats = tensor_stats(grads).read() if grads else ()
-        self._checked = sum(each.numel for each in stats)
-        self._nonfinite = sum(each.infs + each.nans for each in stats)
+        change = self._scale_change(record)
+        checked, nonfinite = sum(each.numel for each in stats), sum(each.infs + each.nans for each in stats)
+        made = GradientCheck(self._loss, self._scaled_loss, change, checked, nonfinite, record.skipped)
+        self._checks.append(made)
+
+    def _scale_change(self, record: ScaleRecord) -> ScaleChange:
+        scaler, number = self._session.scalers[record.loss_id], record.loss_id
+        before, self._clean_steps[number] = self._clean_steps[number], scaler.state.clean_steps
+        interval = scaler.rule.growth_interval if isinstance(scaler.rule, DynamicScale) else None
+        return ScaleChange(
+            before=record.loss_scale,
+            after=record.next_loss_scale,
+            clean_before=before,
+            clean_after=scaler.state.clean_steps,
+            growth_interval=interval,
+            skips=scaler.dynamic,
+        )
 
     def _see_unscaled(self, each: _Watched) -> None:
         with bookkeeping():
             grad = each.stepped.grad
         seen = None if grad is None else snapshot(f"gradient of {each.seen.name}, unscaled", grad)
-        each.note(unscaled=seen, backwards=each.seen.backwards + 1)
+        each.note(unscaled=seen, check=len(self._checks) - 1)
 
     def _step_hook(self, number: int, see: Callable[[_Watched], None]) -> Callable[..., None]:
         def hook(*_: Any) -> None:
@@ -424,30 +460,11 @@ class StageRecorder:
 
     def _after_step(self, each: _Watched) -> None:
         name = each.seen.name
-        each.note(stepped=snapshot(name, each.stepped))
+        outcome = self._session.last_step(self._optimizers[each.optimizer])
+        each.note(stepped=snapshot(name, each.stepped), skipped=not outcome.stepped)
         if each.seen.has_master:
             each.note(copied=snapshot(name, each.weight))
         each.is_done = True
-
-    # -- after the step ----------------------------------------------------------------------------
-
-    def _scale_change(self) -> ScaleChange:
-        """The loss scaler of the last backward; a step has several only with several losses."""
-        if not self._records:
-            scale = self._session.loss_scale()
-            return ScaleChange(scale, scale, 0, 0, None, skips=False)
-        last = self._records[-1]
-        own = [record for record in self._records if record.loss_id == last.loss_id]
-        scaler = self._session.scalers[last.loss_id]
-        interval = scaler.rule.growth_interval if isinstance(scaler.rule, DynamicScale) else None
-        return ScaleChange(
-            before=own[0].loss_scale,
-            after=last.next_loss_scale,
-            clean_before=self._clean_before[last.loss_id],
-            clean_after=scaler.state.clean_steps,
-            growth_interval=interval,
-            skips=scaler.dynamic,
-        )
 
 
 def _gradients(session: Session, optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:

@@ -23,14 +23,17 @@ from amplab.amp import MemoryUse
 from amplab.lab.changes import config_changes
 from amplab.lab.checkpoints import Checkpoint, Checkpoints
 from amplab.lab.comparison import Comparison, Progress, levels_of
-from amplab.lab.config import ExperimentConfig
+from amplab.lab.config import FIELDS, ExperimentConfig
 from amplab.lab.events import (
     Callback,
     ConfigChanged,
     Event,
     Failed,
     GradientsReady,
+    InputsReady,
+    LevelTraced,
     Publisher,
+    RunsChanged,
     SkipExplained,
     StagesReady,
     StateChanged,
@@ -47,6 +50,7 @@ from amplab.lab.skip_explanation import explained
 from amplab.lab.step_stages import StepStages
 from amplab.lab.undo import UndoList
 from amplab.lab.worker import Worker
+from amplab.trace.input_statistics import InputStatistics
 
 __all__ = ["STEP_LIMIT", "Trainer"]
 
@@ -156,6 +160,11 @@ class Trainer:
     def kept(self) -> KeptRuns:
         """The runs beside the present one: those that a reset replaced, and those of `compare`."""
         return self._kept
+
+    @property
+    def present_name(self) -> str:
+        """The name that the present run has among the kept ones once it is kept."""
+        return self._name
 
     @property
     def last_change(self) -> str | None:
@@ -367,6 +376,29 @@ class Trainer:
     def request_trace(self) -> None:
         """Request a `TraceReady` at the next step boundary, which is now if nothing runs."""
         self._request("trace", lambda: TraceReady(self._experiment.trace(), len(self.history), self.config.opt_level))
+
+    def module_names(self) -> tuple[str, ...]:
+        """Return the names of the model's modules, of which `float32_modules` of the config may list some."""
+        return self._experiment.module_names()
+
+    def request_trace_at(self, opt_level: str) -> None:
+        """Request a `LevelTraced`: the step of a fresh model at another level; the run is not changed.
+
+        Raises:
+            ValueError: There is no such level.
+        """
+        config = self._wanted.changed(opt_level=opt_level)
+        self._request(f"trace at {opt_level}", lambda: LevelTraced(Experiment(config).trace(), opt_level))
+
+    def request_inputs(self, index: int) -> None:
+        """Request an `InputsReady` of the op with this number in a trace, measured at the next step boundary."""
+
+        def measure() -> Event:
+            inputs = InputStatistics(index)
+            self._experiment.trace(inputs)
+            return InputsReady(index, inputs.inputs, len(self.history))
+
+        self._request(f"inputs of op {index}", measure)
 
     def request_gradients(self) -> None:
         """Request a `GradientsReady` at the next step boundary, which is now if nothing runs."""
@@ -643,12 +675,12 @@ class Trainer:
             self._attempt("Counting kept bytes failed.", lambda: setattr(run, "activations", experiment.activations()))
             run.memory = experiment.memory()
         self._kept.touch()
+        self._publisher.publish(RunsChanged())
 
     def _begin_comparison(self, configs: Sequence[ExperimentConfig], steps: int) -> None:
         def begin(config: ExperimentConfig) -> KeptRun:
-            run = self._kept.keep(
-                config.opt_level, config, self._new_store(config), Experiment(config), is_compared=True
-            )
+            name = FIELDS["opt_level"].shown(config.opt_level)
+            run = self._kept.keep(name, config, self._new_store(config), Experiment(config), is_compared=True)
             run.is_training = True
             return run
 
@@ -674,6 +706,7 @@ class Trainer:
         except Exception:  # noqa: BLE001 - the present run goes on
             self._publisher.publish(Failed(f"The comparison ended.\n{traceback.format_exc()}"))
         self._kept.touch()
+        self._publisher.publish(RunsChanged())
         if goes_on:
             self._worker.post(self._advance_comparison)
         else:

@@ -21,7 +21,7 @@ class Undoable:
     """One change.
 
     Attributes:
-        text: What changed, as the controls show it: "Learning rate 0.1 → 1e+09".
+        text: What changed, as the controls show it: "Learning rate 0.1 → 1e9".
         take_back: Takes it back; what it returns is not used.
         is_possible: Whether it can still be taken back.
     """

@@ -40,7 +40,7 @@ class Dashboard(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no typ
         parts = self._presenter.parts
         side = ipywidgets.VBox([parts.live, parts.panels])
         body = ipywidgets.HBox([parts.controls, side])
-        super().__init__([parts.notices, body])
+        super().__init__([parts.notices, parts.gallery, body])
         side.add_class("amp-side")
         body.add_class("amp-body")
         self.add_class("amp-dashboard")

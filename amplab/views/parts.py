@@ -17,7 +17,7 @@ from amplab.lab import History
 from amplab.views.assets import WEB, module, stylesheet
 from amplab.views.live_payload import change_marks, frame_rows
 
-__all__ = ["Controls", "LiveView", "Message", "Notices", "Panels"]
+__all__ = ["Controls", "Gallery", "LiveView", "Message", "Notices", "Panels"]
 
 Message = dict[str, Any]
 """A message of the page, decoded from JSON."""
@@ -64,6 +64,7 @@ class LiveView(Part):
         self._pages: set[str] = set()
         self._ranges: dict[str, Message] = {}  # by page
         self._sent: dict[str, tuple[object, ...]] = {}  # the run and the steps that a page has
+        self._overlaid: object = None  # the version of the overlays that every page has
         self._on_open, self._listener = on_open, listener
         super().__init__(self._on_page)
 
@@ -75,6 +76,7 @@ class LiveView(Part):
     def _on_page(self, message: Message) -> None:
         if message["type"] == "hello":
             self._pages.add(message["view"])
+            self._overlaid = None
             self._on_open()
         elif message["type"] == "bye":
             self._pages.discard(message["view"])
@@ -96,6 +98,20 @@ class LiveView(Part):
         for view, wanted in self._ranges.items():
             self._draw_range(view, wanted, history)
         self._send_rows(frame_rows(history), kind="frame", changes=change_marks(history), summary=summary)
+
+    def overlay(self, version: object, lines: Callable[[], list[tuple[dict[str, object], np.ndarray]]]) -> None:
+        """Draw the lines of other runs behind the present one, unless the pages have this version of them.
+
+        Args:
+            version: Changes when the lines do.
+            lines: Returns name, color and dash of each line, with its rows.
+        """
+        if version == self._overlaid:
+            return
+        self._overlaid = version
+        made = lines()
+        buffers = [np.ascontiguousarray(rows).data for _, rows in made]
+        self.send({"kind": "overlays", "overlays": [line for line, _ in made]}, buffers=buffers)
 
     def _draw_range(self, view: str, wanted: Message, history: History) -> None:
         """Send the rows of a page's range, unless it has them."""
@@ -153,3 +169,17 @@ class Notices(Part):
 
     _esm = module("notices.js")
     notices: traitlets.List[Any] = traitlets.List().tag(sync=True)
+
+
+class Gallery(Part):
+    """The strip of scenarios.
+
+    Attributes:
+        scenarios: Name and title of each.
+        chosen: The one that is played, see `chosen_payload`; empty for none.
+    """
+
+    _esm = module("gallery.js")
+    _css = stylesheet("gallery.css")
+    scenarios: traitlets.List[Any] = traitlets.List().tag(sync=True)
+    chosen = traitlets.Dict().tag(sync=True)

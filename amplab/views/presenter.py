@@ -17,13 +17,19 @@ from amplab.lab.checkpoints import Checkpoint
 from amplab.lab.tasks import score_named
 from amplab.policies import cpu_half_mode
 from amplab.views.controls import act, controls_payload
+from amplab.views.gallery import GalleryDesk, gallery_titles
 from amplab.views.live_payload import modes_line, summary
 from amplab.views.notice_board import Notice, NoticeBoard, failure, offer, saved_offer
-from amplab.views.parts import Controls, LiveView, Message, Notices, Panels
+from amplab.views.parts import Controls, Gallery, LiveView, Message, Notices, Panels
 from amplab.views.tabs import TABS
-from amplab.views.ticker import Ticker
+from amplab.views.tabs.runs_payload import overlays
+from amplab.views.ticker import Pace, Ticker
 
 __all__ = ["Parts", "Presenter"]
+
+
+SLOW = 0.3
+"""Seconds between two drawings of the runs of a comparison."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,7 @@ class Parts:
     """The widgets that a dashboard consists of."""
 
     notices: Notices
+    gallery: Gallery
     controls: Controls
     live: LiveView
     panels: Panels
@@ -59,9 +66,12 @@ class Presenter:
         self._scale = 0.0  # what the next step will use, as the trainer's thread last set it
         self._unsubscribe: Callable[[], None] = lambda: None
         self._ticker = Ticker(self._tick, on_failure=lambda text: self._put(failure(text)))
+        self._gallery = GalleryDesk(trainer, self._ticker.wake)
+        self._overlaying = Pace(SLOW, self._ticker.wake)
         self._tabs = {each.name: each(self) for each in TABS}
         self.parts = Parts(
             notices=Notices(self._queued(self._on_notice)),
+            gallery=Gallery(self._queued(self._on_gallery), scenarios=gallery_titles()),
             controls=Controls(self._queued(self._on_control), shown=self._controls()),
             live=LiveView(self._ticker.wake, self._queued(self._on_live)),
             panels=Panels(self._queued(self._on_panels), [(each.name, each.label) for each in TABS]),
@@ -143,6 +153,7 @@ class Presenter:
 
     def _end(self) -> None:
         self._unsubscribe()
+        self._gallery.close()
 
     def _on_event(self, event: Event) -> None:
         match event:
@@ -200,6 +211,11 @@ class Presenter:
             self._trainer.continue_saved(self._saved)
         self.parts.notices.notices = self._board.payload()
 
+    def _on_gallery(self, message: Message) -> None:
+        self._gallery.on_message(message, self.parts.gallery)
+        self._show_controls()
+        self._ticker.wake()
+
     def _on_live(self, message: Message) -> None:
         self.select(message["step"])
 
@@ -225,6 +241,7 @@ class Presenter:
     def _tick(self) -> None:
         if self.parts.live.is_open:
             self._show_controls()
+            self._gallery.show(self.parts.gallery)
             self._show_frame()
             for tab in self._tabs.values():
                 tab.tick()
@@ -257,6 +274,8 @@ class Presenter:
             score=score_named(trainer.config.task),
         )
         self.parts.live.draw(history, figures)
+        if trainer.comparison is None or self._overlaying.is_due(trainer.kept.version):
+            self.parts.live.overlay(trainer.kept.version, lambda: overlays(trainer.kept.runs))
 
     def _put(self, notice: Notice) -> None:
         self._board.put(notice)

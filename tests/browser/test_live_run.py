@@ -30,6 +30,7 @@ def start_and_see_it_rise(dashboard: DashboardPage) -> int:
 
 def switch_while_it_runs(dashboard: DashboardPage) -> None:
     panel = dashboard.root.locator("[data-panel=dtypes]")
+    panel.get_by_role("radio", name="Table").click()
     expect(panel.locator(".amp-summary")).to_contain_text("O1: ")
     linear = dashboard.rows("dtypes").filter(has_text="linear").first
     at_o1 = dashboard.rows("dtypes").count()

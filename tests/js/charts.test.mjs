@@ -117,7 +117,7 @@ test("every loss that is not finite is marked, and named once in a run of equal 
 
 const change = (step, label, field = "opt_level") => ({ step, field, label, text: `${field} ${label}` });
 const LIVE = {
-  changes: [change(0, "O1", "start")], low: 0, high: 100, logarithmic: false, logarithmicSteps: false, reading: null, selected: null, drag: null,
+  changes: [change(0, "O1", "start")], overlays: [], low: 0, high: 100, logarithmic: false, logarithmicSteps: false, reading: null, selected: null, drag: null,
   palette: { ink: "ink", soft: "soft", grid: "grid", accent: "accent", faint: "faint", warning: "warning", paper: "paper", font: "sans" },
 };
 

@@ -118,13 +118,13 @@ def test_undo_is_offered_with_what_it_takes_back_and_says_what_it_took_back(lab:
     until(lambda: controls.shown)
     assert (controls.shown["last_change"], controls.shown["undone"]) == (None, None)
     tell(controls, type="change", field="lr", value=1e9)
-    until(lambda: controls.shown["last_change"] == "Learning rate 0.1 → 1e+09")
+    until(lambda: controls.shown["last_change"] == "Learning rate 0.1 → 1e9")
     tell(controls, type="inject", kind="nan")
     until(lambda: controls.shown["armed"] == ["nan"] and controls.shown["last_change"] == "NaN on")
     tell(controls, type="undo")
     until(lambda: controls.shown["undone"] == "NaN on" and controls.shown["armed"] == [])
     tell(controls, type="undo")
-    until(lambda: controls.shown["undone"] == "Learning rate 0.1 → 1e+09")
+    until(lambda: controls.shown["undone"] == "Learning rate 0.1 → 1e9")
     assert controls.shown["fields"]["lr"]["value"] == 0.1
     assert controls.shown["last_change"] is None
     tell(controls, type="change", field="opt_level", value="O2")

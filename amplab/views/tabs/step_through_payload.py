@@ -18,7 +18,7 @@ import torch
 from amplab.display.numbers import binary_power, count, percent
 from amplab.formats import FLOAT16, FORMATS, FloatFormat
 from amplab.lab import ParameterStages, Snapshot, StepStages
-from amplab.views.tabs.step_through_sentences import Told, say, tell
+from amplab.views.tabs.step_through_sentences import Told, check_of, say, tell
 
 __all__ = ["ELEMENTS", "HIGH", "LOW", "Chosen", "choose_element", "element_of", "picture", "step_through_payload"]
 
@@ -54,7 +54,7 @@ class Chosen:
 def step_through_payload(stages: StepStages, chosen: Chosen) -> dict[str, Any]:
     """Return all that the tab shows of a step, as JSON values."""
     seen = stages.parameters[_parameter(stages, chosen)]
-    element, rule = choose_element(seen, chosen.element, stages.scale.before)
+    element, rule = choose_element(seen, chosen.element, check_of(stages, seen).scale.before)
     told = tell(stages, seen, element)
     return {
         "step": stages.record.step,

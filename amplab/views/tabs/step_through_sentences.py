@@ -9,9 +9,9 @@ import torch
 
 from amplab.display.numbers import count, percent, power, short_text
 from amplab.formats import FLOAT16, FORMATS, LOW_PRECISION_DTYPES, FloatFormat
-from amplab.lab import ParameterStages, Snapshot, StepStages, snapshot
+from amplab.lab import LEVELS, GradientCheck, ParameterStages, ScaleChange, Snapshot, StepStages, snapshot
 
-__all__ = ["Told", "say", "tell"]
+__all__ = ["Told", "check_of", "say", "tell"]
 
 
 _FLOAT32_NEARLY = 1e38
@@ -50,16 +50,25 @@ class Told:
 
 def tell(stages: StepStages, seen: ParameterStages, element: int) -> list[Told]:
     """Return the stages of a step in order, told for an element of a parameter."""
+    check = check_of(stages, seen)
     return [
         _cast(stages, seen, element),
         _forward(seen),
-        _scale(stages),
-        _backward(stages, seen, element),
-        _unscale(stages, seen, element),
-        _clip(stages, seen, element),
+        _scale(stages, check),
+        _backward(check, seen, element),
+        _unscale(check, seen, element),
+        _clip(seen, element),
         _step(stages, seen, element),
-        _update(stages),
+        _update(check),
     ]
+
+
+def check_of(stages: StepStages, seen: ParameterStages) -> GradientCheck:
+    """Return the loss and the check that belong to a parameter; the last of the step if none of them reached it."""
+    if stages.checks:
+        return stages.checks[-1 if seen.check is None else seen.check]
+    scale = stages.record.loss_scale
+    return GradientCheck(None, None, ScaleChange(scale, scale, 0, 0, None, skips=False), 0, 0, skipped=False)
 
 
 # Before the gradients
@@ -70,7 +79,7 @@ def _cast(stages: StepStages, seen: ParameterStages, element: int) -> Told:
     title = "Cast weights"
     if not (seen.is_cast or seen.has_master):
         is_half = stored.dtype in LOW_PRECISION_DTYPES
-        level = stages.record.opt_level
+        level = LEVELS[stages.record.opt_level].label
         why = f"Nothing is cast: {seen.kind} reads this float32 {_word(seen)} as it is at {level}."
         if is_half:
             spacing = _spacing(stored, element)
@@ -126,9 +135,9 @@ def _range_of(taken: Snapshot) -> str:
     return f"The largest magnitude is {say(largest)}; {limit.name} overflows above {limit.max:g}."
 
 
-def _scale(stages: StepStages) -> Told:
-    title, loss, scaled = "Loss × scale", stages.loss, stages.scaled_loss
-    scale = stages.scale.before
+def _scale(stages: StepStages, check: GradientCheck) -> Told:
+    title, loss, scaled = "Loss × scale", check.loss, check.scaled_loss
+    scale = check.scale.before
     if loss is None or scaled is None:
         return Told("scale", title, power(scale, raised=True), "The loss was not seen.", "×", loss, scaled, "idle")
     value, product = float(loss.kept.double().sum().item()), float(scaled.kept.double().sum().item())
@@ -137,7 +146,7 @@ def _scale(stages: StepStages) -> Told:
     if not math.isfinite(value):
         text = f"The loss is {say(value)} before it is scaled: no loss scale can change that."
         return Told("scale", title, say(value), text, operator, loss, scaled, "warning")
-    if "overflow" in injected:
+    if "overflow" in injected and not 0.5 <= abs(product) / max(abs(value) * scale, 1e-300) <= 2:
         factor = _power(product / value if value else math.inf)
         text = f"Injected overflow: backward starts from {say(value)} × {factor} = {say(product)}, not {operator}."
         return Told("scale", title, f"× {factor}", text, f"× {factor}", loss, scaled, "warning")
@@ -160,29 +169,29 @@ def _scale(stages: StepStages) -> Told:
 # Gradients
 
 
-def _backward(stages: StepStages, seen: ParameterStages, element: int) -> Told:
+def _backward(check: GradientCheck, seen: ParameterStages, element: int) -> Told:
     title, grad = "Backward", seen.computed or seen.scaled
     if grad is None:
         text = f"No backward reached {seen.name}: it has no gradient in this step."
         return Told("backward", title, "no gradient", text, "backward", seen.output_gradient, None, "idle")
     if grad.nonfinite:
-        text = f"{_broken(grad)} in {_dtype(grad)}{_cause(stages, grad)}."
+        text = f"{_broken(grad)} in {_dtype(grad)}{_cause(check, grad)}."
         return Told("backward", title, _broken_brief(grad), text, "backward", seen.output_gradient, grad, "warning")
-    text = _scaled_gradient(stages.scale.before, grad, element) + _saved(stages.scale.before, grad)
+    text = _scaled_gradient(check.scale.before, grad, element) + _saved(check.scale.before, grad)
     brief = f"max {say(grad.stats.absmax, 2)}"
     return Told("backward", title, brief, text, "backward", seen.output_gradient, grad)
 
 
-def _cause(stages: StepStages, grad: Snapshot) -> str:
+def _cause(check: GradientCheck, grad: Snapshot) -> str:
     """Why gradients are not finite, as far as this tensor shows it."""
     limit = _format(grad)
-    if stages.loss is not None and stages.loss.nonfinite:
+    if check.loss is not None and check.loss.nonfinite:
         return ", because the loss is not finite"
     if not grad.stats.infs:
         return ": a value on the way became inf, and inf × 0 or inf − inf is NaN"
     if limit is None or limit.max > _FLOAT32_NEARLY:
         return ""
-    return f": scaled by {power(stages.scale.before, raised=True)} they exceed {limit.max:g}, its largest number"
+    return f": scaled by {power(check.scale.before, raised=True)} they exceed {limit.max:g}, its largest number"
 
 
 def _scaled_gradient(scale: float, grad: Snapshot, element: int) -> str:
@@ -215,36 +224,39 @@ def _saved(scale: float, grad: Snapshot) -> str:
     return f" Without the scale, {percent(lost)} of the gradients here that are not 0 would become 0." if lost else ""
 
 
-def _unscale(stages: StepStages, seen: ParameterStages, element: int) -> Told:
-    title, scale = "Unscale, check", stages.scale.before
+def _unscale(check: GradientCheck, seen: ParameterStages, element: int) -> Told:
+    title, scale = "Unscale, check", check.scale.before
     operator = f"÷ {power(scale, raised=True)}"
     before, after = seen.scaled, seen.unscaled
     if before is None or after is None:
         return Told(
             "unscale", title, "no gradient", "There is no gradient to unscale.", operator, before, after, "idle"
         )
-    if stages.nonfinite:
+    if check.nonfinite:
         here = f"{after.nonfinite:,} of them" if after.nonfinite else "none of them"
-        then = "the step will be skipped" if stages.scale.skips else "a static scale takes the step all the same"
+        then = "the step will be skipped" if check.scale.skips else "a static scale takes the step all the same"
         text = (
-            f"{stages.nonfinite:,} of the model's {stages.checked:,} gradients {_are(stages.nonfinite)} inf or NaN "
+            f"{check.nonfinite:,} of the model's {check.checked:,} gradients {_are(check.nonfinite)} inf or NaN "
             f"({here} in {seen.name}): found_inf = 1, and {then}."
         )
         return Told("unscale", title, "inf or NaN", text, operator, before, after, "warning")
     old, new = before.value(element), after.value(element)
     divided = f"{say(old)} {operator} = {say(new)}, in {_dtype(after)}."
-    if scale == 1:
+    if seen.backwards > 1:
+        added = f"{seen.backwards} backwards are accumulated; the last one gave {say(old)}."
+        divided = f"{added} Their sum {operator} is {say(new)}."
+    elif scale == 1:
         divided = "The scale is 1, so there is nothing to divide."
-    text = f"{divided} None of the model's {stages.checked:,} gradients is inf or NaN: found_inf = 0."
+    text = f"{divided} None of the model's {check.checked:,} gradients is inf or NaN: found_inf = 0."
     return Told("unscale", title, "all finite", text, operator, before, after)
 
 
-def _clip(stages: StepStages, seen: ParameterStages, element: int) -> Told:
+def _clip(seen: ParameterStages, element: int) -> Told:
     title, before, after = "Clip", seen.unscaled, seen.clipped
     if after is None or before is None:
         text = (
             "Nothing is clipped, because the step is skipped."
-            if stages.record.skipped
+            if seen.skipped
             else "This training loop clips nothing: the optimizer gets the unscaled gradients."
         )
         return Told("clip", title, "none", text, "=", before, before, "idle")
@@ -266,7 +278,7 @@ def _step(stages: StepStages, seen: ParameterStages, element: int) -> Told:
         text = "The optimizer has not stepped: the loop accumulates gradients over several backwards."
         return Told("step", "Step", "no step", text, "→", before, None, "idle")
     old, new = before.value(element), after.value(element)
-    if stages.record.skipped:
+    if seen.skipped:
         text = (
             f"Skipped, because found_inf is 1: the {_word(seen)} keeps every bit of {_fine(old)}. So do all other "
             "weights, and the optimizer's state."
@@ -325,14 +337,14 @@ def _copied(seen: ParameterStages, element: int) -> str:
     )
 
 
-def _update(stages: StepStages) -> Told:
-    title, change = "Update scale", stages.scale
+def _update(check: GradientCheck) -> Told:
+    title, change = "Update scale", check.scale
     before, after = _scalar("loss scale", change.before), _scalar("loss scale, next step", change.after)
     old, new = power(change.before, raised=True), power(change.after, raised=True)
     if change.growth_interval is None:
         text = f"The loss scale is static: it stays {old}, whatever the gradients are."
         return Told("update", title, f"{old}, static", text, "=", before, after, "idle")
-    if stages.record.skipped:
+    if check.skipped:
         limit = ", its lower limit" if change.after == change.before else ""
         text = f"found_inf is 1: the scale goes from {old} to {new}{limit}, and clean steps are counted from 0 again."
         factor = f"÷ {say(change.before / change.after)}"

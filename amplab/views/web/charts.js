@@ -3,6 +3,7 @@
 import { Surface } from "./canvas.js";
 import { changesLabel, mergedMarks, visibleChanges } from "./marks.js";
 import { decades, decimal, integer, tickText, ticks } from "./numbers.js";
+import { drawOverlays, lossesToShow, movingScales } from "./overlays.js";
 import { stepAxis } from "./ranges.js";
 
 export const SKIPPED = 1;
@@ -233,6 +234,11 @@ class Chart extends Surface {
     pen.restore();
   }
 
+  /** Draw the lines of other runs; returns what draws their labels, which lie above the present line. */
+  overlaid(live, points) {
+    return drawOverlays(this, live, points, { top: GUTTER.top, right: this.width - GUTTER.right, bottom: this.height - GUTTER.bottom });
+  }
+
   /** Wash the steps between the two ends of a drag. */
   dragged({ drag, palette }) {
     if (!drag) return;
@@ -262,17 +268,20 @@ export class LossChart extends Chart {
     this.clear();
     const { rows, palette } = live;
     const finite = rows.filter((row) => Number.isFinite(row[1]));
-    const axis = lossAxis(finite.map((row) => row[1]), live.logarithmic);
+    const axis = lossAxis(lossesToShow(finite.map((row) => row[1]), live.overlays), live.logarithmic);
     const y = (value) => GUTTER.top + this.room * (1 - axis.share(value));
     this.frame(live, axis.marks, y, (tick, at) => this.text(tickText(tick), GUTTER.left - 5, at, palette.soft, "right"));
     const strokes = columns(finite, this.x).map(([column, least, most]) => [[column + 0.5, y(most) - 0.5], [column + 0.5, y(least) + 0.5]]);
     const line = smoothed(finite, (live.high - live.low) / 200).map(([step, mean]) => [this.x(step), y(mean)]);
     this.pen.lineJoin = "round";
+    const average = (some) => smoothed(some.filter((row) => Number.isFinite(row[1])), (live.high - live.low) / 200);
+    const label = this.overlaid(live, (some) => average(some).map(([step, mean]) => [this.x(step), y(mean)]));
     this.clipped(() => {
       this.paths(strokes, palette.faint, 1);
       this.curve(line, palette.accent, 1.8);
     });
     this.edge(rows, palette);
+    label();
     this.reading(live);
   }
 
@@ -291,13 +300,17 @@ export class ScaleChart extends Chart {
   draw(live) {
     this.clear();
     const { rows, palette } = live;
-    const { low, high, marks } = scaleAxis(rows.map((row) => log2(row[2])).filter((value) => value !== null));
+    const overlays = movingScales(live.overlays, rows);
+    const every = [rows, ...overlays.map((overlay) => overlay.rows)].flat();
+    const { low, high, marks } = scaleAxis(every.map((row) => log2(row[2])).filter((value) => value !== null));
     const y = (value) => GUTTER.top + this.room * (1 - (value - low) / (high - low));
     this.frame(live, marks, y, (tick, at) => this.powerOfTwo(tick, GUTTER.left - 4, at, palette, "right"));
     this.faults(rows, palette);
     this.pen.lineJoin = "miter";
+    const label = this.overlaid({ ...live, overlays }, (some) => this.corners(some, y));
     this.clipped(() => this.curve(this.corners(rows, y), palette.accent, 1.8));
     this.skips(rows, y, palette);
+    label();
     this.reading(live);
   }
 

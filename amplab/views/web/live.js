@@ -9,6 +9,7 @@ import { LossChart, nearest, rowsWithin, ScaleChart, unpack } from "./charts.js"
 import { h, write } from "./elements.js";
 import { visibleChanges } from "./marks.js";
 import { bytes, decimal, integer, power } from "./numbers.js";
+import { overlaidSteps, unpackOverlays } from "./overlays.js";
 import { attend, endWithKernel, onTheme, ownKeys } from "./page.js";
 import { showing, windowOf, zoomed } from "./ranges.js";
 
@@ -49,7 +50,7 @@ function chartBox(title, label, ...extras) {
   const canvas = h("canvas", {
     class: "amp-canvas", role: "img", tabindex: "0", "aria-label": `${label}. ${KEYS_HELP}`, "aria-describedby": id,
   });
-  const box = h("div", { class: "amp-chart" }, h("div", { class: "amp-chart-head" }, h("h3", {}, title), now, extras), canvas, words);
+  const box = h("div", { class: "amp-chart" }, h("div", { class: "amp-chart-head" }, h("strong", { class: "amp-chart-title" }, title), now, extras), canvas, words);
   return { now, canvas, words, box };
 }
 
@@ -106,7 +107,8 @@ function tip() {
 
 /** What the charts draw now: the steps of the range, from the detailed rows if they have come, else from the frame. */
 function prepare(view) {
-  Object.assign(view, windowOf(view.range, view.count));
+  const count = view.range === null ? Math.max(view.count, overlaidSteps(view.overlays)) : view.count;
+  Object.assign(view, windowOf(view.range, count));
   const isNear = ({ low, high }) => low < view.high && high > view.low && high - low <= 2 * (view.high - view.low);
   const rows = view.range !== null && view.detail !== null && isNear(view.detail) ? view.detail.rows : view.rows;
   view.shown = rowsWithin(rows, view.low, view.high);
@@ -171,6 +173,8 @@ function render({ model, el }) {
     if (message.kind === "range") {
       if (message.view !== key) return;
       view.detail = { low: message.low, high: message.high, rows: unpack(buffers[0]) };
+    } else if (message.kind === "overlays") {
+      view.overlays = unpackOverlays(message, buffers, unpack);
     } else {
       view.rows = unpack(buffers[0]);
       view.count = message.summary.step;

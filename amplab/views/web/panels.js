@@ -6,6 +6,7 @@ import { h, moveByArrows, write } from "./elements.js";
 import { endWithKernel, ownKeys } from "./page.js";
 import { dtypesPanel } from "./tab_dtypes.js";
 import { gradientsPanel } from "./tab_gradients.js";
+import { runsPanel } from "./tab_runs.js";
 import { scalePanel } from "./tab_scale.js";
 import { skippedPanel } from "./tab_skipped.js";
 import { stepThroughPanel } from "./tab_step_through.js";
@@ -15,6 +16,7 @@ const PANELS = {
   gradients: gradientsPanel,
   skipped: skippedPanel,
   step_through: stepThroughPanel,
+  runs: runsPanel,
   scale: scalePanel,
 };
 

@@ -6,7 +6,7 @@ import { raised } from "./numbers.js";
 import { chip } from "./tables.js";
 
 const LOW = -44; // the power of two of the first bin
-const BANDS = [[-44, -25, "→ 0"], [-25, -14, "subnormal"], [-14, 16, "normal"], [16, 25, "→ inf"]]; // of float16
+const BANDS = [[-44, -25, "→ 0 in fp16"], [-25, -14, "subnormal"], [-14, 16, "normal in fp16"], [16, 25, "→ inf"]];
 const PLOT = { width: 260, height: 84, top: 13, bottom: 15 };
 const DWELL = 3600; // ms on a stage while it plays
 const IDLE_DWELL = 1500; // ms on a stage in which nothing happens
@@ -56,7 +56,7 @@ function miniature(stage) {
   const bins = picture?.shares.length ?? 69;
   const box = svg("svg", { class: "amp-mini-plot", viewBox: `0 0 ${bins} 1`, preserveAspectRatio: "none", "aria-hidden": "true" });
   for (const [from, to, name] of BANDS) {
-    if (name !== "normal") box.append(svg("rect", { class: name === "subnormal" ? "amp-band-some" : "amp-band-lost", x: from - LOW, y: 0, width: to - from, height: 1 }));
+    if (!name.startsWith("normal")) box.append(svg("rect", { class: name === "subnormal" ? "amp-band-some" : "amp-band-lost", x: from - LOW, y: 0, width: to - from, height: 1 }));
   }
   if (picture) box.append(svg("path", { class: "amp-hills", d: stairs(picture.shares, commonTop(picture)) }));
   return box;
@@ -70,7 +70,7 @@ function plot(picture, ghost, top) {
   const inner = height - above - bottom;
   const box = svg("svg", { class: "amp-plot", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": picture.description });
   for (const [from, to, name] of BANDS) {
-    const kind = { subnormal: "amp-band-some", normal: "amp-band-kept" }[name] ?? "amp-band-lost";
+    const kind = { subnormal: "amp-band-some", "normal in fp16": "amp-band-kept" }[name] ?? "amp-band-lost";
     box.append(svg("rect", { class: kind, x: x(from), y: above, width: x(to) - x(from), height: inner }));
     box.append(svg("text", { class: "amp-band-name", x: x((from + to) / 2), y: 9, "text-anchor": "middle" }, name));
   }
@@ -100,7 +100,7 @@ function valueRow(picture, pick) {
   return h("div", { class: "amp-values" }, picture.values.map((each) => {
     const isChosen = each.index === picture.index;
     return isChosen
-      ? h("output", { class: "amp-value", title: each.place }, picture.value)
+      ? h("b", { class: "amp-value", title: each.place }, picture.value)
       : h("button", { type: "button", tabindex: pick ? 0 : -1, disabled: !pick, title: each.place, "aria-label": `Show element ${each.place}, ${each.value}`, onclick: () => pick(each.index) }, each.value);
   }));
 }
@@ -231,6 +231,13 @@ export function stepThroughPanel({ send }) {
     if (hadFocus) buttons[index].focus();
   }
 
+  /** Return what gives the focus to the value at the same place again, after the values were drawn anew. */
+  function keepFocus() {
+    const buttons = () => [...sides.querySelectorAll(".amp-values button")];
+    const place = buttons().indexOf(document.activeElement);
+    return () => { if (place >= 0) buttons()[place]?.focus(); };
+  }
+
   function drawStage() {
     const stage = stages()[index];
     const { before, after } = stage;
@@ -241,11 +248,13 @@ export function stepThroughPanel({ send }) {
     write(title, `Step ${payload.step}, ${payload.level} · ${stage.title}`);
     write(sentence, stage.sentence);
     told.dataset.tone = stage.tone;
+    const refocus = keepFocus();
     sides.replaceChildren(
       tensorBox("before", before, null, top, own(before)),
       h("div", { class: "amp-operator" }, h("b", {}, stage.operator), h("span", { "aria-hidden": "true" }, "→"),
         stage.compares && before && after ? h("small", {}, "dashed: before") : null),
       tensorBox("after", after, stage.compares ? before : null, top, own(after)));
+    refocus();
   }
 
   function draw() {

@@ -8,9 +8,7 @@
 Most tasks have one loss and one optimizer. A GAN has several: each loss has a loss scale of its own, and an optimizer
 steps after the last of its losses.
 
-`digits` is scikit-learn's copy of the UCI optical digits: 1797 handwritten digits as images of 8×8 gray levels, bundled
-with the package, so nothing is downloaded. scikit-learn is imported when the task is loaded. To add a task, add an
-entry to `TASKS`. The models are in `models.py`, a model and data of one's own in `own_task.py`.
+The tasks themselves are in the other files of this folder.
 """
 
 from __future__ import annotations
@@ -20,33 +18,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 __all__ = [
     "ACCURACY",
-    "HELD_OUT",
-    "TASKS",
-    "ImageBatch",
-    "ImageTask",
     "MakeOptimizer",
     "Score",
     "Task",
     "TaskChoice",
     "TaskLoss",
-    "load_task",
     "rows_of_step",
-    "score_named",
 ]
-
-HELD_OUT = 360
-"""Images kept for measuring accuracy, a fifth of the digits."""
-
-_GRAY_LEVELS = 16.0
 
 MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 
@@ -150,71 +136,6 @@ class Task(ABC):
             torch.set_rng_state(state)
 
 
-class ImageBatch(NamedTuple):
-    """Images `(batch, channels, height, width)` and labels `(batch,)`."""
-
-    images: Tensor
-    labels: Tensor
-
-
-def _cross_entropy(model: nn.Module, batch: ImageBatch) -> Tensor:
-    return F.cross_entropy(model(batch.images), batch.labels)
-
-
-@dataclass(frozen=True, eq=False)
-class ImageTask(Task):
-    """Images to train on and images to measure accuracy on.
-
-    Attributes:
-        name: As in the config.
-        images: `(train, 1, 8, 8)` float32 in [0, 1].
-        labels: `(train,)` int64 in 0…9.
-        held_out_images: `(held_out, 1, 8, 8)`, never trained on.
-        held_out_labels: `(held_out,)`.
-        seed: Seed of the split and of the batches.
-    """
-
-    name: str
-    images: Tensor
-    labels: Tensor
-    held_out_images: Tensor
-    held_out_labels: Tensor
-    seed: int
-    losses = (TaskLoss("cross-entropy", _cross_entropy),)
-    score = ACCURACY
-
-    def batches_per_epoch(self, batch_size: int) -> int:
-        """Return how many whole batches an epoch has.
-
-        Raises:
-            ValueError: The batch is larger than the training set.
-        """
-        self.check_batch_size(batch_size)
-        return len(self.images) // batch_size
-
-    def check_batch_size(self, batch_size: int) -> None:
-        """Raise ValueError if the batch is larger than the training set."""
-        if batch_size > len(self.images):
-            raise ValueError(
-                f"batch_size={batch_size}: expected at most {len(self.images)}, the number of training images of "
-                f"{self.name}; choose a smaller batch."
-            )
-
-    def batch(self, step: int, batch_size: int) -> ImageBatch:
-        """Return the images `(batch_size, 1, 8, 8)` and the labels `(batch_size,)` of a step, always the same.
-
-        Each epoch is a permutation drawn from (seed, epoch); the images left over after whole batches are dropped.
-        """
-        self.check_batch_size(batch_size)
-        rows = rows_of_step(len(self.images), self.seed, step, batch_size)
-        return ImageBatch(self.images[rows], self.labels[rows])
-
-    def measure(self, model: nn.Module) -> float:
-        """Return the share of held-out images that the model classifies correctly. Sync: one."""
-        predicted = model(self.held_out_images).argmax(dim=1)  # (held_out,)
-        return float((predicted == self.held_out_labels).float().mean().item())
-
-
 def rows_of_step(count: int, seed: int, step: int, batch_size: int) -> Tensor:
     """Return which of `count` examples `(batch_size,)` a step trains on.
 
@@ -229,28 +150,6 @@ def _epoch_order(count: int, seed: int, epoch: int) -> Tensor:
     """Return the permutation `(count,)` of an epoch."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch + 1) % 2**63)
     return torch.randperm(count, generator=generator)
-
-
-@lru_cache(maxsize=1)
-def _digits() -> tuple[Tensor, Tensor]:
-    """Return all images `(1797, 1, 8, 8)` in [0, 1] and labels `(1797,)`."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ImportError(
-            "task=digits: its images are bundled with scikit-learn, which is not installed; "
-            'run: python -m pip install "amplab[lab]"'
-        ) from error
-    digits = load_digits()
-    images = torch.tensor(digits.images / _GRAY_LEVELS, dtype=torch.float32)
-    return images.unsqueeze(1), torch.tensor(digits.target, dtype=torch.int64)  # (1797, 1, 8, 8), (1797,)
-
-
-def _load_digits(seed: int) -> ImageTask:
-    images, labels = _digits()
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
-    held_out, train = order[:HELD_OUT], order[HELD_OUT:]
-    return ImageTask("digits", images[train], labels[train], images[held_out], labels[held_out], seed)
 
 
 @dataclass(frozen=True)
@@ -274,24 +173,3 @@ class TaskChoice:
     learning_rates: Mapping[str, float] = field(default_factory=dict)
     has_own_optimizer: bool = False
     has_batch_size: bool = True
-
-
-TASKS: dict[str, TaskChoice] = {"digits": TaskChoice("digits", _load_digits)}
-"""Each task by the name that a config gives it."""
-
-
-def score_named(task: str) -> Score | None:
-    """Return what a task measures; of a task that this process does not know, a score without a name of its own."""
-    return TASKS[task].score if task in TASKS else Score("score")
-
-
-def load_task(name: str, seed: int) -> Task:
-    """Return the task `name`, with data split by `seed` into training and held-out data.
-
-    Raises:
-        ImportError: scikit-learn, which bundles the data, is not installed.
-        ValueError: There is no such task.
-    """
-    if name not in TASKS:
-        raise ValueError(f"task={name}: expected one of {', '.join(TASKS)}.")
-    return TASKS[name].load(seed)
