@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 
-import { cellText, HeatMap, shade, shortened } from "../../amplab/views/web/heat_map.js";
+import { heatText, HeatMap, shade, shortened } from "../../amplab/views/web/heat_map.js";
 import { recordingCanvas } from "./recording_canvas.mjs";
 
 const PALETTE = { ink: "ink", soft: "soft", grid: "grid", accent: "accent", faint: "faint", warning: "warning", paper: "paper", font: "sans" };
@@ -20,8 +20,8 @@ test("a small share can be told from none, and a larger one is darker", () => {
 });
 
 test("a cell in words", () => {
-  assert.equal(cellText(MAP, { kind: "underflow", layer: 0, column: 1 }), "step 20, hidden.weight: 5.0 % becomes zero");
-  assert.equal(cellText(MAP, { kind: "overflow", layer: 1, column: 1 }), "step 20, output.bias: 0 % becomes infinite; 3.0 % NaN or inf");
+  assert.equal(heatText(MAP, { kind: "underflow", layer: 0, column: 1 }), "step 20, hidden.weight: 5.0 % becomes zero");
+  assert.equal(heatText(MAP, { kind: "overflow", layer: 1, column: 1 }), "step 20, output.bias: 0 % becomes infinite; 3.0 % NaN or inf");
 });
 
 test("a long name keeps its end", () => {

@@ -19,7 +19,7 @@ export function shortened(name, measure, width) {
 }
 
 /** A cell in words. */
-export function cellText(map, { kind, layer, column }) {
+export function heatText(map, { kind, layer, column }) {
   const share = map[kind][layer][column];
   const nonfinite = map.nonfinite[layer][column];
   const word = kind === "underflow" ? "becomes zero" : "becomes infinite";

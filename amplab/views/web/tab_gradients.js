@@ -2,7 +2,7 @@
 
 import { drawSoon, palette } from "./canvas.js";
 import { choices, h, write } from "./elements.js";
-import { cellText, HeatMap, shade } from "./heat_map.js";
+import { heatText, HeatMap, shade } from "./heat_map.js";
 import { binAt, GradientHistogram, lostAt, nextBin, readingText } from "./histogram.js";
 import { percent, power } from "./numbers.js";
 import { onTheme } from "./page.js";
@@ -91,7 +91,7 @@ function heatBox(select) {
     if (map === null) return;
     if (reading && (reading.layer >= map.layers.length || reading.column >= map.steps.length)) reading = null;
     chart.draw(map, palette(box), { reading, selected });
-    write(now, reading ? cellText(map, reading) : "");
+    write(now, reading ? heatText(map, reading) : "");
   });
   const read = (cell) => { reading = cell; soon(); };
   canvas.addEventListener("pointermove", (event) => map && read(chart.cellAt(map, event.offsetX, event.offsetY)));
@@ -105,7 +105,7 @@ function heatBox(select) {
     if (!(across || down) || !map?.steps.length) return;
     event.preventDefault();
     read(movedCell(map, reading, across, down));
-    write(spoken, cellText(map, reading));
+    write(spoken, heatText(map, reading));
   });
   const sized = new ResizeObserver(soon);
   sized.observe(canvas);
