@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from amplab.amp import MemoryUse, ScaleRecord, Session, load_run_state, save_run_state
 from amplab.amp.run_state.file_format import read_run_state
-from amplab.diagnose import FirstNonfinite, TwinReport, twin
+from amplab.diagnose import Findings, FirstNonfinite, TwinReport, doctor, twin
 from amplab.formats import FLOAT16
 from amplab.formats.exponents import BINS, LOWEST_EXPONENT
 from amplab.kernels import tensor_stats
@@ -51,7 +51,7 @@ from amplab.lab.events import GradientRecord, MixedScales, StepRecord
 from amplab.lab.models import build_model
 from amplab.lab.step_rerun import StepRerun
 from amplab.lab.step_stages import StageRecorder, StepStages
-from amplab.lab.tasks import Task, TaskLoss, load_task
+from amplab.lab.tasks import MakeOptimizer, Task, TaskLoss, load_task
 from amplab.policies.nested_tensors import floating_tensors_in, map_tensors
 from amplab.trace import Trace, trace_step, xray
 from amplab.trace.handed_step import ModelGroup
@@ -369,6 +369,19 @@ class Experiment:
             observer=observer,
         )
 
+    def examine(self) -> Findings:
+        """Return what `amplab.doctor` finds in the next step; the experiment does not change. Sync: many."""
+        step, batch = self._step, self._batch(self._step)
+        parts = [part for part in self._parts() if part.batch == 0]
+        found = doctor(
+            self._model,
+            batch,
+            step=lambda: self._shrunk(_sum(self._forward(self._model, part, batch, step) for part in parts)),
+            optimizer=self._optimizers,
+            scaler=self._session,
+        )
+        return cast(Findings, found)  # of a model, not of the machine
+
     def module_names(self) -> tuple[str, ...]:
         """Return the names of the model's modules, of which float32_modules may list some; none of several models."""
         if isinstance(self._model, ModelGroup):
@@ -460,7 +473,7 @@ class Experiment:
             _settings(config),
             steps=steps,
             step=lambda model, batch: _sum(each.of(model, batch) for each in losses),
-            optimizer=lambda weights: _optimizer(config, weights),
+            optimizer=lambda weights: self._task.optimizer_of(list(weights), _maker(config)),
             seed=config.seed,
         )
 
@@ -597,8 +610,7 @@ class Experiment:
 
     def _build_optimizers(self, config: ExperimentConfig) -> None:
         """Build the optimizers, and note the names of their parameters and their learning rates."""
-        own = config.optimizer == OWN
-        self._optimizers = self._task.optimizers(self._model, None if own else functools.partial(_optimizer, config))
+        self._optimizers = self._task.optimizers(self._model, _maker(config))
         names = {id(weight): name for name, weight in self._model.named_parameters()}
         self._names = [[names[id(weight)] for weight in _stepped(each)] for each in self._optimizers]
         self._rates = [[group.get("lr", 0.0) for group in each.param_groups] for each in self._optimizers]
@@ -658,10 +670,13 @@ def _settings(config: ExperimentConfig) -> dict[str, Any]:
     }
 
 
-def _optimizer(config: ExperimentConfig, weights: Iterable[Tensor]) -> Optimizer:
+def _maker(config: ExperimentConfig) -> MakeOptimizer | None:
+    """Return what makes an optimizer of the config's kind of some parameters; None for the task's own kind."""
+    if config.optimizer == OWN:
+        return None
     choice = OPTIMIZERS[config.optimizer]
     options = {"momentum": config.momentum} if choice.takes_momentum else {}
-    return choice.build(weights, lr=config.learning_rate, **options)
+    return functools.partial(choice.build, lr=config.learning_rate, **options)
 
 
 def _stepped(optimizer: Optimizer) -> list[Tensor]:

@@ -5,6 +5,7 @@
 import { h, moveByArrows, write } from "./elements.js";
 import { endWithKernel, ownKeys } from "./page.js";
 import { dtypesPanel } from "./tab_dtypes.js";
+import { findingsPanel } from "./tab_findings.js";
 import { gradientsPanel } from "./tab_gradients.js";
 import { runsPanel } from "./tab_runs.js";
 import { skippedPanel } from "./tab_skipped.js";
@@ -14,6 +15,7 @@ const PANELS = {
   dtypes: dtypesPanel,
   gradients: gradientsPanel,
   skipped: skippedPanel,
+  findings: findingsPanel,
   step_through: stepThroughPanel,
   runs: runsPanel,
 };
