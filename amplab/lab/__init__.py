@@ -39,6 +39,7 @@ from amplab.lab.config import DEFAULT_LR, FIELDS, LIVE_FIELDS, OPTIMIZERS, OVERR
 from amplab.lab.config_remedies import ConfigRemedy, config_remedy, taken_back
 from amplab.lab.events import (
     STATES,
+    ActivationsReady,
     ConfigChanged,
     Event,
     Failed,
@@ -123,6 +124,7 @@ __all__ = [
     "Failed",
     "Undone",
     "RunsChanged",
+    "ActivationsReady",
     "TwinReady",
     "COLUMNS",
     "RunChange",
