@@ -2,7 +2,7 @@
 
     tab              a watch                                         a log
     Op dtypes        the last step that `w.batches` let it look at   absent: a log holds no ops
-    Gradients        the last measured gradients, all together       the same
+    Gradients        measured nearest the selected step, or last     the same
     Skipped steps    every skipped step with its reason              the same
     Findings         what the rules find                             the same
 
@@ -17,7 +17,7 @@ from html import escape
 import ipywidgets
 
 from amplab import kernels
-from amplab.lab import ExperimentConfig, GradientRecord, Run, Watch
+from amplab.lab import ExperimentConfig, Run, Watch
 from amplab.lab.tasks import score_named
 from amplab.lab.watched_run import NO_LEVEL
 from amplab.policies import cpu_half_mode
@@ -28,7 +28,7 @@ from amplab.views.tabs.dtypes_payload import TracedLevel, dtypes_payload
 from amplab.views.tabs.findings import FindingsTab
 from amplab.views.tabs.findings_payload import findings_payload
 from amplab.views.tabs.gradients import GradientsTab
-from amplab.views.tabs.gradients_payload import gradients_payload
+from amplab.views.tabs.gradients_payload import stored_payload
 from amplab.views.tabs.skipped import SkippedTab
 from amplab.views.tabs.skipped_payload import skipped_payload
 from amplab.views.ticker import Pace, Ticker
@@ -67,7 +67,7 @@ class RunView(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         shown = (FindingsTab, SkippedTab, GradientsTab, *((DtypesTab,) if isinstance(run, Watch) else ()))
         self.panels = Panels(self._on_message, [(tab.name, tab.label) for tab in shown])
         self._traced: int | None = None  # the step whose ops are drawn
-        self._measured: int | None = None  # the step whose gradients are drawn
+        self._measured: tuple[int | None, int] | None = None  # the selected step and the samples that are drawn
         self._notice = ipywidgets.HTML()
         head = ipywidgets.HTML(f"<code>{escape(str(run.config))}</code>")
         super().__init__([head, self._notice, self._live, self.panels])
@@ -92,6 +92,7 @@ class RunView(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
 
     def _select(self, step: int | None) -> None:
         self._live.selected = self.panels.selected = step
+        self._draw_gradients()
 
     def _tick(self) -> None:
         if not self._live.is_open:
@@ -124,13 +125,17 @@ class RunView(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
             self._draw_ops(self.run)
 
     def _draw_gradients(self) -> None:
-        """Draw the last measured gradients, all layers together."""
-        samples = self.run.history.gradient_samples
-        if samples and samples[-1].step != self._measured:
-            last = samples[-1]
-            self._measured = last.step
-            record = GradientRecord(last.step, last.loss_scale, (("all parameters", last.histogram),))
-            self.panels.show(GradientsTab.name, gradients_payload(record))
+        """Draw the gradients measured nearest to the selected step, or the last ones."""
+        history, selected = self.run.history, self._live.selected
+        samples = history.gradient_samples
+        wanted = (selected, len(samples))
+        if not samples or wanted == self._measured:
+            return
+        self._measured = wanted
+        drawn = None if selected is None else stored_payload(history, selected)
+        self.panels.show(
+            GradientsTab.name, drawn or stored_payload(history, samples[-1].step, named="Measured in step") or {}
+        )
 
     def _draw_ops(self, watch: Watch) -> None:
         """Draw the ops of the last step that the watch has looked at."""

@@ -63,7 +63,7 @@ def test_a_watched_loop_is_drawn_live_and_read_back(page: LabPage, tmp_path: Pat
     panel = open_tab(page, "skipped")
     expect(panel).to_contain_text(f"{skipped} steps skipped")
     expect(panel.locator("tbody tr").first).to_contain_text("fits at")
-    expect(open_tab(page, "gradients")).to_contain_text("all parameters")
+    expect(open_tab(page, "gradients")).to_contain_text("Measured in step 390, scale")
     panel = open_tab(page, "dtypes")
     expect(panel.locator(".amp-cell", has_text="linear").first).to_have_attribute("data-dtype", "float16")
     panel.locator(".amp-cell", has_text="linear").first.click()
