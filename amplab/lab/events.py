@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from amplab.lab.skip_explanation import SkipExplanation
     from amplab.lab.step_stages import StepStages
     from amplab.trace import Trace
+from amplab.lab.memory_fit import LevelMemory
 from amplab.trace.input_statistics import MeasuredInput
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "TraceReady",
     "LevelTraced",
     "InputsReady",
+    "MemoryCounted",
     "TwinReady",
     "Undone",
 ]
@@ -234,6 +236,13 @@ class InputsReady:
 
 
 @dataclass(frozen=True)
+class MemoryCounted:
+    """The bytes of one step of the experiment at one opt_level, counted on a fresh model."""
+
+    memory: LevelMemory
+
+
+@dataclass(frozen=True)
 class GradientsReady:
     """The requested exponents of the gradients."""
 
@@ -280,6 +289,7 @@ Event = (
     | TraceReady
     | LevelTraced
     | InputsReady
+    | MemoryCounted
     | GradientsReady
     | SkipExplained
     | StagesReady

@@ -2,6 +2,7 @@
 
 from amplab.views.tabs.dtypes import DtypesTab
 from amplab.views.tabs.gradients import GradientsTab
+from amplab.views.tabs.memory import MemoryTab
 from amplab.views.tabs.runs import RunsTab
 from amplab.views.tabs.skipped import SkippedTab
 from amplab.views.tabs.step_through import StepThroughTab
@@ -9,5 +10,5 @@ from amplab.views.tabs.tab import Desk, Tab
 
 __all__ = ["TABS", "Desk", "Tab"]
 
-TABS: tuple[type[Tab], ...] = (DtypesTab, GradientsTab, SkippedTab, StepThroughTab, RunsTab)
+TABS: tuple[type[Tab], ...] = (DtypesTab, GradientsTab, SkippedTab, StepThroughTab, RunsTab, MemoryTab)
 """Every tab."""

@@ -6,6 +6,7 @@ import { h, moveByArrows, write } from "./elements.js";
 import { endWithKernel, ownKeys } from "./page.js";
 import { dtypesPanel } from "./tab_dtypes.js";
 import { gradientsPanel } from "./tab_gradients.js";
+import { memoryPanel } from "./tab_memory.js";
 import { runsPanel } from "./tab_runs.js";
 import { skippedPanel } from "./tab_skipped.js";
 import { stepThroughPanel } from "./tab_step_through.js";
@@ -16,6 +17,7 @@ const PANELS = {
   skipped: skippedPanel,
   step_through: stepThroughPanel,
   runs: runsPanel,
+  memory: memoryPanel,
 };
 
 function tabStrip(model) {
