@@ -10,7 +10,7 @@ The files, by part::
     training                experiment (one step), trainer (states and controls), worker (its thread), events
     one step in stages      step_stages
     the run                 history (in memory), changes (made by a person), run_log (on disk), run_store (both),
-                            checkpoints, skip_explanation, findings
+                            checkpoints, skip_explanation, run_status, findings, config_remedies
     single effects          scenarios
     several runs            kept_runs (beside the present one), comparison (all levels), undo
     your own loop           watch, watched_run, scale_probe, gradient_measure, idle_optimizers,
@@ -35,6 +35,7 @@ If the loss scale is not dynamic, step_rerun runs a step that is not finite agai
 from amplab.lab.changes import RunChange
 from amplab.lab.comparison import Progress
 from amplab.lab.config import DEFAULT_LR, FIELDS, LIVE_FIELDS, OPTIMIZERS, OVERRIDES, ExperimentConfig, field_named
+from amplab.lab.config_remedies import ConfigRemedy, config_remedy, taken_back
 from amplab.lab.events import (
     STATES,
     ConfigChanged,
@@ -63,6 +64,7 @@ from amplab.lab.levels import LEVELS, Level
 from amplab.lab.models import CNN, MLP, MODELS, build_model, models_of, register_model
 from amplab.lab.open import active, attach, open
 from amplab.lab.run_log import Run, RunLog, load_run, runs_directory
+from amplab.lab.run_status import RunStatus, run_status
 from amplab.lab.skip_explanation import SKIP_KINDS, SkipExplanation
 from amplab.lab.step_stages import (
     GradientCheck,
@@ -130,6 +132,11 @@ __all__ = [
     "Run",
     "load_run",
     "runs_directory",
+    "RunStatus",
+    "run_status",
+    "ConfigRemedy",
+    "config_remedy",
+    "taken_back",
     "Snapshot",
     "snapshot",
     "ParameterStages",

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from amplab.amp import MemoryUse, ScaleRecord, Session, load_run_state, save_run_state
 from amplab.amp.run_state.file_format import read_run_state
-from amplab.diagnose import FirstNonfinite, TwinReport, twin
+from amplab.diagnose import Findings, FirstNonfinite, TwinReport, doctor, twin
 from amplab.formats import FLOAT16
 from amplab.formats.exponents import BINS, LOWEST_EXPONENT
 from amplab.kernels import tensor_stats
@@ -369,6 +369,19 @@ class Experiment:
             loss_scale=self._loss_scale,
             observer=observer,
         )
+
+    def examine(self) -> Findings:
+        """Return what `amplab.doctor` finds in the next step; the experiment does not change. Sync: many."""
+        step, batch = self._step, self._batch(self._step)
+        parts = [part for part in self._parts() if part.batch == 0]
+        found = doctor(
+            self._model,
+            batch,
+            step=lambda: self._shrunk(_sum(self._forward(self._model, part, batch, step) for part in parts)),
+            optimizer=self._optimizers,
+            scaler=self._session,
+        )
+        return cast(Findings, found)  # of a model, not of the machine
 
     def module_names(self) -> tuple[str, ...]:
         """Return the names of the model's modules, of which float32_modules may list some; none of several models."""

@@ -232,6 +232,12 @@ class History:
         with self._filled():
             return [self._record(row) for row in self._skipped[start:]]
 
+    def skipped_steps(self) -> list[int]:
+        """Return the numbers of the skipped steps."""
+        with self._filled():
+            steps: list[int] = self._columns["step"][self._skipped].tolist()
+            return steps
+
     def skip_groups(self) -> list[tuple[int, int]]:
         """Return (first row, last row) of each group of skips that follow one another at one level and fault."""
         with self._filled():

@@ -5,16 +5,19 @@ A log that cannot be created or written is reported once, through `on_failure`, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
 
 from amplab.amp import MemoryUse
+from amplab.diagnose import Finding
 from amplab.lab.changes import config_changes, fault_change, start_change
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
+from amplab.lab.findings import LOOK_BACK, finding_to_log
 from amplab.lab.history import History, row_of
 from amplab.lab.run_log import RunLog, free_path, load_run, new_path
 from amplab.lab.skip_explanation import ExplanationBudget, SkipExplanation
@@ -37,6 +40,8 @@ class RunStore:
         history: The run in memory.
         seconds: Seconds that its steps took, without pauses; the owner counts them.
         budget: Which of its skipped steps to explain.
+        found: (step, finding) of the latest steps that ran again.
+        examined: (step, finding) of the latest examination of a step.
     """
 
     def __init__(
@@ -52,6 +57,8 @@ class RunStore:
         self._config = config
         self.seconds = 0.0
         self.budget = ExplanationBudget()
+        self.found: deque[tuple[int, Finding]] = deque(maxlen=LOOK_BACK)
+        self.examined: tuple[tuple[int, Finding], ...] = ()
         self._wanted = None if log is None else Path(log)
         self._on_failure = on_failure
         self._log: RunLog | None = None
@@ -121,6 +128,20 @@ class RunStore:
         """Add a fault that was injected, or one that was switched off."""
         self.history.keep_changes(fault_change(fault, step, on=on))
         self.note("inject", step=step, fault=fault, on=on)
+
+    def find(self, step: int, finding: Finding) -> None:
+        """Add a finding in one step."""
+        self.found.append((step, finding))
+        self._note_finding(step, finding)
+
+    def examine(self, step: int, findings: Iterable[Finding]) -> None:
+        """Keep what the examination of one step found, in place of the examination before."""
+        self.examined = tuple((step, each) for each in findings)
+        for each in self.examined:
+            self._note_finding(*each)
+
+    def _note_finding(self, step: int, finding: Finding) -> None:
+        self.note("finding", step=step, finding=finding_to_log(finding))
 
     def note(self, event: str, *, step: int, **details: object) -> None:
         """Write an event to the log; the history has no place for it."""

@@ -36,6 +36,9 @@ EXPLODED = 100.0
 SHARE = 0.05
 """Share of the training time that explanations may take, apart from the first of each kind."""
 
+CREDIT = 0.2
+"""Seconds that they may take in any case, so that a short run is explained as a whole."""
+
 
 @dataclass(frozen=True, slots=True)
 class SkipExplanation:
@@ -49,6 +52,7 @@ class SkipExplanation:
         op: The op that made the first inf or NaN; "" if a tensor held it before the step.
         module: Its module, or "".
         line: The line of code that called it, `file.py:12`, or "".
+        loss: The loss in float32; None if it did not run in float32, or is not finite there.
     """
 
     step: int
@@ -58,6 +62,7 @@ class SkipExplanation:
     op: str = ""
     module: str = ""
     line: str = ""
+    loss: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields, which are plain values."""
@@ -71,7 +76,8 @@ class SkipExplanation:
         sound = isinstance(known.get("step"), int) and known.get("kind") in SKIP_KINDS and "sentence" in known
         if not sound or not all(isinstance(text, str) for text in texts):
             return None
-        return cls(**known) if isinstance(known.get("fits"), int | float | None) else None
+        numbers = known.get("fits"), known.get("loss")
+        return cls(**known) if all(isinstance(each, int | float | None) for each in numbers) else None
 
 
 class ExplanationBudget:
@@ -80,8 +86,9 @@ class ExplanationBudget:
     >>> budget = ExplanationBudget()
     >>> budget.allows("a", trained=0.0)
     True
-    >>> budget.took(0.1, "a")
-    >>> budget.allows("a", trained=1.0), budget.allows("b", trained=1.0), budget.allows("a", trained=4.1)
+    >>> budget.took(0.1, "a")  # the first of its kind, which does not count
+    >>> budget.took(0.15, "a")
+    >>> budget.allows("a", trained=1.0), budget.allows("b", trained=1.0), budget.allows("a", trained=6.1)
     (False, True, True)
     """
 
@@ -96,13 +103,13 @@ class ExplanationBudget:
             kind: What is known of the step before it runs again, to tell kinds apart.
             trained: Seconds that the run has trained so far.
         """
-        return kind not in self._seen or self._spent + self._latest <= SHARE * trained
+        return kind not in self._seen or self._spent + self._latest <= max(CREDIT, SHARE * trained)
 
     def took(self, seconds: float, kind: Hashable) -> None:
         """Count an explanation of that kind."""
-        self._seen.add(kind)
-        self._spent += seconds
+        self._spent += seconds if kind in self._seen else 0.0
         self._latest = seconds
+        self._seen.add(kind)
 
 
 def explained(
@@ -125,7 +132,7 @@ def explained(
     if found is None or found.cause == "state":
         return SkipExplanation(step, "once", "finite when it runs again: it depends on state outside of the model")
     kind, sentence = _kind_and_sentence(found, _faults(injected), loss, first_loss)
-    record = found.record
+    record, again = found.record, found.in_float32
     return SkipExplanation(
         step,
         kind,
@@ -134,6 +141,7 @@ def explained(
         op="" if record is None else record.op,
         module="" if record is None else record.module,
         line="" if record is None or record.line is None else str(record.line),
+        loss=again.loss if again is not None and math.isfinite(again.loss) else None,
     )
 
 

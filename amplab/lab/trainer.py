@@ -14,16 +14,20 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
 
 from amplab import kernels
 from amplab.amp import MemoryUse
+from amplab.diagnose import Findings, finding_of, run_findings
+from amplab.display.numbers import count
 from amplab.lab.changes import config_changes
 from amplab.lab.checkpoints import Checkpoint, Checkpoints
 from amplab.lab.comparison import Comparison, Progress, levels_of
 from amplab.lab.config import FIELDS, ExperimentConfig
+from amplab.lab.config_remedies import ConfigRemedy
 from amplab.lab.events import (
     Callback,
     ConfigChanged,
@@ -44,6 +48,7 @@ from amplab.lab.events import (
     Undone,
 )
 from amplab.lab.experiment import Experiment, check_fault, samples_gradients
+from amplab.lab.findings import diverged, observed_run, with_explained
 from amplab.lab.history import History
 from amplab.lab.kept_runs import KeptRun, KeptRuns
 from amplab.lab.memory_count import level_memory
@@ -60,6 +65,7 @@ STEP_LIMIT = 1_000_000
 """Steps after which a run pauses by itself, so that a forgotten run does not fill the disk."""
 
 _EXIT_SECONDS = 5.0
+_EXAMINATION = "examination"
 
 
 class Trainer:
@@ -120,6 +126,7 @@ class Trainer:
         self._speed: float | None = None
         self._due = 0.0  # when the next step may begin, by time.monotonic()
         self._has_reported_kernels = self._has_reported_buffers = False
+        self._is_to_examine = True
         kernels.ensure(on_report=_no_warning)
         _LIVE.add(self)
 
@@ -188,6 +195,22 @@ class Trainer:
     def failures(self) -> tuple[Failed, ...]:
         """The last failures, for a view that is opened later."""
         return self._publisher.failures
+
+    def findings(self) -> Findings:
+        """Return what the rules find in this run, the most harmful first.
+
+        They read the last steps, the skipped steps that were explained, and an examination by `amplab.doctor` of the
+        step after the first one and after each change, without its notes. What was found in single steps before the
+        latest change of the config is left out.
+        """
+        store, config = self._store, self.config
+        history = store.history
+        interval = config.growth_interval if config.is_dynamic else None
+        found = run_findings(observed_run(history, config, growth_interval=interval))
+        since = max((each.step for each in history.changes if each.field not in ("start", "fault")), default=0)
+        of_steps = [(step, each) for step, each in (*store.found, *store.examined) if step >= since]
+        ranked = with_explained(found, of_steps, history.skipped_steps())
+        return replace(ranked, looked_at=(f"looked at {count(len(history), 'step')}",))
 
     def memory(self) -> MemoryUse:
         """Return the bytes of parameters, gradients, masters and optimizer state; see `Experiment.memory`."""
@@ -307,6 +330,19 @@ class Trainer:
             self._experiment.check_switch(self._wanted, config)
             self._wanted = config
             self._worker.post(partial(self._switch, config))
+
+    def apply(self, remedy: ConfigRemedy) -> None:
+        """Make the change of a remedy: at the next step boundary, or by starting again if it says so.
+
+        Raises:
+            ValueError: The config has changed since, and refuses the change.
+        """
+        if not remedy.restarts:
+            self.change(**remedy.changes)
+            return
+        with self._lock:
+            self.reset(self._wanted.changed(**remedy.changes))
+            self.start()
 
     def undo(self) -> None:
         """Take back the latest change of the config, fault, reset or change of `kept`; no effect if there is none.
@@ -496,6 +532,8 @@ class Trainer:
         self._publisher.publish(record)
         if record.skipped and self._store.budget.allows(_kind_of_skip(record), self._store.seconds):
             self._explain()
+        if self._is_to_examine and self._store.budget.allows(_EXAMINATION, self._store.seconds):
+            self._examine()
         if record.score is not None:
             self._report_kernels()
         if not math.isfinite(record.loss):
@@ -519,6 +557,16 @@ class Trainer:
         self._attempt(f"step {record.step} could not run again.", partial(self._explain_skip, record))
         self._store.budget.took(time.perf_counter() - began, _kind_of_skip(record))
 
+    def _examine(self) -> None:
+        """Examine the next step, which is as the one after a change."""
+        self._is_to_examine = False
+        began, step = time.perf_counter(), self._experiment.steps_done
+        self._attempt(
+            "the examination of a step failed; the run is not changed.",
+            lambda: self._store.examine(step, self._experiment.examine().harmful),
+        )
+        self._store.budget.took(time.perf_counter() - began, _EXAMINATION)
+
     def _explain_skip(self, record: StepRecord) -> None:
         found = self._experiment.explain_skip()
         why = explained(
@@ -529,6 +577,9 @@ class Trainer:
             first_loss=self.history.record(0).loss,
         )
         self._store.explain(why)
+        if found is not None and why.kind != "injected":
+            for each in (finding_of(found), *diverged(self.history, why, self.config)):
+                self._store.find(record.step, each)
         self._publisher.publish(SkipExplained(record.step, why))
 
     def _answer_explanation(self, step: int) -> None:
@@ -583,6 +634,7 @@ class Trainer:
         else:
             self._changes.record(_in_words(previous, config), partial(self._switch, previous, is_undo=True))
         self._experiment.switch(config)
+        self._is_to_examine = True
         self._store.change(config, previous, step=step)
         self._publisher.publish(ConfigChanged(config, previous, step))
 
@@ -609,7 +661,7 @@ class Trainer:
     def _present(self, name: str, experiment: Experiment, store: RunStore, previous: ExperimentConfig) -> None:
         """Train another experiment from now on."""
         self._name, self._experiment, self._store = name, experiment, store
-        self._has_reported_buffers = False
+        self._has_reported_buffers, self._is_to_examine = False, True
         self._publisher.forget_run()
         self._memory = None
         self._publisher.publish(ConfigChanged(experiment.config, previous, len(store.history), reset=True))
@@ -734,6 +786,7 @@ class Trainer:
                 partial(self._disturb, fault, was_on, is_undo=True),
                 lambda: self._experiment is experiment and (fault in experiment.armed) == is_on,
             )
+        self._is_to_examine |= fault == "underflow"
         armed = self._experiment.shrinking if fault == "underflow" else on is not False
         self._store.inject(fault, step=len(self.history), on=armed)
 

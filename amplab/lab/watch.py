@@ -31,14 +31,14 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from amplab.amp import ScaleRecord
-from amplab.diagnose import Finding, Findings, Observation, finding_of, run_findings
+from amplab.diagnose import Findings, Observation, finding_of, run_findings
 from amplab.diagnose.catalogue import finding
 from amplab.diagnose.rules.parameters import adam_on_half, nonfinite_buffers
 from amplab.display.html import page
 from amplab.display.numbers import count
 from amplab.formats import ExponentHistogram
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
-from amplab.lab.findings import LOOK_BACK, finding_to_log, observed_run, with_explained
+from amplab.lab.findings import LOOK_BACK, observed_run, with_explained
 from amplab.lab.gradient_measure import GradientMeasure
 from amplab.lab.history import History, recorded
 from amplab.lab.idle_optimizers import IdleOptimizers
@@ -100,9 +100,8 @@ class Watch:
         self._rates: deque[tuple[int, float]] = deque(maxlen=LOOK_BACK)
         self._norms: dict[int, float] = {}
         self._idle = IdleOptimizers(optimizers)
-        self._explained: deque[tuple[int, Finding]] = deque(maxlen=LOOK_BACK)
         self._check: StepCheck | None = None
-        self._look = StepLook(model, optimizers, self._probe, self._explain, self._fail)
+        self._look = StepLook(model, optimizers, self._probe, self._store.find, self._fail)
         self._failures: list[str] = []
         self._subscribers: list[Callable[[StepRecord], object]] = []
         self._ends: list[Callable[[], None]] = []
@@ -211,7 +210,7 @@ class Watch:
         found = (*run_findings(self.observation), *self._idle.findings(self._model, self._probe.kind, self._steps))
         of_weights = (*nonfinite_buffers(self._model), *adam_on_half(self._model, self._optimizers))
         skips = [record.step for record in self.history.skips()]
-        ranked = with_explained((*found, *of_weights), self._explained, skips)
+        ranked = with_explained((*found, *of_weights), self._store.found, skips)
         return replace(ranked, looked_at=tuple(self._looked_at()))
 
     def _looked_at(self) -> Iterator[str]:
@@ -337,7 +336,7 @@ class Watch:
         """Explain a skipped step by running it again, or check the next one."""
         if self._check is not None:
             for found in self._check.findings(record, _SKIPS_BEFORE_CHECK):
-                self._explain(record.step, found)
+                self._store.find(record.step, found)
             self._check = None
         self._skips_in_a_row = self._skips_in_a_row + 1 if record.skipped else 0
         if record.skipped:
@@ -357,14 +356,14 @@ class Watch:
             found = self._rerun.first_nonfinite(loss_scale)
         except Exception as error:  # noqa: BLE001  a failed explanation must not end the loop
             failure = str(error) if isinstance(error, OutsideAutocast) else f"{type(error).__name__}: {error}"
-            self._explain(step, finding("step-not-explained", evidence={"step": step}, failure=failure))
+            self._store.find(step, finding("step-not-explained", evidence={"step": step}, failure=failure))
             self._store.explain(SkipExplanation(step, "once", f"could not run again: {failure}"))
             self._fail(f"step {step} could not run again: {failure}")
         else:
             first = self.history.record(0).loss if len(self.history) else None
             self._store.explain(explained(found, step=step, loss=value, first_loss=first))
             if found is not None:
-                self._explain(step, finding_of(found))
+                self._store.find(step, finding_of(found))
         self._store.budget.took(time.perf_counter() - began, kind)
 
     def _name(self, first: str | None) -> str | None:
@@ -376,10 +375,6 @@ class Watch:
             return names[first]
         bad = [name for name, each in self._model.named_parameters() if each.grad is not None and not _is_finite(each)]
         return bad[-1] if bad else None
-
-    def _explain(self, step: int, found: Finding) -> None:
-        self._explained.append((step, found))
-        self._store.note("finding", step=step, finding=finding_to_log(found))
 
     def _fail(self, text: str) -> None:
         self._failures.append(text)

@@ -17,7 +17,7 @@ from amplab.lab import History
 from amplab.views.assets import WEB, module, stylesheet
 from amplab.views.live_payload import change_marks, frame_rows
 
-__all__ = ["Controls", "Gallery", "LiveView", "Message", "Notices", "Panels"]
+__all__ = ["Controls", "Gallery", "LiveView", "Message", "Notices", "Panels", "StatusLine"]
 
 Message = dict[str, Any]
 """A message of the page, decoded from JSON."""
@@ -39,6 +39,13 @@ class Controls(Part):
     """All settings of an experiment; `controls_payload` builds `shown`, which must be given from the start."""
 
     _esm = module("controls.js")
+    shown = traitlets.Dict().tag(sync=True)
+
+
+class StatusLine(Part):
+    """How the run is, in one line; `status_payload` builds `shown`."""
+
+    _esm = module("status.js")
     shown = traitlets.Dict().tag(sync=True)
 
 

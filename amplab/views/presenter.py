@@ -20,7 +20,8 @@ from amplab.views.controls import act, controls_payload
 from amplab.views.gallery import GalleryDesk, gallery_titles
 from amplab.views.live_payload import modes_line, summary
 from amplab.views.notice_board import Notice, NoticeBoard, failure, offer, saved_offer
-from amplab.views.parts import Controls, Gallery, LiveView, Message, Notices, Panels
+from amplab.views.parts import Controls, Gallery, LiveView, Message, Notices, Panels, StatusLine
+from amplab.views.status import Status
 from amplab.views.tabs import TABS
 from amplab.views.tabs.runs_payload import overlays
 from amplab.views.ticker import Pace, Ticker
@@ -39,6 +40,7 @@ class Parts:
     notices: Notices
     gallery: Gallery
     controls: Controls
+    status: StatusLine
     live: LiveView
     panels: Panels
 
@@ -73,9 +75,11 @@ class Presenter:
             notices=Notices(self._queued(self._on_notice)),
             gallery=Gallery(self._queued(self._on_gallery), scenarios=gallery_titles()),
             controls=Controls(self._queued(self._on_control), shown=self._controls()),
+            status=StatusLine(self._queued(lambda _: self._on_status())),
             live=LiveView(self._ticker.wake, self._queued(self._on_live)),
             panels=Panels(self._queued(self._on_panels), [(each.name, each.label) for each in TABS]),
         )
+        self._status = Status(trainer, self._ticker.wake, lambda shown: self.parts.status.set_trait("shown", shown))
         self.parts.panels.observe(lambda change: self._ticker.call(lambda: self._on_tab(change["new"])), "tab")
         # Before the first step: without a listener, a build writes its outcome to stderr.
         kernels.ensure(on_report=lambda _: self._ticker.wake())
@@ -167,6 +171,7 @@ class Presenter:
                 self._put(failure(event.text, fatal=event.fatal, damaged=event.damaged))
             case StateChanged(note=note) if note:
                 self._put(Notice("note", "Paused", note, of_run=True))
+        self._status.on_event(event)
         for tab in self._tabs.values():
             tab.on_event(event)
         self._ticker.wake()
@@ -211,6 +216,11 @@ class Presenter:
             self._trainer.continue_saved(self._saved)
         self.parts.notices.notices = self._board.payload()
 
+    def _on_status(self) -> None:
+        self._refusal = self._status.on_message()
+        self._show_controls()
+        self._ticker.wake()
+
     def _on_gallery(self, message: Message) -> None:
         self._gallery.on_message(message, self.parts.gallery)
         self._show_controls()
@@ -243,6 +253,7 @@ class Presenter:
             self._show_controls()
             self._gallery.show(self.parts.gallery)
             self._show_frame()
+            self._status.tick()
             for tab in self._tabs.values():
                 tab.tick()
 

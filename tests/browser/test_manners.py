@@ -86,7 +86,7 @@ def test_keys_drive_it_and_stay_in_it(dashboard: DashboardPage) -> None:
 
 
 def test_overrides_without_meaning_are_disabled_with_the_reason(dashboard: DashboardPage) -> None:
-    masters = dashboard.root.get_by_label("master_weights")
+    masters = dashboard.root.get_by_label("master_weights", exact=True)
     expect(masters).to_be_disabled()
     expect(dashboard.root.locator(".amp-overrides")).to_contain_text("need no masters")
     dashboard.press("O2")
@@ -99,7 +99,7 @@ def test_overrides_without_meaning_are_disabled_with_the_reason(dashboard: Dashb
 
 
 def test_a_refused_value_says_why_and_goes_back(dashboard: DashboardPage) -> None:
-    rate = dashboard.root.get_by_label("Learning rate")
+    rate = dashboard.root.get_by_label("Learning rate", exact=True)
     rate.fill("-1")
     rate.press("Enter")
     alert = dashboard.root.locator(".amp-controls [role=alert]")

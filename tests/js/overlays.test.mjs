@@ -37,6 +37,7 @@ test("a scale that never moves is not drawn beside one that does", () => {
 test("a row says how its run differs and why it failed", () => {
   assert.equal(runNote({ number: null, differs: "", outcome: "" }), "the present run");
   assert.equal(runNote({ number: 1, differs: "", outcome: "" }), "same setting");
+  assert.equal(runNote({ number: 1, name: "O3", differs: "O3", outcome: "" }), "only the level differs");
   assert.equal(runNote({ number: 1, differs: "O3", outcome: "did not learn" }), "O3 · ✕ did not learn");
   assert.equal(runNote({ number: 1, differs: "O3", outcome: "", is_training: true }), "O3 · training …");
 });

@@ -1,6 +1,7 @@
 """The tabs below the charts, in the order of the page; `tab.py` says what a tab is made of."""
 
 from amplab.views.tabs.dtypes import DtypesTab
+from amplab.views.tabs.findings import FindingsTab
 from amplab.views.tabs.gradients import GradientsTab
 from amplab.views.tabs.memory import MemoryTab
 from amplab.views.tabs.runs import RunsTab
@@ -10,5 +11,13 @@ from amplab.views.tabs.tab import Desk, Tab
 
 __all__ = ["TABS", "Desk", "Tab"]
 
-TABS: tuple[type[Tab], ...] = (DtypesTab, GradientsTab, SkippedTab, StepThroughTab, RunsTab, MemoryTab)
+TABS: tuple[type[Tab], ...] = (
+    DtypesTab,
+    GradientsTab,
+    SkippedTab,
+    FindingsTab,
+    StepThroughTab,
+    RunsTab,
+    MemoryTab,
+)
 """Every tab."""

@@ -15,7 +15,7 @@ function backButton(send, name, label) {
   const show = ({ back }) => {
     button.classList.toggle("amp-unseen", back === null); // it keeps its place, so that nothing moves
     button.title = back === null ? "" : `Changed; back to the default, ${back}`;
-    button.setAttribute("aria-label", `${label}: back to the default, ${back}`);
+    button.setAttribute("aria-label", back === null ? "" : `${label}: back to the default, ${back}`);
   };
   return { button, show };
 }

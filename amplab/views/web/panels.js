@@ -5,6 +5,7 @@
 import { h, moveByArrows, write } from "./elements.js";
 import { endWithKernel, ownKeys } from "./page.js";
 import { dtypesPanel } from "./tab_dtypes.js";
+import { findingsPanel } from "./tab_findings.js";
 import { gradientsPanel } from "./tab_gradients.js";
 import { memoryPanel } from "./tab_memory.js";
 import { runsPanel } from "./tab_runs.js";
@@ -15,6 +16,7 @@ const PANELS = {
   dtypes: dtypesPanel,
   gradients: gradientsPanel,
   skipped: skippedPanel,
+  findings: findingsPanel,
   step_through: stepThroughPanel,
   runs: runsPanel,
   memory: memoryPanel,

@@ -19,8 +19,8 @@ function lineSample({ color, dash }) {
 }
 
 /** The words below a run's name: how its setting differs, and why it failed. */
-export function runNote({ number, differs, outcome, is_training: isTraining }) {
-  const what = number === null ? "the present run" : differs || "same setting";
+export function runNote({ number, name, differs, outcome, is_training: isTraining }) {
+  const what = number === null ? "the present run" : differs === name ? "only the level differs" : differs || "same setting";
   const end = isTraining ? "training …" : outcome && `✕ ${outcome}`;
   return end ? `${what} · ${end}` : what;
 }
