@@ -6,7 +6,7 @@ The step is a real one, run once and as a whole; no stage is computed a second t
 and return nothing, so the step is bit for bit the one that would have run without them::
 
     stage               seen by
-    cast weights        the session's cache of cast weights, after the forward of the layer
+    cast weights        the session's cache of cast weights, after each forward of the layer and of its parents
     forward             a forward hook of the layer
     loss × scale        the experiment, when it calls backward
     backward            hooks of the layer's output, of the cast weight, and of the parameter
@@ -20,6 +20,7 @@ A hook that fails is noted in `StepStages.problems`; the step goes on. The widge
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -229,6 +230,7 @@ class _Watched:
     optimizer: int
     layer: nn.Module
     seen: ParameterStages
+    copy: weakref.ref[Tensor] | None = None  # the last cast copy that was seen
     has_new_gradient: bool = False
     is_done: bool = False
 
@@ -336,6 +338,10 @@ class StageRecorder:
         self._undo.append(self._session.subscribe(self._on_check))
         for layer in {id(each.layer): each.layer for each in self._watched.values()}.values():
             self._keep(layer.register_forward_hook(self._after_forward, with_kwargs=True))
+        for path, module in self._model.named_modules():
+            inside = [each for each in self._watched.values() if f"{each.seen.layer}.".startswith(path and f"{path}.")]
+            if inside:  # a parent may read a weight without calling the module that owns it
+                self._keep(module.register_forward_hook(partial(self._look_for_casts, inside)))
         for each in self._watched.values():
             self._keep(each.weight.register_post_accumulate_grad_hook(self._gradient_hook(each)))
         for number, optimizer in enumerate(self._optimizers):
@@ -371,12 +377,22 @@ class StageRecorder:
             inputs=None if given is None else snapshot(f"input of {label}", given, sample=True),
             outputs=None if returned is None else snapshot(f"output of {label}", returned, sample=True),
         )
-        engine = self._session.engine
-        for copy in () if engine is None else engine.cache.copies_of(each.weight):
-            each.note(used=snapshot(f"{each.seen.name}, cast", copy), is_cast=True)
-            self._follow(copy, each, "computed", f"gradient of {each.seen.name}, cast", sample=False)
         if returned is not None:
             self._follow(returned, each, "output_gradient", f"gradient of the output of {label}", sample=True)
+
+    def _look_for_casts(self, inside: list[_Watched], module: nn.Module, *_: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            for each in inside:
+                if not each.is_done:
+                    self._attempt(each.seen.name, partial(self._see_cast, each))
+
+    def _see_cast(self, each: _Watched) -> None:
+        engine = self._session.engine
+        for copy in () if engine is None else engine.cache.copies_of(each.weight):
+            if each.copy is None or each.copy() is not copy:
+                each.copy = weakref.ref(copy)
+                each.note(used=snapshot(f"{each.seen.name}, cast", copy), is_cast=True)
+                self._follow(copy, each, "computed", f"gradient of {each.seen.name}, cast", sample=False)
 
     def _follow(self, tensor: Tensor, each: _Watched, stage: str, name: str, *, sample: bool) -> None:
         """Copy the gradient of `tensor` when backward computes it."""

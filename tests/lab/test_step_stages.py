@@ -236,6 +236,24 @@ def test_gradients_that_are_clipped_are_shown_before_and_after():
     np.testing.assert_allclose(array(seen.clipped), 8.0 / norm, rtol=1e-6)
 
 
+def test_a_weight_that_a_parent_reads_is_seen_too():
+    """nn.MultiheadAttention reads the weight of its out_proj without calling it."""
+    torch.manual_seed(0)
+    model, session = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)), Session()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    session.initialize(model, optimizer, opt_level="O1", loss_scale=128.0, verbosity=0)
+    with StageRecorder(model, [optimizer], session) as recorder, session.casting():
+        with session.scale_loss(model(torch.randn(2, 3, 8)).square().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    recorded = recorder.stages(StepRecord(0, 0.0, 1.0, 1.0, False, None, "O1", None, 0.0, None))
+    seen = recorded.parameters["0.self_attn.out_proj.weight"]
+    assert seen.is_cast
+    assert seen.outputs is None
+    np.testing.assert_array_equal(array(seen.used), array(seen.stored).astype(np.float16))
+    np.testing.assert_array_equal(array(seen.scaled), array(seen.computed).astype(np.float32))
+
+
 class Refusing(nn.Module):
     """A layer whose output has a dtype that cannot be measured."""
 

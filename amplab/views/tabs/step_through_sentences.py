@@ -81,15 +81,17 @@ def _cast(stages: StepStages, seen: ParameterStages, element: int) -> Told:
         is_half = stored.dtype in LOW_PRECISION_DTYPES
         level = LEVELS[stages.record.opt_level].label
         why = f"Nothing is cast: {seen.kind} reads this float32 {_word(seen)} as it is at {level}."
+        if seen.outputs is None:
+            why = f"No cast of this {_word(seen)} was seen in the step."
         if is_half:
             spacing = _spacing(stored, element)
             why = f"{level} stores this {_word(seen)} in {_dtype(stored)} and keeps no float32 copy: {spacing}"
         return Told("cast", title, f"{_dtype(stored)}", why, "=", stored, used, "idle")
     value, rounded = stored.value(element), used.value(element)
-    source = f"float32 master of this {_word(seen)}" if seen.has_master else f"float32 {_word(seen)}"
-    when = ", the copy that the model holds since the last step" if seen.has_master else " for this step"
+    source = "float32 master" if seen.has_master else f"float32 {_word(seen)}"
+    when = ", the copy that the model already holds" if seen.has_master else " for this step"
     lost = max(0, used.stats.zeros - stored.stats.zeros)
-    also = f" {count(lost, 'weight')} of {stored.stats.numel:,} became 0." if lost else ""
+    also = f" {lost:,} of {stored.stats.numel:,} elements became 0." if lost else ""
     became = _rounding(value, rounded, used)
     sentence = f"The {source} {_fine(value)} is rounded to {_dtype(used)}{when}: {became}{also}"
     brief = f"{_short_dtype(stored)}→{_short_dtype(used)}"
@@ -200,8 +202,8 @@ def _scaled_gradient(scale: float, grad: Snapshot, element: int) -> str:
     if value == 0:
         return f"This gradient is 0 in {_dtype(grad)}: it is exactly 0, or it was too small even after scaling."
     if limit is None or limit.max > _FLOAT32_NEARLY:
-        scaled = "" if scale == 1 else f", {say(value / scale)} × {power(scale, raised=True)}"
-        return f"This gradient is {say(value)}{scaled}, computed in {_dtype(grad)}, whose range needs no scale."
+        product = "" if scale == 1 else f"{say(value / scale)} × {power(scale, raised=True)} = "
+        return f"This gradient is {product}{say(value)}, computed in {_dtype(grad)}, whose range needs no scale."
     kind = limit.kind(limit.bits(value))
     if scale == 1:
         return f"This gradient is {say(value)} in {limit.name}: {_kind_in_words(kind, value, limit)}."
