@@ -57,13 +57,16 @@ def styles(runs: Sequence[KeptRun]) -> dict[int, Style]:
     }
 
 
-def overlays(runs: Sequence[KeptRun]) -> list[tuple[dict[str, object], np.ndarray]]:
-    """Return name, color and dash of each shown run, with its rows as `frame_rows`."""
+def overlays(runs: Sequence[KeptRun], task: str) -> list[tuple[dict[str, object], np.ndarray]]:
+    """Return name, color and dash of each shown run of a task, with its rows as `frame_rows`.
+
+    The loss of another task has other units: on one axis it would make the present line flat.
+    """
     drawn = styles(runs)
     return [
         ({"name": run.name, **_drawn(drawn[run.number])}, frame_rows(run.history, limit=OVERLAY_ROWS))
         for run in runs
-        if run.is_shown and len(run.history)
+        if run.is_shown and run.config.task == task and len(run.history)
     ]
 
 
