@@ -5,6 +5,7 @@ from amplab.views.tabs.findings import FindingsTab
 from amplab.views.tabs.gradients import GradientsTab
 from amplab.views.tabs.memory import MemoryTab
 from amplab.views.tabs.runs import RunsTab
+from amplab.views.tabs.scale import ScaleTab
 from amplab.views.tabs.skipped import SkippedTab
 from amplab.views.tabs.step_through import StepThroughTab
 from amplab.views.tabs.tab import Desk, Tab
@@ -18,6 +19,7 @@ TABS: tuple[type[Tab], ...] = (
     FindingsTab,
     StepThroughTab,
     RunsTab,
+    ScaleTab,
     MemoryTab,
 )
 """Every tab."""

@@ -9,6 +9,7 @@ import { findingsPanel } from "./tab_findings.js";
 import { gradientsPanel } from "./tab_gradients.js";
 import { memoryPanel } from "./tab_memory.js";
 import { runsPanel } from "./tab_runs.js";
+import { scalePanel } from "./tab_scale.js";
 import { skippedPanel } from "./tab_skipped.js";
 import { stepThroughPanel } from "./tab_step_through.js";
 
@@ -19,6 +20,7 @@ const PANELS = {
   findings: findingsPanel,
   step_through: stepThroughPanel,
   runs: runsPanel,
+  scale: scalePanel,
   memory: memoryPanel,
 };
 
