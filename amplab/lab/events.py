@@ -30,6 +30,7 @@ from amplab.trace.input_statistics import MeasuredInput
 
 __all__ = [
     "STATES",
+    "ActivationsReady",
     "Callback",
     "ConfigChanged",
     "Event",
@@ -37,7 +38,9 @@ __all__ = [
     "GradientRecord",
     "GradientSample",
     "GradientsReady",
+    "InputsReady",
     "LayerShares",
+    "LevelTraced",
     "MixedScales",
     "Publisher",
     "RunsChanged",
@@ -197,6 +200,13 @@ class Undone:
 
 
 @dataclass(frozen=True)
+class ActivationsReady:
+    """The bytes that one forward of the present run keeps for its backward; None where they cannot be counted."""
+
+    nbytes: int | None
+
+
+@dataclass(frozen=True)
 class RunsChanged:
     """A run of `Trainer.kept` has changed: a comparison made progress, or something was measured."""
 
@@ -296,6 +306,7 @@ Event = (
     | Failed
     | Undone
     | RunsChanged
+    | ActivationsReady
     | TwinReady
 )
 
