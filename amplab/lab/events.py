@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from amplab.diagnose import TwinReport
     from amplab.formats import ExponentHistogram
     from amplab.lab.config import ExperimentConfig
+    from amplab.lab.memory_fit import LevelMemory
     from amplab.lab.skip_explanation import SkipExplanation
     from amplab.lab.step_stages import StepStages
     from amplab.trace import Trace
-from amplab.lab.memory_fit import LevelMemory
-from amplab.trace.input_statistics import MeasuredInput
+    from amplab.trace.input_statistics import MeasuredInput
 
 __all__ = [
     "STATES",
@@ -41,6 +41,7 @@ __all__ = [
     "InputsReady",
     "LayerShares",
     "LevelTraced",
+    "MemoryCounted",
     "MixedScales",
     "Publisher",
     "RunsChanged",
@@ -50,9 +51,6 @@ __all__ = [
     "StepRecord",
     "StepRow",
     "TraceReady",
-    "LevelTraced",
-    "InputsReady",
-    "MemoryCounted",
     "TwinReady",
     "Undone",
 ]
