@@ -7,6 +7,7 @@
 The files, by part::
 
     what to train           config (the fields of an experiment), tasks, models, levels
+    code of your own        own_task, batches
     training                experiment (one step), trainer (states and controls), worker (its thread), events
     one step in stages      step_stages
     the run                 history (in memory), changes (made by a person), run_log (on disk), run_store (both),
@@ -38,6 +39,7 @@ from amplab.lab.config import DEFAULT_LR, FIELDS, LIVE_FIELDS, OPTIMIZERS, OVERR
 from amplab.lab.config_remedies import ConfigRemedy, config_remedy, taken_back
 from amplab.lab.events import (
     STATES,
+    ActivationsReady,
     ConfigChanged,
     Event,
     Failed,
@@ -122,6 +124,7 @@ __all__ = [
     "Failed",
     "Undone",
     "RunsChanged",
+    "ActivationsReady",
     "TwinReady",
     "COLUMNS",
     "RunChange",

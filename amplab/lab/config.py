@@ -24,7 +24,7 @@ import torch
 from amplab.display.numbers import binary_power, parse_number, short_text
 from amplab.lab.levels import LEVELS, Level, why_no_override
 from amplab.lab.models import MODELS, models_of
-from amplab.lab.tasks import TASKS
+from amplab.lab.tasks import OWN_TASK, TASKS, task_choice
 from amplab.policies import PrecisionPolicy
 
 __all__ = [
@@ -186,6 +186,10 @@ _LEVEL = Values(
     choices=lambda: {name: level.label for name, level in LEVELS.items()},
 )
 _OPTIMIZER = replace(_one_of(OPTIMIZERS), accepts=lambda value: value == OWN or value in OPTIMIZERS)
+_TASK = replace(
+    _one_of(TASKS), accepts=lambda value: isinstance(value, str) and (value in TASKS or bool(OWN_TASK.fullmatch(value)))
+)
+_MODEL = replace(_one_of(MODELS), accepts=lambda value: isinstance(value, str))  # which ones, the task decides
 _FLAG = Values(bool, lambda value: isinstance(value, bool), lambda: "True, False", "True or False")
 _STATIC_SCALE = _scale(" (128 is a usual static scale)")
 _NAMES = Values(
@@ -264,7 +268,7 @@ class ConfigField:
     def check(self, value: object) -> None:
         """Raise ValueError unless the field accepts `value`."""
         if not self.values.accepts(value):
-            raise self._refusal(spell(value))
+            raise self.refusal(spell(value))
 
     def read(self, text: str) -> Any:
         """Return the value that `text` spells.
@@ -279,7 +283,7 @@ class ConfigField:
         if isinstance(value, float) and value.is_integer() and not self.values.accepts(value):
             value = int(value)  # 1e3 and 2**5 are counts too
         if not self.values.accepts(value):
-            raise self._refusal(text)
+            raise self.refusal(text)
         return value
 
     def shown(self, value: object) -> str:
@@ -307,7 +311,8 @@ class ConfigField:
             return f"by {config.opt_level}"
         return "none" if value is None else self.shown(value)
 
-    def _refusal(self, given: str) -> SettingRefused:
+    def refusal(self, given: str) -> SettingRefused:
+        """Return the error for a value, as it is spelled, that the field does not accept."""
         enter = self.values.entry or " or ".join(self.values.choices().values())
         spelled = _SPELLED_POWER.fullmatch(given)
         value = binary_power(int(spelled[1])) if spelled else _echo(given)
@@ -339,7 +344,7 @@ class ExperimentConfig:
 
     task: str = _declare(
         "digits",
-        _one_of(TASKS),
+        _TASK,
         label="Task",
         help="data set to train on",
         change=Change.NEW_WEIGHTS,
@@ -348,7 +353,7 @@ class ExperimentConfig:
     )
     model: str = _declare(
         cast(str, None),
-        _one_of(MODELS),
+        _MODEL,
         none_means="the first model of the task",
         label="Model",
         help="model to train",
@@ -506,7 +511,7 @@ class ExperimentConfig:
         if self.model is None:
             object.__setattr__(self, "model", next(iter(models_of(self.task)), None))
         if self.optimizer is None:
-            object.__setattr__(self, "optimizer", TASKS[self.task].optimizer)
+            object.__setattr__(self, "optimizer", task_choice(self.task).optimizer)
         self._refuse_of_another_task()
         for name in OVERRIDES:
             reason = why_no_override(self.opt_level, name) if getattr(self, name) is not None else None
@@ -544,6 +549,8 @@ class ExperimentConfig:
 
     def _refuse_of_another_task(self) -> None:
         """Raise ValueError for a model or an optimizer that the task does not offer."""
+        if self.task in TASKS and self.model not in MODELS:
+            raise FIELDS["model"].refusal(self.model)
         for name, table in (("model", MODELS), ("optimizer", OPTIMIZERS)):
             value, offered = getattr(self, name), self.choices(name)
             if value not in offered:
@@ -552,7 +559,7 @@ class ExperimentConfig:
                 raise SettingRefused(
                     f"{name}={value} with task={self.task}: expected {fits}.",
                     shown=f"{FIELDS[name].label} {label} does not fit {FIELDS['task'].label} "
-                    f"{TASKS[self.task].label}; choose {' or '.join(offered.values()) or 'another task'}.",
+                    f"{task_choice(self.task).label}; choose {' or '.join(offered.values()) or 'another task'}.",
                 )
 
     def choices(self, name: str) -> dict[str, str]:
@@ -561,10 +568,12 @@ class ExperimentConfig:
         >>> ExperimentConfig().choices("model")["cnn"]
         'CNN'
         """
+        if name == "model" and self.task not in TASKS:
+            return {self.model: self.model}  # code of one's own that this process does not have
         if name == "model":
             return {model: choice.label for model, choice in models_of(self.task).items()}
         offered = field_named(name).values.choices()
-        if name == "optimizer" and TASKS[self.task].has_own_optimizer:
+        if name == "optimizer" and task_choice(self.task).has_own_optimizer:
             return {OWN: "as given", **offered}
         return offered
 
@@ -588,7 +597,7 @@ class ExperimentConfig:
         """The rate in effect: lr, or the default of the optimizer and the task."""
         if self.lr is not None:
             return float(self.lr)
-        rates = {**DEFAULT_LR, **TASKS[self.task].learning_rates}
+        rates = {**DEFAULT_LR, **task_choice(self.task).learning_rates}
         return rates[self.optimizer]
 
     @property
@@ -679,7 +688,8 @@ class ExperimentConfig:
         values = {name: getattr(self, name) for name in FIELDS}
         always = {name: values[name] for name, declared in FIELDS.items() if declared.is_always_named}
         defaults = {name: declared.default for name, declared in FIELDS.items()}
-        defaults["optimizer"] = TASKS[self.task].optimizer
+        # A later process may not have code of one's own, nor know its default.
+        defaults["optimizer"] = OWN if OWN_TASK.fullmatch(self.task) else task_choice(self.task).optimizer
         differing = {name: value for name, value in values.items() if value != defaults[name]}
         named = always | {name: value for name, value in differing.items() if name not in always}
         return " ".join([f"amplab/{VERSION}", *(f"{name}={spell(value)}" for name, value in named.items())])

@@ -51,7 +51,7 @@ from amplab.lab.events import GradientRecord, MixedScales, StepRecord
 from amplab.lab.models import build_model
 from amplab.lab.step_rerun import StepRerun
 from amplab.lab.step_stages import StageRecorder, StepStages
-from amplab.lab.tasks import Task, TaskLoss, load_task
+from amplab.lab.tasks import MakeOptimizer, Task, TaskLoss, load_task
 from amplab.policies.nested_tensors import floating_tensors_in, map_tensors
 from amplab.trace import Trace, trace_step, xray
 from amplab.trace.handed_step import ModelGroup
@@ -460,12 +460,8 @@ class Experiment:
         Raises:
             ValueError: The task has several models or optimizers, which twins do not.
         """
+        self.check_twin()
         config, first, losses = self._config, self._step, self._task.losses
-        if isinstance(self._model, ModelGroup) or len(self._optimizers) > 1:
-            raise ValueError(
-                f"Twin trains one model with one optimizer, and {config.task} has {len(self._optimizers)} optimizers; "
-                "choose another task."
-            )
         return twin(
             self._float32_copy(),
             lambda number: self._task.batch(first + number, config.batch_size),
@@ -473,9 +469,17 @@ class Experiment:
             _settings(config),
             steps=steps,
             step=lambda model, batch: _sum(each.of(model, batch) for each in losses),
-            optimizer=lambda weights: _optimizer(config, weights),
+            optimizer=lambda weights: self._task.optimizer_of(list(weights), _maker(config)),
             seed=config.seed,
         )
+
+    def check_twin(self) -> None:
+        """Raise ValueError if `twin` would."""
+        if isinstance(self._model, ModelGroup) or len(self._optimizers) > 1:
+            raise ValueError(
+                f"Twin trains one model with one optimizer, and {self._config.task} has {len(self._optimizers)} "
+                "optimizers; choose another task."
+            )
 
     def nonfinite_buffers(self) -> tuple[str, ...]:
         """Return the names of the model's buffers that hold NaN or inf, which a skipped step keeps. Sync: one."""
@@ -610,8 +614,7 @@ class Experiment:
 
     def _build_optimizers(self, config: ExperimentConfig) -> None:
         """Build the optimizers, and note the names of their parameters and their learning rates."""
-        own = config.optimizer == OWN
-        self._optimizers = self._task.optimizers(self._model, None if own else functools.partial(_optimizer, config))
+        self._optimizers = self._task.optimizers(self._model, _maker(config))
         names = {id(weight): name for name, weight in self._model.named_parameters()}
         self._names = [[names[id(weight)] for weight in _stepped(each)] for each in self._optimizers]
         self._rates = [[group.get("lr", 0.0) for group in each.param_groups] for each in self._optimizers]
@@ -671,10 +674,13 @@ def _settings(config: ExperimentConfig) -> dict[str, Any]:
     }
 
 
-def _optimizer(config: ExperimentConfig, weights: Iterable[Tensor]) -> Optimizer:
+def _maker(config: ExperimentConfig) -> MakeOptimizer | None:
+    """Return what makes an optimizer of the config's kind of some parameters; None for the task's own kind."""
+    if config.optimizer == OWN:
+        return None
     choice = OPTIMIZERS[config.optimizer]
     options = {"momentum": config.momentum} if choice.takes_momentum else {}
-    return choice.build(weights, lr=config.learning_rate, **options)
+    return functools.partial(choice.build, lr=config.learning_rate, **options)
 
 
 def _stepped(optimizer: Optimizer) -> list[Tensor]:

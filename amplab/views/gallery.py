@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from amplab.display.numbers import count
 from amplab.lab import Trainer
-from amplab.lab.scenarios import SCENARIOS, Play, Player, Scenario
+from amplab.lab.scenarios import SCENARIOS, Observed, Play, Player, Scenario
+from amplab.lab.scenarios.conditions import Fails
 from amplab.views.parts import Gallery, Message
 
 __all__ = ["GalleryDesk", "chosen_payload", "gallery_titles"]
@@ -121,6 +122,14 @@ class GalleryDesk:
             steps=player.steps,
             refusal=self._refusal,
         )
+
+    def expects(self, failure: str) -> bool:
+        """Return whether an error is what the scenario shows, so that no message about it is needed above the strip."""
+        player = self._player
+        if player is None or player.play.stage not in ("playing", "seen"):
+            return False
+        run = Observed(self._trainer.history, 0, failure=failure)
+        return isinstance(player.scenario.sees, Fails) and player.scenario.sees.met(run) is not None
 
     def close(self) -> None:
         """Forget the scenario; its run goes on."""

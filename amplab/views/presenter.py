@@ -167,7 +167,7 @@ class Presenter:
                 self._undone, self._refusal = text, None
                 self._armed &= self._trainer.armed
                 self._shrinking_asked = None
-            case Failed():
+            case Failed() if not self._gallery.expects(event.text):
                 self._put(failure(event.text, fatal=event.fatal, damaged=event.damaged))
             case StateChanged(note=note) if note:
                 self._put(Notice("note", "Paused", note, of_run=True))
@@ -286,7 +286,8 @@ class Presenter:
         )
         self.parts.live.draw(history, figures)
         if trainer.comparison is None or self._overlaying.is_due(trainer.kept.version):
-            self.parts.live.overlay(trainer.kept.version, lambda: overlays(trainer.kept.runs))
+            task = trainer.config.task
+            self.parts.live.overlay((trainer.kept.version, task), lambda: overlays(trainer.kept.runs, task))
 
     def _put(self, notice: Notice) -> None:
         self._board.put(notice)

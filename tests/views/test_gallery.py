@@ -101,6 +101,26 @@ def test_a_fix_that_the_present_setting_refuses_says_why(lab: Dashboard, until) 
     assert stage(lab) == "seen"
 
 
+def test_the_error_that_a_scenario_shows_is_in_the_strip_alone(lab: Dashboard, until) -> None:
+    choose(lab, "bce", until)
+    until(lambda: stage(lab) == "seen")
+    settle(lab, until)
+    assert "BCEWithLogitsLoss" in gallery(lab).chosen["seen"]
+    assert lab._presenter.parts.notices.notices == []
+    tell(gallery(lab), type="close")
+    lab.trainer.reset()
+    lab.trainer.start()
+    until(lambda: lab._presenter.parts.notices.notices)  # without the scenario it is a message again
+
+
+def settle(lab: Dashboard, until) -> None:
+    """Wait until the trainer and the ticker have done all their jobs."""
+    lab.trainer.wait()
+    done: list[bool] = []
+    lab._presenter._ticker.call(lambda: done.append(True))
+    until(lambda: done)
+
+
 def test_choosing_while_a_run_is_on_starts_the_scenario_from_its_own_first_step(trainer: Trainer, until) -> None:
     trainer.start()
     lab = Dashboard(trainer)

@@ -45,11 +45,23 @@ def test_a_run_that_was_reset_is_a_row_and_a_gray_line(trainer: Trainer) -> None
     assert (kept["steps"], kept["skipped"], kept["outcome"]) == ("30", "0", "")
     assert kept["held_out"].endswith("%")
     assert rows(trainer)["Run 2"]["steps"] == "0"
-    ((line, drawn),) = overlays(trainer.kept.runs)
+    ((line, drawn),) = overlays(trainer.kept.runs, trainer.config.task)
     assert line["name"] == "Run 1"
     assert line["color"] == "curve-7"
     assert line["dash"]
     np.testing.assert_array_equal(drawn[:, 1], losses)
+
+
+def test_a_run_of_another_task_is_a_row_but_no_line_behind_the_present_one(trainer: Trainer) -> None:
+    trainer.run(5)
+    trainer.reset(trainer.config.changed(task="small-targets"))
+    trainer.wait()
+    assert overlays(trainer.kept.runs, trainer.config.task) == []
+    assert "Run 1" in rows(trainer)
+    trainer.run(5)
+    trainer.reset(trainer.config.changed(task="digits"))
+    trainer.wait()
+    assert [line["name"] for line, _ in overlays(trainer.kept.runs, trainer.config.task)] == ["Run 1"]
 
 
 def test_one_reads_which_run_failed_and_why(trainer: Trainer) -> None:
@@ -123,6 +135,7 @@ def test_the_page_compares_stops_and_keeps_what_was_trained(lab: Dashboard, wire
     names = [row["name"] for row in panels.shown("runs")["rows"]]
     assert names == ["Run 1", "O0"]
     until(lambda: lines(wire) == ["O0"])
+    until(lambda: panels.shown("runs")["rows"][0]["activations"] != "–")
     tell(panels, tab="runs", type="rename", number=1, name="float32")
     until(lambda: lines(wire) == ["float32"])
     tell(panels, tab="runs", type="show", number=1, shown=False)

@@ -170,7 +170,10 @@ _ALL = (
             "log(1 - 1) is -inf. O1 refuses the op with an error instead of training wrongly."
         ),
         sees=Fails("BCEWithLogitsLoss"),
-        seen="The first step ended with: {failure}",
+        seen=(
+            "The first step ended with a NotImplementedError: amp does not work out of the box with "
+            "F.binary_cross_entropy. It says what to do: {advice}"
+        ),
         steps=25,
         fix=Fix(
             {"task": "even-logits"},

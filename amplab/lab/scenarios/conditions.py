@@ -7,6 +7,7 @@ its scenario. Every condition also gives those of `Observed.numbers`.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -250,13 +251,14 @@ class LossIsNaN:
 
 @dataclass(frozen=True)
 class Fails:
-    """The run ends with an error that contains some words. Numbers: failure."""
+    """The run ends with an error that contains some words. Numbers: advice, its sentence that contains them."""
 
     words: str
 
     def met(self, run: Observed) -> Numbers | None:
         """See `Condition`."""
-        return {} if run.failure is not None and self.words in run.failure else None
+        sentences = [each for each in re.split(r"(?<=\.)\s", run.failure or "") if self.words in each]
+        return {"advice": sentences[-1].strip()} if sentences else None
 
 
 @dataclass(frozen=True)

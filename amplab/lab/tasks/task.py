@@ -14,7 +14,7 @@ The tasks themselves are in the other files of this folder.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -110,9 +110,13 @@ class Task(ABC):
             model: As `models.build_model` returns it.
             make: Makes an optimizer of the config's kind of some parameters; None for the task's own kind.
         """
+        return [self.optimizer_of(list(model.parameters()), make)]
+
+    def optimizer_of(self, weights: Sequence[Tensor], make: MakeOptimizer | None) -> Optimizer:
+        """Return the optimizer of a task that has one, of the parameters of a copy; `make` as in `optimizers`."""
         if make is None:
             raise ValueError(f"task={self.name}: has no optimizer of its own; choose one by name.")
-        return [make(model.parameters())]
+        return make(weights)
 
     def measure(self, model: nn.Module) -> float:
         """Return the score of a model in evaluation mode. Sync: one."""

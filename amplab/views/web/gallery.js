@@ -118,7 +118,7 @@ function render({ model, el }) {
     toggle.setAttribute("aria-expanded", is);
     if (is) grid.focus();
   };
-  const lead = h("span", { class: "amp-lead" }, `${scenarios.length} effects of mixed precision, each in under 30 seconds. Try`);
+  const lead = h("span", { class: "amp-lead" }, `${scenarios.length} effects, each in under 30 seconds. Try`);
   const suggested = ["underflow", "first-overflow"].flatMap((name) => scenarios.filter((each) => each.name === name))
     .map(({ name, title }) => h("button", { type: "button", class: "amp-suggested", onclick: () => choose(name) }, title));
   const title = h("strong");
