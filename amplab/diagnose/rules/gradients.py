@@ -173,7 +173,7 @@ def _divided(rehearsal: Rehearsal) -> list[SteppedGradient]:
     """The gradients that a step divided by a loss scale once."""
 
     def is_divided(gradient: SteppedGradient, scale: float) -> bool:
-        return scale >= TOLD_APART and (gradient.scaled_inside or _near(gradient.ratio / gradient.clipped, 1 / scale))
+        return scale >= TOLD_APART and (gradient.scaled_inside or _near(gradient.unclipped, 1 / scale))
 
     return [each for each in rehearsal.stepped if any(is_divided(each, scale) for scale in rehearsal.scales)]
 
@@ -401,12 +401,12 @@ def _is_off_by(gradient: SteppedGradient, scale: float, power: int) -> bool:
     """Whether a gradient is too large by `scale` to the `power`; False if several backward passes contributed."""
     if scale < TOLD_APART or gradient.backwards != 1 or gradient.scaled_inside or math.isnan(gradient.ratio):
         return False
-    return _near(gradient.ratio / gradient.clipped * scale, scale**power)
+    return _near(gradient.unclipped * scale, scale**power)
 
 
 def _is_exactly(value: float, expected: float) -> bool:
     """Equality up to the rounding of norms: division by a power of two is exact; a clipping rarely has that factor."""
-    return abs(math.log2(value / expected)) < 1e-4
+    return 0 < value < math.inf and abs(math.log2(value / expected)) < 1e-4
 
 
 def _is_round(value: float) -> bool:
@@ -415,7 +415,7 @@ def _is_round(value: float) -> bool:
 
 
 def _near(value: float, expected: float) -> bool:
-    return value > 0 and abs(math.log2(value / expected)) < TOLERANCE
+    return 0 < value < math.inf and abs(math.log2(value / expected)) < TOLERANCE
 
 
 def shared_module(names: Sequence[str]) -> str:

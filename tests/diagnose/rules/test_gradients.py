@@ -10,8 +10,7 @@ from amplab.amp import Session
 from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.diagnose.rules.gradients import gradient_findings
 from amplab.diagnose.rules.raised import finding_of_error
-from amplab.diagnose.train_step.rehearsal import rehearse
-from amplab.diagnose.train_step.rehearse_loop import rehearse_loop
+from amplab.diagnose.train_step.rehearse_loop import rehearse, rehearse_loop
 
 SCALERS = [torch.amp.GradScaler, amplab.GradScaler]
 
