@@ -172,6 +172,8 @@ class StepLook:
                 seen = look.recorder.rehearsal()
             finally:
                 look.stop()
+            if look.recorder.failure is not None:
+                raise look.recorder.failure
             self._found(seen)
             self._looks += bool(seen.stepped)
 

@@ -17,6 +17,10 @@ and a wrong loop shows as another power of the loss scale:
     unscaled-too-early              a backward added scaled gradients to gradients that were unscaled already
     two-scalers                     two scalers unscaled the same gradients
     gradients-left-over             backward added to gradients that a skipped step had left at inf or NaN
+    nonfinite-gradients-hidden      the loop made gradients finite before the scaler checked them
+    added-to-scaled-gradients       a term was added while the ratio is 1, and it does not grow with the loss scale
+    backward-not-linear             gradients of some parameters grow with the loss scale, those further back less
+    gradients-rounded               unscaled gradients were rounded to float16, which made elements 0
     zero-grad-in-accumulation       the step used only the last of several backwards; the others' gradients were lost
 """
 
@@ -35,6 +39,8 @@ __all__ = [
     "GRADIENT_RULES",
     "gradient_findings",
     "left_over",
+    "not_scaled_perhaps",
+    "may_add_to_scaled_gradients",
     "may_be_scaled",
     "may_clip_scaled_gradients",
     "shared_module",
@@ -42,6 +48,9 @@ __all__ = [
 
 TOLERANCE = 0.1
 """In log2: 7 %, more than rounding to float16 or a weight decay added by hand changes."""
+
+_FLUSHED = 0.01
+"""A smaller share of gradients that become 0 is no finding."""
 
 TOLD_APART = 4.0
 """A smaller loss scale cannot be distinguished from an ordinary factor."""
@@ -123,6 +132,94 @@ def stepped_with_scaled_gradients(rehearsal: Rehearsal, api: Api) -> Iterator[Fi
             module=shared_module(each.names),
             tensor=f"gradient of {each.names[0]}",
             evidence={"optimizer": each.optimizer, "gradients": len(each.names), "loss_scale": rehearsal.scale},
+        )
+
+
+def nonfinite_gradients_hidden(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
+    """A step used gradients that were inf or NaN after backward and are finite now: the scaler could not see them."""
+    seen = next((each for each in (rehearsal, rehearsal.skipped) if each is not None and each.hidden), None)
+    if seen is not None:
+        call, line = seen.hidden_at
+        names = [name for each in seen.hidden for name in each.names]
+        yield finding(
+            "nonfinite-gradients-hidden",
+            api=api,
+            op=call,
+            line=line,
+            module=shared_module(names),
+            tensor=f"gradient of {names[0]}",
+            evidence={"gradients": len(names), "loss_scale": seen.scale},
+        )
+
+
+def added_to_scaled_gradients(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
+    """A term was added to gradients while they were scaled, and it is the same at another loss scale."""
+    other = rehearsal.elsewhere
+    if other is None:
+        return
+    for write in _additions(rehearsal):
+        alike = next((each for each in other.writes if (each.op, each.names) == (write.op, write.names)), None)
+        if alike is None or not alike.added:
+            continue
+        growth = abs(math.log2(write.added / alike.added))
+        if growth < abs(math.log2(rehearsal.scale / other.scale)) / 2:
+            yield finding(
+                "added-to-scaled-gradients",
+                api=api,
+                op=write.call or write.op,
+                line=write.line,
+                module=shared_module(write.names),
+                tensor=f"gradient of {write.names[0]}",
+                evidence={"added": write.added, "norm": write.norm, "loss_scale": rehearsal.scale},
+                scale=power(rehearsal.scale),
+            )
+            return
+
+
+def may_add_to_scaled_gradients(rehearsal: Rehearsal) -> bool:
+    """Whether only a rehearsal at another loss scale shows if an addition to gradients is correct."""
+    return bool(_additions(rehearsal))
+
+
+def _additions(rehearsal: Rehearsal) -> list[GradientWrite]:
+    """The additions to gradients that were still scaled."""
+    return [
+        each for each in rehearsal.writes if rehearsal.scale >= TOLD_APART and each.added and _near(each.before, 1.0)
+    ]
+
+
+def backward_not_linear(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
+    """Gradients of the same loss grow with the loss scale near the loss and less further back: backward clamps."""
+    clamped = [each for each in _stepped_once(rehearsal) if _is_clamped(rehearsal, each.name)]
+    if clamped:
+        yield finding(
+            "backward-not-linear",
+            api=api,
+            module=shared_module([each.name for each in clamped]),
+            tensor=f"gradient of {clamped[0].name}",
+            evidence={"gradients": len(clamped), "loss_scale": rehearsal.scale},
+            scale=power(rehearsal.scale),
+        )
+
+
+def not_scaled_perhaps(rehearsal: Rehearsal) -> bool:
+    """Whether gradients do not grow with the loss scale: because their loss is not scaled, or backward clamps them."""
+    other = rehearsal.elsewhere
+    return other is not None and any(_is_constant(rehearsal, other, each.name) for each in rehearsal.stepped)
+
+
+def gradients_rounded(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
+    """Unscaled gradients were rounded to float16: the loss scale had kept elements that are 0 now."""
+    flushed = [each for each in rehearsal.stepped if each.flushed > 0]
+    worst = max(flushed, key=lambda each: each.flushed, default=None)
+    if worst is not None and worst.flushed >= _FLUSHED and rehearsal.scale >= TOLD_APART:
+        yield finding(
+            "gradients-rounded",
+            api=api,
+            module=shared_module([each.name for each in flushed]),
+            tensor=f"gradient of {worst.name}",
+            evidence={"share": worst.flushed, "gradients": len(flushed), "loss_scale": rehearsal.scale},
+            scale=power(rehearsal.scale),
         )
 
 
@@ -344,6 +441,10 @@ def _clips(rehearsal: Rehearsal) -> list[GradientWrite]:
 
 
 GRADIENT_RULES: tuple[Callable[[Rehearsal, Api], Iterator[Finding]], ...] = (
+    nonfinite_gradients_hidden,
+    added_to_scaled_gradients,
+    backward_not_linear,
+    gradients_rounded,
     clips_scaled_gradients,
     clips_some_scaled_gradients,
     stepped_with_scaled_gradients,
@@ -387,10 +488,30 @@ def _is_never_scaled(rehearsal: Rehearsal, name: str) -> bool:
     if other is None:
         loss_gradient = rehearsal.loss_gradient
         return loss_gradient is not None and 0 < loss_gradient < math.sqrt(rehearsal.scale)
+    return _is_constant(rehearsal, other, name) and not _is_clamped(rehearsal, name)
+
+
+def _is_clamped(rehearsal: Rehearsal, name: str) -> bool:
+    """Whether a gradient hardly grows with a large loss scale, and is smaller at a scale far below 1."""
+    below = rehearsal.far_below
+    return (
+        below is not None
+        and rehearsal.elsewhere is not None
+        and _is_constant(rehearsal, rehearsal.elsewhere, name)
+        and 0 < _delivered(below, name) < _delivered(rehearsal, name) / 2
+    )
+
+
+def _is_constant(rehearsal: Rehearsal, other: Rehearsal, name: str) -> bool:
+    """Whether a gradient after backward depends little on the loss scale."""
     here, there = _delivered(rehearsal, name), _delivered(other, name)
     if not (0 < here < math.inf and 0 < there < math.inf):
         return False
     return abs(math.log2(there / here)) < abs(math.log2(other.scale / rehearsal.scale)) / 2
+
+
+def _stepped_once(rehearsal: Rehearsal) -> list[SteppedGradient]:
+    return list({each.name: each for each in rehearsal.stepped}.values())
 
 
 def _delivered(rehearsal: Rehearsal, name: str) -> float:

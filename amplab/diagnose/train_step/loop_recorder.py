@@ -1,16 +1,18 @@
 """`LoopRecorder`: records what happens to gradients between backward and the optimizer's step, as a `Rehearsal`.
 
-It follows a step that is rehearsed, or a step of a running loop, which runs once and keeps its results.
+It follows a step that is rehearsed, or a step of a running loop, which runs once and keeps its results. It runs inside
+code of the user: what fails in it is kept in `failure`, and raises nothing there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +41,7 @@ from amplab.trace.lines import call_of_user_line, user_line
 
 __all__ = ["LoopRecorder", "norm_of"]
 
+T = TypeVar("T")
 _current_node = torch._C._current_autograd_node
 
 
@@ -58,6 +61,19 @@ class _GradientState:
     delivered: float = math.nan
     backwards: int = 0
     clipped: float = 1.0
+    nonzero: int = 0  # elements that backward delivered and that are not 0
+
+
+class _Touched(NamedTuple):
+    """A gradient that an op is about to write to."""
+
+    name: str
+    grad: Tensor
+    before: float  # its norm
+    kept: Tensor | None  # its values, where the op adds
+
+
+_Write = tuple[list[Tensor], list[_Touched]]
 
 
 class LoopRecorder:
@@ -75,6 +91,7 @@ class LoopRecorder:
         schedules: as given.
         overflowed: whether backward delivered inf or NaN.
         loss_gradient: as in `Rehearsal`; `follow_loss` sees it.
+        failure: the first error of the recorder itself; what it recorded is then incomplete.
     """
 
     def __init__(
@@ -105,7 +122,10 @@ class LoopRecorder:
         self.schedules = schedules or ScheduleWatch((), optimizers)
         self.overflowed = overflows
         self.loss_gradient: float | None = None
+        self.failure: Exception | None = None
         self.is_in_half = False
+        self._rewritten = False
+        self._replaced_at = "", ""  # the call and the line that made gradients finite
         self._looked_through: set[str] = set()
         self._empty_clips: list[EmptyClip] = []
         self._lost: list[LostUpdates] = []
@@ -117,6 +137,7 @@ class LoopRecorder:
         self._early: list[MisusedGradients] = []
         self._by_two: list[MisusedGradients] = []
         self._unguarded: list[MisusedGradients] = []
+        self._hidden: list[MisusedGradients] = []
         self._dropped: list[tuple[int, str, tuple[int, ...]]] = []
         self._called: set[int] = set()  # optimizers
         self._scaler = (
@@ -140,6 +161,9 @@ class LoopRecorder:
             early=tuple(self._early),
             unscaled_by_two=tuple(self._by_two),
             unguarded=tuple(self._unguarded),
+            hidden=tuple(self._hidden),
+            hidden_at=self._replaced_at,
+            rewritten=self._rewritten,
             dropped=tuple(self._useless_drops()),
             left_over=tuple(self._left_over),
             averages=tuple(self._averages.lost()),
@@ -163,13 +187,22 @@ class LoopRecorder:
         with ExitStack() as undo:
             for name, parameter in self._named.items():
                 if parameter.requires_grad:
-                    hook = parameter.register_post_accumulate_grad_hook(lambda each, n=name: self._deliver(n, each))
-                    undo.callback(hook.remove)
+                    delivered = partial(self._safely, self._deliver, name)
+                    undo.callback(parameter.register_post_accumulate_grad_hook(delivered).remove)
             # A global hook runs before those of the optimizer, which may hide gradients in a skipped step.
-            undo.callback(register_optimizer_step_pre_hook(self._stepping).remove)
-            undo.callback(register_optimizer_step_post_hook(self._has_stepped).remove)
+            stepping, stepped = partial(self._safely, self._stepping), partial(self._safely, self._has_stepped)
+            undo.callback(register_optimizer_step_pre_hook(stepping).remove)
+            undo.callback(register_optimizer_step_post_hook(stepped).remove)
             undo.enter_context(_Writes(self))
             yield
+
+    def _safely(self, record: Callable[..., T], *given: Any) -> T | None:
+        """Call a method that records; keep its error."""
+        try:
+            return record(*given)
+        except Exception as error:  # noqa: BLE001  the user's loop goes on
+            self.failure = self.failure or error
+            return None
 
     def grads(self) -> dict[int, tuple[str, Tensor]]:
         """Return {address: (name, gradient)}; the gradient of a master has the name of the model's parameter."""
@@ -233,19 +266,32 @@ class LoopRecorder:
 
     def ran_in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op outside of autograd that writes in place, and record what it writes to."""
+        writes = self._safely(self._before_write, func, args, kwargs)
+        result = func(*args, **kwargs)
+        if writes is not None:
+            self._safely(self._after_write, func, args, *writes)
+        return result
+
+    def _before_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Write:
+        """Return the tensors that an op will write to, and the gradients among them."""
         grads, to = self.grads(), list(_written_by(func, args, kwargs))
         written = [grads[each.data_ptr()] for each in to if each.data_ptr() in grads]
-        touched = [(name, grad) for name, grad in written if self.has_values(name, grad)]
-        before = [norm_of(grad) for _, grad in touched]
+        adds = "add" in str(func) and not self._in_step
+        touched = [
+            _Touched(name, grad, norm_of(grad), grad.clone() if adds else None)
+            for name, grad in written
+            if self.has_values(name, grad)
+        ]
         if not written and not self._in_step:
             self._averages.before(func, to, args, kwargs)
-        result = func(*args, **kwargs)
+        return to, touched
+
+    def _after_write(self, func: Any, args: tuple[Any, ...], to: list[Tensor], touched: list[_Touched]) -> None:
         if touched:
             call = call_of_user_line() or func.overloadpacket.__name__.removeprefix("_foreach_")
-            self.written(str(func), touched, before, call=call, line=str(user_line() or ""))
+            self.written(str(func), touched, call=call, line=str(user_line() or ""))
         elif self._held and not self._in_step:
             self.reads(args, tuple(to))
-        return result
 
     def has_values(self, name: str, grad: Tensor) -> bool:
         """Whether a gradient has values: a master's has none before the first write to it."""
@@ -255,30 +301,34 @@ class LoopRecorder:
         self._written_masters.add(id(grad))
         return False
 
-    def written(self, op: str, touched: list[tuple[str, Tensor]], before: list[float], *, call: str, line: str) -> None:
-        """Record a write to gradients, whose norms were `before`."""
-        after = [norm_of(grad) for _, grad in touched]
+    def written(self, op: str, touched: list[_Touched], *, call: str, line: str) -> None:
+        """Record a write to gradients."""
+        names, before = tuple(each.name for each in touched), [each.before for each in touched]
+        after = [norm_of(each.grad) for each in touched]
         was, now = math.hypot(*before), math.hypot(*after)
         by_scaler = any(word in op for word in _UNSCALERS)
-        for name, _ in touched:
+        self._rewritten |= any(word in op for word in _REWRITES) and not self._in_step
+        if math.isfinite(now) and not math.isfinite(was) and now > 0:
+            self._replaced_at = call, line
+        for name in names:
             state = self._states[name]
             if now == 0:
                 state.scales, state.is_zeroed = (), True
             state.unscaled += by_scaler
             state.is_unscaled |= by_scaler or (0 < now < was and self._is_one_scale(now / was))
         if now == was and any(word in op for word in ("mul", "clamp")):
-            self._looked_through.update(name for name, _ in touched)
+            self._looked_through.update(names)
         if not was or not math.isfinite(was) or not math.isfinite(now) or now == was:
             return
-        names = tuple(name for name, _ in touched)
         delivered = math.hypot(*(self._states[name].delivered for name in names if name in self._states))
         factor = now / was
-        if not self._unscales(factor, [grad.dtype for _, grad in touched]):  # the ratio at the step shows unscaling
+        if not self._unscales(factor, [each.grad.dtype for each in touched]):  # the ratio at the step shows unscaling
             for name in names:
                 self._states[name].clipped *= factor
         ratio = was / delivered if delivered else math.nan
         ratios = tuple(_ratio(norm, self._states[name].delivered) for name, norm in zip(names, before, strict=True))
-        self._writes.append(GradientWrite(op, names, ratio, factor, was, call, line, ratios))
+        added = math.hypot(*(norm_of(each.grad - each.kept) for each in touched if each.kept is not None))
+        self._writes.append(GradientWrite(op, names, ratio, factor, was, call, line, ratios, added))
 
     def _is_one_scale(self, factor: float) -> bool:
         return any(scale > 1 and _log2(factor * scale) < 1e-4 for scale in self.scales)
@@ -320,6 +370,7 @@ class LoopRecorder:
         was_zeroed = state.is_zeroed
         state.gradient, state.is_zeroed, state.passed, state.unscaled = grad, False, self._passes, 0
         state.delivered, state.backwards, state.clipped = norm_of(grad), state.backwards + 1, 1.0
+        state.nonzero = int(torch.count_nonzero(grad)) if grad.layout is torch.strided else 0
         self._held[grad.data_ptr() if grad.layout is torch.strided else 0] = name
         self.overflowed |= not math.isfinite(state.delivered)
         if self._before.pop(name, None) is grad and not was_zeroed and not math.isfinite(state.delivered):
@@ -344,18 +395,22 @@ class LoopRecorder:
         self._compare_scales(optimizer, number)
         inside = "grad_scaler" in kwargs or getattr(optimizer, "grad_scale", None) is not None
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        misused: dict[str, list[tuple[str, int]]] = {"early": [], "by_two": [], "unguarded": []}
+        misused: dict[str, list[tuple[str, int]]] = {"early": [], "by_two": [], "unguarded": [], "hidden": []}
         for parameter, own in zip(stepped, model_parameters(optimizer), strict=True):
             name = self._names.get(id(own))
             if name is not None and parameter.grad is not None:
                 state = self._states[name]
                 ratio, master = _ratio(norm_of(parameter.grad), state.delivered), own is not parameter
                 known = name, number, ratio, state.backwards, state.clipped, inside, master, state.delivered
-                self._stepped.append(SteppedGradient(*known))
+                self._stepped.append(SteppedGradient(*known, _flushed(parameter.grad, state)))
                 misused["early"] += [(name, state.added_after)] * (state.added_after > 0)
                 misused["by_two"] += [(name, state.unscaled)] * (state.unscaled > 1)
-                bypasses = self._scaler is not None and not inside and not math.isfinite(state.delivered)
-                misused["unguarded"] += [(name, 1)] * bypasses
+                self._rewritten |= state.gradient is not None and parameter.grad is not state.gradient and not master
+                if self._scaler is not None and not math.isfinite(state.delivered):
+                    # A scaler skips the step of a gradient that is not finite, unless the loop replaced the values.
+                    was_replaced = math.isfinite(norm_of(parameter.grad))
+                    misused["hidden"] += [(name, 1)] * was_replaced
+                    misused["unguarded"] += [(name, 1)] * (not was_replaced and not inside)
                 self._useful.add(state.passed)
                 if state.dropped and self._is_the_last_alone(self._stepped[-1]):
                     self._dropped.append((number, name, state.dropped))
@@ -363,7 +418,7 @@ class LoopRecorder:
                 kept = _GradientState(gradient=state.gradient, unscaled=state.unscaled, is_unscaled=state.is_unscaled)
                 self._states[name] = kept
                 self._written_masters.discard(id(parameter.grad))
-        records = {"early": self._early, "by_two": self._by_two, "unguarded": self._unguarded}
+        records = {"early": self._early, "by_two": self._by_two, "unguarded": self._unguarded, "hidden": self._hidden}
         for kind, found in misused.items():
             if found:
                 names = tuple(name for name, _ in found)
@@ -422,7 +477,7 @@ class _Writes(DispatchMode):
         if func._schema.is_mutable:
             return self._recorder.ran_in_place(func, args, kwargs)
         result = func(*args, **kwargs)
-        self._recorder.ran(func, args, result)
+        self._recorder._safely(self._recorder.ran, func, args, result)
         return result
 
 
@@ -432,6 +487,8 @@ _NEW_NUMBER, _CLIPS_BY_NORM = torch.ops.aten.lift_fresh.default, ("clip_grad_nor
 """What torch's clipping runs where no parameter has a gradient: it returns a norm of 0.0."""
 _UNSCALERS = ("_amp_foreach_non_finite_check_and_unscale_", "multi_tensor_unscale_")
 """The ops by which torch's and amplab's scalers unscale in place."""
+_REWRITES = ("nan_to_num", "masked_fill", "masked_scatter", "index_put", "copy_", "clamp")
+"""The ops that can make a gradient finite that is not."""
 
 
 def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
@@ -451,6 +508,14 @@ def norm_of(grad: Tensor) -> float:
     values = torch.view_as_real(values) if values.is_complex() else values
     norm: float = torch.linalg.vector_norm(values, dtype=torch.float64).item()
     return norm
+
+
+def _flushed(grad: Tensor, state: _GradientState) -> float:
+    """Return which share of the elements that backward delivered became 0, if float16 holds what a gradient has now."""
+    if grad.dtype != torch.float32 or not state.nonzero or not math.isfinite(state.delivered):
+        return 0.0
+    left = int(torch.count_nonzero(grad))
+    return 1 - left / state.nonzero if left < state.nonzero and torch.equal(grad, grad.half().float()) else 0.0
 
 
 def _ratio(seen: float, delivered: float) -> float:

@@ -44,6 +44,7 @@ class GradientWrite(NamedTuple):
         call: the function of torch that the user's code called, `clip_grad_norm_`; the op's name if it called the op.
         line: the line of that call, `train.py:12`; empty if unknown.
         ratios: `before`, for each gradient alone; NaN if one of the norms is 0 or not finite.
+        added: norm of what the op added; 0 for another op.
     """
 
     op: str
@@ -54,6 +55,7 @@ class GradientWrite(NamedTuple):
     call: str = ""
     line: str = ""
     ratios: tuple[float, ...] = ()
+    added: float = 0.0
 
 
 class EmptyClip(NamedTuple):
@@ -80,6 +82,7 @@ class SteppedGradient(NamedTuple):
         scaled_inside: whether the optimizer itself unscales.
         of_master: whether it is the gradient of a float32 master.
         delivered: its norm when backward delivered it.
+        flushed: if it is float32 and float16 holds all its values: which share of what backward delivered is now 0.
     """
 
     name: str
@@ -90,6 +93,7 @@ class SteppedGradient(NamedTuple):
     scaled_inside: bool
     of_master: bool
     delivered: float
+    flushed: float = 0.0
 
     @property
     def unclipped(self) -> float:
@@ -159,6 +163,10 @@ class Rehearsal:
         early: gradients to which scaled ones were added after they had been unscaled.
         unscaled_by_two: gradients that two scalers unscaled, one after the other.
         unguarded: gradients that were not finite and that a step used although a scaler was in use.
+        hidden: gradients that were not finite after backward and were at the step: the loop replaced values before the
+            scaler checked them.
+        hidden_at: the call and the line that did so; empty if unknown.
+        rewritten: whether the loop wrote values to gradients by an op that can do so.
         dropped: gradients of earlier backwards of the same step that were dropped before a step used them.
         cleared: whether the step leaves no gradient other than 0 behind.
         left_over: gradients that were inf or NaN before the step began, to which its backward added.
@@ -166,6 +174,7 @@ class Rehearsal:
         stale: the weights whose 16-bit copies forward read after a step had changed the weights.
         loss_gradient: the gradient of the loss itself, which is what it was scaled by; None if it was not seen.
         elsewhere: a rehearsal at another loss scale, if there was one.
+        far_below: a rehearsal at a loss scale below 1, if there was one.
         skipped: a rehearsal with an overflow, if there was one.
     """
 
@@ -184,6 +193,9 @@ class Rehearsal:
     early: tuple[MisusedGradients, ...] = ()
     unscaled_by_two: tuple[MisusedGradients, ...] = ()
     unguarded: tuple[MisusedGradients, ...] = ()
+    hidden: tuple[MisusedGradients, ...] = ()
+    hidden_at: tuple[str, str] = ("", "")
+    rewritten: bool = False
     dropped: tuple[MisusedGradients, ...] = ()
     cleared: bool = False
     left_over: tuple[str, ...] = ()
@@ -191,6 +203,7 @@ class Rehearsal:
     stale: tuple[str, ...] = ()
     loss_gradient: float | None = None
     elsewhere: Rehearsal | None = None
+    far_below: Rehearsal | None = None
     skipped: Rehearsal | None = None
 
     @property

@@ -2,6 +2,9 @@
 
     overflowed             again at lower scales, until backward is finite
     clipped while scaled   again at another scale: a limit that moves with the scale does the same, a fixed one does not
+    added while scaled     again at another scale: what does not grow with the scale is divided by it
+    not growing with it    again far below 1: what was never scaled is the same, what a hook clamps is smaller
+    rewritten gradients    again with an overflow: whether the loop hides it from the scaler
     stepped while scaled   again at another scale: gradients that are the same at both were never scaled
     schedulers moved       again with an overflow: whether they move when the optimizer's step is skipped
     gradients cleared      again with an overflow and a step after it: whether its gradients are cleared too
@@ -25,7 +28,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amplab.amp import Session
-from amplab.diagnose.rules.gradients import may_be_scaled, may_clip_scaled_gradients
+from amplab.diagnose.rules.gradients import (
+    may_add_to_scaled_gradients,
+    may_be_scaled,
+    may_clip_scaled_gradients,
+    not_scaled_perhaps,
+)
 from amplab.diagnose.train_step.loop_recorder import LoopRecorder, norm_of
 from amplab.diagnose.train_step.loop_state import kept, scales_of, set_scale
 from amplab.diagnose.train_step.named_code import clips_of_model_parameters, leads_to
@@ -34,10 +42,15 @@ from amplab.diagnose.train_step.schedules import ScheduleWatch, reached_from, sc
 from amplab.trace.handed_step import Scaler
 from amplab.trace.untouched import untouched
 
-__all__ = ["rehearse", "rehearse_loop"]
+__all__ = ["RecordingError", "rehearse", "rehearse_loop"]
 
 T = TypeVar("T")
 _SCALE_FACTOR, _TRIES = 16.0, 4  # from one scale to the next, and how often to a lower one: by 2^16 in all
+_FAR_BELOW = 2.0**-8
+
+
+class RecordingError(Exception):
+    """The recorder itself failed, not the train step."""
 
 
 def rehearse_loop(
@@ -65,10 +78,12 @@ def rehearse_loop(
         found = again(loss_scale=scale) or found
     if found.overflowed:
         found = first
-    if may_clip_scaled_gradients(found) or may_be_scaled(found):
+    if may_clip_scaled_gradients(found) or may_be_scaled(found) or may_add_to_scaled_gradients(found):
         other = found.scale / _SCALE_FACTOR if found.scale >= _SCALE_FACTOR else found.scale * _SCALE_FACTOR
         found = replace(found, elsewhere=again(loss_scale=other))
-    if found.schedules and _is_dynamic(scaler) and first.scale > 1:
+    if not_scaled_perhaps(found):
+        found = replace(found, far_below=again(loss_scale=_FAR_BELOW))
+    if (found.schedules or found.rewritten) and _is_dynamic(scaler) and first.scale > 1:
         found = replace(found, skipped=first if first.overflowed else again(overflows=True))
     if found.cleared and found.stepped and _is_dynamic(scaler) and first.scale > 1:
         left = _quietly(_gradients_left_over, model, train_step, optimizers, scaler=scaler, stateful=stateful)
@@ -116,6 +131,8 @@ def rehearse(
                 set_scale(each, loss_scale)
         recorder.scales = scales_of(scaler)
         train_step()
+        if recorder.failure is not None:
+            raise RecordingError(f"{type(recorder.failure).__name__}: {recorder.failure}") from recorder.failure
         seen = recorder.rehearsal()
         cleared = not any(_has_gradient(each) for each in model.parameters())
         moves = recorder.schedules.moves([each.is_unmoved() for each in before])
