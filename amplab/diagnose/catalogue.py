@@ -660,6 +660,22 @@ _GRADIENTS = (
         supersedes_as_error=(*SYMPTOMS, "diverging"),
     ),
     CatalogueEntry(
+        "another-scaler",
+        "The loop uses another GradScaler than the one that was passed",
+        ("error",),
+        {
+            "": Case(
+                "Another scaler than the one that was passed divided the gradients: by {used_scale}. The one that was "
+                "passed has a loss scale of {passed_scale}.",
+                "The loop makes a new scaler, for example in each epoch, or uses one that was not passed. A new scaler "
+                "begins at its init_scale again and skips steps until its scale fits.",
+                "scaler = amplab.GradScaler()  # once, before the first epoch; pass this scaler, and save its "
+                "state_dict",
+            )
+        },
+        supersedes=("clips-scaled-gradients", "stepped-with-scaled-gradients", "unscaled-twice", "two-scalers"),
+    ),
+    CatalogueEntry(
         "nonfinite-gradients-hidden",
         "Gradients that are inf or NaN are replaced before the scaler checks them",
         ("error",),
@@ -672,7 +688,7 @@ _GRADIENTS = (
                 "# remove the line that replaces inf and NaN in the gradients; the scaler skips such a step",
             )
         },
-        supersedes=("stepped-with-scaled-gradients", "clips-scaled-gradients", "scale-too-large", "nonfinite-gradient"),
+        supersedes=("stepped-with-scaled-gradients", "scale-too-large", "nonfinite-gradient"),
     ),
     CatalogueEntry(
         "added-to-scaled-gradients",

@@ -17,6 +17,7 @@ and a wrong loop shows as another power of the loss scale:
     unscaled-too-early              a backward added scaled gradients to gradients that were unscaled already
     two-scalers                     two scalers unscaled the same gradients
     gradients-left-over             backward added to gradients that a skipped step had left at inf or NaN
+    another-scaler                  a scaler divided by another scale than that of the scaler that was passed
     nonfinite-gradients-hidden      the loop made gradients finite before the scaler checked them
     added-to-scaled-gradients       a term was added while the ratio is 1, and it does not grow with the loss scale
     backward-not-linear             gradients of some parameters grow with the loss scale, those further back less
@@ -48,6 +49,8 @@ __all__ = [
 
 TOLERANCE = 0.1
 """In log2: 7 %, more than rounding to float16 or a weight decay added by hand changes."""
+
+_SHRINKS = ("mul", "div", "clamp")
 
 _FLUSHED = 0.01
 """A smaller share of gradients that become 0 is no finding."""
@@ -135,8 +138,28 @@ def stepped_with_scaled_gradients(rehearsal: Rehearsal, api: Api) -> Iterator[Fi
         )
 
 
+def another_scaler(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
+    """Only other scalers than the one that was passed divided gradients."""
+    # Without a scaler a run can be watched, too; only its skipped steps are not seen.
+    if rehearsal.another_scaler is None or (rehearsal.scales == (1.0,) and not rehearsal.overflowed):
+        return
+    used, passed = rehearsal.another_scaler
+    yield finding(
+        "another-scaler",
+        api=api,
+        evidence={"used": used, "passed": passed},
+        used_scale=power(used),
+        passed_scale=power(passed),
+    )
+
+
 def nonfinite_gradients_hidden(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
-    """A step used gradients that were inf or NaN after backward and are finite now: the scaler could not see them."""
+    """A step used gradients that were inf or NaN after backward and are finite now: the scaler could not see them.
+
+    Clipping by value makes inf finite too; that it clips scaled gradients says more.
+    """
+    if any(clips_scaled_gradients(rehearsal, api)):
+        return
     seen = next((each for each in (rehearsal, rehearsal.skipped) if each is not None and each.hidden), None)
     if seen is not None:
         call, line = seen.hidden_at
@@ -252,7 +275,8 @@ def divided_without_scaling(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]
     other = rehearsal.elsewhere
     if other is None:
         return
-    never = [each for each in _divided(rehearsal) if _is_the_same(each.delivered, _delivered(other, each.name))]
+    divided = [each for each in _divided(rehearsal) if not _is_clamped(rehearsal, each.name)]
+    never = [each for each in divided if _is_the_same(each.delivered, _delivered(other, each.name))]
     for number, wrong in _by_optimizer(never).items():
         yield finding(
             "loss-not-scaled",
@@ -436,11 +460,12 @@ def _clips(rehearsal: Rehearsal) -> list[GradientWrite]:
     return [
         write
         for write in rehearsal.writes
-        if write.factor < 1 - 1e-6 and any(word in write.op for word in ("mul", "div", "clamp"))
+        if write.factor < 1 - 1e-6 and any(word in write.op.removeprefix("amplab.multi") for word in _SHRINKS)
     ]
 
 
 GRADIENT_RULES: tuple[Callable[[Rehearsal, Api], Iterator[Finding]], ...] = (
+    another_scaler,
     nonfinite_gradients_hidden,
     added_to_scaled_gradients,
     backward_not_linear,
@@ -498,7 +523,7 @@ def _is_clamped(rehearsal: Rehearsal, name: str) -> bool:
         below is not None
         and rehearsal.elsewhere is not None
         and _is_constant(rehearsal, rehearsal.elsewhere, name)
-        and 0 < _delivered(below, name) < _delivered(rehearsal, name) / 2
+        and _delivered(below, name) < _delivered(rehearsal, name) / 2
     )
 
 

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
+from amplab.diagnose.train_step.loop_state import scales_of
 from amplab.diagnose.train_step.lost_updates import LostUpdates, ShadowStep
 from amplab.diagnose.train_step.masters import model_parameters
 from amplab.diagnose.train_step.rehearsal import (
@@ -124,6 +125,8 @@ class LoopRecorder:
         self.loss_gradient: float | None = None
         self.failure: Exception | None = None
         self.is_in_half = False
+        self._is_own_scaler = False
+        self._another: tuple[float, float] | None = None
         self._rewritten = False
         self._replaced_at = "", ""  # the call and the line that made gradients finite
         self._looked_through: set[str] = set()
@@ -140,6 +143,7 @@ class LoopRecorder:
         self._hidden: list[MisusedGradients] = []
         self._dropped: list[tuple[int, str, tuple[int, ...]]] = []
         self._called: set[int] = set()  # optimizers
+        self._given = scaler
         self._scaler = (
             scaler if isinstance(scaler, torch.amp.GradScaler) else None
         )  # a session adds up what is unscaled
@@ -164,6 +168,7 @@ class LoopRecorder:
             hidden=tuple(self._hidden),
             hidden_at=self._replaced_at,
             rewritten=self._rewritten,
+            another_scaler=None if self._is_own_scaler else self._another,
             dropped=tuple(self._useless_drops()),
             left_over=tuple(self._left_over),
             averages=tuple(self._averages.lost()),
@@ -287,11 +292,27 @@ class LoopRecorder:
         return to, touched
 
     def _after_write(self, func: Any, args: tuple[Any, ...], to: list[Tensor], touched: list[_Touched]) -> None:
+        if touched and any(word in str(func) for word in _UNSCALERS):
+            self._note_unscaling(func, args)
         if touched:
             call = call_of_user_line() or func.overloadpacket.__name__.removeprefix("_foreach_")
             self.written(str(func), touched, call=call, line=str(user_line() or ""))
         elif self._held and not self._in_step:
             self.reads(args, tuple(to))
+
+    def _note_unscaling(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Note the loss scale by which a scaler divides, if it is not that of the one that was passed. Sync: a few."""
+        names = [argument.name for argument in func._schema.arguments]
+        factor = args[names.index("inv_scale")] if "inv_scale" in names else None
+        if not isinstance(factor, Tensor | float) or not float(factor) > 0 or float(factor) == 1:
+            return  # with a factor of 1 torch only looks for inf and NaN
+        used, passed = 1 / float(factor), scales_of(self._given)
+        # A GradScaler makes its scale when it first scales a loss.
+        is_unused = self._scaler is not None and self._scaler.is_enabled() and self._scaler._scale is None
+        if not is_unused and any(math.isclose(used, scale, rel_tol=1e-6) for scale in passed):
+            self._is_own_scaler = True
+        elif self._another is None:
+            self._another = used, max(passed)
 
     def has_values(self, name: str, grad: Tensor) -> bool:
         """Whether a gradient has values: a master's has none before the first write to it."""
@@ -515,7 +536,8 @@ def _flushed(grad: Tensor, state: _GradientState) -> float:
     if grad.dtype != torch.float32 or not state.nonzero or not math.isfinite(state.delivered):
         return 0.0
     left = int(torch.count_nonzero(grad))
-    return 1 - left / state.nonzero if left < state.nonzero and torch.equal(grad, grad.half().float()) else 0.0
+    # A gradient that is 0 altogether was set to 0, for example to freeze its weight.
+    return 1 - left / state.nonzero if 0 < left < state.nonzero and torch.equal(grad, grad.half().float()) else 0.0
 
 
 def _ratio(seen: float, delivered: float) -> float:

@@ -167,6 +167,8 @@ class Rehearsal:
             scaler checked them.
         hidden_at: the call and the line that did so; empty if unknown.
         rewritten: whether the loop wrote values to gradients by an op that can do so.
+        another_scaler: if only other scalers than the one that was passed divided gradients: the scale of the first of
+            them, and the scale of the one that was passed; else None.
         dropped: gradients of earlier backwards of the same step that were dropped before a step used them.
         cleared: whether the step leaves no gradient other than 0 behind.
         left_over: gradients that were inf or NaN before the step began, to which its backward added.
@@ -196,6 +198,7 @@ class Rehearsal:
     hidden: tuple[MisusedGradients, ...] = ()
     hidden_at: tuple[str, str] = ("", "")
     rewritten: bool = False
+    another_scaler: tuple[float, float] | None = None
     dropped: tuple[MisusedGradients, ...] = ()
     cleared: bool = False
     left_over: tuple[str, ...] = ()

@@ -46,7 +46,7 @@ __all__ = ["RecordingError", "rehearse", "rehearse_loop"]
 
 T = TypeVar("T")
 _SCALE_FACTOR, _TRIES = 16.0, 4  # from one scale to the next, and how often to a lower one: by 2^16 in all
-_FAR_BELOW = 2.0**-8
+_FAR_BELOW = 2.0**-24
 
 
 class RecordingError(Exception):
