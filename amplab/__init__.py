@@ -18,7 +18,7 @@ each is imported at its first use::
     lab          experiments: tasks, models, a trainer, the run log; the watch around your own loop
     views        the widgets for JupyterLab, which need the extra ``lab``; import them by name
     bench        measurements that you can repeat
-    launch       starts JupyterLab with one notebook
+    launch       starts JupyterLab with one lesson
     scripts      runs scripts that import apex unchanged, with CUDA or on the CPU
     cli          the ``amplab`` command
 """

@@ -20,7 +20,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from amplab import __version__
 from amplab.display.numbers import parse_number
-from amplab.launch import LaunchError, choose_notebook, find_notebooks, launch, plan_launch
+from amplab.launch import (
+    LaunchError,
+    WorkingCopies,
+    choose_lesson,
+    copy_lessons,
+    find_lessons,
+    launch,
+    lessons_directory,
+    plan_launch,
+)
 from amplab.scripts import DEVICES, ScriptError, run_module, run_script
 
 if TYPE_CHECKING:
@@ -58,13 +67,35 @@ def open_lab(options: argparse.Namespace) -> int:
             options, LaunchError(f"{stray}: not an option; to open a lesson run `amplab lab --notebook {stray}`.")
         )
     try:
-        notebook = choose_notebook(find_notebooks(), options.notebook)
-        plan = plan_launch(notebook, port=options.port, browser=options.browser, extra=options.jupyter)
+        shipped = find_lessons()
+        lesson = choose_lesson(shipped, options.notebook)
+        copies = copy_lessons(shipped, lessons_directory(), renew=options.renew)
+        plan = plan_launch(
+            copies.folder / lesson.name,
+            port=options.port,
+            browser=options.browser,
+            app=options.app,
+            extra=options.jupyter,
+        )
     except LaunchError as error:
         return refuse(options, error)
-    where = "in your browser" if plan.opens_browser else "at the address that JupyterLab prints below"
-    print(f"Opening {notebook.name} {where}. To stop the lab, press Ctrl+C twice here.", flush=True)
+    print(lessons_line(copies))
+    if plan.opens_browser:
+        print(f"Opening {lesson.name} in your browser. If no window appears, open the address that JupyterLab prints.")
+    else:
+        print(f"To see {lesson.name}, open the address that JupyterLab prints below.")
+    print("To stop the lab, press Ctrl+C twice here.", flush=True)
     return launch(plan)
+
+
+def lessons_line(copies: WorkingCopies) -> str:
+    """Say where the working copies of the lessons are, and what has been written there."""
+    new = f"; {len(copies.written)} new" if copies.written else ""
+    moved = "".join(f"\nYour {old} is now {new_name}." for old, new_name in copies.moved)
+    return (
+        f"Your copies of the lessons are in {copies.folder}{new}. Changes stay there; `amplab lab --renew` writes new "
+        f"copies and keeps yours.{moved}"
+    )
 
 
 def train_in_terminal(options: argparse.Namespace) -> int:
@@ -274,6 +305,10 @@ def add_lab(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``amplab lab``."""
     parser.description = "Open JupyterLab on a lesson. The server accepts connections from this machine only."
     parser.add_argument("--notebook", default="00", metavar="03", help="start of the lesson's name (default: 00)")
+    text = "hide the sources of the cells: the lesson's text and the dashboard alone"
+    parser.add_argument("--app", action="store_true", help=text)
+    text = "write new copies of the lessons; the ones that you have changed get another name"
+    parser.add_argument("--renew", action="store_true", help=text)
     parser.add_argument("--port", type=int, help="port of the server (default: 8888 or the next free one)")
     parser.add_argument("--no-browser", dest="browser", action="store_false", help="print the address instead")
     parser.add_argument("jupyter", nargs="*", metavar="-- ARGUMENT", help="further arguments for JupyterLab, after --")

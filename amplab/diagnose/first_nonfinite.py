@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from amplab.diagnose.observed_step.values import ObservedStep, measured_in, obse
 from amplab.diagnose.remedies.api_styles import ApiStyle, api_style_of
 from amplab.diagnose.reruns import Headroom, RerunResult, headroom, probe
 from amplab.policies import PrecisionPolicy
-from amplab.policies.nested_tensors import named_tensors_in
+from amplab.policies.nested_tensors import map_tensors, named_tensors_in
 from amplab.trace import OpRecord, trace_step
 from amplab.trace.argument_checks import check_loss_scale
 from amplab.trace.handed_step import (
@@ -103,6 +103,7 @@ class FirstNonfinite:
         step: the observed step.
         setting: its casts and its scale.
         at: index of the first element of that tensor that is not finite; empty if unknown.
+        reaches: the largest magnitude that the op writes in float64; None if there is no op, or it has no float64.
     """
 
     result: str
@@ -119,6 +120,7 @@ class FirstNonfinite:
     step: ObservedStep
     setting: Setting
     at: tuple[int, ...] = ()
+    reaches: float | None = None
 
     @property
     def phase(self) -> str:
@@ -259,7 +261,7 @@ def explain(
     """
     rerun = _Rerun(model, handed, setting)
     record = None if blamed.op is None else step.trace.records[blamed.op]
-    fitting = in_float32 = in_bfloat16 = None
+    fitting = in_float32 = in_bfloat16 = reaches = None
     at: tuple[int, ...] = ()
     cause: Cause
     if record is None:
@@ -269,8 +271,10 @@ def explain(
         at = () if given is None else _first_nonfinite_index(given)
         inputs: tuple[TensorSummary, ...] = (output,)
     else:
-        begun = step.begun.get(record.index)
-        inputs, wrote = rerun.around(record.index) if begun is None else (begun.inputs, begun.outputs[0])
+        begun, seen = step.begun.get(record.index), rerun.around(record.index)
+        inputs, wrote, reaches = seen.read, seen.wrote, seen.reaches
+        if begun is not None:  # counted while the step was observed, and from before an op in place
+            inputs, wrote = begun.inputs, begun.outputs[0]
         output = wrote or blamed.value.summary
         guess = _overflow_of_cast(record, inputs) if record.phase == "backward" else None
         fitting = rerun.fitting_scale(guess) if record.phase == "backward" else None
@@ -283,7 +287,7 @@ def explain(
         in_bfloat16 = rerun.result(torch.bfloat16).is_finite if cause == "format" else None
     return FirstNonfinite(
         blamed.result, cause, record, blamed.value.name, inputs, output, blamed.records(step),
-        fitting, in_bfloat16, in_float32, blamed.kind, step, setting, at,
+        fitting, in_bfloat16, in_float32, blamed.kind, step, setting, at, reaches,
     )  # fmt: skip
 
 
@@ -297,16 +301,13 @@ class _Rerun:
         casting = self._setting.casting()
         return probe(self._model, self._step, casting=casting, loss_scale=loss_scale, number_format=number_format)
 
-    def around(self, op: int) -> tuple[tuple[TensorSummary, ...], TensorSummary | None]:
-        """Return summaries of what an op reads and writes, from a run that ends there; None if it is not reached.
-
-        Only for ops of which the observed step has no summaries, see `Begun`.
-        """
+    def around(self, op: int) -> _Seen:
+        """Return what an op reads and writes, from a run that ends there; nothing if it is not reached."""
         look = _Look(op)
-        with contextlib.suppress(_Seen):
+        with contextlib.suppress(_Ended):
             casting, scale = self._setting.casting(), self._setting.loss_scale
             trace_step(self._model, self._step, casting=casting, loss_scale=scale, observer=look)
-        return tuple(counted(look.inputs)), next(iter(counted(look.outputs)), None)
+        return _Seen(tuple(counted(look.inputs)), next(iter(counted(look.outputs)), None), look.reaches)
 
     def fitting_scale(self, too_large_by: float | None) -> float | None:
         """Return the largest power of two below the scale at which the step is finite; None if 1 is too large.
@@ -357,7 +358,15 @@ def _first_nonfinite_index(tensor: Tensor) -> tuple[int, ...]:
 _TRIES = 3
 
 
-class _Seen(Exception):
+class _Seen(NamedTuple):
+    """Summaries of what one op reads and writes, and the largest finite magnitude that it writes in float64."""
+
+    read: tuple[TensorSummary, ...]
+    wrote: TensorSummary | None
+    reaches: float | None
+
+
+class _Ended(Exception):
     """The op has run."""
 
 
@@ -368,16 +377,38 @@ class _Look:
         self._left = op
         self.inputs: list[Tensor] = []
         self.outputs: list[Tensor] = []
+        self.reaches: float | None = None
 
-    def before(self, _overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(self, overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._left == 0:
             self.inputs = [each.clone() for each in measured_in((*args, *kwargs.values()))]
+            self.reaches = _largest_in_float64(overload, args, kwargs)
 
     def after(self, _seen: Any, _event: Any, result: Any) -> None:
         if self._left == 0:
             self.outputs = [each.clone() for each in measured_in((result,))]
-            raise _Seen
+            raise _Ended
         self._left -= 1
+
+
+def _largest_in_float64(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+    """Run an op on copies in float64; return the largest magnitude it writes, None if that fails or is not finite."""
+    try:
+        args, kwargs = map_tensors((args, kwargs), _in_float64)
+        result = overload(*map(_asked, args), **{name: _asked(value) for name, value in kwargs.items()})
+    except (RuntimeError, TypeError, NotImplementedError):  # no kernel for float64, or no memory
+        return None
+    largest = max((each.absmax for each in counted(measured_in((result,)))), default=math.nan)
+    return largest if math.isfinite(largest) else None
+
+
+def _in_float64(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float64, copy=True) if tensor.is_floating_point() else tensor.clone()
+
+
+def _asked(value: Any) -> Any:
+    """A requested dtype of floating-point numbers becomes float64."""
+    return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
 
 
 @torch.no_grad()

@@ -61,7 +61,7 @@ def html_table(
     rows = [_row(line, kinds, chosen=place in chosen) for place, line in enumerate(lines)]
     named = f'<caption class="unseen">{escape(caption)}</caption>' if caption else ""
     return Markup(
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption or "table")}">'
+        f'<div class="scroll" tabindex="0" role="group" aria-label="{escape(caption or "table")}">'
         f"<table>{named}<thead><tr>{titles}</tr></thead>{_bodies(rows, groups, len(heads))}</table></div>"
     )
 

@@ -6,14 +6,17 @@
 
 The files, by part::
 
-    what to train           config (the fields of an experiment), tasks, models
+    what to train           config (the fields of an experiment), tasks, models, levels
+    code of your own        own_task, batches
     training                experiment (one step), trainer (states and controls), worker (its thread), events
     one step in stages      step_stages
     the run                 history (in memory), changes (made by a person), run_log (on disk), run_store (both),
-                            findings
+                            checkpoints, skip_explanation, run_status, findings, config_remedies
+    single effects          scenarios
+    several runs            kept_runs (beside the present one), comparison (all levels), undo
     your own loop           watch, watched_run, scale_probe, gradient_measure, idle_optimizers,
                             step_look, step_check, step_rerun, watch_callback, tensorboard_scalars
-    how to start            open (JupyterLab), console (terminal)
+    how to start            open (JupyterLab), first_paint (until it is there), console (terminal)
 
 Four files of `watch` examine the steps of your own loop::
 
@@ -30,30 +33,52 @@ If the loss scale is not dynamic, step_rerun runs a step that is not finite agai
 `open()` shows an experiment in JupyterLab. The widgets are in `amplab.views`, which `open()` imports.
 """
 
+import amplab.lab.first_paint as first_paint  # noqa: F401  shows its line before torch is imported
 from amplab.lab.changes import RunChange
+from amplab.lab.comparison import Progress
 from amplab.lab.config import DEFAULT_LR, FIELDS, LIVE_FIELDS, OPTIMIZERS, OVERRIDES, ExperimentConfig, field_named
+from amplab.lab.config_remedies import ConfigRemedy, config_remedy, taken_back
 from amplab.lab.events import (
     STATES,
+    ActivationsReady,
     ConfigChanged,
     Event,
     Failed,
     GradientRecord,
     GradientSample,
     GradientsReady,
+    InputsReady,
     LayerShares,
+    LevelTraced,
+    MemoryCounted,
+    RunsChanged,
     SkipExplained,
     StagesReady,
     StateChanged,
     StepRecord,
     TraceReady,
+    TwinReady,
+    Undone,
 )
 from amplab.lab.experiment import FAULTS, Experiment
 from amplab.lab.history import COLUMNS, History
-from amplab.lab.models import CNN, MLP, MODELS, build_model
+from amplab.lab.kept_runs import KeptRun, KeptRuns
+from amplab.lab.levels import LEVELS, Level
+from amplab.lab.models import CNN, MLP, MODELS, build_model, models_of, register_model
 from amplab.lab.open import active, attach, open
 from amplab.lab.run_log import Run, RunLog, load_run, runs_directory
-from amplab.lab.step_stages import ParameterStages, ScaleChange, Snapshot, StageRecorder, StepStages
-from amplab.lab.tasks import TASKS, Task, load_task
+from amplab.lab.run_status import RunStatus, run_status
+from amplab.lab.skip_explanation import SKIP_KINDS, SkipExplanation
+from amplab.lab.step_stages import (
+    GradientCheck,
+    ParameterStages,
+    ScaleChange,
+    Snapshot,
+    StageRecorder,
+    StepStages,
+    snapshot,
+)
+from amplab.lab.tasks import TASKS, Score, Task, TaskChoice, TaskLoss, load_task
 from amplab.lab.trainer import Trainer
 from amplab.lab.watch import Watch, watch
 from amplab.lab.watch_callback import WatchCallback
@@ -62,6 +87,8 @@ from amplab.lab.watched_run import WatchedRun
 __all__ = [
     "TASKS",
     "MODELS",
+    "LEVELS",
+    "Level",
     "OPTIMIZERS",
     "FAULTS",
     "DEFAULT_LR",
@@ -71,23 +98,37 @@ __all__ = [
     "ExperimentConfig",
     "field_named",
     "Task",
+    "TaskChoice",
+    "TaskLoss",
+    "Score",
     "load_task",
     "MLP",
     "CNN",
     "build_model",
+    "models_of",
+    "register_model",
     "STATES",
     "Event",
     "StepRecord",
     "GradientRecord",
     "GradientSample",
+    "SkipExplanation",
+    "SKIP_KINDS",
     "StateChanged",
     "ConfigChanged",
     "TraceReady",
+    "LevelTraced",
+    "InputsReady",
+    "MemoryCounted",
     "GradientsReady",
     "LayerShares",
     "SkipExplained",
     "StagesReady",
     "Failed",
+    "Undone",
+    "RunsChanged",
+    "ActivationsReady",
+    "TwinReady",
     "COLUMNS",
     "RunChange",
     "History",
@@ -95,13 +136,23 @@ __all__ = [
     "Run",
     "load_run",
     "runs_directory",
+    "RunStatus",
+    "run_status",
+    "ConfigRemedy",
+    "config_remedy",
+    "taken_back",
     "Snapshot",
+    "snapshot",
     "ParameterStages",
+    "GradientCheck",
     "ScaleChange",
     "StepStages",
     "StageRecorder",
     "Experiment",
     "Trainer",
+    "KeptRun",
+    "KeptRuns",
+    "Progress",
     "open",
     "attach",
     "active",

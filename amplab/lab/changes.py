@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from amplab.display.numbers import power
-from amplab.lab.config import FIELDS, ConfigField, ExperimentConfig, spell
+from amplab.lab.config import FIELDS, ConfigField, ExperimentConfig
 
 __all__ = ["RunChange", "config_changes", "fault_change", "start_change"]
 
@@ -79,11 +78,7 @@ def _text(field: ConfigField, config: ExperimentConfig) -> str:
     value = _value(field, config)
     if value is None:
         return f"by {config.opt_level}" if field.overrides_level else "none"
-    if field.name.endswith("scale") and isinstance(value, float):
-        return power(value, raised=True)
-    if field.name == "lr":
-        return f"{value:g}"
-    return field.values.choices().get(str(value), spell(value))
+    return field.shown(value)
 
 
 def _label(field: ConfigField, config: ExperimentConfig) -> str:

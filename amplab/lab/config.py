@@ -5,7 +5,7 @@
 A declaration in `ExperimentConfig` says everything about a field: default, accepted values, label, help, and what a
 change of it requires. The trainer, the command line and the dashboard read the declarations in `FIELDS`. The string
 contains task, model and opt_level, and every other field that differs from its default; `ExperimentConfig.parse` reads
-it. The values of `model` and `task` are in `models.py` and `tasks.py`.
+it. The values of `model`, `task` and `opt_level` are in `models.py`, `tasks.py` and `levels.py`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
-from amplab.amp import OPT_LEVELS, explain_override
-from amplab.display.numbers import binary_power, parse_number
-from amplab.lab.models import MODELS
-from amplab.lab.tasks import TASKS
+from amplab.display.numbers import binary_power, parse_number, short_text
+from amplab.lab.levels import LEVELS, Level, why_no_override
+from amplab.lab.models import MODELS, models_of
+from amplab.lab.tasks import OWN_TASK, TASKS, task_choice
+from amplab.policies import PrecisionPolicy
 
 __all__ = [
     "DEFAULT_LR",
@@ -32,6 +33,7 @@ __all__ = [
     "LIVE_FIELDS",
     "OPTIMIZERS",
     "OVERRIDES",
+    "OWN",
     "VERSION",
     "Change",
     "ConfigField",
@@ -39,9 +41,8 @@ __all__ = [
     "OptimizerChoice",
     "SettingRefused",
     "Values",
-    "differences",
     "field_named",
-    "shown_value",
+    "listed",
     "spell",
 ]
 
@@ -52,6 +53,7 @@ _SMALLEST_SCALE = 2.0**-126  # the smallest whose inverse float32 can hold, whic
 _LONGEST_ECHO = 40  # characters of a refused value
 _HEAD = re.compile(r"amplab/(?P<version>\S+)")
 _WHOLE = re.compile(r"[+-]?\d{1,30}")
+_LISTED_NAMES = re.compile(r"[\w.*?\[\]!-]+(,[\w.*?\[\]!-]+)*")
 _WORDS = {"none": None, "true": True, "false": False}
 _SPELLED_POWER = re.compile(r"2\*\*(-?\d{1,5})")
 
@@ -65,7 +67,7 @@ class OptimizerChoice:
     Attributes:
         label: Its name in the dashboard.
         build: Its class.
-        lr: Learning rate for lr=None, at which the digits models learn well in 300 steps.
+        lr: Learning rate for lr=None, at which the digits models learn well in 300 steps; a task may have another.
         takes_momentum: Whether it has a momentum.
     """
 
@@ -81,6 +83,9 @@ OPTIMIZERS = {
     "adamw": OptimizerChoice("AdamW", torch.optim.AdamW, lr=0.005),
 }
 """Each optimizer by the name that a config gives it."""
+
+OWN = "own"
+"""The optimizer that a task makes itself, of tasks that do; the dashboard calls it "as given"."""
 
 DEFAULT_LR = {name: choice.lr for name, choice in OPTIMIZERS.items()}
 """The default learning rate (lr=None), by optimizer."""
@@ -176,12 +181,23 @@ def _scale(note: str = "") -> Values:
 
 _LEVEL = Values(
     str,
-    lambda value: isinstance(value, str) and value in OPT_LEVELS,
-    lambda: f"one of {', '.join(OPT_LEVELS)} (the letter O and a digit)",
-    choices=lambda: {name: name for name in OPT_LEVELS},
+    lambda value: isinstance(value, str) and value in LEVELS,
+    lambda: f"one of {', '.join(LEVELS)} (the letter O and a digit)",
+    choices=lambda: {name: level.label for name, level in LEVELS.items()},
 )
+_OPTIMIZER = replace(_one_of(OPTIMIZERS), accepts=lambda value: value == OWN or value in OPTIMIZERS)
+_TASK = replace(
+    _one_of(TASKS), accepts=lambda value: isinstance(value, str) and (value in TASKS or bool(OWN_TASK.fullmatch(value)))
+)
+_MODEL = replace(_one_of(MODELS), accepts=lambda value: isinstance(value, str))  # which ones, the task decides
 _FLAG = Values(bool, lambda value: isinstance(value, bool), lambda: "True, False", "True or False")
 _STATIC_SCALE = _scale(" (128 is a usual static scale)")
+_NAMES = Values(
+    str,
+    lambda value: isinstance(value, str) and _LISTED_NAMES.fullmatch(value) is not None,
+    lambda: "names separated by commas, without spaces",
+    "names separated by commas",
+)
 _LOSS_SCALE = Values(
     float,
     lambda value: value == "dynamic" or _STATIC_SCALE.accepts(value),
@@ -252,7 +268,7 @@ class ConfigField:
     def check(self, value: object) -> None:
         """Raise ValueError unless the field accepts `value`."""
         if not self.values.accepts(value):
-            raise self._refusal(spell(value))
+            raise self.refusal(spell(value))
 
     def read(self, text: str) -> Any:
         """Return the value that `text` spells.
@@ -263,11 +279,11 @@ class ConfigField:
         Raises:
             ValueError: The text spells no value that the field accepts.
         """
-        value = _read(text)
+        value = text if self.values.kind is str and text.lower() not in _WORDS else _read(text)
         if isinstance(value, float) and value.is_integer() and not self.values.accepts(value):
             value = int(value)  # 1e3 and 2**5 are counts too
         if not self.values.accepts(value):
-            raise self._refusal(text)
+            raise self.refusal(text)
         return value
 
     def shown(self, value: object) -> str:
@@ -283,10 +299,20 @@ class ConfigField:
         mantissa, exponent = math.frexp(value) if isinstance(value, int | float) else (0.0, 0)
         if self.values.is_power and mantissa == 0.5:
             return binary_power(exponent - 1)
-        text = f"{value:g}" if isinstance(value, float) else str(value)
+        text = short_text(value, digits=6) if isinstance(value, float) else str(value)
         return self.values.choices().get(text, text)
 
-    def _refusal(self, given: str) -> SettingRefused:
+    def default_shown(self, config: ExperimentConfig) -> str:
+        """Return the default in a config as the dashboard shows it."""
+        if self.name == "lr":
+            return self.shown(replace(config, lr=None).learning_rate)
+        value = config.default_of(self.name)
+        if value is None and self.overrides_level:
+            return f"by {config.opt_level}"
+        return "none" if value is None else self.shown(value)
+
+    def refusal(self, given: str) -> SettingRefused:
+        """Return the error for a value, as it is spelled, that the field does not accept."""
         enter = self.values.entry or " or ".join(self.values.choices().values())
         spelled = _SPELLED_POWER.fullmatch(given)
         value = binary_power(int(spelled[1])) if spelled else _echo(given)
@@ -318,7 +344,7 @@ class ExperimentConfig:
 
     task: str = _declare(
         "digits",
-        _one_of(TASKS),
+        _TASK,
         label="Task",
         help="data set to train on",
         change=Change.NEW_WEIGHTS,
@@ -326,8 +352,9 @@ class ExperimentConfig:
         is_always_named=True,
     )
     model: str = _declare(
-        "mlp",
-        _one_of(MODELS),
+        cast(str, None),
+        _MODEL,
+        none_means="the first model of the task",
         label="Model",
         help="model to train",
         change=Change.NEW_WEIGHTS,
@@ -346,14 +373,15 @@ class ExperimentConfig:
         "O1",
         _LEVEL,
         label="opt_level",
-        help="which weights and operations use float16",
+        help="which weights and operations use float16 or bfloat16",
         change=Change.NEW_SESSION,
         changes_dtypes=True,
         is_always_named=True,
     )
     optimizer: str = _declare(
-        "sgd",
-        _one_of(OPTIMIZERS),
+        cast(str, None),
+        _OPTIMIZER,
+        none_means="the task's optimizer",
         label="Optimizer",
         help="algorithm that updates the weights",
         change=Change.NEW_SESSION,
@@ -361,7 +389,7 @@ class ExperimentConfig:
     lr: float | None = _declare(
         None,
         _number(lambda value: 0 < value <= _LARGEST_SCALE, "a number > 0 and at most 2**127", "a number above 0"),
-        none_means=", ".join(f"{choice.lr:g} with {name}" for name, choice in OPTIMIZERS.items()),
+        none_means=", ".join(f"{rate:g} with {name}" for name, rate in DEFAULT_LR.items()),
         label="Learning rate",
         help="learning rate",
         example="0.1",
@@ -376,9 +404,16 @@ class ExperimentConfig:
     )
     batch_size: int = _declare(
         64,
-        _count(1, 65536, "the images per step"),
+        _count(1, 65536, "the examples in a batch"),
         label="Batch size",
-        help="images per step",
+        help="examples in a batch",
+        change=Change.IN_PLACE,
+    )
+    accumulate: int = _declare(
+        1,
+        _count(1, 1024, "the batches of a step"),
+        label="Accumulate",
+        help="batches whose gradients are accumulated before the optimizer steps",
         change=Change.IN_PLACE,
     )
     seed: int = _declare(
@@ -448,18 +483,52 @@ class ExperimentConfig:
         overrides_level=True,
         changes_dtypes=True,
     )
+    float32_ops: str | None = _declare(
+        None,
+        _NAMES,
+        none_means="none",
+        label="Ops in float32",
+        help="ops that run in float32 at every level",
+        example="linear,softmax",
+        change=Change.NEW_SESSION,
+        changes_dtypes=True,
+    )
+    float32_modules: str | None = _declare(
+        None,
+        _NAMES,
+        none_means="none",
+        label="Modules in float32",
+        help="modules, by name or pattern, that run in float32 at every level",
+        example="output,blocks.*.norm",
+        change=Change.NEW_SESSION,
+        changes_dtypes=True,
+    )
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be trained."""
+        """Fill in the model and the optimizer of the task; refuse what cannot be trained."""
         for name, declared in FIELDS.items():
             declared.check(getattr(self, name))
+        if self.model is None:
+            object.__setattr__(self, "model", next(iter(models_of(self.task)), None))
+        if self.optimizer is None:
+            object.__setattr__(self, "optimizer", task_choice(self.task).optimizer)
+        self._refuse_of_another_task()
         for name in OVERRIDES:
-            reason = explain_override(self.opt_level, name) if getattr(self, name) is not None else None
+            reason = why_no_override(self.opt_level, name) if getattr(self, name) is not None else None
             if reason:
                 given = f"{name}={spell(getattr(self, name))} with opt_level={self.opt_level}"
                 raise SettingRefused(f"{given}: {reason}", shown=f"{FIELDS[name].label}: {reason}")
+        self._refuse_unknown_ops()
         self._refuse_bounds()
         self._refuse_growth_of_static_scale()
+
+    def _refuse_unknown_ops(self) -> None:
+        """Refuse float32_ops that no rule of a policy can name; which modules there are, only the model knows."""
+        try:
+            _ = self.policy
+        except ValueError as error:
+            label = FIELDS["float32_ops"].label
+            raise SettingRefused(f"float32_ops={self.float32_ops}: {error}", shown=f"{label}: {error}") from error
 
     def _refuse_bounds(self) -> None:
         """Refuse a dynamic scale that cannot start within its bounds."""
@@ -478,6 +547,36 @@ class ExperimentConfig:
                 f"raise {high.label} first.",
             )
 
+    def _refuse_of_another_task(self) -> None:
+        """Raise ValueError for a model or an optimizer that the task does not offer."""
+        if self.task in TASKS and self.model not in MODELS:
+            raise FIELDS["model"].refusal(self.model)
+        for name, table in (("model", MODELS), ("optimizer", OPTIMIZERS)):
+            value, offered = getattr(self, name), self.choices(name)
+            if value not in offered:
+                label = table[value].label if value in table else "as given"
+                fits = " or ".join(offered) or f"another {name}"
+                raise SettingRefused(
+                    f"{name}={value} with task={self.task}: expected {fits}.",
+                    shown=f"{FIELDS[name].label} {label} does not fit {FIELDS['task'].label} "
+                    f"{task_choice(self.task).label}; choose {' or '.join(offered.values()) or 'another task'}.",
+                )
+
+    def choices(self, name: str) -> dict[str, str]:
+        """Return the values that a field offers with the task of this config, each with its label.
+
+        >>> ExperimentConfig().choices("model")["cnn"]
+        'CNN'
+        """
+        if name == "model" and self.task not in TASKS:
+            return {self.model: self.model}  # code of one's own that this process does not have
+        if name == "model":
+            return {model: choice.label for model, choice in models_of(self.task).items()}
+        offered = field_named(name).values.choices()
+        if name == "optimizer" and task_choice(self.task).has_own_optimizer:
+            return {OWN: "as given", **offered}
+        return offered
+
     def _refuse_growth_of_static_scale(self) -> None:
         """Refuse settings of a dynamic scale together with a static one."""
         if self.loss_scale in (None, "dynamic"):
@@ -495,24 +594,75 @@ class ExperimentConfig:
 
     @property
     def learning_rate(self) -> float:
-        """The rate in effect: lr, or the optimizer's default."""
-        return OPTIMIZERS[self.optimizer].lr if self.lr is None else float(self.lr)
+        """The rate in effect: lr, or the default of the optimizer and the task."""
+        if self.lr is not None:
+            return float(self.lr)
+        rates = {**DEFAULT_LR, **task_choice(self.task).learning_rates}
+        return rates[self.optimizer]
+
+    @property
+    def level(self) -> Level:
+        """What the opt_level names."""
+        return LEVELS[self.opt_level]
+
+    @property
+    def policy(self) -> PrecisionPolicy | None:
+        """The op lists and the rules of the session; None for the lists of the opt_level without rules.
+
+        >>> str(ExperimentConfig(float32_ops="linear").policy)
+        'apex/float16; op linear=float32'
+        """
+        ops, modules = listed(self.float32_ops), listed(self.float32_modules)
+        if not ops and not modules:
+            return self.level.policy
+        base = self.level.policy or PrecisionPolicy()
+        in_float32 = (dict.fromkeys(names, torch.float32) for names in (ops, modules))
+        return PrecisionPolicy(base.table, base.compute_dtype, *in_float32)
 
     @property
     def effective_loss_scale(self) -> float | str:
         """The static scale in effect, or "dynamic": loss_scale, or what the opt_level sets."""
-        return OPT_LEVELS[self.opt_level].properties.loss_scale if self.loss_scale is None else self.loss_scale
+        return self.level.properties.loss_scale if self.loss_scale is None else self.loss_scale
 
     @property
     def is_dynamic(self) -> bool:
         """Whether the loss scale follows the gradients."""
         return self.effective_loss_scale == "dynamic"
 
+    def default_of(self, name: str) -> Any:
+        """Return the default of a field, which may depend on the task."""
+        return getattr(ExperimentConfig() if name == "task" else ExperimentConfig(task=self.task), name)
+
+    def differs(self, name: str) -> bool:
+        """Return whether the value in effect of a field differs from its default.
+
+        >>> config = ExperimentConfig(lr=0.1, opt_level="O2")
+        >>> config.differs("lr"), config.differs("opt_level"), config.changed(optimizer="adam").differs("lr")
+        (False, True, True)
+        """
+        if name == "lr":
+            return self.learning_rate != replace(self, lr=None).learning_rate
+        return bool(getattr(self, name) != self.default_of(name))
+
+    def defaults(self) -> ExperimentConfig:
+        """Return the config with the same weights at the start and every other field at its default.
+
+        >>> str(ExperimentConfig(model="cnn", opt_level="O2", lr=0.5).defaults())
+        'amplab/1 task=digits model=cnn opt_level=O1'
+        """
+        kept = {name: getattr(self, name) for name in FIELDS if name not in LIVE_FIELDS}
+        return ExperimentConfig(**kept)
+
+    def live_values(self) -> dict[str, Any]:
+        """Return the fields that can change at a step boundary, by name."""
+        return {name: getattr(self, name) for name in LIVE_FIELDS}
+
     def changed(self, **changes: object) -> ExperimentConfig:
         """Return this config with some fields changed.
 
         A new opt_level drops the overrides that have no meaning there, and a static loss_scale drops the settings of a
-        dynamic one, unless they are given in the same call; then they are refused.
+        dynamic one, unless they are given in the same call; then they are refused. A new task brings its optimizer, and
+        its model if it cannot train the present one. Another model has other modules: float32_modules is dropped.
 
         Raises:
             ValueError: An unknown field, or a value that the field does not accept.
@@ -523,16 +673,24 @@ class ExperimentConfig:
         for name, value in changes.items():
             field_named(name).check(value)
         level = str(changes.get("opt_level", self.opt_level))
-        dropped: dict[str, object] = {name: None for name in OVERRIDES if explain_override(level, name)}
+        dropped: dict[str, object] = {name: None for name in OVERRIDES if why_no_override(level, name)}
         if changes.get("loss_scale") not in (None, "dynamic"):
             dropped |= {name: FIELDS[name].default for name in GROWTH}
+        task = str(changes.get("task", self.task))
+        if task != self.task:
+            dropped |= {"optimizer": None} | ({"model": None} if self.model not in models_of(task) else {})
+        if task != self.task or changes.get("model", self.model) != self.model:
+            dropped |= {"float32_modules": None}
         return replace(self, **cast(dict[str, Any], {**dropped, **changes}))
 
     def __str__(self) -> str:
         """Return the string that `parse` reads."""
         values = {name: getattr(self, name) for name in FIELDS}
         always = {name: values[name] for name, declared in FIELDS.items() if declared.is_always_named}
-        differing = {name: value for name, value in values.items() if value != FIELDS[name].default}
+        defaults = {name: declared.default for name, declared in FIELDS.items()}
+        # A later process may not have code of one's own, nor know its default.
+        defaults["optimizer"] = OWN if OWN_TASK.fullmatch(self.task) else task_choice(self.task).optimizer
+        differing = {name: value for name, value in values.items() if value != defaults[name]}
         named = always | {name: value for name, value in differing.items() if name not in always}
         return " ".join([f"amplab/{VERSION}", *(f"{name}={spell(value)}" for name, value in named.items())])
 
@@ -592,26 +750,13 @@ def field_named(name: str) -> ConfigField:
 # Text
 
 
-def shown_value(config: ExperimentConfig, name: str) -> str:
-    """Return the value of a field in effect, as the dashboard shows it.
+def listed(names: str | None) -> tuple[str, ...]:
+    """Return the names that `float32_ops` or `float32_modules` lists.
 
-    >>> shown_value(ExperimentConfig(), "lr"), shown_value(ExperimentConfig(opt_level="O3"), "loss_scale")
-    ('0.1', 'by level')
+    >>> listed("linear,softmax"), listed(None)
+    (('linear', 'softmax'), ())
     """
-    value = config.learning_rate if name == "lr" else getattr(config, name)
-    if value is None and name in OVERRIDES:
-        return "by level"
-    return "none" if value is None else FIELDS[name].shown(value)
-
-
-def differences(old: ExperimentConfig, new: ExperimentConfig) -> list[tuple[str, str, str]]:
-    """Return label, old value and new value of each field whose shown value differs, in the order of the fields.
-
-    >>> differences(ExperimentConfig(), ExperimentConfig(opt_level="O2", init_scale=2.0**20))
-    [('opt_level', 'O1', 'O2'), ('init', '2¹⁶', '2²⁰')]
-    """
-    shown = ((field.label, shown_value(old, name), shown_value(new, name)) for name, field in FIELDS.items())
-    return [(label, before, after) for label, before, after in shown if before != after]
+    return tuple(dict.fromkeys(names.split(","))) if names else ()
 
 
 def spell(value: object) -> str:

@@ -19,6 +19,7 @@ from amplab.display.numbers import number, size
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import StepRecord
 from amplab.lab.run_log import check_writable, runs_directory
+from amplab.lab.tasks import score_named
 from amplab.lab.trainer import Trainer
 
 __all__ = ["TrainSummary", "train"]
@@ -37,7 +38,7 @@ class TrainSummary:
         steps: Number of steps.
         skipped: Number of skipped steps.
         loss: Loss of the last step, None without a step.
-        accuracy: Share of the held-out images classified correctly at the end, None if training failed.
+        score: The task's score on held-out data at the end; None if training failed or the task has none.
         loss_scale: Scale at the end.
         steps_per_second: Average of the whole run, None before the second step.
         memory: Bytes at the end.
@@ -50,7 +51,7 @@ class TrainSummary:
     steps: int
     skipped: int
     loss: float | None
-    accuracy: float | None
+    score: float | None
     loss_scale: float
     steps_per_second: float | None
     memory: MemoryUse
@@ -66,11 +67,12 @@ class TrainSummary:
     def __str__(self) -> str:
         """Return the table."""
         rate = self.steps_per_second
+        score = score_named(self.config.task)
         dynamic = "dynamic" if self.config.is_dynamic else "static"
         rows = [
             ("steps", f"{self.steps}, {self.skipped} skipped"),
             ("loss", "–" if self.loss is None else f"{self.loss:.4f}"),
-            ("accuracy", "–" if self.accuracy is None else f"{self.accuracy:.1%} of held-out images"),
+            *([(score.name, f"{score.text(self.score)} on held-out data")] if score is not None else []),
             ("loss scale", f"{number(self.loss_scale)} ({dynamic})"),
             ("speed", "–" if rate is None else f"{rate:.0f} steps/s"),
             ("parameters", size(self.memory.parameters)),
@@ -187,8 +189,9 @@ class _Progress:
         parts = [f"{len(history)}/{self._steps}"]
         if last is not None:
             parts += [f"loss {last.loss:.4f}", f"scale {number(last.next_loss_scale)}"]
-        if history.last_accuracy is not None:
-            parts.append(f"accuracy {history.last_accuracy:.1%}")
+        score = score_named(self._trainer.config.task)
+        if score is not None and history.last_score is not None:
+            parts.append(f"{score.name} {score.text(history.last_score)}")
         if rate is not None:
             parts.append(f"{rate:.0f} steps/s")
         return "  ".join(parts)
@@ -210,7 +213,7 @@ def _summary(trainer: Trainer, interrupted: bool) -> TrainSummary:
         steps=len(history),
         skipped=history.skip_count,
         loss=None if history.last is None else history.last.loss,
-        accuracy=None if failed else trainer.accuracy(),
+        score=None if failed else trainer.score(),
         loss_scale=trainer.loss_scale,
         steps_per_second=history.rate(math.inf),
         memory=trainer.memory(),

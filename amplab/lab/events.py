@@ -1,8 +1,9 @@
 """The events of the trainer: frozen records, which are sent to every callback at a step boundary.
 
-`StepRecord` is one training step. `StateChanged` and `ConfigChanged` say what changed. `TraceReady`, `GradientsReady`
-and `SkipExplained` answer requests. `Failed` carries an error message, with its traceback if there is one. `Publisher`
-calls the subscribers. All steps of a run are in `history.py`, the file on disk is in `run_log.py`.
+`StepRecord` is one training step, and `SkipExplained` says why one was skipped. `StateChanged` and `ConfigChanged` say
+what changed. `TraceReady` and `GradientsReady` answer requests. `Failed` carries an error message, with its traceback
+if there is one. `Publisher` calls the subscribers. All steps of a run are in `history.py`, the file on disk is in
+`run_log.py`.
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ from typing import TYPE_CHECKING
 from amplab.formats import FLOAT16
 
 if TYPE_CHECKING:
-    from amplab.diagnose import FirstNonfinite
+    from amplab.diagnose import TwinReport
     from amplab.formats import ExponentHistogram
     from amplab.lab.config import ExperimentConfig
+    from amplab.lab.memory_fit import LevelMemory
+    from amplab.lab.skip_explanation import SkipExplanation
     from amplab.lab.step_stages import StepStages
     from amplab.trace import Trace
+    from amplab.trace.input_statistics import MeasuredInput
 
 __all__ = [
     "STATES",
+    "ActivationsReady",
     "Callback",
     "ConfigChanged",
     "Event",
@@ -33,15 +38,21 @@ __all__ = [
     "GradientRecord",
     "GradientSample",
     "GradientsReady",
+    "InputsReady",
     "LayerShares",
+    "LevelTraced",
+    "MemoryCounted",
     "MixedScales",
     "Publisher",
+    "RunsChanged",
     "SkipExplained",
     "StagesReady",
     "StateChanged",
     "StepRecord",
     "StepRow",
     "TraceReady",
+    "TwinReady",
+    "Undone",
 ]
 
 STATES = ("ready", "running", "paused", "stopped", "failed")
@@ -55,14 +66,15 @@ class StepRecord:
 
     Attributes:
         step: Number of the step, from 0.
-        loss: Training loss before scaling and before any injected shrinking; NaN and inf are kept. Also NaN if a watch
-            did not get the loss; `History.missing_losses` says where.
-        loss_scale: Scale that multiplied the loss of this step.
+        loss: Training loss before scaling and before any injected shrinking, the sum if there are several; NaN and inf
+            are kept. Also NaN if a watch did not get the loss; `History.missing_losses` says where.
+        loss_scale: Scale that multiplied the loss of this step. If losses have scales of their own: that of the first
+            loss that overflowed, else the lowest; `History.mixed_scales` has all.
         next_loss_scale: Scale that the next step will use.
         skipped: Whether the optimizer left the weights unchanged because a gradient was not finite.
         first_nonfinite: Name of the first parameter with a non-finite gradient, None if all were finite.
-        opt_level: "O0" to "O3".
-        accuracy: Share of held-out images classified correctly, in [0, 1]; None if not measured.
+        opt_level: As in the config, such as "O1".
+        score: The task's score on held-out data, such as the accuracy in [0, 1]; None if not measured.
         seconds: Wall-clock time since the first step of the run began.
         injected: "overflow", "underflow", "nan", two of them joined by "+", or None.
         grad_exponent: floor(log2) of the largest unscaled gradient; -inf if all are zero, inf if one was not finite,
@@ -76,7 +88,7 @@ class StepRecord:
     skipped: bool
     first_nonfinite: str | None
     opt_level: str
-    accuracy: float | None
+    score: float | None
     seconds: float
     injected: str | None
     grad_exponent: float | None = None
@@ -167,12 +179,42 @@ class StateChanged:
 
 @dataclass(frozen=True)
 class ConfigChanged:
-    """``config`` is in effect from ``step`` on; ``reset`` means that the run starts again with an empty history."""
+    """``config`` is in effect from ``step`` on; ``reset`` means that another run is in place of the former one.
+
+    It has an empty history, or is a kept run that continues at ``step``.
+    """
 
     config: ExperimentConfig
     previous: ExperimentConfig
     step: int
     reset: bool = False
+
+
+@dataclass(frozen=True)
+class Undone:
+    """A change was taken back; ``text`` says which, as the controls show it."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ActivationsReady:
+    """The bytes that one forward of the present run keeps for its backward; None where they cannot be counted."""
+
+    nbytes: int | None
+
+
+@dataclass(frozen=True)
+class RunsChanged:
+    """A run of `Trainer.kept` has changed: a comparison made progress, or something was measured."""
+
+
+@dataclass(frozen=True)
+class TwinReady:
+    """The twin of the experiment against float32, from the weights before ``step``; the run was not changed."""
+
+    report: TwinReport
+    step: int
 
 
 @dataclass(frozen=True)
@@ -185,6 +227,30 @@ class TraceReady:
 
 
 @dataclass(frozen=True)
+class LevelTraced:
+    """The same step of a fresh model at another opt_level, which shows what a change would do; nothing was changed."""
+
+    trace: Trace
+    opt_level: str
+
+
+@dataclass(frozen=True)
+class InputsReady:
+    """What one op of the step ``step`` reads, measured in another trace; ``index`` is that of its record."""
+
+    index: int
+    inputs: tuple[MeasuredInput, ...]
+    step: int
+
+
+@dataclass(frozen=True)
+class MemoryCounted:
+    """The bytes of one step of the experiment at one opt_level, counted on a fresh model."""
+
+    memory: LevelMemory
+
+
+@dataclass(frozen=True)
 class GradientsReady:
     """The requested exponents of the gradients."""
 
@@ -193,10 +259,10 @@ class GradientsReady:
 
 @dataclass(frozen=True)
 class SkipExplained:
-    """The last skipped step was run again; ``found`` is None if it does not overflow at the current weights."""
+    """A skipped step was run again. ``explanation`` is None if it cannot run again: the weights have changed since."""
 
     step: int
-    found: FirstNonfinite | None
+    explanation: SkipExplanation | None
 
 
 @dataclass(frozen=True)
@@ -224,7 +290,23 @@ class Failed:
         return self.fatal or self.damaged
 
 
-Event = StepRecord | StateChanged | ConfigChanged | TraceReady | GradientsReady | SkipExplained | StagesReady | Failed
+Event = (
+    StepRecord
+    | StateChanged
+    | ConfigChanged
+    | TraceReady
+    | LevelTraced
+    | InputsReady
+    | MemoryCounted
+    | GradientsReady
+    | SkipExplained
+    | StagesReady
+    | Failed
+    | Undone
+    | RunsChanged
+    | ActivationsReady
+    | TwinReady
+)
 
 Callback = Callable[[Event], object]
 

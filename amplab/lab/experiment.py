@@ -1,9 +1,12 @@
-"""One experiment: a task, a model, an optimizer and an `amplab.amp.Session`, trained step by step by its owner.
+"""One experiment: a task, a model, its optimizers and an `amplab.amp.Session`, trained step by step by its owner.
 
-    images, labels = batch(step)
-    loss = cross_entropy(model(images), labels)          # under session.casting()
-    with scale_loss(loss * shrink) as scaled: (scaled * fault).backward()
-    optimizer.step()                                      # skipped if a gradient overflowed
+    for each optimizer:
+        for each of its losses:
+            loss = task's loss(model, batch(step))        # under session.casting()
+            with scale_loss(loss * shrink) as scaled: (scaled * fault).backward()
+        optimizer.step()                                  # skipped if a gradient overflowed
+
+A step accumulates the gradients of several batches if the config says so; then each loss is divided by their number.
 
 `trainer.py` runs it in a thread, `views` shows it. Injected faults are real: an overflow is a gradient that float16
 cannot represent, not a flag.
@@ -11,32 +14,57 @@ cannot represent, not a flag.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
+import re
 import time
-from collections.abc import Set
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from amplab.amp import MemoryUse, ScaleRecord, Session
-from amplab.diagnose import FirstNonfinite, first_nonfinite
+from amplab.amp import MemoryUse, ScaleRecord, Session, load_run_state, save_run_state
+from amplab.amp.run_state.file_format import read_run_state
+from amplab.diagnose import Findings, FirstNonfinite, TwinReport, doctor, twin
+from amplab.formats import FLOAT16
 from amplab.formats.exponents import BINS, LOWEST_EXPONENT
 from amplab.kernels import tensor_stats
-from amplab.lab.config import FIELDS, LIVE_FIELDS, OPTIMIZERS, Change, ExperimentConfig
-from amplab.lab.events import GradientRecord, StepRecord
+from amplab.lab.config import (
+    FIELDS,
+    LIVE_FIELDS,
+    OPTIMIZERS,
+    OWN,
+    Change,
+    ExperimentConfig,
+    SettingRefused,
+    listed,
+)
+from amplab.lab.events import GradientRecord, MixedScales, StepRecord
 from amplab.lab.models import build_model
+from amplab.lab.step_rerun import StepRerun
 from amplab.lab.step_stages import StageRecorder, StepStages
-from amplab.lab.tasks import load_task
-from amplab.trace import Trace, trace_step
+from amplab.lab.tasks import MakeOptimizer, Task, TaskLoss, load_task
+from amplab.policies.nested_tensors import floating_tensors_in, map_tensors
+from amplab.trace import Trace, trace_step, xray
+from amplab.trace.handed_step import ModelGroup
+from amplab.trace.kept_tensors import KeptBytes
+from amplab.trace.random_states import random_states_kept
+from amplab.trace.recorder import Observer
 
-__all__ = ["ACCURACY_EVERY", "FAULTS", "UNDERFLOW_SHRINK", "Experiment", "check_fault", "samples_gradients"]
+__all__ = ["FAULTS", "SCORE_EVERY", "UNDERFLOW_SHRINK", "Experiment", "check_fault", "samples_gradients"]
 
 FAULTS = ("overflow", "underflow", "nan")
 
-ACCURACY_EVERY = 25
-"""Steps between two measurements of the accuracy."""
+SCORE_EVERY = 25
+"""Steps between two measurements of the score on held-out data."""
 
 _SAMPLED = ((200, 20), (2_000, 50), (math.inf, 200))  # until this step, a histogram of the gradients every so many
 
@@ -44,8 +72,24 @@ UNDERFLOW_SHRINK = 2.0**-16
 
 _OVERFLOW_LOG2 = 60  # gradients from 2^-44 on then overflow in float16, and no gradient here overflows in float32
 _FLOAT32_TOP = 2.0**127
+_NUMBERED = re.compile(r"models\[(\d+)\]\.")
 
 _SESSION_FIELDS = tuple(name for name, each in FIELDS.items() if each.change is Change.NEW_SESSION)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One forward and backward of a step.
+
+    Attributes:
+        batch: Number of its batch among those that the step accumulates.
+        loss_id: Number of its loss among those of the task.
+        loss: That loss.
+    """
+
+    batch: int
+    loss_id: int
+    loss: TaskLoss
 
 
 class Experiment:
@@ -65,21 +109,24 @@ class Experiment:
     def __init__(self, config: ExperimentConfig) -> None:
         self._config = config
         self._task = load_task(config.task, config.seed)
-        self._task.batches_per_epoch(config.batch_size)
+        self._task.check_batch_size(config.batch_size)
         self._model = build_model(config.model, config.hidden, config.seed)
-        self._optimizer = _build_optimizer(config, self._model)
+        self._build_optimizers(config)
         self._session = Session()
-        self._session.subscribe(self._store_record)
+        self._scaled: list[ScaleRecord] = []  # of the present step
+        self._session.subscribe(self._scaled.append)
         self._initialize(config)
-        self._loss_scale = self._session.loss_scale()
-        self._scaled: ScaleRecord | None = None
+        self._loss_scale = self._lowest_scale()
         self._memory = self._session.memory()
-        self._measure_memory_until = 2  # the optimizer creates its state in its first step
+        self._measure_memory_until = 2  # the optimizers create their state in their first step
         self._step = 0
         self._began: float | None = None
         self._faults: set[str] = set()
         self._shrinking = False
-        self._last_skip: tuple[int, float, frozenset[str]] | None = None
+        self._rerun = StepRerun(self._model, None, self._loss_again, self._session)
+        self._last: StepRecord | None = None  # while the step can run again
+        self._last_loss_id = 0
+        self._mixed_scales: MixedScales | None = None
         self._recorder: StageRecorder | None = None
 
     @property
@@ -88,14 +135,24 @@ class Experiment:
         return self._config
 
     @property
+    def task(self) -> Task:
+        """What is trained."""
+        return self._task
+
+    @property
     def model(self) -> nn.Module:
-        """The model, in the dtype that the opt_level sets."""
+        """The model, in the dtype that the opt_level sets; several models as one `ModelGroup`."""
         return self._model
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer; at O2 it updates the masters."""
-        return self._optimizer
+    def optimizer(self) -> Optimizer:
+        """The first optimizer; at O2 it updates the masters."""
+        return self._optimizers[0]
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """All optimizers, in the order of their steps."""
+        return tuple(self._optimizers)
 
     @property
     def session(self) -> Session:
@@ -109,8 +166,18 @@ class Experiment:
 
     @property
     def loss_scale(self) -> float:
-        """The scale that the next step will use; readable from any thread."""
+        """The scale that the next step will use, of several the lowest; readable from any thread."""
         return self._loss_scale
+
+    @property
+    def mixed_scales(self) -> MixedScales | None:
+        """The scale of each loss of the last step if they differ, else None."""
+        return self._mixed_scales
+
+    @property
+    def armed(self) -> frozenset[str]:
+        """The faults that will go into the next step."""
+        return frozenset(self._faults | ({"underflow"} if self._shrinking else set()))
 
     @property
     def shrinking(self) -> bool:
@@ -121,22 +188,21 @@ class Experiment:
         """Train on the next batch and return what happened. Sync: one."""
         if self._began is None:
             self._began = time.perf_counter()
-        images, labels = self._batch(self._step, self._faults)
-        self._optimizer.zero_grad(set_to_none=True)
-        with self._session.casting():
-            loss = F.cross_entropy(self._model(images), labels)
-            with self._session.scale_loss(self._shrunk(loss), self._optimizer) as scaled:
-                root = self._overflowing(scaled, self._loss_scale, self._faults)
-                if self._recorder is not None:
-                    self._recorder.see_loss(loss, root)
-                root.backward()
-        if self._step < self._measure_memory_until or self._step % ACCURACY_EVERY == 0:
-            self._memory = self._session.memory()
-        self._optimizer.step()
-        record = self._record(loss, self._began)
-        if record.skipped:
-            self._last_skip = record.step, record.loss_scale, frozenset(self._faults)
-        self._loss_scale = record.next_loss_scale
+        self._scaled.clear()
+        batches = [self._batch(self._step, number, self._faults) for number in range(self._config.accumulate)]
+        self._rerun.forget()
+        self._rerun.remember(batches[0] if len(batches) == 1 else batches)
+        losses, exponents = list[Tensor](), list[float]()
+        for number, optimizer in enumerate(self._optimizers):
+            with self._task.random_states_kept():
+                losses += self._backward(number, batches)
+            if self._step < self._measure_memory_until or self._step % SCORE_EVERY == 0:
+                self._memory = self._session.memory()
+            exponents += self._largest_exponent(optimizer)  # O2 drops the gradients of the masters in the step
+            optimizer.step()
+        record = self._record(losses, exponents, self._began)
+        self._last = record
+        self._loss_scale = self._lowest_scale()
         self._faults.clear()
         self._step += 1
         return record
@@ -149,7 +215,7 @@ class Experiment:
 
         Sync: several.
         """
-        recorder = StageRecorder(self._model, [self._optimizer], self._session, first=parameter)
+        recorder = StageRecorder(self._model, self._optimizers, self._session, first=parameter)
         self._recorder = recorder
         try:
             with recorder:
@@ -163,9 +229,10 @@ class Experiment:
 
         - "overflow": the next backward starts from a scaled loss so large that gradients overflow in float16 (at O0:
           in float32). With a dynamic scale the step is skipped; with a static scale it reaches the weights, as in real
-          runs.
-        - "nan": a pixel of the next batch is NaN. With a dynamic scale the weights are safe. The running statistics of
-          a BatchNorm are not, because the forward pass updates them before a step can be skipped.
+          runs. Of a task with several losses it disturbs the first one.
+        - "nan": an element of the next batch is NaN; if the batch holds whole numbers only, an element of the first
+          activation. With a dynamic scale the weights are safe. The running statistics of a BatchNorm are not, because
+          the forward pass updates them before a step can be skipped.
         - "underflow": the loss is multiplied by 2^-16 from the next step on, until it is switched off. The gradients
           are not multiplied back.
 
@@ -196,83 +263,233 @@ class Experiment:
         """
         old = self._config
         self.check_switch(old, config)
+        self._last = None
         if any(getattr(old, name) != getattr(config, name) for name in _SESSION_FIELDS):
             keeps_scale = old.is_dynamic and config.is_dynamic and old.init_scale == config.init_scale
             kept = self._session.state_dict() if keeps_scale else None
             self._session.reset()
             if old.optimizer != config.optimizer:
-                self._optimizer = _build_optimizer(config, self._model)
+                self._build_optimizers(config)
             self._initialize(config)
             if kept is not None:
                 self._session.load_state_dict(_with_upper_limit(kept, config.max_loss_scale))
-            self._loss_scale = self._session.loss_scale()
+            self._loss_scale = self._lowest_scale()
             self._measure_memory_until = self._step + 2
-        for group in self._optimizer.param_groups:
-            group["lr"] = config.learning_rate
-            if "momentum" in group:
-                group["momentum"] = config.momentum
+        self._set_rates(config)
         self._config = config
+
+    def save(self, path: Path, extra: dict[str, Any]) -> None:
+        """Save the experiment between two steps, with `extra` values that `load` returns; see `save_run_state`.
+
+        Raises:
+            OSError: The file cannot be written; the last one is unchanged.
+            RunStateError: A state holds a value that the file cannot hold.
+        """
+        here = {
+            "config": str(self._config),
+            "armed": sorted(self.armed),
+            "seconds": 0.0 if self._began is None else time.perf_counter() - self._began,
+        }
+        save_run_state(
+            path,
+            model=self._model,
+            optimizer=self._optimizers,
+            amp=self._session,
+            position=self._step,
+            extra={**extra, **here},
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> tuple[Experiment, dict[str, Any]]:
+        """Return a saved experiment, which continues bit for bit, and the extra values that were saved with it.
+
+        Raises:
+            OSError: The file cannot be read.
+            RunStateError: It is damaged, or the model of its config has another shape here.
+            ValueError: Its config cannot be read.
+        """
+        extra = read_run_state(path)["extra"]
+        experiment = cls(ExperimentConfig.parse(extra["config"]))
+        with random_states_kept(()):  # a step draws from its own
+            state = load_run_state(
+                path, model=experiment._model, optimizer=experiment._optimizers, amp=experiment._session
+            )
+        experiment._step, experiment._measure_memory_until = state.position, state.position + 2
+        experiment._began = time.perf_counter() - extra["seconds"]
+        experiment._loss_scale = experiment._lowest_scale()
+        for fault in extra["armed"]:
+            experiment.inject(fault, on=True)
+        return experiment, extra
 
     def check_switch(self, old: ExperimentConfig, new: ExperimentConfig) -> None:
         """Raise ValueError if `switch` from `old` to `new` would."""
         _refuse_new_weights(old, new)
-        self._task.batches_per_epoch(new.batch_size)
+        self._task.check_batch_size(new.batch_size)
+        for name in listed(new.float32_modules):
+            self._check_module(name)
 
-    def accuracy(self) -> float:
-        """Return the share of held-out images that the model classifies correctly. Sync: one."""
+    def _check_module(self, pattern: str) -> None:
+        """Raise ValueError unless a module of the model matches."""
+        names = self.module_names()
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = ", ".join(get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]) or "none"
+            raise SettingRefused(
+                f"float32_modules={pattern}: matches no module of the model; the closest are {near}.",
+                shown=f"{FIELDS['float32_modules'].label}: there is no {pattern}; choose from {near}.",
+            )
+
+    def score(self) -> float | None:
+        """Return the task's score on held-out data, None if it has none. Sync: one."""
+        if self._task.score is None:
+            return None
+        modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
-            with torch.no_grad(), self._session.casting():
-                predicted = self._model(self._task.held_out_images).argmax(dim=1)  # (held_out,)
+            with torch.no_grad(), self._session.casting(), self._task.random_states_kept():
+                self._task.seed_forward(self._step, len(self._task.losses))
+                return self._task.measure(self._model)
         finally:
-            self._model.train()
-        return float((predicted == self._task.held_out_labels).float().mean().item())
+            for module, training in modes:
+                module.training = training
 
-    def trace(self) -> Trace:
-        """Record the forward and backward of the next batch, op by op; the experiment does not change."""
-        images, labels = self._task.batch(self._step, self._config.batch_size)
+    def trace(self, observer: Observer | None = None) -> Trace:
+        """Record the forward and backward of the next batch, op by op; the experiment does not change.
+
+        The losses of a task with several are added before the backward.
+
+        Args:
+            observer: Reads the tensors of every op.
+        """
+        step, batch = self._step, self._batch(self._step)
+        parts = [part for part in self._parts() if part.batch == 0]
         return trace_step(
             self._model,
-            lambda: F.cross_entropy(self._model(images), labels),
+            lambda: _sum(self._forward(self._model, part, batch, step) for part in parts),
             casting=self._session.casting(),
             loss_scale=self._loss_scale,
+            observer=observer,
         )
 
-    def explain_skip(self) -> FirstNonfinite | None:
-        """Run the last skipped step again and return which op overflowed first, and why.
+    def examine(self) -> Findings:
+        """Return what `amplab.doctor` finds in the next step; the experiment does not change. Sync: many."""
+        step, batch = self._step, self._batch(self._step)
+        parts = [part for part in self._parts() if part.batch == 0]
+        found = doctor(
+            self._model,
+            batch,
+            step=lambda: self._shrunk(_sum(self._forward(self._model, part, batch, step) for part in parts)),
+            optimizer=self._optimizers,
+            scaler=self._session,
+        )
+        return cast(Findings, found)  # of a model, not of the machine
 
-        It runs at the current weights, which are still those of the skipped step until the next step without overflow.
+    def module_names(self) -> tuple[str, ...]:
+        """Return the names of the model's modules, of which float32_modules may list some; none of several models."""
+        if isinstance(self._model, ModelGroup):
+            return ()
+        return tuple(name for name, _ in self._model.named_modules() if name)
+
+    @property
+    def last_skip(self) -> StepRecord | None:
+        """The last step if it was skipped: its batch, weights and random state are still there. Else None."""
+        return self._last if self._last is not None and self._last.skipped else None
+
+    def explain_skip(self) -> FirstNonfinite | None:
+        """Run `last_skip` again from the state in which it began; return which op overflowed first, and why.
+
         The experiment does not change.
 
         Returns:
-            The explanation; None if no step was skipped, or if the batch does not overflow any more.
+            The explanation; None if there is no such step, or if it is finite when it runs again.
 
         Sync: a few.
         """
-        if self._last_skip is None:
-            return None
-        step, scale, faults = self._last_skip
-        images, labels = self._batch(step, faults)
+        skip = self.last_skip
+        return None if skip is None else self._rerun.first_nonfinite(skip.loss_scale)
 
-        def loss() -> Tensor:
-            shrunk = self._shrunk(F.cross_entropy(self._model(images), labels))
-            return self._overflowing(shrunk, scale, faults)
+    def _loss_again(self, given: Any) -> Tensor:
+        """Return the loss that was skipped in the last step, with the faults that went into it."""
+        last = self._last
+        if last is None:
+            raise RuntimeError("no step can run again: expected one that has just ended.")
+        batches = [given] if self._config.accumulate == 1 else given
+        faults = frozenset((last.injected or "").split("+"))
 
-        batch = {"images": images, "labels": labels}
-        return first_nonfinite(self._model, batch, step=loss, scaler=self._session, loss_scale=scale)
+        def disturbed(part: _Part) -> Tensor:
+            loss = self._forward(self._model, part, batches[part.batch], last.step, faults)
+            shrunk = loss * UNDERFLOW_SHRINK if "underflow" in faults else loss
+            return self._disturbed(shrunk, part, last.loss_scale, faults)
+
+        return _sum(disturbed(part) for part in self._parts() if part.loss_id == self._last_loss_id)
 
     def gradients(self) -> GradientRecord:
-        """Return the exponents of the gradients of the next batch, in float32 at the current (master) weights.
+        """Return the exponents of the gradients of the next step, in float32 at the current (master) weights.
 
-        An injected underflow shrinks them as it shrinks the loss. The experiment does not change.
+        An injected underflow shrinks them as it shrinks the loss. The experiment does not change: dropout draws
+        what the next step will draw again.
         """
         model = self._float32_copy()
-        images, labels = self._task.batch(self._step, self._config.batch_size)
-        self._shrunk(F.cross_entropy(model(images), labels)).backward()
-        grads = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-        stats = tensor_stats(list(grads.values()), low=LOWEST_EXPONENT, bins=BINS).read()
-        layers = tuple(zip(grads, (each.exponents for each in stats), strict=True))
+        grads: dict[str, Tensor] = {}
+        for number, names in enumerate(self._names):
+            model.zero_grad(set_to_none=True)
+            with self._task.random_states_kept():
+                for part in self._parts(number):
+                    batch = self._batch(self._step, part.batch)
+                    self._shrunk(self._forward(model, part, batch, self._step)).backward()
+            weights = dict(model.named_parameters())
+            grads |= {name: grad for name in names if (grad := weights[name].grad) is not None}
+        named = [name for name, _ in model.named_parameters() if name in grads]
+        stats = tensor_stats([_dense(grads[name]) for name in named], low=LOWEST_EXPONENT, bins=BINS).read()
+        layers = tuple(zip(named, (each.exponents for each in stats), strict=True))
         return GradientRecord(step=self._step, loss_scale=self._loss_scale, layers=layers)
+
+    def activations(self) -> int | None:
+        """Return the bytes that the forward of the next batch keeps for its backward; the experiment does not change.
+
+        They include 16-bit copies of weights. None for a model that calls `torch.func`, where they cannot be counted.
+        """
+        kept = self.kept()
+        return None if kept is None else kept.total
+
+    def kept(self, *, batch_size: int | None = None) -> KeptBytes | None:
+        """Return what `activations` counts, by module; the experiment does not change.
+
+        Args:
+            batch_size: Size of the batch; None for that of the config. Where it has no effect, the batch is the task's.
+        """
+        size, part = batch_size or self._config.batch_size, self._parts()[0]
+        batch = self._task.batch(self._step * self._config.accumulate, size)
+        with self._session.casting():
+            return xray(self._model, step=lambda: self._forward(self._model, part, batch, self._step)).kept
+
+    def twin(self, *, steps: int = 10) -> TwinReport:
+        """Train a float32 copy and one in this precision from the present weights, and compare them module by module.
+
+        Both take the next batches. The experiment does not change.
+
+        Raises:
+            ValueError: The task has several models or optimizers, which twins do not.
+        """
+        self.check_twin()
+        config, first, losses = self._config, self._step, self._task.losses
+        return twin(
+            self._float32_copy(),
+            lambda number: self._task.batch(first + number, config.batch_size),
+            "O0",
+            _settings(config),
+            steps=steps,
+            step=lambda model, batch: _sum(each.of(model, batch) for each in losses),
+            optimizer=lambda weights: self._task.optimizer_of(list(weights), _maker(config)),
+            seed=config.seed,
+        )
+
+    def check_twin(self) -> None:
+        """Raise ValueError if `twin` would."""
+        if isinstance(self._model, ModelGroup) or len(self._optimizers) > 1:
+            raise ValueError(
+                f"Twin trains one model with one optimizer, and {self._config.task} has {len(self._optimizers)} "
+                "optimizers; choose another task."
+            )
 
     def nonfinite_buffers(self) -> tuple[str, ...]:
         """Return the names of the model's buffers that hold NaN or inf, which a skipped step keeps. Sync: one."""
@@ -287,86 +504,152 @@ class Experiment:
         """
         return self._memory
 
-    def _initialize(self, config: ExperimentConfig) -> None:
-        dynamic: dict[str, Any] = {"dynamic_init_scale": config.init_scale, "scale_window": config.growth_interval}
-        self._session.initialize(
-            self._model,
-            self._optimizer,
-            opt_level=config.opt_level,
-            keep_batchnorm_fp32=config.keep_batchnorm_fp32,
-            master_weights=config.master_weights,
-            loss_scale=config.loss_scale,
-            verbosity=0,
-            on_collapse="warn",  # a run that skips every step can be worth watching
-            min_loss_scale=config.min_loss_scale,
-            max_loss_scale=config.max_loss_scale,
-            **(dynamic if config.is_dynamic else {}),
-        )
+    # -- one step, in parts --------------------------------------------------------------------------
 
-    def _store_record(self, record: ScaleRecord) -> None:
-        self._scaled = record
+    def _backward(self, number: int, batches: Sequence[Any]) -> list[Tensor]:
+        """Compute the unscaled gradients of one optimizer; return the losses, before any shrinking."""
+        optimizer, parts = self._optimizers[number], self._parts(number)
+        optimizer.zero_grad(set_to_none=True)
+        losses, delays = [], len({part.loss_id for part in parts}) == 1
+        with self._session.casting():
+            for part in parts:
+                loss = self._forward(self._model, part, batches[part.batch], self._step, self._faults)
+                losses.append(loss.detach())
+                with self._session.scale_loss(
+                    self._shrunk(loss),
+                    optimizer,
+                    loss_id=part.loss_id,
+                    delay_unscale=delays and part is not parts[-1],  # one check for the sum of all batches
+                ) as scaled:
+                    root = self._disturbed(scaled, part, self._session.loss_scale(part.loss_id), self._faults)
+                    if self._recorder is not None:
+                        self._recorder.see_loss(loss, root)
+                    root.backward()
+        return losses
 
-    def _batch(self, step: int, faults: Set[str]) -> tuple[Tensor, Tensor]:
-        images, labels = self._task.batch(step, self._config.batch_size)
-        if "nan" in faults:
-            images[0, 0, 0, 0] = math.nan  # in a copy, since `batch` indexes by rows
-        return images, labels
+    def _parts(self, optimizer: int | None = None) -> list[_Part]:
+        """Return the parts of a step, in order; of one optimizer, or all."""
+        losses = [each for each in enumerate(self._task.losses) if optimizer in (None, each[1].optimizer)]
+        return [_Part(batch, *each) for batch in range(self._config.accumulate) for each in losses]
+
+    def _forward(self, model: nn.Module, part: _Part, batch: Any, step: int, faults: Set[str] = frozenset()) -> Tensor:
+        """Return the loss of one part, with the random numbers that belong to it."""
+        place = part.batch * (len(self._task.losses) + 1) + part.loss_id
+        self._task.seed_forward(step, place)
+        without_floats = "nan" in faults and not floating_tensors_in(batch)
+        with _nan_in_first_activation(model) if without_floats else nullcontext():
+            loss = part.loss.of(model, batch)
+        return loss if self._config.accumulate == 1 else loss / self._config.accumulate
+
+    def _batch(self, step: int, number: int = 0, faults: Set[str] = frozenset()) -> Any:
+        batch = self._task.batch(step * self._config.accumulate + number, self._config.batch_size)
+        return _with_nan(batch) if "nan" in faults else batch
 
     def _shrunk(self, loss: Tensor) -> Tensor:
         return loss * UNDERFLOW_SHRINK if self._shrinking else loss
 
-    def _overflowing(self, scaled: Tensor, scale: float, faults: Set[str]) -> Tensor:
-        if "overflow" not in faults:
+    def _disturbed(self, scaled: Tensor, part: _Part, scale: float, faults: Set[str]) -> Tensor:
+        """Return a scaled loss, so large that gradients overflow if that fault is armed for this part."""
+        if "overflow" not in faults or part.loss_id or part.batch:
             return scaled
-        if self._config.opt_level == "O0":
+        if self._config.level.range_format is not FLOAT16:
             return scaled * _FLOAT32_TOP * _FLOAT32_TOP
         return scaled * math.ldexp(1.0 / scale, _OVERFLOW_LOG2)
 
-    @property
-    def _last_scaled(self) -> ScaleRecord:
-        if self._scaled is None:
-            raise RuntimeError("no training step has run yet; run a step first.")
-        return self._scaled
-
-    def _record(self, loss: Tensor, began: float) -> StepRecord:
-        scaled = self._last_scaled
+    def _record(self, losses: Sequence[Tensor], exponents: Sequence[float], began: float) -> StepRecord:
+        limiting = self._limiting_scale()
         injected = [fault for fault in FAULTS if fault in self._faults or (fault == "underflow" and self._shrinking)]
-        measured = (self._step + 1) % ACCURACY_EVERY == 0
-        value = loss.item()
+        value = sum(loss.item() for loss in losses)
+        scales = tuple(each.loss_scale for each in self._scaled)
+        self._mixed_scales = MixedScales(self._step, scales) if len({*scales}) > 1 else None
+        if limiting.skipped:
+            self._last_loss_id = limiting.loss_id
+            faulty = self._faults or not math.isfinite(value)
+            exponents = [math.inf if faulty else self.gradients().sample.histogram.largest_exponent]
         return StepRecord(
             step=self._step,
             loss=value,
-            loss_scale=scaled.loss_scale,
-            next_loss_scale=scaled.next_loss_scale,
-            skipped=scaled.skipped,
-            first_nonfinite=scaled.first_nonfinite,
+            loss_scale=limiting.loss_scale,
+            next_loss_scale=limiting.next_loss_scale,
+            skipped=limiting.skipped,
+            first_nonfinite=self._name_in_model(limiting.first_nonfinite),
             opt_level=self._config.opt_level,
-            accuracy=self.accuracy() if measured else None,
+            score=self.score() if (self._step + 1) % SCORE_EVERY == 0 else None,
             seconds=round(time.perf_counter() - began, 6),
             injected="+".join(injected) or None,
-            grad_exponent=self._largest_exponent(value),
+            grad_exponent=max(exponents, default=None),
         )
 
-    def _largest_exponent(self, loss: float) -> float | None:
-        """Return floor(log2) of the largest unscaled gradient; of a skipped step, of its gradients in float32."""
-        if self._last_scaled.skipped:
-            faulty = self._faults or not math.isfinite(loss)
-            return math.inf if faulty else self.gradients().sample.histogram.largest_exponent
-        grads = [weight.grad for weight in self._session.master_params(self._optimizer) if weight.grad is not None]
+    def _name_in_model(self, name: str | None) -> str | None:
+        """Return a parameter's name as the model has it; a session numbers several models."""
+        numbered = _NUMBERED.match(name or "")
+        if name is None or numbered is None:
+            return name
+        children = [child for child, _ in self._model.named_children()]
+        return f"{children[int(numbered[1])]}.{name[numbered.end() :]}"
+
+    def _limiting_scale(self) -> ScaleRecord:
+        """Return what happened to the scale of this step: of several that of the first skip, else the lowest."""
+        if not self._scaled:
+            raise RuntimeError("no training step has run yet; run a step first.")
+        return next((each for each in self._scaled if each.skipped), None) or min(
+            self._scaled, key=lambda each: each.loss_scale
+        )
+
+    def _largest_exponent(self, optimizer: Optimizer) -> list[float]:
+        """Return floor(log2) of the largest unscaled gradient of an optimizer; nothing if it has none."""
+        grads = [weight.grad for weight in self._session.master_params(optimizer) if weight.grad is not None]
         if not grads:
-            return None
-        largest = torch.cat([grad.reshape(-1) for grad in grads]).abs_().max().item()
+            return []
+        largest = torch.cat([_dense(grad).reshape(-1) for grad in grads]).abs_().max().item()
         if largest == 0.0:
-            return -math.inf
-        return math.frexp(largest)[1] - 1.0 if math.isfinite(largest) else math.inf
+            return [-math.inf]
+        return [math.frexp(largest)[1] - 1.0 if math.isfinite(largest) else math.inf]
+
+    # -- the session and the optimizers --------------------------------------------------------------
+
+    def _initialize(self, config: ExperimentConfig) -> None:
+        # A run that skips every step can be worth watching.
+        self._session.initialize(
+            [*self._model.children()] if isinstance(self._model, ModelGroup) else self._model,
+            self._optimizers,
+            num_losses=len(self._task.losses),
+            verbosity=0,
+            on_collapse="warn",
+            **_settings(config),
+        )
+
+    def _lowest_scale(self) -> float:
+        return min(self._session.loss_scale(loss_id) for loss_id in range(len(self._task.losses)))
+
+    def _build_optimizers(self, config: ExperimentConfig) -> None:
+        """Build the optimizers, and note the names of their parameters and their learning rates."""
+        self._optimizers = self._task.optimizers(self._model, _maker(config))
+        names = {id(weight): name for name, weight in self._model.named_parameters()}
+        self._names = [[names[id(weight)] for weight in _stepped(each)] for each in self._optimizers]
+        self._rates = [[group.get("lr", 0.0) for group in each.param_groups] for each in self._optimizers]
+        self._set_rates(config)
+
+    def _set_rates(self, config: ExperimentConfig) -> None:
+        """Set the learning rate of the first group; those of others keep their ratio to it."""
+        first = self._rates[0][0]
+        for optimizer, rates in zip(self._optimizers, self._rates, strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                if "lr" in group and first:
+                    group["lr"] = config.learning_rate * (rate / first)
+                if "momentum" in group and config.optimizer != OWN:
+                    group["momentum"] = config.momentum
 
     def _float32_copy(self) -> nn.Module:
-        """Return another model with the current weights in float32 (the masters if there are any)."""
+        """Return another model with the current weights in float32 (the masters if there are any) and buffers."""
         config = self._config
         model = build_model(config.model, config.hidden, config.seed)
+        current = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        for optimizer, names in zip(self._optimizers, self._names, strict=True):
+            current |= dict(zip(names, self._session.master_params(optimizer), strict=True))
         with torch.no_grad():
-            for parameter, master in zip(model.parameters(), self._session.master_params(self._optimizer), strict=True):
-                parameter.copy_(master)
+            for name, value in (*model.named_parameters(), *model.named_buffers()):
+                value.copy_(current[name])
         return model
 
 
@@ -386,10 +669,74 @@ def check_fault(fault: str) -> None:
         raise ValueError(f"{fault!r}: expected a fault that can be injected; choose from {', '.join(FAULTS)}.")
 
 
-def _build_optimizer(config: ExperimentConfig, model: nn.Module) -> torch.optim.Optimizer:
+def _settings(config: ExperimentConfig) -> dict[str, Any]:
+    """Return the arguments of `Session.initialize` that the config decides."""
+    dynamic: dict[str, Any] = {"dynamic_init_scale": config.init_scale, "scale_window": config.growth_interval}
+    return {
+        "opt_level": config.level.opt_level,
+        "policy": config.policy,
+        "keep_batchnorm_fp32": config.keep_batchnorm_fp32,
+        "master_weights": config.master_weights,
+        "loss_scale": config.effective_loss_scale,
+        "min_loss_scale": config.min_loss_scale,
+        "max_loss_scale": config.max_loss_scale,
+        **(dynamic if config.is_dynamic else {}),
+    }
+
+
+def _maker(config: ExperimentConfig) -> MakeOptimizer | None:
+    """Return what makes an optimizer of the config's kind of some parameters; None for the task's own kind."""
+    if config.optimizer == OWN:
+        return None
     choice = OPTIMIZERS[config.optimizer]
     options = {"momentum": config.momentum} if choice.takes_momentum else {}
-    return choice.build(model.parameters(), lr=config.learning_rate, **options)
+    return functools.partial(choice.build, lr=config.learning_rate, **options)
+
+
+def _stepped(optimizer: Optimizer) -> list[Tensor]:
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
+def _sum(losses: Iterable[Tensor]) -> Tensor:
+    return functools.reduce(operator.add, losses)
+
+
+def _dense(grad: Tensor) -> Tensor:
+    return grad.to_dense() if grad.is_sparse else grad
+
+
+def _with_nan(batch: Any) -> Any:
+    """Return a copy of a batch in which one element is NaN; the batch itself if it holds whole numbers only."""
+    tensors = iter(floating_tensors_in(batch))
+    first = next((tensor for tensor in tensors if tensor.numel()), None)
+    return map_tensors(batch, lambda tensor: _with_nan_in(tensor) if tensor is first else tensor)
+
+
+def _with_nan_in(tensor: Tensor) -> Tensor:
+    changed = tensor.clone(memory_format=torch.contiguous_format)
+    changed.view(-1)[0] = math.nan
+    return changed
+
+
+@contextmanager
+def _nan_in_first_activation(model: nn.Module) -> Iterator[None]:
+    """Put NaN into one element of the first floating-point tensor that a module without children returns."""
+    is_done = False
+
+    def disturb(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+        nonlocal is_done
+        if is_done or not floating_tensors_in(output):
+            return None
+        is_done = True
+        return _with_nan(output)
+
+    leaves = [module for module in model.modules() if not [*module.children()]]
+    handles = [module.register_forward_hook(disturb) for module in leaves]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _refuse_new_weights(old: ExperimentConfig, new: ExperimentConfig) -> None:

@@ -8,15 +8,18 @@ from dataclasses import replace
 from typing import Any
 
 from amplab.diagnose import Finding, Findings, Observation, StepObservation
+from amplab.diagnose.catalogue import finding
 from amplab.diagnose.ranking import ranked
+from amplab.diagnose.remedies.api_styles import Api
 from amplab.display.numbers import count
 from amplab.formats import FLOAT16
-from amplab.lab.config import ExperimentConfig
+from amplab.lab.config import OPTIMIZERS, ExperimentConfig
 from amplab.lab.events import StepRecord
 from amplab.lab.history import History
+from amplab.lab.skip_explanation import SkipExplanation
 from amplab.lab.watched_run import NO_LEVEL, WatchedRun
 
-__all__ = ["LOOK_BACK", "finding_from_log", "finding_to_log", "observed_run", "with_explained"]
+__all__ = ["LOOK_BACK", "diverged", "finding_from_log", "finding_to_log", "observed_run", "with_explained"]
 
 LOOK_BACK = 2000
 """Number of steps at the end of a run that the rules read."""
@@ -65,6 +68,27 @@ def observed_run(
     return Observation(tuple(map(observed, records)), growth_interval, changes, scaling, level)
 
 
+def diverged(history: History, why: SkipExplanation, config: ExperimentConfig) -> Iterator[Finding]:
+    """Yield the finding of a skipped step whose loss has exploded in float32; the rules of runs see finite losses."""
+    first, rate = history.record(0).loss, config.learning_rate
+    taken = len(history) - history.skip_count
+    if why.kind != "divergence" or why.loss is None or not math.isfinite(first):
+        return
+    yield finding(
+        "diverging",
+        api=Api.of_opt_level(config.opt_level),
+        certainty="likely",
+        evidence={
+            "first_loss": first,
+            "loss_now": why.loss,
+            "steps_taken": taken,
+            "learning_rate": config.learning_rate,
+        },
+        rate=f"{min(rate / 10, OPTIMIZERS[config.optimizer].lr):.2g}",
+        until="computed in float32, since the step was skipped",
+    )
+
+
 def with_explained(
     found: Iterable[Finding], explained: Iterable[tuple[int, Finding]], skips: Sequence[int] = ()
 ) -> Findings:
@@ -94,8 +118,8 @@ def with_explained(
     return ranked((*found, *dated))
 
 
-def _key(finding: Finding) -> tuple[str, ...]:
-    return finding.name, finding.module, finding.op
+def _key(found: Finding) -> tuple[str, ...]:
+    return found.name, found.module, found.op
 
 
 def _explanations(explained: Sequence[tuple[int, Finding]], skips: Sequence[int]) -> Iterator[tuple[int, Finding]]:
@@ -118,20 +142,20 @@ def _rows(skips: Sequence[int]) -> list[list[int]]:
     return rows
 
 
-def _dated(finding: Finding, found_in: int, explains: Sequence[int], skips: int) -> Finding:
+def _dated(found: Finding, found_in: int, explains: Sequence[int], skips: int) -> Finding:
     """Return a finding that says in which step it began and how many skips it explains."""
     first = min(found_in, *explains[:1]) if explains else found_in
-    evidence = {**finding.evidence, "first_step": first} | ({"skips_explained": len(explains)} if explains else {})
+    evidence = {**found.evidence, "first_step": first} | ({"skips_explained": len(explains)} if explains else {})
     said = f"First found in step {first}."
     if explains:
         said = f"It began in step {first} and explains {len(explains):,} of {count(skips, 'skipped step')}."
-    return replace(finding, symptom=f"{finding.symptom} {said}", evidence=evidence)
+    return replace(found, symptom=f"{found.symptom} {said}", evidence=evidence)
 
 
-def finding_to_log(finding: Finding) -> dict[str, Any]:
+def finding_to_log(found: Finding) -> dict[str, Any]:
     """Return a finding as JSON for a run log; inf and NaN, which JSON does not have, become text."""
-    evidence = {name: _plain(value) for name, value in finding.evidence.items()}
-    return {**finding.as_dict(), "evidence": evidence}
+    evidence = {name: _plain(value) for name, value in found.evidence.items()}
+    return {**found.as_dict(), "evidence": evidence}
 
 
 def finding_from_log(fields: Mapping[str, Any]) -> Finding:
@@ -148,7 +172,7 @@ def _scaling(config: ExperimentConfig | WatchedRun | None) -> tuple[str, str]:
     """Return the API style that scaled the losses, and the opt_level; empty if unknown."""
     if isinstance(config, WatchedRun):
         return config.scaling, config.opt_level.replace(NO_LEVEL, "")
-    return ("", "") if config is None else ("apex", config.opt_level)
+    return ("", "") if config is None else ("apex", config.level.opt_level)
 
 
 def _is_dynamic(config: ExperimentConfig | WatchedRun | None) -> bool:

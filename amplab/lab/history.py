@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 
@@ -17,10 +17,12 @@ import numpy as np
 
 from amplab.amp import MemoryUse
 from amplab.diagnose import ScaleHistory, WhatIf, WhatIfs, what_if, what_ifs
-from amplab.formats import FLOAT16, FLOAT32
+from amplab.formats import FLOAT16, FloatFormat
 from amplab.lab.changes import RunChange
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
-from amplab.scalers import ScaleRule
+from amplab.lab.levels import LEVELS
+from amplab.lab.skip_explanation import SkipExplanation
+from amplab.scalers import ScalePath, ScaleRule, overflow_limits, scale_path
 
 __all__ = ["BLOCK", "COLUMNS", "BlockExtremes", "History", "extreme_rows", "recorded", "row_of", "thin"]
 
@@ -32,7 +34,7 @@ COLUMNS: dict[str, type] = {
     "skipped": np.bool_,
     "first_nonfinite": np.int32,
     "opt_level": np.int32,
-    "accuracy": np.float64,
+    "score": np.float64,
     "seconds": np.float64,
     "injected": np.int32,
     "grad_exponent": np.float64,
@@ -40,7 +42,7 @@ COLUMNS: dict[str, type] = {
 """The type of the column of each field of `StepRecord`, in its order; int32 columns are codes of words."""
 
 _WORDS = tuple(name for name, kind in COLUMNS.items() if kind is np.int32)
-_UNMEASURED = ("accuracy", "grad_exponent")  # NaN where they are None
+_UNMEASURED = ("score", "grad_exponent")  # NaN where they are None
 _FIRST_CAPACITY = 1024
 _PENDING = 256
 
@@ -83,8 +85,9 @@ class History:
         self._extremes: dict[str, BlockExtremes] = {}
         self._samples: list[GradientSample] = []
         self._mixed: list[MixedScales] = []
+        self._explanations: dict[int, SkipExplanation] = {}
         self._last: StepRow | None = None
-        self._last_accuracy: float | None = None
+        self._last_score: float | None = None
 
     def append(self, record: StepRecord) -> None:
         """Add the next step."""
@@ -94,9 +97,9 @@ class History:
         """Add the next step as its values, with None for a missing loss; the columns are filled later."""
         self._pending.append(row)  # atomic, so that a reader needs the lock and this does not
         self._last = row
-        accuracy = row[7]  # as in `StepRow`
-        if accuracy is not None:
-            self._last_accuracy = accuracy
+        score = row[7]  # as in `StepRow`
+        if score is not None:
+            self._last_score = score
         if len(self._pending) >= _PENDING:
             with self._lock:
                 self._fill()
@@ -111,6 +114,17 @@ class History:
         """The histograms of the gradients, in the order of their steps."""
         with self._lock:
             return tuple(self._samples)
+
+    def explain(self, explanation: SkipExplanation) -> None:
+        """Add why a step was skipped; a later explanation of the same step replaces it."""
+        with self._lock:
+            self._explanations[explanation.step] = explanation
+
+    @property
+    def explanations(self) -> dict[int, SkipExplanation]:
+        """Why steps were skipped, by step, as far as they were explained."""
+        with self._lock:
+            return dict(self._explanations)
 
     def keep_memory(self, step: int, memory: MemoryUse) -> None:
         """Add the bytes that training holds from `step` on, unless they are those of before."""
@@ -164,9 +178,18 @@ class History:
         samples = [(sample.step, sample.histogram) for sample in self.gradient_samples]
         exponents = [None if math.isnan(value) else value for value in self.column("grad_exponent").tolist()]
         scales, skipped = self.column("loss_scale").tolist(), self.column("skipped").tolist()
-        in_single = set(self.column("opt_level").tolist()) == {"O0"}
-        record = ScaleHistory(scales, skipped, exponents, samples, FLOAT32 if in_single else FLOAT16)
+        record = ScaleHistory(scales, skipped, exponents, samples, self._range_format())
         return what_ifs(record) if rule is None else what_if(record, rule)
+
+    def scale_paths(self, rules: Mapping[str, ScaleRule]) -> dict[str, ScalePath]:
+        """Return the scales of this run under each rule: those of `replay`, much faster and without its doubts."""
+        limits = overflow_limits(self.column("grad_exponent"), self.column("loss_scale"), self._range_format())
+        return {name: scale_path(rule, limits) for name, rule in rules.items()}
+
+    def _range_format(self) -> FloatFormat:
+        """Return the format whose range the gradients of all steps must fit; float16 if there are several."""
+        formats = {LEVELS[name].range_format for _, name in self.level_changes() if name in LEVELS}
+        return formats.pop() if len(formats) == 1 else FLOAT16
 
     def __len__(self) -> int:
         """Return the number of steps."""
@@ -183,9 +206,9 @@ class History:
         return None if self._last is None else recorded(self._last)
 
     @property
-    def last_accuracy(self) -> float | None:
-        """The last measured accuracy, None before the first."""
-        return self._last_accuracy
+    def last_score(self) -> float | None:
+        """The last measured score on held-out data, None before the first."""
+        return self._last_score
 
     @property
     def skip_count(self) -> int:
@@ -194,7 +217,7 @@ class History:
             return len(self._skipped)
 
     def column(self, name: str) -> np.ndarray:
-        """Return a copy of one column, `(steps,)`: words as an object array, NaN where no accuracy was measured."""
+        """Return a copy of one column, `(steps,)`: words as an object array, NaN where no score was measured."""
         with self._filled():
             return self._take(name, np.arange(self._length))
 
@@ -216,6 +239,22 @@ class History:
         """Return the skipped steps, from the `start`-th skip on."""
         with self._filled():
             return [self._record(row) for row in self._skipped[start:]]
+
+    def skipped_steps(self) -> list[int]:
+        """Return the numbers of the skipped steps."""
+        with self._filled():
+            steps: list[int] = self._columns["step"][self._skipped].tolist()
+            return steps
+
+    def skip_groups(self) -> list[tuple[int, int]]:
+        """Return (first row, last row) of each group of skips that follow one another at one level and fault."""
+        with self._filled():
+            rows = np.array(self._skipped, dtype=np.int64)
+            codes = np.stack([self._columns[name][rows] for name in ("opt_level", "injected")])  # (2, skips)
+            ends = np.flatnonzero((np.diff(rows) != 1) | (np.diff(codes) != 0).any(axis=0))
+            firsts = rows[np.concatenate([[0], ends + 1])] if len(rows) else rows
+            lasts = rows[np.concatenate([ends, [len(rows) - 1]])] if len(rows) else rows
+            return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
 
     def missing_losses(self) -> frozenset[int]:
         """Return the steps without a loss; their records hold NaN, as those of a loss that is NaN."""

@@ -1,7 +1,8 @@
 """The models of the lab: small enough to train live on a CPU, with the layers that mixed precision treats differently.
 
 `MLP` has linear layers and ReLU only. `CNN` has convolutions and BatchNorm, which O2 keeps in float32 and O3 does not.
-To add a model, define it here under `register_model`: configs, the command line and the dashboard read `MODELS`.
+To add a model, define it under `register_model`: configs, the command line and the dashboard read `MODELS`. Each model
+belongs to the tasks whose batches it takes.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["CLASSES", "CNN", "MLP", "MODELS", "ModelChoice", "build_model", "register_model"]
+__all__ = ["CLASSES", "CNN", "DIGITS", "MLP", "MODELS", "ModelChoice", "build_model", "models_of", "register_model"]
 
 CLASSES = 10
+DIGITS = ("digits", "digits-16", "digits-1023")
+"""The tasks that the models of this file can train."""
+
 _PIXELS = 8 * 8
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 
@@ -30,24 +34,26 @@ class ModelChoice:
 
     Attributes:
         label: Its name in the dashboard.
-        build: Takes the width of the hidden layers and returns the model, which maps images `(batch, 1, 8, 8)` to
-            logits `(batch, 10)`.
+        build: Takes the width of the hidden layers and returns the model; several models as one `ModelGroup`.
+        tasks: Names of the tasks that can train it.
     """
 
     label: str
     build: Callable[[int], nn.Module]
+    tasks: tuple[str, ...] = ("digits",)
 
 
 MODELS: dict[str, ModelChoice] = {}
 """The models, keyed by their name in a config."""
 
 
-def register_model(name: str, *, label: str) -> Callable[[Build], Build]:
+def register_model(name: str, *, label: str, task: str | tuple[str, ...] = "digits") -> Callable[[Build], Build]:
     """Decorate a class or a function so that a config can name it.
 
     Args:
         name: The name in a config, lower case and without spaces.
         label: The name in the dashboard.
+        task: Name of the task that can train it, or of several.
 
     Raises:
         TypeError: What is decorated cannot be called.
@@ -63,13 +69,22 @@ def register_model(name: str, *, label: str) -> Callable[[Build], Build]:
             raise TypeError(
                 f"register_model({name!r}) got {build!r}: expected a class or a function that takes a width."
             )
-        MODELS[name] = ModelChoice(label, build)
+        MODELS[name] = ModelChoice(label, build, (task,) if isinstance(task, str) else task)
         return build
 
     return register
 
 
-@register_model("mlp", label="MLP")
+def models_of(task: str) -> dict[str, ModelChoice]:
+    """Return the models that a task can train, by name; the first one is the task's default.
+
+    >>> list(models_of("digits"))[:2]
+    ['mlp', 'cnn']
+    """
+    return {name: choice for name, choice in MODELS.items() if task in choice.tasks}
+
+
+@register_model("mlp", label="MLP", task=DIGITS)
 class MLP(nn.Module):
     """Two hidden layers: 64 → hidden → hidden → 10.
 
@@ -94,7 +109,7 @@ class MLP(nn.Module):
         return logits
 
 
-@register_model("cnn", label="CNN")
+@register_model("cnn", label="CNN", task=DIGITS)
 class CNN(nn.Module):
     """Two convolutions with BatchNorm, one hidden layer.
 

@@ -7,17 +7,31 @@ this module as `amplab.lab.open`.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from amplab.lab.config import ExperimentConfig
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from amplab.lab.checkpoints import last_checkpoint
+from amplab.lab.config import OWN, ExperimentConfig
+from amplab.lab.first_paint import START_LINE
+from amplab.lab.models import models_of
+from amplab.lab.own_task import forget_own, register_own
 from amplab.lab.run_log import Run, runs_directory
+from amplab.lab.tasks import TASKS
 from amplab.lab.trainer import Trainer
 from amplab.lab.watch import Watch
+from amplab.trace.handed_step import Loss, shows_calls
 
 if TYPE_CHECKING:
     from amplab.views import Dashboard, RunView
 
 __all__ = ["active", "attach", "open"]
+
+_LONGEST_ECHO = 60  # characters of a value in an error message
 
 
 class _Kernel:
@@ -40,6 +54,11 @@ class _Kernel:
                 old.stop()
             return new, False
 
+    def tasks_in_use(self) -> set[str]:
+        """Return the tasks of the experiment and of the runs that are kept beside it."""
+        trainer = self.trainer
+        return set() if trainer is None else {trainer.config.task, *(run.config.task for run in trainer.kept.runs)}
+
 
 _kernel = _Kernel()
 
@@ -49,27 +68,67 @@ def active() -> Trainer | None:
     return _kernel.trainer
 
 
-def open(config: str | ExperimentConfig | None = None) -> Dashboard:
+@START_LINE.until_open
+@shows_calls(
+    "amplab.lab.open(config)",
+    "amplab.lab.open(model=model, data=loader, loss=criterion, optimizer=lambda weights: SGD(weights, lr=0.1))",
+)
+def open(
+    config: str | ExperimentConfig | None = None,
+    *,
+    model: Any = None,
+    data: Any = None,
+    loss: Loss | None = None,
+    step: Any = None,
+    optimizer: Any = None,
+    evaluate: Callable[[Any], float] | None = None,
+) -> Dashboard:
     """Return a dashboard of this kernel's experiment; a cell that ends with it displays it.
 
     If an experiment is running or paused, the dashboard shows that experiment, unchanged, and asks whether to continue
-    it or to start the one of `config`. Otherwise it shows a new experiment, with its run log in `runs_directory()`.
+    it or to start the new one. Otherwise it shows a new experiment, with its run log in `runs_directory()`, and offers
+    to continue the last run of a kernel that has ended, from its last checkpoint.
+
+    With `model` and `data` the experiment trains a model of your own. The lab needs fresh models and optimizers for
+    Reset and Compare: it calls the functions that it was given, or copies the objects as they are now. What you pass is
+    not changed.
 
     Args:
         config: An `ExperimentConfig`, or its string as a dashboard's `config()` returns it; None for the default one.
+        model: A `torch.nn.Module` in float32, a list or dict of several, or a function that returns one.
+        data: An iterable of batches that can be read again, such as a `DataLoader` or a list, or a function that
+            returns one. `amplab.xray` says how the model is called with a batch.
+        loss: A function of the output and the rest of the batch; None for the output's own loss.
+        step: Instead of `loss`, a function that is called as ``step(model, batch)`` with the model that the lab trains,
+            runs its forward and returns the loss. Of several models in a dict, a dict of functions by model.
+        optimizer: A function that makes an optimizer of the parameters it gets, or an optimizer of the model's
+            parameters; None for Adam with lr=1e-3. Of several models, a dict by model.
+        evaluate: A function of the model, in evaluation mode, that returns the score on held-out data; its name is
+            the name of the score.
 
     Raises:
-        ValueError: The config cannot be read.
+        TypeError, ValueError: The config cannot be read, or what was passed does not fit together.
         ImportError: The widget libraries or the task's data are not installed.
     """
     wanted = ExperimentConfig.parse(config) if isinstance(config, str) else config
     if not isinstance(wanted, ExperimentConfig | None):
-        raise TypeError(f"open({config!r}): expected an ExperimentConfig, or its string from a dashboard's config().")
+        raise TypeError(_not_a_config(config))
     dashboard, _ = _widgets()
+    parts = {"data": data, "loss": loss, "step": step, "optimizer": optimizer, "evaluate": evaluate}
+    given = [name for name, value in parts.items() if value is not None]
+    if model is not None:
+        if data is None:
+            raise TypeError(f"open(model=…) without data=: expected the batches to train on as well; {_OWN_CALL}.")
+        forget_own(_kernel.tasks_in_use())
+        wanted = _of_own(wanted, register_own(model, **parts))
+    elif given:
+        raise TypeError(f"open({given[0]}=…) without model=: expected the model to train as well; {_OWN_CALL}.")
     trainer, has_begun = _kernel.obtain(wanted)
     opened = dashboard(trainer)
     if has_begun:
         opened.offer(None if wanted == trainer.config else wanted)
+    elif (saved := last_checkpoint(runs_directory())) is not None and _is_here(saved.config):
+        opened.offer_saved(saved)
     return opened
 
 
@@ -88,9 +147,45 @@ def attach(run: Trainer | Watch | Run | None = None) -> Dashboard | RunView:
     if chosen is None:
         raise RuntimeError("attach(): no experiment is open in this kernel; call open(), or pass a Trainer.")
     if not isinstance(chosen, Trainer | Watch | Run):
-        raise TypeError(f"attach({chosen!r}): expected a Trainer, a Watch, or a Run from load_run.")
+        expected = "expected a Trainer, a Watch around a loop that runs, or a Run from load_run"
+        also = f"; for the lab to train a model of your own, {_OWN_CALL}" if _is_training_code(chosen) else ""
+        raise TypeError(f"attach({_short(chosen)}): {expected}{also}.")
     dashboard, run_view = _widgets()
     return run_view(chosen) if isinstance(chosen, Run | Watch) else dashboard(chosen)
+
+
+_OWN_CALL = "write amplab.lab.open(model=model, data=loader, loss=criterion)"
+
+
+def _is_here(config: ExperimentConfig) -> bool:
+    """Whether this process has the task and the model; code of one's own may be gone."""
+    return config.task in TASKS and config.model in models_of(config.task)
+
+
+def _of_own(config: ExperimentConfig | None, task: str) -> ExperimentConfig:
+    """Return a config with a task of one's own; what it says of another one does not apply."""
+    wanted = config or ExperimentConfig()
+    optimizer = wanted.optimizer if wanted.task == task else None
+    if optimizer == OWN and not TASKS[task].has_own_optimizer:
+        optimizer = None
+    return replace(wanted, task=task, model=None, optimizer=optimizer)  # type: ignore[arg-type]  # None: the task's
+
+
+def _not_a_config(given: Any) -> str:
+    if isinstance(given, Trainer | Watch | Run):
+        return f"open({_short(given)}): expected a config; to see a run that exists, write amplab.lab.attach(run)."
+    if _is_training_code(given):
+        return f"open({_short(given)}): expected a config; to train a model of your own, {_OWN_CALL}."
+    return f"open({given!r}): expected an ExperimentConfig, or its string from a dashboard's config()."
+
+
+def _is_training_code(given: Any) -> bool:
+    return isinstance(given, nn.Module | Optimizer | DataLoader) or callable(given)
+
+
+def _short(given: Any) -> str:
+    text = repr(given)
+    return text if len(text) <= _LONGEST_ECHO else type(given).__name__
 
 
 def _widgets() -> tuple[type[Dashboard], type[RunView]]:

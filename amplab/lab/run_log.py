@@ -1,14 +1,14 @@
 """A run on disk while it happens: JSON lines, append-only, readable after a kill.
 
-    {"amplab_run": 3, "amplab": "0.1.0", "started": "…", "config": "amplab/1 task=digits …", "columns": ["step", …]}
+    {"amplab_run": 4, "amplab": "0.1.0", "started": "…", "config": "amplab/1 task=digits …", "columns": ["step", …]}
     [0,2.31,65536.0,65536.0,false,null,"O1",null,0.0021,null,-5.0]
     {"event": "config", "step": 120, "config": "amplab/1 task=digits model=mlp opt_level=O2"}
 
 The first line is the header. An array is a step, in the order of "columns". An object is an event: a changed config,
-an injection, a finding, a histogram of the gradients, the bytes that training holds, or the scales of a step whose
-backwards had different ones. Every line is valid JSON: NaN and inf are the words "nan", "inf" and "-inf", and a missing
-loss is null (up to format 2 it was "nan" too). Lines reach the operating system at least four times a second; a killed
-process loses less than that, and its last line may be cut off.
+an injection, a finding, why a step was skipped, a histogram of the gradients, the bytes that training holds, or the
+scales of a step whose backwards had different ones. Every line is valid JSON: NaN and inf are the words "nan", "inf"
+and "-inf", and a missing loss is null (up to format 2 it was "nan" too). Lines reach the operating system at least four
+times a second; a killed process loses less than that, and its last line may be cut off.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import os
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from os import PathLike
@@ -37,6 +37,7 @@ from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import GradientSample, LayerShares, MixedScales, StepRecord, StepRow
 from amplab.lab.findings import finding_from_log, observed_run, with_explained
 from amplab.lab.history import COLUMNS, History, row_of
+from amplab.lab.skip_explanation import SkipExplanation
 from amplab.lab.watched_run import WatchedRun
 from amplab.scalers import ScaleRule
 
@@ -52,10 +53,12 @@ __all__ = [
     "runs_directory",
 ]
 
-FORMAT = 3
+FORMAT = 4
 """Version of the file format, the value of "amplab_run" in the header."""
 
-_COLUMNS_OF = {1: [name for name in COLUMNS if name != "grad_exponent"], 2: list(COLUMNS), FORMAT: list(COLUMNS)}
+_OLD_NAMES = {"score": "accuracy"}  # up to format 3
+_OLD_COLUMNS = [_OLD_NAMES.get(name, name) for name in COLUMNS]
+_COLUMNS_OF = {1: _OLD_COLUMNS[:-1], 2: _OLD_COLUMNS, 3: _OLD_COLUMNS, FORMAT: list(COLUMNS)}
 
 FLUSH_SECONDS = 0.2
 
@@ -115,17 +118,21 @@ class RunLog:
     Args:
         path: A file that does not exist yet; its folder is created.
         config: What the run starts with.
+        is_continued: Whether `path` is the closed log of the same run, which is continued.
 
     Raises:
-        OSError: The file cannot be created or written (FileExistsError if it exists).
+        OSError: The file cannot be created or written (FileExistsError if it exists and is not continued).
     """
 
-    def __init__(self, path: Path, config: ExperimentConfig | WatchedRun) -> None:
+    def __init__(self, path: Path, config: ExperimentConfig | WatchedRun, *, is_continued: bool = False) -> None:
         self.path = path
         self._pending: list[StepRow] = []
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("x", encoding="utf-8", newline="\n")
+        self._file = path.open("a" if is_continued else "x", encoding="utf-8", newline="\n")
         self._closed_with_me = weakref.finalize(self, self._file.close)
+        self._flushed = time.monotonic()
+        if is_continued:
+            return
         header = {"amplab_run": FORMAT, "amplab": __version__, "started": datetime.now(UTC).isoformat("T", "seconds")}
         self._write({**header, "config": str(config), "columns": list(COLUMNS)})
         self.flush()
@@ -152,6 +159,10 @@ class RunLog:
         known = {"layers": layers} if layers else {}
         bins = _bins(sample.histogram)
         self.note("gradients", step=sample.step, loss_scale=_number(sample.loss_scale), **bins, **known)
+
+    def explain(self, explanation: SkipExplanation) -> None:
+        """Write why a step was skipped as an event."""
+        self.note("explanation", **explanation.as_dict())
 
     def keep_scales(self, mixed: MixedScales) -> None:
         """Write the scales of a step whose backwards had different ones as an event."""
@@ -237,7 +248,7 @@ def load_run(path: str | os.PathLike[str]) -> Run:
         header = _read_header(path, file.readline(_LONGEST_HEADER))
         config = _read_config(path, header["config"])
         history, events, truncated = _read_entries(path, file, _COLUMNS_OF[header["amplab_run"]])
-    if header["amplab_run"] < FORMAT and isinstance(config, WatchedRun) and np.isnan(history.column("loss")).all():
+    if header["amplab_run"] < 3 and isinstance(config, WatchedRun) and np.isnan(history.column("loss")).all():
         history.forget_losses()
     last = _keep_changes(path, history, config, events)
     return Run(
@@ -270,6 +281,8 @@ def _read_entries(path: Path, file: BinaryIO, columns: list[str]) -> tuple[Histo
                 history.keep(sample)
             case MixedScales() as mixed:
                 history.keep_scales(mixed)
+            case SkipExplanation() as explanation:
+                history.explain(explanation)
             case tuple() as row if row[0] == len(history):
                 history.append_row(row)
             case tuple() as row:
@@ -343,16 +356,14 @@ def _keep_changes(
 _KINDS = {"step": int, "skipped": bool, "opt_level": str}
 
 
-_Entry = StepRow | GradientSample | MixedScales | dict[str, Any]
+_Entry = StepRow | GradientSample | MixedScales | SkipExplanation | dict[str, Any]
 
 
 def _read_line(line: bytes, columns: list[str]) -> _Entry | None:
     """Return the step, the histogram, the scales or the event of a line; None if it is damaged."""
     entry = _json(line)
     if isinstance(entry, dict) and isinstance(entry.get("event"), str):
-        if entry["event"] == "gradients":
-            return _read_sample(entry)
-        return _read_scales(entry) if entry["event"] == "scales" else entry
+        return _READERS.get(entry["event"], dict)(entry)
     if isinstance(entry, list) and len(entry) == len(columns):
         return _read_step(dict(zip(columns, entry, strict=True)))
     return None
@@ -365,7 +376,7 @@ def _read_step(values: dict[str, Any]) -> StepRow | None:
     numbers = {name: _float(values[name]) for name in (*given, "loss_scale", "next_loss_scale", "seconds")}
     if None in numbers.values() or not all(isinstance(values[name], kind) for name, kind in _KINDS.items()):
         return None
-    row = {**values, **nullable, **numbers}
+    row = {**values, **nullable, **numbers, "score": values.get("score", values.get(_OLD_NAMES["score"]))}
     return cast(StepRow, tuple(row[name] for name in COLUMNS))
 
 
@@ -395,6 +406,13 @@ def _read_scales(entry: dict[str, Any]) -> MixedScales | None:
         return MixedScales(int(entry["step"]), tuple(float(scale) for scale in entry["scales"]))
     except (KeyError, TypeError, ValueError):
         return None
+
+
+_READERS: dict[str, Callable[[dict[str, Any]], _Entry | None]] = {
+    "gradients": _read_sample,
+    "scales": _read_scales,
+    "explanation": SkipExplanation.from_dict,
+}
 
 
 def _json(line: bytes) -> object:

@@ -5,18 +5,22 @@ A log that cannot be created or written is reported once, through `on_failure`, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
 
 from amplab.amp import MemoryUse
+from amplab.diagnose import Finding
 from amplab.lab.changes import config_changes, fault_change, start_change
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
+from amplab.lab.findings import LOOK_BACK, finding_to_log
 from amplab.lab.history import History, row_of
-from amplab.lab.run_log import RunLog, free_path, new_path
+from amplab.lab.run_log import RunLog, free_path, load_run, new_path
+from amplab.lab.skip_explanation import ExplanationBudget, SkipExplanation
 from amplab.lab.watched_run import WatchedRun
 
 __all__ = ["RunStore"]
@@ -31,6 +35,13 @@ class RunStore:
         config: What the run starts with.
         log: A folder (a new file is named in it), a file (path-2, path-3, … if it exists), or None for no log.
         on_failure: Called with a message if the log cannot be written.
+
+    Attributes:
+        history: The run in memory.
+        seconds: Seconds that its steps took, without pauses; the owner counts them.
+        budget: Which of its skipped steps to explain.
+        found: (step, finding) of the latest steps that ran again.
+        examined: (step, finding) of the latest examination of a step.
     """
 
     def __init__(
@@ -44,10 +55,29 @@ class RunStore:
         if isinstance(config, ExperimentConfig):
             self.history.keep_changes(start_change(config))
         self._config = config
+        self.seconds = 0.0
+        self.budget = ExplanationBudget()
+        self.found: deque[tuple[int, Finding]] = deque(maxlen=LOOK_BACK)
+        self.examined: tuple[tuple[int, Finding], ...] = ()
         self._wanted = None if log is None else Path(log)
         self._on_failure = on_failure
         self._log: RunLog | None = None
         self._path: Path | None = None
+
+    @classmethod
+    def of_log(cls, path: Path, on_failure: Callable[[str], None]) -> RunStore:
+        """Return the store of a run that was read back from its log, which later steps are added to.
+
+        Raises:
+            OSError: The log cannot be read.
+            ValueError: It is damaged.
+        """
+        run = load_run(path)
+        store = cls(run.config, log=path, on_failure=on_failure)
+        store.history, store._path = run.history, path
+        last = run.history.last
+        store.seconds = 0.0 if last is None else last.seconds
+        return store
 
     @property
     def log_path(self) -> Path | None:
@@ -83,6 +113,12 @@ class RunStore:
         if self._wanted is not None:
             self._write(self._wanted, RunLog.keep_scales, mixed)
 
+    def explain(self, explanation: SkipExplanation) -> None:
+        """Add why a step was skipped."""
+        self.history.explain(explanation)
+        if self._wanted is not None:
+            self._write(self._wanted, RunLog.explain, explanation)
+
     def change(self, config: ExperimentConfig, previous: ExperimentConfig, *, step: int) -> None:
         """Add what differs between two configs, and write the new one to the log."""
         self.history.keep_changes(*config_changes(previous, config, step))
@@ -92,6 +128,20 @@ class RunStore:
         """Add a fault that was injected, or one that was switched off."""
         self.history.keep_changes(fault_change(fault, step, on=on))
         self.note("inject", step=step, fault=fault, on=on)
+
+    def find(self, step: int, finding: Finding) -> None:
+        """Add a finding in one step."""
+        self.found.append((step, finding))
+        self._note_finding(step, finding)
+
+    def examine(self, step: int, findings: Iterable[Finding]) -> None:
+        """Keep what the examination of one step found, in place of the examination before."""
+        self.examined = tuple((step, each) for each in findings)
+        for each in self.examined:
+            self._note_finding(*each)
+
+    def _note_finding(self, step: int, finding: Finding) -> None:
+        self.note("finding", step=step, finding=finding_to_log(finding))
 
     def note(self, event: str, *, step: int, **details: object) -> None:
         """Write an event to the log; the history has no place for it."""
@@ -109,6 +159,10 @@ class RunStore:
             self._write(self._wanted, RunLog.close)
         self._wanted = self._log = None
 
+    def reopen(self) -> None:
+        """Write later steps to the same log again after `close`."""
+        self._wanted = self._path
+
     def _write(self, wanted: Path, write: Callable[..., object], *values: object) -> None:
         try:
             if self._log is None:
@@ -118,6 +172,8 @@ class RunStore:
             self._give_up(error)
 
     def _open(self, wanted: Path) -> RunLog:
+        if self._path is not None:
+            return RunLog(self._path, self._config, is_continued=True)
         is_file = wanted.suffix == ".jsonl" and not wanted.is_dir()
         log = RunLog(free_path(wanted) if is_file else new_path(wanted, self._config), self._config)
         self._path = log.path

@@ -1,4 +1,4 @@
-"""Run a skipped step again with `first_nonfinite`, from the state in which it began.
+"""Run a step again with `first_nonfinite`, from the state in which it began.
 
 A step that accumulates gradients has several batches. Each has its own random state; all start from the buffers before
 the first one.
@@ -14,15 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from amplab.diagnose import Finding, FirstNonfinite, finding_of, first_nonfinite
+from amplab.amp import Session, is_autocast_enabled
+from amplab.diagnose import FirstNonfinite, first_nonfinite
 from amplab.trace.handed_step import Loss, Scaler
 
-__all__ = ["StepRerun"]
+__all__ = ["OutsideAutocast", "StepRerun"]
 
 _HAS_CUDA = torch.backends.cuda.is_built()
-_RERUN_AFTER = (1, 5)  # skips in a row after which a step runs again: one may be a scale that settles, five are not
-_MAX_RERUNS = 6  # of one watch; each takes as long as 3 to 6 steps, or 25 if a step takes microseconds
-
 _BATCHES = 64  # kept of one step at most, since a loop may never step
 
 
@@ -33,8 +31,12 @@ class _Begun(NamedTuple):
     random: list[Tensor]
 
 
+class OutsideAutocast(RuntimeError):
+    """A step ran again outside of the autocast region in which the loop runs it."""
+
+
 class StepRerun:
-    """Keeps the state in which a step began, and explains the step.
+    """Keeps the state in which a step began, and runs the step again.
 
     Args:
         model: the model.
@@ -52,9 +54,17 @@ class StepRerun:
         self._buffers = list(model.buffers()) if self._runs_again else []
         self._kept = [buffer.detach().clone() for buffer in self._buffers]
         self._begun: deque[_Begun] = deque(maxlen=_BATCHES)
-        self._made = 0
         self.is_possible = False
         self.at_work = False
+        self._loop_in_autocast: bool | None = None  # around the model's forward, as far as it is known
+        casts_itself = isinstance(scaler, Session)  # a session casts when a step runs again too
+        sees = self._runs_again and not casts_itself
+        self._hook = model.register_forward_pre_hook(self._see_loop) if sees else None
+
+    def end(self) -> None:
+        """Remove the hook."""
+        if self._hook is not None:
+            self._hook.remove()
 
     def remember(self, batch: Any) -> None:
         """Keep a reference to the batch, and copies of the random state and of the buffers. Sync: none."""
@@ -70,22 +80,52 @@ class StepRerun:
         """Drop the batches: their step is over."""
         self._begun.clear()
 
-    def is_worth_it(self, skips_in_a_row: int) -> bool:
-        """Whether to explain this skip: that is possible, and only some skips of a long row are explained."""
-        return self.is_possible and skips_in_a_row in _RERUN_AFTER and self._made < _MAX_RERUNS
-
-    def explain(self, loss_scale: float) -> Finding | None:
+    def first_nonfinite(self, loss_scale: float) -> FirstNonfinite | None:
         """Run the kept step again at its scale, batch by batch; return None if every batch is finite.
+
+        It takes as long as 3 to 6 steps, or 25 if a step takes microseconds.
+
+        Raises:
+            OutsideAutocast: The loop calls the model in an autocast region, and this run did not.
 
         Sync: as many as several steps, for each batch up to the first that is not finite.
         """
-        self._made += 1
         for begun in tuple(self._begun):
-            with self._as_it_began(begun.random):
+            with self._as_it_began(begun.random), self._inside_autocast_as_the_loop():
                 found = self._first_nonfinite(begun.batch, loss_scale)
             if found is not None:
-                return finding_of(found)
+                return found
         return None
+
+    def _see_loop(self, model: nn.Module, _args: object) -> None:
+        """Note once whether the loop calls the model in an autocast region."""
+        if not self.at_work and model.training and torch.is_grad_enabled():
+            self._loop_in_autocast = _in_autocast(model)
+            self.end()
+
+    @contextmanager
+    def _inside_autocast_as_the_loop(self) -> Iterator[None]:
+        seen: list[bool] = []
+        hook = self._model.register_forward_pre_hook(lambda model, _args: seen.append(_in_autocast(model)))
+        try:
+            yield
+        finally:
+            hook.remove()
+        if self._loop_in_autocast and seen and not seen[0]:
+            raise OutsideAutocast(self._outside())
+
+    def _outside(self) -> str:
+        name = getattr(self._step or self._loss, "__name__", "")
+        if self._step is None:
+            return (
+                "the loop calls the model in an autocast region, and loss= calls it outside of one; pass step=, a "
+                "function that enters the region and returns the loss."
+            )
+        called = f"step={name}" if name.isidentifier() else "the function step="
+        return (
+            f"{called} does not enter autocast, but the loop does, so it ran in another precision; enter the region "
+            f"in {name if name.isidentifier() else 'it'}, around the forward and the loss."
+        )
 
     def _first_nonfinite(self, batch: Any, loss_scale: float) -> FirstNonfinite | None:
         return first_nonfinite(
@@ -110,6 +150,11 @@ class StepRerun:
             torch.cuda.set_rng_state_all(random[1:])
         for buffer, value in zip(self._buffers, buffers, strict=True):
             buffer.copy_(value)
+
+
+def _in_autocast(model: nn.Module) -> bool:
+    device = next((each.device.type for each in model.parameters()), "cpu")
+    return torch.is_autocast_enabled(device) or is_autocast_enabled(device)  # torch's regions, or amplab's
 
 
 def _random_states() -> list[Tensor]:

@@ -6,7 +6,7 @@ The step is a real one, run once and as a whole; no stage is computed a second t
 and return nothing, so the step is bit for bit the one that would have run without them::
 
     stage               seen by
-    cast weights        the session's cache of cast weights, after the forward of the layer
+    cast weights        the session's cache of cast weights, after each forward of the layer and of its parents
     forward             a forward hook of the layer
     loss × scale        the experiment, when it calls backward
     backward            hooks of the layer's output, of the cast weight, and of the parameter
@@ -20,6 +20,7 @@ A hook that fails is noted in `StepStages.problems`; the step goes on. The widge
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,7 +39,16 @@ from amplab.scalers import DynamicScale
 if TYPE_CHECKING:
     from amplab.lab.events import StepRecord
 
-__all__ = ["KEPT", "ParameterStages", "ScaleChange", "Snapshot", "StageRecorder", "StepStages", "snapshot"]
+__all__ = [
+    "KEPT",
+    "GradientCheck",
+    "ParameterStages",
+    "ScaleChange",
+    "Snapshot",
+    "StageRecorder",
+    "StepStages",
+    "snapshot",
+]
 
 KEPT = 2**18
 """Elements that a snapshot copies; its statistics are of all elements."""
@@ -123,6 +133,8 @@ class ParameterStages:
         stepped: What the optimizer steps, after its step, also after a skipped one.
         copied: The model's parameter after that, if `stored` is a master.
         backwards: How many backwards reached the parameter before the optimizer's step; the last one is recorded.
+        check: Number of the check of its gradients among `StepStages.checks`; None if they were not checked.
+        skipped: Whether the optimizer's step changed nothing.
     """
 
     name: str
@@ -142,6 +154,8 @@ class ParameterStages:
     stepped: Snapshot | None = None
     copied: Snapshot | None = None
     backwards: int = 0
+    check: int | None = None
+    skipped: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,16 +180,33 @@ class ScaleChange:
 
 
 @dataclass(frozen=True, eq=False)
+class GradientCheck:
+    """A loss, its backward, and the check of the gradients. A step has several if it has several losses.
+
+    Attributes:
+        loss: The loss before scaling; None if it was not seen.
+        scaled_loss: What backward started from.
+        scale: The loss scaler.
+        checked: Gradients that were checked, over all parameters of the optimizers that the backward reached.
+        nonfinite: How many of them were inf or NaN.
+        skipped: Whether the next step of these optimizers is skipped.
+    """
+
+    loss: Snapshot | None
+    scaled_loss: Snapshot | None
+    scale: ScaleChange
+    checked: int
+    nonfinite: int
+    skipped: bool
+
+
+@dataclass(frozen=True, eq=False)
 class StepStages:
     """One recorded training step.
 
     Attributes:
         record: The step, as in the history.
-        loss: The loss before scaling; None if no backward was seen.
-        scaled_loss: The number that backward started from.
-        scale: The loss scaler.
-        checked: Gradients that were checked, over all parameters.
-        nonfinite: How many of them were inf or NaN.
+        checks: Its losses and the checks of their gradients, in order.
         optimizers: Class of each optimizer.
         parameters: What was recorded, by the parameter's name in the model's order.
         left_out: Names of parameters that were not recorded, because the model is large.
@@ -183,11 +214,7 @@ class StepStages:
     """
 
     record: StepRecord
-    loss: float | None
-    scaled_loss: float | None
-    scale: ScaleChange
-    checked: int
-    nonfinite: int
+    checks: tuple[GradientCheck, ...]
     optimizers: tuple[str, ...]
     parameters: dict[str, ParameterStages]
     left_out: tuple[str, ...] = ()
@@ -203,6 +230,7 @@ class _Watched:
     optimizer: int
     layer: nn.Module
     seen: ParameterStages
+    copy: weakref.ref[Tensor] | None = None  # the last cast copy that was seen
     has_new_gradient: bool = False
     is_done: bool = False
 
@@ -240,16 +268,15 @@ class StageRecorder:
         self._left_out: list[str] = []
         self._problems: list[str] = []
         self._undo: list[Callable[[], object]] = []
-        self._loss: float | None = None
-        self._scaled_loss: float | None = None
-        self._records: list[ScaleRecord] = []
-        self._checked = self._nonfinite = 0
-        self._clean_before: tuple[int, ...] = ()
+        self._loss: Snapshot | None = None
+        self._scaled_loss: Snapshot | None = None
+        self._checks: list[GradientCheck] = []
+        self._clean_steps: list[int] = []  # of each loss scaler, before its next change
 
     def __enter__(self) -> Self:
         """Copy the parameters and install the hooks."""
         try:
-            self._clean_before = tuple(scaler.state.clean_steps for scaler in self._session.scalers)
+            self._clean_steps = [scaler.state.clean_steps for scaler in self._session.scalers]
             self._choose()
             self._install()
         except BaseException:
@@ -264,18 +291,14 @@ class StageRecorder:
         self._remove()
 
     def see_loss(self, loss: Tensor, scaled: Tensor) -> None:
-        """Note the loss before scaling, and what backward starts from. Sync: two."""
+        """Note the loss before scaling, and what backward starts from. Sync: a few."""
         self._attempt("the loss", lambda: self._note_loss(loss, scaled))
 
     def stages(self, record: StepRecord) -> StepStages:
         """Return what was recorded of the step that `record` describes."""
         return StepStages(
             record=record,
-            loss=self._loss,
-            scaled_loss=self._scaled_loss,
-            scale=self._scale_change(),
-            checked=self._checked,
-            nonfinite=self._nonfinite,
+            checks=tuple(self._checks),
             optimizers=tuple(type(optimizer).__name__ for optimizer in self._optimizers),
             parameters={name: each.seen for name, each in self._watched.items()},
             left_out=tuple(self._left_out),
@@ -315,6 +338,10 @@ class StageRecorder:
         self._undo.append(self._session.subscribe(self._on_check))
         for layer in {id(each.layer): each.layer for each in self._watched.values()}.values():
             self._keep(layer.register_forward_hook(self._after_forward, with_kwargs=True))
+        for path, module in self._model.named_modules():
+            inside = [each for each in self._watched.values() if f"{each.seen.layer}.".startswith(path and f"{path}.")]
+            if inside:  # a parent may read a weight without calling the module that owns it
+                self._keep(module.register_forward_hook(partial(self._look_for_casts, inside)))
         for each in self._watched.values():
             self._keep(each.weight.register_post_accumulate_grad_hook(self._gradient_hook(each)))
         for number, optimizer in enumerate(self._optimizers):
@@ -338,30 +365,45 @@ class StageRecorder:
             self._problems.append(f"{what}: {type(error).__name__}: {error}")
 
     def _after_forward(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if layer.training and torch.is_grad_enabled():  # else it measures accuracy
-            for each in self._watched.values():
-                if each.layer is layer and not each.is_done:
-                    self._attempt(each.seen.name, partial(self._see_forward, each, args, kwargs, output))
+        if layer.training and torch.is_grad_enabled():  # else it measures the score
+            owned = [each for each in self._watched.values() if each.layer is layer and not each.is_done]
+            if owned:
+                label = owned[0].seen.layer or "the model"
+                self._attempt(label, partial(self._see_forward, owned, label, (args, kwargs), output))
 
-    def _see_forward(self, each: _Watched, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        given, returned = _first_floating((args, kwargs)), _first_floating(output)
-        label = each.seen.layer or "model"
-        each.note(
-            inputs=None if given is None else snapshot(f"input of {label}", given, sample=True),
-            outputs=None if returned is None else snapshot(f"output of {label}", returned, sample=True),
-        )
+    def _see_forward(self, owned: list[_Watched], label: str, arguments: Any, output: Any) -> None:
+        given, returned = _first_floating(arguments), _first_floating(output)
+        inputs = None if given is None else snapshot(f"input of {label}", given, sample=True)
+        outputs = None if returned is None else snapshot(f"output of {label}", returned, sample=True)
+        for each in owned:
+            each.note(inputs=inputs, outputs=outputs)
+        if returned is not None:
+            self._follow(returned, owned, "output_gradient", f"gradient of the output of {label}", sample=True)
+
+    def _look_for_casts(self, inside: list[_Watched], module: nn.Module, *_: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            for each in inside:
+                if not each.is_done:
+                    self._attempt(each.seen.name, partial(self._see_cast, each))
+
+    def _see_cast(self, each: _Watched) -> None:
         engine = self._session.engine
         for copy in () if engine is None else engine.cache.copies_of(each.weight):
-            each.note(used=snapshot(f"{each.seen.name}, cast", copy), is_cast=True)
-            self._follow(copy, each, "computed", f"gradient of {each.seen.name}, cast", sample=False)
-        if returned is not None:
-            self._follow(returned, each, "output_gradient", f"gradient of the output of {label}", sample=True)
+            if each.copy is None or each.copy() is not copy:
+                each.copy = weakref.ref(copy)
+                each.note(used=snapshot(f"{each.seen.name}, cast", copy), is_cast=True)
+                self._follow(copy, [each], "computed", f"gradient of {each.seen.name}, cast", sample=False)
 
-    def _follow(self, tensor: Tensor, each: _Watched, stage: str, name: str, *, sample: bool) -> None:
+    def _follow(self, tensor: Tensor, seen_by: list[_Watched], stage: str, name: str, *, sample: bool) -> None:
         """Copy the gradient of `tensor` when backward computes it."""
 
+        def copy(grad: Tensor) -> None:
+            taken = snapshot(name, grad, sample=sample)
+            for each in seen_by:
+                each.note(**{stage: taken})
+
         def see(grad: Tensor) -> None:
-            self._attempt(name, lambda: each.note(**{stage: snapshot(name, grad, sample=sample)}))
+            self._attempt(name, partial(copy, grad))
 
         with bookkeeping():
             if tensor.requires_grad:
@@ -375,34 +417,48 @@ class StageRecorder:
                 grad = weight.grad
             if grad is not None and not each.is_done:
                 each.has_new_gradient = True
+                each.note(backwards=each.seen.backwards + 1)
                 self._attempt(name, lambda: each.note(scaled=snapshot(name, grad)))
 
         return see
 
     def _note_loss(self, loss: Tensor, scaled: Tensor) -> None:
-        with torch.no_grad(), bookkeeping():
-            self._loss, self._scaled_loss = float(loss.detach().sum().item()), float(scaled.detach().sum().item())
+        self._loss, self._scaled_loss = snapshot("loss", loss), snapshot("loss × scale", scaled)
 
     def _on_check(self, record: ScaleRecord) -> None:
-        self._records.append(record)
-        self._attempt("the check", self._count)
-        for each in self._watched.values():
-            if each.has_new_gradient and not each.is_done:
-                each.has_new_gradient = False
-                self._attempt(each.seen.name, partial(self._see_unscaled, each))
+        reached = [each for each in self._watched.values() if each.has_new_gradient and not each.is_done]
+        self._attempt("the check", partial(self._note_check, record, {each.optimizer for each in reached}))
+        for each in reached:
+            each.has_new_gradient = False
+            self._attempt(each.seen.name, partial(self._see_unscaled, each))
 
-    def _count(self) -> None:
+    def _note_check(self, record: ScaleRecord, optimizers: set[int]) -> None:
         with torch.no_grad(), bookkeeping():
-            grads = [grad for optimizer in self._optimizers for grad in _gradients(self._session, optimizer)]
+            grads = [grad for number in optimizers for grad in _gradients(self._session, self._optimizers[number])]
             stats = tensor_stats(grads).read() if grads else ()
-        self._checked = sum(each.numel for each in stats)
-        self._nonfinite = sum(each.infs + each.nans for each in stats)
+        change = self._scale_change(record)
+        checked, nonfinite = sum(each.numel for each in stats), sum(each.infs + each.nans for each in stats)
+        made = GradientCheck(self._loss, self._scaled_loss, change, checked, nonfinite, record.skipped)
+        self._checks.append(made)
+
+    def _scale_change(self, record: ScaleRecord) -> ScaleChange:
+        scaler, number = self._session.scalers[record.loss_id], record.loss_id
+        before, self._clean_steps[number] = self._clean_steps[number], scaler.state.clean_steps
+        interval = scaler.rule.growth_interval if isinstance(scaler.rule, DynamicScale) else None
+        return ScaleChange(
+            before=record.loss_scale,
+            after=record.next_loss_scale,
+            clean_before=before,
+            clean_after=scaler.state.clean_steps,
+            growth_interval=interval,
+            skips=scaler.dynamic,
+        )
 
     def _see_unscaled(self, each: _Watched) -> None:
         with bookkeeping():
             grad = each.stepped.grad
         seen = None if grad is None else snapshot(f"gradient of {each.seen.name}, unscaled", grad)
-        each.note(unscaled=seen, backwards=each.seen.backwards + 1)
+        each.note(unscaled=seen, check=len(self._checks) - 1)
 
     def _step_hook(self, number: int, see: Callable[[_Watched], None]) -> Callable[..., None]:
         def hook(*_: Any) -> None:
@@ -425,30 +481,11 @@ class StageRecorder:
 
     def _after_step(self, each: _Watched) -> None:
         name = each.seen.name
-        each.note(stepped=snapshot(name, each.stepped))
+        outcome = self._session.last_step(self._optimizers[each.optimizer])
+        each.note(stepped=snapshot(name, each.stepped), skipped=not outcome.stepped)
         if each.seen.has_master:
             each.note(copied=snapshot(name, each.weight))
         each.is_done = True
-
-    # -- after the step ----------------------------------------------------------------------------
-
-    def _scale_change(self) -> ScaleChange:
-        """The loss scaler of the last backward; a step has several only with several losses."""
-        if not self._records:
-            scale = self._session.loss_scale()
-            return ScaleChange(scale, scale, 0, 0, None, skips=False)
-        last = self._records[-1]
-        own = [record for record in self._records if record.loss_id == last.loss_id]
-        scaler = self._session.scalers[last.loss_id]
-        interval = scaler.rule.growth_interval if isinstance(scaler.rule, DynamicScale) else None
-        return ScaleChange(
-            before=own[0].loss_scale,
-            after=last.next_loss_scale,
-            clean_before=self._clean_before[last.loss_id],
-            clean_after=scaler.state.clean_steps,
-            growth_interval=interval,
-            skips=scaler.dynamic,
-        )
 
 
 def _gradients(session: Session, optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:

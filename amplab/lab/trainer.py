@@ -13,32 +13,52 @@ import math
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
 
 from amplab import kernels
 from amplab.amp import MemoryUse
-from amplab.lab.config import ExperimentConfig
+from amplab.diagnose import Findings, finding_of, run_findings
+from amplab.display.numbers import count
+from amplab.lab.changes import config_changes
+from amplab.lab.checkpoints import Checkpoint, Checkpoints
+from amplab.lab.comparison import Comparison, Progress, levels_of
+from amplab.lab.config import FIELDS, ExperimentConfig
+from amplab.lab.config_remedies import ConfigRemedy
 from amplab.lab.events import (
+    ActivationsReady,
     Callback,
     ConfigChanged,
     Event,
     Failed,
     GradientsReady,
+    InputsReady,
+    LevelTraced,
+    MemoryCounted,
     Publisher,
+    RunsChanged,
     SkipExplained,
     StagesReady,
     StateChanged,
     StepRecord,
     TraceReady,
+    TwinReady,
+    Undone,
 )
 from amplab.lab.experiment import Experiment, check_fault, samples_gradients
+from amplab.lab.findings import diverged, observed_run, with_explained
 from amplab.lab.history import History
+from amplab.lab.kept_runs import KeptRun, KeptRuns
+from amplab.lab.memory_count import level_memory
 from amplab.lab.run_store import RunStore
+from amplab.lab.skip_explanation import explained
 from amplab.lab.step_stages import StepStages
+from amplab.lab.undo import UndoList
 from amplab.lab.worker import Worker
+from amplab.trace.input_statistics import InputStatistics
 
 __all__ = ["STEP_LIMIT", "Trainer"]
 
@@ -46,6 +66,7 @@ STEP_LIMIT = 1_000_000
 """Steps after which a run pauses by itself, so that a forgotten run does not fill the disk."""
 
 _EXIT_SECONDS = 5.0
+_EXAMINATION = "examination"
 
 
 class Trainer:
@@ -85,7 +106,12 @@ class Trainer:
         self._log = log
         self._step_limit = step_limit
         self._publisher = Publisher()
-        self._store = self._new_store()
+        self._changes = UndoList()
+        self._kept = KeptRuns(self._changes)
+        self._comparison: Comparison | None = None
+        self._store = self._new_store(self._experiment.config)
+        self._checkpoints: Checkpoints | None = None  # of the present log
+        self._name, self._runs_begun = "Run 1", 1
         self._worker = Worker(
             step=self._train,
             is_wanted=lambda: self._state == "running",
@@ -101,6 +127,7 @@ class Trainer:
         self._speed: float | None = None
         self._due = 0.0  # when the next step may begin, by time.monotonic()
         self._has_reported_kernels = self._has_reported_buffers = False
+        self._is_to_examine = True
         kernels.ensure(on_report=_no_warning)
         _LIVE.add(self)
 
@@ -135,6 +162,32 @@ class Trainer:
         return self._experiment.shrinking
 
     @property
+    def armed(self) -> frozenset[str]:
+        """The faults that will go into the next step."""
+        return self._experiment.armed
+
+    @property
+    def kept(self) -> KeptRuns:
+        """The runs beside the present one: those that a reset replaced, and those of `compare`."""
+        return self._kept
+
+    @property
+    def present_name(self) -> str:
+        """The name that the present run has among the kept ones once it is kept."""
+        return self._name
+
+    @property
+    def last_change(self) -> str | None:
+        """What `undo` would take back, in words; None for nothing."""
+        return self._changes.last
+
+    @property
+    def comparison(self) -> Progress | None:
+        """How far `compare` is, None while it does not run."""
+        comparison = self._comparison
+        return None if comparison is None else comparison.progress
+
+    @property
     def speed(self) -> float | None:
         """Steps per second at most, None for full speed; see `set_speed`."""
         return self._speed
@@ -144,13 +197,29 @@ class Trainer:
         """The last failures, for a view that is opened later."""
         return self._publisher.failures
 
+    def findings(self) -> Findings:
+        """Return what the rules find in this run, the most harmful first.
+
+        They read the last steps, the skipped steps that were explained, and an examination by `amplab.doctor` of the
+        step after the first one and after each change, without its notes. What was found in single steps before the
+        latest change of the config is left out.
+        """
+        store, config = self._store, self.config
+        history = store.history
+        interval = config.growth_interval if config.is_dynamic else None
+        found = run_findings(observed_run(history, config, growth_interval=interval))
+        since = max((each.step for each in history.changes if each.field not in ("start", "fault")), default=0)
+        of_steps = [(step, each) for step, each in (*store.found, *store.examined) if step >= since]
+        ranked = with_explained(found, of_steps, history.skipped_steps())
+        return replace(ranked, looked_at=(f"looked at {count(len(history), 'step')}",))
+
     def memory(self) -> MemoryUse:
         """Return the bytes of parameters, gradients, masters and optimizer state; see `Experiment.memory`."""
         return self._experiment.memory()
 
-    def accuracy(self) -> float:
-        """Measure the share of held-out images classified correctly, at the next step boundary, and return it."""
-        return self._worker.ask(lambda: self._experiment.accuracy())  # noqa: PLW0108  a reset replaces the experiment
+    def score(self) -> float | None:
+        """Measure the task's score on held-out data at the next step boundary and return it; None if it has none."""
+        return self._worker.ask(lambda: self._experiment.score())  # noqa: PLW0108  a reset replaces the experiment
 
     def __repr__(self) -> str:
         """Return one line with the state and the config."""
@@ -226,6 +295,12 @@ class Trainer:
         """
         if speed is not None and (isinstance(speed, bool) or not isinstance(speed, int | float) or not speed > 0):
             raise ValueError(f"speed={speed!r}: expected steps per second, a number > 0, or None for full speed.")
+        if speed != self._speed:
+            text = "Speed: full speed" if speed is None else f"Speed: {speed:g} steps/s"
+            self._changes.record(text, partial(self._pace, self._speed), kind="speed")
+            self._pace(speed)
+
+    def _pace(self, speed: float | None) -> None:
         with self._lock:
             begun = self._due - _period(self._speed)
             self._speed = speed
@@ -235,11 +310,12 @@ class Trainer:
     def stop(self) -> None:
         """End the run and close its log. A reset starts a new run."""
         with self._lock:
+            self.stop_comparison()
             self._enter("stopped")
             self._worker.post(lambda: self._store.close())  # noqa: PLW0108  a reset replaces the store
 
     def reset(self, config: ExperimentConfig | None = None) -> None:
-        """Start again from the seed: new weights, an empty history, a new log.
+        """Start again from the seed: new weights, an empty history, a new log. The present run is kept in `kept`.
 
         Args:
             config: The new experiment; None for the current one.
@@ -263,6 +339,82 @@ class Trainer:
             self._wanted = config
             self._worker.post(partial(self._switch, config))
 
+    def apply(self, remedy: ConfigRemedy) -> None:
+        """Make the change of a remedy: at the next step boundary, or by starting again if it says so.
+
+        Raises:
+            ValueError: The config has changed since, and refuses the change.
+        """
+        if not remedy.restarts:
+            self.change(**remedy.changes)
+            return
+        with self._lock:
+            self.reset(self._wanted.changed(**remedy.changes))
+            self.start()
+
+    def undo(self) -> None:
+        """Take back the latest change of the config, fault, reset or change of `kept`; no effect if there is none.
+
+        A changed config is put back with the weights as they are. A reset is taken back by continuing the run that it
+        replaced. An `Undone` event says what was taken back.
+        """
+        self._worker.post(self._take_back)
+
+    def continue_from(self, run: KeptRun) -> None:
+        """Continue a kept run, bit for bit as if it had not been replaced; the present run is kept.
+
+        Raises:
+            ValueError: The run is not kept any more, failed, is in training, or its weights were dropped.
+        """
+        self._kept.check_can_continue(run)
+        with self._lock:
+            self._wanted = run.config
+            self._worker.post(partial(self._bring_back, run))
+
+    def continue_saved(self, checkpoint: Checkpoint) -> None:
+        """Continue a run of another process from its checkpoint, bit for bit as if not interrupted; then pause.
+
+        The present run is kept. The new log begins with the steps up to the checkpoint; the old one does not change. A
+        checkpoint that cannot be read is a `Failed`, and the present run does not change.
+        """
+        self._worker.post(partial(self._restore, checkpoint))
+
+    def compare(self, configs: Sequence[ExperimentConfig] | None = None, *, steps: int = 300) -> None:
+        """Train other experiments beside this one, one after the other, each `steps` steps; they are added to `kept`.
+
+        This experiment waits meanwhile and does not change. `stop_comparison` ends it, and so does another call.
+
+        Args:
+            configs: The experiments; None for this one at each opt_level, from the same seed.
+            steps: Steps of each.
+
+        Raises:
+            ValueError: `steps` is not a whole number > 0.
+        """
+        _check_steps(steps)
+        with self._lock:
+            self.stop_comparison()
+            chosen = levels_of(self._wanted) if configs is None else configs
+            self._worker.post(partial(self._begin_comparison, chosen, steps))
+
+    def stop_comparison(self) -> None:
+        """End `compare` at the next step boundary; what was trained stays in `kept`."""
+        if (comparison := self._comparison) is not None:
+            comparison.stop()
+
+    def request_activations(self) -> None:
+        """Request an `ActivationsReady` at the next step boundary; it takes the time of a few steps."""
+        self._request("activations", lambda: ActivationsReady(self._experiment.activations()))
+
+    def request_twin(self) -> None:
+        """Request a `TwinReady` at the next step boundary; it takes the time of about 30 steps.
+
+        Raises:
+            ValueError: The task has several models or optimizers, which twins do not.
+        """
+        self._experiment.check_twin()
+        self._request("twin", lambda: TwinReady(self._experiment.twin(), len(self.history)))
+
     def inject(self, fault: str, *, on: bool | None = None) -> None:
         """Disturb the next step: "overflow", "nan", or "underflow", which stays on until it is switched off.
 
@@ -280,15 +432,55 @@ class Trainer:
         """Request a `TraceReady` at the next step boundary, which is now if nothing runs."""
         self._request("trace", lambda: TraceReady(self._experiment.trace(), len(self.history), self.config.opt_level))
 
+    def module_names(self) -> tuple[str, ...]:
+        """Return the names of the model's modules, of which `float32_modules` of the config may list some."""
+        return self._experiment.module_names()
+
+    def request_trace_at(self, opt_level: str) -> None:
+        """Request a `LevelTraced`: the step of a fresh model at another level; the run is not changed.
+
+        Raises:
+            ValueError: There is no such level.
+        """
+        config = self._wanted.changed(opt_level=opt_level)
+        self._request(f"trace at {opt_level}", lambda: LevelTraced(Experiment(config).trace(), opt_level))
+
+    def request_inputs(self, index: int) -> None:
+        """Request an `InputsReady` of the op with this number in a trace, measured at the next step boundary."""
+
+        def measure() -> Event:
+            inputs = InputStatistics(index)
+            self._experiment.trace(inputs)
+            return InputsReady(index, inputs.inputs, len(self.history))
+
+        self._request(f"inputs of op {index}", measure)
+
+    def request_memory(self, opt_level: str) -> None:
+        """Request a `MemoryCounted` of this experiment at a level, counted on a fresh model; the run is not changed.
+
+        Raises:
+            ValueError: There is no such level.
+        """
+        config = self._wanted.changed(opt_level=opt_level)
+        self._request(f"memory at {opt_level}", lambda: MemoryCounted(level_memory(config)))
+
     def request_gradients(self) -> None:
         """Request a `GradientsReady` at the next step boundary, which is now if nothing runs."""
         self._request("gradients", lambda: GradientsReady(self._experiment.gradients()))
 
-    def request_explanation(self) -> None:
-        """Request a `SkipExplained` of the last skipped step, which must exist; it takes the time of several steps."""
-        self._request(
-            "explanation", lambda: SkipExplained(self.history.skips()[-1].step, self._experiment.explain_skip())
-        )
+    def request_explanation(self, step: int) -> None:
+        """Request a `SkipExplained` of a skipped step.
+
+        Its explanation is None if the step was not explained before and cannot run again, because weights or config
+        have changed since; see `explainable`.
+        """
+        self._worker.post(partial(self._answer_explanation, step))
+
+    @property
+    def explainable(self) -> int | None:
+        """The last step if it was skipped: it can run again, since its weights are still there. Else None."""
+        skip = self._experiment.last_skip
+        return None if skip is None else skip.step
 
     def run(self, steps: int) -> History:
         """Train `steps` steps and return the history when they are done; an interrupt pauses at a step boundary.
@@ -348,16 +540,22 @@ class Trainer:
             self._due = time.monotonic() + _period(self._speed)
         if samples_gradients(self._experiment.steps_done):
             self._attempt("gradients failed.", lambda: self._store.keep(self._experiment.gradients().sample))
-        record = (step or self._experiment.step)()
-        self._store.append(record)
+        record = _timed_step(step or self._experiment.step, self._store)
+        if (mixed := self._experiment.mixed_scales) is not None:
+            self._store.keep_scales(mixed)
         if (memory := self._experiment.memory()) is not self._memory:
             self._memory = memory
             self._store.keep_memory(record.step, memory)
         self._publisher.publish(record)
-        if record.accuracy is not None:
+        if record.skipped and self._store.budget.allows(_kind_of_skip(record), self._store.seconds):
+            self._explain()
+        if self._is_to_examine and self._store.budget.allows(_EXAMINATION, self._store.seconds):
+            self._examine()
+        if record.score is not None:
             self._report_kernels()
         if not math.isfinite(record.loss):
             self._report_buffers(record.step)
+        self._save_if(lambda checkpoints: checkpoints.is_due)
         self._count_down()
         if self._experiment.steps_done >= self._step_limit:
             self._end_at_limit()
@@ -365,6 +563,47 @@ class Trainer:
     def _train_once(self) -> None:
         if self._state != "failed":  # since step() was called
             self._train()
+            self._explain()
+
+    def _explain(self) -> None:
+        """Explain the last step if it was skipped: its batch, weights and random state are still there."""
+        record = self._experiment.last_skip
+        if record is None or record.step in self.history.explanations:
+            return
+        began = time.perf_counter()
+        self._attempt(f"step {record.step} could not run again.", partial(self._explain_skip, record))
+        self._store.budget.took(time.perf_counter() - began, _kind_of_skip(record))
+
+    def _examine(self) -> None:
+        """Examine the next step, which is as the one after a change."""
+        self._is_to_examine = False
+        began, step = time.perf_counter(), self._experiment.steps_done
+        self._attempt(
+            "the examination of a step failed; the run is not changed.",
+            lambda: self._store.examine(step, self._experiment.examine().harmful),
+        )
+        self._store.budget.took(time.perf_counter() - began, _EXAMINATION)
+
+    def _explain_skip(self, record: StepRecord) -> None:
+        found = self._experiment.explain_skip()
+        why = explained(
+            found,
+            step=record.step,
+            injected=record.injected,
+            loss=record.loss,
+            first_loss=self.history.record(0).loss,
+        )
+        self._store.explain(why)
+        if found is not None and why.kind != "injected":
+            for each in (finding_of(found), *diverged(self.history, why, self.config)):
+                self._store.find(record.step, each)
+        self._publisher.publish(SkipExplained(record.step, why))
+
+    def _answer_explanation(self, step: int) -> None:
+        if step == self.explainable and step not in self.history.explanations:
+            self._explain()
+        else:
+            self._publisher.publish(SkipExplained(step, self.history.explanations.get(step)))
 
     def _train_in_stages(self, parameter: str | None) -> None:
         if self._state == "failed":  # since step_in_stages() was called
@@ -377,6 +616,7 @@ class Trainer:
             return record
 
         self._train(step)
+        self._explain()
         self._publisher.publish(StagesReady(recorded[0]))
 
     def _count_down(self) -> None:
@@ -396,28 +636,174 @@ class Trainer:
         self._report_kernels()
         if state != "running":
             self._store.flush()
+        if state in ("paused", "stopped"):
+            self._save_if(lambda _: True)
         self._publisher.publish(StateChanged(state, len(self.history), note))
+        if state == "paused":
+            self._explain()
 
-    def _switch(self, config: ExperimentConfig) -> None:
+    def _switch(self, config: ExperimentConfig, *, is_undo: bool = False) -> None:
         previous, step = self.config, len(self.history)
         if config == previous:
             return
+        if is_undo:
+            self._wanted = config
+        else:
+            self._changes.record(_in_words(previous, config), partial(self._switch, previous, is_undo=True))
         self._experiment.switch(config)
+        self._is_to_examine = True
         self._store.change(config, previous, step=step)
         self._publisher.publish(ConfigChanged(config, previous, step))
 
-    def _rebuild(self, config: ExperimentConfig) -> None:
-        previous = self.config
-        self._store.close()
-        self._experiment = Experiment(config)
-        self._has_reported_buffers = False
+    def _rebuild(self, config: ExperimentConfig, *, is_undo: bool = False) -> None:
+        previous, steps = self.config, len(self.history)
+        experiment = Experiment(config)
+        replaced = self._retire()
+        if not is_undo:
+            text = ", ".join(filter(None, [f"Reset at step {steps:,}" if steps else "", _in_words(previous, config)]))
+            self._record_replacing(text, replaced, previous)
+        self._runs_begun += 1
+        self._present(f"Run {self._runs_begun}", experiment, self._new_store(config), previous)
+        if is_undo:
+            self._wanted = config
+
+    def _record_replacing(self, text: str, replaced: KeptRun | None, previous: ExperimentConfig) -> None:
+        """Record that another run is present; undo continues the replaced one, or starts one with its config."""
+        if replaced is not None:
+            can_continue = partial(self._kept.can_continue, replaced)
+            self._changes.record(text, partial(self._bring_back, replaced, is_undo=True), can_continue)
+        else:
+            self._changes.record(text, partial(self._rebuild, previous, is_undo=True))
+
+    def _present(self, name: str, experiment: Experiment, store: RunStore, previous: ExperimentConfig) -> None:
+        """Train another experiment from now on."""
+        self._name, self._experiment, self._store = name, experiment, store
+        self._has_reported_buffers, self._is_to_examine = False, True
         self._publisher.forget_run()
         self._memory = None
-        self._store = self._new_store()
-        self._publisher.publish(ConfigChanged(config, previous, 0, reset=True))
+        self._publisher.publish(ConfigChanged(experiment.config, previous, len(store.history), reset=True))
 
-    def _disturb(self, fault: str, on: bool | None) -> None:
+    def _retire(self) -> KeptRun | None:
+        """Keep the present run and return it; None if it has no step."""
+        self._store.close()
+        if not len(self.history):
+            return None
+        error = "Training failed." if self._state == "failed" else ""
+        kept = self._kept.keep(self._name, self.config, self._store, self._experiment, error=error)
+        self._worker.post(partial(self._measure, kept))
+        return kept
+
+    def _bring_back(self, run: KeptRun, *, is_undo: bool = False) -> None:
+        """Continue a kept run in place of the present one."""
+        if run.experiment is None or not self._kept.can_continue(run):
+            return  # dropped since it was asked for
+        previous, replaced = self.config, self._retire()
+        self._kept.take(run)
+        if not is_undo:
+            self._record_replacing(f"Continued {run.name}", replaced, previous)
+        run.store.reopen()
+        self._present(run.name, run.experiment, run.store, previous)
+        with self._lock:
+            self._wanted = self.config
+            if self._state != "running" or run.error:
+                self._enter("failed" if run.error else "paused", again=True)
+
+    def _restore(self, saved: Checkpoint) -> None:
+        """Continue a saved run in place of the present one."""
+        try:
+            experiment, log = saved.restore()
+            store = RunStore.of_log(log, self._report)
+        except (OSError, RuntimeError, ValueError) as error:
+            self._publisher.publish(Failed(f"The {saved.name} cannot continue: {error}"))
+            return
+        previous, replaced = self.config, self._retire()
+        self._record_replacing(f"Continued the {saved.name}", replaced, previous)
+        self._runs_begun += 1
+        self._present(saved.name.capitalize(), experiment, store, previous)
+        with self._lock:
+            self._wanted = self.config
+            self._enter("paused", again=True)
+
+    def _save_if(self, is_due: Callable[[Checkpoints], bool]) -> None:
+        """Write a checkpoint beside the log."""
+        log = self._store.log_path
+        if log is None or not log.is_file():
+            return
+        if self._checkpoints is None or self._checkpoints.log != log:
+            self._checkpoints = Checkpoints(log)
+        if is_due(self._checkpoints):
+            try:
+                self._store.flush()
+                self._checkpoints.write(self._experiment)
+            except (OSError, RuntimeError) as error:
+                self._checkpoints.give_up()
+                self._report(
+                    f"checkpoint: cannot write {self._checkpoints.path} ({error}). The run continues, but a restarted "
+                    f"kernel cannot continue it."
+                )
+
+    def _take_back(self) -> None:
+        text = self._changes.take_back()
+        if text is not None:
+            self._publisher.publish(Undone(text))
+
+    def _measure(self, run: KeptRun) -> None:
+        """Measure what a kept run shows beside its history."""
+        experiment = run.experiment
+        if experiment is not None:
+            self._attempt("The held-out score failed.", lambda: setattr(run, "held_out", experiment.score()))
+            self._attempt("Counting kept bytes failed.", lambda: setattr(run, "activations", experiment.activations()))
+            run.memory = experiment.memory()
+        self._kept.touch()
+        self._publisher.publish(RunsChanged())
+
+    def _begin_comparison(self, configs: Sequence[ExperimentConfig], steps: int) -> None:
+        def begin(config: ExperimentConfig) -> KeptRun:
+            name = FIELDS["opt_level"].shown(config.opt_level)
+            run = self._kept.keep(name, config, self._new_store(config), Experiment(config), is_compared=True)
+            run.is_training = True
+            return run
+
+        def train(run: KeptRun) -> None:
+            if run.experiment is not None:
+                _timed_step(run.experiment.step, run.store)
+
+        def end(run: KeptRun, error: str) -> None:
+            run.is_training, run.error = False, error
+            run.store.close()
+            self._measure(run)
+
+        self._comparison = Comparison(configs, steps, begin=begin, train=train, end=end)
+        self._advance_comparison()
+
+    def _advance_comparison(self) -> None:
+        comparison = self._comparison
+        if comparison is None:
+            return
+        goes_on = False
+        try:
+            goes_on = comparison.advance()
+        except Exception:  # noqa: BLE001 - the present run goes on
+            self._publisher.publish(Failed(f"The comparison ended.\n{traceback.format_exc()}"))
+        self._kept.touch()
+        self._publisher.publish(RunsChanged())
+        if goes_on:
+            self._worker.post(self._advance_comparison)
+        else:
+            self._comparison = None
+
+    def _disturb(self, fault: str, on: bool | None, *, is_undo: bool = False) -> None:
+        was_on = fault in self._experiment.armed
         self._experiment.inject(fault, on=on)
+        is_on = fault in self._experiment.armed
+        if is_on != was_on and not is_undo:
+            experiment = self._experiment
+            self._changes.record(
+                f"{'NaN' if fault == 'nan' else fault.capitalize()} {'on' if is_on else 'off'}",
+                partial(self._disturb, fault, was_on, is_undo=True),
+                lambda: self._experiment is experiment and (fault in experiment.armed) == is_on,
+            )
+        self._is_to_examine |= fault == "underflow"
         armed = self._experiment.shrinking if fault == "underflow" else on is not False
         self._store.inject(fault, step=len(self.history), on=armed)
 
@@ -436,16 +822,16 @@ class Trainer:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         text = (
             f"Step {step} left NaN or inf in {names[0]}{more}: BatchNorm updates its running statistics in the forward "
-            f"pass, before a step can be skipped. Accuracy is measured with these statistics. Reset to start again; in "
-            f"a loop of your own check the batch before the forward pass."
+            f"pass, before a step can be skipped. Held-out data are scored with these statistics. Reset to start "
+            f"again; in a loop of your own check the batch before the forward pass."
         )
         self._publisher.publish(Failed(text, damaged=True))
 
-    def _new_store(self) -> RunStore:
-        def report(text: str) -> None:
-            self._publisher.publish(Failed(text))
+    def _new_store(self, config: ExperimentConfig) -> RunStore:
+        return RunStore(config, log=self._log, on_failure=self._report)
 
-        return RunStore(self._experiment.config, log=self._log, on_failure=report)
+    def _report(self, text: str) -> None:
+        self._publisher.publish(Failed(text))
 
     def _attempt(self, what: str, act: Callable[[], None]) -> None:
         try:
@@ -460,9 +846,27 @@ class Trainer:
         self._publisher.publish(Failed(f"The run failed at step {len(self.history)}.\n{text}", fatal=True))
 
 
+def _timed_step(step: Callable[[], StepRecord], store: RunStore) -> StepRecord:
+    """Train one step, and keep it with the time that it took."""
+    began = time.perf_counter()
+    record = step()
+    store.seconds += time.perf_counter() - began
+    store.append(record)
+    return record
+
+
+def _in_words(previous: ExperimentConfig, config: ExperimentConfig) -> str:
+    return ", ".join(change.text for change in config_changes(previous, config, 0))
+
+
 def _check_steps(steps: int) -> None:
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps={steps!r}: expected a whole number > 0, such as 300.")
+
+
+def _kind_of_skip(record: StepRecord) -> Hashable:
+    """What is known of a skipped step before it runs again, to tell kinds apart."""
+    return record.opt_level, record.injected, math.isfinite(record.loss)
 
 
 def _period(speed: float | None) -> float:

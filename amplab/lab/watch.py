@@ -31,25 +31,27 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from amplab.amp import ScaleRecord
-from amplab.diagnose import Finding, Findings, Observation, run_findings
+from amplab.diagnose import Findings, Observation, finding_of, run_findings
 from amplab.diagnose.catalogue import finding
 from amplab.diagnose.rules.parameters import adam_on_half, nonfinite_buffers
 from amplab.display.html import page
 from amplab.display.numbers import count
 from amplab.formats import ExponentHistogram
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
-from amplab.lab.findings import LOOK_BACK, finding_to_log, observed_run, with_explained
+from amplab.lab.findings import LOOK_BACK, observed_run, with_explained
 from amplab.lab.gradient_measure import GradientMeasure
 from amplab.lab.history import History, recorded
 from amplab.lab.idle_optimizers import IdleOptimizers
 from amplab.lab.run_log import check_writable
 from amplab.lab.run_store import RunStore
 from amplab.lab.scale_probe import ScaledStep, probe_of
+from amplab.lab.skip_explanation import SkipExplanation, explained
 from amplab.lab.step_check import StepCheck
 from amplab.lab.step_look import StepLook
-from amplab.lab.step_rerun import StepRerun
+from amplab.lab.step_rerun import OutsideAutocast, StepRerun
 from amplab.lab.tensorboard_scalars import TensorBoardScalars
 from amplab.lab.watched_run import WatchedRun
+from amplab.trace import Trace
 from amplab.trace.argument_checks import check_values
 from amplab.trace.handed_step import (
     Loss,
@@ -64,6 +66,7 @@ __all__ = ["Watch", "check_options", "watch"]
 
 T = TypeVar("T")
 _LARGEST_EVERY = 16  # steps; near enough for a replay to know the steps between, and under 1 % of a small step
+_SETTLED = 5  # skips in a row: fewer may be a scale that settles, so the fifth is a kind of its own
 _SKIPS_BEFORE_CHECK = 5  # skips in a row after which `StepCheck` looks at the next step, if steps cannot run again
 
 
@@ -98,10 +101,8 @@ class Watch:
         self._rates: deque[tuple[int, float]] = deque(maxlen=LOOK_BACK)
         self._norms: dict[int, float] = {}
         self._idle = IdleOptimizers(optimizers)
-        self._names = _model_names(model, optimizers)
-        self._explained: list[tuple[int, Finding]] = []
         self._check: StepCheck | None = None
-        self._look = StepLook(model, optimizers, self._probe, self._explain, self._fail)
+        self._look = StepLook(model, optimizers, self._probe, self._store.find, self._fail)
         self._failures: list[str] = []
         self._subscribers: list[Callable[[StepRecord], object]] = []
         self._ends: list[Callable[[], None]] = []
@@ -138,6 +139,7 @@ class Watch:
         self._look.end()
         self._ends = []
         self._store.close()
+        self._rerun.end()
         if self._check is not None:
             self._check.end()
         if self._scalars is not None:
@@ -209,7 +211,7 @@ class Watch:
         found = (*run_findings(self.observation), *self._idle.findings(self._model, self._probe.kind, self._steps))
         of_weights = (*nonfinite_buffers(self._model), *adam_on_half(self._model, self._optimizers))
         skips = [record.step for record in self.history.skips()]
-        ranked = with_explained((*found, *of_weights), self._explained, skips)
+        ranked = with_explained((*found, *of_weights), self._store.found, skips)
         return replace(ranked, looked_at=tuple(self._looked_at()))
 
     def _looked_at(self) -> Iterator[str]:
@@ -220,6 +222,11 @@ class Watch:
             yield "not looked at: the losses; call w.loss(loss) before backward"
         if not self._rerun.is_possible:
             yield "not looked at: why steps skip; pass loss= or step=, and use w.batches(loader)"
+
+    @property
+    def traced(self) -> tuple[int, Trace] | None:
+        """The last step whose ops were seen, and these: the first step, and one in a thousand, in ``w.batches``."""
+        return self._look.traced
 
     def subscribe(self, callback: Callable[[StepRecord], object]) -> Callable[[], None]:
         """Call `callback` with every `StepRecord`, in the loop's thread; return a function that unsubscribes it."""
@@ -263,7 +270,7 @@ class Watch:
         if self._checks_before_step and (self._measure.is_finite is False or not self._is_finite_so_far()):
             self._bad_in_a_row += 1
             if self._bad_in_a_row == 1:  # after this step the weights contain NaN
-                self._rerun_once(1, self._probe.scale(), self._steps)
+                self._run_again(self._steps, self._probe.scale(), self._loss, 1)
         else:
             self._bad_in_a_row = 0
 
@@ -305,9 +312,9 @@ class Watch:
             outcome.loss_scale,
             outcome.next_loss_scale,
             outcome.skipped,
-            self._names.get(outcome.first_nonfinite or "", outcome.first_nonfinite),
+            self._name(outcome.first_nonfinite),
             self.config.opt_level,
-            None,  # no accuracy
+            None,  # no score
             (time.perf_counter_ns() - self._began) // 1000 / 1e6,
             None,  # nothing injected
             math.inf if outcome.skipped else self._measure.largest_exponent,
@@ -335,30 +342,45 @@ class Watch:
         """Explain a skipped step by running it again, or check the next one."""
         if self._check is not None:
             for found in self._check.findings(record, _SKIPS_BEFORE_CHECK):
-                self._explain(record.step, found)
+                self._store.find(record.step, found)
             self._check = None
         self._skips_in_a_row = self._skips_in_a_row + 1 if record.skipped else 0
-        self._rerun_once(self._skips_in_a_row, record.loss_scale, record.step)
+        if record.skipped:
+            self._run_again(record.step, record.loss_scale, record.loss, self._skips_in_a_row)
         if self._skips_in_a_row == _SKIPS_BEFORE_CHECK and not self._rerun.is_possible:
             self._check = StepCheck(self._model)
 
-    def _rerun_once(self, in_a_row: int, loss_scale: float, step: int) -> None:
-        if not self._rerun.is_worth_it(in_a_row):
+    def _run_again(self, step: int, loss_scale: float, loss: float | Tensor | None, in_a_row: int) -> None:
+        """Explain a bad step by running it again, if that is possible and the budget allows it."""
+        value = _value(loss)
+        kind = value is None or math.isfinite(value), in_a_row >= _SETTLED
+        began = time.perf_counter()
+        if not self._rerun.is_possible or not self._store.budget.allows(kind, began - self._began / 1e9):
             return
         self._look.pause()
         try:
-            found = self._rerun.explain(loss_scale)
+            found = self._rerun.first_nonfinite(loss_scale)
         except Exception as error:  # noqa: BLE001  a failed explanation must not end the loop
-            failure = f"{type(error).__name__}: {error}"
-            self._explain(step, finding("step-not-explained", evidence={"step": step}, failure=failure))
+            failure = str(error) if isinstance(error, OutsideAutocast) else f"{type(error).__name__}: {error}"
+            self._store.find(step, finding("step-not-explained", evidence={"step": step}, failure=failure))
+            self._store.explain(SkipExplanation(step, "once", f"could not run again: {failure}"))
             self._fail(f"step {step} could not run again: {failure}")
         else:
+            first = self.history.record(0).loss if len(self.history) else None
+            self._store.explain(explained(found, step=step, loss=value, first_loss=first))
             if found is not None:
-                self._explain(step, found)
+                self._store.find(step, finding_of(found))
+        self._store.budget.took(time.perf_counter() - began, kind)
 
-    def _explain(self, step: int, found: Finding) -> None:
-        self._explained.append((step, found))
-        self._store.note("finding", step=step, finding=finding_to_log(found))
+    def _name(self, first: str | None) -> str | None:
+        """The model's name of the parameter that a scaler names by its place in one of its optimizers."""
+        if first is None or not first.startswith("param_groups["):
+            return first
+        names = _names_by_place(self._model, self._optimizers)
+        if len(self._optimizers) == 1 and first in names:
+            return names[first]
+        bad = [name for name, each in self._model.named_parameters() if each.grad is not None and not _is_finite(each)]
+        return bad[-1] if bad else None
 
     def _fail(self, text: str) -> None:
         self._failures.append(text)
@@ -391,10 +413,8 @@ class _Hooks:
         self._handles = {}
 
 
-def _model_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, str]:
-    """Return the model's names of the parameters that a GradScaler names by their places in its one optimizer."""
-    if len(optimizers) > 1:
-        return {}
+def _names_by_place(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, str]:
+    """Return the model's names of the parameters of the first optimizer by their places in it."""
     names = {id(each): name for name, each in model.named_parameters()}
     return {
         f"param_groups[{number}]['params'][{place}]": names[id(each)]
@@ -402,6 +422,13 @@ def _model_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str,
         for place, each in enumerate(group["params"])
         if id(each) in names
     }
+
+
+def _is_finite(parameter: Tensor) -> bool:
+    """Whether its gradient is finite. Sync: one."""
+    grad = parameter.grad
+    values = grad.coalesce().values() if grad is not None and grad.is_sparse else grad
+    return values is None or bool(torch.isfinite(values).all())
 
 
 def _value(loss: float | Tensor | None) -> float | None:

@@ -133,6 +133,8 @@ def _children(value: Any) -> Any:
 def _labels(value: Any, count: int) -> Iterable[str]:
     if isinstance(value, Mapping):
         return (f"[{key!r}]" for key in value)
+    if isinstance(value, tuple) and (names := getattr(type(value), "_fields", None)) is not None:  # a namedtuple
+        return (f".{name}" for name in names)
     if dataclasses.is_dataclass(value):
         return (f".{name}" for name in _fields(value))
     return (f"[{place}]" for place in range(count))

@@ -231,7 +231,11 @@ def handed_step(
     return HandedStep(model, lambda: loss(_called(model, args, kwargs), *rest), "loss", f"{_name_of(loss)}, as given")
 
 
-_OF_COPIES = {"twin": "model, batch", "ladder": "make_model, data"}
+_OF_COPIES = {
+    "twin": "model, batch",
+    "ladder": "make_model, data",
+    "lab.open": "model=model, data=loader",
+}
 """Tools that train models of their own: their step takes the model and the batch."""
 
 

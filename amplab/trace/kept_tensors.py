@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from amplab.trace.weight_casts import WeightCasts
 
-__all__ = ["KeptBytes", "KeptTensors"]
+__all__ = ["KeptBytes", "KeptTensors", "memory_of"]
 
 _without_torch_function = torch._C.DisableTorchFunction
 
@@ -56,7 +56,7 @@ class KeptTensors:
     def __init__(self, model: nn.Module) -> None:
         with _without_torch_function():
             tensors = (each for module in model.modules() for each in _own_tensors(module))
-            self._owned = {_memory_of(tensor)[0] for tensor in tensors}
+            self._owned = {memory_of(tensor)[0] for tensor in tensors}
         self._live: dict[int, weakref.ref[_Kept]] = {}
         self._changes: list[tuple[str, bool, int]] = []
 
@@ -71,7 +71,7 @@ class KeptTensors:
 
         def keep(tensor: Tensor) -> tuple[_Kept | None, Tensor]:
             with _without_torch_function():
-                address, size = _memory_of(tensor)
+                address, size = memory_of(tensor)
             if address in self._owned:
                 return None, tensor
             known = self._live.get(address)
@@ -120,8 +120,8 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
             yield each
 
 
-def _memory_of(tensor: Tensor) -> tuple[int, int]:
-    """The address and size of a tensor's storage; for a sparse tensor, which has none, its id and its own size."""
+def memory_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the address and bytes of a tensor's storage; of a sparse tensor, which has none, its id and own size."""
     try:
         storage = tensor.untyped_storage()
         return storage.data_ptr() or storage._cdata, storage.nbytes()  # the meta device has no address

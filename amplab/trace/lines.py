@@ -19,6 +19,9 @@ import amplab
 __all__ = ["CodeLine", "call_of_user_line", "user_line"]
 
 _LIBRARIES = tuple(f"{Path(str(module.__file__)).parent}/" for module in (torch, amplab))
+_MODELS = tuple(f"{Path(str(amplab.__file__)).parent}/lab/{name}" for name in ("models", "tasks"))
+"""The code of the lab's own models, which is shown as a person's own is."""
+
 _STANDARD = f"{sysconfig.get_paths()['stdlib']}/"
 _INSTALLED = ("site-packages", "dist-packages")
 _WRAPPERS = frozenset(("decorate_context", "inner", "wrapper"))  # of torch's decorators
@@ -75,6 +78,8 @@ def call_of_user_line() -> str:
 
 @cache
 def _is_users(file: str) -> bool:
+    if file.startswith(_MODELS):
+        return True
     if file.startswith(("<frozen ", *_LIBRARIES)):
         return False
     return not file.startswith(_STANDARD) or any(folder in file for folder in _INSTALLED)

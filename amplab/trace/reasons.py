@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies import CastPolicy
 from amplab.trace.engines import REQUESTS_DTYPE, TORCH_AUTOCAST
 from amplab.trace.lazy_tuple import LazyTuple
@@ -62,7 +63,7 @@ def record_of(events: Sequence[Event], index: int, records: Sequence[OpRecord]) 
         module=_module(place, origin),
         inputs=event.inputs,
         outputs=event.outputs,
-        reason=_reason(event, cast is not None, origin, lambda: _follows_a_cast(events, index, records)),
+        reason=_reason(event, cast is not None, origin, lambda: _follows_a_cast(events, index, records), events),
         is_cast=cast is not None,
         cast_bytes=sum(info.nbytes for info in cast or ()),
         note=_note(event, inner),
@@ -131,7 +132,13 @@ def _module(place: Place, origin: OpRecord | None) -> str:
     return origin.module if origin is not None else place.module
 
 
-def _reason(event: Event, is_cast: bool, origin: OpRecord | None, follows_a_cast: Callable[[], bool]) -> str:
+def _reason(
+    event: Event,
+    is_cast: bool,
+    origin: OpRecord | None,
+    follows_a_cast: Callable[[], bool],
+    events: Sequence[Event],
+) -> str:
     if _is_simulated_rounding(event):
         return "simulated format: the gradient is rounded, too" if event.place.backward else _cast_reason(event)
     if _is_of_autograd(event.place):
@@ -142,10 +149,10 @@ def _reason(event: Event, is_cast: bool, origin: OpRecord | None, follows_a_cast
         return _cast_reason(event)
     if is_view(event.overload):
         return "a view: computes nothing"
-    return _policy_reason(event, follows_a_cast)
+    return _policy_reason(event, follows_a_cast, events)
 
 
-def _policy_reason(event: Event, follows_a_cast: Callable[[], bool]) -> str:
+def _policy_reason(event: Event, follows_a_cast: Callable[[], bool], events: Sequence[Event]) -> str:
     """Why an op that Python code called has its dtypes."""
     place, decision = event.place, event.place.decision
     dtypes = list(dict.fromkeys(info.dtype_name for info in event.inputs if info.dtype.is_floating_point))
@@ -166,7 +173,38 @@ def _policy_reason(event: Event, follows_a_cast: Callable[[], bool]) -> str:
     if len(dtypes) > 1 and torch.Tag.pointwise in event.overload.tags:
         promoted = f"{listed}: torch promotes {' and '.join(dtypes)} to {event.outputs[0].dtype_name}"
         return _with_module_rule(place, promoted)
-    return _with_module_rule(place, f"{listed}: runs in its input dtype")
+    cause = "" if place.rule else _cause(event, events)
+    if cause and not place.table:
+        return cause  # without lists the cause is the whole reason
+    return _with_module_rule(place, f"{listed}: {cause or 'runs in its input dtype'}")
+
+
+def _cause(event: Event, events: Sequence[Event]) -> str:
+    """Say where the input of an op on no list got its dtype; empty for float32 that nothing has cast."""
+    dtype = event.outputs[0] if event.outputs else None
+    if dtype is None or not dtype.dtype.is_floating_point:
+        return ""
+    source = None if event.source is None else events[event.source]
+    hook = "" if source is None or change_of_dtype(source) is None else _given(source)
+    is_low = dtype.dtype in LOW_PRECISION_DTYPES
+    if event.weight and is_low:
+        owner = event.weight.rpartition(".")[0] or "the model"
+        return f"runs in {dtype.dtype_name}, the dtype of the weights of {owner}" + (f"; {hook}" if hook else "")
+    if hook:
+        return f"runs in its input dtype: {hook}"
+    if source is None or not is_low:
+        return ""
+    return f"runs in its input dtype, {dtype.dtype_name} from {source.place.call or 'an op before'}"
+
+
+def _given(cast: Event) -> str:
+    """Say which hook or which call chose a dtype; empty for a cast of an engine."""
+    place, dtype = cast.place, cast.outputs[0].dtype_name
+    if place.decision is not None and place.decision.kind == "cast":
+        return ""
+    if place.stage:
+        return f"a hook on {place.module} cast its {'input' if place.stage == 'before' else 'output'} to {dtype}"
+    return f"the code requested {dtype}: {place.call}" if place.call in REQUESTS_DTYPE else ""
 
 
 def _with_module_rule(place: Place, reason: str) -> str:

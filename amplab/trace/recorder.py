@@ -28,6 +28,7 @@ from amplab.policies import (
 from amplab.policies.modules.module_regions import module_rule_of_op
 from amplab.trace.calls import Calls
 from amplab.trace.dispatch_mode import DispatchMode
+from amplab.trace.dtype_sources import DtypeSources
 from amplab.trace.engines import NO_ENGINE, REQUESTS_DTYPE, TORCH_AUTOCAST, current_table
 from amplab.trace.kept_tensors import KeptTensors
 from amplab.trace.lines import CodeLine
@@ -43,6 +44,7 @@ _without_torch_function = torch._C.DisableTorchFunction
 _CAST = torch.ops.aten._to_copy.default
 _CACHES_NOTHING = "", ()
 _NO_NODE = "", "", None, ""
+_NO_SOURCE = None, ""
 _IN_FORWARD = False, False, *_NO_NODE
 _LISTS = list, tuple
 _INTO_GRAD = "torch::autograd::AccumulateGrad"
@@ -93,6 +95,8 @@ class Event(NamedTuple):
         accumulated: True if a float16 product was computed in float32 and rounded once.
         casts: name of the parameter that an engine casts here, or empty.
         from_cache: numbers of the events whose casts of weights the call got from the weight cache.
+        source: number of the event that gave its input the dtype of its output, in forward; else None.
+        weight: name of a parameter in the dtype of its output that it reads, in forward; else empty.
     """
 
     overload: torch._ops.OpOverload
@@ -102,6 +106,8 @@ class Event(NamedTuple):
     accumulated: bool
     casts: str = ""
     from_cache: tuple[int, ...] = ()
+    source: int | None = None
+    weight: str = ""
 
 
 class Observer(Protocol):
@@ -133,6 +139,7 @@ class Recorder:
         self._modules = ModuleStack(model)
         self.calls = Calls(self._modules)
         self._parameters = self._modules.parameter_names()
+        self._sources = DtypeSources(model, self._parameters)
         self._infos: dict[tuple[torch.dtype, torch.Size], TensorInfo] = {}
         self._numbers: list[int] = []  # sequence numbers that forward events took, ascending
         self._takers: list[int] = []  # the events that took them
@@ -174,7 +181,8 @@ class Recorder:
         autograds = place.backward and not place.recomputed
         caching = _CACHES_NOTHING if autograds else self._caching(overload, place, args, result)
         outputs = (self._info(result),) if isinstance(result, Tensor) else self._infos_of((result,))
-        event = Event(overload, place, inputs, outputs, accumulated, *caching)
+        source = _NO_SOURCE if autograds or not outputs else self._source(given, result, outputs[0].dtype, place)
+        event = Event(overload, place, inputs, outputs, accumulated, *caching, *source)
         self.events.append(event)
         if self._observer:
             self._observer.after(observed, event, result)
@@ -221,6 +229,14 @@ class Recorder:
             self._weight_casts.made(len(self.events), result)
         return weight, ()
 
+    def _source(self, given: Any, result: Any, dtype: torch.dtype, place: Place) -> tuple[int | None, str]:
+        """Return what gave an op its dtype. A hook or a conversion in the code is passed on to the ops after it."""
+        source, weight = self._sources.read(given, dtype)
+        decides = weight or (place.decision is not None and place.decision.rule is not None)
+        passes = source is not None and not decides and _sets_dtype(self.events[source].place)
+        self._sources.written((result,), source if passes and source is not None else len(self.events))
+        return source, weight
+
     def _keeper(self) -> str | None:
         """Path of the module that saves tensors now; None while a block runs again for its backward."""
         again = self._modules.depth > self.calls.autograd_depth and _current_node() is not None
@@ -265,6 +281,11 @@ def _casts_for_an_op(place: Place) -> bool:
     if place.decision is not None:
         return place.decision.kind == "cast"
     return place.table == TORCH_AUTOCAST and place.call not in REQUESTS_DTYPE
+
+
+def _sets_dtype(place: Place) -> bool:
+    """Whether a hook or the code itself chose the dtype here."""
+    return bool(place.stage) or place.call in REQUESTS_DTYPE
 
 
 class _Ops(DispatchMode):

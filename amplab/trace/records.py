@@ -118,9 +118,11 @@ class Trace:
 
     Args:
         records: the records, in order.
+        model: name of the model's class, which its own ops have as their module; empty if it is not known.
     """
 
     records: Sequence[OpRecord]
+    model: str = ""
 
     def __len__(self) -> int:
         return len(self.records)

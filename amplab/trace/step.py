@@ -57,7 +57,8 @@ def trace_step(
     [('ones', ''), ('linear', '0'), ('relu', '1'), ('sum', '')]
     """
     check_step(model, step, loss_scale)
-    return Trace(records_of(record_step(model, step, casting=casting, loss_scale=loss_scale, observer=observer)))
+    events = record_step(model, step, casting=casting, loss_scale=loss_scale, observer=observer)
+    return Trace(records_of(events), type(model).__name__)
 
 
 def record_step(

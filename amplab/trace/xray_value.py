@@ -97,7 +97,7 @@ class XRay:
     @cached_property
     def trace(self) -> Trace:
         """The records of the step, made at the first access."""
-        return Trace(records_of(self.events))
+        return Trace(records_of(self.events), self.model)
 
     @cached_property
     def casts(self) -> tuple[Cast, ...]:

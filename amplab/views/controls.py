@@ -2,6 +2,7 @@
 
     {"type": "start" | "pause" | "step" | "reset"}, {"type": "run", "steps"}, {"type": "speed", "value"},
     {"type": "change", "field", "value"}, {"type": "inject", "kind"}
+    {"type": "undo"}, {"type": "default", "field"}, {"type": "defaults"}
 
 Labels, choices and what a change requires come from the declarations of `ExperimentConfig`, which also decides what is
 allowed. No widget here; controls.js draws the payload.
@@ -13,9 +14,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from amplab.amp import OPT_LEVELS, explain_override
 from amplab.lab import FIELDS, LIVE_FIELDS, ExperimentConfig, Trainer, field_named
 from amplab.lab.config import Change, ConfigField, SettingRefused
+from amplab.lab.levels import LEVELS, why_no_override
 
 __all__ = ["act", "controls_payload", "field_value"]
 
@@ -34,6 +35,8 @@ def controls_payload(
     shrinking: bool,
     armed: list[str],
     speed: float | None = None,
+    last_change: str | None = None,
+    undone: str | None = None,
 ) -> dict[str, object]:
     """Return all that the controls show.
 
@@ -44,12 +47,14 @@ def controls_payload(
         shrinking: Whether an injected underflow is on.
         armed: Faults that will go into the next step.
         speed: Steps per second at most, None for full speed.
+        last_change: What Undo would take back, None for nothing.
+        undone: What Undo has just taken back.
     """
     return {
         "fields": {name: _field(each, config) for name, each in FIELDS.items()},
         "levels": [
-            {"name": level.name, "brief": level.brief.partition(":")[2].strip(), "line": level.explanation}
-            for level in OPT_LEVELS.values()
+            {"name": level.name, "label": level.label, "brief": level.brief, "line": level.explanation}
+            for level in LEVELS.values()
         ],
         "scale": _scale(config),
         "text": str(config),
@@ -58,33 +63,40 @@ def controls_payload(
         "shrinking": shrinking,
         "armed": armed,
         "speed": speed,
+        "last_change": last_change,
+        "undone": undone,
+        "differs": config.defaults() != config,
     }
 
 
 def _field(field: ConfigField, config: ExperimentConfig) -> dict[str, object]:
-    """A field's texts, its choices as pairs of value and label, its value, and why it cannot be changed now."""
+    """A field's texts, its choices as pairs of value and label, its value, and why it cannot be changed now.
+
+    "back" is the default in words where the field differs from it.
+    """
     value = config.learning_rate if field.name == "lr" else getattr(config, field.name)
     resets = " A change starts over with new weights." if field.change is Change.NEW_WEIGHTS else ""
     return {
         "label": field.label,
         "title": f"{field.help[:1].upper()}{field.help[1:]}.{resets}",
         "value": value,
-        "options": _options(field, config.opt_level),
-        "reason": explain_override(config.opt_level, field.name) if field.overrides_level else None,
+        "options": _options(field, config),
+        "reason": why_no_override(config.opt_level, field.name) if field.overrides_level else None,
+        "back": field.default_shown(config) if config.differs(field.name) else None,
     }
 
 
-def _options(field: ConfigField, level: str) -> list[list[object]]:
+def _options(field: ConfigField, config: ExperimentConfig) -> list[list[object]]:
     if field.values.kind is not bool:
-        return [[value, label] for value, label in field.values.choices().items()]
-    prescribed = getattr(OPT_LEVELS[level].properties, field.name)
-    default = f"not at {level}" if prescribed is None else f"{level}: {prescribed}"
+        return [[value, label] for value, label in config.choices(field.name).items()]
+    prescribed = getattr(config.level.properties, field.name)
+    default = f"not at {config.level.label}" if prescribed is None else f"{config.level.label}: {prescribed}"
     return [[None, default], [True, "True"], [False, "False"]]
 
 
 def _scale(config: ExperimentConfig) -> dict[str, object]:
     """Who decides the loss scale, and the static scale if there is one."""
-    prescribed = OPT_LEVELS[config.opt_level].properties.loss_scale
+    prescribed = config.level.properties.loss_scale
     return {
         "mode": "level" if config.loss_scale is None else "dynamic" if config.is_dynamic else "static",
         "prescribed": prescribed if prescribed == "dynamic" else f"static {prescribed:g}",
@@ -145,8 +157,10 @@ def field_value(name: str, value: object) -> object:
 
 def _change(trainer: Trainer, message: Mapping[str, Any]) -> None:
     """Change one field. A field that needs new weights resets the run, which then continues if it was running."""
-    name = message["field"]
-    value = field_value(name, message["value"])
+    _set(trainer, message["field"], field_value(message["field"], message["value"]))
+
+
+def _set(trainer: Trainer, name: str, value: object) -> None:
     if name in LIVE_FIELDS:
         trainer.change(**{name: value})
         return
@@ -167,6 +181,11 @@ def _steps(value: object) -> int:
     raise ValueError(f"Run {'' if value is None else value} steps: expected a whole number > 0, such as 100.")
 
 
+def _put_back(trainer: Trainer, message: Mapping[str, Any]) -> None:
+    """Put one field back to its default."""
+    _set(trainer, message["field"], trainer.config.default_of(message["field"]))
+
+
 _ACTIONS: dict[str, Callable[[Trainer, Mapping[str, Any]], object]] = {
     "start": lambda trainer, _: trainer.start(),
     "pause": lambda trainer, _: trainer.pause(),
@@ -175,5 +194,8 @@ _ACTIONS: dict[str, Callable[[Trainer, Mapping[str, Any]], object]] = {
     "run": lambda trainer, message: trainer.start(_steps(message["steps"])),
     "speed": lambda trainer, message: trainer.set_speed(message["value"]),
     "change": _change,
+    "default": _put_back,
+    "defaults": lambda trainer, _: trainer.change(**trainer.config.defaults().live_values()),
+    "undo": lambda trainer, _: trainer.undo(),
     "inject": lambda trainer, message: trainer.inject(message["kind"]),
 }

@@ -12,10 +12,17 @@ import threading
 import ipywidgets
 
 from amplab.lab import ConfigChanged, Event, ExperimentConfig, StateChanged, StepRecord, Trainer
+from amplab.lab.checkpoints import Checkpoint
 from amplab.views.presenter import Presenter
 from amplab.views.run_report import RunReport, run_report
 
 __all__ = ["Dashboard", "wait_for_steps"]
+
+
+_ELSEWHERE = (
+    "The lab was open here. To see it, select this cell and press <b>Shift+Enter</b>: a run in this kernel is shown as "
+    "it is, and a run of a kernel that has ended can be continued from its last checkpoint."
+)
 
 
 class Dashboard(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
@@ -37,9 +44,9 @@ class Dashboard(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no typ
         self.trainer = Trainer() if trainer is None else trainer
         self._presenter = Presenter(self.trainer)
         parts = self._presenter.parts
-        side = ipywidgets.VBox([parts.live, parts.panels])
+        side = ipywidgets.VBox([parts.status, parts.live, parts.panels])
         body = ipywidgets.HBox([parts.controls, side])
-        super().__init__([parts.notices, body])
+        super().__init__([parts.notices, parts.gallery, body])
         side.add_class("amp-side")
         body.add_class("amp-body")
         self.add_class("amp-dashboard")
@@ -72,10 +79,19 @@ class Dashboard(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no typ
         """
         self._presenter.offer(wanted)
 
+    def offer_saved(self, saved: Checkpoint) -> None:
+        """Ask in the page whether to continue a run of a kernel that has ended."""
+        self._presenter.offer_saved(saved)
+
     def close(self) -> None:
         """Remove the widgets from the page; the experiment continues."""
         self._presenter.close()
         super().close()
+
+    def _repr_mimebundle_(self, **settings: object) -> dict[str, object]:
+        """Add a sentence for pages that cannot show the widget, such as a notebook that was reloaded untrusted."""
+        bundle: dict[str, object] = super()._repr_mimebundle_(**settings)
+        return bundle | {"text/html": f"<p>{_ELSEWHERE}</p>"}
 
     def __repr__(self) -> str:
         """Return one line with the step and the config."""

@@ -1,11 +1,13 @@
 """What the live view shows, as plain values: the run thinned to the width of a screen, and the figures above it.
 
-Each frame holds the whole run. Its rows are float64 `(rows, 4)`: step, loss, loss scale used, marks
-(`SKIPPED` + `INJECTED`). NaN and inf stay in the rows; the page draws them on the upper edge. No widget here.
+Each frame holds the whole run, and what was changed in it. Its rows are float64 `(rows, 4)`: step, loss, loss scale
+used, marks (`SKIPPED` + `INJECTED`). NaN and inf stay in the rows; the page draws them on the upper edge. No widget
+here.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import MISSING, fields
 
 import numpy as np
@@ -13,8 +15,23 @@ import numpy as np
 from amplab.amp import MemoryUse
 from amplab.kernels import BuildReport
 from amplab.lab import History
+from amplab.lab.tasks import Score
+from amplab.lab.watched_run import NO_LEVEL
 
-__all__ = ["INJECTED", "ROWS", "SKIPPED", "frame_rows", "memory_parts", "modes_line", "summary"]
+__all__ = [
+    "INJECTED",
+    "MARKS",
+    "ROWS",
+    "SKIPPED",
+    "change_marks",
+    "frame_rows",
+    "memory_parts",
+    "modes_line",
+    "summary",
+]
+
+Mark = tuple[int, str, str, str]
+"""Step, field, label and text of a change."""
 
 SKIPPED = 1
 INJECTED = 2
@@ -22,12 +39,26 @@ ROWS = 800
 """Rows of a frame: the charts are about 600 px wide, and a pixel column needs its least and its greatest value."""
 
 
-def frame_rows(history: History, limit: int = ROWS) -> np.ndarray:
-    """Return the run as float64 `(rows, 4)`, at most about `limit` rows, with every skipped step."""
-    thinned = history.thinned(["loss", "loss_scale", "injected"], limit)
+MARKS = 200
+"""Changes in a frame."""
+
+
+def frame_rows(history: History, low: float = -math.inf, high: float = math.inf, *, limit: int = ROWS) -> np.ndarray:
+    """Return the run, or its steps from `low` to `high`, as float64 `(rows, 4)`, with every skipped step.
+
+    There are at most about `limit` rows. A range that is short enough is complete.
+    """
+    thinned = history.thinned(["loss", "loss_scale", "injected"], limit, low, high)
     injected = thinned["injected"] != None  # noqa: E711 - elementwise on an object array
     marks = SKIPPED * thinned["skipped"] + INJECTED * injected
     return np.column_stack([thinned["step"], thinned["loss"], thinned["loss_scale"], marks]).astype(np.float64)
+
+
+def change_marks(history: History, limit: int = MARKS) -> list[Mark]:
+    """Return what the run began with and the latest changes as (step, field, label, text), at most `limit` of them."""
+    changes = [change for change in history.changes if change.label != NO_LEVEL]
+    kept = changes if len(changes) <= limit else [changes[0], *changes[1 - limit :]]
+    return [(change.step, change.field, change.label, change.text) for change in kept]
 
 
 def summary(
@@ -37,6 +68,7 @@ def summary(
     rate: float | None,
     memory: MemoryUse | None,
     modes: str,
+    score: Score | None = None,
     unknown: tuple[str, ...] = (),
 ) -> dict[str, object]:
     """Return the figures of a frame as JSON values.
@@ -47,18 +79,21 @@ def summary(
         rate: Steps per second, None while nothing runs.
         memory: Bytes that training holds, None if unknown.
         modes: One line on how float16 is computed and which kernels are used.
+        score: What is measured on held-out data; None if nothing is, so that the page hides it.
         unknown: Figures that this run does not have and the page hides.
     """
     return {
         "step": len(history),
         "skipped": history.skip_count,
         "scale": loss_scale,
-        "accuracy": history.last_accuracy,
+        "score": history.last_score,
+        "score_label": "" if score is None else score.name[:1].upper() + score.name[1:],
+        "score_is_share": score is not None and score.is_share,
         "rate": rate,
         "memory": None if memory is None else memory.total,
         "memory_parts": "" if memory is None else memory_parts(memory),
         "modes": modes,
-        "unknown": unknown,
+        "unknown": unknown if score is not None else (*unknown, "score"),
     }
 
 

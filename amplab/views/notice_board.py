@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-__all__ = ["Notice", "NoticeBoard", "failure", "offer"]
+__all__ = ["Notice", "NoticeBoard", "failure", "offer", "saved_offer"]
 
 KEPT = 4
 """Notices on the board at once; the oldest is removed for a new one."""
@@ -68,6 +68,17 @@ def offer(running: str, steps: int, state: str, wanted: str | None) -> Notice:
         text += f" Start new starts {wanted}."
     choices = (("dismiss", "Continue with it"), ("new", "Start new"))
     return Notice("offer", "This kernel already has an experiment", text, choices=choices, of_run=True)
+
+
+def saved_offer(name: str, config: str, step: int) -> Notice:
+    """Return the choice to continue a run of a kernel that has ended.
+
+    >>> saved_offer("run of 14:05", "amplab/1 task=digits", 12_300).title
+    'Continue the run of 14:05 at step 12,300?'
+    """
+    text = f"Its kernel has ended: {config}. Continue it, then press Start to train on."
+    choices = (("continue", "Continue it"), ("dismiss", "Dismiss"))
+    return Notice("offer", f"Continue the {name} at step {step:,}?", text, choices=choices)
 
 
 class NoticeBoard:

@@ -13,9 +13,11 @@ import anywidget
 import numpy as np
 import traitlets
 
+from amplab.lab import History
 from amplab.views.assets import WEB, module, stylesheet
+from amplab.views.live_payload import change_marks, frame_rows
 
-__all__ = ["Controls", "LiveView", "Message", "Notices", "Panels"]
+__all__ = ["Controls", "Gallery", "LiveView", "Message", "Notices", "Panels", "StatusLine"]
 
 Message = dict[str, Any]
 """A message of the page, decoded from JSON."""
@@ -40,12 +42,22 @@ class Controls(Part):
     shown = traitlets.Dict().tag(sync=True)
 
 
+class StatusLine(Part):
+    """How the run is, in one line; `status_payload` builds `shown`."""
+
+    _esm = module("status.js")
+    shown = traitlets.Dict().tag(sync=True)
+
+
 class LiveView(Part):
     """Figures and charts. Frames are messages, since no state must be kept for a page that is not open.
 
     Args:
         on_open: Called in the kernel's thread when a page opens the view.
         listener: Receives the other messages: {"type": "select", "step": the step, or None}.
+
+    A page asks for a part of the run with {"type": "range", "view", "low", "high"}, or with "last" in place of both for
+    the newest steps; "low" of None ends that.
 
     Attributes:
         selected: The selected step, None for none.
@@ -57,6 +69,9 @@ class LiveView(Part):
 
     def __init__(self, on_open: Callable[[], None], listener: Callable[[Message], None] = lambda _: None) -> None:
         self._pages: set[str] = set()
+        self._ranges: dict[str, Message] = {}  # by page
+        self._sent: dict[str, tuple[object, ...]] = {}  # the run and the steps that a page has
+        self._overlaid: object = None  # the version of the overlays that every page has
         self._on_open, self._listener = on_open, listener
         super().__init__(self._on_page)
 
@@ -68,21 +83,58 @@ class LiveView(Part):
     def _on_page(self, message: Message) -> None:
         if message["type"] == "hello":
             self._pages.add(message["view"])
+            self._overlaid = None
             self._on_open()
         elif message["type"] == "bye":
             self._pages.discard(message["view"])
+            self._ranges = {view: wanted for view, wanted in self._ranges.items() if view != message["view"]}
+        elif message["type"] == "range":
+            self._ranges = {**self._ranges, message["view"]: message}
+            self._sent.pop(message["view"], None)
+            self._on_open()
         else:
             self._listener(message)
 
-    def show_frame(self, rows: np.ndarray, *, levels: list[tuple[int, str]], summary: dict[str, object]) -> None:
-        """Draw the whole run.
+    def draw(self, history: History, summary: dict[str, object]) -> None:
+        """Draw the whole run, and for each page that shows a part of it, its steps.
 
         Args:
-            rows: float64 `(rows, 4)`, see `live_payload`.
-            levels: (step, opt_level) of each change of the level.
+            history: The run.
             summary: The figures.
         """
-        self.send({"kind": "frame", "levels": levels, "summary": summary}, buffers=[np.ascontiguousarray(rows).data])
+        for view, wanted in self._ranges.items():
+            self._draw_range(view, wanted, history)
+        self._send_rows(frame_rows(history), kind="frame", changes=change_marks(history), summary=summary)
+
+    def overlay(self, version: object, lines: Callable[[], list[tuple[dict[str, object], np.ndarray]]]) -> None:
+        """Draw the lines of other runs behind the present one, unless the pages have this version of them.
+
+        Args:
+            version: Changes when the lines do.
+            lines: Returns name, color and dash of each line, with its rows.
+        """
+        if version == self._overlaid:
+            return
+        self._overlaid = version
+        made = lines()
+        buffers = [np.ascontiguousarray(rows).data for _, rows in made]
+        self.send({"kind": "overlays", "overlays": [line for line, _ in made]}, buffers=buffers)
+
+    def _draw_range(self, view: str, wanted: Message, history: History) -> None:
+        """Send the rows of a page's range, unless it has them."""
+        if "last" not in wanted and wanted["low"] is None:
+            return
+        count = len(history)
+        high = max(count, wanted["last"]) - 1 if "last" in wanted else wanted["high"]
+        low = high - wanted["last"] + 1 if "last" in wanted else wanted["low"]
+        shown = (id(history), low, high, min(high, count - 1))
+        if self._sent.get(view) != shown:
+            self._sent[view] = shown
+            self._send_rows(frame_rows(history, low, high), kind="range", view=view, low=low, high=high)
+
+    def _send_rows(self, rows: np.ndarray, **content: object) -> None:
+        """Send float64 `(rows, 4)`, see `live_payload`."""
+        self.send(content, buffers=[np.ascontiguousarray(rows).data])
 
 
 class Panels(Part):
@@ -124,3 +176,17 @@ class Notices(Part):
 
     _esm = module("notices.js")
     notices: traitlets.List[Any] = traitlets.List().tag(sync=True)
+
+
+class Gallery(Part):
+    """The strip of scenarios.
+
+    Attributes:
+        scenarios: Name and title of each.
+        chosen: The one that is played, see `chosen_payload`; empty for none.
+    """
+
+    _esm = module("gallery.js")
+    _css = stylesheet("gallery.css")
+    scenarios: traitlets.List[Any] = traitlets.List().tag(sync=True)
+    chosen = traitlets.Dict().tag(sync=True)

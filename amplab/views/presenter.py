@@ -12,16 +12,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from amplab import kernels
-from amplab.lab import ConfigChanged, Event, ExperimentConfig, Failed, StateChanged, StepRecord, Trainer
+from amplab.lab import ConfigChanged, Event, ExperimentConfig, Failed, StateChanged, StepRecord, Trainer, Undone
+from amplab.lab.checkpoints import Checkpoint
+from amplab.lab.tasks import score_named
 from amplab.policies import cpu_half_mode
 from amplab.views.controls import act, controls_payload
-from amplab.views.live_payload import frame_rows, modes_line, summary
-from amplab.views.notice_board import Notice, NoticeBoard, failure, offer
-from amplab.views.parts import Controls, LiveView, Message, Notices, Panels
+from amplab.views.gallery import GalleryDesk, gallery_titles
+from amplab.views.live_payload import modes_line, summary
+from amplab.views.notice_board import Notice, NoticeBoard, failure, offer, saved_offer
+from amplab.views.parts import Controls, Gallery, LiveView, Message, Notices, Panels, StatusLine
+from amplab.views.status import Status
 from amplab.views.tabs import TABS
-from amplab.views.ticker import Ticker
+from amplab.views.tabs.runs_payload import overlays
+from amplab.views.ticker import Pace, Ticker
 
 __all__ = ["Parts", "Presenter"]
+
+
+SLOW = 0.3
+"""Seconds between two drawings of the runs of a comparison."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +38,9 @@ class Parts:
     """The widgets that a dashboard consists of."""
 
     notices: Notices
+    gallery: Gallery
     controls: Controls
+    status: StatusLine
     live: LiveView
     panels: Panels
 
@@ -47,22 +58,28 @@ class Presenter:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._board = NoticeBoard()
+        self._saved: Checkpoint | None = None  # what "Continue it" continues
         self._wanted: ExperimentConfig | None = None  # what "Start new" in the offer begins
         self._answers = 0
+        self._undone: str | None = None  # until the next message of the page
         self._refusal: str | None = None
         self._armed: set[str] = set()
         self._shrinking_asked: bool | None = None
-        self._levels = trainer.history.level_changes() or [(0, trainer.config.opt_level)]
         self._scale = 0.0  # what the next step will use, as the trainer's thread last set it
         self._unsubscribe: Callable[[], None] = lambda: None
         self._ticker = Ticker(self._tick, on_failure=lambda text: self._put(failure(text)))
+        self._gallery = GalleryDesk(trainer, self._ticker.wake)
+        self._overlaying = Pace(SLOW, self._ticker.wake)
         self._tabs = {each.name: each(self) for each in TABS}
         self.parts = Parts(
             notices=Notices(self._queued(self._on_notice)),
+            gallery=Gallery(self._queued(self._on_gallery), scenarios=gallery_titles()),
             controls=Controls(self._queued(self._on_control), shown=self._controls()),
+            status=StatusLine(self._queued(lambda _: self._on_status())),
             live=LiveView(self._ticker.wake, self._queued(self._on_live)),
             panels=Panels(self._queued(self._on_panels), [(each.name, each.label) for each in TABS]),
         )
+        self._status = Status(trainer, self._ticker.wake, lambda shown: self.parts.status.set_trait("shown", shown))
         self.parts.panels.observe(lambda change: self._ticker.call(lambda: self._on_tab(change["new"])), "tab")
         # Before the first step: without a listener, a build writes its outcome to stderr.
         kernels.ensure(on_report=lambda _: self._ticker.wake())
@@ -71,6 +88,11 @@ class Presenter:
     def offer(self, wanted: ExperimentConfig | None) -> None:
         """Ask whether to continue this experiment or to begin `wanted` (None: the present config)."""
         self._ticker.call(lambda: self._offer(wanted))
+
+    def offer_saved(self, saved: Checkpoint) -> None:
+        """Ask whether to continue a run of a kernel that has ended."""
+        self._saved = saved
+        self._ticker.call(lambda: self._put(saved_offer(saved.name, str(saved.config), saved.step)))
 
     def close(self) -> None:
         """End the ticker and the widgets; the trainer continues."""
@@ -135,32 +157,36 @@ class Presenter:
 
     def _end(self) -> None:
         self._unsubscribe()
+        self._gallery.close()
 
     def _on_event(self, event: Event) -> None:
         match event:
             case ConfigChanged():
                 self._on_config(event)
-            case Failed():
+            case Undone(text):
+                self._undone, self._refusal = text, None
+                self._armed &= self._trainer.armed
+                self._shrinking_asked = None
+            case Failed() if not self._gallery.expects(event.text):
                 self._put(failure(event.text, fatal=event.fatal, damaged=event.damaged))
             case StateChanged(note=note) if note:
                 self._put(Notice("note", "Paused", note, of_run=True))
+        self._status.on_event(event)
         for tab in self._tabs.values():
             tab.on_event(event)
         self._ticker.wake()
 
     def _on_config(self, event: ConfigChanged) -> None:
         if event.reset:
-            self._levels, self._armed, self._shrinking_asked = [(0, event.config.opt_level)], set(), None
+            self._armed, self._shrinking_asked = set(), None
             self._board.remove_of_run()
             self.parts.notices.notices = self._board.payload()
             self.select(None)
-        elif self._levels[-1][1] != event.config.opt_level:
-            kept = [mark for mark in self._levels if mark[0] < event.step]
-            self._levels = [*kept, (event.step, event.config.opt_level)]
 
     # In the ticker's thread: messages of the page
 
     def _on_control(self, message: Message) -> None:
+        self._undone = None
         self._refusal = act(self._trainer, message)
         self._answers += 1
         if message["type"] == "inject" and self._refusal is None:
@@ -186,7 +212,19 @@ class Presenter:
             self._trainer.reset(self._wanted)
         elif message["type"] == "reset":
             self._trainer.reset()
+        elif message["type"] == "continue" and self._saved is not None:
+            self._trainer.continue_saved(self._saved)
         self.parts.notices.notices = self._board.payload()
+
+    def _on_status(self) -> None:
+        self._refusal = self._status.on_message()
+        self._show_controls()
+        self._ticker.wake()
+
+    def _on_gallery(self, message: Message) -> None:
+        self._gallery.on_message(message, self.parts.gallery)
+        self._show_controls()
+        self._ticker.wake()
 
     def _on_live(self, message: Message) -> None:
         self.select(message["step"])
@@ -213,7 +251,9 @@ class Presenter:
     def _tick(self) -> None:
         if self.parts.live.is_open:
             self._show_controls()
+            self._gallery.show(self.parts.gallery)
             self._show_frame()
+            self._status.tick()
             for tab in self._tabs.values():
                 tab.tick()
 
@@ -225,6 +265,8 @@ class Presenter:
             shrinking=self._is_shrinking(),
             armed=sorted(self._armed),
             speed=self._trainer.speed,
+            last_change=self._trainer.last_change,
+            undone=self._undone,
         )
         # A refused value is still in its field: a new number makes the page write the field again.
         return shown | {"answers": self._answers}
@@ -240,8 +282,12 @@ class Presenter:
             rate=history.rate() if trainer.state == "running" else None,
             memory=trainer.memory(),
             modes=modes_line(kernels.report(), cpu_half_mode()),
+            score=score_named(trainer.config.task),
         )
-        self.parts.live.show_frame(frame_rows(history), levels=self._levels, summary=figures)
+        self.parts.live.draw(history, figures)
+        if trainer.comparison is None or self._overlaying.is_due(trainer.kept.version):
+            task = trainer.config.task
+            self.parts.live.overlay((trainer.kept.version, task), lambda: overlays(trainer.kept.runs, task))
 
     def _put(self, notice: Notice) -> None:
         self._board.put(notice)

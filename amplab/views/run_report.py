@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from amplab.display.numbers import power
 from amplab.lab import ExperimentConfig, History
+from amplab.lab.tasks import Score, score_named
 
 __all__ = ["RunReport", "run_report"]
 
@@ -23,7 +24,8 @@ class RunReport:
         next_scale: Loss scale that the next step will use.
         first_loss: Training loss of the first of them.
         last_loss: Training loss of the last of them.
-        accuracy: Last measured accuracy on held-out data in [0, 1], None before the first measurement.
+        measured: What the task measures on held-out data; None if nothing.
+        score: Its last measured value, None before the first measurement.
     """
 
     config: str
@@ -34,17 +36,19 @@ class RunReport:
     next_scale: float
     first_loss: float
     last_loss: float
-    accuracy: float | None
+    measured: Score | None
+    score: float | None
 
     def __repr__(self) -> str:
-        """Return one line for each number, with losses rounded to tenths and the accuracy to whole percents."""
+        """Return one line for each number, with losses rounded to tenths and an accuracy to whole percents."""
+        lines = [] if self.measured is None else [f"{self.measured.name:11} {_score_text(self.measured, self.score)}"]
         return "\n".join(
             [
                 self.config,
                 f"steps       {self.steps} (now at {self.total}), {self.skipped} skipped",
                 f"loss scale  {power(self.first_scale)} -> {power(self.next_scale)}",
                 f"loss        {self.first_loss:.1f} -> {self.last_loss:.1f}",
-                f"accuracy    {'not measured yet' if self.accuracy is None else f'{100 * self.accuracy:.0f} %'}",
+                *lines,
             ]
         )
 
@@ -61,5 +65,12 @@ def run_report(config: ExperimentConfig, history: History, steps: int) -> RunRep
         next_scale=last.next_loss_scale,
         first_loss=first.loss,
         last_loss=last.loss,
-        accuracy=history.last_accuracy,
+        measured=score_named(config.task),
+        score=history.last_score,
     )
+
+
+def _score_text(measured: Score, value: float | None) -> str:
+    if value is None:
+        return "not measured yet"
+    return f"{100 * value:.0f} %" if measured.is_share else measured.text(value)

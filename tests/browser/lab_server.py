@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["LabServer", "free_port", "own_folders", "running_server", "wait_until_ready"]
+__all__ = ["LabServer", "free_port", "own_folders", "running_amplab_lab", "running_server", "wait_until_ready"]
 
 START_SECONDS = 60.0
 
@@ -33,6 +33,11 @@ class LabServer:
     token: str
     root: Path
 
+    @property
+    def runs(self) -> Path:
+        """Folder of the run logs."""
+        return self.root.parent / "amplab_runs"
+
     def url(self, path: str) -> str:
         """Return the address of `path` on the server, with the token."""
         return f"http://127.0.0.1:{self.port}{path}?token={self.token}"
@@ -46,6 +51,23 @@ def running_server(folder: Path) -> Iterator[LabServer]:
     server = LabServer(free_port(), secrets.token_hex(16), root)
     with (folder / "server.log").open("w") as log:
         process = subprocess.Popen(_command(server), env=own_folders(folder), stdout=log, stderr=log)
+        try:
+            wait_until_ready(server, process, folder / "server.log")
+            yield server
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(20)
+
+
+@contextmanager
+def running_amplab_lab(folder: Path, *options: str) -> Iterator[LabServer]:
+    """Start `amplab lab` as a user without any configuration; the lessons are copied into `folder`."""
+    server = LabServer(free_port(), secrets.token_hex(16), folder / "lessons")
+    own = {**own_folders(folder), "AMPLAB_LESSONS": str(server.root), "HOME": str(folder)}
+    further = (f"--IdentityProvider.token={server.token}", "--expose-app-in-browser")
+    command = [sys.executable, "-m", "amplab", "lab", "--no-browser", f"--port={server.port}", *options, "--", *further]
+    with (folder / "server.log").open("w") as log:
+        process = subprocess.Popen(command, env=own, stdout=log, stderr=log)
         try:
             wait_until_ready(server, process, folder / "server.log")
             yield server

@@ -27,7 +27,7 @@ def test_a_table_has_heads_a_caption_and_a_line_for_each_group():
     assert (read.counts["tbody"], len(read.named("th", "col")), len(read.named("th", "rowgroup"))) == (2, 2, 2)
     assert [each.get("class") for each in read.named("td")] == [None, "right"] * 3
     assert [each.get("class") for each in read.named("tr")] == [None, "group", None, None, "group", "chosen"]
-    (region,) = [each for each in read.named("div") if each.get("role") == "region"]
+    (region,) = [each for each in read.named("div") if each.get("role") == "group"]
     assert (region["tabindex"], region["aria-label"]) == ("0", "Ops")
 
 

@@ -64,7 +64,7 @@ def outline(html: str) -> Outline:
         if tag == "svg":
             named = attributes.get("role") == "img" and attributes.get("aria-label")
             assert named or attributes.get("aria-hidden") == "true"
-        if attributes.get("role") in ("img", "region"):
+        if attributes.get("role") in ("img", "group"):
             assert attributes["aria-label"].strip()
         assert not _fixed_colours(attributes.get("style") or "")
     assert read.counts.get("caption", 0) == read.counts.get("table", 0)

@@ -4,8 +4,8 @@ import assert from "node:assert/strict";
 import test from "node:test";
 
 import {
-  columns, faultStretches, INJECTED, LossChart, log2, lossAxis, nearest, nonfiniteMarks, scaleAxis, ScaleChart, scaleCorners,
-  SKIPPED, smoothed, uncrowded, unpack,
+  columns, faultStretches, GUTTER, INJECTED, LossChart, log2, lossAxis, nearest, nonfiniteMarks, rowAt, rowsWithin, scaleAxis,
+  ScaleChart, scaleCorners, SKIPPED, smoothed, unpack,
 } from "../../amplab/views/web/charts.js";
 import { recordingCanvas } from "./recording_canvas.mjs";
 
@@ -101,10 +101,11 @@ test("a fault that is on is one stretch, and a skipped step of its own is none",
   assert.deepEqual(faultStretches(rows), [[1, 2], [5, 5]]);
 });
 
-test("of crowded triangles one stays, an injected one before any other", () => {
-  const mark = (at, hollow = false) => ({ at, hollow });
-  assert.deepEqual(uncrowded([mark(0), mark(3), mark(6, true), mark(6.5, true), mark(20)]).map(({ at }) => at), [6, 20]);
-  assert.deepEqual(uncrowded([]), []);
+test("the pointer finds a skipped step before a nearer row", () => {
+  const rows = [row(0), row(10, 1, 1, SKIPPED), row(13), row(40)];
+  assert.equal(rowAt(rows, identity, 13)[0], 10);
+  assert.equal(rowAt(rows, identity, 30)[0], 40);
+  assert.deepEqual(rowsWithin(rows, 10, 13).map(([step]) => step), [10, 13]);
 });
 
 test("every loss that is not finite is marked, and named once in a run of equal ones", () => {
@@ -114,8 +115,9 @@ test("every loss that is not finite is marked, and named once in a run of equal 
   assert.deepEqual(marks.map(({ word }) => word), ["NaN", "", "inf", "", "-inf"]);
 });
 
+const change = (step, label, field = "opt_level") => ({ step, field, label, text: `${field} ${label}` });
 const LIVE = {
-  levels: [[0, "O1"]], low: 0, high: 100, logarithmic: false, reading: null,
+  changes: [change(0, "O1", "start")], overlays: [], low: 0, high: 100, logarithmic: false, logarithmicSteps: false, reading: null, selected: null, drag: null,
   palette: { ink: "ink", soft: "soft", grid: "grid", accent: "accent", faint: "faint", warning: "warning", paper: "paper", font: "sans" },
 };
 
@@ -140,4 +142,74 @@ test("a skipped step is a full triangle, an injected one a hollow one", () => {
   const canvas = recordingCanvas();
   new ScaleChart(canvas).draw({ ...LIVE, rows: [row(0), row(30, 1, 2 ** 16, SKIPPED), row(60, 1, 2 ** 15, SKIPPED | INJECTED)] });
   assert.deepEqual(canvas.fills(), ["warning", "paper"]);
+});
+
+/** The labels of the changes as [left, right, text]. */
+function changeLabels(canvas) {
+  return canvas.calls.filter(([name, , , y]) => name === "fillText" && y === 7).map(([, text, x, , { align }]) =>
+    (align === "right" ? [x - 6 * text.length, x, text] : [x, x + 6 * text.length, text]));
+}
+
+test("ten changes in a row are legible: no label overlaps another and none is cut", () => {
+  for (const gap of [0, 1, 2, 5, 9]) {
+    const changes = [change(0, "O1", "start"), ...Array.from({ length: 10 }, (_, index) => change(5 + index * gap, `O${index % 4}`))];
+    for (const Chart of [LossChart, ScaleChart]) {
+      const canvas = recordingCanvas();
+      new Chart(canvas).draw({ ...LIVE, changes, rows: [row(0), row(100)] });
+      const labels = changeLabels(canvas);
+      assert.ok(labels.length >= 1);
+      labels.forEach(([left, right, text], index) => {
+        assert.ok(left >= GUTTER.left && right <= 400, `${text} is cut`);
+        if (index) assert.ok(left > labels[index - 1][1], `${text} overlaps ${labels[index - 1][2]}`);
+      });
+      const counted = labels.reduce((sum, [, , text]) => sum + Number(/^(\d+) changes|×(\d+)$/.exec(text)?.slice(1).find(Boolean) ?? 1), 0);
+      assert.equal(counted, 11, "every change is counted in a label");
+    }
+  }
+});
+
+test("a change at the last step has its label on the left of its line, uncut", () => {
+  const canvas = recordingCanvas();
+  new LossChart(canvas).draw({ ...LIVE, changes: [change(0, "O1", "start"), change(100, "learning rate")], rows: [row(0), row(100)] });
+  const [, [left, right, text]] = changeLabels(canvas);
+  assert.equal(text, "learning rate");
+  assert.ok(left > GUTTER.left && right <= 400 - GUTTER.right);
+});
+
+test("a single step is a dot on both charts", () => {
+  for (const Chart of [LossChart, ScaleChart]) {
+    const canvas = recordingCanvas();
+    new Chart(canvas).draw({ ...LIVE, rows: [row(0, 2)] });
+    const dots = canvas.calls.filter(([name]) => name === "arc");
+    assert.equal(dots.length, 1);
+    assert.ok(dots[0].slice(1, 3).every(Number.isFinite));
+    assert.ok(canvas.fills().includes("accent"));
+  }
+});
+
+test("skipped steps that would overlap share a triangle with their number", () => {
+  const skips = Array.from({ length: 60 }, (_, index) => row(20 + index / 4, 1, 2 ** 16, SKIPPED));
+  const canvas = recordingCanvas();
+  new ScaleChart(canvas).draw({ ...LIVE, rows: [row(0), ...skips, row(90, 1, 2 ** 15, SKIPPED | INJECTED)] });
+  const counts = canvas.texts().filter((text) => text.startsWith("×")).map((text) => Number(text.slice(1)));
+  assert.equal(counts.reduce((a, b) => a + b), 60);
+  assert.ok(counts.length > 1, "a dense row of skips keeps its place on the axis");
+  assert.equal(canvas.fills().at(-1), "paper", "the injected one stays apart and hollow");
+});
+
+test("a selected step is drawn with handles, on a zoomed range only where it lies", () => {
+  const drawn = (low, high) => {
+    const canvas = recordingCanvas();
+    new ScaleChart(canvas).draw({ ...LIVE, low, high, selected: 50, rows: [row(low), row(high)] });
+    return canvas.rectangles().filter(([, , width, height]) => width === 8 && height === 3).length;
+  };
+  assert.deepEqual([drawn(0, 100), drawn(60, 100)], [2, 0]);
+});
+
+test("axes of steps: linear and logarithmic map back and forth", () => {
+  for (const logarithmicSteps of [false, true]) {
+    const chart = new LossChart(recordingCanvas());
+    chart.draw({ ...LIVE, low: 0, high: 100_000, logarithmicSteps, rows: [row(0), row(100_000)] });
+    for (const step of [0, 10, 999, 100_000]) assert.ok(Math.abs(chart.stepAt(chart.x(step)) - step) < 1e-6 * (step + 1));
+  }
 });

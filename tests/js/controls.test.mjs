@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import test from "node:test";
 
 import { pieces } from "../../amplab/views/web/bit_explorer.js";
-import { exponentOf, faultNote, optionOf, powerOfTwo, speedPosition, speedText } from "../../amplab/views/web/controls.js";
+import { changeNote, exponentOf, faultNote, optionOf, powerOfTwo, speedPosition, speedText } from "../../amplab/views/web/controls.js";
 import { arrowTarget } from "../../amplab/views/web/elements.js";
 
 test("an exponent becomes a number where float64 has it, else text that a refusal can quote", () => {
@@ -51,4 +51,10 @@ test("the speed slider has full speed at its end, and shows a speed of the kerne
   assert.ok(speedPosition(1) < speedPosition(2) && speedPosition(200) < speedPosition(null));
   assert.equal(speedPosition(3), speedPosition(5));
   assert.equal(speedPosition(1e6), speedPosition(200));
+});
+
+test("the line beside Undo says what it took back, else what it would", () => {
+  assert.equal(changeNote("Learning rate 0.1 → 1e9", null), "Learning rate 0.1 → 1e9");
+  assert.equal(changeNote("opt_level O1 → O2", "Learning rate 0.1 → 1e9"), "Undone: Learning rate 0.1 → 1e9");
+  assert.match(changeNote(null, null), /can be undone/);
 });

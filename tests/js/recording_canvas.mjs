@@ -6,7 +6,7 @@ export function recordingCanvas({ width = 400, height = 120 } = {}) {
   const calls = [];
   const pen = new Proxy({}, {
     get: (target, name) => target[name] ?? ((...values) => {
-      calls.push([name, ...values, { stroke: target.strokeStyle, fill: target.fillStyle }]);
+      calls.push([name, ...values, { stroke: target.strokeStyle, fill: target.fillStyle, align: target.textAlign }]);
       return name === "measureText" ? { width: 6 * values[0].length } : undefined;
     }),
   });

@@ -22,7 +22,7 @@ SMALL = ExperimentConfig(hidden=16)
         ({"loss_scale": 128.0}, "scale 2⁷", "Loss scale by O1 → 2⁷"),
         ({"loss_scale": "dynamic"}, "scale dynamic", "Loss scale by O1 → dynamic"),
         ({"growth_interval": 100}, "window 100", "window 50 → 100"),
-        ({"min_loss_scale": 1.0}, "floor 1", "floor none → 1"),
+        ({"min_loss_scale": 1.0}, "floor 2⁰", "floor none → 2⁰"),
     ],
 )
 def test_a_change_says_from_what_to_what(change, label, text):

@@ -8,15 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from amplab.amp import explain_override
-from amplab.lab import FIELDS, LIVE_FIELDS, OVERRIDES, ExperimentConfig
-from amplab.lab.config import Change, SettingRefused, differences, spell
+from amplab.lab import FIELDS, LEVELS, LIVE_FIELDS, OVERRIDES, ExperimentConfig
+from amplab.lab.config import Change, SettingRefused, spell
+from amplab.lab.levels import why_no_override
 
 SCALES = st.integers(-126, 127).map(lambda power: 2.0**power) | st.floats(1e-6, 1e30)
 
 
 @st.composite
 def configs(draw: st.DrawFn) -> ExperimentConfig:
-    level = draw(st.sampled_from(["O0", "O1", "O2", "O3"]))
+    level = draw(st.sampled_from(list(LEVELS)))
     floor, init, ceiling = sorted(draw(st.tuples(SCALES, SCALES, SCALES)))
     growth = {
         "init_scale": init,
@@ -26,7 +27,7 @@ def configs(draw: st.DrawFn) -> ExperimentConfig:
     }
     loss_scale = draw(st.none() | st.just("dynamic") | SCALES)
     flags = {
-        name: None if explain_override(level, name) else draw(st.none() | st.booleans())
+        name: None if why_no_override(level, name) else draw(st.none() | st.booleans())
         for name in ("keep_batchnorm_fp32", "master_weights")
     }
     return ExperimentConfig(
@@ -178,7 +179,7 @@ def test_every_field_is_declared_in_words():
 def test_what_a_change_requires():
     needing = {change: [name for name, each in FIELDS.items() if each.change is change] for change in Change}
     assert needing[Change.NEW_WEIGHTS] == ["task", "model", "hidden", "seed"]
-    assert needing[Change.IN_PLACE] == ["lr", "momentum", "batch_size"]
+    assert needing[Change.IN_PLACE] == ["lr", "momentum", "batch_size", "accumulate"]
     assert set(LIVE_FIELDS) == set(needing[Change.IN_PLACE] + needing[Change.NEW_SESSION])
     assert set(OVERRIDES) == {"loss_scale", "keep_batchnorm_fp32", "master_weights"}
 
@@ -214,20 +215,6 @@ def test_a_static_scale_drops_the_settings_of_a_dynamic_one_unless_given_with_it
         dynamic.changed(loss_scale=128.0, growth_interval=10)
     with pytest.raises(SettingRefused):
         dynamic.changed(loss_scale=128.0).changed(growth_interval=10)
-
-
-def test_differences_are_named_and_written_as_the_controls_show_them():
-    old = ExperimentConfig()
-    assert differences(old, old) == []
-    assert differences(old, old.changed(lr=0.1)) == [], "the rate in effect is the same"
-    changed = old.changed(optimizer="adam", max_loss_scale=2.0**20, min_loss_scale=1.0, loss_scale="dynamic")
-    assert differences(old, changed) == [
-        ("Optimizer", "SGD", "Adam"),
-        ("Learning rate", "0.1", "0.005"),
-        ("Loss scale", "by level", "dynamic"),
-        ("floor", "none", "2⁰"),
-        ("ceiling", "2²⁴", "2²⁰"),
-    ]
 
 
 @given(st.floats(2.0**-126, 2.0**127))

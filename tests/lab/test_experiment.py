@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from amplab.formats import FLOAT16, exponent_histogram
 from amplab.lab import Experiment, ExperimentConfig, StepRecord, build_model, load_task
+from amplab.trace.input_statistics import InputStatistics
 
 SMALL = ExperimentConfig(hidden=16)
 LEVELS = ("O0", "O1", "O2", "O3")
@@ -50,7 +51,7 @@ def test_o0_is_plain_torch():
         assert loss.item() == loss_of_experiment
     model.eval()
     accuracy = (model(task.held_out_images).argmax(1) == task.held_out_labels).float().mean().item()
-    assert experiment.accuracy() == accuracy
+    assert experiment.score() == accuracy
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -65,7 +66,7 @@ def test_same_config_same_run_bit_for_bit(level, model):
 def test_a_step_says_what_happened():
     records = steps(Experiment(SMALL), 26)
     assert [record.step for record in records] == list(range(26))
-    assert [record.step for record in records if record.accuracy is not None] == [24]
+    assert [record.step for record in records if record.score is not None] == [24]
     assert {record.opt_level for record in records} == {"O1"}
     assert records[0].loss == pytest.approx(math.log(10), abs=0.3)
     assert (records[0].loss_scale, records[0].injected, records[0].first_nonfinite) == (65536.0, None, None)
@@ -79,7 +80,7 @@ def test_looking_does_not_change_the_run():
         assert steps(watched, 1) == steps(left_alone, 1)
         watched.trace()
         watched.gradients()
-        watched.accuracy()
+        watched.score()
     assert same(weights(watched), weights(left_alone))
 
 
@@ -313,13 +314,57 @@ def test_a_bad_batch_is_distinguished_from_an_overflow():
     experiment.inject("nan")
     assert experiment.step().skipped
     found = experiment.explain_skip()
-    assert (found.cause, found.tensor) == ("batch", "batch['images']")
+    assert (found.cause, found.tensor) == ("batch", "batch.images")
 
 
 def test_an_injected_overflow_is_found_where_it_enters_half():
     experiment = Experiment(replace(SMALL, opt_level="O2"))
     experiment.inject("overflow")
     assert experiment.step().skipped
-    experiment.step()  # the explanation outlives clean steps
     found = experiment.explain_skip()
     assert (found.phase, found.cause, found.record.op) == ("backward", "format", "cast")
+    while experiment.step().skipped:
+        pass
+    assert experiment.last_skip is None  # a clean step has changed the weights
+    assert experiment.explain_skip() is None
+
+
+def test_a_module_is_put_into_float32_at_a_step_boundary_and_taken_back() -> None:
+    config = ExperimentConfig(hidden=16, opt_level="O2")
+    ruled = config.changed(float32_modules="hidden1", float32_ops="linear")
+    experiment = Experiment(config)
+    experiment.step()
+    weights = [each.detach().float() for each in experiment.model.parameters()]
+    experiment.switch(ruled)
+    assert experiment.model.hidden1.weight.dtype == torch.float32
+    assert all(
+        torch.equal(before.half(), now.half())
+        for before, now in zip(weights, experiment.model.parameters(), strict=True)
+    ), "the weights are kept, in float32 those of the masters"
+    linear = [each for each in experiment.trace() if each.op == "linear" and each.phase == "forward" and not each.folds]
+    assert all(each.outputs[0].dtype == torch.float32 for each in linear if not each.is_cast)
+    experiment.switch(config)
+    assert experiment.model.hidden1.weight.dtype == torch.float16
+    assert ExperimentConfig.parse(str(ruled)) == ruled
+
+
+def test_only_modules_and_ops_that_there_are_can_be_put_into_float32() -> None:
+    experiment = Experiment(ExperimentConfig(hidden=16))
+    with pytest.raises(ValueError, match="zip"):
+        experiment.check_switch(experiment.config, experiment.config.changed(float32_modules="zip"))
+    with pytest.raises(ValueError, match="lineal"):
+        ExperimentConfig(float32_ops="lineal")
+    ruled = ExperimentConfig(float32_modules="hidden1", float32_ops="linear").changed(model="cnn")
+    assert (ruled.float32_modules, ruled.float32_ops) == (None, "linear"), "another model has other modules"
+
+
+def test_what_one_looks_at_in_a_step_does_not_change_the_run() -> None:
+    plain, looked_at = (Experiment(ExperimentConfig(hidden=16)) for _ in range(2))
+    for _ in range(4):
+        inputs = InputStatistics(5)
+        looked_at.trace(inputs)
+        Experiment(looked_at.config.changed(opt_level="O2")).trace()
+        assert plain.step().loss == looked_at.step().loss
+    assert inputs.inputs
+    pairs = zip(plain.model.parameters(), looked_at.model.parameters(), strict=True)
+    assert all(torch.equal(left, right) for left, right in pairs)

@@ -30,7 +30,7 @@ def filled(count: int) -> History:
                 skipped=step % 500 == 4,
                 first_nonfinite="hidden1.weight" if step % 500 == 4 else None,
                 opt_level="O2" if step >= 1200 else "O1",
-                accuracy=0.5 if step % 25 == 24 else None,
+                score=0.5 if step % 25 == 24 else None,
                 injected="nan" if step % 700 == 3 else None,
             )
         )
@@ -55,7 +55,7 @@ def test_records_come_back_as_they_went_in():
 
 def test_counts_and_summaries():
     history = filled(2500)
-    assert (len(history), history.skip_count, history.last_accuracy) == (2500, 5, 0.5)
+    assert (len(history), history.skip_count, history.last_score) == (2500, 5, 0.5)
     assert [entry.step for entry in history.skips()] == [4, 504, 1004, 1504, 2004]
     assert [entry.step for entry in history.skips(3)] == [1504, 2004]
     assert history.level_changes() == [(0, "O1"), (1200, "O2")]
@@ -66,7 +66,7 @@ def test_counts_and_summaries():
 
 def test_an_empty_history_has_no_figures():
     history = History()
-    assert (len(history), history.last, history.last_accuracy, history.rate()) == (0, None, None, None)
+    assert (len(history), history.last, history.last_score, history.rate()) == (0, None, None, None)
     assert history.thinned(["loss"], 100)["loss"].shape == (0,)
 
 

@@ -11,7 +11,7 @@ STEPS = 250
 def accuracy(config: ExperimentConfig) -> float:
     trainer = Trainer(config)
     trainer.run(STEPS)
-    return trainer.accuracy()
+    return trainer.score()
 
 
 @pytest.mark.parametrize(("model", "learnt"), [("mlp", 0.93), ("cnn", 0.95)])

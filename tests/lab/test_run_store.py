@@ -39,7 +39,7 @@ def test_the_log_is_the_history(runs: Path):
     trainer.run(60)
     run = load_run(runs / "one.jsonl")  # flushed when it rests
     assert run.history.records() == trainer.history.records()
-    assert run.history.last_accuracy == trainer.history.last_accuracy is not None
+    assert run.history.last_score == trainer.history.last_score is not None
 
 
 def test_a_log_that_cannot_be_written_is_reported_and_the_run_continues(tmp_path, listen):

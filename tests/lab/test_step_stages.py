@@ -101,12 +101,12 @@ def test_o1_casts_computes_scales_unscales_and_steps():
     seen = recorded.parameters["hidden2.weight"]
     assert (seen.kind, seen.is_cast, seen.has_master, seen.backwards) == ("Linear", True, False, 1)
     np.testing.assert_array_equal(array(seen.used), array(seen.stored).astype(np.float16))
-    assert recorded.scaled_loss == recorded.loss * 2.0**16
+    assert recorded.checks[0].scaled_loss.value(0) == recorded.checks[0].loss.value(0) * 2.0**16
     np.testing.assert_array_equal(array(seen.scaled), array(seen.computed).astype(np.float32))
     np.testing.assert_array_equal(array(seen.unscaled), array(seen.scaled) * np.float32(2.0**-16))
     moved = array(seen.stored) + np.float32(-0.1) * array(seen.unscaled)
     np.testing.assert_allclose(array(seen.stepped), moved, rtol=1e-6, atol=1e-8)
-    assert (recorded.nonfinite, recorded.checked) == (0, 64 * 16 + 16 + 16 * 16 + 16 + 16 * 10 + 10)
+    assert (recorded.checks[0].nonfinite, recorded.checks[0].checked) == (0, 64 * 16 + 16 + 16 * 16 + 16 + 16 * 10 + 10)
     assert recorded.problems == recorded.left_out == ()
 
 
@@ -149,20 +149,21 @@ def test_an_overflow_is_seen_where_it_happens_and_the_step_is_skipped():
     record, recorded = experiment.step_in_stages()
     seen = recorded.parameters["output.weight"]
     assert record.skipped
-    assert recorded.scaled_loss == pytest.approx(recorded.loss * 2.0**60)
-    assert recorded.nonfinite > 0
+    assert seen.skipped
+    assert recorded.checks[0].scaled_loss.value(0) == pytest.approx(recorded.checks[0].loss.value(0) * 2.0**60)
+    assert recorded.checks[0].nonfinite > 0
     assert seen.scaled.nonfinite > 0
     np.testing.assert_array_equal(array(seen.stepped), array(seen.stored))
-    change = recorded.scale
+    change = recorded.checks[0].scale
     assert (change.before, change.after, change.clean_before, change.clean_after) == (2.0**16, 2.0**15, 1, 0)
 
 
 def test_a_clean_step_counts_towards_the_growth_of_the_scale():
     recorded = stages(opt_level="O1", growth_interval=2)
-    change = recorded.scale
+    change = recorded.checks[0].scale
     assert (change.clean_before, change.clean_after, change.growth_interval) == (1, 0, 2)
     assert change.after == 2 * change.before
-    static = stages(opt_level="O3").scale
+    static = stages(opt_level="O3").checks[0].scale
     assert (static.growth_interval, static.skips, static.before, static.after) == (None, False, 1.0, 1.0)
 
 
@@ -171,8 +172,16 @@ def test_the_forward_that_measures_accuracy_is_not_recorded():
     for _ in range(24):
         experiment.step()
     record, recorded = experiment.step_in_stages()
-    assert record.accuracy is not None
+    assert record.score is not None
     assert recorded.parameters["output.weight"].outputs.shape == (64, 10)
+
+
+def test_accumulated_batches_are_one_check_and_several_backwards():
+    recorded = stages(opt_level="O1", accumulate=3)
+    seen = recorded.parameters["output.weight"]
+    assert (len(recorded.checks), seen.backwards) == (1, 3)
+    assert (array(seen.unscaled) != array(seen.scaled) * np.float32(2.0**-16)).any()
+    assert seen.stepped is not None
 
 
 # A loop and a model of one's own
@@ -190,7 +199,7 @@ def test_a_gan_records_the_last_backward_before_the_step_of_each_optimizer():
     torch.manual_seed(0)
     model, session = Pair(), Session()
     judging, faking = torch.optim.SGD(model.judge.parameters(), 0.1), torch.optim.SGD(model.fake.parameters(), 0.1)
-    session.initialize(model, [judging, faking], opt_level="O1", num_losses=3, verbosity=0)
+    session.initialize(model, [judging, faking], num_losses=3, verbosity=0, dynamic_init_scale=256.0)
     x, z = torch.randn(5, 4), torch.randn(5, 3)
     with StageRecorder(model, [judging, faking], session) as recorder, session.casting():
         for number, batch in enumerate((x, model.fake(z).detach())):
@@ -204,6 +213,9 @@ def test_a_gan_records_the_last_backward_before_the_step_of_each_optimizer():
     recorded = recorder.stages(StepRecord(0, 0.0, 1.0, 1.0, False, None, "O1", None, 0.0, None))
     judge, fake = (recorded.parameters[f"{name}.weight"] for name in ("judge", "fake"))
     assert (judge.backwards, fake.backwards) == (2, 1)
+    assert (judge.check, fake.check) == (1, 2)
+    assert [check.scale.clean_after for check in recorded.checks] == [1, 1, 1]
+    assert [check.checked for check in recorded.checks] == [5, 5, 16]
     np.testing.assert_array_equal(array(judge.unscaled), before.flatten().numpy())
     assert fake.scaled is not None
     assert fake.stepped is not None
@@ -222,6 +234,24 @@ def test_gradients_that_are_clipped_are_shown_before_and_after():
     np.testing.assert_array_equal(array(seen.unscaled), np.full(4, 8.0, np.float32))
     norm = (4 * 8.0**2 + 1) ** 0.5
     np.testing.assert_allclose(array(seen.clipped), 8.0 / norm, rtol=1e-6)
+
+
+def test_a_weight_that_a_parent_reads_is_seen_too():
+    """nn.MultiheadAttention reads the weight of its out_proj without calling it."""
+    torch.manual_seed(0)
+    model, session = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)), Session()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    session.initialize(model, optimizer, opt_level="O1", loss_scale=128.0, verbosity=0)
+    with StageRecorder(model, [optimizer], session) as recorder, session.casting():
+        with session.scale_loss(model(torch.randn(2, 3, 8)).square().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    recorded = recorder.stages(StepRecord(0, 0.0, 1.0, 1.0, False, None, "O1", None, 0.0, None))
+    seen = recorded.parameters["0.self_attn.out_proj.weight"]
+    assert seen.is_cast
+    assert seen.outputs is None
+    np.testing.assert_array_equal(array(seen.used), array(seen.stored).astype(np.float16))
+    np.testing.assert_array_equal(array(seen.scaled), array(seen.computed).astype(np.float32))
 
 
 class Refusing(nn.Module):
@@ -246,7 +276,7 @@ def test_what_cannot_be_recorded_is_said_and_the_step_goes_on():
             scaled.backward()
         optimizer.step()
     recorded = recorder.stages(StepRecord(0, 0.0, 1.0, 1.0, False, None, "O0", None, 0.0, None))
-    assert "0.weight: RuntimeError: tensor 0: expected float16" in recorded.problems[0]
+    assert "0: RuntimeError: tensor 0: expected float16" in recorded.problems[0]
     np.testing.assert_allclose(array(recorded.parameters["0.weight"].stepped), 0.9)
 
 

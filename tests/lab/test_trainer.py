@@ -16,7 +16,6 @@ from amplab.lab import (
     ExperimentConfig,
     Failed,
     GradientsReady,
-    SkipExplained,
     StateChanged,
     StepRecord,
     TraceReady,
@@ -317,17 +316,3 @@ def test_kernels_that_cannot_be_built_are_an_event_and_no_warning(tmp_path):
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith("paused False amplab kernels: failed. ")
     assert "To enable them: " in result.stdout
-
-
-def test_a_skipped_step_is_explained_when_asked(trainer):
-    heard = []
-    trainer.subscribe(heard.append)
-    trainer.run(3)
-    trainer.inject("overflow")
-    trainer.run(1)
-    trainer.request_explanation()
-    trainer.wait()
-    (explained,) = [event for event in heard if isinstance(event, SkipExplained)]
-    assert explained.step == 3
-    assert explained.found.cause in ("scale", "model", "format")
-    assert trainer.run(1).last.step == 4

@@ -47,7 +47,9 @@ def test_an_op_in_no_list_falls_through():
     (relu,) = forward(torch.relu, policy=O1)
     assert relu.reason == "in no list: runs in its input dtype"
     *_, relu = forward(lambda w: torch.relu(w.half()), policy=O1)
-    assert relu.reason == "in no list: runs in its input dtype"
+    assert relu.reason == "in no list: runs in its input dtype: the code requested float16: half"
+    *_, relu = forward(lambda w: torch.relu(w @ w), policy=O1)
+    assert relu.reason == "in no list: runs in its input dtype, float16 from matmul"
     assert relu.outputs[0].dtype == torch.float16
 
 
@@ -64,8 +66,38 @@ def test_promotion_by_the_list_and_by_torch():
 
 def test_without_a_table_every_op_runs_as_it_comes():
     for policy in (None, PrecisionPolicy(table=None)):
-        (product,) = forward(lambda w: w @ w, policy=policy, dtype=torch.float16)
+        (product,) = forward(lambda w: w @ w, policy=policy)
         assert product.reason == "no op list applies: runs in its input dtype"
+        (product,) = forward(lambda w: w @ w, policy=policy, dtype=torch.float16)
+        assert product.reason == "runs in float16, the dtype of the weights of the model"
+
+
+@pytest.mark.parametrize(
+    ("level", "dtype", "why"),
+    [
+        ("O1", "float32", f"fp32 list, {APEX.rule(F.cross_entropy).reason}"),
+        ("O2", "float32", "runs in its input dtype: a hook on Sequential cast its output to float32"),
+    ],
+)
+def test_the_reason_of_a_loss_names_what_decided(level, dtype, why):
+    model, session = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), Session()
+    session.initialize(model, opt_level=level, verbosity=0)
+    labels = torch.zeros(2, dtype=torch.int64)
+    trace = trace_step(model, lambda: F.cross_entropy(model(torch.ones(2, 4)), labels), casting=session.casting())
+    softmax, loss = (
+        each for each in trace if each.op == "cross_entropy" and each.phase == "forward" and not each.is_view
+    )
+    assert [info.dtype_name for info in softmax.outputs] == [dtype]
+    assert softmax.reason == loss.reason == why
+
+
+def test_at_o2_ops_run_in_the_dtype_of_the_weights_and_of_the_ops_before():
+    model, session = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), Session()
+    session.initialize(model, opt_level="O2", verbosity=0)
+    trace = trace_step(model, lambda: model(torch.ones(2, 4)).sum(), casting=session.casting())
+    linear = "runs in float16, the dtype of the weights of 0; a hook on Sequential cast its input to float16"
+    assert reasons(trace, "0") == [linear]
+    assert reasons(trace, "1") == ["runs in its input dtype, float16 from linear"]
 
 
 def test_no_table_applies_while_casts_are_disabled():
@@ -163,7 +195,7 @@ def test_mixed_dtypes_of_one_op_are_not_a_promotion():
     trace = trace_step(model, lambda: model(x).float().square().sum())
     norm = next(record for record in trace if record.op == "batch_norm" and not record.folds)
     assert {info.dtype for info in norm.inputs} == {torch.float16, torch.float32}
-    assert norm.reason == "no op list applies: runs in its input dtype"
+    assert norm.reason == "no op list applies: runs in its input dtype"  # the caller's own float16 batch
 
 
 def reasons(trace, module):

@@ -92,7 +92,7 @@ def test_the_page_has_a_folded_table_for_each_module(found):
     modules = list(dict.fromkeys(record.module for record in found.trace if not record.folds))
     assert read.counts["details"] == read.counts["table"] == read.counts["caption"] == len(modules)
     captions = [f"Ops of {module}" if module else "Ops outside any module" for module in modules]
-    assert [each["aria-label"] for each in read.named("div") if each.get("role") == "region"] == captions
+    assert [each["aria-label"] for each in read.named("div") if each.get("role") == "group"] == captions
     assert read.words.startswith("X-ray of Net: one step, O1")
 
 

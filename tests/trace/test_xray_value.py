@@ -71,7 +71,7 @@ def test_rows_are_plain_values(take):
     assert (row["phase"], row["module"], row["aten"]) == ("forward", "Net", "aten.relu.default")
     assert re.fullmatch(r".*test_xray_value\.py:\d+", row["line"])
     assert row["code"] == "return self.fc2(torch.relu(self.fc1(x)))"
-    assert row["reason"] == "in no list: runs in its input dtype"
+    assert row["reason"] == "in no list: runs in its input dtype, float16 from linear"
     assert row["statistics"][0]["numel"] == ROWS * 8
 
 

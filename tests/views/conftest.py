@@ -39,7 +39,7 @@ def record() -> Record:
 def make_record(step: int, **changes: Any) -> StepRecord:
     """Return a clean step with some fields changed."""
     plain = {"loss": 1.0, "loss_scale": 65536.0, "next_loss_scale": 65536.0, "skipped": False, "opt_level": "O1"}
-    rest = {"first_nonfinite": None, "accuracy": None, "seconds": 0.01 * step, "injected": None}
+    rest = {"first_nonfinite": None, "score": None, "seconds": 0.01 * step, "injected": None}
     return StepRecord(step=step, **{**plain, **rest, **changes})
 
 

@@ -4,12 +4,13 @@ import json
 
 import pytest
 
-from amplab.amp import OPT_LEVELS, explain_override
+from amplab import lab
 from amplab.lab import FIELDS, ExperimentConfig, Trainer
 from amplab.lab.config import OVERRIDES
+from amplab.lab.levels import why_no_override
 from amplab.views.controls import act, controls_payload, field_value
 
-LEVELS = list(OPT_LEVELS)
+LEVELS = list(lab.LEVELS)
 
 
 def payload(config: ExperimentConfig) -> dict:
@@ -20,7 +21,7 @@ def payload(config: ExperimentConfig) -> dict:
 def test_an_override_is_disabled_with_the_reason_of_its_level(level: str) -> None:
     fields = payload(ExperimentConfig(opt_level=level))["fields"]
     for name, field in fields.items():
-        assert field["reason"] == (explain_override(level, name) if name in OVERRIDES else None)
+        assert field["reason"] == (why_no_override(level, name) if name in OVERRIDES else None)
         assert (field["value"] is None) or name not in OVERRIDES
 
 
@@ -175,6 +176,52 @@ def test_a_refusal_is_a_sentence_and_changes_nothing(trainer: Trainer, message: 
     assert said in act(trainer, message)
     trainer.wait(10)
     assert trainer.config == before
+
+
+def test_each_field_that_differs_offers_its_default_in_words() -> None:
+    config = ExperimentConfig(opt_level="O2", optimizer="adam", lr=0.1, init_scale=2.0**20, master_weights=False)
+    backs = {name: field["back"] for name, field in payload(config)["fields"].items() if field["back"] is not None}
+    assert backs == {
+        "opt_level": "O1",
+        "optimizer": "SGD",
+        "lr": "0.005",
+        "init_scale": "2¹⁶",
+        "master_weights": "by O2",
+    }
+    assert payload(ExperimentConfig(lr=0.1))["fields"]["lr"]["back"] is None, "it is the rate in effect by default"
+
+
+def test_a_field_goes_back_to_its_default_and_undo_restores_the_exact_config(trainer: Trainer) -> None:
+    changed = trainer.config.changed(opt_level="O2", lr=1e9, init_scale=2.0**20, master_weights=False)
+    trainer.change(opt_level="O2", lr=1e9, init_scale=2.0**20, master_weights=False)
+    for name in ("lr", "init_scale", "opt_level"):
+        assert act(trainer, {"type": "default", "field": name}) is None
+    trainer.wait(10)
+    assert trainer.config == ExperimentConfig(hidden=16)  # O1 dropped master_weights
+    for _ in range(3):
+        act(trainer, {"type": "undo"})
+    trainer.wait(10)
+    assert trainer.config == changed
+    assert act(trainer, {"type": "defaults"}) is None
+    trainer.wait(10)
+    assert trainer.config == ExperimentConfig(hidden=16), "the model stays"
+    act(trainer, {"type": "undo"})
+    trainer.wait(10)
+    assert trainer.config == changed
+
+
+def test_a_reset_starts_from_the_values_that_are_shown(trainer: Trainer) -> None:
+    act(trainer, {"type": "reset"})
+    assert act(trainer, change("max_loss_scale", 2.0**10)) is not None
+    assert act(trainer, change("max_loss_scale", 2.0**20)) is None
+    act(trainer, change("init_scale", 2.0**18))
+    trainer.run(1)
+    shown = payload(trainer.config)["fields"]
+    assert trainer.history.record(0).loss_scale == shown["init_scale"]["value"] == 2.0**18
+    act(trainer, change("lr", 1e9))
+    act(trainer, {"type": "reset"})
+    trainer.wait(10)
+    assert payload(trainer.config)["fields"]["lr"]["back"] == "0.1", "the rate stays, and the page says that it differs"
 
 
 def test_a_stopped_run_says_what_to_do(trainer: Trainer) -> None:

@@ -5,8 +5,10 @@ import pytest
 
 from amplab.amp import MemoryUse
 from amplab.kernels import BuildReport
-from amplab.lab import History
-from amplab.views.live_payload import INJECTED, ROWS, SKIPPED, frame_rows, modes_line, summary
+from amplab.lab import History, RunChange
+from amplab.lab.tasks import ACCURACY
+from amplab.lab.watched_run import NO_LEVEL
+from amplab.views.live_payload import INJECTED, MARKS, ROWS, SKIPPED, change_marks, frame_rows, modes_line, summary
 
 MEMORY = MemoryUse(parameters=100, gradients=20, masters=3, optimizer_state=4000)
 
@@ -36,12 +38,14 @@ def test_a_long_run_is_thinned_and_keeps_what_must_be_seen(record) -> None:
 
 
 def test_the_figures_are_those_of_the_run(eventful: History) -> None:
-    shown = summary(eventful, loss_scale=32768.0, rate=None, memory=MEMORY, modes="so")
+    shown = summary(eventful, loss_scale=32768.0, rate=None, memory=MEMORY, modes="so", score=ACCURACY)
     assert shown == {
         "step": 10,
         "skipped": 2,
         "scale": 32768.0,
-        "accuracy": None,
+        "score": None,
+        "score_label": "Accuracy",
+        "score_is_share": True,
         "rate": None,
         "memory": 4123,
         "memory_parts": "parameters 100 B · gradients 20 B · masters 3 B · optimizer state 4,000 B",
@@ -49,7 +53,7 @@ def test_the_figures_are_those_of_the_run(eventful: History) -> None:
         "unknown": (),
     }
     watched = summary(eventful, loss_scale=1.0, rate=None, memory=None, modes="so", unknown=("memory",))
-    assert (watched["memory"], watched["memory_parts"], watched["unknown"]) == (None, "", ("memory",))
+    assert (watched["memory"], watched["memory_parts"], watched["unknown"]) == (None, "", ("memory", "score"))
 
 
 @pytest.mark.parametrize("status", ["reference", "building", "built", "failed"])
@@ -58,3 +62,19 @@ def test_the_line_of_modes_names_kernels_and_arithmetic(status: str) -> None:
     assert line.startswith("float16 on CPU: accumulated in float32 and rounded once")
     assert ("C++" in line) == (status != "reference")
     assert ("no compiler" in line and "install g++" in line) == (status == "failed")
+
+
+def test_the_changes_of_a_frame_are_few_and_the_latest() -> None:
+    history = History()
+    history.keep_changes(RunChange(0, "start", "O1", "start: digits, MLP, O1"))
+    history.keep_changes(*(RunChange(step, "lr", f"lr {step}", f"Learning rate {step}") for step in range(1, 1000)))
+    marks = change_marks(history)
+    assert len(marks) == MARKS
+    assert marks[0] == (0, "start", "O1", "start: digits, MLP, O1")
+    assert marks[-1] == (999, "lr", "lr 999", "Learning rate 999")
+
+
+def test_a_run_without_levels_has_no_changes(record) -> None:
+    history = History()
+    history.append(record(0, opt_level=NO_LEVEL))
+    assert change_marks(history) == []

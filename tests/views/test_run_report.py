@@ -18,5 +18,5 @@ def test_the_report_counts_its_own_steps(eventful: History) -> None:
 
 def test_accuracy_is_a_whole_percent(record) -> None:
     history = History()
-    history.append(record(0, accuracy=0.8583))
+    history.append(record(0, score=0.8583))
     assert "accuracy    86 %" in repr(run_report(ExperimentConfig(), history, 1))

@@ -4,42 +4,78 @@ import math
 
 import pytest
 
-from amplab.lab import Experiment, ExperimentConfig, History
-from amplab.views.tabs.skipped_payload import explanation, is_broken, skipped_payload
+from amplab.lab import History, SkipExplanation
+from amplab.views.tabs.skipped_payload import is_broken, skipped_payload
 
 
-def test_one_row_for_each_skip_newest_first(eventful: History) -> None:
-    payload = skipped_payload(eventful)
-    assert payload["rows"] == [
-        {
-            "step": 8,
-            "before": 32768.0,
-            "after": 65536.0,
-            "tensor": "hidden.weight",
-            "level": "O2",
-            "cause": "unknown; no fault injected",
-        },
-        {
-            "step": 5,
-            "before": 65536.0,
-            "after": 32768.0,
-            "tensor": "output.bias",
-            "level": "O1",
-            "cause": "injected overflow",
-        },
-    ]
-    assert payload["count"] == "2"
-    assert payload["summary"] == "2 steps skipped, 1 with an injected fault."
-
-
-def test_a_spiral_lists_the_latest_and_says_how_many_there_are(record) -> None:
+def spiral(record, skips, *, faults=None):
     history = History()
-    for step in range(50):
-        history.append(record(step, skipped=True))
-    payload = skipped_payload(history, limit=20)
-    assert [row["step"] for row in payload["rows"]] == list(range(49, 29, -1))
-    assert payload["summary"].startswith("50 steps skipped; the latest 20 are listed")
-    assert payload["count"] == "50"
+    for step in range(max(skips) + 2):
+        history.append(record(step, skipped=step in skips, injected=(faults or {}).get(step)))
+    return history
+
+
+def steps(payload):
+    return [row["steps"] for row in payload["rows"]]
+
+
+def test_the_first_skip_is_on_top_and_the_others_follow_newest_first(eventful: History, record) -> None:
+    payload = skipped_payload(eventful)
+    assert steps(payload) == ["5", "8"]
+    assert [row["is_first"] for row in payload["rows"]] == [True, False]
+    first = payload["rows"][0]
+    assert (first["before"], first["after"], first["level"], first["times"]) == (65536.0, 32768.0, "O1", "")
+    assert payload["count"] == "2"
+    assert payload["summary"] == "2 steps skipped. The first one comes first."
+    assert steps(skipped_payload(spiral(record, {1, 4, 9, 12}))) == ["1", "12", "9", "4"]
+
+
+def test_the_first_skip_stays_on_top_of_any_number_of_rows(record) -> None:
+    payload = skipped_payload(spiral(record, set(range(3, 900, 2))), limit=20)
+    assert steps(payload) == ["3", *(str(step) for step in range(899, 899 - 2 * 19, -2))]
+    assert payload["count"] == "449"
+    assert payload["summary"].startswith("449 steps skipped; the first and the latest 19 rows are listed.")
+
+
+def test_thousands_of_skips_that_follow_one_another_are_one_row(record) -> None:
+    history = spiral(record, set(range(1, 3000)))
+    history.explain(SkipExplanation(1, "divergence", "diverged: the loss is 2.6e23"))
+    (row,) = skipped_payload(history)["rows"]
+    assert (row["steps"], row["times"], row["label"]) == ("1 – 2,999", "2,999 in a row", "divergence")
+    assert row["why"] == "step 1: diverged: the loss is 2.6e23"
+
+
+def test_a_row_begins_where_the_reason_changes_and_where_a_fault_goes_in(record) -> None:
+    history = spiral(record, set(range(2, 10)), faults={4: "overflow"})
+    history.explain(SkipExplanation(2, "scale", "fits at 2¹⁸"))
+    history.explain(SkipExplanation(4, "injected", "injected overflow"))
+    history.explain(SkipExplanation(5, "scale", "fits at 2¹⁵"))
+    history.explain(SkipExplanation(6, "scale", "fits at 2¹⁴"))
+    history.explain(SkipExplanation(8, "format", "65504"))
+    rows = skipped_payload(history)["rows"]
+    assert [(row["steps"], row["kind"]) for row in rows] == [
+        ("2 – 3", "scale"),
+        ("8 – 9", "format"),
+        ("5 – 7", "scale"),
+        ("4", "injected"),
+    ]
+    assert rows[0]["why"] == "step 2: fits at 2¹⁸"
+    assert rows[3]["why"] == "injected overflow"
+
+
+def test_a_row_without_a_reason_says_whether_it_can_still_be_had(eventful: History) -> None:
+    eventful.append(eventful.record(-1).__class__(**{**_fields(eventful.record(8)), "step": 10}))
+    first, newest, older = skipped_payload(eventful, explainable=10)["rows"]
+    assert newest["explain"] == 10
+    assert newest["why"].startswith("Not explained yet: ")
+    assert older["explain"] is None
+    assert "the weights have changed since" in older["why"]
+    assert older["why"].endswith("First gradient that is not finite: hidden.weight.")
+    assert first["explain"] is None
+
+
+def _fields(record):
+    return {name: getattr(record, name) for name in record.__slots__}
 
 
 def test_nothing_skipped_is_explained() -> None:
@@ -65,23 +101,4 @@ def test_a_skipped_or_past_nan_is_not_reported(record, eventful: History) -> Non
     eventful.append(record(11, loss=math.nan))
     summary = skipped_payload(eventful)["summary"]
     assert summary.startswith("The loss is NaN since step 10.")
-    assert summary.endswith("3 steps skipped, 1 with an injected fault.")
-
-
-def test_what_a_replay_found_stands_in_the_row(eventful: History) -> None:
-    rows = skipped_payload(eventful, {8: "scale too large: linear", 5: "leaves float16"})["rows"]
-    assert [row["cause"] for row in rows] == ["scale too large: linear", "injected overflow; leaves float16"]
-
-
-def test_a_replay_in_a_few_words() -> None:
-    experiment = Experiment(ExperimentConfig(hidden=16))
-    experiment.step()
-    experiment.inject("overflow")
-    assert experiment.step().skipped
-    assert explanation(experiment.explain_skip()).startswith(
-        ("loss scale too large: ", "overflows float16", "not finite in")
-    )
-    experiment.inject("nan")
-    experiment.step()
-    assert explanation(experiment.explain_skip()).startswith("batch not finite: batch['images']")
-    assert explanation(None).startswith("not reproduced")
+    assert "3 steps skipped." in summary

@@ -1,9 +1,10 @@
-"""The tab of skipped steps: one row for each, with its cause."""
+"""The tab of skipped steps: the reason of each, as the trainer explains it."""
 
 from __future__ import annotations
 
-from amplab.lab import ConfigChanged, Event, SkipExplained
-from amplab.views.tabs.skipped_payload import explanation, is_broken, skipped_payload
+from amplab.lab import ConfigChanged, Event, SkipExplained, StateChanged
+from amplab.views.parts import Message
+from amplab.views.tabs.skipped_payload import is_broken, skipped_payload
 from amplab.views.tabs.tab import Desk, Tab
 
 __all__ = ["SkippedTab"]
@@ -13,7 +14,7 @@ PERIOD = 0.5
 
 
 class SkippedTab(Tab):
-    """The table of skipped steps; the latest is explained while the tab is open, which takes several steps' time."""
+    """The table of skipped steps. A row without a reason has a button while its step can still run again."""
 
     name = "skipped"
     label = "Skipped steps"
@@ -21,33 +22,20 @@ class SkippedTab(Tab):
     def __init__(self, desk: Desk) -> None:
         super().__init__(desk)
         self._pace = self.pace(PERIOD)
-        self._explained: dict[int, str] = {}  # by the step that was skipped
 
     def on_event(self, event: Event) -> None:
-        """Keep an explanation, or forget those of the run before."""
-        if isinstance(event, SkipExplained):
-            self._explained[event.step] = explanation(event.found)
-            self._show()
-        elif isinstance(event, ConfigChanged) and event.reset:
-            self._explained = {}
+        """Draw at once what was requested, and what a pause or a reset changes."""
+        if isinstance(event, SkipExplained | StateChanged) or (isinstance(event, ConfigChanged) and event.reset):
             self._pace.forget()
 
-    def on_open(self) -> None:
-        """Request an explanation of the latest skipped step."""
-        self._request_explanation()
+    def on_message(self, message: Message) -> None:
+        """Explain a step: {"type": "explain", "step"}."""
+        self.trainer.request_explanation(message["step"])
 
     def tick(self) -> None:
-        """Draw the rows if steps were skipped."""
+        """Draw the rows if there are other ones."""
         history = self.trainer.history
-        if self._pace.is_due((history.skip_count, is_broken(history))):
-            self._show()
-            self._request_explanation()
-
-    def _show(self) -> None:
-        self.show(skipped_payload(self.trainer.history, self._explained))
-
-    def _request_explanation(self) -> None:
-        history = self.trainer.history
-        latest = history.skips(max(0, history.skip_count - 1))
-        if self.is_shown and latest and latest[-1].step not in self._explained:
-            self.trainer.request_explanation()
+        explainable = self.trainer.explainable
+        present = (history.skip_count, len(history.explanations), is_broken(history), explainable)
+        if self._pace.is_due(present):
+            self.show(skipped_payload(history, explainable=explainable))

@@ -1,40 +1,60 @@
-"""The table of skipped steps as plain values. No widget here."""
+"""The table of skipped steps as plain values: steps that follow one another in one row, each row with its reason.
+
+The first skip of the run comes first and stays there; the others follow, the newest first. No widget here.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from typing import Any
 
 import numpy as np
 
-from amplab.diagnose import FirstNonfinite
-from amplab.display.numbers import count, power
-from amplab.lab import History, StepRecord
+from amplab.display.numbers import count
+from amplab.lab import History, SkipExplanation
 
-__all__ = ["LIMIT", "explanation", "is_broken", "skipped_payload"]
+__all__ = ["LIMIT", "is_broken", "skipped_payload"]
 
-NOTHING: Mapping[int, str] = MappingProxyType({})
-
-LIMIT = 200
+LIMIT = 100
 """Rows in the page; the history and the run log hold every skipped step."""
 
+KINDS = {
+    "scale": "loss scale",
+    "format": "float16 range",
+    "data": "data",
+    "divergence": "divergence",
+    "injected": "injected",
+    "weights": "weights",
+    "float32": "float32 too",
+    "once": "not repeated",
+    "open": "not explained",
+}
+"""What the page calls each kind of reason."""
 
-def skipped_payload(history: History, explained: Mapping[int, str] = NOTHING, limit: int = LIMIT) -> dict[str, object]:
-    """Return one row for each skipped step, newest first, and the sentence above the table.
+GONE = "Not explained: explanations had used up their 5 % of the time, and the weights have changed since."
+OPEN = "Not explained yet: explanations had used up their 5 % of the time."
+
+
+def skipped_payload(history: History, *, explainable: int | None = None, limit: int = LIMIT) -> dict[str, Any]:
+    """Return the rows, the sentence above the table, and the number of skipped steps.
 
     Args:
         history: The run.
-        explained: The cause of a skipped step, by the number of the step.
+        explainable: Step that can still run again, None for none.
         limit: Largest number of rows.
     """
-    total = history.skip_count
-    latest = history.skips(max(0, total - limit))
-    sentence = _sentence(total, sum(record.injected is not None for record in latest), limit)
-    broken = _broken_sentence(history)
+    total, explanations = history.skip_count, history.explanations
+    groups = history.skip_groups()
+    shown = [groups[0], *reversed(groups[max(1, len(groups) - limit + 1) :])] if groups else []
+    rows = [row for group in shown for row in _rows(history, *group, explanations, explainable)]
+    for row in rows:
+        row["is_first"] = row["step"] == groups[0][0]
+    rows.sort(key=lambda row: not row["is_first"])  # stable: only the first skip of the run moves
     return {
-        "rows": [_row(record, explained.get(record.step)) for record in reversed(latest)],
-        "summary": f"{broken} {sentence if total else ''}".strip() if broken else sentence,
+        "rows": rows,
+        "summary": " ".join(filter(None, (_broken(history), _sentence(total, len(groups), limit)))),
         "count": f"{total:,}" if total else "",
     }
 
@@ -45,7 +65,52 @@ def is_broken(history: History) -> bool:
     return last is not None and not last.skipped and not math.isfinite(last.loss)
 
 
-def _broken_sentence(history: History) -> str:
+def _rows(
+    history: History, first: int, last: int, explanations: Mapping[int, SkipExplanation], explainable: int | None
+) -> Iterator[dict[str, Any]]:
+    """Yield one row for skips that follow one another; the newest first, and one more wherever the reason changes."""
+    found = [each for step, each in sorted(explanations.items()) if first <= step <= last]
+    starts = [next(alike) for _, alike in groupby(found, key=lambda each: each.kind)]
+    begins = [first, *(each.step for each in starts[1:])]
+    ends = [*(step - 1 for step in begins[1:]), last]
+    whys: list[SkipExplanation | None] = [*starts] or [None]
+    for begin, end, why in reversed(list(zip(begins, ends, whys, strict=True))):
+        open_step = explainable if explainable is not None and begin <= explainable <= end else None
+        yield _row(history, begin, end, why, open_step)
+
+
+def _row(
+    history: History, first: int, last: int, why: SkipExplanation | None, explainable: int | None
+) -> dict[str, Any]:
+    began, ended = history.record(first), history.record(last)
+    kind = "open" if why is None else why.kind
+    return {
+        "step": began.step,
+        "last": ended.step,
+        "steps": f"{began.step:,}" if first == last else f"{began.step:,} – {ended.step:,}",
+        "times": "" if first == last else f"{last - first + 1:,} in a row",
+        "before": began.loss_scale,
+        "after": ended.next_loss_scale,
+        "level": began.opt_level,
+        "kind": kind,
+        "label": KINDS[kind],
+        "why": _unexplained(began.first_nonfinite, explainable) if why is None else _sentence_of(why, first, last),
+        "line": "" if why is None else why.line,
+        "explain": explainable if why is None else None,
+    }
+
+
+def _sentence_of(why: SkipExplanation, first: int, last: int) -> str:
+    at = f"step {why.step:,}: " if first != last else ""
+    return f"{at}{why.sentence}"
+
+
+def _unexplained(parameter: str | None, explainable: int | None) -> str:
+    said = GONE if explainable is None else OPEN
+    return f"{said} First gradient that is not finite: {parameter}." if parameter else said
+
+
+def _broken(history: History) -> str:
     """Return since which step no loss has been finite, or "" if the last one is."""
     if not is_broken(history):
         return ""
@@ -61,43 +126,10 @@ def _broken_sentence(history: History) -> str:
     )
 
 
-def explanation(found: FirstNonfinite | None) -> str:
-    """Return in a few words what the replay of a skipped step found."""
-    if found is None:
-        return "not reproduced: the weights have changed since"
-    where = found.tensor if found.record is None else f"{found.record.op} in {found.record.module or 'the loss'}"
-    phase = f", {found.phase}" if found.phase else ""
-    fits = f"; no overflow at a scale of {power(found.fitting_scale, raised=True)}" if found.fitting_scale else ""
-    return f"{_CAUSES.get(found.cause, f'{found.cause} not finite')}: {where}{phase}{fits}"
-
-
-_CAUSES = {
-    "scale": "loss scale too large",
-    "format": "overflows float16 at any loss scale",
-    "model": "not finite in float32 either",
-    "state": "finite when repeated",
-}
-
-
-def _row(record: StepRecord, explained: str | None) -> dict[str, object]:
-    return {
-        "step": record.step,
-        "before": record.loss_scale,
-        "after": record.next_loss_scale,
-        "tensor": record.first_nonfinite or "–",
-        "level": record.opt_level,
-        "cause": "; ".join(filter(None, (f"injected {record.injected}" if record.injected else None, explained)))
-        or "unknown; no fault injected",
-    }
-
-
-def _sentence(total: int, injected: int, limit: int) -> str:
+def _sentence(total: int, groups: int, limit: int) -> str:
     if total == 0:
         return (
             "A dynamic loss scale skips a step whose gradients are not finite, and halves. A static one skips no step."
         )
-    if total > limit:
-        return (
-            f"{count(total, 'step')} skipped; the latest {limit} are listed, {injected} of them with an injected fault."
-        )
-    return f"{count(total, 'step')} skipped, {injected} with an injected fault."
+    listed = f"; the first and the latest {limit - 1} rows are listed" if groups > limit else ""
+    return f"{count(total, 'step')} skipped{listed}. The first one comes first."

@@ -161,7 +161,7 @@ function neighborLine(act) {
   const nothing = h("p", { class: "note" });
   const caption = h("p", { class: "note" }, "Every number in the shaded range rounds to the number in the middle.");
   return {
-    node: h("div", { class: "pane neighbors" }, h("h4", {}, "Neighbors and spacing"), line, nothing, caption),
+    node: h("div", { class: "pane neighbors" }, h("strong", { class: "heading" }, "Neighbors and spacing"), line, nothing, caption),
     update({ neighbors, kind, typed }) {
       line.hidden = caption.hidden = !neighbors;
       nothing.hidden = Boolean(neighbors);
@@ -187,7 +187,7 @@ function neighborLine(act) {
 }
 
 function ruler() {
-  const title = h("h4");
+  const title = h("strong", { class: "heading" });
   const legend = h("span", { class: "note" }, "hatched: subnormal, with fewer significant bits");
   const rows = h("div", { class: "ruler", role: "table", "aria-label": "What the number becomes in each format" });
   return {

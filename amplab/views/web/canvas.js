@@ -1,9 +1,11 @@
 // A canvas in the size of its box, at the resolution of the screen; its colors, and the scheduling of its drawings.
 
+const CURVES = ["curve-2", "curve-3", "curve-4", "curve-5", "curve-6", "curve-7"];
+
 /** The colors and the font that the style sheet gives to an element. Themes change, so read them at each drawing. */
 export function palette(root) {
   const style = getComputedStyle(root);
-  const names = ["ink", "soft", "grid", "accent", "faint", "warning", "paper"];
+  const names = ["ink", "soft", "grid", "accent", "faint", "warning", "paper", ...CURVES];
   const colors = names.map((name) => [name, style.getPropertyValue(`--amp-${name}`).trim()]);
   return { ...Object.fromEntries(colors), font: style.fontFamily };
 }

@@ -1,7 +1,10 @@
 // The two live charts on canvas. A row is four float64: step, loss, loss scale used, marks (1 skipped, 2 injected).
 
 import { Surface } from "./canvas.js";
+import { changesLabel, mergedMarks, visibleChanges } from "./marks.js";
 import { decades, decimal, integer, tickText, ticks } from "./numbers.js";
+import { drawOverlays, lossesToShow, movingScales } from "./overlays.js";
+import { stepAxis } from "./ranges.js";
 
 export const SKIPPED = 1;
 export const INJECTED = 2;
@@ -117,16 +120,15 @@ export function faultStretches(rows) {
   return stretches;
 }
 
-/** Of marks closer than 7 px keep one, an injected one if there is any. */
-export function uncrowded(marks) {
-  const kept = [];
-  for (const mark of marks) {
-    const last = kept[kept.length - 1];
-    if (!last || mark.at - last.at >= 7) kept.push(mark);
-    else if (mark.hollow && !last.hollow) kept[kept.length - 1] = mark;
-  }
-  return kept;
+/** The skipped row within `reach` px of a position, nearest first; else the row nearest to it. */
+export function rowAt(rows, x, at, reach = 6) {
+  const distance = (row) => Math.abs(x(row[0]) - at);
+  const skips = rows.filter((row) => row[3] & SKIPPED && distance(row) <= reach);
+  return (skips.length ? skips : rows).reduce((best, row) => (distance(row) < distance(best) ? row : best));
 }
+
+/** The rows of a frame that lie in a range of steps. */
+export const rowsWithin = (rows, low, high) => rows.filter(([step]) => step >= low && step <= high);
 
 /** The losses that are NaN or infinite, as {at, word}: a word at the start of equal ones, if they span 30 px. */
 export function nonfiniteMarks(rows, x) {
@@ -149,26 +151,43 @@ export function nonfiniteMarks(rows, x) {
 
 // -- drawing --
 
-/** What both charts share: the horizontal axis in steps, the marks of level changes, the reading line. */
+/** What both charts share: the horizontal axis in steps, the marks of changes, the reading line, the selected step. */
 class Chart extends Surface {
   frame(live, marks, y, label) {
-    const { palette, levels, low, high } = live;
+    const { palette, low, high } = live;
     this.font = `10.5px ${palette.font}`;
     const right = this.width - GUTTER.right;
-    const bottom = this.height - GUTTER.bottom;
-    this.x = (step) => GUTTER.left + ((step - low) / (high - low)) * (right - GUTTER.left);
+    this.axis = stepAxis(low, high, live.logarithmicSteps);
+    this.x = (step) => GUTTER.left + this.axis.share(step) * (right - GUTTER.left);
     for (const tick of marks) {
       const at = Math.round(y(tick)) + 0.5;
       this.line(GUTTER.left, at, right, at, palette.grid);
       label(tick, at);
     }
-    for (const tick of ticks(low, high, 6)) this.step(tick, tick === low ? "left" : "center", palette.soft);
-    levels.forEach(([step, name], index) => {
-      if (step < low && index + 1 < levels.length && levels[index + 1][0] <= low) return;
-      const at = Math.round(this.x(Math.max(step, low))) + 0.5;
-      if (step > low) this.line(at, 4, at, bottom, palette.soft, [2, 3]);
-      this.text(name, at + 4, 7, palette.soft, "left", `600 10px ${palette.font}`);
-    });
+    this.steps(this.axis.marks, low, palette.soft);
+    this.changes(live);
+    this.dragged(live);
+  }
+
+  /** The step at a horizontal position in px, not rounded. */
+  stepAt(x) {
+    return this.axis.step((x - GUTTER.left) / (this.width - GUTTER.left - GUTTER.right));
+  }
+
+  /** A dashed line at each change, with its text on top; changes too near to each other share a line and a count. */
+  changes({ changes, low, high, palette }) {
+    const bottom = this.height - GUTTER.bottom;
+    const font = `600 10px ${palette.font}`;
+    const marks = visibleChanges(changes, low, high).map((each) => ({ ...each, at: Math.round(this.x(each.step)) + 0.5 }));
+    this.pen.font = font;
+    const options = {
+      label: changesLabel, measure: (text) => this.pen.measureText(text).width, left: GUTTER.left, right: this.width - 1, offset: 4, reach: 1,
+    };
+    for (const { at, last, marks: [first], text, flipped } of mergedMarks(marks, options)) {
+      if (!first.isBefore && first.step > low) this.line(at, 4, at, bottom, palette.soft, [2, 3]);
+      if (last - at > 2) this.line(at, 1.5, last, 1.5, palette.soft);
+      this.text(text, flipped ? at - 4 : at + 4, 7, palette.soft, flipped ? "right" : "left", font);
+    }
   }
 
   /** The height that is left for the curves. */
@@ -176,18 +195,71 @@ class Chart extends Surface {
     return this.height - GUTTER.top - GUTTER.bottom;
   }
 
-  /** The number of a step under the axis, moved left where the edge would cut it. */
-  step(tick, align, color) {
-    const text = integer(tick);
+  /** The numbers of steps under the axis, moved left where the edge would cut one, and left out where two would touch. */
+  steps(marks, low, color) {
     this.pen.font = this.font;
-    const most = this.width - 1 - this.pen.measureText(text).width / 2;
-    this.text(text, align === "center" ? Math.min(this.x(tick), most) : this.x(tick), this.height - 7, color, align);
+    let end = -Infinity;
+    for (const tick of marks) {
+      const text = integer(tick);
+      const half = this.pen.measureText(text).width / 2;
+      const at = tick === low ? this.x(tick) + half : Math.min(this.x(tick), this.width - 1 - half);
+      if (at - half < end + 8) continue;
+      end = at + half;
+      this.text(text, at, this.height - 7, color, "center");
+    }
   }
 
-  reading(live) {
-    if (live.reading === null) return;
-    const at = Math.round(this.x(live.reading)) + 0.5;
-    this.line(at, 2, at, this.height - GUTTER.bottom, live.palette.ink);
+  /** Draw a line, and a dot instead of a line of a single point. */
+  curve(points, color, width) {
+    if (points.length === 1) this.dot(...points[0], color);
+    else this.paths([points], color, width);
+  }
+
+  dot(x, y, color) {
+    const { pen } = this;
+    pen.beginPath();
+    pen.arc(x, y, 2.4, 0, 2 * Math.PI);
+    pen.fillStyle = color;
+    pen.fill();
+  }
+
+  /** Keep what follows inside of the axes, as a zoomed line goes on beyond them. */
+  clipped(draw) {
+    const { pen } = this;
+    pen.save();
+    pen.beginPath();
+    pen.rect(GUTTER.left - 3, 0, this.width - GUTTER.left - GUTTER.right + 6, this.height - GUTTER.bottom + 1);
+    pen.clip();
+    draw();
+    pen.restore();
+  }
+
+  /** Draw the lines of other runs; returns what draws their labels, which lie above the present line. */
+  overlaid(live, points) {
+    return drawOverlays(this, live, points, { top: GUTTER.top, right: this.width - GUTTER.right, bottom: this.height - GUTTER.bottom });
+  }
+
+  /** Wash the steps between the two ends of a drag. */
+  dragged({ drag, palette }) {
+    if (!drag) return;
+    const [from, to] = [this.x(drag[0]), this.x(drag[1])];
+    this.pen.fillStyle = palette.faint;
+    this.pen.fillRect(Math.min(from, to), GUTTER.top, Math.abs(to - from), this.room);
+  }
+
+  /** The line that is read, and the selected step: a thicker line with a handle at each end, so that shape tells them apart. */
+  reading({ reading, selected, low, high, palette }) {
+    const bottom = this.height - GUTTER.bottom;
+    if (reading !== null) {
+      const at = Math.round(this.x(reading)) + 0.5;
+      this.line(at, 2, at, bottom, palette.ink);
+    }
+    if (selected === null || selected < low || selected > high) return;
+    const at = Math.round(this.x(selected));
+    this.paths([[[at, GUTTER.top], [at, bottom]]], palette.ink, 2);
+    this.pen.fillStyle = palette.ink;
+    this.pen.fillRect(at - 4, GUTTER.top - 1, 8, 3);
+    this.pen.fillRect(at - 4, bottom - 2, 8, 3);
   }
 }
 
@@ -196,15 +268,20 @@ export class LossChart extends Chart {
     this.clear();
     const { rows, palette } = live;
     const finite = rows.filter((row) => Number.isFinite(row[1]));
-    const axis = lossAxis(finite.map((row) => row[1]), live.logarithmic);
+    const axis = lossAxis(lossesToShow(finite.map((row) => row[1]), live.overlays), live.logarithmic);
     const y = (value) => GUTTER.top + this.room * (1 - axis.share(value));
     this.frame(live, axis.marks, y, (tick, at) => this.text(tickText(tick), GUTTER.left - 5, at, palette.soft, "right"));
     const strokes = columns(finite, this.x).map(([column, least, most]) => [[column + 0.5, y(most) - 0.5], [column + 0.5, y(least) + 0.5]]);
-    this.paths(strokes, palette.faint, 1);
-    this.pen.lineJoin = "round";
     const line = smoothed(finite, (live.high - live.low) / 200).map(([step, mean]) => [this.x(step), y(mean)]);
-    this.paths([line], palette.accent, 1.8);
+    this.pen.lineJoin = "round";
+    const average = (some) => smoothed(some.filter((row) => Number.isFinite(row[1])), (live.high - live.low) / 200);
+    const label = this.overlaid(live, (some) => average(some).map(([step, mean]) => [this.x(step), y(mean)]));
+    this.clipped(() => {
+      this.paths(strokes, palette.faint, 1);
+      this.curve(line, palette.accent, 1.8);
+    });
     this.edge(rows, palette);
+    label();
     this.reading(live);
   }
 
@@ -223,14 +300,24 @@ export class ScaleChart extends Chart {
   draw(live) {
     this.clear();
     const { rows, palette } = live;
-    const { low, high, marks } = scaleAxis(rows.map((row) => log2(row[2])).filter((value) => value !== null));
+    const overlays = movingScales(live.overlays, rows);
+    const every = [rows, ...overlays.map((overlay) => overlay.rows)].flat();
+    const { low, high, marks } = scaleAxis(every.map((row) => log2(row[2])).filter((value) => value !== null));
     const y = (value) => GUTTER.top + this.room * (1 - (value - low) / (high - low));
     this.frame(live, marks, y, (tick, at) => this.powerOfTwo(tick, GUTTER.left - 4, at, palette, "right"));
     this.faults(rows, palette);
     this.pen.lineJoin = "miter";
-    this.paths([scaleCorners(rows).map(([step, value]) => [this.x(step), y(value)])], palette.accent, 1.8);
+    const label = this.overlaid({ ...live, overlays }, (some) => this.corners(some, y));
+    this.clipped(() => this.curve(this.corners(rows, y), palette.accent, 1.8));
     this.skips(rows, y, palette);
+    label();
     this.reading(live);
+  }
+
+  /** The points of the scale's line; of a single step, one point. */
+  corners(rows, y) {
+    const points = scaleCorners(rows).map(([step, value]) => [this.x(step), y(value)]);
+    return rows.length === 1 ? points.slice(0, 1) : points;
   }
 
   /** Draw a bar along the bottom for each range of steps with a fault. */
@@ -242,15 +329,25 @@ export class ScaleChart extends Chart {
     }
   }
 
-  /** A tick at each skipped step, and a triangle where there is room for one. */
+  /** A tick at each skipped step, and a triangle; steps too near to each other share a triangle and a count. */
   skips(rows, y, palette) {
     const marks = rows.filter((row) => row[3] & SKIPPED).map(([step, , scale, bits]) => {
       const value = log2(scale);
       const foot = value === null ? this.height - GUTTER.bottom : y(value) - 2;
-      return { at: this.x(step), foot, hollow: Boolean(bits & INJECTED) };
+      return { at: this.x(step), foot, injected: Boolean(bits & INJECTED) };
     });
     for (const { at, foot } of marks) this.line(at, foot - 4, at, foot, palette.warning);
-    for (const { at, foot, hollow } of uncrowded(marks)) this.triangle(at, foot, palette.warning, hollow ? palette.paper : palette.warning);
+    const font = `600 9.5px ${palette.font}`;
+    this.pen.font = font;
+    const options = {
+      label: (some) => (some.length > 1 ? `×${some.length}` : ""), measure: (text) => this.pen.measureText(text).width,
+      left: GUTTER.left, right: this.width - 1, offset: 7, reach: 4.5,
+    };
+    for (const { at, marks: some, text, flipped } of mergedMarks(marks, options)) {
+      const foot = Math.max(Math.min(...some.map((each) => each.foot)), 10);
+      this.triangle(at, foot, palette.warning, some.every((each) => each.injected) ? palette.paper : palette.warning);
+      this.text(text, flipped ? at - 7 : at + 7, foot - 5, palette.warning, flipped ? "right" : "left", font);
+    }
   }
 
   /** A triangle that points down: filled for a skip that was not injected, hollow for an injected one. */

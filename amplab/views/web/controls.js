@@ -4,9 +4,20 @@
 import { choices, h, icon, write } from "./elements.js";
 import { endWithKernel, ownKeys } from "./page.js";
 
-/** A labeled block; `note` is the line below that explains or refuses. */
-function block(label, body, note = null, extra = {}) {
-  return h("div", { class: "amp-block", ...extra }, h("div", { class: "amp-label" }, label), body, note);
+/** A labeled block; `note` is the line below that explains, `back` the button beside the label. */
+function block(label, body, note = null, back = null) {
+  return h("div", { class: "amp-block" }, h("div", { class: "amp-head" }, h("span", { class: "amp-label" }, label), back), body, note);
+}
+
+/** A button beside a label that is there while the field differs from its default, and puts it back. */
+function backButton(send, name, label) {
+  const button = h("button", { type: "button", class: "amp-back", "data-back": name, onclick: () => send("default", { field: name }) }, icon("reset"));
+  const show = ({ back }) => {
+    button.classList.toggle("amp-unseen", back === null); // it keeps its place, so that nothing moves
+    button.title = back === null ? "" : `Changed; back to the default, ${back}`;
+    button.setAttribute("aria-label", back === null ? "" : `${label}: back to the default, ${back}`);
+  };
+  return { button, show };
 }
 
 /** One of a few values, which may be null or boolean: an option holds the value's text. */
@@ -58,27 +69,30 @@ export function powerOfTwo(exponent) {
 /** The exponent of two of a value, to two decimals; null for null. */
 export const exponentOf = (value) => (value === null ? null : Math.round(Math.log2(value) * 100) / 100);
 
-/** A number of the scale in a narrow labeled box, with the field's help as its tooltip. */
-function narrow(field, input) {
-  return h("label", { class: "amp-field", title: field.title }, h("span", {}, field.label), input);
+/** An input in a narrow labeled box, with the field's help as its tooltip, and the button to its default. */
+function narrow(field, input, back = null) {
+  const label = h("label", {}, field.label);
+  const named = input.matches("input, select") ? input : input.querySelector("input");
+  named.id = label.htmlFor = `amp-${Math.random().toString(36).slice(2)}`;
+  return h("div", { class: "amp-field", title: field.title }, h("div", { class: "amp-head" }, label, back), input);
 }
 
 /** A number entered as an exponent of two: 16 stands for 65536. */
-function exponent(field, change) {
+function exponent(field, change, back = null) {
   const made = number(`${field.label}, exponent of two`, (value) => change(value === null ? null : powerOfTwo(value)), { step: "1", placeholder: "none" });
-  const box = narrow(field, h("span", { class: "amp-power" }, h("b", { "aria-hidden": "true" }, "2"), made.input));
+  const box = narrow(field, h("span", { class: "amp-power" }, h("b", { "aria-hidden": "true" }, "2"), made.input), back);
   return { box, show: (value) => made.show(exponentOf(value)) };
 }
 
-function whole(field, change) {
+function whole(field, change, back = null) {
   const made = number(`${field.label}: ${field.title}`, change, { min: "1", step: "1" });
-  return { box: narrow(field, made.input), show: made.show };
+  return { box: narrow(field, made.input, back), show: made.show };
 }
 
 function runButtons(send) {
   const start = h("button", { type: "button", class: "amp-button amp-primary", onclick: () => send(start.dataset.does) });
   const step = h("button", { type: "button", class: "amp-button", title: "Train one step", onclick: () => send("step") }, icon("step"), "Step");
-  const reset = h("button", { type: "button", class: "amp-button", title: "Start over with new weights and an empty history", onclick: () => send("reset") }, icon("reset"), "Reset");
+  const reset = h("button", { type: "button", class: "amp-button", title: "Start over with new weights and the values shown; the present run stays as a gray line and a row under Runs", onclick: () => send("reset") }, icon("reset"), "Reset");
   const show = (state) => {
     const does = state === "running" ? "pause" : "start";
     if (start.dataset.does !== does) {
@@ -136,41 +150,80 @@ function paceRow(send) {
   return { row, show };
 }
 
-function levelBlock(label, levels, change) {
+/** What was changed last or refused, in a place of fixed height; Undo, and the way back to every default. */
+function changeRow(send) {
+  const last = h("p", { class: "amp-last", role: "status" });
+  const error = h("p", { class: "amp-error", role: "alert", hidden: true });
+  const undo = h("button", { type: "button", class: "amp-button", onclick: () => send("undo") }, "Undo");
+  const defaults = h("button", {
+    type: "button", class: "amp-button", title: "Put every setting back to its default; task, model and weights stay", onclick: () => send("defaults"),
+  }, "Defaults");
+  const show = ({ refusal, last_change: change, undone, differs }) => {
+    write(error, refusal ?? "");
+    error.hidden = !refusal;
+    last.hidden = Boolean(refusal);
+    error.title = refusal ?? "";
+    write(last, changeNote(change, undone));
+    last.title = last.textContent;
+    undo.disabled = change === null;
+    undo.title = change === null ? "Nothing to undo" : `Undo: ${change}`;
+    defaults.disabled = !differs;
+  };
+  return { row: h("div", { class: "amp-change" }, h("div", { class: "amp-said", tabindex: "0", role: "group", "aria-label": "Last change" }, last, error), undo, defaults), show };
+}
+
+/** The sentence beside Undo. */
+export function changeNote(change, undone) {
+  if (undone !== null) return `Undone: ${undone}`;
+  return change === null ? "Each change can be undone." : change;
+}
+
+function levelBlock(label, levels, change, back) {
   const note = h("p", { class: "amp-note", "aria-live": "polite" });
-  const made = choices(label, levels.map((level) => level.name), (value) => change("opt_level", value));
+  const labels = Object.fromEntries(levels.map((level) => [level.name, level.label]));
+  const made = choices(label, levels.map((level) => level.name), (value) => change("opt_level", value), labels);
   const show = (chosen) => {
     made.show(chosen);
     const level = levels.find((each) => each.name === chosen);
     write(note, level.line);
     note.title = level.brief;
   };
-  return { box: block(label, made.group, note, { class: "amp-block amp-level" }), show };
+  const box = block(label, made.group, note, back);
+  box.classList.add("amp-level");
+  return { box, show };
 }
 
-/** An override of the opt_level: disabled, with the reason below, where it has no meaning. */
-function overrideRow(name, label, change) {
-  const list = dropdown(name, label, change);
-  const reason = h("p", { class: "amp-note amp-refused" });
-  const row = h("div", { class: "amp-override" }, h("label", {}, h("code", {}, label), list.input), reason);
-  const show = (field) => {
-    list.show(field);
-    list.input.disabled = field.reason !== null;
-    row.classList.toggle("amp-off", field.reason !== null);
-    write(reason, field.reason ?? "");
-    reason.hidden = field.reason === null;
+/** The overrides of the opt_level: disabled where they have no meaning, with the reasons in one place of fixed height. */
+function overridesBlock(names, fields, change, backs) {
+  const reasons = h("p", { class: "amp-note amp-reasons" });
+  const rows = names.map((name) => {
+    const list = dropdown(name, fields[name].label, change);
+    const row = h("div", { class: "amp-override", "data-field": name },
+      h("label", {}, h("code", {}, fields[name].label)), backs[name].button, list.input);
+    const label = row.querySelector("label");
+    label.htmlFor = list.input.id = `amp-${Math.random().toString(36).slice(2)}`;
+    return { name, list, row };
+  });
+  const show = (now) => {
+    for (const { name, list, row } of rows) {
+      list.show(now[name]);
+      list.input.disabled = now[name].reason !== null;
+      row.classList.toggle("amp-off", now[name].reason !== null);
+    }
+    const why = names.map((name) => now[name].reason).filter((reason) => reason !== null);
+    write(reasons, why.length ? why.join(" ") : "Each can override what the opt_level sets.");
   };
-  return { row, show };
+  return { box: h("div", { class: "amp-overrides" }, rows.map(({ row }) => row), reasons), show };
 }
 
-function scaleBlock(fields, change) {
+function scaleBlock(fields, change, backs) {
   const modes = { level: null, dynamic: "dynamic", static: null };
   const mode = choices(fields.loss_scale.label, Object.keys(modes), (value) => change("loss_scale", modes[value]), { level: "by level" });
   const parts = {
-    init_scale: exponent(fields.init_scale, (value) => change("init_scale", value)),
-    growth_interval: whole(fields.growth_interval, (value) => change("growth_interval", value)),
-    min_loss_scale: exponent(fields.min_loss_scale, (value) => change("min_loss_scale", value)),
-    max_loss_scale: exponent(fields.max_loss_scale, (value) => change("max_loss_scale", value)),
+    init_scale: exponent(fields.init_scale, (value) => change("init_scale", value), backs.init_scale.button),
+    growth_interval: whole(fields.growth_interval, (value) => change("growth_interval", value), backs.growth_interval.button),
+    min_loss_scale: exponent(fields.min_loss_scale, (value) => change("min_loss_scale", value), backs.min_loss_scale.button),
+    max_loss_scale: exponent(fields.max_loss_scale, (value) => change("max_loss_scale", value), backs.max_loss_scale.button),
   };
   const fixed = exponent({ label: "scale", title: "Loss scale of every step" }, (value) => change("loss_scale", value));
   const dynamicRow = h("div", { class: "amp-fields amp-four" }, Object.values(parts).map((part) => part.box));
@@ -184,7 +237,7 @@ function scaleBlock(fields, change) {
     for (const [name, part] of Object.entries(parts)) part.show(now[name].value);
     fixed.show(scale.fixed);
   };
-  return { box: block(fields.loss_scale.label, [mode.group, dynamicRow, fixedRow]), show };
+  return { box: block(fields.loss_scale.label, [mode.group, dynamicRow, fixedRow], null, backs.loss_scale.button), show };
 }
 
 const FAULTS = [
@@ -234,21 +287,22 @@ function render({ model, el }) {
   const run = runButtons(send);
   const pace = paceRow(send);
   const lists = ["task", "model", "optimizer"].map((name) => [name, dropdown(name, fields[name].label, change)]);
-  const level = levelBlock(fields.opt_level.label, levels, change);
-  const overrides = ["keep_batchnorm_fp32", "master_weights"].map((name) => [name, overrideRow(name, fields[name].label, change)]);
-  const scale = scaleBlock(fields, change);
+  const backs = Object.fromEntries(Object.entries(fields).map(([name, field]) => [name, backButton(send, name, field.label)]));
+  const level = levelBlock(fields.opt_level.label, levels, change, backs.opt_level.button);
+  const overrides = overridesBlock(["keep_batchnorm_fp32", "master_weights"], fields, change, backs);
+  const scale = scaleBlock(fields, change, backs);
   const rate = number(fields.lr.label, (value) => change("lr", value), { step: "any", min: "0" });
   const inject = injectBlock(send);
   const config = configLine();
-  const error = h("p", { class: "amp-error", role: "alert", hidden: true });
-  const [task, network, optimizer] = lists.map(([name, list]) => narrow(fields[name], list.input));
+  const changes = changeRow(send);
+  const [task, network, optimizer] = lists.map(([name, list]) => narrow(fields[name], list.input, backs[name].button));
   const root = h("section", { class: "amplab amp-controls", "aria-label": "Controls" },
-    run.row, pace.row, error,
+    run.row, pace.row, changes.row,
     h("div", { class: "amp-fields" }, task, network),
     level.box,
-    h("div", { class: "amp-overrides" }, overrides.map(([, each]) => each.row)),
+    overrides.box,
     scale.box,
-    h("div", { class: "amp-fields" }, optimizer, narrow(fields.lr, rate.input)),
+    h("div", { class: "amp-fields" }, optimizer, narrow(fields.lr, rate.input, backs.lr.button)),
     inject.box,
     config.box);
   el.append(root);
@@ -257,14 +311,15 @@ function render({ model, el }) {
     const shown = model.get("shown");
     run.show(shown.state);
     pace.show(shown.speed, shown.state);
-    for (const [name, each] of [...lists, ...overrides]) each.show(shown.fields[name]);
+    changes.show(shown);
+    for (const [name, each] of lists) each.show(shown.fields[name]);
+    for (const [name, each] of Object.entries(backs)) each.show(shown.fields[name]);
+    overrides.show(shown.fields);
     level.show(shown.fields.opt_level.value);
     scale.show(shown.scale, shown.fields);
     rate.show(shown.fields.lr.value);
     inject.show(shown.armed, shown.shrinking, shown.state === "running");
     config.show(shown.text);
-    write(error, shown.refusal ?? "");
-    error.hidden = !shown.refusal;
   };
   model.on("change:shown", show);
   show();

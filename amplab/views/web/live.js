@@ -1,27 +1,43 @@
 // The live view: figures, training loss, log2 of the loss scale. A frame holds the whole run, thinned for the screen, as
-// one binary buffer. Nothing is polled, and no frame depends on an earlier one.
+// one binary buffer. A page that shows a part of the run asks for its rows and gets them as a second message, "range".
+// Nothing is polled, and no frame depends on an earlier one.
 
 import { drawSoon, palette } from "./canvas.js";
-import { GUTTER, INJECTED, LossChart, nearest, ScaleChart, SKIPPED, unpack } from "./charts.js";
+import { KEYS_HELP, listenToChart } from "./chart_input.js";
+import { lossSummary, scaleSummary, stepLines } from "./chart_words.js";
+import { LossChart, nearest, rowsWithin, ScaleChart, unpack } from "./charts.js";
 import { h, write } from "./elements.js";
+import { visibleChanges } from "./marks.js";
 import { bytes, decimal, integer, power } from "./numbers.js";
+import { overlaidSteps, unpackOverlays } from "./overlays.js";
 import { attend, endWithKernel, onTheme, ownKeys } from "./page.js";
+import { showing, windowOf, zoomed } from "./ranges.js";
+
+const LAST = 500;
+const WORDS_EVERY = 2000; // ms between two summaries of a running chart
 
 const FIGURES = [
   ["step", "Step", (s) => integer(s.step)],
   ["skipped", "Skipped", (s) => integer(s.skipped)],
   ["scale", "Loss scale", (s) => power(s.scale)],
-  ["accuracy", "Accuracy", (s) => (s.accuracy === null ? "–" : `${(100 * s.accuracy).toFixed(1)} %`)],
+  ["score", "Score", (s) => scoreText(s)],
   ["rate", "Steps/s", (s) => (s.rate === null ? "–" : integer(s.rate))],
   ["memory", "Memory", (s) => (s.memory === null ? "–" : bytes(s.memory))],
 ];
+
+/** The score on held-out data: a share in percent, anything else as a number. */
+export function scoreText({ score, score_is_share: isShare }) {
+  if (score === null) return "–";
+  return isShare ? `${(100 * score).toFixed(1)} %` : decimal(score);
+}
 
 function figures() {
   const values = FIGURES.map(([name]) => h("dd", { "data-figure": name }, "–"));
   const cells = FIGURES.map(([, label], index) => h("div", {}, h("dt", {}, label), values[index]));
   const show = (summary) => FIGURES.forEach(([name, , format], index) => {
     write(values[index], format(summary));
-    cells[index].hidden = Boolean(summary.unknown?.includes(name)); // a watched run has no accuracy
+    cells[index].hidden = Boolean(summary.unknown?.includes(name)); // a watched run has no score
+    if (name === "score" && summary.score_label) write(cells[index].firstChild, summary.score_label);
     if (name === "memory") cells[index].title = summary.memory_parts;
   });
   return { list: h("dl", { class: "amp-figures" }, cells), show };
@@ -29,93 +45,186 @@ function figures() {
 
 function chartBox(title, label, ...extras) {
   const now = h("output", { class: "amp-now", "aria-live": "off" });
-  const canvas = h("canvas", { class: "amp-canvas", role: "img", tabindex: "0", "aria-label": label });
-  return { now, canvas, box: h("div", { class: "amp-chart" }, h("div", { class: "amp-chart-head" }, h("h3", {}, title), now, extras), canvas) };
+  const id = `amp-words-${Math.random().toString(36).slice(2)}`;
+  const words = h("p", { class: "amp-sr", id });
+  const canvas = h("canvas", {
+    class: "amp-canvas", role: "img", tabindex: "0", "aria-label": `${label}. ${KEYS_HELP}`, "aria-describedby": id,
+  });
+  const box = h("div", { class: "amp-chart" }, h("div", { class: "amp-chart-head" }, h("strong", { class: "amp-chart-title" }, title), now, extras), canvas, words);
+  return { now, canvas, words, box };
+}
+
+/** The buttons that choose the range, and how the axes are divided. */
+function rangeButtons(view, { setRange, changed }) {
+  const button = (text, title, act, pressed = null) => h("button", {
+    type: "button", class: "amp-mini", title, "aria-label": title, "aria-pressed": pressed, onclick: () => { act(); changed(); },
+  }, text);
+  const middle = () => {
+    const { low, high } = windowOf(view.range, view.count);
+    return view.selected !== null && view.selected >= low && view.selected <= high ? view.selected : (low + high) / 2;
+  };
+  const follow = () => {
+    const { low, high } = windowOf(view.range, view.count);
+    setRange(view.range?.last === undefined ? { last: high - low + 1 } : { low, high });
+  };
+  const made = {
+    all: button("All", "Show the whole run", () => setRange(null), "true"),
+    last: button(`Last ${LAST}`, `Show the last ${LAST} steps and follow the run`, () => setRange({ last: LAST }), "false"),
+    follow: button("Follow", "Keep the newest step in view", follow, "false"),
+    out: button("−", "Zoom out", () => setRange(zoomed(view.range, 2, middle(), view.count))),
+    in: button("+", "Zoom in", () => setRange(zoomed(view.range, 0.5, middle(), view.count))),
+    loss: button("log", "Draw the loss on a logarithmic axis", () => { view.logarithmic = !view.logarithmic; }, "false"),
+    steps: button("log steps", "Draw the steps on a logarithmic axis", () => { view.logarithmicSteps = !view.logarithmicSteps; }, "false"),
+  };
+  const show = () => {
+    const pressed = {
+      all: view.range === null, last: view.range?.last === LAST, follow: view.range?.last !== undefined,
+      loss: view.logarithmic, steps: view.logarithmicSteps,
+    };
+    for (const [name, on] of Object.entries(pressed)) made[name].setAttribute("aria-pressed", on);
+    made.follow.disabled = view.range === null;
+    made.out.disabled = view.range === null;
+  };
+  return { group: h("span", { class: "amp-range", role: "group", "aria-label": "Range and axes" }, Object.values(made)), show };
+}
+
+/** The values of the step under the pointer, beside it. */
+function tip() {
+  const box = h("div", { class: "amp-tip", "aria-hidden": "true" });
+  box.hidden = true;
+  const show = (root, view, chart, lines) => {
+    box.hidden = !lines.length;
+    if (box.hidden) return;
+    box.replaceChildren(...lines.map((line) => h("div", {}, line)));
+    const [outer, inner] = [root.getBoundingClientRect(), chart.canvas.getBoundingClientRect()];
+    const isRight = view.pointer.at > inner.width / 2;
+    box.style.top = `${inner.top - outer.top + 14}px`;
+    box.style.left = isRight ? "auto" : `${inner.left - outer.left + view.pointer.at + 12}px`;
+    box.style.right = isRight ? `${outer.right - inner.left - view.pointer.at + 12}px` : "auto";
+  };
+  return { box, show };
+}
+
+/** What the charts draw now: the steps of the range, from the detailed rows if they have come, else from the frame. */
+function prepare(view) {
+  const count = view.range === null ? Math.max(view.count, overlaidSteps(view.overlays)) : view.count;
+  Object.assign(view, windowOf(view.range, count));
+  const isNear = ({ low, high }) => low < view.high && high > view.low && high - low <= 2 * (view.high - view.low);
+  const rows = view.range !== null && view.detail !== null && isNear(view.detail) ? view.detail.rows : view.rows;
+  view.shown = rowsWithin(rows, view.low, view.high);
 }
 
 function render({ model, el }) {
+  const key = Math.random().toString(36).slice(2);
+  const view = {
+    rows: [], detail: null, shown: [], changes: [], overlays: [], count: 0, range: null, low: 0, high: 100, scale: 0,
+    logarithmic: false, logarithmicSteps: false, reading: null, selected: model.get("selected"), drag: null, pointer: null, palette: null,
+  };
   const numbers = figures();
-  const logButton = h("button", { type: "button", class: "amp-mini", "aria-pressed": "false", title: "Draw the loss on a logarithmic axis" }, "log");
-  const loss = chartBox("Training loss", "Training loss over steps", logButton);
+  const setRange = (range) => {
+    view.range = range;
+    model.send({ type: "range", view: key, ...(range ?? { low: null }) });
+    soon();
+  };
+  let chosen = null; // what this view selected itself: its range stays
+  const select = (step) => {
+    chosen = step;
+    model.send({ type: "select", step });
+  };
+  const buttons = rangeButtons(view, { setRange, changed: () => soon() });
+  const loss = chartBox("Training loss", "Training loss over steps", buttons.group);
   const scale = chartBox("Loss scale, log₂", "Loss scale over steps, as a power of two",
     h("span", { class: "amp-key" }, h("i", { class: "amp-tri" }), "skipped step"),
     h("span", { class: "amp-key" }, h("i", { class: "amp-tri amp-tri-hollow" }), "injected"));
   const modes = h("p", { class: "amp-modes" });
-  const root = h("section", { class: "amplab amp-live", "aria-label": "Live run" }, numbers.list, loss.box, scale.box, modes);
+  const spoken = h("span", { class: "amp-sr", role: "status" });
+  const hover = tip();
+  const root = h("section", { class: "amplab amp-live", "aria-label": "Live run" }, numbers.list, loss.box, scale.box, modes, spoken, hover.box);
   el.append(root);
 
-  const live = { rows: [], levels: [], low: 0, high: 100, logarithmic: false, reading: null, scale: 0, palette: null };
   const charts = [new LossChart(loss.canvas), new ScaleChart(scale.canvas)];
+  const readLines = () => {
+    if (view.reading === null || !view.shown.length) return [];
+    const row = nearest(view.shown, view.reading);
+    const reach = Math.max(1, (view.high - view.low) / 150);
+    return stepLines(row, view.changes.filter(({ step }) => Math.abs(step - row[0]) < reach));
+  };
   const { soon, cancel } = drawSoon(loss.canvas, () => {
-    live.high = Math.max(100, live.rows.at(-1)?.[0] ?? 0);
-    live.palette = palette(root); // the style sheet arrives after the first render
-    for (const chart of charts) chart.draw(live);
-    readout(live, loss.now, scale.now);
+    prepare(view);
+    view.palette = palette(root); // the style sheet arrives after the first render
+    for (const chart of charts) chart.draw({ ...view, rows: view.shown });
+    buttons.show();
+    readout(view, loss.now, scale.now);
+    hover.show(root, view, charts.find(({ canvas }) => canvas === view.pointer?.canvas), view.pointer && !view.drag ? readLines() : []);
   });
+  const speak = () => {
+    prepare(view);
+    const { low, high } = view;
+    write(spoken, view.reading === null ? `steps ${integer(low)} to ${integer(high)}` : readLines().join(", "));
+  };
+  const describe = () => {
+    prepare(view);
+    write(loss.words, lossSummary(view.shown, view.low));
+    write(scale.words, scaleSummary(view.shown, view.low, visibleChanges(view.changes, view.low, view.high).filter((each) => !each.isBefore)));
+  };
+  const describing = setInterval(describe, WORDS_EVERY);
 
   const receive = (message, buffers) => {
-    if (message.kind !== "frame") return;
-    live.rows = unpack(buffers[0]);
-    live.levels = message.levels;
-    live.scale = message.summary.scale;
-    numbers.show(message.summary);
-    write(modes, message.summary.modes);
+    if (message.kind === "range") {
+      if (message.view !== key) return;
+      view.detail = { low: message.low, high: message.high, rows: unpack(buffers[0]) };
+    } else if (message.kind === "overlays") {
+      view.overlays = unpackOverlays(message, buffers, unpack);
+    } else {
+      view.rows = unpack(buffers[0]);
+      view.count = message.summary.step;
+      // A change that the next step will use is marked at the newest one.
+      view.changes = message.changes.map(([step, field, label, text]) => ({ step: Math.min(step, Math.max(view.count - 1, 0)), field, label, text }));
+      view.scale = message.summary.scale;
+      if (view.count === 0) view.detail = null;
+      numbers.show(message.summary);
+      write(modes, message.summary.modes);
+    }
     soon();
   };
   model.on("msg:custom", receive);
-  logButton.addEventListener("click", () => {
-    live.logarithmic = !live.logarithmic;
-    logButton.setAttribute("aria-pressed", live.logarithmic);
+  const follow = () => {
+    view.selected = model.get("selected");
+    if (view.selected !== null && view.selected !== chosen) {
+      const range = showing(view.range, view.selected, view.count);
+      if (range !== view.range) setRange(range);
+    }
+    chosen = null;
     soon();
-  });
-  for (const chart of charts) listenForReading(chart, live, soon);
+  };
+  model.on("change:selected", follow);
+  for (const chart of charts) listenToChart(chart, view, { setRange, select, changed: soon, speak });
   const sized = new ResizeObserver(soon);
   for (const { canvas } of charts) sized.observe(canvas);
-  const cleanups = [onTheme(soon), ownKeys(root), attend(model), endWithKernel(model, root)];
+  const cleanups = [onTheme(soon), ownKeys(root), attend(model, key), endWithKernel(model, root)];
   return () => {
     model.off("msg:custom", receive);
+    model.off("change:selected", follow);
     sized.disconnect();
+    clearInterval(describing);
     cancel();
     for (const cleanup of cleanups) cleanup();
   };
 }
 
-/** The pointer and the arrow keys move a reading line on both charts. */
-function listenForReading(chart, live, soon) {
-  const { canvas } = chart;
-  canvas.addEventListener("pointermove", (event) => {
-    if (!live.rows.length || !chart.x) return;
-    const share = (event.offsetX - GUTTER.left) / (chart.width - GUTTER.left - GUTTER.right);
-    live.reading = nearest(live.rows, live.low + share * (live.high - live.low))[0];
-    soon();
-  });
-  const leave = () => { live.reading = null; soon(); };
-  canvas.addEventListener("pointerleave", leave);
-  canvas.addEventListener("blur", leave);
-  canvas.addEventListener("keydown", (event) => {
-    const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (event.key === "Escape") leave();
-    if (!move || !live.rows.length) return;
-    event.preventDefault();
-    const from = live.reading ?? live.rows.at(-1)[0];
-    const jump = Math.max(1, Math.round((live.high - live.low) / 200));
-    live.reading = nearest(live.rows, from + move * jump)[0];
-    soon();
-  });
-}
-
-function readout(live, lossNow, scaleNow) {
-  if (!live.rows.length) {
+function readout(view, lossNow, scaleNow) {
+  if (!view.shown.length) {
     write(lossNow, "");
     write(scaleNow, "");
     return;
   }
-  const row = live.reading === null ? live.rows.at(-1) : nearest(live.rows, live.reading);
-  const at = live.reading === null ? "" : `step ${integer(row[0])}: `;
-  const end = row[3] & SKIPPED ? (row[3] & INJECTED ? " (skipped, injected)" : " (skipped)") : "";
+  const isRead = view.reading !== null;
+  const row = isRead ? nearest(view.shown, view.reading) : view.rows.at(-1);
+  const at = isRead ? `step ${integer(row[0])}: ` : "";
+  const [, , , skipped] = isRead ? [...stepLines(row, []), ""] : [];
   write(lossNow, at + decimal(row[1], 3));
   // Without a reading line it is the scale of the next step, which the figure above shows too.
-  write(scaleNow, live.reading === null ? power(live.scale) : at + power(row[2]) + end);
+  write(scaleNow, isRead ? at + power(row[2]) + (skipped ? ` (${skipped})` : "") : power(view.scale));
 }
 
 export default { render };

@@ -21,8 +21,10 @@ function render({ model, el }) {
   };
   model.on("change:notices", show);
   show();
-  const gone = h("p", { class: "amp-gone", role: "alert" }, "The kernel has restarted. Run the cell again.");
-  const cleanups = [ownKeys(root), endWithKernel(model, root, () => root.prepend(gone))];
+  const gone = h("p", { class: "amp-gone", role: "alert" },
+    "The kernel has restarted. Click here and press Shift+Enter: the lab opens again and offers to continue the run.");
+  // Beside the root, which becomes inert: what is in it is not read out and cannot be clicked.
+  const cleanups = [ownKeys(root), endWithKernel(model, root, () => el.prepend(gone))];
   return () => {
     model.off("change:notices", show);
     for (const cleanup of cleanups) cleanup();

@@ -36,9 +36,8 @@ export function endWithKernel(model, root, tell = () => {}) {
   return () => model.off("comm_live_update", end);
 }
 
-/** Tell the kernel that a view is open, and later that it has closed; returns the cleanup. */
-export function attend(model) {
-  const view = Math.random().toString(36).slice(2);
+/** Tell the kernel that a view, known by a random name, is open, and later that it has closed; returns the cleanup. */
+export function attend(model, view = Math.random().toString(36).slice(2)) {
   const say = (type) => model.send({ type, view });
   const leave = () => {
     try {

@@ -5,13 +5,23 @@
 import { h, moveByArrows, write } from "./elements.js";
 import { endWithKernel, ownKeys } from "./page.js";
 import { dtypesPanel } from "./tab_dtypes.js";
+import { findingsPanel } from "./tab_findings.js";
 import { gradientsPanel } from "./tab_gradients.js";
+import { memoryPanel } from "./tab_memory.js";
+import { runsPanel } from "./tab_runs.js";
+import { scalePanel } from "./tab_scale.js";
 import { skippedPanel } from "./tab_skipped.js";
+import { stepThroughPanel } from "./tab_step_through.js";
 
 const PANELS = {
   dtypes: dtypesPanel,
   gradients: gradientsPanel,
   skipped: skippedPanel,
+  findings: findingsPanel,
+  step_through: stepThroughPanel,
+  runs: runsPanel,
+  scale: scalePanel,
+  memory: memoryPanel,
 };
 
 function tabStrip(model) {

@@ -1,22 +1,63 @@
-// The tab of skipped steps.
+// The tab of skipped steps: the first one on top, then the newest first, each row with its reason.
 
 import { h, write } from "./elements.js";
 import { integer, power } from "./numbers.js";
 import { emptyRow, table } from "./tables.js";
 
-export function skippedPanel() {
-  const made = table("Skipped steps, newest first", [["Step", "amp-num"], ["Scale before → after"], ["First non-finite gradient"], ["Level"], ["Cause"]]);
+const SKIP_SIGNS = { scale: "▲", format: "◆", data: "✕", divergence: "↗", injected: "△", weights: "✕", float32: "∞", once: "?", open: "…" };
+
+/** Whether a row of skips holds a step. */
+export const holdsStep = (row, step) => step !== null && row.step <= step && step <= row.last;
+
+/** What a screen reader hears for a row. */
+export function skipWords(row) {
+  const steps = row.last === row.step ? `Step ${integer(row.step)}` : `Steps ${integer(row.step)} to ${integer(row.last)}`;
+  return `${row.is_first ? "First skip. " : ""}${steps}: show in the charts`;
+}
+
+export function skippedPanel({ send, select }) {
+  const made = table("Skipped steps: the first one, then the newest first",
+    [["Step"], ["Loss scale"], ["Reason"], [""]]);
+  made.box.classList.add("amp-skips");
   const summary = h("span", { class: "amp-summary", role: "status" });
-  const row = (each) => h("tr", {},
-    h("td", { class: "amp-num" }, integer(each.step)),
-    h("td", { class: "amp-signature" }, power(each.before), h("span", { class: "amp-arrow" }, " → "), power(each.after)),
-    h("td", {}, h("code", {}, each.tensor)),
-    h("td", {}, each.level),
-    h("td", { class: "amp-reason" }, each.cause));
-  const show = (payload) => {
-    const rows = payload.rows ?? [];
-    write(summary, payload.summary ?? "");
-    made.body.replaceChildren(...(rows.length ? rows.map(row) : [emptyRow(5, "No step has been skipped.")]));
+  let rows = [];
+  let selected = null;
+
+  const stepCell = (row) => h("td", { class: "amp-skip-step" },
+    row.is_first ? h("span", { class: "amp-skip-first" }, "first") : null,
+    h("button", { type: "button", class: "amp-link", "aria-label": skipWords(row), onclick: () => select(row.step) }, row.steps),
+    row.times ? h("small", {}, row.times) : null);
+  const badge = (row) => h("span", { class: "amp-skip-kind", "data-kind": row.kind },
+    h("span", { "aria-hidden": "true" }, `${SKIP_SIGNS[row.kind]} `), row.label);
+  const reason = (row) => h("td", { class: "amp-skip-why" }, badge(row), " ", row.why, row.line ? h("code", {}, ` ${row.line}`) : null);
+  const action = (row) => h("td", {}, row.explain === null ? null
+    : h("button", { type: "button", class: "amp-mini", onclick: () => send({ type: "explain", step: row.explain }) }, "Explain"));
+  const line = (row) => h("tr", { class: row.is_first ? "amp-skip-pinned" : "", "aria-current": holdsStep(row, selected) && "true", "data-step": row.step },
+    stepCell(row),
+    h("td", { class: "amp-skip-scale" }, power(row.before), h("span", { class: "amp-arrow" }, " → "), power(row.after)),
+    reason(row),
+    action(row));
+  const mark = () => {
+    for (const [index, node] of [...made.body.children].entries()) {
+      if (rows[index] && holdsStep(rows[index], selected)) node.setAttribute("aria-current", "true");
+      else node.removeAttribute("aria-current");
+    }
   };
-  return { box: h("div", { class: "amp-panel", "data-panel": "skipped" }, h("div", { class: "amp-bar" }, summary), made.box), show };
+  const show = (payload) => {
+    rows = payload.rows ?? [];
+    write(summary, payload.summary ?? "");
+    const focused = made.body.contains(document.activeElement) ? document.activeElement.closest("tr").dataset.step : null;
+    made.body.replaceChildren(...(rows.length ? rows.map(line) : [emptyRow(4, "No step has been skipped.")]));
+    if (focused !== null) made.body.querySelector(`[data-step="${focused}"] button`)?.focus();
+  };
+  return {
+    box: h("div", { class: "amp-panel", "data-panel": "skipped" }, h("div", { class: "amp-bar" }, summary), made.box),
+    show,
+    select: (step) => {
+      selected = step;
+      mark();
+      const row = made.body.querySelector('[aria-current]');
+      row?.scrollIntoView({ block: "nearest" });
+    },
+  };
 }

@@ -5,8 +5,10 @@ import { h } from "./elements.js";
 /** A scrolling table: `box` is its element, `body` takes the rows. Each head is its text and a class. */
 export function table(caption, heads) {
   const body = h("tbody");
-  const head = h("tr", {}, heads.map(([text, kind]) => h("th", { scope: "col", class: kind ?? "" }, text)));
-  return { body, box: h("div", { class: "amp-scroll", tabindex: "0", role: "region", "aria-label": caption },
+  const head = h("tr", {}, heads.map(([text, kind]) => 
+    // A head without text is that of buttons.
+    h("th", { scope: "col", class: kind ?? "" }, text || h("span", { class: "amp-sr" }, "Actions"))));
+  return { body, box: h("div", { class: "amp-scroll", tabindex: "0", role: "group", "aria-label": caption },
     h("table", {}, h("caption", { class: "amp-sr" }, caption), h("thead", {}, head), body)) };
 }
 

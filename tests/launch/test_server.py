@@ -1,4 +1,4 @@
-"""Opening JupyterLab: which notebook, which port, whose settings; and one real server."""
+"""Opening JupyterLab: which port, which browser, whose settings; and one real server."""
 
 import json
 import os
@@ -20,7 +20,9 @@ import torch
 from jupyter_client.blocking import BlockingKernelClient
 
 import amplab
-from amplab.launch import LaunchError, choose_notebook, find_notebooks, lab_environment, plan_launch
+from amplab.cli import main
+from amplab.launch import LaunchError, plan_launch
+from amplab.launch.server import lab_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = re.escape("http://127.0.0.1")
@@ -36,36 +38,14 @@ def lessons(tmp_path: Path) -> Path:
     return folder
 
 
-def test_finds_the_notebooks_of_the_checkout() -> None:
-    assert find_notebooks() == ROOT / "notebooks"
-
-
-def test_missing_notebooks_are_said(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"found no notebooks in .*notebooks: .* clone the repository"):
-        find_notebooks(tmp_path)
-
-
-@pytest.mark.parametrize(("prefix", "name"), [("00", "00_the_lab"), ("03", "03_loss_scale"), ("10_f", "10_formats")])
-def test_chooses_the_lesson_by_its_first_letters(lessons: Path, prefix: str, name: str) -> None:
-    assert choose_notebook(lessons, prefix).stem == name
-
-
-@pytest.mark.parametrize(
-    ("prefix", "problem"), [("07", "no lesson"), ("1", "2 lessons"), ("", "no lesson"), ("s", "no lesson")]
-)
-def test_unclear_lesson_says_which_there_are(lessons: Path, prefix: str, problem: str) -> None:
-    with pytest.raises(LaunchError, match=f"{prefix!r}: {problem}.* 00_the_lab, 03_loss_scale, 10_formats, 11_kernels"):
-        choose_notebook(lessons, prefix)
-
-
 def test_command_opens_one_document_on_this_machine(lessons: Path) -> None:
     plan = plan_launch(lessons / "03_loss_scale.ipynb", browser=False, extra=["--debug"])
     assert plan.command[:4] == (sys.executable, "-P", "-m", "jupyterlab")
     assert plan.command[-1] == "--debug"
     assert {
         "--ServerApp.ip=127.0.0.1",
-        f"--ServerApp.root_dir={lessons.parent}",
-        "--LabApp.default_url=/doc/tree/notebooks/03_loss_scale.ipynb",
+        f"--ServerApp.root_dir={lessons}",
+        "--LabApp.default_url=/doc/tree/03_loss_scale.ipynb",
         "--LabApp.extension_manager=readonly",
         "--no-browser",
     } <= set(plan.command)
@@ -94,8 +74,8 @@ def test_missing_jupyterlab_is_said(lessons: Path, tmp_path: Path) -> None:
     script = (
         "import sys; sys.path[:] = [path for path in sys.path if 'site-packages' not in path]\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "from amplab.launch import Path, choose_notebook, plan_launch\n"
-        f"plan_launch(choose_notebook(Path({str(lessons)!r})))"
+        "from pathlib import Path; from amplab.launch import choose_lesson, plan_launch\n"
+        f"plan_launch(choose_lesson(Path({str(lessons)!r})))"
     )
     result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "LaunchError: JupyterLab is not installed" in result.stderr
@@ -133,7 +113,7 @@ def running_lab(tmp_path: Path, cwd: Path, *command: str) -> Iterator[str]:
     }
     # Without the working folder on the path, as the installed command; with the checkout, if amplab is not installed.
     command = [sys.executable, "-P", *command]
-    environment = {**os.environ, **folders, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **folders, "PYTHONPATH": str(ROOT), "DISPLAY": ":0", "BROWSER": ""}
     server = subprocess.Popen(
         command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -157,13 +137,16 @@ def running_lab(tmp_path: Path, cwd: Path, *command: str) -> Iterator[str]:
 
 @pytest.mark.skipif(os.name != "posix", reason="the server is stopped by a signal")
 def test_real_server_keeps_its_token_and_asks_no_questions(tmp_path: Path) -> None:
-    page = rf"({SERVER}:\d+)/doc/tree/notebooks/00_the_lab\.ipynb\?token=(\w+)"
+    page = rf"({SERVER}:\d+)/doc/tree/00_the_lab\.ipynb\?token=(\w+)"
     with running_lab(tmp_path, ROOT, "-m", "amplab", "lab", "--no-browser") as address:
         server, token = re.fullmatch(page, address).groups()
         assert "jupyter-config-data" in fetch(address)
         with pytest.raises(urllib.error.HTTPError, match="403"):
             fetch(f"{server}/api/contents")
+        served = json.loads(fetch(f"{server}/api/contents?token={token}"))["content"]
         settings = fetch(f"{server}/lab/api/settings/@jupyterlab/apputils-extension:notification?token={token}")
+    lessons = {path.name for path in (ROOT / "notebooks").glob("*.ipynb")}
+    assert {entry["name"] for entry in served} == lessons == set(os.listdir(tmp_path / "HOME" / "amplab-lessons"))
     defaults = json.loads(settings)["schema"]["properties"]
     assert defaults["fetchNews"]["default"] == "false"
     assert defaults["checkForUpdates"]["default"] is False
@@ -178,11 +161,12 @@ def test_no_code_of_the_working_folder_runs_but_kernels_import_files_next_to_a_n
         (here / f"{name}.py").write_text(f"open({str(here / 'executed')!r}, 'a').write({name!r})")
     notebook.write_text('{"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}')
     notebook.with_name("beside.py").write_text("VALUE = 42")
-    start = f"from amplab.launch import *; from pathlib import Path; launch(plan_launch(Path({str(notebook)!r})))"
+    imports = "from pathlib import Path; from amplab.launch import launch, plan_launch"
+    start = f"{imports}; launch(plan_launch(Path({str(notebook)!r})))"
     with running_lab(tmp_path, here, "-c", start) as address:
         server, token = re.fullmatch(rf"({SERVER}:\d+)/.*\?token=(\w+)", address).groups()
         assert "jupyter-config-data" in fetch(address)
-        wanted = {"path": "lessons/a.ipynb", "name": "a", "type": "notebook", "kernel": {"name": "python3"}}
+        wanted = {"path": "a.ipynb", "name": "a", "type": "notebook", "kernel": {"name": "python3"}}
         session = json.loads(fetch(f"{server}/api/sessions?token={token}", json.dumps(wanted).encode()))
         (connection,) = (tmp_path / "JUPYTER_RUNTIME_DIR").glob(f"kernel-{session['kernel']['id']}*.json")
         code = "import amplab, beside, torch; print(beside.VALUE, amplab.__version__, torch.__version__)"
@@ -204,3 +188,27 @@ def run_in_kernel(connection: Path, code: str) -> str:
     finally:
         client.stop_channels()
     return "".join(printed)
+
+
+REFUSES = "#!/bin/sh\necho 'Running as root without --no-sandbox is not supported.' >&2\nexit 1\n"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="about the browsers of Linux")
+@pytest.mark.parametrize(("is_root", "opens"), [(True, False), (False, True)])
+def test_a_browser_that_refuses_root_is_not_said_to_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_root: bool, opens: bool
+) -> None:
+    for name in ("chromium", "google-chrome", "x-www-browser", "xdg-open"):
+        (tmp_path / name).write_text(REFUSES)
+        (tmp_path / name).chmod(0o755)
+    for name, value in {"PATH": str(tmp_path), "DISPLAY": ":0", "AMPLAB_LESSONS": str(tmp_path / "lessons")}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("BROWSER", raising=False)
+    monkeypatch.setattr("amplab.launch.server.runs_as_root", lambda: is_root)
+    monkeypatch.setattr("amplab.cli.launch", lambda plan: int(plan.opens_browser))
+    assert main(["lab"]) == opens
+    said = capsys.readouterr().out
+    assert ("in your browser" in said) == opens
+    assert "open the address that JupyterLab prints" in said
+    monkeypatch.setenv("BROWSER", "chromium")  # whoever names one knows
+    assert main(["lab"]) == 1

@@ -1,13 +1,11 @@
-"""Open JupyterLab on one notebook: on this machine only, behind its token, with nothing downloaded.
+"""The JupyterLab that shows one notebook: its command line, its environment, and the browser.
 
 The server is the JupyterLab of the running interpreter, so that the widgets' extensions and the kernel come from one
 environment. The user's Jupyter configuration stays in effect: the command line overrides only what the lab needs, and
-the defaults in ``jupyter/labconfig`` (no news pop-up) rank below the user's own settings.
+the defaults in ``jupyter`` (no news pop-up) rank below the user's own settings. It serves the notebook's folder alone.
 
 The server starts with ``-P``: it never imports from the folder in which ``amplab lab`` was called. Kernels start
 without it, so a notebook can import the modules next to it.
-
-Standard library only, so that JupyterLab does not wait for torch. The dashboard itself is in :mod:`amplab.views`.
 """
 
 import importlib.util
@@ -21,14 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-__all__ = ["LaunchError", "Launch", "find_notebooks", "choose_notebook", "plan_launch", "launch"]
+from amplab.launch.lessons import LaunchError
+from amplab.launch.trust import HIDDEN_SOURCES
+
+__all__ = ["Launch", "has_browser", "lab_environment", "launch", "plan_launch", "runs_as_root"]
 
 ADDRESS = "127.0.0.1"
 SETTINGS = Path(__file__).parent / "jupyter"
-
-
-class LaunchError(Exception):
-    """JupyterLab cannot be opened with these arguments; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -46,48 +43,21 @@ class Launch:
     opens_browser: bool
 
 
-def find_notebooks(start: Path | None = None) -> Path:
-    """Return the folder of the numbered notebooks: next to the package, else in the working directory.
-
-    Args:
-        start: folder that holds ``notebooks/``; None searches next to the package and in the working directory.
-
-    Raises:
-        LaunchError: no such folder.
-    """
-    places = [start] if start else [Path(__file__).resolve().parents[1], Path.cwd()]
-    for place in places:
-        if any((place / "notebooks").glob("[0-9][0-9]_*.ipynb")):
-            return place / "notebooks"
-    searched = " and ".join(dict.fromkeys(str(place / "notebooks") for place in places))
-    raise LaunchError(
-        f"found no notebooks in {searched}: they are part of the source checkout, not of the installed package; "
-        "clone the repository and run `amplab lab` in it."
-    )
-
-
-def choose_notebook(folder: Path, prefix: str = "00") -> Path:
-    """Return the one notebook in `folder` whose name starts with `prefix` ("03", "03_loss", a whole name).
-
-    Raises:
-        LaunchError: no name or several names start with it; the message lists the notebooks.
-    """
-    lessons = sorted(folder.glob("[0-9][0-9]_*.ipynb"))
-    chosen = [lesson for lesson in lessons if prefix and lesson.name.startswith(prefix)]
-    if len(chosen) == 1:
-        return chosen[0]
-    problem = "no lesson has a name" if not chosen else f"{len(chosen)} lessons have names"
-    known = ", ".join(lesson.stem for lesson in lessons)
-    raise LaunchError(f"--notebook {prefix!r}: {problem} that starts with it; the lessons are {known}.")
-
-
-def plan_launch(notebook: Path, *, port: int | None = None, browser: bool = True, extra: Sequence[str] = ()) -> Launch:
+def plan_launch(
+    notebook: Path,
+    *,
+    port: int | None = None,
+    browser: bool = True,
+    app: bool = False,
+    extra: Sequence[str] = (),
+) -> Launch:
     """Return the command that opens `notebook` as a single document.
 
     Args:
-        notebook: a file in ``<root>/notebooks``; JupyterLab serves ``<root>``.
+        notebook: a file; JupyterLab serves its folder.
         port: TCP port in [1, 65535]; None takes 8888 or the next free one.
         browser: whether to open a browser, if there is one.
+        app: whether to hide the sources of the cells.
         extra: further arguments of JupyterLab, put last so that they win.
 
     Raises:
@@ -101,21 +71,21 @@ def plan_launch(notebook: Path, *, port: int | None = None, browser: bool = True
     if port is not None:
         check_port(port)
     opens_browser = browser and has_browser()
-    root = notebook.parents[1]
     command = [
         *(sys.executable, "-P", "-m", "jupyterlab", "--log-level=WARN"),
         f"--ServerApp.ip={ADDRESS}",
-        f"--ServerApp.root_dir={root}",
-        f"--LabApp.default_url=/doc/tree/{quote(notebook.relative_to(root).as_posix())}",
+        f"--ServerApp.root_dir={notebook.parent}",
+        f"--LabApp.default_url=/doc/tree/{quote(notebook.name)}",
         "--LabApp.news_url=",
         "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
         "--LabApp.extension_manager=readonly",
+        f"--LabApp.extra_labextensions_path={SETTINGS / 'labextensions'}",
         *([] if port is None else [f"--ServerApp.port={port}", "--ServerApp.port_retries=0"]),
         *([] if opens_browser else ["--no-browser"]),
         *(["--allow-root"] if runs_as_root() else []),
         *extra,
     ]
-    return Launch(tuple(command), lab_environment(os.environ), opens_browser)
+    return Launch(tuple(command), lab_environment(os.environ, app=app), opens_browser)
 
 
 def launch(plan: Launch) -> int:
@@ -126,13 +96,14 @@ def launch(plan: Launch) -> int:
     return subprocess.call(plan.command, env=dict(plan.environment))
 
 
-def lab_environment(environment: Mapping[str, str]) -> dict[str, str]:
+def lab_environment(environment: Mapping[str, str], *, app: bool = False) -> dict[str, str]:
     """Return `environment` with the lab's default settings after the user's, and this interpreter's kernel first."""
     paths = [environment.get("JUPYTER_CONFIG_PATH", ""), str(SETTINGS)]
     return {
         "JUPYTER_PREFER_ENV_PATH": "1",
         **environment,
         "JUPYTER_CONFIG_PATH": os.pathsep.join(path for path in paths if path),
+        HIDDEN_SOURCES: "1" if app else "",
     }
 
 
@@ -155,9 +126,15 @@ def check_port(port: int) -> None:
 
 
 def has_browser() -> bool:
-    """Return whether a graphical browser can be opened (a text browser would occupy the terminal)."""
-    if sys.platform.startswith("linux") and not any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"))):
-        return False
+    """Return whether a graphical browser can be opened (a text browser would occupy the terminal).
+
+    As root on Linux, only the browser that $BROWSER names: Chromium and Chrome refuse to run as root, and end without a
+    window.
+    """
+    if sys.platform.startswith("linux"):
+        named = os.environ.get("BROWSER")
+        if not named and (runs_as_root() or not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))):
+            return False
     try:
         webbrowser.get()
     except webbrowser.Error:

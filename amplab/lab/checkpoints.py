@@ -1,0 +1,193 @@
+"""Checkpoints of a run beside its log: a kernel that restarts continues the run, bit for bit as if not interrupted.
+
+    20261122-140512-digits-mlp-O1.jsonl         the run log
+    20261122-140512-digits-mlp-O1.checkpoint    weights, optimizer state, loss scale, position; replaced each time
+
+A checkpoint is written every few seconds and when the run pauses, and takes at most a hundredth of the time. It says
+how long the log was then: a continued run has a new log, which begins with that part of the old one. A folder keeps the
+checkpoints of the last `KEPT` runs. A run that another process still trains is not offered: its log is locked.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from amplab.amp.run_state.file_format import RunStateError, read_run_state
+from amplab.lab.config import ExperimentConfig
+from amplab.lab.experiment import Experiment
+from amplab.lab.run_log import free_path
+
+try:
+    import fcntl
+except ImportError:  # Windows: a run in another kernel is offered, too, and continues there as well
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["KEPT", "Checkpoint", "Checkpoints", "last_checkpoint"]
+
+KEPT = 5
+"""Runs of a folder whose checkpoint is kept."""
+
+SUFFIX = ".checkpoint"
+LONGEST_AGO = 24 * 3600.0
+"""Seconds after which a checkpoint is not offered any more."""
+
+_EVERY_SECONDS = 5.0
+_SHARE = 0.01
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A run that can be continued.
+
+    Attributes:
+        path: The file.
+        config: The config at that step.
+        step: Number of steps.
+        saved: When it was written.
+    """
+
+    path: Path
+    config: ExperimentConfig
+    step: int
+    saved: datetime
+
+    @property
+    def name(self) -> str:
+        """What the run is called: "run of 14:05"."""
+        return f"run of {self.saved:%H:%M}"
+
+    @property
+    def log(self) -> Path:
+        """The log of the run."""
+        return self.path.with_suffix(".jsonl")
+
+    def restore(self) -> tuple[Experiment, Path]:
+        """Return the experiment, and a new log with everything up to this step.
+
+        Raises:
+            OSError: A file cannot be read or written.
+            RunStateError: The checkpoint is damaged.
+            ValueError: It belongs to another version of the config.
+        """
+        experiment, extra = Experiment.load(self.path)
+        new = free_path(self.log)
+        with self.log.open("rb") as old, new.open("xb") as log:
+            log.write(old.read(extra["log_bytes"]))
+        return experiment, new
+
+
+class Checkpoints:
+    """Writes the checkpoints of one run.
+
+    Args:
+        log: The run's log; the checkpoint is beside it.
+
+    Attributes:
+        log: The run's log.
+        path: The checkpoint.
+    """
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        self.path = log.with_suffix(SUFFIX)
+        self._due = time.monotonic() + _EVERY_SECONDS
+        self._step = -1  # of the last checkpoint
+        self._gave_up = False
+        self._lock = _locked(log)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time for the next one."""
+        return not self._gave_up and time.monotonic() >= self._due
+
+    def write(self, experiment: Experiment) -> None:
+        """Replace the checkpoint; the log must have been flushed. No effect if no step was made since the last one.
+
+        Raises:
+            OSError: It cannot be written; the last one is unchanged.
+            RunStateError: The experiment holds a value that cannot be saved.
+        """
+        if self._gave_up or experiment.steps_done == self._step:
+            return
+        began = time.monotonic()
+        experiment.save(self.path, {"log_bytes": self.log.stat().st_size, "saved": datetime.now().isoformat()})
+        if self._step < 0:
+            _prune(self.log.parent)
+        self._step = experiment.steps_done
+        ended = time.monotonic()
+        self._due = ended + max(_EVERY_SECONDS, (ended - began) / _SHARE)
+
+    def give_up(self) -> None:
+        """Write no more, as after a failure."""
+        self._gave_up = True
+
+    def close(self) -> None:
+        """Release the log: other processes may continue the run."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __del__(self) -> None:
+        """Release the log."""
+        self.close()
+
+
+def last_checkpoint(folder: Path) -> Checkpoint | None:
+    """Return the latest checkpoint in `folder` that can be continued, None if there is none of the last 24 hours."""
+    for path in _newest_first(folder):
+        with suppress(OSError, RunStateError, ValueError, KeyError, TypeError):
+            if time.time() - path.stat().st_mtime > LONGEST_AGO:
+                return None
+            log = path.with_suffix(".jsonl")
+            if not log.is_file() or _is_locked(log):
+                continue
+            state = read_run_state(path)
+            extra = state["extra"]
+            config = ExperimentConfig.parse(extra["config"])
+            return Checkpoint(path, config, state["position"], datetime.fromisoformat(extra["saved"]))
+    return None
+
+
+def _newest_first(folder: Path) -> Iterator[Path]:
+    dated = []
+    for path in folder.glob(f"*{SUFFIX}"):
+        with suppress(OSError):  # removed meanwhile
+            dated.append((path.stat().st_mtime, path))
+    yield from (path for _, path in sorted(dated, reverse=True))
+
+
+def _prune(folder: Path) -> None:
+    for path in list(_newest_first(folder))[KEPT:]:
+        with suppress(OSError):
+            path.unlink()
+
+
+def _locked(log: Path) -> int | None:
+    """Lock a log until the descriptor is closed, or its process ends in whatever way."""
+    if fcntl is None:
+        return None
+    descriptor = os.open(log, os.O_RDONLY)
+    with suppress(OSError):  # as on some network drives
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
+
+
+def _is_locked(log: Path) -> bool:
+    if fcntl is None:
+        return False
+    descriptor = os.open(log, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False

@@ -1,0 +1,325 @@
+"""A model, data and a loss of one's own as a task of the lab.
+
+`register_own` checks what `amplab.lab.open` was given and offers it to configs as the task "own", or "own-2" while
+"own" is in use. From then on it is a task like the others: a reset, a comparison or a twin makes fresh models and
+optimizers, by calling the factories, or by copying the objects as they were when the lab opened.
+
+    model=          an nn.Module, a list or dict of them, or a function that returns one
+    data=           an iterable of batches (see `batches`), or a function that returns one
+    loss= / step=   as every tool takes them (see `amplab.trace.handed_step`); several models need step(models, batch)
+    optimizer=      a function of the parameters, an optimizer of the model's parameters, or None for Adam
+
+Several losses: ``step={"D": [real, fake], "G": generate}`` and ``optimizer={"D": make, "G": make}`` are keyed by the
+models. Each loss has a loss scale, each model steps after its losses, in the order of `step`.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amplab.diagnose.trial import check_called_with, check_optimizer, check_step_of_copies, check_trained
+from amplab.lab.batches import Batches, check_data
+from amplab.lab.config import OWN
+from amplab.lab.models import MODELS, ModelChoice
+from amplab.lab.tasks import OWN_TASK, TASKS, MakeOptimizer, Score, Task, TaskChoice, TaskLoss
+from amplab.trace.handed_step import Loss, ModelGroup, as_model, handed_step
+from amplab.trace.random_states import random_states_kept
+
+__all__ = ["OwnCode", "OwnTask", "forget_own", "register_own"]
+
+_TOOL = "lab.open"
+_CALL = "amplab.lab.open(model=model, data=loader, loss=criterion, optimizer=lambda weights: Adam(weights, lr=1e-3))"
+_ADAM = {"adam": 0.001, "adamw": 0.001, "sgd": 0.01}  # learning rates for a model that nothing is known of
+_NOT_IN_NAMES = re.compile(r"[^a-z0-9_-]")
+
+
+@dataclass(frozen=True, eq=False)
+class OwnCode:
+    """What `amplab.lab.open` was given, checked.
+
+    Attributes:
+        make_model: Returns a fresh model; several as one `ModelGroup`.
+        given_model: The copied model whose parameters the given optimizers have; None without such optimizers.
+        data: An iterable of batches, or a function that returns one.
+        losses: (model's name, loss, step) of each loss; the name is "" if one optimizer trains everything.
+        optimizers: What makes the optimizer of each model of `losses`; None for Adam.
+        evaluate: The held-out score of a model.
+    """
+
+    make_model: Callable[[], nn.Module]
+    given_model: nn.Module | None
+    data: Any
+    losses: tuple[tuple[str, Loss | None, Loss | None], ...]
+    optimizers: dict[str, MakeOptimizer | Optimizer | None] = field(default_factory=dict)
+    evaluate: Callable[[Any], float] | None = None
+
+    @property
+    def trained(self) -> list[str]:
+        """The names of the models that have an optimizer, in the order of their steps."""
+        return list(dict.fromkeys(name for name, _, _ in self.losses))
+
+    @property
+    def has_optimizers(self) -> bool:
+        """Whether optimizers were given."""
+        return any(made is not None for made in self.optimizers.values())
+
+
+class OwnTask(Task):
+    """The task of a model of one's own."""
+
+    def __init__(self, name: str, code: OwnCode, score: Score | None, seed: int) -> None:
+        self.name, self.seed, self.score = name, seed, score
+        self._code = code
+        self._batches = Batches(code.data, seed)
+        places = {model: place for place, model in enumerate(code.trained)}
+        self.losses = tuple(
+            TaskLoss(_name_of_loss(model, number, code), _loss_of(loss, step), places[model])
+            for number, (model, loss, step) in enumerate(code.losses)
+        )
+        self._devices: tuple[torch.device, ...] = ()
+
+    def batch(self, step: int, batch_size: int) -> Any:  # noqa: ARG002  the data have batches already
+        """Return the batch of a step."""
+        return self._batches.batch(step)
+
+    def optimizers(self, model: nn.Module, make: MakeOptimizer | None) -> list[Optimizer]:
+        """Return an optimizer for each model that has one of its own."""
+        self._devices = tuple({each.device for each in model.parameters() if each.device.type != "cpu"})
+        return [self._optimizer(_trained(model, name), name, make) for name in self._code.trained]
+
+    def measure(self, model: nn.Module) -> float:
+        """Return what `evaluate` returns."""
+        if self._code.evaluate is None:
+            raise NotImplementedError("no evaluate= was given.")
+        return float(self._code.evaluate(model.given if isinstance(model, ModelGroup) else model))
+
+    def seed_forward(self, step: int, place: int = 0) -> None:
+        """Seed torch with the model's devices, Python and NumPy: a step of one's own may draw from any of them."""
+        seed = self.seed_of(step, place)
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        for device in self._devices:
+            with torch.get_device_module(device).device(device) if device.type == "cuda" else random_states_kept(()):
+                torch.get_device_module(device).manual_seed(seed)
+
+    @contextmanager
+    def random_states_kept(self) -> Iterator[None]:
+        """Run a block and restore the random states of torch, its devices, Python and NumPy."""
+        with random_states_kept(self._devices):
+            yield
+
+    def optimizer_of(self, weights: Sequence[Tensor], make: MakeOptimizer | None) -> Optimizer:
+        """Return the one optimizer, of the parameters of a copy."""
+        return self._optimizer(weights, "", make)
+
+    def _optimizer(self, weights: Sequence[Tensor], name: str, make: MakeOptimizer | None) -> Optimizer:
+        given = self._code.optimizers.get(name) if make is None else make
+        if isinstance(given, Optimizer) and self._code.given_model is not None:
+            return _moved(given, _trained(self._code.given_model, name), weights)
+        if given is None or isinstance(given, Optimizer):
+            raise ValueError("no optimizer= was given; choose one by name.")
+        optimizer = given(list(weights))
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer returned {type(optimizer).__name__}: expected a torch optimizer.")
+        return optimizer
+
+
+def register_own(
+    model: Any,
+    data: Any,
+    *,
+    loss: Loss | None = None,
+    step: Any = None,
+    optimizer: Any = None,
+    evaluate: Callable[[Any], float] | None = None,
+) -> str:
+    """Offer a model of one's own as a task and return the name of the task.
+
+    One step's forward runs, on a fresh model, so that what does not fit together is refused here.
+
+    Args:
+        model, data, loss, step, optimizer, evaluate: as `amplab.lab.open` takes them.
+
+    Raises:
+        TypeError, ValueError: One of them is not of its kind, or they do not fit together. What the model, the loss or
+            the step raise passes through.
+    """
+    check_data(data)
+    code = _checked(model, data, loss, step, optimizer, evaluate)
+    first = code.make_model()
+    for number in itertools.count(1):
+        name = OWN if number == 1 else f"{OWN}-{number}"
+        if name not in TASKS:
+            break
+    score = None if evaluate is None else Score(_words(evaluate))
+    rates, chosen = dict(_ADAM), "adam"
+    if code.has_optimizers:
+        made = OwnTask(name, code, score, 0).optimizers(first, None)
+        chosen = OWN
+        rates |= {OWN: float(made[0].param_groups[0].get("lr", 0.0))}
+    _try_one_step(OwnTask(name, code, score, 0), first)
+    label = type(first.get_submodule(code.trained[0]) if isinstance(first, ModelGroup) else first).__name__
+    label = " + ".join(type(each).__name__ for each in first.children()) if isinstance(first, ModelGroup) else label
+    TASKS[name] = TaskChoice(
+        "your own" if number == 1 else f"your own, {number}",
+        lambda seed: OwnTask(name, code, score, seed),
+        score=score,
+        optimizer=chosen,
+        learning_rates=rates,
+        has_own_optimizer=code.has_optimizers,
+        has_batch_size=False,
+    )
+    MODELS[_free_model_name(label)] = ModelChoice(label, lambda _hidden: code.make_model(), (name,))
+    return name
+
+
+def forget_own(in_use: set[str]) -> None:
+    """Stop offering the tasks of one's own that no run uses."""
+    for name in [each for each in TASKS if OWN_TASK.fullmatch(each) and each not in in_use]:
+        del TASKS[name]
+        for model in [key for key, choice in MODELS.items() if choice.tasks == (name,)]:
+            del MODELS[model]
+
+
+# -- checks --------------------------------------------------------------------------------------------
+
+
+def _checked(model: Any, data: Any, loss: Any, step: Any, optimizer: Any, evaluate: Any) -> OwnCode:
+    several = isinstance(step, Mapping)
+    steps = (
+        {name: [*each] if isinstance(each, list | tuple) else [each] for name, each in step.items()}
+        if several
+        else {"": [step]}
+    )
+    makers = dict(optimizer) if isinstance(optimizer, Mapping) else dict.fromkeys(steps, optimizer)
+    for each in itertools.chain(*steps.values()):
+        check_step_of_copies(_TOOL, each, "model=model, data=loader")
+    instances = [each for each in makers.values() if isinstance(each, Optimizer)]
+    for each in makers.values():
+        if not isinstance(each, Optimizer):
+            check_optimizer(each)
+    if evaluate is not None:
+        check_called_with("evaluate", evaluate, 1, "lambda model: accuracy(model, images, labels)")
+    make, kept, makers = _model_maker(model, makers, has_instances=bool(instances))
+    code = OwnCode(
+        make,
+        kept,
+        data,
+        tuple((name, loss, each) for name, functions in steps.items() for each in functions),
+        makers,
+        evaluate,
+    )
+    _check_names(code, make())
+    return code
+
+
+def _model_maker(
+    model: Any, makers: dict[str, Any], *, has_instances: bool
+) -> tuple[Callable[[], nn.Module], nn.Module | None, dict[str, Any]]:
+    """Return what makes a fresh model, and copies of the model and of the optimizers that were given as objects."""
+    if isinstance(model, type) or (callable(model) and not isinstance(model, nn.Module)):
+        check_called_with("model", model, 0, "lambda: Net(width=64)")
+        if has_instances:
+            raise TypeError(
+                "optimizer is an object and model a function: its parameters are not those of the models that the "
+                "function makes; pass a function as well, optimizer=lambda weights: Adam(weights, lr=1e-3)."
+            )
+        return lambda: check_trained(as_model(model())), None, makers
+    group = as_model(model, values=True)
+    check_trained(group)
+    _check_parameters(group, makers)
+    try:
+        kept, copied = copy.deepcopy((group, makers))
+    except Exception as refusal:
+        raise ValueError(
+            f"model={type(group).__name__} cannot be copied ({refusal}), and Reset and Compare need fresh ones; pass a "
+            "function that makes the model, model=lambda: Net(), and one for the optimizer."
+        ) from refusal
+    kept.zero_grad(set_to_none=True)
+    if not kept.training:
+        kept.train()
+    return lambda: copy.deepcopy(kept), kept if has_instances else None, copied
+
+
+def _check_parameters(model: nn.Module, makers: dict[str, Any]) -> None:
+    known = {id(each) for each in model.parameters()}
+    for given in makers.values():
+        stepped = (
+            [] if not isinstance(given, Optimizer) else [w for group in given.param_groups for w in group["params"]]
+        )
+        if any(id(each) not in known for each in stepped):
+            raise ValueError(
+                f"optimizer={type(given).__name__}: steps parameters that are not the model's; expected an optimizer "
+                "of model.parameters()."
+            )
+
+
+def _check_names(code: OwnCode, model: nn.Module) -> None:
+    models = dict(model.named_children()) if isinstance(model, ModelGroup) else {}
+    unknown = [name for name in (*code.trained, *code.optimizers) if name and name not in models]
+    if unknown or set(code.optimizers) - set(code.trained):
+        names = ", ".join(map(repr, models)) or "none: pass several models as a dict"
+        name = unknown[0] if unknown else next(iter(set(code.optimizers) - set(code.trained)))
+        raise ValueError(f"{name!r} in step= or optimizer=: expected the names of the models in both ({names}).")
+    if isinstance(model, ModelGroup) and all(step is None for _, _, step in code.losses):
+        raise TypeError(
+            "several models without step=: expected a function that runs them and returns the loss, "
+            "step=lambda models, batch: …, or a dict of them by model."
+        )
+
+
+def _try_one_step(task: OwnTask, model: nn.Module) -> None:
+    """Run the forward of every loss once."""
+    batch = task.batch(0, 0)
+    with random_states_kept(()):
+        for loss in task.losses:
+            loss.of(model, batch)
+
+
+# -- parts ---------------------------------------------------------------------------------------------
+
+
+def _loss_of(loss: Loss | None, step: Loss | None) -> Callable[[nn.Module, Any], Tensor]:
+    return lambda model, batch: handed_step(_TOOL, model, batch, loss=loss, step=step)()
+
+
+def _name_of_loss(model: str, number: int, code: OwnCode) -> str:
+    same = [place for place, (name, _, _) in enumerate(code.losses) if name == model]
+    return (f"{model} {same.index(number) + 1}" if len(same) > 1 else model) or "loss"
+
+
+def _trained(model: nn.Module, name: str) -> list[nn.Parameter]:
+    """Return the parameters to train of a model, or of one of several by its name."""
+    return [each for each in (model.get_submodule(name) if name else model).parameters() if each.requires_grad]
+
+
+def _moved(optimizer: Optimizer, old: Sequence[Tensor], new: Sequence[Tensor]) -> Optimizer:
+    """Return a copy of an optimizer, of the parameters `new` of another copy of its model."""
+    memo: dict[int, Any] = {id(one): other for one, other in zip(old, new, strict=True)}
+    moved: Optimizer = copy.deepcopy(optimizer, memo)
+    return moved
+
+
+def _words(function: Callable[..., Any]) -> str:
+    name = getattr(function, "__name__", "")
+    return name.replace("_", " ").strip() if name.isidentifier() else "score"
+
+
+def _free_model_name(label: str) -> str:
+    plain = _NOT_IN_NAMES.sub("", label.replace(" + ", "-").lower()) or "model"
+    plain = plain if plain[0].isalpha() else f"model{plain}"
+    names = itertools.chain([plain], (f"{plain}-{number}" for number in itertools.count(2)))
+    return next(name for name in names if name not in MODELS)

@@ -1,0 +1,31 @@
+"""Opens JupyterLab on one lesson: on this machine only, behind its token, with nothing downloaded.
+
+    lessons     the working copies of the notebooks, which the person may change
+    server      the command line and the environment of JupyterLab
+    trust       the part of its server that signs unchanged lessons
+    jupyter     its default settings; a prebuilt extension that opens the lab when its lesson opens
+
+Standard library only, so that JupyterLab does not wait for torch. The dashboard itself is in :mod:`amplab.views`.
+"""
+
+from amplab.launch.lessons import (
+    LaunchError,
+    WorkingCopies,
+    choose_lesson,
+    copy_lessons,
+    find_lessons,
+    lessons_directory,
+)
+from amplab.launch.server import Launch, launch, plan_launch
+
+__all__ = [
+    "LaunchError",
+    "WorkingCopies",
+    "find_lessons",
+    "choose_lesson",
+    "lessons_directory",
+    "copy_lessons",
+    "Launch",
+    "plan_launch",
+    "launch",
+]

@@ -1,0 +1,120 @@
+// A prebuilt extension of JupyterLab, loaded by `amplab lab` alone. It runs the lab's cell when its lesson opens, brings
+// the dashboard into view when all cells have run, and hides the sources where the server says so (`amplab lab --app`).
+//
+// It runs one cell with one known source, in a lesson that the server names, whose outputs are all trusted (signed),
+// and only while the kernel has no lab on this page. It never changes a source and never saves.
+
+(() => {
+  const CELL = "the-lab";
+  const SOURCE = "import amplab.lab\n\nlab = amplab.lab.open()\nlab";
+  const WIDGET = "application/vnd.jupyter.widget-view+json";
+  const HAS_LAB = "'amplab.lab' in __import__('sys').modules and __import__('amplab.lab').lab.active() is not None";
+  const REDRAWN_MS = 4000; // within which the widgets of a reloaded page are there again
+
+  /** What the server says about the page: the names of the lessons, and whether the sources are hidden. */
+  function pageOptions() {
+    const data = JSON.parse(document.getElementById("jupyter-config-data")?.textContent ?? "{}");
+    return { lessons: JSON.parse(data.amplabLessons ?? "[]"), hides: data.amplabSources === "hidden" };
+  }
+
+  /** The lab's cell, if the notebook has it unchanged and every output in it may be shown. */
+  function labCell(notebook) {
+    const code = notebook.widgets.filter((cell) => cell.model.type === "code");
+    const cell = code.find((each) => each.model.id === CELL);
+    const known = cell?.model.sharedModel.getSource().trim() === SOURCE;
+    return known && code.every((each) => each.model.trusted) ? cell : null;
+  }
+
+  async function kernelHasLab(kernel) {
+    const content = { code: "", silent: true, store_history: false, user_expressions: { lab: HAS_LAB } };
+    const reply = await kernel.requestExecute(content).done;
+    return reply.content.user_expressions?.lab?.data?.["text/plain"] === "True";
+  }
+
+  const dashboardIn = (cell) => cell.node.querySelector(".amp-dashboard");
+
+  async function appears(find, patience) {
+    const end = Date.now() + patience;
+    while (Date.now() < end) {
+      if (find()) return true;
+      await new Promise((done) => { setTimeout(done, 100); });
+    }
+    return false;
+  }
+
+  const holdsWidget = (cell) => {
+    const { outputs } = cell.model;
+    return Array.from({ length: outputs.length }, (_, index) => outputs.get(index)).some((each) => WIDGET in each.data);
+  };
+
+  async function openLab(panel, execute) {
+    await Promise.all([panel.context.ready, panel.sessionContext.ready, panel.revealed]);
+    const kernel = panel.sessionContext.session?.kernel;
+    const cell = kernel && labCell(panel.content);
+    if (!cell) return;
+    const isOpen = (await kernelHasLab(kernel)) && holdsWidget(cell);
+    if (isOpen && (await appears(() => dashboardIn(cell), REDRAWN_MS))) return;
+    if (!panel.isDisposed && cell.model.executionState !== "running") await execute(cell);
+  }
+
+  /** After the cells of a batch have run, JupyterLab shows the last of them: if the lab's was among them, show the lab. */
+  function showAfterBatches({ executed, selectionExecuted }, isLesson) {
+    const opened = new WeakMap(); // by notebook: the lab's cell, since the last batch
+    executed.connect((_, { notebook, cell, success }) => {
+      if (success && cell.model.id === CELL && isLesson(notebook)) opened.set(notebook, cell);
+    });
+    selectionExecuted.connect(async (_, { notebook, lastCell }) => {
+      const cell = opened.get(notebook);
+      opened.delete(notebook);
+      if (!cell || cell === lastCell || !(await appears(() => dashboardIn(cell), REDRAWN_MS))) return;
+      notebook.activeCellIndex = notebook.widgets.indexOf(cell);
+      dashboardIn(cell).scrollIntoView({ block: "start" });
+    });
+  }
+
+  const plugin = ({ CodeCell }, { NotebookActions }) => ({
+    id: "amplab:lesson",
+    description: "Opens the lab of a lesson by itself.",
+    autoStart: true,
+    activate(app) {
+      const { lessons, hides } = pageOptions();
+      const opened = new WeakSet();
+      app.docRegistry.addWidgetExtension("Notebook", {
+        createNew(panel, context) {
+          if (!lessons.includes(context.path)) return;
+          opened.add(panel.content);
+          if (hides) panel.addClass("amplab-sources-hidden");
+          openLab(panel, (cell) => CodeCell.execute(cell, panel.sessionContext)).catch((error) => {
+            console.info(`amplab: the lab did not open by itself: ${error}`); // as when the page is left meanwhile
+          });
+        },
+      });
+      showAfterBatches(NotebookActions, (notebook) => opened.has(notebook));
+      if (hides) hideSources();
+    },
+  });
+
+  function hideSources() {
+    const style = document.createElement("style");
+    style.textContent = ".amplab-sources-hidden .jp-CodeCell .jp-Cell-inputWrapper { display: none; }";
+    document.head.append(style);
+  }
+
+  /** A module that JupyterLab shares with its extensions, in the version that it runs. */
+  async function shared(scope, name) {
+    const versions = Object.values(scope[name]);
+    const chosen = versions.find((each) => each.loaded) ?? versions[0];
+    return (await chosen.get())();
+  }
+
+  let scope;
+  globalThis._JUPYTERLAB ??= {};
+  globalThis._JUPYTERLAB.amplab = {
+    init(sharing) { scope = sharing; },
+    async get() {
+      const modules = ["@jupyterlab/cells", "@jupyterlab/notebook"].map((name) => shared(scope, name));
+      const [cells, notebook] = await Promise.all(modules);
+      return () => plugin(cells, notebook);
+    },
+  };
+})();

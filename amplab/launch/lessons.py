@@ -1,0 +1,161 @@
+"""The lessons: where the shipped ones are, and the working copies that a person opens and changes.
+
+JupyterLab saves a notebook by itself, so a lesson that was opened in place would change the checkout or the
+installation. A working copy is written once and never overwritten: to renew it, the old copy gets another name.
+
+A copy that still equals its shipped lesson is signed when the server starts (:mod:`amplab.launch.trust`).
+"""
+
+import filecmp
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+__all__ = [
+    "LaunchError",
+    "WorkingCopies",
+    "choose_lesson",
+    "copy_lessons",
+    "find_lessons",
+    "lesson_names",
+    "lessons_directory",
+    "unchanged_lessons",
+]
+
+LESSON = "[0-9][0-9]_*.ipynb"
+SHIPPED = "share/amplab/lessons"
+"""Where a wheel puts the lessons, below the environment's folder; pyproject.toml says the same."""
+
+
+class LaunchError(Exception):
+    """JupyterLab cannot be opened with these arguments; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class WorkingCopies:
+    """The lessons that a person works in.
+
+    Attributes:
+        folder: Where they are.
+        written: Names of the copies that were written now.
+        moved: Old name and new name of the copies that were renewed.
+    """
+
+    folder: Path
+    written: tuple[str, ...]
+    moved: tuple[tuple[str, str], ...]
+
+
+def find_lessons(checkout: Path | None = None) -> Path:
+    """Return the folder of the shipped lessons: `notebooks` of the checkout, else what the wheel has installed.
+
+    Args:
+        checkout: folder that holds ``notebooks``; None for the one with this package.
+
+    Raises:
+        LaunchError: there are none.
+    """
+    beside = checkout or Path(__file__).resolve().parents[2]
+    places = [beside / "notebooks", beside / SHIPPED, *_installed()]  # the second: `pip install --target`
+    for place in places:
+        if any(place.glob(LESSON)):
+            return place
+    raise LaunchError(
+        f"found no lessons in {' or '.join(map(str, places))}: the installation is incomplete. Install amplab again: "
+        "`python -m pip install --force-reinstall --no-deps amplab`."
+    )
+
+
+def _installed() -> list[Path]:
+    """Return the folder that an installed wheel has put the lessons in, as its own record says."""
+    try:
+        files = distribution("amplab").files or []
+    except PackageNotFoundError:
+        return []
+    lessons = [file for file in files if file.match(f"{SHIPPED}/{LESSON}")]
+    return [Path(str(lessons[0].locate())).resolve().parent] if lessons else []
+
+
+def choose_lesson(folder: Path, prefix: str = "00") -> Path:
+    """Return the one lesson in `folder` whose name starts with `prefix` ("03", "03_loss", a whole name).
+
+    Raises:
+        LaunchError: no name or several names start with it; the message lists the lessons.
+    """
+    lessons = sorted(folder.glob(LESSON))
+    chosen = [lesson for lesson in lessons if prefix and lesson.name.startswith(prefix)]
+    if len(chosen) == 1:
+        return chosen[0]
+    problem = "no lesson has a name" if not chosen else f"{len(chosen)} lessons have names"
+    known = ", ".join(lesson.stem for lesson in lessons)
+    raise LaunchError(f"--notebook {prefix!r}: {problem} that starts with it; the lessons are {known}.")
+
+
+def lessons_directory() -> Path:
+    """Return the folder of the working copies: $AMPLAB_LESSONS, else ~/amplab-lessons."""
+    named = os.environ.get("AMPLAB_LESSONS")
+    return Path(named).expanduser().absolute() if named else Path.home() / "amplab-lessons"
+
+
+def copy_lessons(shipped: Path, folder: Path, *, renew: bool = False) -> WorkingCopies:
+    """Write a copy of every lesson that `folder` does not have; no existing file is overwritten.
+
+    Args:
+        shipped: folder of the shipped lessons.
+        folder: folder of the copies; created.
+        renew: give each copy that differs from the shipped lesson another name, and write a new copy.
+
+    Raises:
+        LaunchError: a copy cannot be written, or `folder` is the folder of the shipped lessons.
+    """
+    if folder.exists() and folder.samefile(shipped):
+        raise LaunchError(f"{folder}: these are the shipped lessons; expected another folder for the working copies.")
+    written, moved = [], []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for lesson in sorted(shipped.glob(LESSON)):
+            copy = folder / lesson.name
+            if renew and copy.exists() and not _equal(lesson, copy):
+                moved.append((copy.name, copy.rename(_free_name(copy)).name))
+            if not copy.exists():
+                _write_new(lesson, copy)
+                written.append(copy.name)
+    except OSError as error:
+        raise LaunchError(
+            f"cannot write the working copies of the lessons to {folder} ({error.strerror or error}): set the "
+            "environment variable AMPLAB_LESSONS to a writable folder."
+        ) from error
+    return WorkingCopies(folder, tuple(written), tuple(moved))
+
+
+def lesson_names(shipped: Path) -> list[str]:
+    """Return the file names of the lessons."""
+    return sorted(lesson.name for lesson in shipped.glob(LESSON))
+
+
+def unchanged_lessons(shipped: Path, folder: Path) -> list[Path]:
+    """Return the working copies that equal their shipped lesson."""
+    return [folder / name for name in lesson_names(shipped) if _equal(shipped / name, folder / name)]
+
+
+def _equal(lesson: Path, copy: Path) -> bool:
+    return copy.is_file() and filecmp.cmp(lesson, copy, shallow=False)
+
+
+def _write_new(lesson: Path, copy: Path) -> None:
+    """Copy the content and never another file's permissions: an installation may be read-only."""
+    with lesson.open("rb") as source, copy.open("xb") as target:
+        shutil.copyfileobj(source, target)
+
+
+def _free_name(copy: Path) -> Path:
+    """Return a free name for an old copy, with the time of its last change."""
+    changed = time.strftime("%Y-%m-%d-%H%M", time.localtime(copy.stat().st_mtime))
+    candidate, number = copy.with_stem(f"{copy.stem}-of-{changed}"), 1
+    while candidate.exists():
+        number += 1
+        candidate = copy.with_stem(f"{copy.stem}-of-{changed}-{number}")
+    return candidate

@@ -1,0 +1,268 @@
+"""What the tab of runs and the overlays of the charts show, as plain values: one row and one line for each run.
+
+The present run comes first. A run that a reset replaced has a gray line, a run of a comparison a color; each shown line
+has a dash pattern and a label of its own, so that color is never the only difference. No widget here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from amplab.amp import MemoryUse
+from amplab.diagnose import TwinReport
+from amplab.display.numbers import count, percent, short_text, size
+from amplab.lab import ExperimentConfig, History, KeptRun, Progress, Trainer
+from amplab.lab.changes import config_changes
+from amplab.lab.kept_runs import MOST_RUNS, last_losses
+from amplab.lab.tasks import score_named
+from amplab.views.live_payload import frame_rows
+
+__all__ = ["Style", "outcome", "overlays", "runs_payload", "styles", "twin_payload"]
+
+OVERLAY_ROWS = 240
+"""Rows of one overlay: a line behind the present one."""
+
+NOT_LEARNED = 0.95
+"""A run whose last losses are above this share of its first ones has learned nothing."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a line is drawn: a color of the palette, and the lengths of dashes and gaps in px."""
+
+    color: str
+    dash: tuple[int, ...]
+
+
+_PRESENT = Style("accent", ())
+_GRAY = "curve-7"
+_COLORS = ("curve-3", "curve-2", "curve-4", "curve-6", "curve-5", "ink")
+_DASHES = ((7, 3), (2, 2), (9, 3, 2, 3), (4, 3), (12, 3), (5, 2, 1, 2))
+
+
+def styles(runs: Sequence[KeptRun]) -> dict[int, Style]:
+    """Return the style of each shown run by its number."""
+    shown = [run for run in runs if run.is_shown]
+    compared = [run.number for run in shown if run.is_compared]
+    return {
+        run.number: Style(
+            _COLORS[compared.index(run.number) % len(_COLORS)] if run.is_compared else _GRAY,
+            _DASHES[place % len(_DASHES)],
+        )
+        for place, run in enumerate(shown)
+    }
+
+
+def overlays(runs: Sequence[KeptRun], task: str) -> list[tuple[dict[str, object], np.ndarray]]:
+    """Return name, color and dash of each shown run of a task, with its rows as `frame_rows`.
+
+    The loss of another task has other units: on one axis it would make the present line flat.
+    """
+    drawn = styles(runs)
+    return [
+        ({"name": run.name, **_drawn(drawn[run.number])}, frame_rows(run.history, limit=OVERLAY_ROWS))
+        for run in runs
+        if run.is_shown and run.config.task == task and len(run.history)
+    ]
+
+
+def runs_payload(trainer: Trainer, *, refusal: str | None = None, activations: int | None = None) -> dict[str, object]:
+    """Return the table, and how far a comparison is.
+
+    Args:
+        trainer: The present run and the kept ones.
+        refusal: Why the last message of the page was refused.
+        activations: Bytes that a forward of the present run keeps, None if unknown.
+    """
+    runs, progress = trainer.kept.runs, trainer.comparison
+    drawn = styles(runs)
+    present = _row(
+        trainer.present_name,
+        trainer.config,
+        trainer.history,
+        trainer.memory(),
+        trainer.config,
+        rate=trainer.history.rate(),
+    )
+    kept = [_kept_row(run, drawn.get(run.number), trainer.config) for run in runs]
+    if activations is not None:
+        present["activations"] = size(activations)
+    return {
+        "count": str(len(runs)) if runs else "",
+        "rows": [{**present, **_drawn(_PRESENT), "number": None, "is_shown": True}, *kept],
+        "summary": refusal or summary(runs),
+        "is_refusal": refusal is not None,
+        "progress": None if progress is None else _progress(progress),
+    }
+
+
+def summary(runs: Sequence[KeptRun]) -> str:
+    """Return which kept run has the best held-out score, and which failed.
+
+    >>> summary([])
+    'Reset keeps the present run here. Run all levels trains each opt_level from the same seed.'
+    """
+    done = [run for run in runs if not run.is_training]
+    if not done:
+        return "Reset keeps the present run here. Run all levels trains each opt_level from the same seed."
+    failed = [run for run in done if outcome(run)]
+    scored = [run for run in done if run.held_out is not None and run not in failed]
+    parts = []
+    tasks = {run.config.task for run in scored}
+    if len(scored) > 1 and len(tasks) == 1:
+        measure = score_named(tasks.pop())
+        best = max(scored, key=lambda run: (run.held_out or 0) * (1 if measure and measure.higher_is_better else -1))
+        parts.append(f"Best held-out score: {best.name}, {_score_text(best.held_out or 0, best.config)}.")
+    if failed:
+        parts.append("Failed: " + "; ".join(f"{run.name} ({outcome(run)})" for run in failed) + ".")
+    elif len(done) > 1:
+        parts.append("All of them learned.")
+    if len(runs) == MOST_RUNS:
+        parts.append(f"{MOST_RUNS} runs are kept: a new one replaces the oldest, whose log stays.")
+    return " ".join(parts) or f"{done[0].name} is kept."
+
+
+def outcome(run: KeptRun) -> str:
+    """Return why a run failed, in a few words; "" if it did not."""
+    if run.error:
+        return run.error.splitlines()[0]
+    history = run.history
+    steps = len(history)
+    if run.is_training or not steps:
+        return ""
+    last = last_losses(history)
+    if not all(math.isfinite(loss) for loss in last):
+        finite = np.isfinite(history.column("loss"))
+        first = int(np.argmin(finite))
+        return (
+            f"loss is not finite from step {first:,}" if not finite[first:].any() else "loss is not finite at the end"
+        )
+    if 2 * history.skip_count > steps:
+        return f"skipped {history.skip_count:,} of {count(steps, 'step')}"
+    first_losses = [history.record(step).loss for step in range(min(5, steps))]
+    if steps >= 50 and np.mean(last) > NOT_LEARNED * np.mean(first_losses):
+        return "did not learn"
+    return ""
+
+
+def twin_payload(report: TwinReport, level: str, step: int) -> dict[str, object]:
+    """Return where the twin parts from float32, in a sentence, and the errors of each layer.
+
+    Args:
+        report: The twin of the present level against O0.
+        level: The level's name.
+        step: The step whose weights both started from.
+    """
+    layers: dict[str, dict[str, float]] = {}
+    for row in report.rows():
+        if not row.cancels:
+            errors = layers.setdefault(_layer(row.module, row.what), {})
+            errors[row.what] = max(errors.get(row.what, 0.0), _comparable(row.error.relative))
+    parted = report.parted
+    if parted is None:
+        largest = f"{_WHATS[report.worst.what]} of {_layer(report.worst.module, report.worst.what)}"
+        sentence = (
+            f"{level} and float32 agree within {percent(report.tolerance)} over {len(report.steps)} steps from step "
+            f"{step:,}. The largest difference is {_error(report.worst.error.relative)}, in the {largest}."
+        )
+    else:
+        sentence = (
+            f"{level} and float32 part in {_layer(parted.module, parted.what)}: in twin step {parted.step} from step "
+            f"{step:,}, its {_WHATS[parted.what]} differs by {_error(parted.error.relative)} "
+            f"({percent(report.tolerance)} is the limit)."
+        )
+    return {
+        "sentence": sentence,
+        "rows": [
+            {
+                "layer": layer,
+                "errors": [_error(errors[what]) if what in errors else "" for what in _WHATS],
+                "is_parted": parted is not None and layer == _layer(parted.module, parted.what),
+            }
+            for layer, errors in layers.items()
+        ],
+    }
+
+
+_WHATS = {"output": "output", "output grad": "gradient of the output", "weight grad": "gradient of the weights"}
+
+
+def _layer(module: str, what: str) -> str:
+    name = module.rpartition(".")[0] if what == "weight grad" else module
+    return name or "the model"
+
+
+def _comparable(relative: float) -> float:
+    return relative if math.isfinite(relative) else math.inf
+
+
+def _error(relative: float) -> str:
+    if not math.isfinite(relative):
+        return "not finite"
+    return percent(relative) if relative < 10 else f"{relative:.0f}×"
+
+
+def _kept_row(run: KeptRun, style: Style | None, present: ExperimentConfig) -> dict[str, object]:
+    row = _row(run.name, run.config, run.history, run.memory, present, rate=run.rate, held_out=run.held_out)
+    return {
+        **row,
+        **_drawn(style or Style(_GRAY, ())),
+        "number": run.number,
+        "is_shown": run.is_shown,
+        "is_training": run.is_training,
+        "outcome": outcome(run),
+        "activations": "–" if run.activations is None else size(run.activations),
+        "can_continue": run.experiment is not None and not run.is_training and not run.error,
+    }
+
+
+def _row(
+    name: str,
+    config: ExperimentConfig,
+    history: History,
+    memory: MemoryUse,
+    present: ExperimentConfig,
+    *,
+    rate: float | None,
+    held_out: float | None = None,
+) -> dict[str, object]:
+    last = last_losses(history)
+    score = history.last_score if held_out is None else held_out
+    return {
+        "name": name,
+        "setting": str(config),
+        "differs": ", ".join(change.label for change in config_changes(present, config, 0)),
+        "steps": f"{len(history):,}",
+        "loss": short_text(float(np.mean(last))) if last else "–",
+        "held_out": "–" if score is None else _score_text(score, config),
+        "skipped": f"{history.skip_count:,}",
+        "rate": "–" if rate is None else f"{rate:,.0f}",
+        "parameters": size(memory.parameters),
+        "masters": size(memory.masters),
+        "gradients": size(memory.gradients),
+        "optimizer": size(memory.optimizer_state),
+        "activations": "–",
+        "outcome": "",
+        "is_training": False,
+        "can_continue": False,
+    }
+
+
+def _score_text(score: float, config: ExperimentConfig) -> str:
+    measure = score_named(config.task)
+    return short_text(score) if measure is None else measure.text(score)
+
+
+def _drawn(style: Style) -> dict[str, object]:
+    return {"color": style.color, "dash": list(style.dash)}
+
+
+def _progress(progress: Progress) -> dict[str, object]:
+    return {
+        "text": f"{progress.name}, run {progress.run} of {progress.runs}: step {progress.step:,} of {progress.steps:,}",
+        "share": (progress.run - 1 + progress.step / progress.steps) / progress.runs,
+    }

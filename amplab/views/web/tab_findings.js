@@ -1,0 +1,53 @@
+// The tab of findings: one card for each, the most harmful first.
+
+import { h, icon, write } from "./elements.js";
+import { integer } from "./numbers.js";
+
+const SEVERITY_SIGNS = { error: "✕", warning: "▲", note: "●" };
+
+/** The evidence of a card in one line. */
+export const evidenceLine = (card) => card.evidence.map(([name, value]) => `${name} ${value}`).join(" · ");
+
+export function findingsPanel({ send, select }) {
+  const summary = h("span", { class: "amp-summary", role: "status" });
+  const list = h("ul", { class: "amp-findings" });
+  const box = h("div", { class: "amp-scroll", tabindex: "0", role: "region", "aria-label": "Findings, the most harmful first" }, list);
+  const opened = new Set(); // the cards whose details are open, by key
+  let shown = "";
+
+  const copy = (card) => h("button", { type: "button", class: "amp-mini", onclick: async (event) => {
+    const button = event.currentTarget;
+    await navigator.clipboard.writeText(card.remedy);
+    button.classList.add("amp-done");
+    write(button.lastElementChild, "Copied");
+  } }, icon("copy"), h("span", {}, "Copy code"));
+  const details = (card) => h("details", { open: opened.has(card.key), ontoggle: (event) => {
+    if (event.currentTarget.open) opened.add(card.key);
+    else opened.delete(card.key);
+  } },
+  h("summary", {}, "Why, and the code for a loop of your own"),
+  h("p", {}, `${card.cause} (${card.certainty})`),
+  h("div", { class: "amp-finding-code" }, h("pre", { tabindex: "0", "aria-label": "Code" }, card.remedy), copy(card)));
+  const buttons = (card) => [
+    card.apply ? h("button", { type: "button", class: "amp-mini amp-finding-apply", "data-key": card.key, onclick: () => send({ type: "apply", key: card.key }) }, card.apply) : null,
+    card.step === null ? null : h("button", { type: "button", class: "amp-mini", onclick: () => select(card.step) }, `Show step ${integer(card.step)}`),
+  ];
+  const element = (card) => h("li", { class: "amp-finding", "data-severity": card.severity, "data-name": card.name },
+    h("div", { class: "amp-finding-head" },
+      h("span", { class: "amp-finding-severity" }, h("span", { "aria-hidden": "true" }, `${SEVERITY_SIGNS[card.severity]} `), card.severity),
+      h("strong", {}, card.title), h("span", { class: "amp-finding-buttons" }, buttons(card))),
+    h("p", {}, card.symptom),
+    h("p", { class: "amp-finding-evidence" }, card.where ? h("code", {}, card.where) : null, card.where && card.evidence.length ? " · " : null, evidenceLine(card)),
+    details(card));
+  const show = (payload) => {
+    write(summary, payload.summary ?? "");
+    const cards = payload.cards ?? [];
+    const now = JSON.stringify(cards);
+    if (now === shown) return; // an open card, a selection and the focus stay
+    shown = now;
+    const focused = list.contains(document.activeElement) ? document.activeElement.dataset.key : undefined;
+    list.replaceChildren(...(cards.length ? cards.map(element) : [h("li", { class: "amp-finding-none" }, "Nothing found.")]));
+    if (focused) [...list.querySelectorAll("[data-key]")].find((node) => node.dataset.key === focused)?.focus();
+  };
+  return { box: h("div", { class: "amp-panel", "data-panel": "findings" }, h("div", { class: "amp-bar" }, summary), box), show };
+}

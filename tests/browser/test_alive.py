@@ -1,0 +1,124 @@
+"""`amplab lab` as a person meets it: the lab opens by itself, survives a reload, and is in view after Run All."""
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+from dashboard_page import DashboardPage
+from lab_page import NOTEBOOKS, LabPage, sound_page
+from lab_server import LabServer, running_amplab_lab
+from playwright.sync_api import Browser, expect
+
+LESSON = "/doc/tree/00_the_lab.ipynb"
+IN_VIEW = """dashboard => {
+  const { top, bottom } = dashboard.getBoundingClientRect();
+  return Math.min(bottom, innerHeight) - Math.max(top, 0) > innerHeight / 2;
+}"""
+STEP_OF_THE_KERNEL = "print(len(amplab.lab.active().history))"
+
+
+COLORED = """async (picture) => {
+  await picture.decode();
+  const canvas = document.createElement("canvas");
+  [canvas.width, canvas.height] = [picture.naturalWidth, picture.naturalHeight];
+  const pen = canvas.getContext("2d");
+  pen.drawImage(picture, 0, 0);
+  const { data } = pen.getImageData(0, 0, canvas.width, canvas.height);
+  let colored = 0;
+  let dark = 0;
+  for (let at = 0; at < data.length; at += 4) {
+    const [red, green, blue] = data.subarray(at, at + 3);
+    const isColored = Math.max(red, green, blue) - Math.min(red, green, blue) > 24;
+    colored += isColored;
+    dark += !isColored && red < 120;
+  }
+  return [colored, dark].map((count) => (4 * count) / data.length);
+}"""
+PID = "import os; print(os.getpid())"
+
+
+@pytest.fixture(scope="module")
+def lessons(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabServer]:
+    """What `amplab lab` starts."""
+    with running_amplab_lab(tmp_path_factory.mktemp("amplab_lab")) as server:
+        yield server
+
+
+@pytest.fixture
+def lesson(lessons: LabServer, browser: Browser) -> Iterator[LabPage]:
+    """A page on which nothing has been pressed."""
+    with sound_page(lessons, browser) as page:
+        yield page
+
+
+def test_the_lab_opens_by_itself_and_the_run_survives_run_all_a_reload_and_the_kernels_death(lesson: LabPage) -> None:
+    lesson.page.goto(lesson.server.url(LESSON))
+    lesson.page.locator(".amp-dashboard").wait_for(timeout=90_000)  # a cold start, on a busy machine
+    dashboard = DashboardPage(lesson)
+    lesson.wait_until_idle()
+    lesson.run_all()
+    lesson.page.wait_for_function(IN_VIEW, arg=dashboard.root.element_handle())
+    dashboard = DashboardPage(lesson)
+    dashboard.press("Start")
+    dashboard.wait_for_step(60)
+    lesson.save()
+    lesson.reload()
+    again = DashboardPage(lesson)
+    again.wait_for_step(61)  # the same run, which went on
+    again.wait_for_state("running")
+    again.press("Pause")
+    again.wait_for_state("paused")
+    expect(again.root.locator(".amp-notice")).to_have_count(0)
+    lesson.wait_until_idle()
+    assert again.step == int(lesson.execute(STEP_OF_THE_KERNEL))
+    assert (NOTEBOOKS / "00_the_lab.ipynb").read_bytes() != (lesson.server.root / "00_the_lab.ipynb").read_bytes()
+    kill_the_kernel_and_continue(lesson, again)
+
+
+def kill_the_kernel_and_continue(lesson: LabPage, dashboard: DashboardPage) -> None:
+    """Kill the kernel as the system does where memory is short; open the lab again and continue the run."""
+    step, scale = dashboard.step, dashboard.figure("scale")
+    os.kill(int(lesson.execute(PID)), signal.SIGKILL)
+    lesson.page.locator(".jp-Dialog").get_by_role("button", name="Ok").click()  # JupyterLab says that it has died
+    said = dashboard.root.get_by_role("alert").filter(has_text="The kernel has restarted")
+    expect(said).to_contain_text("press Shift+Enter")
+    said.click()
+    lesson.page.keyboard.press("Shift+Enter")
+    expect(said).to_have_count(0)
+    dashboard = DashboardPage(lesson)
+    offer = dashboard.root.get_by_role("status").filter(has_text="Continue the run of")
+    expect(offer).to_contain_text(f"at step {step:,}?")
+    assert dashboard.step == 0
+    offer.get_by_role("button", name="Continue it").click()
+    dashboard.wait_for_step(step)
+    expect(offer).to_have_count(0)
+    assert (dashboard.step, dashboard.figure("scale")) == (step, scale)
+    dashboard.press("Step")
+    dashboard.wait_for_step(step + 1)
+
+
+def test_elsewhere_the_picture_says_what_to_press_and_a_reload_too(page: LabPage) -> None:
+    """In any other Jupyter: no extension, no signature."""
+    page.open(NOTEBOOKS / "00_the_lab.ipynb")
+    picture = page.page.locator(".jp-RenderedImage img")
+    colored, dark = picture.evaluate(COLORED)
+    assert 0.02 < colored < 0.1  # the instruction alone
+    assert dark < 0.02  # where the live page has text, charts and buttons
+    picture.click()
+    page.page.keyboard.press("Shift+Enter")
+    dashboard = DashboardPage(page)
+    dashboard.press("Start")
+    dashboard.wait_for_step(60)
+    page.save()
+    page.reload()
+    said = page.page.locator(".jp-OutputArea-output", has_text="The lab was open here.")
+    expect(said).to_contain_text("press Shift+Enter")
+    page.wait_until_idle()
+    said.click()
+    page.page.keyboard.press("Shift+Enter")
+    again = DashboardPage(page)
+    again.wait_for_step(61)
+    again.root.get_by_role("button", name="Continue with it").click()
+    expect(again.root.locator(".amp-notice")).to_have_count(0)
+    assert again.step >= 61

@@ -1,0 +1,85 @@
+"""The strip of scenarios as a person uses it: choose by mouse and by keyboard, read what is seen, press the fix."""
+
+import re
+
+from dashboard_page import DashboardPage
+from lab_page import LabPage
+from playwright.sync_api import Locator, expect
+
+RUNS = 60_000  # ms for one scenario on a busy machine
+
+
+def strip(dashboard: DashboardPage) -> Locator:
+    return dashboard.root.get_by_role("region", name="Scenarios")
+
+
+def part(dashboard: DashboardPage, name: str) -> Locator:
+    return strip(dashboard).get_by_role("group", name=name)
+
+
+def stage(dashboard: DashboardPage) -> Locator:
+    return strip(dashboard).locator(".amp-stage")
+
+
+def test_scenarios_are_chosen_seen_and_mended(lab: LabPage) -> None:
+    dashboard = DashboardPage(lab)
+    closed_it_is_one_line(dashboard)
+    find_where_o3_fails_and_mend_it(dashboard)
+    read_why_o1_refuses_a_loss(dashboard)
+    see_the_first_overflow_by_keyboard(dashboard)
+    close_it(dashboard)
+
+
+def closed_it_is_one_line(dashboard: DashboardPage) -> None:
+    assert strip(dashboard).bounding_box()["height"] <= 44
+    expect(part(dashboard, "All scenarios")).to_be_hidden()
+
+
+def find_where_o3_fails_and_mend_it(dashboard: DashboardPage) -> None:
+    dashboard.press("Scenarios")
+    expect(part(dashboard, "All scenarios").locator("button")).to_have_count(12)
+    part(dashboard, "All scenarios").get_by_role("button", name="Underflow without a loss scale").click()
+    expect(part(dashboard, "All scenarios")).to_be_hidden()
+    expect(part(dashboard, "What to expect")).to_contain_text("the gradients become zero")
+    expect(dashboard.button("O3")).to_have_attribute("aria-checked", "true")
+    height = strip(dashboard).bounding_box()["height"]
+    expect(part(dashboard, "What you saw")).to_contain_text("no better than the mean", timeout=RUNS)
+    expect(stage(dashboard)).to_have_text("Seen")
+    assert strip(dashboard).bounding_box()["height"] == height, "the texts that come move nothing"
+    fix = part(dashboard, "The fix").get_by_role("button", name=re.compile("^Apply the fix: .*O2$"))
+    fix.click()
+    expect(stage(dashboard)).to_have_text("Fixed", timeout=RUNS)
+    expect(part(dashboard, "The fix")).to_contain_text(re.compile(r"R² is 0\.[789]"))
+    expect(dashboard.button("O2")).to_have_attribute("aria-checked", "true")
+    expect(fix).to_be_disabled()
+
+
+def read_why_o1_refuses_a_loss(dashboard: DashboardPage) -> None:
+    dashboard.press("Scenarios")
+    part(dashboard, "All scenarios").get_by_role("button", name="A loss that O1 refuses").click()
+    expect(part(dashboard, "What you saw")).to_contain_text("BCEWithLogitsLoss", timeout=RUNS)
+    part(dashboard, "The fix").get_by_role("button").click()
+    expect(stage(dashboard)).to_have_text("Fixed", timeout=RUNS)
+    expect(part(dashboard, "The fix")).to_contain_text(re.compile(r"9\d\.\d ?%"))
+
+
+def see_the_first_overflow_by_keyboard(dashboard: DashboardPage) -> None:
+    keyboard = dashboard.lab.page.keyboard
+    dashboard.button("Scenarios").focus()
+    keyboard.press("Enter")
+    keyboard.press("Home")
+    keyboard.press("ArrowRight")
+    expect(dashboard.lab.page.locator(":focus")).to_have_text("The scale climbs until it overflows")
+    keyboard.press("Enter")
+    expect(dashboard.button("Scenarios")).to_be_focused()
+    expect(part(dashboard, "What you saw")).to_contain_text(re.compile(r"Step \d+ was skipped"), timeout=RUNS)
+    expect(part(dashboard, "The fix")).to_contain_text("nothing to fix")
+    dashboard.wait_for_state("paused")
+    assert int(dashboard.figure("skipped")) == 1
+
+
+def close_it(dashboard: DashboardPage) -> None:
+    steps = dashboard.step
+    strip(dashboard).get_by_role("button", name="Close").click()
+    closed_it_is_one_line(dashboard)
+    assert dashboard.step == steps, "the run stays"

@@ -1,0 +1,190 @@
+"""A run continues in another process after its own was killed, bit for bit as if not interrupted."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+import torch
+
+from amplab.lab import TASKS, Experiment, ExperimentConfig, Failed, Trainer, load_run
+from amplab.lab.checkpoints import KEPT, Checkpoint, last_checkpoint
+from amplab.lab.levels import LEVELS
+
+SMALL = ExperimentConfig(hidden=16)
+STORY = """
+import sys, torch
+from amplab.lab import ExperimentConfig, Trainer
+from amplab.lab import checkpoints
+
+checkpoints._EVERY_SECONDS = 0.2
+
+
+def begin(config, log):
+    trainer = Trainer(ExperimentConfig.parse(config), log=log)
+    trainer.run(30)
+    trainer.change(opt_level="O2", lr=0.02)
+    trainer.inject("overflow")
+    trainer.run(20)
+    trainer.inject("underflow")
+    return trainer
+"""
+KILLED = (
+    STORY
+    + """
+trainer = begin(*sys.argv[1:])
+trainer.set_speed(100)
+trainer.start()
+print("begun", flush=True)
+sys.stdin.read()
+"""
+)
+CONFIGS = (
+    "amplab/1 task=digits model=cnn opt_level=O1 hidden=16 optimizer=adam lr=0.01 growth_interval=10",
+    "amplab/1 task=digits model=mlp opt_level=O1 hidden=16 init_scale=2**20 growth_interval=5",
+)
+
+
+def begin(config: str, log: Path) -> Trainer:
+    """Train the story that the killed process trains, up to its last control."""
+    names: dict = {}
+    exec(STORY, names)  # one text for both processes
+    return names["begin"](config, log)
+
+
+def killed_run(config: str, runs: Path, least: int) -> Checkpoint:
+    """Train in a process, kill it after a checkpoint of at least `least` steps, and return that checkpoint."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, config, str(runs)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        process.stdout.readline()
+        written = next(runs.glob("*.checkpoint")).stat().st_mtime_ns
+        deadline = time.monotonic() + 60
+        while (path := next(runs.glob("*.checkpoint"))).stat().st_mtime_ns == written or steps_in(path) < least:
+            assert time.monotonic() < deadline
+            assert last_checkpoint(runs) is None  # another process trains it
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    found = last_checkpoint(runs)
+    assert found is not None
+    return found
+
+
+def steps_in(path: Path) -> int:
+    return torch.load(path)["position"]
+
+
+def without_clock(trainer: Trainer) -> list:
+    return [[getattr(record, name) for name in FIELDS] for record in trainer.history.records()]
+
+
+FIELDS = ("step", "loss", "loss_scale", "next_loss_scale", "skipped", "opt_level", "injected", "grad_exponent")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="kills a process")
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_killed_run_continues_as_if_not_interrupted(config: str, tmp_path: Path) -> None:
+    saved = killed_run(config, tmp_path / "runs", 60)
+    old_log = saved.log.read_bytes()
+    continued = Trainer(log=tmp_path / "runs")
+    continued.continue_saved(saved)
+    assert continued.wait(60)
+    assert (continued.state, len(continued.history)) == ("paused", saved.step)
+    continued.run(40)
+    whole = begin(config, tmp_path / "other")
+    whole.run(saved.step + 40 - len(whole.history))
+    assert repr(without_clock(continued)) == repr(without_clock(whole))  # NaN equals itself in text
+    ours, theirs = (each._experiment.model.state_dict() for each in (continued, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert continued.shrinking
+    assert continued.config == whole.config
+    continued.stop()
+    assert continued.wait(10)
+    assert saved.log.read_bytes() == old_log
+    read = load_run(continued.log_path)
+    assert (len(read.history), read.last_config) == (saved.step + 40, whole.config)
+    assert [event["event"] for event in read.events if event["event"] in ("config", "inject")] == [
+        "config",
+        "inject",
+        "inject",
+    ]
+    assert read.history.skip_count == whole.history.skip_count > 0
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_continues_at_every_level(task: str, level: str, tmp_path: Path) -> None:
+    config = ExperimentConfig().changed(task=task, opt_level=level)
+    whole, first = Experiment(config), Experiment(config)
+    for _ in range(3):
+        first.step()
+    state = torch.get_rng_state()
+    first.save(tmp_path / "run.checkpoint", {"more": 1})
+    second, extra = Experiment.load(tmp_path / "run.checkpoint")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (extra["more"], second.steps_done) == (1, 3)
+    expected = [whole.step() for _ in range(6)][3:]
+    got = [second.step() for _ in range(3)]
+    assert repr([replace(each, seconds=0) for each in got]) == repr([replace(each, seconds=0) for each in expected])
+    theirs = whole.model.state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in second.model.state_dict().items())
+
+
+def test_a_pause_saves_the_last_step_and_a_reset_of_the_process_offers_it(tmp_path: Path) -> None:
+    trainer = Trainer(SMALL, log=tmp_path)
+    trainer.run(7)
+    assert last_checkpoint(tmp_path) is None  # this process has it
+    trainer.stop()
+    assert trainer.wait(10)
+    del trainer._checkpoints
+    found = last_checkpoint(tmp_path)
+    assert (found.step, found.config) == (7, SMALL)
+    assert found.name == f"run of {time.strftime('%H:%M', time.localtime(found.path.stat().st_mtime))}"
+    os.utime(found.path, (0, 0))
+    assert last_checkpoint(tmp_path) is None  # too long ago
+
+
+def test_the_number_of_checkpoints_is_bounded_and_they_cost_little(tmp_path: Path) -> None:
+    for _ in range(KEPT + 3):
+        trainer = Trainer(SMALL, log=tmp_path)
+        trainer.run(1)
+        trainer.stop()
+        assert trainer.wait(10)
+    assert len(list(tmp_path.glob("*.checkpoint"))) == KEPT
+    assert len(list(tmp_path.glob("*.jsonl"))) == KEPT + 3
+    assert max(path.stat().st_size for path in tmp_path.glob("*.checkpoint")) < 100_000
+
+
+def test_a_damaged_checkpoint_is_a_sentence_and_the_run_goes_on(tmp_path: Path, listen) -> None:
+    trainer = Trainer(SMALL, log=tmp_path)
+    trainer.run(2)
+    saved = Checkpoint(next(tmp_path.glob("*.checkpoint")), SMALL, 2, saved=datetime.now())
+    other = Trainer(SMALL, log=tmp_path / "other")
+    other.run(3)
+    ear = listen(other)
+    saved.path.write_bytes(b"PK damaged")
+    other.continue_saved(saved)
+    assert other.wait(10)
+    (told,) = ear.of(Failed)
+    assert "cannot continue" in told.text
+    assert str(saved.path) in told.text
+    assert len(other.history) == 3
+
+
+def test_a_checkpoint_that_cannot_be_written_is_reported_once_and_the_run_goes_on(tmp_path: Path, listen) -> None:
+    trainer = Trainer(SMALL, log=tmp_path / "run.jsonl")
+    ear = listen(trainer)
+    (tmp_path / "run.checkpoint").mkdir()
+    trainer.run(1)
+    trainer.run(1)
+    assert len(trainer.history) == 2
+    (told,) = ear.of(Failed)
+    assert "a restarted kernel cannot continue it" in told.text

@@ -1,0 +1,265 @@
+"""Runs beside the present one: a reset keeps the old run, undo continues it, all levels are compared from one seed."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from amplab.lab import ExperimentConfig, Trainer, TwinReady, Undone, load_run
+from amplab.lab.config import OVERRIDES
+from amplab.lab.kept_runs import MOST_RUNS, MOST_SHOWN
+
+SMALL = ExperimentConfig(hidden=16)
+
+
+def losses(history) -> list[float]:
+    return history.column("loss").tolist()
+
+
+def plain_run(steps: int, config: ExperimentConfig = SMALL) -> list[float]:
+    other = Trainer(config)
+    return losses(other.run(steps))
+
+
+def test_a_reset_keeps_the_old_run_and_says_how_it_was(trainer: Trainer) -> None:
+    old = trainer.run(60)
+    trainer.reset(trainer.config.changed(opt_level="O2"))
+    trainer.wait()
+    assert len(trainer.history) == 0
+    (kept,) = trainer.kept.runs
+    assert kept.history is old
+    assert kept.config == SMALL
+    assert kept.final_loss == pytest.approx(np.mean(losses(old)[-25:]))
+    assert kept.held_out is not None
+    assert 0 < kept.held_out <= 1
+    assert kept.rate is not None
+    assert kept.rate > 0
+    weights = 64 * 16 + 16 + 16 * 16 + 16 + 16 * 10 + 10
+    assert kept.memory.parameters == 4 * weights
+    assert kept.activations is not None
+    assert kept.activations > 0
+
+
+def test_a_run_that_has_not_begun_is_not_kept(trainer: Trainer) -> None:
+    trainer.reset()
+    trainer.reset(trainer.config.changed(model="cnn"))
+    trainer.wait()
+    assert trainer.kept.runs == ()
+
+
+def test_undo_of_a_reset_continues_the_old_run_bit_for_bit(trainer: Trainer, listen) -> None:
+    ear = listen(trainer)
+    trainer.run(30)
+    trainer.reset()
+    trainer.run(10)
+    trainer.undo()
+    trainer.wait()
+    assert trainer.state == "paused"
+    assert len(trainer.history) == 30
+    assert ear.of(Undone)[-1].text == "Reset at step 30"
+    trainer.run(20)
+    assert losses(trainer.history) == plain_run(50)
+    (younger,) = trainer.kept.runs
+    assert losses(younger.history) == plain_run(10), "what was trained after the reset is kept too"
+
+
+def test_undo_puts_back_exactly_the_config_before(trainer: Trainer) -> None:
+    configs = [trainer.config]
+    for change in (
+        {"lr": 1e9},
+        {"opt_level": "O2"},
+        {"master_weights": False},
+        {"opt_level": "O1"},  # drops master_weights
+        {"growth_interval": 7},
+        {"loss_scale": 128.0},  # drops growth_interval
+        {"optimizer": "adam"},
+    ):
+        trainer.change(**change)
+        trainer.wait()
+        configs.append(trainer.config)
+    for before in reversed(configs[:-1]):
+        trainer.undo()
+        trainer.wait()
+        assert trainer.config == before
+    assert trainer.last_change is None
+    trainer.undo()
+    trainer.wait()
+    assert trainer.config == configs[0]
+
+
+def test_the_last_change_is_named_as_the_controls_show_it(trainer: Trainer) -> None:
+    trainer.change(lr=0.5)
+    trainer.wait()
+    assert trainer.last_change == "Learning rate 0.1 → 0.5"
+    trainer.inject("underflow")
+    trainer.wait()
+    assert trainer.last_change == "Underflow on"
+    trainer.undo()
+    trainer.wait()
+    assert not trainer.shrinking
+    trainer.inject("nan")
+    trainer.wait()
+    trainer.undo()
+    assert not trainer.run(1).last.injected
+    trainer.inject("nan")
+    trainer.run(1)
+    assert trainer.last_change == "Learning rate 0.1 → 0.5", "a fault that is over cannot be taken back"
+
+
+def test_a_dragged_slider_is_one_change(trainer: Trainer) -> None:
+    trainer.change(lr=0.5)
+    trainer.wait()
+    for speed in (100, 50, 20):
+        trainer.set_speed(speed)
+    assert trainer.last_change == "Speed: 20 steps/s"
+    trainer.undo()
+    trainer.wait()
+    assert (trainer.speed, trainer.last_change) == (None, "Learning rate 0.1 → 0.5")
+
+
+def test_another_model_while_it_runs_can_be_undone(trainer: Trainer, until) -> None:
+    trainer.run(5)
+    old = trainer.history
+    trainer.reset(trainer.config.changed(model="cnn"))
+    trainer.start()
+    until(lambda: len(trainer.history) > 2 and trainer.config.model == "cnn")
+    assert trainer.last_change == "Reset at step 5, Model MLP → CNN"
+    trainer.undo()
+    until(lambda: trainer.history is old and len(old) > 8)
+    assert trainer.state == "running"
+    assert trainer.config == SMALL
+
+
+def test_a_kept_run_continues_and_its_log_goes_on(tmp_path: Path) -> None:
+    trainer = Trainer(SMALL, log=tmp_path)
+    trainer.run(12)
+    first = trainer.log_path
+    trainer.reset(SMALL.changed(opt_level="O2"))
+    trainer.run(4)
+    trainer.continue_from(trainer.kept.runs[0])
+    trainer.run(6)
+    assert trainer.log_path == first
+    (other,) = trainer.kept.runs
+    assert (other.name, other.config.opt_level, len(other.history)) == ("Run 2", "O2", 4)
+    trainer.stop()
+    trainer.wait()
+    assert losses(load_run(first).history) == plain_run(18)
+    assert losses(load_run(other.store.log_path).history) == losses(other.history)
+
+
+def test_all_levels_from_one_seed_beside_a_run_that_does_not_change(trainer: Trainer) -> None:
+    trainer.run(20)
+    trainer.compare(steps=40)
+    trainer.wait()
+    assert trainer.comparison is None
+    by_name = {run.name: run for run in trainer.kept.runs}
+    assert {"O0", "O1", "O2", "O3"} <= set(by_name)
+    for name in ("O0", "O2"):
+        assert losses(by_name[name].history) == plain_run(40, SMALL.changed(opt_level=name))
+    parameters = {name: run.memory.parameters for name, run in by_name.items()}
+    assert parameters["O3"] * 2 == parameters["O0"]
+    assert by_name["O2"].memory.masters == parameters["O0"]
+    assert by_name["O0"].memory.masters == by_name["O3"].memory.masters == 0
+    kept = {name: run.activations for name, run in by_name.items()}
+    assert kept["O3"] < kept["O0"]
+    assert all(run.rate and run.held_out is not None for run in by_name.values())
+    trainer.run(20)
+    assert losses(trainer.history) == plain_run(40)
+
+
+def test_a_comparison_can_be_stopped_and_what_was_trained_stays(trainer: Trainer, until) -> None:
+    trainer.compare(steps=100_000)
+    until(lambda: trainer.comparison is not None and trainer.comparison.step > 3)
+    progress = trainer.comparison
+    assert (progress.name, progress.run, progress.steps) == ("O0", 1, 100_000)
+    trainer.change(lr=0.5)
+    until(lambda: trainer.config.lr == 0.5)  # between two slices
+    trainer.stop_comparison()
+    trainer.wait(10)
+    (run,) = trainer.kept.runs
+    assert not run.is_training
+    assert 3 < len(run.history) < 100_000
+    assert run.held_out is not None
+
+
+def test_a_precision_that_cannot_train_is_a_row_with_its_error(trainer: Trainer, monkeypatch) -> None:
+    from amplab.lab.experiment import Experiment
+
+    step = Experiment.step
+
+    def fails(self: Experiment):
+        if self.config.opt_level == "O2":
+            raise RuntimeError("no kernel for this dtype")
+        return step(self)
+
+    monkeypatch.setattr(Experiment, "step", fails)
+    trainer.compare(steps=3)
+    trainer.wait()
+    runs = {run.name: run for run in trainer.kept.runs}
+    assert "no kernel for this dtype" in runs["O2"].error
+    assert len(runs["O3"].history) == 3
+    with pytest.raises(ValueError, match="O2 cannot continue"):
+        trainer.continue_from(runs["O2"])
+
+
+def test_rows_are_renamed_hidden_and_removed_with_undo(trainer: Trainer, tmp_path: Path) -> None:
+    logged = Trainer(SMALL, log=tmp_path)
+    for _ in range(2):
+        logged.run(2)
+        logged.reset()
+    logged.wait()
+    kept = logged.kept
+    first, second = kept.runs
+    kept.rename(first.number, "  slow   one ")
+    kept.show(second.number, is_shown=False)
+    kept.remove(first.number)
+    assert kept.runs == (second,)
+    assert first.store.log_path.exists(), "the log of a removed run stays"
+    for expected in ("Removed slow one", "Hid Run 2", "Renamed Run 1 to slow one"):
+        assert logged.last_change == expected
+        logged.undo()
+        logged.wait()
+    assert kept.runs == (first, second)
+    assert (first.name, second.is_shown) == ("Run 1", True)
+    with pytest.raises(ValueError, match="'Run 2' is taken"):
+        kept.rename(first.number, "Run 2")
+
+
+def test_what_is_kept_is_bounded(trainer: Trainer) -> None:
+    for _ in range(MOST_RUNS + 3):
+        trainer.run(1)
+        trainer.reset()
+    trainer.wait()
+    assert len(trainer.kept) == MOST_RUNS
+    assert trainer.kept.runs[0].name == "Run 4"
+    assert sum(run.is_shown for run in trainer.kept.runs) == MOST_SHOWN
+    hidden = next(run for run in trainer.kept.runs if not run.is_shown)
+    with pytest.raises(ValueError, match="hide one first"):
+        trainer.kept.show(hidden.number, is_shown=True)
+
+
+@pytest.mark.parametrize("level", ["O1", "O3"])
+def test_the_twin_starts_from_the_present_weights_and_changes_nothing(trainer: Trainer, listen, level: str) -> None:
+    ear = listen(trainer)
+    trainer.change(opt_level=level)
+    trainer.run(10)
+    trainer.request_twin()
+    trainer.run(10)
+    (ready,) = ear.of(TwinReady)
+    assert ready.step == 10
+    report = ready.report
+    assert report.left == "O0"
+    assert f"opt_level={level}" in report.right
+    assert {row.module for row in report.rows()} >= {"hidden1", "output", "output.weight"}
+    alone = Trainer(SMALL.changed(opt_level=level))
+    assert losses(trainer.history) == losses(alone.run(20))
+    assert report.steps[0].left.loss == pytest.approx(losses(alone.history)[10], rel=1e-2)
+
+
+def test_every_override_of_the_level_is_dropped_in_the_other_levels(trainer: Trainer) -> None:
+    trainer.change(opt_level="O2", master_weights=False)
+    trainer.compare(steps=1)
+    trainer.wait()
+    for run in trainer.kept.runs:
+        if run.config.opt_level in ("O0", "O1"):
+            assert all(getattr(run.config, name) is None for name in OVERRIDES)

@@ -1,0 +1,338 @@
+"""A model, data and a loss of one's own in the lab: as in plain torch, and with all that the lab does."""
+
+import math
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import amplab.lab
+from amplab.lab import MODELS, TASKS, Experiment, ExperimentConfig, Trainer, load_run
+from amplab.lab.own_task import forget_own, register_own
+
+
+class Block(nn.Module):
+    """As a torchvision ResNet has it, with an in-place ReLU."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(x + self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x))))))
+
+
+class ResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.block = nn.Conv2d(3, 8, 3, padding=1), Block(8)
+        self.dropout, self.fc = nn.Dropout(0.3), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.dropout(self.block(self.stem(x)).mean((2, 3))))
+
+
+class Output(dict):
+    """What a transformer of Hugging Face returns: a dict with attributes."""
+
+    def __getattr__(self, name):
+        if name in self:
+            return self[name]
+        raise AttributeError(name)
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(50, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        hidden = self.layer(self.words(input_ids), src_key_padding_mask=~attention_mask.bool())
+        logits = self.head(hidden[:, 0])
+        return Output(loss=None if labels is None else F.cross_entropy(logits, labels), logits=logits)
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.gru, self.out = nn.Embedding(20, 8), nn.GRU(8, 8, batch_first=True), nn.Linear(8, 20)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.gru(self.words(ids))[0]).transpose(1, 2)
+
+
+DRAWN = torch.Generator().manual_seed(0)
+IMAGES = TensorDataset(torch.rand(24, 3, 6, 6, generator=DRAWN), torch.arange(24) % 4)
+TEXTS = [
+    {
+        "input_ids": torch.randint(0, 50, (4, 6), generator=DRAWN),
+        "attention_mask": torch.ones(4, 6, dtype=torch.long),
+        "labels": torch.randint(0, 3, (4,), generator=DRAWN),
+        "ids_of_rows": torch.arange(4),
+    }
+    for _ in range(3)
+]
+TAGS = [tuple(torch.randint(0, 20, (2, 4, 5), generator=DRAWN)) for _ in range(3)]
+
+
+def loader() -> DataLoader:
+    return DataLoader(IMAGES, batch_size=8, shuffle=True)
+
+
+def judged(model: nn.Module, x: Tensor, target: float) -> Tensor:
+    logits = model(x)
+    return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, target))
+
+
+def gan() -> dict:
+    models = {"G": nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)), "D": nn.Linear(8, 1)}
+    real = lambda models, x: judged(models["D"], x, 1.0)  # noqa: E731
+    fake = lambda models, x: judged(models["D"], models["G"](torch.randn(8, 4)).detach(), 0.0)  # noqa: E731
+    generate = lambda models, x: judged(models["D"], models["G"](torch.randn(8, 4)), 1.0)  # noqa: E731
+    return {
+        "model": models,
+        "data": [torch.randn(8, 8, generator=DRAWN)],
+        "step": {"D": [real, fake], "G": generate},
+        "optimizer": lambda weights: torch.optim.SGD(weights, lr=0.05),
+    }
+
+
+OWN = {
+    "resnet": lambda: {
+        "model": ResNet(),
+        "data": loader(),
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": lambda weights: torch.optim.SGD(weights, lr=0.05),
+    },
+    "factory": lambda: {"model": ResNet, "data": loader, "loss": F.cross_entropy, "optimizer": torch.optim.SGD},
+    "transformer": lambda: {"model": Classifier(), "data": TEXTS},
+    "rnn": lambda: {
+        "model": Tagger(),
+        "data": TAGS,
+        "step": lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+    },
+    "gan": gan,
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_own() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    forget_own(set())
+    assert set(TASKS) & {"own", "own-2"} == set()
+
+
+def registered(model, data, **parts) -> ExperimentConfig:
+    return ExperimentConfig(task=register_own(model, data, **parts))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "autocast-bf16"])
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.filterwarnings("ignore:Adam on half parameters")
+def test_code_that_the_lab_has_never_seen_gets_all_of_it(name, level):
+    """Train, look, start again bit for bit, disturb, explain, switch the level."""
+    config = registered(**OWN[name]()).changed(opt_level=level)
+    first, again = Experiment(config), Experiment(config)
+    losses = []
+    for _ in range(3):
+        losses.append(first.step().loss)
+        assert first.gradients().layers
+        assert len(first.trace()) > 5
+    repeated = [again.step().loss for _ in range(3)]
+    assert str(repeated) == str(losses)  # NaN at O3 with Adam is the same text
+    first.inject("nan")
+    record = first.step()
+    assert record.injected == "nan"
+    if config.is_dynamic:
+        assert record.skipped
+        assert first.explain_skip().cause in ("batch", "input")
+    first.switch(config.changed(opt_level="O0" if level != "O0" else "O2"))
+    first.step()
+
+
+def test_it_is_the_loop_in_plain_torch_and_the_objects_given_are_not_changed():
+    model = ResNet()
+    model.dropout.p = 0.0
+    optimizer = torch.optim.SGD(
+        [
+            {"params": model.stem.parameters(), "lr": 0.2},
+            {"params": [*model.block.parameters(), *model.fc.parameters()]},
+        ],
+        lr=0.05,
+        momentum=0.9,
+    )
+    data = list(DataLoader(IMAGES, batch_size=8))
+    before = [weight.clone() for weight in model.parameters()]
+    experiment = Experiment(registered(model, data, loss=F.cross_entropy, optimizer=optimizer).changed(opt_level="O0"))
+    losses = [experiment.step().loss for _ in range(5)]
+    assert all(map(torch.equal, before, model.parameters()))
+    assert not optimizer.state
+    for step in range(5):
+        images, labels = data[step % 3]
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        assert loss.item() == losses[step]
+
+
+def test_a_learning_rate_keeps_the_ratio_of_the_groups():
+    model = Tagger()
+    groups = [
+        {"params": model.words.parameters(), "lr": 0.4},
+        {"params": [*model.gru.parameters(), *model.out.parameters()]},
+    ]
+    config = registered(model, TAGS, loss=F.cross_entropy, optimizer=torch.optim.SGD(groups, lr=0.1))
+    assert (config.optimizer, config.learning_rate) == ("own", 0.4)
+    experiment = Experiment(config)
+    experiment.switch(config.changed(lr=0.8))
+    assert [group["lr"] for group in experiment.optimizer.param_groups] == [0.8, 0.2]
+    experiment.switch(config.changed(optimizer="adam"))
+    assert isinstance(experiment.optimizer, torch.optim.Adam)
+    experiment.switch(config.changed(optimizer="own"))
+    assert [group["lr"] for group in experiment.optimizer.param_groups] == [0.4, 0.1]
+
+
+def test_a_gan_has_a_scale_for_each_loss():
+    experiment = Experiment(registered(**gan()))
+    assert [loss.name for loss in experiment.task.losses] == ["D 1", "D 2", "G"]
+    assert len(experiment.optimizers) == 2
+    experiment.inject("overflow")
+    record = experiment.step()
+    assert record.first_nonfinite.startswith("D.")
+    experiment.step()
+    assert experiment.mixed_scales.scales == (2.0**15, 2.0**16, 2.0**16)
+
+
+def test_a_held_out_score_has_the_name_of_its_function():
+    def word_accuracy(model):
+        assert not model.training
+        return (model(TAGS[0][0]).argmax(1) == TAGS[0][1]).float().mean().item()
+
+    trainer = Trainer(registered(Tagger(), TAGS, loss=F.cross_entropy, evaluate=word_accuracy))
+    trainer.run(25)
+    assert TASKS["own"].score.name == "word accuracy"
+    assert 0 <= trainer.history.last_score == trainer.score() <= 1
+    trainer.stop()
+
+
+def test_compare_and_twin_take_it():
+    trainer = Trainer(registered(Tagger(), TAGS, loss=F.cross_entropy, optimizer=lambda w: torch.optim.SGD(w, lr=0.1)))
+    trainer.run(2)
+    trainer.compare(steps=3)
+    assert trainer.wait(60)
+    assert {run.name for run in trainer.kept.runs} >= {"O0", "O1", "O2", "O3"}
+    assert all(run.error == "" for run in trainer.kept.runs)
+    report = Experiment(trainer.config.changed(opt_level="O2")).twin(steps=2)
+    assert report.rows()
+    trainer.stop()
+
+
+def test_a_log_of_it_opens_in_a_process_that_does_not_have_the_code(tmp_path):
+    trainer = Trainer(registered(Tagger(), TAGS, loss=F.cross_entropy), log=tmp_path)
+    trainer.run(3)
+    trainer.stop()
+    assert trainer.wait(10)
+    forget_own(set())
+    assert "tagger" not in MODELS
+    run = load_run(trainer.log_path)
+    assert (len(run.history), str(run.config)) == (3, "amplab/1 task=own model=tagger opt_level=O1 optimizer=adam")
+    with pytest.raises(ValueError, match=r"open it again with amplab\.lab\.open"):
+        Experiment(run.config)
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"data": iter(TAGS)}, "read only once"),
+        ({"loss": None}, "float"),  # nothing that can be a loss: below
+        ({"step": lambda batch: batch}, r"amplab\.lab\.open\(model=model, data=loader, step=lambda model, batch"),
+        ({"loss": F.cross_entropy, "step": lambda model, batch: model}, "both loss= and step="),
+        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1)}, "not the model's"),
+        ({"optimizer": lambda: None}, "called with the parameters"),
+        (
+            {"model": Tagger, "optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1)},
+            "pass a function as well",
+        ),
+        ({"model": [Tagger(), Tagger()]}, "several models without step="),
+        ({"model": {"A": Tagger()}, "step": {"B": lambda models, batch: models}}, "'B'"),
+        ({"evaluate": 0.5}, "evaluate=float"),
+        ({"model": nn.ReLU()}, "nothing to train"),
+        ({"model": 3}, "int"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_trains(parts, words):
+    given = {"model": Tagger(), "data": TAGS, "loss": F.cross_entropy, **parts}
+    if "step" in parts and parts.get("loss") is None:
+        given["loss"] = None
+    if parts == {"loss": None}:
+        given["step"], words = (lambda model, batch: 3.0), "float"
+    with pytest.raises((TypeError, ValueError), match=words):
+        register_own(given.pop("model"), given.pop("data"), **given)
+    assert "own" not in TASKS
+
+
+# -- the door ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch):
+    """A kernel of its own."""
+    pytest.importorskip("amplab.views")
+    kernel = sys.modules["amplab.lab.open"]._Kernel()
+    monkeypatch.setattr(sys.modules["amplab.lab.open"], "_kernel", kernel)
+    yield kernel
+    if kernel.trainer is not None:
+        kernel.trainer.stop()
+        assert kernel.trainer.wait(10)
+
+
+def test_open_shows_ones_own_model_and_finds_it_again(kernel):
+    dashboard = amplab.lab.open(model=Tagger(), data=TAGS, loss=F.cross_entropy)
+    assert dashboard.config() == "amplab/1 task=own model=tagger opt_level=O1 optimizer=adam"
+    dashboard.trainer.run(2)
+    again = amplab.lab.open(model=ResNet(), data=loader(), loss=F.cross_entropy)
+    assert again.trainer is dashboard.trainer  # it has begun, so the page asks
+    assert {"own", "own-2"} <= set(TASKS)
+    dashboard.trainer.reset(ExperimentConfig(task="own-2"))
+    assert math.isfinite(dashboard.trainer.run(1).last.loss)
+    assert MODELS[dashboard.trainer.config.model].label == "ResNet"
+    dashboard.close(), again.close()
+
+
+def test_a_setting_of_ones_own_model_can_be_opened_again(kernel):
+    text = "amplab/1 task=own model=tagger opt_level=O2 optimizer=adamw lr=0.003"
+    dashboard = amplab.lab.open(text, model=Tagger(), data=TAGS, loss=F.cross_entropy)
+    config = dashboard.trainer.config
+    assert (config.opt_level, config.optimizer, config.lr) == ("O2", "adamw", 0.003)
+    dashboard.close()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: amplab.lab.open(Tagger()), r"write amplab\.lab\.open\(model=model, data=loader, loss=criterion\)"),
+        (lambda: amplab.lab.open(model=Tagger()), "without data="),
+        (lambda: amplab.lab.open(data=TAGS, loss=F.cross_entropy), "without model="),
+        (lambda: amplab.lab.open(Tagger(), TAGS), r"Write amplab\.lab\.open\(config\) or"),
+        (lambda: amplab.lab.open(criterion=F.cross_entropy), "use loss="),
+        (lambda: amplab.lab.attach(Tagger()), r"write amplab\.lab\.open\(model="),
+        (lambda: amplab.lab.open(Trainer(ExperimentConfig(hidden=4))), r"amplab\.lab\.attach\(run\)"),
+    ],
+)
+def test_a_wrong_call_says_which_of_open_and_attach_to_use(kernel, call, words):
+    with pytest.raises(TypeError, match=words):
+        call()

@@ -1,0 +1,167 @@
+"""How a run is, in words; and remedies that make it train."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from amplab.lab import ExperimentConfig, History, SkipExplanation, StepRecord, Trainer, config_remedy, run_status
+from amplab.lab.changes import config_changes
+from amplab.lab.config_remedies import taken_back
+
+SMALL = ExperimentConfig(hidden=16)
+
+
+def run(losses, skips=(), scale=2.0**16):
+    history = History()
+    for step, loss in enumerate(losses):
+        after = scale / 2 if step in skips else scale
+        history.append(StepRecord(step, loss, scale, after, step in skips, None, "O1", None, 0.01 * step, None))
+        scale = after
+    return history
+
+
+def falling(steps):
+    return [2.3 * 0.99**step for step in range(steps)]
+
+
+def test_a_run_without_a_step_is_ready():
+    assert run_status(History()).kind == "ready"
+
+
+def test_a_healthy_run_is_described_with_its_numbers():
+    status = run_status(run(falling(500), skips={100, 200, 300}))
+    assert (status.kind, status.is_bad) == ("healthy", False)
+    assert status.text.startswith("Healthy: the loss fell from 2.3 to 0.01")
+    assert status.text.endswith("loss scale 2¹³, 3 skips in 500 steps.")
+
+
+def test_a_loss_that_does_not_fall_is_reported_after_a_while():
+    assert run_status(run([2.3] * 50)).kind == "unknown"
+    assert run_status(run([2.3] * 500)).text.startswith("Not learning: the loss is 2.3, and was 2.3;")
+
+
+def test_a_scale_that_settles_is_no_fault_and_one_that_does_not_help_is():
+    losses = falling(50)
+    status = run_status(run(losses, skips={47, 48, 49}))
+    assert (status.kind, status.step, status.is_bad) == ("searching", 47, False)
+    assert status.text == "Searching for a loss scale that fits: 3 steps skipped, now 2¹³."
+    status = run_status(run(losses, skips=set(range(30, 50))))
+    assert (status.kind, status.step, status.is_bad) == ("skipping", 30, True)
+    assert status.text.startswith("Every step is skipped since step 30: ")
+
+
+def test_a_long_search_is_told_from_skips_that_no_scale_mends():
+    history = run(falling(50), skips=set(range(30, 50)), scale=2.0**40)
+    history.explain(SkipExplanation(30, "scale", "too large", fits=2.0**17))
+    status = run_status(history)
+    assert (status.kind, status.step, status.is_bad) == ("searching", 30, False)
+    assert status.text == ("Searching for a loss scale that fits: 20 steps skipped, now 2²⁰; gradients fit at 2¹⁷.")
+    assert run_status(history, floor=2.0**20).text == (
+        "Every step is skipped since step 30: the loss scale is at its floor, 2²⁰, and gradients fit at 2¹⁷."
+    )
+    history.explain(SkipExplanation(45, "format", "65504"))
+    assert run_status(history).kind == "skipping"
+
+
+def test_a_scale_at_its_floor_is_reported():
+    skips = set(range(46, 48))
+    status = run_status(run(falling(50), skips), floor=2.0**14)
+    assert status.text.startswith("Loss scale at its floor, 2¹⁴: it cannot fall at the next overflow.")
+    status = run_status(run(falling(50), set(range(20, 50))), floor=2.0**-14)
+    assert status.text == "Every step is skipped since step 20: the loss scale is at its floor, 2⁻¹⁴."
+
+
+@pytest.mark.parametrize(("loss", "word"), [(math.nan, "NaN"), (math.inf, "inf")])
+def test_a_loss_that_is_not_finite_and_was_not_skipped_damages(loss, word):
+    status = run_status(run([*falling(10), loss, loss]))
+    assert (status.kind, status.step) == ("damaged", 10)
+    assert status.text == f"Damaged since step 10: the loss is {word}, and no step was skipped."
+
+
+def test_a_run_diverges_after_a_change():
+    losses = [*falling(300), *([1e9] * 40)]
+    history = run(losses)
+    history.keep_changes(*config_changes(SMALL, replace(SMALL, lr=1e9), 300))
+    status = run_status(history)
+    assert (status.kind, status.step) == ("diverged", 300)
+    assert status.text == "Diverged at step 300, after learning rate 0.1 → 1e9: the loss is 1e9, and was 2.3."
+
+
+def test_a_diverged_run_whose_steps_are_all_skipped_is_told_from_a_scale_that_is_too_large():
+    history = run([2.3] * 10, skips=set(range(1, 10)))
+    assert run_status(history).kind == "skipping"
+    history.explain(SkipExplanation(1, "divergence", "diverged"))
+    assert run_status(history, learning_rate=1e9).text == (
+        "Diverged at step 1 at learning rate 1e9: every step since is skipped."
+    )
+
+
+# Remedies
+
+
+@pytest.mark.filterwarnings("ignore:Loss scaler 0 has skipped:UserWarning")
+@pytest.mark.parametrize(
+    ("config", "fault", "finding"),
+    [
+        (replace(SMALL, lr=1e9), None, "diverging"),
+        (replace(SMALL, lr=30.0), None, "diverging"),
+        (replace(SMALL, opt_level="O2", loss_scale=2.0**24), None, "nonfinite-parameter"),
+        (replace(SMALL, min_loss_scale=2.0**22, init_scale=2.0**24), None, "scale-collapse"),
+        (replace(SMALL, opt_level="O3"), "underflow", "gradients-underflow"),
+    ],
+)
+def test_an_applied_remedy_makes_the_run_train(config, fault, finding):
+    trainer = Trainer(config)
+    if fault:
+        trainer.inject(fault)
+    trainer.run(105)
+    assert run_status(trainer.history).kind in ("diverged", "damaged", "skipping", "stuck")
+    (found,) = (each for each in trainer.findings() if each.name == finding)
+    remedy = config_remedy(found, trainer.config)
+    trainer.apply(remedy)
+    trainer.wait(0.1)
+    trainer.pause()
+    trainer.wait()
+    if fault:
+        trainer.inject(fault, on=False)
+    trainer.run(200)
+    assert run_status(trainer.history).kind == "healthy"
+    assert trainer.history.last.loss < 1.0
+    assert trainer.findings().harmful.named(finding).found == ()
+    trainer.stop()
+
+
+def test_masters_are_offered_where_half_weights_do_not_change():
+    trainer = Trainer(replace(SMALL, opt_level="O3", lr=1e-5))
+    trainer.run(5)
+    (found,) = trainer.findings().named("updates-rounded-away")
+    assert config_remedy(found, trainer.config).text == "master_weights by O3 → True"
+    trainer.apply(config_remedy(found, trainer.config))
+    trainer.run(100)
+    assert not trainer.findings().named("updates-rounded-away")
+    trainer.stop()
+
+
+def test_a_healthy_run_has_no_harmful_finding():
+    trainer = Trainer(SMALL)
+    trainer.run(150)
+    assert not trainer.findings().harmful
+    assert run_status(trainer.history).kind == "healthy"
+
+
+def test_what_another_finding_explains_has_no_remedy_of_its_own():
+    trainer = Trainer(replace(SMALL, lr=1e9))
+    trainer.run(10)
+    found = trainer.findings()
+    assert [each.name for each in found][:2] == ["diverging", "overflow-in-half"]
+    assert config_remedy(found[0], trainer.config).label == "Learning rate 1e9 → 0.1, and start again"
+    assert config_remedy(found[1], trainer.config) is None
+
+
+def test_a_change_is_taken_back_by_the_config_before_it():
+    changed = replace(SMALL, lr=1e9, batch_size=32)
+    remedy = taken_back(SMALL, changed)
+    assert changed.changed(**remedy.changes) == SMALL
+    assert remedy.restarts
+    assert taken_back(SMALL, SMALL) is None

@@ -1,0 +1,291 @@
+"""Skipped steps are explained while they can be, and the explanation does not change the run."""
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import amplab
+from amplab.lab import (
+    MODELS,
+    Experiment,
+    ExperimentConfig,
+    SkipExplained,
+    SkipExplanation,
+    Trainer,
+    build_model,
+    load_run,
+    load_task,
+    skip_explanation,
+    watch,
+)
+from amplab.lab.models import register_model
+from amplab.lab.skip_explanation import explained
+
+SMALL = ExperimentConfig(hidden=16)
+HIGH = replace(SMALL, init_scale=2.0**24)
+
+
+@pytest.fixture
+def without_budget(monkeypatch):
+    """Only the first skip of each kind is explained while training."""
+    monkeypatch.setattr(skip_explanation, "SHARE", 0.0)
+    monkeypatch.setattr(skip_explanation, "CREDIT", 0.0)
+
+
+@pytest.fixture
+def with_budget(monkeypatch):
+    """Every skip is explained."""
+    monkeypatch.setattr(skip_explanation, "SHARE", math.inf)
+
+
+def why(config, fault=None, steps=1):
+    """The explanations of a run's skips."""
+    trainer = Trainer(config)
+    if fault:
+        trainer.inject(fault)
+    return trainer.run(steps).explanations
+
+
+def largest_gradient_of_logits(config):
+    """The largest magnitude in the gradient of the logits in the first step, in float64."""
+    images, labels = load_task(config.task, config.seed).batch(0, config.batch_size)
+    logits = build_model(config.model, config.hidden, config.seed).double()(images.double()).detach().requires_grad_()
+    nn.functional.cross_entropy(logits, labels).backward()
+    return logits.grad.abs().max().item()
+
+
+def test_the_first_skip_is_explained_with_the_numbers_of_the_gradient():
+    (first,) = why(HIGH).values()
+    assert (first.step, first.kind) == (0, "scale")
+    subject, scale, reaches, fits = re.fullmatch(
+        r"(.+) × 2(\S+) reaches (\S+), above 65504; fits at 2(\S+)", first.sentence
+    ).groups()
+    assert scale == "²⁴"
+    # It is the gradient of the logits, (softmax - onehot) / 64 in float32, times 2**24 as it is cast to float16.
+    assert reaches == f"{2.0**24 * largest_gradient_of_logits(HIGH):.1e}".replace("e+0", "e")
+    assert subject == "output: the gradient of its output"
+    # A step at that scale is taken, and at twice that scale it is skipped.
+    assert not Experiment(replace(HIGH, init_scale=first.fits)).step().skipped
+    assert Experiment(replace(HIGH, init_scale=2 * first.fits)).step().skipped
+    assert fits == str(round(math.log2(first.fits))).translate(str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
+def test_a_gradient_of_a_weight_is_named_with_its_size():
+    """In a loop whose only overflow is the gradient of one weight, the size is that of float64."""
+    torch.manual_seed(0)
+    x, w = torch.rand(64, 8).double(), torch.rand(8).double()
+    model = nn.Linear(8, 1, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(w)
+    scaler = amplab.GradScaler("cpu", init_scale=2.0**16)
+
+    def loss_of(batch):
+        with torch.autocast("cpu", torch.float16):
+            return model(batch).float().sum() / 16
+
+    seen = loop(model, scaler, loss_of, [x.float()])
+    (first,) = seen.history.explanations.values()
+    reaches = (x.half().double().sum(0) / 16 * 2**16).abs().max().item()
+    assert first.sentence.startswith(f"weight: the gradient × 2¹⁶ reaches {reaches:.1e}".replace("e+0", "e"))
+    assert first.fits == 2.0 ** math.floor(math.log2(65504 / reaches * 2**16))
+
+
+def loop(model, scaler, loss_of, batches, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with watch(model, optimizer, scaler=scaler, **{"step": loss_of, **options}) as w:
+        for batch in w.batches(batches):
+            optimizer.zero_grad()
+            scaler.scale(w.loss(loss_of(batch))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return w
+
+
+@pytest.mark.parametrize(
+    ("config", "fault", "kind", "words"),
+    [
+        (SMALL, "nan", "injected", r"injected NaN: batch\.images holds NaN in 1 of 4,096 elements, .* in sample 0"),
+        (SMALL, "overflow", "injected", r"injected overflow: .* reaches .*, above 65504"),
+        (replace(SMALL, lr=1e9), None, "divergence", r"diverged: the loss is \S+ in float32, and was 2\.\d+ in the fi"),
+        (replace(SMALL, lr=1e9, opt_level="O2"), None, "divergence", r"diverged: an update step was too large.*holds"),
+        (
+            replace(SMALL, lr=1e20, opt_level="O0", loss_scale="dynamic"),
+            None,
+            "divergence",
+            r"diverged: it overflows in float32 too; .* above 3\.4e38",
+        ),
+    ],
+)
+def test_each_kind_of_skip_reads_differently(config, fault, kind, words):
+    first = next(iter(why(config, fault, steps=3).values()))
+    assert first.kind == kind
+    assert re.match(words, first.sentence)
+    assert first.fits is None
+
+
+class Loud(nn.Module):
+    """Its second layer leaves float16 at every loss scale; float32 holds it."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, width), nn.Linear(width, 10)
+
+    def forward(self, images):
+        return self.second(self.first(images.flatten(1)) * 1e6) * 1e-6
+
+
+@pytest.fixture
+def model_named(request):
+    def add(name, build):
+        register_model(name, label=name)(build)
+        request.addfinalizer(lambda: MODELS.pop(name))
+        return replace(SMALL, model=name)
+
+    return add
+
+
+def test_a_value_of_the_forward_that_no_scale_mends(model_named):
+    (first, *_) = why(model_named("loud", Loud)).values()
+    assert first.kind == "format"
+    assert re.fullmatch(r"\S+ .*reaches \S+, above 65504; no loss scale helps, float32 does", first.sentence)
+
+
+def test_the_run_is_bit_by_bit_the_same_with_dropout_and_batchnorm(model_named, with_budget):
+    def build(width):
+        hidden = nn.Linear(64, width)
+        return nn.Sequential(nn.Flatten(), hidden, nn.BatchNorm1d(width), nn.Dropout(0.5), nn.Linear(width, 10))
+
+    config = replace(model_named("dropped", build), init_scale=2.0**24, growth_interval=4)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        torch.manual_seed(5)
+        bare = Experiment(config)
+        records = [replace(bare.step(), seconds=0.0) for _ in range(30)]
+    finally:
+        torch.set_num_threads(threads)
+    torch.manual_seed(5)
+    trainer = Trainer(config)
+    history = trainer.run(30)
+    assert len(history.explanations) == history.skip_count > 5
+    assert [replace(record, seconds=0.0) for record in history.records()] == records
+    state = trainer._experiment.model.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in bare.model.state_dict().items())
+    # It is the step that was skipped, with its own dropout: none is finite when it runs again.
+    assert {each.kind for each in history.explanations.values()} == {"scale"}
+
+
+def test_the_first_of_each_kind_is_explained_at_once_and_the_last_when_the_run_pauses(without_budget):
+    trainer = Trainer(HIGH)
+    history = trainer.run(3)
+    assert history.skip_count == 3
+    assert sorted(history.explanations) == [0, 2]  # the first, and the one whose weights were there at the pause
+    trainer.inject("nan")
+    trainer.run(4)
+    assert history.explanations[3].kind == "injected"
+
+
+def test_a_skip_is_explained_on_request_while_its_weights_are_there(without_budget, listen, until):
+    trainer = Trainer(HIGH)
+    ear = listen(trainer)
+    trainer.run(2)
+    trainer.request_explanation(0)
+    trainer.request_explanation(1)
+    trainer.wait()
+    assert [event.step for event in ear.of(SkipExplained)] == [0, 1, 0, 1]
+    assert all(event.explanation.step == event.step for event in ear.of(SkipExplained))
+    while trainer.run(1).last.skipped:
+        pass
+    left = [record.step for record in trainer.history.skips() if record.step not in trainer.history.explanations]
+    assert trainer.explainable is None or trainer.explainable not in left
+
+
+def test_a_change_of_the_config_ends_the_chance_to_explain(without_budget, listen):
+    trainer = Trainer(HIGH)
+    ear = listen(trainer)
+    trainer.run(1)
+    assert trainer.explainable == 0
+    trainer.change(opt_level="O2")
+    trainer.wait()
+    assert trainer.explainable is None
+    trainer.request_explanation(7)
+    trainer.wait()
+    assert ear.of(SkipExplained)[-1] == SkipExplained(7, None)
+
+
+@pytest.mark.filterwarnings("ignore:Loss scaler 0 has skipped:UserWarning")
+def test_explanations_take_a_small_share_of_the_time():
+    trainer = Trainer(replace(SMALL, lr=1e9))  # every step is skipped
+    trainer.run(400)
+    budget = trainer._store.budget
+    assert trainer.history.skip_count == 399
+    assert budget._spent <= max(0.5, 0.05 * trainer._store.seconds) + 0.5  # and the one at the pause
+    assert {each.kind for each in trainer.history.explanations.values()} == {"divergence"}
+
+
+def test_the_log_holds_the_explanations(runs):
+    trainer = Trainer(HIGH, log=runs)
+    trainer.run(3)
+    trainer.stop()
+    trainer.wait()
+    assert load_run(trainer.log_path).history.explanations == trainer.history.explanations != {}
+
+
+@pytest.mark.parametrize("broken", [{"step": "1"}, {"kind": "odd"}, {"sentence": 3}, {"fits": "2"}])
+def test_a_damaged_explanation_is_not_read(broken):
+    whole = SkipExplanation(1, "scale", "too large", fits=2.0)
+    assert SkipExplanation.from_dict(whole.as_dict() | {"later": 1}) == whole
+    assert SkipExplanation.from_dict(whole.as_dict() | broken) is None
+
+
+def test_a_finite_step_says_so():
+    assert explained(None, step=4).kind == "once"
+
+
+# A loop of one's own
+
+
+def test_a_step_function_outside_of_autocast_is_told_so_by_name():
+    model = nn.Linear(8, 1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+
+    def plain_loss(batch):
+        return model(batch).float().square().mean()
+
+    def autocast_loss(batch):
+        with torch.autocast("cpu", torch.float16):
+            return plain_loss(batch)
+
+    with pytest.warns(RuntimeWarning, match="step=plain_loss does not enter autocast"):
+        w = loop(model, scaler, autocast_loss, [torch.full((4, 8), 30.0)] * 2, step=plain_loss)
+    assert w.history.skip_count
+    assert "step=plain_loss does not enter autocast" in w.findings().named("step-not-explained")[0].symptom
+    assert "enter the region in plain_loss" in next(iter(w.history.explanations.values())).sentence
+
+
+def test_parameters_of_several_optimizers_have_the_models_names(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    optimizers = [torch.optim.SGD(part.parameters(), lr=1e-3) for part in model]
+    scaler = amplab.GradScaler("cpu", init_scale=2.0**24)
+
+    def loss_of(batch):
+        with torch.autocast("cpu", torch.float16):
+            return model(batch).float().square().mean()
+
+    with watch(model, optimizers, scaler=scaler, step=loss_of, log=tmp_path) as w:
+        for batch in w.batches([torch.full((4, 8), 30.0)] * 4):
+            for each in optimizers:
+                each.zero_grad()
+            scaler.scale(w.loss(loss_of(batch))).backward()
+            for each in optimizers:
+                scaler.step(each)
+            scaler.update()
+    skips = w.history.skips()
+    assert skips
+    assert {record.first_nonfinite for record in skips} <= set(dict(model.named_parameters()))
+    assert "param_groups" not in w.log_path.read_text() + str(w.findings())
+    assert load_run(w.log_path).history.explanations == w.history.explanations != {}

@@ -1,0 +1,149 @@
+"""The lessons: chosen by name, copied once, never overwritten, and signed only while they are as shipped."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.sign import NotebookNotary
+from source_tree import PACKAGE, ROOT
+
+from amplab.launch import LaunchError, choose_lesson, copy_lessons, find_lessons, lessons_directory
+from amplab.launch.trust import sign_lessons
+
+NAMES = ("00_the_lab", "03_loss_scale", "10_formats", "11_kernels")
+
+
+@pytest.fixture
+def shipped(tmp_path: Path) -> Path:
+    """Lessons as an installation has them."""
+    folder = tmp_path / "shipped"
+    folder.mkdir()
+    for name in NAMES:
+        nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(name)]), folder / f"{name}.ipynb")
+    (folder / "scratch.ipynb").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where the copies go."""
+    return tmp_path / "mine"
+
+
+def test_the_lessons_of_the_checkout_are_found() -> None:
+    assert find_lessons() == ROOT / "notebooks"
+
+
+def test_missing_lessons_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("amplab.launch.lessons._installed", list)
+    with pytest.raises(LaunchError, match=r"found no lessons in .*notebooks .* --force-reinstall"):
+        find_lessons(tmp_path)
+
+
+@pytest.mark.parametrize(("prefix", "name"), [("00", "00_the_lab"), ("03", "03_loss_scale"), ("10_f", "10_formats")])
+def test_a_lesson_is_chosen_by_its_first_letters(shipped: Path, prefix: str, name: str) -> None:
+    assert choose_lesson(shipped, prefix).stem == name
+
+
+@pytest.mark.parametrize(
+    ("prefix", "problem"), [("07", "no lesson"), ("1", "2 lessons"), ("", "no lesson"), ("s", "no lesson")]
+)
+def test_an_unclear_lesson_says_which_there_are(shipped: Path, prefix: str, problem: str) -> None:
+    with pytest.raises(LaunchError, match=f"{prefix!r}: {problem}.* {', '.join(NAMES)}"):
+        choose_lesson(shipped, prefix)
+
+
+def test_copies_are_written_once_and_never_overwritten(shipped: Path, folder: Path) -> None:
+    assert copy_lessons(shipped, folder).written == tuple(f"{name}.ipynb" for name in NAMES)
+    (folder / "00_the_lab.ipynb").write_text("my work")
+    (folder / "03_loss_scale.ipynb").unlink()
+    again = copy_lessons(shipped, folder)
+    assert (again.written, again.moved) == (("03_loss_scale.ipynb",), ())
+    assert (folder / "00_the_lab.ipynb").read_text() == "my work"
+
+
+def test_a_renewed_copy_keeps_the_work_under_another_name(shipped: Path, folder: Path) -> None:
+    copy_lessons(shipped, folder)
+    for work in ("first", "second"):
+        (folder / "00_the_lab.ipynb").write_text(work)
+        os.utime(folder / "00_the_lab.ipynb", (0, 0))
+        copies = copy_lessons(shipped, folder, renew=True)
+        ((old, new),) = copies.moved  # the three others are as shipped
+        assert (old, copies.written) == ("00_the_lab.ipynb", ("00_the_lab.ipynb",))
+        assert (folder / new).read_text() == work
+        assert (folder / old).read_bytes() == (shipped / old).read_bytes()
+    assert len(list(folder.iterdir())) == len(NAMES) + 2
+
+
+def test_a_read_only_installation_gives_copies_that_can_be_changed(shipped: Path, folder: Path) -> None:
+    for lesson in shipped.iterdir():
+        lesson.chmod(0o444)
+    copy_lessons(shipped, folder)
+    assert all(os.stat(copy).st_mode & 0o200 for copy in folder.iterdir())
+
+
+def test_the_shipped_lessons_are_never_the_working_copies(shipped: Path) -> None:
+    with pytest.raises(LaunchError, match="expected another folder"):
+        copy_lessons(shipped, shipped)
+
+
+def test_a_folder_that_cannot_be_written_is_said(shipped: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LaunchError, match="AMPLAB_LESSONS"):
+        copy_lessons(shipped, tmp_path / "file" / "lessons")
+
+
+def test_the_folder_can_be_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("AMPLAB_LESSONS", raising=False)
+    assert lessons_directory() == tmp_path / "amplab-lessons"
+    monkeypatch.setenv("AMPLAB_LESSONS", "~/courses")
+    assert lessons_directory() == tmp_path / "courses"
+
+
+def test_only_a_copy_that_is_as_shipped_is_signed(shipped: Path, folder: Path, tmp_path: Path) -> None:
+    copy_lessons(shipped, folder)
+    foreign = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("import os")])
+    nbformat.write(foreign, folder / "10_formats.ipynb")
+    nbformat.write(foreign, folder / "12_foreign.ipynb")
+    (folder / "11_kernels.ipynb").unlink()
+    with NotebookNotary(data_dir=str(tmp_path)) as notary:
+        sign_lessons(notary, shipped, folder)
+        signed = {
+            path.stem: notary.check_signature(nbformat.read(path, as_version=4)) for path in sorted(folder.iterdir())
+        }
+    assert signed == {"00_the_lab": True, "03_loss_scale": True, "10_formats": False, "12_foreign": False}
+
+
+def test_an_installed_wheel_has_the_lessons(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(PACKAGE, source / "amplab", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    shutil.copytree(ROOT / "notebooks", source / "notebooks")
+    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=source, capture_output=True, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert any(name.endswith("labextensions/amplab/static/lesson.js") for name in zipfile.ZipFile(wheel).namelist())
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--ignore-installed"]
+    for option, packages in (
+        ("--prefix", sysconfig.get_path("purelib", vars={"base": ""}).lstrip("/")),
+        ("--target", ""),
+    ):
+        target = tmp_path / option
+        subprocess.run([*install, option, str(target), str(wheel)], capture_output=True, check=True)
+        ask = "from amplab.launch import choose_lesson, find_lessons; print(choose_lesson(find_lessons()))"
+        code = f"import sys; sys.path.insert(0, {str(target / packages)!r}); {ask}"
+        found = subprocess.run(
+            [sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+        )
+        lesson = Path(found.stdout.strip())
+        assert target in lesson.parents
+        assert lesson.read_bytes() == (ROOT / "notebooks" / "00_the_lab.ipynb").read_bytes()
