@@ -37,11 +37,12 @@ def status_payload(status: RunStatus, *, state: str = "running", button: str | N
         state: State of the trainer.
         button: Text of the button, None for none.
     """
-    ready = status.kind == "ready"
+    failed = status.kind == "ready" and state == "failed"  # before the end of the first step
+    ready = status.kind == "ready" and not failed
     return {
         "kind": status.kind,
-        "tone": "bad" if status.is_bad else "odd" if status.kind in ("stuck", "floor", "searching") else "good",
-        "text": "Ready: press Start." if ready else status.text,
+        "tone": "bad" if status.is_bad or failed else "odd" if status.kind in ("stuck", "floor", "searching") else "good",
+        "text": "Ready: press Start." if ready else "The first step failed." if failed else status.text,
         "state": "" if ready else STATES.get(state, ""),
         "step": status.step,
         "button": button,
