@@ -29,6 +29,7 @@ from amplab.trace.input_statistics import MeasuredInput
 
 __all__ = [
     "STATES",
+    "ActivationsReady",
     "Callback",
     "ConfigChanged",
     "Event",
@@ -36,7 +37,9 @@ __all__ = [
     "GradientRecord",
     "GradientSample",
     "GradientsReady",
+    "InputsReady",
     "LayerShares",
+    "LevelTraced",
     "MixedScales",
     "Publisher",
     "RunsChanged",
@@ -46,8 +49,6 @@ __all__ = [
     "StepRecord",
     "StepRow",
     "TraceReady",
-    "LevelTraced",
-    "InputsReady",
     "TwinReady",
     "Undone",
 ]
@@ -195,6 +196,13 @@ class Undone:
 
 
 @dataclass(frozen=True)
+class ActivationsReady:
+    """The bytes that one forward of the present run keeps for its backward; None where they cannot be counted."""
+
+    nbytes: int | None
+
+
+@dataclass(frozen=True)
 class RunsChanged:
     """A run of `Trainer.kept` has changed: a comparison made progress, or something was measured."""
 
@@ -286,6 +294,7 @@ Event = (
     | Failed
     | Undone
     | RunsChanged
+    | ActivationsReady
     | TwinReady
 )
 

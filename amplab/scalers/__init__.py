@@ -12,6 +12,7 @@ on the device, for every `RecurrentRule`; `HostScale` computes on the host and c
 
 from amplab.scalers.combined_unscaler import CombinedUnscaler
 from amplab.scalers.device_scale import DeviceScale, HostScale, RecurrentScale, device_scale
+from amplab.scalers.fast_replay import ScalePath, overflow_limits, scale_path, steps_lost
 from amplab.scalers.flat_gradients import BrokenView, FlatGradients, ViewBreak, check_combined_tensors
 from amplab.scalers.floored_rule import floored
 from amplab.scalers.master_weights import MasterPair, MasterWeights
@@ -65,6 +66,7 @@ __all__ = [
     "RecurrentScale",
     "Replay",
     "ReplayStep",
+    "ScalePath",
     "ScaleRule",
     "ScaleState",
     "StaticScale",
@@ -75,7 +77,10 @@ __all__ = [
     "device_scale",
     "floored",
     "inverse_scale",
+    "overflow_limits",
     "overflow_verdict",
     "replay",
+    "scale_path",
+    "steps_lost",
     "strided_grad",
 ]

@@ -6,7 +6,7 @@
 An unscaled gradient of exponent e is in [2^e, 2^(e+1)). Multiplied by the replayed scale it overflows, or does not, or
 the record does not contain enough information to decide. A step that was recorded with inf or NaN does not show how
 large its gradients were. For a finite step that was not measured, the measured steps around it decide, and only if
-their gradients are far from the limit (`_around`). Every undecided step gives its reason (``doubt``).
+their gradients are far from the limit (`exponents_around`). Every undecided step gives its reason (``doubt``).
 
 A rule that does not skip, such as a static scale, takes the step that overflows. The weights are then inf or NaN, and
 so are all later gradients: the run is lost from there on (``lost_from``).
@@ -21,7 +21,7 @@ from amplab.formats import FLOAT16, ExponentHistogram, FloatFormat
 from amplab.scalers.published_rules import LossScaleAtMinimumError
 from amplab.scalers.rules import ScaleRule, ScaleState, require_rule
 
-__all__ = ["Replay", "ReplayStep", "Verdict", "overflow_verdict", "replay"]
+__all__ = ["Replay", "ReplayStep", "Verdict", "exponents_around", "overflow_verdict", "replay"]
 
 _NOT_FINITE = "the recorded gradients were inf or NaN, so their size is not in the record"
 _CENSORED = "the largest recorded gradients are in the top bin, which also counts everything larger"
@@ -148,7 +148,7 @@ def replay(
             f"recorded_scales: {len(recorded_scales)} for {len(record)} steps; expected one scale for each step."
         )
     require_rule(rule)
-    around = _around(record) if found_infs is None else {}
+    around = exponents_around(record) if found_infs is None else {}
     state, steps, lost = rule.start(), [], False
     neighbors = [None] * len(record) if recorded_scales is None or found_infs is not None else _nearest_finite(record)
     for step, recorded in enumerate(record):
@@ -234,7 +234,7 @@ def _verdict_between(lowest: int, highest: int, scale: float, fmt: FloatFormat) 
     return low if low == high and low.doubt is None else None
 
 
-def _around(record: Sequence[float | ExponentHistogram | None]) -> dict[int, tuple[int, int]]:
+def exponents_around(record: Sequence[float | ExponentHistogram | None]) -> dict[int, tuple[int, int]]:
     """Return for each unmeasured step the exponents that the measured steps around it allow.
 
     Gradients change little from step to step: they are taken to be within `_LEAST_SPREAD` binades of those nearby, or

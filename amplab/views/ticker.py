@@ -83,10 +83,13 @@ class Pace:
     Args:
         period: Seconds between two drawings.
         wake: Requests a tick, called while a drawing is postponed.
+
+    Attributes:
+        period: Seconds; a new value holds from the next drawing on.
     """
 
     def __init__(self, period: float, wake: Job) -> None:
-        self._period, self._wake = period, wake
+        self.period, self._wake = period, wake
         self._shown: object = None
         self._due = 0.0
 
@@ -98,7 +101,7 @@ class Pace:
         if now < self._due:
             self._wake()
             return False
-        self._shown, self._due = present, now + self._period
+        self._shown, self._due = present, now + self.period
         return True
 
     def forget(self) -> None:

@@ -11,7 +11,6 @@ from playwright.sync_api import Browser, expect
 
 WIDEST, HIGHEST = 1000, 760  # px: one screen of a laptop
 ACCENT_DARK = [0x56, 0xB4, 0xE9]
-READINGS = ("unscaled", "scaled", "magnitude")
 STICKING_OUT = """root => [...root.querySelectorAll("*")].filter(element =>
   element.offsetParent && !element.closest(".amp-sr, .amp-scroll, svg") &&
   element.getBoundingClientRect().right > root.getBoundingClientRect().right + 1).map(element => element.className)"""
@@ -171,21 +170,22 @@ def test_the_histogram_shows_its_values_under_the_pointer_and_to_a_screen_reader
     wait_for_paint(dashboard, HISTOGRAM, ACCENT_LIGHT)
     canvas.scroll_into_view_if_needed()
     box = canvas.bounding_box()
-    magnitude = dashboard.root.locator("[data-reading=magnitude]")
+    reading = dashboard.root.locator("[data-reading=lost]")
     seen = []
-    for share in (0.2, 0.45, 0.7, 0.95):
+    for share in (0.25, 0.62, 0.72, 0.96):
         dashboard.lab.page.mouse.move(box["x"] + share * box["width"], box["y"] + box["height"] / 2)
-        expect(magnitude).not_to_have_text("" if not seen else seen[-1][2])
-        seen.append([dashboard.root.locator(f"[data-reading={name}]").inner_text() for name in READINGS])
-    exponents = [exponent(place) for *_, place in seen]
+        expect(reading).not_to_have_text(seen[-1] if seen else "")
+        expect(reading).to_contain_text("; unscaled ")
+        seen.append(reading.inner_text())
+    exponents = [exponent(text.split(":")[0]) for text in seen]
     assert exponents == sorted(exponents)
-    assert exponents[0] < -25 < exponents[1] < -14 < exponents[2] < 16 <= exponents[3], "one in each range of float16"
-    assert any(unscaled != "0 %" for unscaled, *_ in seen)
+    ranges = [text.split("unscaled ")[1].split(",")[0] for text in seen]
+    assert ranges == ["→ 0", "subnormal", "normal", "→ inf"], "one in each range of float16"
     dashboard.lab.page.mouse.move(0, 0)
-    expect(magnitude).to_have_text("")
+    expect(reading).to_contain_text("scaled by ")
     canvas.focus()
     dashboard.lab.page.keyboard.press("ArrowRight")
-    expect(dashboard.root.locator("[data-panel=gradients] [role=status]")).to_contain_text("(normal): unscaled")
+    expect(dashboard.root.locator("[data-panel=gradients] .amp-gradients [role=status]")).to_contain_text("unscaled ")
     assert "peak at 2^" in canvas.get_attribute("aria-label")
     dashboard.lab.page.keyboard.press("Escape")
 

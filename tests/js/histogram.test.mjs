@@ -3,16 +3,14 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 
-import { binAt, exponentTicks, GradientHistogram, nextBin, outline, readingTexts, zoneOf } from "../../amplab/views/web/histogram.js";
+import {
+  binAt, exponentTicks, GradientHistogram, lostAt, nextBin, readingText, zoneOf, ZONES, zonesAt,
+} from "../../amplab/views/web/histogram.js";
 import { recordingCanvas } from "./recording_canvas.mjs";
 
-const ZONES = [[-4, -2, "→ 0"], [-2, 0, "subnormal"], [0, 3, "normal"], [3, 4, "→ inf"]];
-const CURVES = { low: -4, unscaled: [10, 40, 50, 0, 0, 0, 0, 0], scaled: [0, 0, 0, 10, 40, 50, 0, 0], zones: ZONES };
+// Magnitudes from 2^-4 to 2^4; "float16" becomes subnormal at 2^-2, normal at 2^0, infinite at 2^3.
+const CURVES = { low: -4, unscaled: [10, 40, 50, 0, 0, 0, 0, 0], scale: 2, edges: [-2, 0, 3] };
 const PALETTE = { ink: "ink", soft: "soft", grid: "grid", accent: "accent", faint: "faint", warning: "warning", paper: "paper", font: "sans" };
-
-test("a column spans from its power of two to the next", () => {
-  assert.deepEqual(outline(-1, [3, 5]), [[-1, 0], [-1, 3], [0, 3], [0, 5], [1, 5], [1, 0]]);
-});
 
 test("every position over the plot belongs to one bin, in order, and none beside it", () => {
   const bins = Array.from({ length: 401 }, (_, x) => binAt(CURVES, x, 400));
@@ -23,21 +21,36 @@ test("every position over the plot belongs to one bin, in order, and none beside
   assert.deepEqual(inside, [...inside].sort((a, b) => a - b));
 });
 
-test("the arrow keys begin at the fullest scaled bin and stop at the ends", () => {
-  assert.equal(nextBin(CURVES, null, 1), 5);
+test("the arrow keys begin at the fullest bin and stop at the ends", () => {
+  assert.equal(nextBin(CURVES, null, 1), 2);
   assert.equal(nextBin(CURVES, 5, 1), 6);
   assert.equal(nextBin(CURVES, 7, 1), 7);
   assert.equal(nextBin(CURVES, 0, -1), 0);
 });
 
-test("a reading names the power of two, its range and both shares", () => {
-  assert.deepEqual(readingTexts(CURVES, 1), ["40.0 %", "0 %", "2⁻³"]);
-  assert.deepEqual(readingTexts(CURVES, null), ["", "", ""]);
+test("a reading names the magnitude, its share and its ranges unscaled and scaled", () => {
+  assert.equal(readingText(CURVES, 1, 2), "2⁻³: 40.0 %; unscaled → 0, scaled subnormal");
+  assert.equal(readingText(CURVES, null, 2), "");
 });
 
-test("every bin lies in a range, and the first of a range belongs to it", () => {
-  const names = CURVES.unscaled.map((_, bin) => zoneOf(CURVES, bin));
-  assert.deepEqual(names, ["→ 0", "→ 0", "subnormal", "subnormal", "normal", "normal", "normal", "→ inf"]);
+test("the ranges slide by the scale, cover the axis without gaps, and agree with the range of each bin", () => {
+  for (let scale = -6; scale <= 20; scale += 1) {
+    const zones = zonesAt(CURVES, scale);
+    assert.deepEqual([zones[0][0], zones.at(-1)[1]], [-4, 4]);
+    for (let at = 1; at < zones.length; at += 1) assert.equal(zones[at][0], zones[at - 1][1]);
+    CURVES.unscaled.forEach((_, bin) => {
+      const [, , name] = zones.find(([from, to]) => from <= bin - 4 && bin - 4 < to);
+      assert.equal(zoneOf(CURVES, bin, scale), name, `bin ${bin}, scale 2^${scale}`);
+    });
+  }
+  assert.deepEqual(zonesAt(CURVES, 0).map(([from]) => from), [-4, -2, 0, 3]);
+  assert.deepEqual(zonesAt(CURVES, 1).map(([from]) => from), [-4, -3, -1, 2]);
+});
+
+test("a scale that is tried says what it loses", () => {
+  assert.deepEqual(lostAt(CURVES, 0), { zero: 50, inf: 0 });
+  assert.deepEqual(lostAt(CURVES, 2), { zero: 0, inf: 0 });
+  assert.deepEqual(lostAt(CURVES, 6), { zero: 0, inf: 90 });
 });
 
 test("the labels are multiples of eight", () => {
@@ -45,26 +58,25 @@ test("the labels are multiples of eight", () => {
   assert.ok(!Object.is(exponentTicks(-3, 9)[0], -0));
 });
 
-test("both curves, the ranges and their names are drawn, and what float16 keeps is not washed", () => {
-  const canvas = recordingCanvas();
-  new GradientHistogram(canvas).draw(CURVES, PALETTE, null);
-  assert.equal(canvas.strokes("ink").length, 1, "unscaled");
-  assert.equal(canvas.strokes("accent").length, 1, "scaled");
-  assert.deepEqual(canvas.fills(), ["grid", "faint"]);
-  assert.equal(canvas.rectangles().length, 4);
-  for (const [, , name] of ZONES) assert.ok(canvas.texts().includes(name), name);
+test("unscaled and scaled are named, with the ranges of each, and lost bars look different from kept ones", () => {
+  const canvas = recordingCanvas({ width: 600, height: 200 });
+  new GradientHistogram(canvas).draw({ ...CURVES, scale: 1 }, PALETTE, null);
+  const texts = canvas.texts();
+  for (const name of ["unscaled", "scaled", "gradient magnitude, unscaled"]) assert.ok(texts.includes(name), name);
+  assert.equal(texts.filter((text) => ZONES.includes(text)).length, 8, "four ranges in each row");
+  assert.equal(canvas.strokes("warning").length, 1, "the bar of 2^-4 becomes zero");
   assert.ok(canvas.numbers().every(Number.isFinite));
 });
 
 test("a reading frames its column", () => {
   const canvas = recordingCanvas();
   new GradientHistogram(canvas).draw(CURVES, PALETTE, 2);
-  assert.equal(canvas.strokes("ink").length, 2);
+  assert.equal(canvas.strokes("ink").length, 1);
 });
 
 test("gradients that are all zero can be drawn", () => {
   const canvas = recordingCanvas();
-  const nothing = new Array(8).fill(0);
-  new GradientHistogram(canvas).draw({ ...CURVES, unscaled: nothing, scaled: nothing }, PALETTE, nextBin({ ...CURVES, scaled: nothing }, null, 1));
+  const nothing = { ...CURVES, unscaled: new Array(8).fill(0) };
+  new GradientHistogram(canvas).draw(nothing, PALETTE, nextBin(nothing, null, 1));
   assert.ok(canvas.numbers().every(Number.isFinite));
 });

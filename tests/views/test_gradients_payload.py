@@ -1,13 +1,25 @@
 """Gradient exponents as curves and rows; the oracle is torch's own cast to float16."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from amplab.formats import exponent_histogram
-from amplab.lab import GradientRecord
-from amplab.views.tabs.gradients_payload import HIGH, LOW, curves, float16_zones, gradients_payload, layer_rows, summary
+from amplab.lab import ExperimentConfig, GradientRecord, History, Trainer
+from amplab.views.tabs.gradients_payload import (
+    HIGH,
+    LOW,
+    curves,
+    fitting_words,
+    float16_edges,
+    gradients_payload,
+    heat_map,
+    layer_rows,
+    stored_payload,
+    summary,
+)
 
 SCALE = 2.0**12
 
@@ -49,13 +61,11 @@ def test_the_cases_are_not_trivial(record: GradientRecord) -> None:
     assert zeros["zeros"] == 0.5
 
 
-def test_curves_are_the_same_shape_moved_by_the_scale(record: GradientRecord) -> None:
-    drawn = curves(record)
-    assert drawn["low"] == LOW
-    assert len(drawn["unscaled"]) == len(drawn["scaled"]) == HIGH - LOW + 1
+def test_the_histogram_holds_every_element_once(record: GradientRecord) -> None:
+    drawn = curves(record.sample.histogram, SCALE)
+    assert (drawn["low"], drawn["scale"]) == (LOW, 12.0)
+    assert len(drawn["unscaled"]) == HIGH - LOW + 1
     assert sum(drawn["unscaled"]) == pytest.approx(100, abs=0.01)
-    assert sum(drawn["scaled"]) == pytest.approx(100, abs=0.01)
-    assert drawn["scaled"][13:-1] == drawn["unscaled"][1:-13]
 
 
 def test_a_bar_counts_the_elements_of_its_power_of_two(
@@ -64,30 +74,29 @@ def test_a_bar_counts_the_elements_of_its_power_of_two(
     everything = torch.cat(list(gradients.values()))
     everything = everything[everything != 0]
     inside = ((everything >= 2.0**-25) & (everything < 2.0**-24)).float().mean().item()
-    assert curves(record)["unscaled"][-25 - LOW] == pytest.approx(100 * inside, abs=1e-4)
+    assert curves(record.sample.histogram, SCALE)["unscaled"][-25 - LOW] == pytest.approx(100 * inside, abs=1e-4)
 
 
-def test_zones_are_float16s_own_edges() -> None:
-    (_, flushed, _), (_, subnormal, _), (_, top, _), (_, end, _) = float16_zones()
+def test_the_edges_are_float16s_own() -> None:
+    flushed, subnormal, top = float16_edges()
     half = torch.finfo(torch.float16)
     assert 2.0**flushed == half.smallest_normal * 2.0**-10 / 2
     assert 2.0**subnormal == half.smallest_normal
     assert 2.0 ** (top - 1) < half.max < 2.0**top
-    assert end == HIGH + 1
 
 
 def test_gradients_that_are_broken_before_any_scaling_are_said() -> None:
     broken = exponent_histogram(torch.tensor([float("nan"), float("inf"), 1.0, 2.0]))
     record = GradientRecord(step=0, loss_scale=1.0, layers=(("layer", broken),))
     assert summary(record).endswith("; 50.0 % are NaN or inf")
-    assert gradients_payload(record)["layers"][0]["overflowed"] == "50.0 % NaN"
-    assert sum(curves(record)["unscaled"]) == pytest.approx(100)
+    assert gradients_payload(record, History())["layers"][0]["overflowed"] == "50.0 % NaN"
+    assert sum(curves(broken, 1.0)["unscaled"]) == pytest.approx(100)
 
 
 def test_the_payload_is_small_json_and_its_texts_agree(
     gradients: dict[str, torch.Tensor], record: GradientRecord
 ) -> None:
-    payload = gradients_payload(record)
+    payload = gradients_payload(record, History())
     text = json.dumps(payload, allow_nan=False)
     assert len(text) < 5000, "it is sent once a second"
     assert payload["summary"].startswith("Step 1,234, scale 2¹²: flushed to zero ")
@@ -95,15 +104,69 @@ def test_the_payload_is_small_json_and_its_texts_agree(
     assert payload["layers"][1]["zeros"] == "50.0 %"
 
 
-def test_the_description_names_both_peaks() -> None:
+def test_the_description_names_the_peak_and_what_float16_holds_at_the_scale() -> None:
     half = exponent_histogram(torch.tensor([2.0**-13] * 3 + [1.0]))
     record = GradientRecord(step=0, loss_scale=2.0**10, layers=(("layer", half),))
-    assert "2^-13 with 75.0 %" in gradients_payload(record)["description"]
-    assert "2^-3 with 75.0 %" in gradients_payload(record)["description"]
+    description = str(gradients_payload(record, History())["description"])
+    assert "2^-13 with 75.0 %" in description
+    assert "from 2^-35 to 2^6" in description
 
 
 def test_gradients_without_a_finite_element_can_be_shown() -> None:
     nothing = exponent_histogram(torch.tensor([0.0, float("nan")]))
-    payload = gradients_payload(GradientRecord(step=0, loss_scale=1.0, layers=(("layer", nothing),)))
+    payload = gradients_payload(GradientRecord(step=0, loss_scale=1.0, layers=(("layer", nothing),)), History())
     assert set(payload["curves"]["unscaled"]) == {0.0}
     json.dumps(payload, allow_nan=False)
+
+
+@pytest.fixture(scope="module")
+def run() -> History:
+    """A run at a static scale at which some gradients become zero, and which fits."""
+    trainer = Trainer(ExperimentConfig(hidden=16, loss_scale=2.0**-6))
+    trainer.run(250)
+    return trainer.history
+
+
+def test_the_largest_scale_that_fits_is_the_largest_that_does(run: History) -> None:
+    words = fitting_words(run)
+    exponents = run.column("grad_exponent")
+    power_of_two = int(
+        words.split("fits every step so far: 2")[1].split(";")[0].translate(str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789"))
+    )
+    largest = 2.0 ** (exponents.max() + 1) * (1 - 2.0**-11)  # the largest float16 number of the highest binade
+    assert torch.tensor(largest * 2.0**power_of_two).half().isfinite()
+    assert not torch.tensor(2.0 ** exponents.max() * 2.0 ** (power_of_two + 1)).half().isfinite()
+    assert f"at step {int(exponents.argmax()):,}," in words
+    assert fitting_words(History()) == ""
+
+
+def test_the_heat_map_has_what_each_layer_loses_over_the_run(run: History) -> None:
+    drawn = heat_map(run.gradient_samples)
+    samples = {sample.step: sample for sample in run.gradient_samples}
+    assert drawn["steps"] == list(samples)
+    assert max(max(row) for row in drawn["underflow"]) > 0
+    for name, row in zip(drawn["layers"], drawn["underflow"], strict=True):
+        for step, share in zip(drawn["steps"], row, strict=True):
+            (layer,) = [each for each in samples[step].layers if each.name == name]
+            assert share == pytest.approx(100 * layer.underflow, abs=0.01)
+    assert heat_map([])["layers"] == []
+
+
+def test_a_long_heat_map_keeps_the_worst_and_stays_small(run: History) -> None:
+    sample = run.gradient_samples[-1]
+    many = tuple(replace(sample.layers[0], name=f"layer{at}.weight", underflow=0.0) for at in range(100))
+    bad = (*many[:77], replace(many[77], overflow=1.0), *many[78:])
+    samples = [replace(sample, step=200 * at, layers=bad if at == 433 else many) for at in range(1000)]
+    drawn = heat_map(samples)
+    assert len(drawn["steps"]) == 120
+    assert (len(drawn["layers"]), drawn["left_out"]) == (40, 60)
+    assert max(drawn["overflow"][drawn["layers"].index("layer77.weight")]) == 100.0
+
+
+def test_a_selected_step_shows_what_was_stored_nearest_at_its_own_scale(run: History) -> None:
+    payload = stored_payload(run, 47)
+    assert "Selected step 47 (histogram of step 40, the nearest that is stored), scale 2⁻⁶" in payload["summary"]
+    assert payload["curves"]["scale"] == -6.0
+    assert len(payload["layers"]) == 6
+    assert stored_payload(run, 10_000) is None
+    assert stored_payload(History(), 0) is None

@@ -1,15 +1,16 @@
-"""The gradients' tab as plain values: two histograms over powers of two, and one row for each layer.
+"""The gradients' tab as plain values: a histogram over powers of two, one row for each layer, and a heat map.
 
-A loss scale of 2^k moves the histogram k bins to the right and changes nothing else, so the scaled gradients are the
-unscaled ones, shifted. Shares are of the finite non-zero elements: a gradient that is exactly zero (a blank pixel, a
-dead unit) does not count as underflow. No widget here; histogram.js draws the curves.
+A loss scale of 2^k multiplies every gradient by 2^k. float16 then loses what it would lose of the unscaled gradients if
+its own range lay k powers of two lower. So the histogram stays where it is, and the ranges of float16 slide over it.
+Shares are of the finite non-zero elements: a gradient that is exactly zero (a blank pixel, a dead unit) does not count
+as underflow. No widget here; histogram.js and heat_map.js draw.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import reduce
-from itertools import pairwise
 from operator import add
 from typing import Any
 
@@ -17,42 +18,135 @@ import numpy as np
 
 from amplab.display.numbers import percent, power
 from amplab.formats import FLOAT16, ExponentHistogram
-from amplab.lab import GradientRecord
+from amplab.lab import GradientRecord, GradientSample, History, LayerShares
+from amplab.scalers import overflow_limits
 
-__all__ = ["HIGH", "LOW", "curves", "float16_zones", "gradients_payload", "layer_rows", "summary"]
+__all__ = [
+    "HIGH",
+    "LOW",
+    "curves",
+    "fitting_words",
+    "float16_edges",
+    "gradients_payload",
+    "heat_map",
+    "layer_rows",
+    "stored_payload",
+    "summary",
+]
 
-LOW, HIGH = -44, 24
+LOW, HIGH = -58, 19
 """Exponents that are drawn; elements beyond them are counted in the first and the last bin."""
 
 
-def gradients_payload(record: GradientRecord) -> dict[str, object]:
-    """Return all that the tab shows, as JSON values."""
+_COLUMNS = 120  # of the heat map
+_LAYERS = 40  # rows of the heat map
+
+
+def gradients_payload(record: GradientRecord, history: History) -> dict[str, object]:
+    """Return all that the tab shows of the present gradients, as JSON values.
+
+    Args:
+        record: The gradients of the next batch.
+        history: The run, for the heat map and the largest static scale that fits.
+    """
+    total = _all_layers(record)
     return {
         "summary": summary(record),
-        "description": _description(record),
-        "curves": curves(record),
+        "fits": fitting_words(history),
+        "description": _description(total, record.loss_scale),
+        "curves": curves(total, record.loss_scale),
         "layers": [_texts(row) for row in layer_rows(record)],
+        "heat": heat_map(history.gradient_samples),
     }
 
 
-def curves(record: GradientRecord) -> dict[str, object]:
-    """Return both histograms of all layers together, in percent, and the ranges of float16."""
-    unscaled = _all_layers(record)
+def stored_payload(history: History, step: int) -> dict[str, object] | None:
+    """Return what the tab shows for a selected step: the nearest stored histogram, at the scale of the step.
+
+    Returns:
+        None if the run has no such step, or no histogram.
+    """
+    steps = history.column("step")
+    row = int(np.searchsorted(steps, step))
+    samples = history.gradient_samples
+    if row == len(steps) or not samples:
+        return None
+    sample = min(samples, key=lambda each: abs(each.step - step))
+    scale = history.record(row).loss_scale
+    when = "" if sample.step == step else f" (histogram of step {sample.step:,}, the nearest that is stored)"
+    return {
+        "summary": f"Selected step {step:,}{when}, scale {power(scale, raised=True)}: {_lost(sample.histogram, scale)}",
+        "fits": fitting_words(history),
+        "description": _description(sample.histogram, scale),
+        "curves": curves(sample.histogram, scale),
+        "layers": [_stored_texts(layer) for layer in sample.layers],
+        "heat": heat_map(samples),
+    }
+
+
+def curves(unscaled: ExponentHistogram, loss_scale: float) -> dict[str, object]:
+    """Return the histogram in percent, log2 of the scale, and the edges of float16's ranges for unscaled values."""
     return {
         "low": LOW,
         "unscaled": _percent(unscaled),
-        "scaled": _percent(_scaled(unscaled, record.loss_scale)),
-        "zones": float16_zones(),
+        "scale": math.log2(loss_scale) if 0.0 < loss_scale < math.inf else 0.0,
+        "edges": float16_edges(),
     }
 
 
-def float16_zones() -> list[tuple[float, float, str]]:
-    """Return (from, to, name) of the ranges of float16 on the exponent axis, from bin edges."""
+def float16_edges() -> list[float]:
+    """Return log2 of where float16's subnormals, its normal numbers and its overflow begin; lower values become 0."""
     kept = math.log2(FLOAT16.smallest_subnormal) - 1  # half of the smallest subnormal rounds to zero
-    normal = math.log2(FLOAT16.smallest_normal)
-    top = FLOAT16.max_exponent + 1
-    names = ("→ 0", "subnormal", "normal", "→ inf")
-    return [(*edges, name) for edges, name in zip(pairwise((LOW, kept, normal, top, HIGH + 1)), names, strict=True)]
+    return [kept, math.log2(FLOAT16.smallest_normal), FLOAT16.max_exponent + 1.0]
+
+
+def fitting_words(history: History) -> str:
+    """Return in words the largest static scale that fits the gradients of every step so far.
+
+    It is the largest power of two below the least scale under which a measured step overflows.
+    """
+    exponents = history.column("grad_exponent")
+    measured = np.flatnonzero(np.isfinite(exponents))
+    if not len(measured):
+        return ""
+    largest = measured[np.argmax(exponents[measured])]
+    limit = overflow_limits(exponents[[largest]], np.ones(1))[0]
+    fits, exponent = 2.0 ** math.floor(math.log2(limit)), int(exponents[largest])
+    low, high = (power(2.0**each, raised=True) for each in (exponent, exponent + 1))
+    return (
+        f"Largest static scale that fits every step so far: {power(fits, raised=True)}; the largest gradient, at step "
+        f"{history.record(int(largest)).step:,}, is between {low} and {high}."
+    )
+
+
+def heat_map(samples: Sequence[GradientSample]) -> dict[str, object]:
+    """Return the share in percent that each layer loses at each stored step, to zero and to infinity.
+
+    The columns are spread over the run, each the worst of the samples that it stands for. Of many layers those that
+    lose most are shown, in the model's order.
+    """
+    known = [sample for sample in samples if sample.layers]
+    if not known:
+        return {"steps": [], "layers": [], "underflow": [], "overflow": [], "nonfinite": [], "left_out": 0}
+    names = [layer.name for layer in known[-1].layers]
+    known = [sample for sample in known if len(sample.layers) == len(names)]
+    parts = np.array_split(np.arange(len(known)), min(_COLUMNS, len(known)))
+    lost = np.array([[_layer_loss(layer) for layer in sample.layers] for sample in known])  # (steps, layers, 3)
+    shown = sorted(np.argsort(-lost.sum(axis=(0, 2)), kind="stable")[:_LAYERS].tolist())
+    worst = np.array([lost[part].max(axis=0) for part in parts])  # (columns, layers, 3)
+    rows = [worst[:, layer].T.round(2).tolist() for layer in shown]
+    return {
+        "steps": [known[part[0]].step for part in parts],
+        "layers": [names[layer] for layer in shown],
+        "underflow": [row[0] for row in rows],
+        "overflow": [row[1] for row in rows],
+        "nonfinite": [row[2] for row in rows],
+        "left_out": len(names) - len(shown),
+    }
+
+
+def _layer_loss(layer: LayerShares) -> tuple[float, float, float]:
+    return 100 * layer.underflow, 100 * layer.overflow, 100 * layer.nonfinite
 
 
 def layer_rows(record: GradientRecord) -> list[dict[str, Any]]:
@@ -63,25 +157,29 @@ def layer_rows(record: GradientRecord) -> list[dict[str, Any]]:
 def summary(record: GradientRecord) -> str:
     """Return in one line how much of the gradients float16 loses without the scale and with it."""
     total = _all_layers(record)
-    scaled = _scaled(total, record.loss_scale)
+    scale = power(record.loss_scale, raised=True)
+    return f"Step {record.step:,}, scale {scale}: {_lost(total, record.loss_scale)}"
+
+
+def _lost(total: ExponentHistogram, loss_scale: float) -> str:
+    scaled = _scaled(total, loss_scale)
     before, after = (percent(each.underflow_fraction(FLOAT16)) for each in (total, scaled))
     overflowed = percent(scaled.overflow_fraction(FLOAT16))
     broken = _nonfinite(total)
-    return (
-        f"Step {record.step:,}, scale {power(record.loss_scale, raised=True)}: flushed to zero {before} unscaled, "
-        f"{after} scaled; overflowed {overflowed}" + (f"; {percent(broken)} are NaN or inf" if broken else "")
+    return f"flushed to zero {before} unscaled, {after} scaled; overflowed {overflowed}" + (
+        f"; {percent(broken)} are NaN or inf" if broken else ""
     )
 
 
-def _description(record: GradientRecord) -> str:
+def _description(total: ExponentHistogram, loss_scale: float) -> str:
     """The histogram in words, for a screen reader."""
-    total = _all_layers(record)
     if not total.finite_nonzero:
         return "Histogram of gradient magnitudes: no element is finite and non-zero."
-    unscaled, scaled = (_peak(_percent(each)) for each in (total, _scaled(total, record.loss_scale)))
+    kept, _, top = (edge - math.log2(loss_scale) for edge in float16_edges())
     return (
-        "Histogram of gradient magnitudes over powers of two, with the ranges of float16. "
-        f"The unscaled gradients peak at {unscaled}, the scaled gradients at {scaled}."
+        "Histogram of unscaled gradient magnitudes over powers of two, below the range of float16 without a scale and "
+        f"with it. The gradients peak at {_peak(_percent(total))}. With the scale {power(loss_scale)}, float16 holds "
+        f"magnitudes from 2^{kept:.0f} to 2^{top:.0f}."
     )
 
 
@@ -94,7 +192,7 @@ def _all_layers(record: GradientRecord) -> ExponentHistogram:
 
 
 def _scaled(histogram: ExponentHistogram, loss_scale: float) -> ExponentHistogram:
-    return histogram.shifted(math.log2(loss_scale))
+    return histogram.shifted(math.log2(loss_scale)) if 0.0 < loss_scale < math.inf else histogram
 
 
 def _nonfinite(histogram: ExponentHistogram) -> float:
@@ -129,3 +227,9 @@ def _texts(row: dict[str, Any]) -> dict[str, str]:
         "overflowed": f"{percent(row['nonfinite'])} NaN" if row["nonfinite"] else percent(row["overflowed"]),
         "zeros": percent(row["zeros"]),
     }
+
+
+def _stored_texts(layer: LayerShares) -> dict[str, str]:
+    """A stored layer's row as the table writes it; without the scale and without zeros, which are not stored."""
+    overflowed = f"{percent(layer.nonfinite)} NaN" if layer.nonfinite else percent(layer.overflow)
+    return {"name": layer.name, "flushed": percent(layer.underflow), "overflowed": overflowed, "zeros": "–"}

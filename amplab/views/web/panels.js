@@ -8,6 +8,7 @@ import { dtypesPanel } from "./tab_dtypes.js";
 import { findingsPanel } from "./tab_findings.js";
 import { gradientsPanel } from "./tab_gradients.js";
 import { runsPanel } from "./tab_runs.js";
+import { scalePanel } from "./tab_scale.js";
 import { skippedPanel } from "./tab_skipped.js";
 import { stepThroughPanel } from "./tab_step_through.js";
 
@@ -18,6 +19,7 @@ const PANELS = {
   findings: findingsPanel,
   step_through: stepThroughPanel,
   runs: runsPanel,
+  scale: scalePanel,
 };
 
 function tabStrip(model) {

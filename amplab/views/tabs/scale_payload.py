@@ -1,0 +1,234 @@
+"""The tab of the loss scale as plain values: how it moves now, what the run costs, and other rules over the same run.
+
+`dynamics` has the steps until the scale grows, the skipped steps, steps/s and bytes over time. `what_if_payload` has
+one line and one row for each rule: the one of the person, and the published ones. No widget here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+import numpy as np
+
+from amplab.amp import MemoryUse
+from amplab.display.numbers import count, percent, power
+from amplab.formats import FLOAT16
+from amplab.lab import ExperimentConfig, GradientSample, History
+from amplab.lab.history import extreme_rows
+from amplab.scalers import PUBLISHED_RULES, DynamicScale, ScalePath, steps_lost
+
+__all__ = ["OWN", "clean_steps", "dynamics", "own_rule", "what_if_payload"]
+
+OWN = "your rule"
+"""The name of the rule that the controls describe."""
+
+_CORNERS = 300  # of one line
+_SKIPS = 150  # marks on one line
+_SAMPLES = 40  # histograms from which the lost gradients are estimated
+_RATES = 80  # points of steps/s
+
+
+# How the scale moves now
+
+
+def dynamics(history: History, config: ExperimentConfig, scale: float) -> dict[str, Any]:
+    """Return the figures and the two series of the tab.
+
+    Args:
+        history: The run.
+        config: The experiment in effect.
+        scale: Scale that the next step will use.
+    """
+    rate, memory = _rates(history), _memory(history)
+    return {
+        "growth": _growth(history, config, scale),
+        "skips": _skips(history),
+        "rate": rate,
+        "memory": memory,
+        "words": f"{_rate_words(rate)} {_memory_words(history)}".strip(),
+    }
+
+
+def clean_steps(history: History) -> int:
+    """Return the number of steps since the scale last moved or a step was skipped."""
+    skipped, used, following = (history.column(name) for name in ("skipped", "loss_scale", "next_loss_scale"))
+    if not len(skipped):
+        return 0
+    moved = skipped | (following != used)
+    set_anew = np.flatnonzero(used[1:] != following[:-1]) + 1  # as by a changed config: counted from this step on
+    last = np.flatnonzero(moved)
+    since = max(int(last[-1]) + 1 if len(last) else 0, int(set_anew[-1]) if len(set_anew) else 0)
+    return len(skipped) - since
+
+
+def _growth(history: History, config: ExperimentConfig, scale: float) -> dict[str, Any]:
+    """The steps that are counted, the interval, and both in words."""
+    if not config.is_dynamic:
+        text = f"The scale is static, {power(scale, raised=True)}: no step is skipped, and it does not grow."
+        return {"counted": None, "interval": None, "text": text}
+    interval = config.growth_interval
+    counted = clean_steps(history) % interval  # at the ceiling the count starts again without a growth
+    left = interval - counted
+    if scale >= config.max_loss_scale:
+        text = f"The scale is at its ceiling, {power(scale, raised=True)}; an overflow halves it."
+    else:
+        text = f"Grows to {power(2 * scale, raised=True)} after {count(left, 'more step')} without an overflow."
+    return {"counted": counted, "interval": interval, "text": text}
+
+
+def _skips(history: History) -> str:
+    skips, steps = history.skip_count, len(history)
+    if not skips:
+        return "No step was skipped."
+    last = history.skips(skips - 1)[-1].step
+    return f"{count(skips, 'step')} skipped, {percent(skips / steps)} of all; the last one is step {last:,}."
+
+
+def _rates(history: History) -> dict[str, list[float]]:
+    """Steps per second over the run; the median of each part, so that a pause does not show."""
+    seconds, steps = history.column("seconds"), history.column("step")
+    taken = np.diff(seconds)
+    if len(taken) < 2:
+        return {"steps": [], "values": []}
+    parts = [part for part in np.array_split(np.arange(len(taken)), min(_RATES, len(taken) // 2)) if len(part)]
+    medians = [float(np.median(taken[part])) for part in parts]
+    return {
+        "steps": [int(steps[part[len(part) // 2] + 1]) for part in parts],
+        "values": [round(1.0 / median, 2) if median > 0 else 0.0 for median in medians],
+    }
+
+
+def _rate_words(rate: Mapping[str, list[float]]) -> str:
+    values = rate["values"]
+    if not values:
+        return ""
+    return f"Steps per second: {values[-1]:,.0f} now, from {min(values):,.0f} to {max(values):,.0f} over the run."
+
+
+def _memory(history: History) -> dict[str, Any]:
+    """Bytes by kind from each step on, for the kinds that the run has; its last entry holds until now."""
+    held = history.memory
+    kinds = [
+        each.name
+        for each in fields(MemoryUse)
+        if each.default is MISSING or any(getattr(memory, each.name) for _, memory in held)
+    ]
+    return {
+        "steps": [step for step, _ in held],
+        "end": max(len(history) - 1, 0),
+        "kinds": [
+            {"name": kind.replace("_", " "), "values": [getattr(memory, kind) for _, memory in held]} for kind in kinds
+        ],
+    }
+
+
+def _memory_words(history: History) -> str:
+    if not history.memory:
+        return ""
+    memory = history.memory[-1][1]
+    parts = ", ".join(f"{each.name.replace('_', ' ')} {getattr(memory, each.name):,} B" for each in fields(MemoryUse))
+    return f"Memory now: {parts}."
+
+
+# Other rules over the same run
+
+
+def own_rule(config: ExperimentConfig, *, init: float, window: float, backoff: float) -> DynamicScale:
+    """Return the rule of the controls.
+
+    Args:
+        config: The experiment, whose floor and ceiling also hold for the rule.
+        init: log2 of the first scale.
+        window: Steps without overflow until the scale doubles.
+        backoff: What an overflow multiplies the scale with.
+
+    Raises:
+        ValueError: A value that no rule has.
+    """
+    if not -24 <= init <= 40:
+        raise ValueError(f"init 2^{init:g}: enter an exponent from -24 to 40.")
+    if not (float(window).is_integer() and window >= 1):
+        raise ValueError(f"window {window:g}: enter a whole number of steps from 1 on.")
+    if not 0.0 < backoff < 1.0:
+        raise ValueError(f"backoff {backoff:g}: enter a number between 0 and 1.")
+    ceiling = max(config.max_loss_scale, 2.0**init)
+    floor = None if config.min_loss_scale is None else min(config.min_loss_scale, 2.0**init)
+    return DynamicScale(
+        init_scale=2.0**init,
+        growth_interval=int(window),
+        backoff_factor=float(backoff),
+        floor=floor,
+        ceiling=ceiling,
+    )
+
+
+def what_if_payload(history: History, own: DynamicScale) -> dict[str, Any]:
+    """Return the lines and the rows of the recorded scale and of each rule over the same run."""
+    rules = {OWN: own, **PUBLISHED_RULES}
+    paths = history.scale_paths(rules)
+    used, skipped = history.column("loss_scale"), history.column("skipped")
+    recorded = ScalePath(used, skipped, skips=True)
+    samples = _spread_samples(history)
+    runs = [
+        _run("recorded", recorded, skipped, samples),
+        *(_run(name, path, skipped, samples) for name, path in paths.items()),
+    ]
+    return {"steps": len(history), "runs": runs, "words": _what_if_words(runs, len(history))}
+
+
+def _run(name: str, path: ScalePath, recorded_skips: np.ndarray, samples: list[GradientSample]) -> dict[str, Any]:
+    over = np.flatnonzero(path.found_infs)
+    lost = None if name == "recorded" else steps_lost(path, recorded_skips)
+    share = _gradients_lost(path, samples)
+    return {
+        "name": name,
+        "corners": _corners(path.scales),
+        "skips": over[:: max(1, -(-len(over) // _SKIPS))].tolist(),
+        "skipped": f"{len(over):,}" if path.lost_from is None else "none",
+        "lost": "–" if lost is None else _signed(lost),
+        "gradients": "–" if share is None else percent(share),
+        "last": power(float(path.scales[-1]), raised=True) if len(path.scales) else "–",
+        "ended": None if len(path.scales) == len(recorded_skips) else len(path.scales) - 1,
+    }
+
+
+def _corners(scales: np.ndarray) -> list[list[float]]:
+    """Return (step, log2) where the scale changes, and at the end; a line with too many keeps its extremes."""
+    if not len(scales):
+        return []
+    rows = np.flatnonzero(np.diff(scales, prepend=np.nan) != 0)
+    if len(rows) > _CORNERS:
+        starts = np.unique(np.linspace(0, len(rows), _CORNERS // 4, endpoint=False).astype(np.int64))
+        rows = rows[extreme_rows(scales[rows], starts)]
+    rows = np.append(rows, len(scales) - 1)
+    return [[int(row), math.log2(scales[row])] for row in rows if 0.0 < scales[row] < math.inf]
+
+
+def _spread_samples(history: History) -> list[GradientSample]:
+    samples = history.gradient_samples
+    return list(samples[:: max(1, -(-len(samples) // _SAMPLES))])
+
+
+def _gradients_lost(path: ScalePath, samples: list[GradientSample]) -> float | None:
+    """Return the mean share of the gradients' elements that float16 turns into zero at these scales."""
+    shares = [
+        sample.histogram.lost_share(float(path.scales[sample.step]), FLOAT16)
+        for sample in samples
+        if sample.step < len(path.scales)
+    ]
+    known = [1.0 if share is None else share for share in shares]
+    return sum(known) / len(known) if known else None
+
+
+def _signed(number: int) -> str:
+    return f"{number:+,}".replace("-", "−") if number else "0"
+
+
+def _what_if_words(runs: list[dict[str, Any]], steps: int) -> str:
+    if not steps:
+        return "Train first: other rules are followed over the recorded run."
+    own = next(run for run in runs if run["name"] == OWN)
+    return f"{count(steps, 'step')} replayed. {OWN.capitalize()}: {own['skipped']} skipped, steps lost {own['lost']}."

@@ -1,0 +1,119 @@
+"""The tab of the loss scale: the growth counter is the session's own, the other rules are those of `replay`."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+
+from amplab.lab import ExperimentConfig, History, Trainer
+from amplab.scalers import PUBLISHED_RULES, DynamicScale
+from amplab.views.tabs.scale_payload import OWN, clean_steps, dynamics, own_rule, what_if_payload
+
+SMALL = ExperimentConfig(hidden=16, growth_interval=7)
+
+
+def session_counter(trainer: Trainer) -> int:
+    return trainer._experiment.session.state_dict()["loss_scaler0"]["unskipped"]
+
+
+def test_the_growth_counter_is_that_of_the_session() -> None:
+    trainer = Trainer(SMALL)
+    for what in ("", "overflow", "", "O2", "", "lr", "overflow", ""):
+        if what in ("overflow",):
+            trainer.inject(what)
+        elif what == "O2":
+            trainer.change(opt_level="O2")
+        elif what == "lr":
+            trainer.change(lr=0.01)
+        for _ in range(5):
+            trainer.run(1)
+            assert clean_steps(trainer.history) == session_counter(trainer), f"after {what}"
+    trainer.change(init_scale=2.0**10)  # a new scale: the count starts again
+    trainer.run(3)
+    assert clean_steps(trainer.history) == session_counter(trainer) == 3
+    payload = dynamics(trainer.history, trainer.config, trainer.loss_scale)
+    assert payload["growth"] == {
+        "counted": 3,
+        "interval": 7,
+        "text": "Grows to 2¹¹ after 4 more steps without an overflow.",
+    }
+    trainer.run(4)
+    assert trainer.loss_scale == 2.0**11
+
+
+def test_a_static_scale_and_a_ceiling_say_so() -> None:
+    trainer = Trainer(SMALL.changed(loss_scale=128.0))
+    trainer.run(2)
+    assert "static, 2⁷" in dynamics(trainer.history, trainer.config, trainer.loss_scale)["growth"]["text"]
+    trainer = Trainer(SMALL.changed(max_loss_scale=2.0**16))
+    trainer.run(9)
+    growth = dynamics(trainer.history, trainer.config, trainer.loss_scale)["growth"]
+    assert "ceiling, 2¹⁶" in growth["text"]
+    assert growth["counted"] == session_counter(trainer) == 2
+
+
+def test_memory_is_shown_by_kind_and_rates_do_not_show_a_pause(record) -> None:
+    trainer = Trainer(SMALL)
+    trainer.run(30)
+    trainer.change(opt_level="O2")
+    trainer.run(5)
+    payload = dynamics(trainer.history, trainer.config, trainer.loss_scale)
+    json.dumps(payload)
+    kinds = {kind["name"]: kind["values"] for kind in payload["memory"]["kinds"]}
+    assert kinds["masters"][0] == 0 < kinds["masters"][-1]
+    assert sum(values[-1] for values in kinds.values()) == trainer.memory().total
+    history = History()
+    for step in range(400):  # a pause of 60 s in the middle
+        history.append(record(step, seconds=0.01 * step + 60.0 * (step >= 200)))
+    rates = dynamics(history, SMALL, 1.0)["rate"]["values"]
+    assert rates == pytest.approx([100.0] * len(rates), rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def run() -> History:
+    trainer = Trainer(SMALL)
+    trainer.run(60)
+    trainer.inject("overflow")
+    trainer.run(60)
+    return trainer.history
+
+
+def test_each_rule_has_the_skips_and_the_lost_steps_of_the_replay(run: History) -> None:
+    own = DynamicScale(init_scale=2.0**20, growth_interval=5, backoff_factor=0.25)
+    runs = {each["name"]: each for each in what_if_payload(run, own)["runs"]}
+    assert list(runs) == ["recorded", OWN, *PUBLISHED_RULES]
+    for name, rule in {OWN: own, **PUBLISHED_RULES}.items():
+        expected = run.replay(rule)
+        row = expected.row()
+        assert (runs[name]["skipped"], runs[name]["lost"]) == (row["skips"], row["steps lost"])
+        assert runs[name]["skips"] == list(expected.skips)
+        drawn = dict(runs[name]["corners"])
+        assert all(2.0 ** drawn[step] == expected.scales[step] for step in drawn)
+    assert runs["recorded"]["skips"] == [record.step for record in run.skips()]
+
+
+def test_a_run_of_20000_steps_is_replayed_without_holding_up_the_view(record) -> None:
+    history = History()
+    exponents = np.floor(np.random.default_rng(0).normal(-4, 1, 20_000))
+    for step, exponent in enumerate(exponents):
+        history.append(record(step, grad_exponent=float(exponent)))
+    taken = []
+    for _ in range(3):  # the machine may be busy
+        began = time.perf_counter()
+        payload = what_if_payload(history, DynamicScale(growth_interval=50))
+        taken.append(time.perf_counter() - began)
+    assert min(taken) < 0.1
+    assert len(json.dumps(payload)) < 100_000
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"), [({"init": 99}, "init 2"), ({"window": 0.5}, "window 0.5"), ({"backoff": 1.5}, "backoff 1.5")]
+)
+def test_a_rule_that_cannot_be_is_refused_by_its_label(rule, said) -> None:
+    with pytest.raises(ValueError, match=said):
+        own_rule(SMALL, **{"init": 16, "window": 50, "backoff": 0.5, **rule})
+
+
+def test_an_empty_run_has_a_payload() -> None:
+    json.dumps([dynamics(History(), SMALL, 1.0), what_if_payload(History(), DynamicScale())])
