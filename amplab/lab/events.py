@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from amplab.diagnose import TwinReport
     from amplab.formats import ExponentHistogram
     from amplab.lab.config import ExperimentConfig
+    from amplab.lab.memory_fit import LevelMemory
     from amplab.lab.skip_explanation import SkipExplanation
     from amplab.lab.step_stages import StepStages
     from amplab.trace import Trace
-from amplab.trace.input_statistics import MeasuredInput
+    from amplab.trace.input_statistics import MeasuredInput
 
 __all__ = [
     "STATES",
@@ -40,6 +41,7 @@ __all__ = [
     "InputsReady",
     "LayerShares",
     "LevelTraced",
+    "MemoryCounted",
     "MixedScales",
     "Publisher",
     "RunsChanged",
@@ -242,6 +244,13 @@ class InputsReady:
 
 
 @dataclass(frozen=True)
+class MemoryCounted:
+    """The bytes of one step of the experiment at one opt_level, counted on a fresh model."""
+
+    memory: LevelMemory
+
+
+@dataclass(frozen=True)
 class GradientsReady:
     """The requested exponents of the gradients."""
 
@@ -288,6 +297,7 @@ Event = (
     | TraceReady
     | LevelTraced
     | InputsReady
+    | MemoryCounted
     | GradientsReady
     | SkipExplained
     | StagesReady

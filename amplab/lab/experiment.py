@@ -55,6 +55,7 @@ from amplab.lab.tasks import MakeOptimizer, Task, TaskLoss, load_task
 from amplab.policies.nested_tensors import floating_tensors_in, map_tensors
 from amplab.trace import Trace, trace_step, xray
 from amplab.trace.handed_step import ModelGroup
+from amplab.trace.kept_tensors import KeptBytes
 from amplab.trace.random_states import random_states_kept
 from amplab.trace.recorder import Observer
 
@@ -447,10 +448,19 @@ class Experiment:
 
         They include 16-bit copies of weights. None for a model that calls `torch.func`, where they cannot be counted.
         """
-        batch, part = self._batch(self._step), self._parts()[0]
-        with self._session.casting():
-            kept = xray(self._model, step=lambda: self._forward(self._model, part, batch, self._step)).kept
+        kept = self.kept()
         return None if kept is None else kept.total
+
+    def kept(self, *, batch_size: int | None = None) -> KeptBytes | None:
+        """Return what `activations` counts, by module; the experiment does not change.
+
+        Args:
+            batch_size: Size of the batch; None for that of the config. Where it has no effect, the batch is the task's.
+        """
+        size, part = batch_size or self._config.batch_size, self._parts()[0]
+        batch = self._task.batch(self._step * self._config.accumulate, size)
+        with self._session.casting():
+            return xray(self._model, step=lambda: self._forward(self._model, part, batch, self._step)).kept
 
     def twin(self, *, steps: int = 10) -> TwinReport:
         """Train a float32 copy and one in this precision from the present weights, and compare them module by module.

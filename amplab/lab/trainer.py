@@ -37,6 +37,7 @@ from amplab.lab.events import (
     GradientsReady,
     InputsReady,
     LevelTraced,
+    MemoryCounted,
     Publisher,
     RunsChanged,
     SkipExplained,
@@ -51,6 +52,7 @@ from amplab.lab.experiment import Experiment, check_fault, samples_gradients
 from amplab.lab.findings import diverged, observed_run, with_explained
 from amplab.lab.history import History
 from amplab.lab.kept_runs import KeptRun, KeptRuns
+from amplab.lab.memory_count import level_memory
 from amplab.lab.run_store import RunStore
 from amplab.lab.skip_explanation import explained
 from amplab.lab.step_stages import StepStages
@@ -452,6 +454,15 @@ class Trainer:
             return InputsReady(index, inputs.inputs, len(self.history))
 
         self._request(f"inputs of op {index}", measure)
+
+    def request_memory(self, opt_level: str) -> None:
+        """Request a `MemoryCounted` of this experiment at a level, counted on a fresh model; the run is not changed.
+
+        Raises:
+            ValueError: There is no such level.
+        """
+        config = self._wanted.changed(opt_level=opt_level)
+        self._request(f"memory at {opt_level}", lambda: MemoryCounted(level_memory(config)))
 
     def request_gradients(self) -> None:
         """Request a `GradientsReady` at the next step boundary, which is now if nothing runs."""

@@ -7,11 +7,11 @@ from amplab.views.tabs.findings_payload import card_key, findings_payload
 
 def test_what_the_line_shows() -> None:
     assert status_payload(RunStatus("ready", "Ready."))["text"] == "Ready: press Start."
-    failed = status_payload(RunStatus("ready", "Ready."), state="failed")
-    assert (failed["text"], failed["tone"]) == ("The first step failed.", "bad")
     bad = status_payload(RunStatus("diverged", "Diverged.", 3), state="paused", button="Undo")
     assert (bad["tone"], bad["state"], bad["step"], bad["button"]) == ("bad", "Paused", 3, "Undo")
     assert status_payload(RunStatus("stuck", "Not learning."))["tone"] == "odd"
+    failed = status_payload(RunStatus("ready", "Ready."), state="failed")
+    assert (failed["tone"], failed["text"][:20]) == ("bad", "Training has failed;")
 
 
 def wait_idle(trainer: Trainer) -> None:

@@ -3,6 +3,7 @@
 from amplab.views.tabs.dtypes import DtypesTab
 from amplab.views.tabs.findings import FindingsTab
 from amplab.views.tabs.gradients import GradientsTab
+from amplab.views.tabs.memory import MemoryTab
 from amplab.views.tabs.runs import RunsTab
 from amplab.views.tabs.scale import ScaleTab
 from amplab.views.tabs.skipped import SkippedTab
@@ -19,5 +20,6 @@ TABS: tuple[type[Tab], ...] = (
     StepThroughTab,
     RunsTab,
     ScaleTab,
+    MemoryTab,
 )
 """Every tab."""

@@ -7,6 +7,7 @@ import { endWithKernel, ownKeys } from "./page.js";
 import { dtypesPanel } from "./tab_dtypes.js";
 import { findingsPanel } from "./tab_findings.js";
 import { gradientsPanel } from "./tab_gradients.js";
+import { memoryPanel } from "./tab_memory.js";
 import { runsPanel } from "./tab_runs.js";
 import { scalePanel } from "./tab_scale.js";
 import { skippedPanel } from "./tab_skipped.js";
@@ -20,6 +21,7 @@ const PANELS = {
   step_through: stepThroughPanel,
   runs: runsPanel,
   scale: scalePanel,
+  memory: memoryPanel,
 };
 
 function tabStrip(model) {
