@@ -1,10 +1,11 @@
 """The table of skipped steps."""
 
+import json
 import math
 
 import pytest
 
-from amplab.lab import History, SkipExplanation
+from amplab.lab import ExperimentConfig, History, SkipExplanation, Trainer
 from amplab.views.tabs.skipped_payload import is_broken, skipped_payload
 
 
@@ -109,3 +110,10 @@ def test_a_skipped_or_past_nan_is_not_reported(record, eventful: History) -> Non
     summary = skipped_payload(eventful)["summary"]
     assert summary.startswith("The loss is NaN since step 10.")
     assert "3 steps skipped." in summary
+
+
+def test_the_payload_of_a_real_run_is_plain_values() -> None:
+    trainer = Trainer(ExperimentConfig(hidden=16, init_scale=2.0**24))
+    history = trainer.run(30)
+    assert history.skip_count > 0
+    json.dumps(skipped_payload(history))  # NumPy's bool and numbers raise here and in the kernel

@@ -50,7 +50,7 @@ def skipped_payload(history: History, *, explainable: int | None = None, limit: 
     shown = [*reversed(groups[max(1, len(groups) - limit + 1) :].tolist()), *groups[:1].tolist()]
     rows = [row for first, last in shown for row in _rows(history, first, last, explanations, explainable)]
     for row in rows:
-        row["is_first"] = row["step"] == groups[0][0]
+        row["is_first"] = bool(row["step"] == groups[0][0])  # a step of an array: NumPy's bool is not JSON
     rows.sort(key=lambda row: not row["is_first"])  # stable: only the first skip of the run moves
     return {
         "rows": rows,
