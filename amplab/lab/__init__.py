@@ -18,7 +18,7 @@ The files, by part::
     several runs            kept_runs (beside the present one), comparison (all levels), undo
     your own loop           watch, watched_run, scale_probe, gradient_measure, idle_optimizers,
                             step_look, step_check, step_rerun, watch_callback, tensorboard_scalars
-    how to start            open (JupyterLab), console (terminal)
+    how to start            open (JupyterLab), first_paint (until it is there), console (terminal)
 
 Four files of `watch` examine the steps of your own loop::
 
@@ -35,12 +35,14 @@ If the loss scale is not dynamic, step_rerun runs a step that is not finite agai
 `open()` shows an experiment in JupyterLab. The widgets are in `amplab.views`, which `open()` imports.
 """
 
+import amplab.lab.first_paint as first_paint  # noqa: F401  shows its line before torch is imported
 from amplab.lab.changes import RunChange
 from amplab.lab.comparison import Progress
 from amplab.lab.config import DEFAULT_LR, FIELDS, LIVE_FIELDS, OPTIMIZERS, OVERRIDES, ExperimentConfig, field_named
 from amplab.lab.config_remedies import ConfigRemedy, config_remedy, taken_back
 from amplab.lab.events import (
     STATES,
+    ActivationsReady,
     ConfigChanged,
     Event,
     Failed,
@@ -129,6 +131,7 @@ __all__ = [
     "Failed",
     "Undone",
     "RunsChanged",
+    "ActivationsReady",
     "TwinReady",
     "COLUMNS",
     "RunChange",

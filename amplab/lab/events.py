@@ -22,14 +22,15 @@ if TYPE_CHECKING:
     from amplab.diagnose import TwinReport
     from amplab.formats import ExponentHistogram
     from amplab.lab.config import ExperimentConfig
+    from amplab.lab.memory_fit import LevelMemory
     from amplab.lab.skip_explanation import SkipExplanation
     from amplab.lab.step_stages import StepStages
     from amplab.trace import Trace
-from amplab.lab.memory_fit import LevelMemory
-from amplab.trace.input_statistics import MeasuredInput
+    from amplab.trace.input_statistics import MeasuredInput
 
 __all__ = [
     "STATES",
+    "ActivationsReady",
     "Callback",
     "ConfigChanged",
     "Event",
@@ -37,7 +38,10 @@ __all__ = [
     "GradientRecord",
     "GradientSample",
     "GradientsReady",
+    "InputsReady",
     "LayerShares",
+    "LevelTraced",
+    "MemoryCounted",
     "MixedScales",
     "Publisher",
     "RunsChanged",
@@ -47,9 +51,6 @@ __all__ = [
     "StepRecord",
     "StepRow",
     "TraceReady",
-    "LevelTraced",
-    "InputsReady",
-    "MemoryCounted",
     "TwinReady",
     "Undone",
 ]
@@ -197,6 +198,13 @@ class Undone:
 
 
 @dataclass(frozen=True)
+class ActivationsReady:
+    """The bytes that one forward of the present run keeps for its backward; None where they cannot be counted."""
+
+    nbytes: int | None
+
+
+@dataclass(frozen=True)
 class RunsChanged:
     """A run of `Trainer.kept` has changed: a comparison made progress, or something was measured."""
 
@@ -296,6 +304,7 @@ Event = (
     | Failed
     | Undone
     | RunsChanged
+    | ActivationsReady
     | TwinReady
 )
 

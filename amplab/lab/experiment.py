@@ -465,12 +465,8 @@ class Experiment:
         Raises:
             ValueError: The task has several models or optimizers, which twins do not.
         """
+        self.check_twin()
         config, first, losses = self._config, self._step, self._task.losses
-        if isinstance(self._model, ModelGroup) or len(self._optimizers) > 1:
-            raise ValueError(
-                f"Twin trains one model with one optimizer, and {config.task} has {len(self._optimizers)} optimizers; "
-                "choose another task."
-            )
         return twin(
             self._float32_copy(),
             lambda number: self._task.batch(first + number, config.batch_size),
@@ -481,6 +477,14 @@ class Experiment:
             optimizer=lambda weights: self._task.optimizer_of(list(weights), _maker(config)),
             seed=config.seed,
         )
+
+    def check_twin(self) -> None:
+        """Raise ValueError if `twin` would."""
+        if isinstance(self._model, ModelGroup) or len(self._optimizers) > 1:
+            raise ValueError(
+                f"Twin trains one model with one optimizer, and {self._config.task} has {len(self._optimizers)} "
+                "optimizers; choose another task."
+            )
 
     def nonfinite_buffers(self) -> tuple[str, ...]:
         """Return the names of the model's buffers that hold NaN or inf, which a skipped step keeps. Sync: one."""

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from amplab.lab.checkpoints import last_checkpoint
 from amplab.lab.config import OWN, ExperimentConfig
+from amplab.lab.first_paint import START_LINE
 from amplab.lab.models import models_of
 from amplab.lab.own_task import forget_own, register_own
 from amplab.lab.run_log import Run, runs_directory
@@ -67,6 +68,7 @@ def active() -> Trainer | None:
     return _kernel.trainer
 
 
+@START_LINE.until_open
 @shows_calls(
     "amplab.lab.open(config)",
     "amplab.lab.open(model=model, data=loader, loss=criterion, optimizer=lambda weights: SGD(weights, lr=0.1))",

@@ -29,6 +29,7 @@ from amplab.lab.comparison import Comparison, Progress, levels_of
 from amplab.lab.config import FIELDS, ExperimentConfig
 from amplab.lab.config_remedies import ConfigRemedy
 from amplab.lab.events import (
+    ActivationsReady,
     Callback,
     ConfigChanged,
     Event,
@@ -295,6 +296,12 @@ class Trainer:
         """
         if speed is not None and (isinstance(speed, bool) or not isinstance(speed, int | float) or not speed > 0):
             raise ValueError(f"speed={speed!r}: expected steps per second, a number > 0, or None for full speed.")
+        if speed != self._speed:
+            text = "Speed: full speed" if speed is None else f"Speed: {speed:g} steps/s"
+            self._changes.record(text, partial(self._pace, self._speed), kind="speed")
+            self._pace(speed)
+
+    def _pace(self, speed: float | None) -> None:
         with self._lock:
             begun = self._due - _period(self._speed)
             self._speed = speed
@@ -304,6 +311,7 @@ class Trainer:
     def stop(self) -> None:
         """End the run and close its log. A reset starts a new run."""
         with self._lock:
+            self.stop_comparison()
             self._enter("stopped")
             self._worker.post(lambda: self._store.close())  # noqa: PLW0108  a reset replaces the store
 
@@ -395,8 +403,17 @@ class Trainer:
         if (comparison := self._comparison) is not None:
             comparison.stop()
 
+    def request_activations(self) -> None:
+        """Request an `ActivationsReady` at the next step boundary; it takes the time of a few steps."""
+        self._request("activations", lambda: ActivationsReady(self._experiment.activations()))
+
     def request_twin(self) -> None:
-        """Request a `TwinReady` at the next step boundary; it takes the time of about 30 steps."""
+        """Request a `TwinReady` at the next step boundary; it takes the time of about 30 steps.
+
+        Raises:
+            ValueError: The task has several models or optimizers, which twins do not.
+        """
+        self._experiment.check_twin()
         self._request("twin", lambda: TwinReady(self._experiment.twin(), len(self.history)))
 
     def inject(self, fault: str, *, on: bool | None = None) -> None:

@@ -24,11 +24,13 @@ class Undoable:
         text: What changed, as the controls show it: "Learning rate 0.1 → 1e9".
         take_back: Takes it back; what it returns is not used.
         is_possible: Whether it can still be taken back.
+        kind: Changes of one kind that follow each other are taken back together, as those of a slider; "" for none.
     """
 
     text: str
     take_back: Callable[[], object]
     is_possible: Callable[[], bool] = lambda: True
+    kind: str = ""
 
 
 class UndoList:
@@ -51,10 +53,17 @@ class UndoList:
         return next((each.text for each in reversed(tuple(self._changes)) if each.is_possible()), None)
 
     def record(
-        self, text: str, take_back: Callable[[], object], is_possible: Callable[[], bool] = lambda: True
+        self,
+        text: str,
+        take_back: Callable[[], object],
+        is_possible: Callable[[], bool] = lambda: True,
+        *,
+        kind: str = "",
     ) -> None:
-        """Add a change."""
-        self._changes.append(Undoable(text, take_back, is_possible))
+        """Add a change; see `Undoable`."""
+        if kind and self._changes and self._changes[-1].kind == kind:
+            take_back = self._changes.pop().take_back
+        self._changes.append(Undoable(text, take_back, is_possible, kind))
 
     def take_back(self) -> str | None:
         """Take back the latest change that can be; return its text, None if there is none."""

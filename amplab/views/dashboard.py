@@ -19,6 +19,12 @@ from amplab.views.run_report import RunReport, run_report
 __all__ = ["Dashboard", "wait_for_steps"]
 
 
+_ELSEWHERE = (
+    "The lab was open here. To see it, select this cell and press <b>Shift+Enter</b>: a run in this kernel is shown as "
+    "it is, and a run of a kernel that has ended can be continued from its last checkpoint."
+)
+
+
 class Dashboard(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
     """The lab on one screen.
 
@@ -81,6 +87,11 @@ class Dashboard(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no typ
         """Remove the widgets from the page; the experiment continues."""
         self._presenter.close()
         super().close()
+
+    def _repr_mimebundle_(self, **settings: object) -> dict[str, object]:
+        """Add a sentence for pages that cannot show the widget, such as a notebook that was reloaded untrusted."""
+        bundle: dict[str, object] = super()._repr_mimebundle_(**settings)
+        return bundle | {"text/html": f"<p>{_ELSEWHERE}</p>"}
 
     def __repr__(self) -> str:
         """Return one line with the step and the config."""

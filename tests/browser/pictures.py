@@ -1,7 +1,8 @@
-"""Renew the pictures of the lab: run `python tests/browser/pictures.py` after a visible change.
+"""Renew the pictures of the lab: run `python tests/browser/pictures.py` after a visible change, and look at each.
 
 It executes 00_the_lab.ipynb in JupyterLab as a reader would, trains, switches the level, injects an overflow, and keeps
-what the dashboard then looks like: as the stored output of its cell, and for the README in light and dark.
+what the dashboard then looks like: as the stored output of its cell, for the README in light and dark, and every tab in
+both themes in a folder, build/pictures or the one given as argument.
 """
 
 import base64
@@ -17,22 +18,33 @@ from playwright.sync_api import sync_playwright
 __all__ = ["main"]
 
 LAB = NOTEBOOKS / "00_the_lab.ipynb"
+PANELS = NOTEBOOKS.parent / "build" / "pictures"
+THEMES = {"light": "JupyterLab Light", "dark": "JupyterLab Dark"}
 CELL = "the-lab"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 LARGEST = 250_000  # bytes of a stored picture
-RIBBON = """dashboard => {
-  const ribbon = document.createElement("div");
-  ribbon.id = "still";
-  ribbon.textContent = "A picture of the lab. To start it, click here and press Shift+Enter.";
-  ribbon.style.cssText = "background: #0b6bb8; color: white; font: 600 14px var(--jp-ui-font-family, sans-serif);"
-    + "padding: 8px 12px; border-radius: 4px; margin: 0 0 10px; text-align: center";
-  dashboard.prepend(ribbon);
+SETTLED = 1500  # ms until every chart is drawn
+STORY = (
+    "lab.trainer.run(200); lab.trainer.inject('overflow'); lab.trainer.run(130); lab.trainer.change(opt_level='O2'); "
+    "lab.trainer.run(120)"
+)
+STILL = """dashboard => {
+  for (const part of dashboard.children) part.style.filter = "grayscale(1) opacity(0.3)";
+  const label = document.createElement("div");
+  label.textContent = "\u25b6  To start the lab, click here and press Shift+Enter";
+  label.style.cssText = "position: absolute; top: 38%; left: 50%; transform: translate(-50%, -50%); z-index: 9;"
+    + "background: #0b6bb8; color: white; font: 600 19px var(--jp-ui-font-family, sans-serif); padding: 16px 26px;"
+    + "border-radius: 8px; white-space: nowrap; box-shadow: 0 2px 10px #0006";
+  dashboard.style.position = "relative";
+  dashboard.append(label);
 }"""
-"""A stored output looks like the live one, so people press its buttons unless a label says that it is a picture."""
+"""Grey, with one instruction: otherwise people press the buttons of the picture."""
 
 
 def main() -> None:
     """Run the notebook, take the pictures, store them."""
+    panels = Path(sys.argv[1]) if len(sys.argv) > 1 else PANELS
+    panels.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory() as folder,
         sync_playwright() as playwright,
@@ -44,30 +56,37 @@ def main() -> None:
         lab.run_all()
         lab.save()
         executed = json.loads((server.root / LAB.name).read_text(encoding="utf-8"))
-        light, dark, still = photograph(lab)
+        lab.execute(STORY)
+        for theme, name in THEMES.items():
+            lab.theme(name)
+            photograph_tabs(lab, panels, theme)
+        lab.theme(THEMES["light"])
+        still = picture_of_a_picture(lab)
         lab.close()
     store(executed, still)
     (NOTEBOOKS / "images").mkdir(exist_ok=True)
-    (NOTEBOOKS / "images" / "lab_light.png").write_bytes(light)
-    (NOTEBOOKS / "images" / "lab_dark.png").write_bytes(dark)
+    for theme in THEMES:
+        (NOTEBOOKS / "images" / f"lab_{theme}.png").write_bytes((panels / f"{theme}_01.png").read_bytes())
+    print(f"renewed {LAB.name} and notebooks/images; every tab is in {panels}")
 
 
-def photograph(lab: LabPage) -> tuple[bytes, bytes, bytes]:
-    """Train for a while; return the dashboard in light, in dark, and with the label of a stored picture."""
-    dashboard, page = lab.show_dashboard(), lab.page
-    lab.execute("lab.trainer.run(200)")
-    page.locator("[data-kind=overflow]").click()
-    page.locator(".amp-armed").wait_for()
-    lab.execute("lab.trainer.run(130); lab.trainer.change(opt_level='O2'); lab.trainer.run(120)")
-    page.wait_for_timeout(1500)
-    light = dashboard.screenshot()
-    dashboard.evaluate(RIBBON)
-    still = dashboard.screenshot()
-    page.locator("#still").evaluate("ribbon => ribbon.remove()")
-    lab.theme("JupyterLab Dark")
-    page.wait_for_selector("#jupyterlab-splash", state="detached")
-    page.wait_for_timeout(1500)
-    return light, dashboard.screenshot(), still
+def photograph_tabs(lab: LabPage, folder: Path, theme: str) -> None:
+    """Take a picture of the dashboard with each tab in front, in the order of the page."""
+    dashboard = lab.show_dashboard()
+    for number, tab in enumerate(dashboard.get_by_role("tab").all(), 1):
+        tab.click()
+        lab.page.mouse.move(0, 0)
+        lab.page.wait_for_timeout(SETTLED)
+        (folder / f"{theme}_{number:02}.png").write_bytes(dashboard.screenshot())
+    dashboard.get_by_role("tab").first.click()
+
+
+def picture_of_a_picture(lab: LabPage) -> bytes:
+    """Return the dashboard as the output of a cell that has not run yet."""
+    dashboard = lab.show_dashboard()
+    lab.page.wait_for_timeout(SETTLED)
+    dashboard.evaluate(STILL)
+    return dashboard.screenshot()
 
 
 def store(notebook: dict, picture: bytes) -> None:
@@ -77,6 +96,7 @@ def store(notebook: dict, picture: bytes) -> None:
     for cell in notebook["cells"]:
         for output in cell.get("outputs", []):
             if output.get("data", {}).pop(WIDGET, None) is not None and cell["id"] == CELL:
+                output["data"].pop("text/html", None)  # JupyterLab would show it instead of the picture
                 output["data"]["image/png"] = base64.b64encode(picture).decode()
         cell["metadata"].pop("execution", None)
     notebook["metadata"] = {name: notebook["metadata"][name] for name in ("kernelspec", "language_info")}

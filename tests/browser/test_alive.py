@@ -18,6 +18,23 @@ IN_VIEW = """dashboard => {
 STEP_OF_THE_KERNEL = "print(len(amplab.lab.active().history))"
 
 
+COLORED = """async (picture) => {
+  await picture.decode();
+  const canvas = document.createElement("canvas");
+  [canvas.width, canvas.height] = [picture.naturalWidth, picture.naturalHeight];
+  const pen = canvas.getContext("2d");
+  pen.drawImage(picture, 0, 0);
+  const { data } = pen.getImageData(0, 0, canvas.width, canvas.height);
+  let colored = 0;
+  let dark = 0;
+  for (let at = 0; at < data.length; at += 4) {
+    const [red, green, blue] = data.subarray(at, at + 3);
+    const isColored = Math.max(red, green, blue) - Math.min(red, green, blue) > 24;
+    colored += isColored;
+    dark += !isColored && red < 120;
+  }
+  return [colored, dark].map((count) => (4 * count) / data.length);
+}"""
 PID = "import os; print(os.getpid())"
 
 
@@ -79,3 +96,29 @@ def kill_the_kernel_and_continue(lesson: LabPage, dashboard: DashboardPage) -> N
     assert (dashboard.step, dashboard.figure("scale")) == (step, scale)
     dashboard.press("Step")
     dashboard.wait_for_step(step + 1)
+
+
+def test_elsewhere_the_picture_says_what_to_press_and_a_reload_too(page: LabPage) -> None:
+    """In any other Jupyter: no extension, no signature."""
+    page.open(NOTEBOOKS / "00_the_lab.ipynb")
+    picture = page.page.locator(".jp-RenderedImage img")
+    colored, dark = picture.evaluate(COLORED)
+    assert 0.02 < colored < 0.1  # the instruction alone
+    assert dark < 0.02  # where the live page has text, charts and buttons
+    picture.click()
+    page.page.keyboard.press("Shift+Enter")
+    dashboard = DashboardPage(page)
+    dashboard.press("Start")
+    dashboard.wait_for_step(60)
+    page.save()
+    page.reload()
+    said = page.page.locator(".jp-OutputArea-output", has_text="The lab was open here.")
+    expect(said).to_contain_text("press Shift+Enter")
+    page.wait_until_idle()
+    said.click()
+    page.page.keyboard.press("Shift+Enter")
+    again = DashboardPage(page)
+    again.wait_for_step(61)
+    again.root.get_by_role("button", name="Continue with it").click()
+    expect(again.root.locator(".amp-notice")).to_have_count(0)
+    assert again.step >= 61

@@ -106,6 +106,17 @@ def test_the_last_change_is_named_as_the_controls_show_it(trainer: Trainer) -> N
     assert trainer.last_change == "Learning rate 0.1 → 0.5", "a fault that is over cannot be taken back"
 
 
+def test_a_dragged_slider_is_one_change(trainer: Trainer) -> None:
+    trainer.change(lr=0.5)
+    trainer.wait()
+    for speed in (100, 50, 20):
+        trainer.set_speed(speed)
+    assert trainer.last_change == "Speed: 20 steps/s"
+    trainer.undo()
+    trainer.wait()
+    assert (trainer.speed, trainer.last_change) == (None, "Learning rate 0.1 → 0.5")
+
+
 def test_another_model_while_it_runs_can_be_undone(trainer: Trainer, until) -> None:
     trainer.run(5)
     old = trainer.history

@@ -135,6 +135,7 @@ def test_the_page_compares_stops_and_keeps_what_was_trained(lab: Dashboard, wire
     names = [row["name"] for row in panels.shown("runs")["rows"]]
     assert names == ["Run 1", "O0"]
     until(lambda: lines(wire) == ["O0"])
+    until(lambda: panels.shown("runs")["rows"][0]["activations"] != "–")
     tell(panels, tab="runs", type="rename", number=1, name="float32")
     until(lambda: lines(wire) == ["float32"])
     tell(panels, tab="runs", type="show", number=1, shown=False)

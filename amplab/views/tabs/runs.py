@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from amplab.lab import ConfigChanged, Event, Failed, TwinReady
+from amplab.lab import ActivationsReady, ConfigChanged, Event, ExperimentConfig, Failed, TwinReady
 from amplab.views.parts import Message
 from amplab.views.tabs.runs_payload import runs_payload, twin_payload
 from amplab.views.tabs.tab import Desk, Tab
@@ -33,14 +33,20 @@ class RunsTab(Tab):
         self._refusal: str | None = None
         self._answers = 0
         self._twin: dict[str, Any] | None = None
+        self._counted: ExperimentConfig | None = None  # the config whose activations were requested
+        self._activations: int | None = None
 
     def on_event(self, event: Event) -> None:
         """Keep the twin's report; draw at once what a reset or a failure changes."""
         if isinstance(event, TwinReady):
             self._twin = twin_payload(event.report, self.trainer.config.opt_level, event.step)
+        if isinstance(event, ActivationsReady):
+            self._activations = event.nbytes
         if isinstance(event, Failed) and self._twin == WAITING:
             self._twin = None
-        if isinstance(event, TwinReady | Failed) or (isinstance(event, ConfigChanged) and event.reset):
+        if isinstance(event, TwinReady | ActivationsReady | Failed) or (
+            isinstance(event, ConfigChanged) and event.reset
+        ):
             self._pace.forget()
 
     def on_message(self, message: Message) -> None:
@@ -56,9 +62,12 @@ class RunsTab(Tab):
     def tick(self) -> None:
         """Draw the table if something in it has changed; only its count while the tab is closed."""
         trainer = self.trainer
+        if self.is_shown and self._counted != trainer.config:
+            self._counted = trainer.config
+            trainer.request_activations()
         steps = len(trainer.history) if self.is_shown else 0
         if self._pace.is_due((trainer.kept.version, trainer.comparison, self.is_shown, steps, self._answers)):
-            shown = runs_payload(trainer, refusal=self._refusal)
+            shown = runs_payload(trainer, refusal=self._refusal, activations=self._activations)
             self.show({**shown, "twin": self._twin, "answers": self._answers})
 
     def on_open(self) -> None:
@@ -67,8 +76,8 @@ class RunsTab(Tab):
 
     def ask_twin(self) -> None:
         """Request the twin, and say that it is on its way."""
-        self._twin = WAITING
         self.trainer.request_twin()
+        self._twin = WAITING
 
     def restore(self, number: int) -> None:
         """Use the setting of a kept run: in place where the weights can stay, else with a reset."""

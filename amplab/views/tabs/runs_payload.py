@@ -17,7 +17,7 @@ from amplab.diagnose import TwinReport
 from amplab.display.numbers import count, percent, short_text, size
 from amplab.lab import ExperimentConfig, History, KeptRun, Progress, Trainer
 from amplab.lab.changes import config_changes
-from amplab.lab.kept_runs import last_losses
+from amplab.lab.kept_runs import MOST_RUNS, last_losses
 from amplab.lab.tasks import score_named
 from amplab.views.live_payload import frame_rows
 
@@ -70,8 +70,14 @@ def overlays(runs: Sequence[KeptRun], task: str) -> list[tuple[dict[str, object]
     ]
 
 
-def runs_payload(trainer: Trainer, *, refusal: str | None = None) -> dict[str, object]:
-    """Return the table, what a comparison does now, and the twin is left out; see `twin_payload`."""
+def runs_payload(trainer: Trainer, *, refusal: str | None = None, activations: int | None = None) -> dict[str, object]:
+    """Return the table, and how far a comparison is.
+
+    Args:
+        trainer: The present run and the kept ones.
+        refusal: Why the last message of the page was refused.
+        activations: Bytes that a forward of the present run keeps, None if unknown.
+    """
     runs, progress = trainer.kept.runs, trainer.comparison
     drawn = styles(runs)
     present = _row(
@@ -83,6 +89,8 @@ def runs_payload(trainer: Trainer, *, refusal: str | None = None) -> dict[str, o
         rate=trainer.history.rate(),
     )
     kept = [_kept_row(run, drawn.get(run.number), trainer.config) for run in runs]
+    if activations is not None:
+        present["activations"] = size(activations)
     return {
         "count": str(len(runs)) if runs else "",
         "rows": [{**present, **_drawn(_PRESENT), "number": None, "is_shown": True}, *kept],
@@ -113,6 +121,8 @@ def summary(runs: Sequence[KeptRun]) -> str:
         parts.append("Failed: " + "; ".join(f"{run.name} ({outcome(run)})" for run in failed) + ".")
     elif len(done) > 1:
         parts.append("All of them learned.")
+    if len(runs) == MOST_RUNS:
+        parts.append(f"{MOST_RUNS} runs are kept: a new one replaces the oldest, whose log stays.")
     return " ".join(parts) or f"{done[0].name} is kept."
 
 

@@ -3,7 +3,7 @@
 import { choices, h, icon, write } from "./elements.js";
 import { emptyRow, table } from "./tables.js";
 
-const RESULTS = [["Run"], ["Loss", "amp-num"], ["Held-out", "amp-num"], ["Skipped", "amp-num"], ["Steps", "amp-num"], ["Steps/s", "amp-num"], [""]];
+const RESULTS = [["Run"], ["Loss", "amp-num"], ["Held-out", "amp-num"], ["Skipped", "amp-num"], ["Steps", "amp-num"], ["Steps/s", "amp-num"], ["Actions"]];
 const MEMORY = [["Run"], ["Parameters", "amp-num"], ["Masters", "amp-num"], ["Gradients", "amp-num"], ["Optimizer", "amp-num"], ["Activations", "amp-num"]];
 const TWIN = [["Layer"], ["Output", "amp-num"], ["Gradient of the output", "amp-num"], ["Gradient of the weights", "amp-num"]];
 
