@@ -11,7 +11,7 @@ from amplab.display.numbers import binary_power
 
 __all__ = ["run_chart"]
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 760, 190, 52, 8, 20, 24
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 760, 196, 52, 8, 26, 24
 _APART = 46  # units between two labels of changes
 
 

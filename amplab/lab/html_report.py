@@ -114,7 +114,6 @@ def _figures(history: History, config: object) -> dict[str, str]:
     last = history.last
     score = score_named(config.task) if isinstance(config, ExperimentConfig) else None
     memory = history.memory[-1][1].total if history.memory else None
-    value = history.last_score
     shown = {
         "steps": f"{len(history):,}",
         "skipped": f"{history.skip_count:,}",

@@ -20,11 +20,11 @@ from amplab.views.controls import act, controls_payload
 from amplab.views.gallery import GalleryDesk, gallery_titles
 from amplab.views.live_payload import modes_line, summary
 from amplab.views.notice_board import Notice, NoticeBoard, failure, offer, saved_offer
-from amplab.views.parts import Controls, Gallery, LiveView, Message, Notices, Panels, StatusLine
+from amplab.views.parts import Controls, Gallery, LiveView, Message, Notices, Panels, StatusLine, TakeAway
 from amplab.views.status import Status
 from amplab.views.tabs import TABS
-from amplab.views.take_away import file_of, take_setting
 from amplab.views.tabs.runs_payload import overlays
+from amplab.views.take_away import file_of, take_setting
 from amplab.views.ticker import Pace, Ticker
 
 __all__ = ["Parts", "Presenter"]

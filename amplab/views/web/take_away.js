@@ -1,4 +1,4 @@
-// The menu "Take away" beside the charts: pictures of the charts, the run as a file, a report, and the whole setting.
+// The menu "Export" beside the charts: pictures of the charts, the run as a file, a report, and the whole setting.
 
 import { h, write } from "./elements.js";
 import { TAKE_CHARTS } from "./svg_pen.js";
@@ -41,11 +41,11 @@ async function takeCharts(root, kind) {
 }
 
 function render({ model, el }) {
-  const opens = h("button", { type: "button", class: "amp-mini amp-take-open", "aria-haspopup": "true", "aria-expanded": "false", onclick: () => toggle(menu.hidden) }, "Take away ▾");
+  const opens = h("button", { type: "button", class: "amp-mini amp-take-open", "aria-haspopup": "true", "aria-expanded": "false", onclick: () => toggle(menu.hidden) }, "Export ▾");
   const answer = h("p", { class: "amp-note amp-take-answer", role: "status" });
   const setting = h("input", { type: "text", "aria-label": "A copied configuration", placeholder: "amplab/1 task=…", spellcheck: "false" });
   const start = h("button", { type: "button", class: "amp-mini" }, "Start it");
-  const form = h("form", { class: "amp-take-setting" }, setting, start);
+  const form = h("div", { class: "amp-take-setting" }, setting, start);
   const take = (kind) => {
     if (kind === "png" || kind === "svg") takeCharts(root, kind);
     else model.send({ type: "file", kind });
@@ -53,9 +53,9 @@ function render({ model, el }) {
     opens.focus();
   };
   const items = ITEMS.map(([kind, text]) => h("button", { type: "button", "data-take": kind, onclick: () => take(kind) }, text));
-  const menu = h("div", { class: "amp-take-menu", role: "group", "aria-label": "Take away" }, items,
+  const menu = h("div", { class: "amp-take-menu", role: "group", "aria-label": "Export" }, items,
     h("p", { class: "amp-note" }, "The configuration restores this setting. Copy it on the left; paste one here:"), form, answer);
-  const root = h("section", { class: "amplab amp-take", "aria-label": "Take away" }, opens, menu);
+  const root = h("section", { class: "amplab amp-take", "aria-label": "Export" }, opens, menu);
   const toggle = (open) => {
     menu.hidden = !open;
     opens.setAttribute("aria-expanded", open);
@@ -66,7 +66,7 @@ function render({ model, el }) {
     event.preventDefault();
     model.send({ type: "setting", text: setting.value });
   };
-  form.addEventListener("submit", send);
+  setting.addEventListener("keydown", (event) => { if (event.key === "Enter") send(event); });
   start.addEventListener("click", send);
   const leave = (event) => {
     if (event.key !== "Escape" || menu.hidden) return;
