@@ -110,21 +110,27 @@ def _diverged(history: History, losses: np.ndarray, learning_rate: float | None)
 
 
 def _skipping(history: History, floor: float | None) -> RunStatus | None:
-    began = _skips_at_the_end(history)
-    last = history.last
+    """Skips at the end: the scale searches while a smaller one fits, and does not come any further otherwise."""
+    began, last = _skips_at_the_end(history), history.last
     if began is None or last is None:
         return None
-    skips = last.step - began + 1
-    if skips < IN_A_ROW:
-        scale = power(last.next_loss_scale, raised=True)
-        return RunStatus(
-            "searching", f"Searching for a loss scale that fits: {count(skips, 'step')} skipped, now {scale}.", began
-        )
+    skips, now = count(last.step - began + 1, "step"), power(last.next_loss_scale, raised=True)
+    fits = _fitting_scale(history, began)
     if floor is not None and last.next_loss_scale <= floor:
-        text = f"the loss scale is at its floor, {power(floor, raised=True)}"
+        below = "" if fits is None else f", and gradients fit at {power(fits, raised=True)}"
+        why = f"the loss scale is at its floor, {power(floor, raised=True)}{below}"
+    elif last.step - began + 1 < IN_A_ROW or (fits is not None and fits < last.loss_scale):
+        goal = "" if fits is None else f"; gradients fit at {power(fits, raised=True)}"
+        return RunStatus("searching", f"Searching for a loss scale that fits: {skips} skipped, now {now}{goal}.", began)
     else:
-        text = "a smaller loss scale has not helped"
-    return _bad(history, "skipping", began, f"Every step is skipped since step {began:,}", text)
+        why = "a smaller loss scale has not helped"
+    return _bad(history, "skipping", began, f"Every step is skipped since step {began:,}", why)
+
+
+def _fitting_scale(history: History, began: int) -> float | None:
+    """The scale at which the latest explained skip fits, None if it is none of the scale, or was not explained."""
+    why = [each for step, each in history.explanations.items() if step >= began]
+    return why[-1].fits if why and why[-1].kind == "scale" else None
 
 
 def _at_floor(history: History, floor: float | None) -> RunStatus | None:

@@ -36,7 +36,7 @@ EXPLODED = 100.0
 SHARE = 0.05
 """Share of the training time that explanations may take, apart from the first of each kind."""
 
-CREDIT = 0.2
+CREDIT = 0.5
 """Seconds that they may take in any case, so that a short run is explained as a whole."""
 
 
@@ -86,9 +86,9 @@ class ExplanationBudget:
     >>> budget = ExplanationBudget()
     >>> budget.allows("a", trained=0.0)
     True
-    >>> budget.took(0.1, "a")  # the first of its kind, which does not count
-    >>> budget.took(0.15, "a")
-    >>> budget.allows("a", trained=1.0), budget.allows("b", trained=1.0), budget.allows("a", trained=6.1)
+    >>> budget.took(0.4, "a")  # the first of its kind, which does not count
+    >>> budget.took(0.3, "a")
+    >>> budget.allows("a", trained=1.0), budget.allows("b", trained=1.0), budget.allows("a", trained=12.1)
     (False, True, True)
     """
 
@@ -192,8 +192,13 @@ def _what_happened(found: FirstNonfinite) -> str:
     top = torch.finfo(found.output.dtype).max
     if found.reaches is None or found.reaches <= top:
         return finding_of(found).symptom.rstrip(".")
-    limit = short_text(top, digits=2)
-    return f"{_subject(found)} reaches {short_text(found.reaches, digits=2)}, above {limit}"
+    return f"{_subject(found)} reaches {_rounded(found.reaches)}, above {short_text(top, digits=2)}"
+
+
+def _rounded(value: float) -> str:
+    """Return two digits: 81234.0 is 8.1e4."""
+    digits, mark, exponent = f"{value:.1e}".partition("e")
+    return f"{digits}{mark}{int(exponent)}"
 
 
 def _subject(found: FirstNonfinite) -> str:

@@ -33,6 +33,7 @@ from amplab.diagnose.train_step.rehearsal import LoopRecorder, Rehearsal
 from amplab.display.numbers import count
 from amplab.lab.scale_probe import ScaleProbe
 from amplab.lab.watched_run import NO_LEVEL
+from amplab.trace import Trace
 from amplab.trace.argument_checks import check_model
 from amplab.trace.recorder import Recorder
 
@@ -46,6 +47,9 @@ _unseen_by_engines = torch._C.DisableTorchFunction
 
 class StepLook:
     """Looks at steps of one watched loop.
+
+    Attributes:
+        traced: the last step whose ops were seen, and its trace; None before that.
 
     Args:
         model: the model; if it is compiled, nothing is looked at.
@@ -67,6 +71,7 @@ class StepLook:
         self._tell, self._fail = tell, fail
         self._loop: _LoopLook | None = None
         self._values: _ValueLook | None = None
+        self.traced: tuple[int, Trace] | None = None  # the last step whose ops were seen, and these
         self._step = 0
         self._next_loop = self._next_values = 0  # the first step at which to look again
         self._tries = 0
@@ -97,6 +102,8 @@ class StepLook:
                 for found in look.findings():
                     self._report(found)
                 self._value_looks += 1
+                if look.trace is not None:
+                    self.traced = self._seen_step, look.trace
 
     def see_loss(self, loss: Tensor) -> None:
         """A step's loss, before it is scaled."""
@@ -252,6 +259,7 @@ class _ValueLook:
 
     def __init__(self, model: nn.Module, batch: Any, probe: ScaleProbe) -> None:
         self.is_over = False
+        self.trace: Trace | None = None
         self._probe = probe
         self._watcher = _UntilOver(StepWatcher(named_tensors(model, batch), detailed=True), self)
         self._recorder = Recorder(model, self._watcher)
@@ -271,6 +279,7 @@ class _ValueLook:
         if last is None:
             return []
         step = self._watcher.inner.observed(events[: last + 1], self._probe.scale())
+        self.trace = step.trace
         if not step.values[step.loss].summary.is_finite:
             return []
         api = api_in_use(self._setting(), step)

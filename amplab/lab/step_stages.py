@@ -365,20 +365,20 @@ class StageRecorder:
             self._problems.append(f"{what}: {type(error).__name__}: {error}")
 
     def _after_forward(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if layer.training and torch.is_grad_enabled():  # else it measures accuracy
-            for each in self._watched.values():
-                if each.layer is layer and not each.is_done:
-                    self._attempt(each.seen.name, partial(self._see_forward, each, args, kwargs, output))
+        if layer.training and torch.is_grad_enabled():  # else it measures the score
+            owned = [each for each in self._watched.values() if each.layer is layer and not each.is_done]
+            if owned:
+                label = owned[0].seen.layer or "the model"
+                self._attempt(label, partial(self._see_forward, owned, label, (args, kwargs), output))
 
-    def _see_forward(self, each: _Watched, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        given, returned = _first_floating((args, kwargs)), _first_floating(output)
-        label = each.seen.layer or "model"
-        each.note(
-            inputs=None if given is None else snapshot(f"input of {label}", given, sample=True),
-            outputs=None if returned is None else snapshot(f"output of {label}", returned, sample=True),
-        )
+    def _see_forward(self, owned: list[_Watched], label: str, arguments: Any, output: Any) -> None:
+        given, returned = _first_floating(arguments), _first_floating(output)
+        inputs = None if given is None else snapshot(f"input of {label}", given, sample=True)
+        outputs = None if returned is None else snapshot(f"output of {label}", returned, sample=True)
+        for each in owned:
+            each.note(inputs=inputs, outputs=outputs)
         if returned is not None:
-            self._follow(returned, each, "output_gradient", f"gradient of the output of {label}", sample=True)
+            self._follow(returned, owned, "output_gradient", f"gradient of the output of {label}", sample=True)
 
     def _look_for_casts(self, inside: list[_Watched], module: nn.Module, *_: Any) -> None:
         if module.training and torch.is_grad_enabled():
@@ -392,13 +392,18 @@ class StageRecorder:
             if each.copy is None or each.copy() is not copy:
                 each.copy = weakref.ref(copy)
                 each.note(used=snapshot(f"{each.seen.name}, cast", copy), is_cast=True)
-                self._follow(copy, each, "computed", f"gradient of {each.seen.name}, cast", sample=False)
+                self._follow(copy, [each], "computed", f"gradient of {each.seen.name}, cast", sample=False)
 
-    def _follow(self, tensor: Tensor, each: _Watched, stage: str, name: str, *, sample: bool) -> None:
+    def _follow(self, tensor: Tensor, seen_by: list[_Watched], stage: str, name: str, *, sample: bool) -> None:
         """Copy the gradient of `tensor` when backward computes it."""
 
+        def copy(grad: Tensor) -> None:
+            taken = snapshot(name, grad, sample=sample)
+            for each in seen_by:
+                each.note(**{stage: taken})
+
         def see(grad: Tensor) -> None:
-            self._attempt(name, lambda: each.note(**{stage: snapshot(name, grad, sample=sample)}))
+            self._attempt(name, partial(copy, grad))
 
         with bookkeeping():
             if tensor.requires_grad:

@@ -51,6 +51,7 @@ from amplab.lab.step_look import StepLook
 from amplab.lab.step_rerun import OutsideAutocast, StepRerun
 from amplab.lab.tensorboard_scalars import TensorBoardScalars
 from amplab.lab.watched_run import WatchedRun
+from amplab.trace import Trace
 from amplab.trace.argument_checks import check_values
 from amplab.trace.handed_step import (
     Loss,
@@ -221,6 +222,11 @@ class Watch:
             yield "not looked at: the losses; call w.loss(loss) before backward"
         if not self._rerun.is_possible:
             yield "not looked at: why steps skip; pass loss= or step=, and use w.batches(loader)"
+
+    @property
+    def traced(self) -> tuple[int, Trace] | None:
+        """The last step whose ops were seen, and these: the first step, and one in a thousand, in ``w.batches``."""
+        return self._look.traced
 
     def subscribe(self, callback: Callable[[StepRecord], object]) -> Callable[[], None]:
         """Call `callback` with every `StepRecord`, in the loop's thread; return a function that unsubscribes it."""

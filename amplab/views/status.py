@@ -6,6 +6,7 @@ A `RunStatus` becomes plain values; the button's message is {"type": "apply"}. N
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from amplab.lab import (
@@ -27,6 +28,7 @@ PERIOD = 0.5
 """Seconds between two writings of the line."""
 
 STATES = {"paused": "Paused", "stopped": "Stopped", "failed": "Failed"}
+FAILED = "Training has failed; the message above says why. Reset to start again."
 
 
 def status_payload(status: RunStatus, *, state: str = "running", button: str | None = None) -> dict[str, Any]:
@@ -37,6 +39,8 @@ def status_payload(status: RunStatus, *, state: str = "running", button: str | N
         state: State of the trainer.
         button: Text of the button, None for none.
     """
+    if state == "failed":
+        status = replace(status, kind="damaged", text=FAILED)
     ready = status.kind == "ready"
     return {
         "kind": status.kind,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import nbformat
 from lab_page import LabPage
-from playwright.sync_api import expect
+from playwright.sync_api import Locator, expect
 
 LOOP = """
 import threading, torch, amplab
@@ -35,6 +35,15 @@ view = lab.attach(watched)
 """
 
 
+def open_tab(page: LabPage, name: str) -> Locator:
+    """Open a tab of the last view and return its panel."""
+    panels = page.page.locator(".amp-panels").last
+    panels.locator(f"[data-tab={name}]").click()
+    panel = panels.locator(f"[data-panel={name}]")
+    expect(panel).to_be_visible()
+    return panel
+
+
 def test_a_watched_loop_is_drawn_live_and_read_back(page: LabPage, tmp_path: Path) -> None:
     cells = [nbformat.v4.new_code_cell(LOOP), nbformat.v4.new_code_cell("view")]
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
@@ -49,9 +58,18 @@ def test_a_watched_loop_is_drawn_live_and_read_back(page: LabPage, tmp_path: Pat
     expect(live.locator("[data-figure=step]")).to_have_text("400")
     skipped = int(live.locator("[data-figure=skipped]").inner_text())
     assert skipped == int(page.execute("print(watched.history.skip_count)")) > 3
-    words = page.page.locator(".jp-OutputArea-output").last
-    expect(words).to_contain_text(f"{skipped} steps skipped")
-    expect(words).to_contain_text("scale-too-large")
+    panel = open_tab(page, "findings")
+    expect(panel).to_contain_text("The scaled gradients overflow float16")
+    panel = open_tab(page, "skipped")
+    expect(panel).to_contain_text(f"{skipped} steps skipped")
+    expect(panel.locator("tbody tr").first).to_contain_text("fits at")
+    expect(open_tab(page, "gradients")).to_contain_text("Measured in step 390, scale")
+    panel = open_tab(page, "dtypes")
+    expect(panel.locator(".amp-cell", has_text="linear").first).to_have_attribute("data-dtype", "float16")
+    panel.locator(".amp-cell", has_text="linear").first.click()
+    expect(panel.locator(".amp-detail")).to_contain_text("Why")
+    expect(panel.locator("[data-override]")).to_have_count(0)  # a loop of one's own is not changed
+    assert page.errors == []
     assert page.execute("print(lab.load_run(watched.log_path))").count("400 steps") == 1
     page.execute("from IPython.display import display; later = lab.attach(lab.load_run(watched.log_path))")
     assert page.execute("print(later)").strip().startswith("<amplab run of 400 steps: watched/1 model=Sequential")

@@ -35,7 +35,7 @@ def walk_by_keys(dashboard: DashboardPage, panel: Locator) -> None:
     expect(frame(panel, "Cast weights")).to_have_attribute("aria-current", "step")
     dashboard.wait_for_step(before + 1)
     told = panel.get_by_role("status")
-    expect(told).to_contain_text(f"Step {before}, O1 · Cast weights")
+    expect(told).to_contain_text(f"Step {before}, O1 · Cast weights:")
     expect(told).to_contain_text("is rounded to float16 for this step")
     assert (len(bits(panel, "before")), len(bits(panel, "after"))) == (32, 16)
     frame(panel, "Cast weights").focus()

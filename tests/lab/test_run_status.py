@@ -51,6 +51,19 @@ def test_a_scale_that_settles_is_no_fault_and_one_that_does_not_help_is():
     assert status.text.startswith("Every step is skipped since step 30: ")
 
 
+def test_a_long_search_is_told_from_skips_that_no_scale_mends():
+    history = run(falling(50), skips=set(range(30, 50)), scale=2.0**40)
+    history.explain(SkipExplanation(30, "scale", "too large", fits=2.0**17))
+    status = run_status(history)
+    assert (status.kind, status.step, status.is_bad) == ("searching", 30, False)
+    assert status.text == ("Searching for a loss scale that fits: 20 steps skipped, now 2²⁰; gradients fit at 2¹⁷.")
+    assert run_status(history, floor=2.0**20).text == (
+        "Every step is skipped since step 30: the loss scale is at its floor, 2²⁰, and gradients fit at 2¹⁷."
+    )
+    history.explain(SkipExplanation(45, "format", "65504"))
+    assert run_status(history).kind == "skipping"
+
+
 def test_a_scale_at_its_floor_is_reported():
     skips = set(range(46, 48))
     status = run_status(run(falling(50), skips), floor=2.0**14)

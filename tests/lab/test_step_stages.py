@@ -276,7 +276,7 @@ def test_what_cannot_be_recorded_is_said_and_the_step_goes_on():
             scaled.backward()
         optimizer.step()
     recorded = recorder.stages(StepRecord(0, 0.0, 1.0, 1.0, False, None, "O0", None, 0.0, None))
-    assert "0.weight: RuntimeError: tensor 0: expected float16" in recorded.problems[0]
+    assert "0: RuntimeError: tensor 0: expected float16" in recorded.problems[0]
     np.testing.assert_allclose(array(recorded.parameters["0.weight"].stepped), 0.9)
 
 

@@ -10,6 +10,8 @@ def test_what_the_line_shows() -> None:
     bad = status_payload(RunStatus("diverged", "Diverged.", 3), state="paused", button="Undo")
     assert (bad["tone"], bad["state"], bad["step"], bad["button"]) == ("bad", "Paused", 3, "Undo")
     assert status_payload(RunStatus("stuck", "Not learning."))["tone"] == "odd"
+    failed = status_payload(RunStatus("ready", "Ready."), state="failed")
+    assert (failed["tone"], failed["text"][:20]) == ("bad", "Training has failed;")
 
 
 def wait_idle(trainer: Trainer) -> None:

@@ -60,8 +60,8 @@ def gradients_payload(record: GradientRecord, history: History) -> dict[str, obj
     }
 
 
-def stored_payload(history: History, step: int) -> dict[str, object] | None:
-    """Return what the tab shows for a selected step: the nearest stored histogram, at the scale of the step.
+def stored_payload(history: History, step: int, *, named: str = "Selected step") -> dict[str, object] | None:
+    """Return what the tab shows for one step, named so: the nearest stored histogram, at the scale of the step.
 
     Returns:
         None if the run has no such step, or no histogram.
@@ -75,7 +75,7 @@ def stored_payload(history: History, step: int) -> dict[str, object] | None:
     scale = history.record(row).loss_scale
     when = "" if sample.step == step else f" (histogram of step {sample.step:,}, the nearest that is stored)"
     return {
-        "summary": f"Selected step {step:,}{when}, scale {power(scale, raised=True)}: {_lost(sample.histogram, scale)}",
+        "summary": f"{named} {step:,}{when}, scale {power(scale, raised=True)}: {_lost(sample.histogram, scale)}",
         "fits": fitting_words(history),
         "description": _description(sample.histogram, scale),
         "curves": curves(sample.histogram, scale),

@@ -33,8 +33,8 @@ KINDS = {
 }
 """What the page calls each kind of reason."""
 
-GONE = "Not explained: explanations had taken 5 % of the time by then, and the weights have changed since."
-OPEN = "Not explained yet: explanations had taken 5 % of the time by then."
+GONE = "Not explained: explanations had used up their 5 % of the time, and the weights have changed since."
+OPEN = "Not explained yet: explanations had used up their 5 % of the time."
 
 
 def skipped_payload(history: History, *, explainable: int | None = None, limit: int = LIMIT) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from amplab.display.numbers import binary_power, count, percent
-from amplab.formats import FLOAT16, FORMATS, FloatFormat
+from amplab.formats import FLOAT16, FORMATS, LOW_PRECISION_DTYPES, FloatFormat
 from amplab.lab import ParameterStages, Snapshot, StepStages
 from amplab.views.tabs.step_through_sentences import Told, check_of, say, tell
 
@@ -72,12 +72,14 @@ def step_through_payload(stages: StepStages, chosen: Chosen) -> dict[str, Any]:
 
 
 def _parameter(stages: StepStages, chosen: Chosen) -> str:
-    """The chosen parameter, the one that overflowed, or the first that is a weight rather than a bias."""
+    """The chosen parameter, the one that overflowed, or the first weight that 16-bit ops read."""
     names = list(stages.parameters)
     for wanted in (chosen.parameter, stages.record.first_nonfinite):
         if wanted in stages.parameters:
             return wanted
-    return next((name for name in names if len(stages.parameters[name].stored.shape) > 1), names[0])
+    weights = [name for name in names if len(stages.parameters[name].stored.shape) > 1]
+    halves = [name for name in weights if stages.parameters[name].used.dtype in LOW_PRECISION_DTYPES]
+    return next(iter([*halves, *weights, *names]))
 
 
 def _element_options(seen: ParameterStages, element: int, rule: str) -> list[list[str]]:

@@ -113,9 +113,7 @@ def _forward(seen: ParameterStages) -> Told:
     given, returned = seen.inputs, seen.outputs
     layer = seen.layer or "the model"
     if returned is None:
-        text = (
-            f"{seen.kind} {layer} returned no floating-point tensor to this hook: its parent reads the weight itself."
-        )
+        text = f"{seen.kind} {layer} was not called: another module reads its {_word(seen)}."
         return Told("forward", "Forward", "not called", text, "→", given, returned, "idle")
     took = "reads its input" if given is None else f"reads {_shape(given)} {_dtype(given)} values"
     if given is not None and given.dtype != seen.used.dtype and seen.used.dtype in LOW_PRECISION_DTYPES:
@@ -181,7 +179,8 @@ def _backward(check: GradientCheck, seen: ParameterStages, element: int) -> Told
         return Told("backward", title, _broken_brief(grad), text, "backward", seen.output_gradient, grad, "warning")
     text = _scaled_gradient(check.scale.before, grad, element) + _saved(check.scale.before, grad)
     brief = f"max {say(grad.stats.absmax, 2)}"
-    return Told("backward", title, brief, text, "backward", seen.output_gradient, grad)
+    tone = "warning" if grad.stats.zeros == grad.stats.numel else "plain"
+    return Told("backward", title, brief, text, "backward", seen.output_gradient, grad, tone)
 
 
 def _cause(check: GradientCheck, grad: Snapshot) -> str:
@@ -200,7 +199,9 @@ def _scaled_gradient(scale: float, grad: Snapshot, element: int) -> str:
     """What the scale did to the gradient of the chosen element."""
     value, limit = grad.value(element), _format(grad)
     if value == 0:
-        return f"This gradient is 0 in {_dtype(grad)}: it is exactly 0, or it was too small even after scaling."
+        zeros = f"{grad.stats.zeros:,} of {grad.stats.numel:,} here"
+        why = "or too small for it" if scale == 1 else "or too small for it even when scaled"
+        return f"This gradient is 0 in {_dtype(grad)}, as {zeros} are: exactly 0, {why}."
     if limit is None or limit.max > _FLOAT32_NEARLY:
         product = "" if scale == 1 else f"{say(value / scale)} × {power(scale, raised=True)} = "
         return f"This gradient is {product}{say(value)}, computed in {_dtype(grad)}, whose range needs no scale."
@@ -238,18 +239,18 @@ def _unscale(check: GradientCheck, seen: ParameterStages, element: int) -> Told:
         here = f"{after.nonfinite:,} of them" if after.nonfinite else "none of them"
         then = "the step will be skipped" if check.scale.skips else "a static scale takes the step all the same"
         text = (
-            f"{check.nonfinite:,} of the model's {check.checked:,} gradients {_are(check.nonfinite)} inf or NaN "
+            f"{check.nonfinite:,} of the {check.checked:,} gradients {_are(check.nonfinite)} inf or NaN "
             f"({here} in {seen.name}): found_inf = 1, and {then}."
         )
         return Told("unscale", title, "inf or NaN", text, operator, before, after, "warning")
     old, new = before.value(element), after.value(element)
     divided = f"{say(old)} {operator} = {say(new)}, in {_dtype(after)}."
     if seen.backwards > 1:
-        added = f"{seen.backwards} backwards are accumulated; the last one gave {say(old)}."
-        divided = f"{added} Their sum {operator} is {say(new)}."
+        last = f"{seen.backwards} backwards reach this {_word(seen)}."
+        divided = f"{last} The last one gives {say(old)} {operator}; all together give {say(new)}."
     elif scale == 1:
         divided = "The scale is 1, so there is nothing to divide."
-    text = f"{divided} None of the model's {check.checked:,} gradients is inf or NaN: found_inf = 0."
+    text = f"{divided} None of the {check.checked:,} gradients is inf or NaN: found_inf = 0."
     return Told("unscale", title, "all finite", text, operator, before, after)
 
 
@@ -303,7 +304,7 @@ def _standstill(seen: ParameterStages, element: int) -> str:
     grad = seen.clipped or seen.unscaled
     value = seen.stored.value(element)
     if grad is not None and grad.value(element) == 0:
-        return f"The gradient is 0 and there is no momentum: the {_word(seen)} stays {_fine(value)}."
+        return f"The gradient is 0: the {_word(seen)} stays {_fine(value)}."
     limit = _format(seen.stored)
     if limit is None:
         return f"The update does not change {_fine(value)}."
@@ -440,6 +441,9 @@ def _broken(taken: Snapshot) -> str:
     infs, nans, total = taken.stats.infs, taken.stats.nans, taken.stats.numel
     if not taken.nonfinite:
         return ""
+    for number, name in ((infs, "inf"), (nans, "NaN")):
+        if number == total:
+            return f"All {total:,} elements are {name}" if total > 1 else f"The only element is {name}"
     words = [f"{number:,} {_are(number)} {name}" for number, name in ((infs, "inf"), (nans, "NaN")) if number]
     return f"Of {total:,} elements, {' and '.join(words)}"
 

@@ -117,8 +117,8 @@ function detail(row, payload, { send, close }) {
       row.policy ? line("Row of the op table", row.policy) : null,
       line("Tensors", row.shapes),
       row.line ? line("Line", h("code", {}, row.line), h("code", { class: "amp-code-line" }, row.code)) : null,
-      line("Inputs now", measured ? measuredTable(measured.inputs) : h("button", { type: "button", onclick: () => send({ type: "measure", index: row.index }) }, "Measure in the next step"))),
-    row.canOp || row.canModule ? h("div", { class: "amp-actions" }, row.canOp ? action("op", row.op) : null, row.canModule ? action("module", row.module) : null) : null,
+      payload.fixed ? null : line("Inputs now", measured ? measuredTable(measured.inputs) : h("button", { type: "button", onclick: () => send({ type: "measure", index: row.index }) }, "Measure in the next step"))),
+    !payload.fixed && (row.canOp || row.canModule) ? h("div", { class: "amp-actions" }, row.canOp ? action("op", row.op) : null, row.canModule ? action("module", row.module) : null) : null,
   ].filter(Boolean);
 }
 
@@ -167,7 +167,7 @@ export function dtypesPanel({ send }) {
     filters.module.show((payload.modules ?? []).filter((each) => each.path).map((each) => [each.path, each.path]), kept.module);
     filters.which.show([...WHICH.slice(1), ...(payload.compared ? [["differing", `other at ${payload.compared}`]] : [])], kept.which);
     const shown = keptRows(rows, kept.module === payload.modules?.[0]?.path ? { ...kept, module: ANY } : kept);
-    const empty = rows.length ? "No op passes these filters." : "Tracing one step …";
+    const empty = rows.length ? "No op passes these filters." : payload.empty ?? "Tracing one step …";
     drawn.box.hidden = view !== "picture";
     made.box.hidden = view !== "table";
     if (view === "picture") drawn.show(strips(payload.modules ?? [], shown, closed ?? new Set()), empty);
@@ -181,6 +181,7 @@ export function dtypesPanel({ send }) {
     if (closed === null && modules.length) closed = new Set(modules.length > MANY ? repeated(modules) : []);
     if (!modules.some((each) => each.path === kept.module)) kept.module = ANY;
     if (!payload.compared && kept.which === "differing") kept.which = ANY;
+    compare.box.hidden = Boolean(payload.fixed); // a step that ran elsewhere cannot run at another level here
     compare.show((payload.levels ?? []).map(([name, label]) => [name, `with ${label}`]), payload.compared ?? ANY);
     write(summary, payload.problem || payload.comparison || payload.summary || "");
     summary.classList.toggle("amp-problem", Boolean(payload.problem));

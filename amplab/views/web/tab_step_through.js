@@ -7,7 +7,7 @@ import { chip } from "./tables.js";
 
 const LOW = -44; // the power of two of the first bin
 const BANDS = [[-44, -25, "→ 0 in fp16"], [-25, -14, "subnormal"], [-14, 16, "normal in fp16"], [16, 25, "→ inf"]];
-const PLOT = { width: 260, height: 84, top: 13, bottom: 15 };
+const PLOT = { width: 260, height: 74, top: 13, bottom: 15 };
 const DWELL = 3600; // ms on a stage while it plays
 const IDLE_DWELL = 1500; // ms on a stage in which nothing happens
 const FIELDS = ["sign", "exponent", "fraction"];
@@ -109,11 +109,11 @@ const FIGURE_TITLES = { min: "smallest magnitude that is not 0", mean: "mean mag
 
 /** One tensor: its name, values around the chosen element, the bits of that element, the histogram, the statistics. */
 function tensorBox(side, picture, ghost, top, pick) {
-  if (!picture) return h("div", { class: "amp-tensor amp-none", "data-side": side }, h("span", {}, "–"));
+  if (!picture) return h("div", { class: "amp-tensor amp-none", "data-side": side }, h("span", {}, "no floating-point tensor seen here"));
   return h("div", { class: "amp-tensor", "data-side": side, role: "group", "aria-label": `${side[0].toUpperCase()}${side.slice(1)}: ${picture.name}` },
     h("div", { class: "amp-tensor-head" },
       h("code", { title: `${picture.name}${picture.place}` }, shortName(picture.name)), h("b", {}, picture.place),
-      chip(picture.dtype), h("small", {}, picture.shape)),
+      chip(picture.dtype), h("span", { class: "amp-shape" }, h("small", {}, picture.shape))),
     valueRow(picture, pick),
     bitRow(picture.bits),
     plot(picture, ghost, top),
@@ -245,7 +245,7 @@ export function stepThroughPanel({ send }) {
     const pick = (chosen) => send({ type: "element", value: chosen });
     // Only elements of the parameter itself can be chosen.
     const own = (picture) => (picture && picture.index === payload.index && picture.shape === payload.shape ? pick : null);
-    write(title, `Step ${payload.step}, ${payload.level} · ${stage.title}`);
+    write(title, `Step ${payload.step}, ${payload.level} · ${stage.title}:`);
     write(sentence, stage.sentence);
     told.dataset.tone = stage.tone;
     const refocus = keepFocus();
