@@ -660,6 +660,90 @@ _GRADIENTS = (
         supersedes_as_error=(*SYMPTOMS, "diverging"),
     ),
     CatalogueEntry(
+        "another-scaler",
+        "The loop uses another GradScaler than the one that was passed",
+        ("error",),
+        {
+            "": Case(
+                "Another scaler than the one that was passed divided the gradients: by {used_scale}. The one that was "
+                "passed has a loss scale of {passed_scale}.",
+                "The loop makes a new scaler, for example in each epoch, or uses one that was not passed. A new scaler "
+                "begins at its init_scale again and skips steps until its scale fits.",
+                "scaler = amplab.GradScaler()  # once, before the first epoch; pass this scaler, and save its "
+                "state_dict",
+            )
+        },
+        supersedes=("clips-scaled-gradients", "stepped-with-scaled-gradients", "unscaled-twice", "two-scalers"),
+    ),
+    CatalogueEntry(
+        "nonfinite-gradients-hidden",
+        "Gradients that are inf or NaN are replaced before the scaler checks them",
+        ("error",),
+        {
+            "": Case(
+                "{gradients} gradients were inf or NaN after backward; the loop replaced these values, and the "
+                "optimizer used what was left.",
+                "found_inf stays 0, so the step is not skipped and the loss scale does not fall: every step whose "
+                "gradients overflow uses wrong gradients.",
+                "# remove the line that replaces inf and NaN in the gradients; the scaler skips such a step",
+            )
+        },
+        supersedes=("stepped-with-scaled-gradients", "scale-too-large", "nonfinite-gradient"),
+    ),
+    CatalogueEntry(
+        "added-to-scaled-gradients",
+        "A term is added to gradients that are still scaled",
+        ("error",),
+        {
+            "": Case(
+                "A term with norm {added:.4g} was added to gradients that were still multiplied by the loss scale, "
+                "{scale}; at another loss scale it is the same.",
+                "Unscaling divides the term by the loss scale as well, so it has almost no effect.",
+                by_scaling(
+                    "# add the term to the gradients after the block of scale_loss, before optimizer.step()\n"
+                    "for parameter in amp.master_params(optimizer):\n"
+                    "    parameter.grad.add_(parameter.detach(), alpha=weight_decay)  # your own term",
+                    scaler="scaler.unscale_(optimizer)  # before the line that adds the term",
+                ),
+            )
+        },
+    ),
+    CatalogueEntry(
+        "backward-not-linear",
+        "Backward limits gradients that are still scaled",
+        ("error",),
+        {
+            "": Case(
+                "{gradients} gradients do not grow with the loss scale, {scale}, although those of later layers do; at "
+                "a small loss scale they are smaller.",
+                "A hook or the backward of an autograd.Function limits its gradient to a fixed size. In backward the "
+                "gradient is multiplied by the loss scale, so a limit meant for its true size cuts nearly all of it.",
+                by_scaling(
+                    "limit * amp.state_dict()['loss_scaler0']['loss_scale']  # in the hook, instead of limit",
+                    scaler="limit * scaler.get_scale()  # in the hook, instead of limit",
+                ),
+            )
+        },
+        supersedes=("loss-not-scaled", "stepped-with-scaled-gradients"),
+    ),
+    CatalogueEntry(
+        "gradients-rounded",
+        "Unscaled gradients are rounded to float16",
+        ("warning",),
+        {
+            "": Case(
+                "{share:.0%} of the elements of {tensor} that backward made non-zero are 0 at the step, and float16 "
+                "holds every value that is left.",
+                "The gradients were rounded to float16 after they had been divided by the loss scale, {scale}. Values "
+                "below 2^-25 become 0, which the loss scale is there to prevent.",
+                by_scaling(
+                    "# round the gradients inside the block of scale_loss, or keep them in float32",
+                    scaler="# round the gradients before scaler.unscale_(optimizer), or keep them in float32",
+                ),
+            )
+        },
+    ),
+    CatalogueEntry(
         "zero-grad-in-accumulation",
         "Gradients are set to zero between the backwards of one step",
         ("error",),
@@ -799,6 +883,20 @@ _PARAMETERS = (
         },
     ),
     CatalogueEntry(
+        "statistics-in-half",
+        "Running statistics in 16 bits do not follow the batches",
+        ("warning",),
+        {
+            "": Case(
+                "The {dtype} running mean of {module} stops up to {deviations:.2g} standard deviations from the mean "
+                "of this batch.",
+                "It moves by {momentum:g} of its distance to the mean, which {dtype} rounds away where it is smaller "
+                "than half of the last bit. Training uses the batch and is right; evaluation uses the running mean.",
+                "{code}",
+            )
+        },
+    ),
+    CatalogueEntry(
         "adam-on-half",
         "Adam updates half weights directly",
         ("error",),
@@ -933,6 +1031,21 @@ _NONFINITE = (
                 "assert torch.isfinite(x).all(), 'inf given'",
             )
         },
+    ),
+    CatalogueEntry(
+        "held-inf-in-half",
+        "A buffer or weight of the model became inf in float16",
+        ("error",),
+        {
+            "": Case(
+                "{fn} received the {held_as} {held}, which holds inf in float16, and wrote {counted}.",
+                "float16 has no number above 65504. A value such as -1e9 is finite in float32 and became -inf when the "
+                "model was cast to half.",
+                "# give {held} a value that float16 holds, before amp.initialize or model.half(), such as -1e4;\n"
+                "# better, mask without it: scores = scores.masked_fill(mask == 0, -1e4)",
+            )
+        },
+        supersedes=("inf-given", "nonfinite-parameter", "nonfinite-buffer"),
     ),
     CatalogueEntry(
         "masked-row",
@@ -1264,6 +1377,11 @@ _VALUES = (
                 "float16 numbers up to {input_absmax:.5g} were converted to integers.",
                 "From 2048 on float16 does not hold every integer; here its neighbors are up to {spacing:g} "
                 "apart.{origin}",
+            ),
+            "target": Case(
+                "{op} writes float16 predictions for targets up to {target_absmax:.6g} that differ by {spread:.3g}.",
+                "float16 numbers of that size are {spacing:g} apart, so predictions cannot follow the targets.{origin} "
+                "Or subtract the mean from the targets and divide by their deviation.",
             ),
         },
     ),

@@ -10,6 +10,7 @@ This file applies the rules and ranks what they find; each rule is in the file o
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -33,6 +34,7 @@ from amplab.diagnose.rules.arithmetic import arithmetic_findings
 from amplab.diagnose.rules.digits import digits_findings
 from amplab.diagnose.rules.divergence import diverging_in_float32
 from amplab.diagnose.rules.gradients import gradient_findings
+from amplab.diagnose.rules.half_statistics import statistics_in_half
 from amplab.diagnose.rules.lost_gradients import gradients_lost_downstream
 from amplab.diagnose.rules.nonfinite import api_in_use, finding_of
 from amplab.diagnose.rules.parameters import nonfinite_buffers, parameter_findings
@@ -49,7 +51,7 @@ from amplab.diagnose.rules.updates import (
     updates_lost,
 )
 from amplab.diagnose.rules.values import value_findings
-from amplab.diagnose.train_step.rehearse_loop import rehearse_loop
+from amplab.diagnose.train_step.rehearse_loop import RecordingError, rehearse_loop
 from amplab.diagnose.train_step.schedules import schedulers_of
 from amplab.display.numbers import count, power
 from amplab.policies import PrecisionPolicy
@@ -111,7 +113,7 @@ def doctor(
             ``amp.initialize``, if there was one.
         opt_level, policy, autocast: a precision for the step, as `amplab.xray` takes them; not with a session.
         loss_scale: the scale of the step; None for the present one.
-        run: the steps so far, for the rules about runs.
+        run: the steps so far, for the rules about runs: an `amplab.watch`, or its observation.
         stateful: what else `train_step` changes and has a state_dict. Schedulers that its code names are found.
 
     Raises:
@@ -136,6 +138,7 @@ def doctor(
     has_step = loss is not None or step is not None or (batch is not None and train_step is None)
     model = as_model(model, compiled=not has_step, values=has_step or train_step is not None)
     optimizers = optimizers_of(optimizer)
+    run = _observation(run)
     _check_options(run=run, stateful=stateful, loss_scale=loss_scale)
     handed = None
     if has_step:
@@ -203,17 +206,20 @@ def _check_no_arguments(**given: Any) -> None:
             )
 
 
+def _observation(run: Any) -> Any:
+    """Return the steps of a watch; another value unchanged."""
+    return getattr(run, "observation", run)
+
+
 def _check_options(*, run: Any, stateful: Any, loss_scale: Any) -> None:
     """Raise a TypeError or ValueError for the first wrong option of `doctor`.
 
     >>> _check_options(run=3, stateful=(), loss_scale=None)
     Traceback (most recent call last):
-    TypeError: run=int: expected an amplab.diagnose.Observation, the steps so far, or None.
+    TypeError: run=int: expected an amplab.watch, its observation, or None.
     """
     if run is not None and not isinstance(run, Observation):
-        raise TypeError(
-            f"run={type(run).__name__}: expected an amplab.diagnose.Observation, the steps so far, or None."
-        )
+        raise TypeError(f"run={type(run).__name__}: expected an amplab.watch, its observation, or None.")
     if not isinstance(stateful, Iterable) or not all(hasattr(each, "load_state_dict") for each in stateful):
         kinds = f" of {', '.join(type(each).__name__ for each in stateful)}" if isinstance(stateful, list) else ""
         raise TypeError(
@@ -280,7 +286,7 @@ def _with_skips(found: Sequence[Finding], run: Observation) -> list[Finding]:
 def _findings_of_reruns(*given: Any) -> list[Finding]:
     """Apply the rules that run a step again; a step that cannot, such as one that reads an iterator, has none."""
     found: list[Finding] = []
-    for rule in (loss_depends_on_scale, gradients_lost_downstream):
+    for rule in (loss_depends_on_scale, gradients_lost_downstream, statistics_in_half):
         with suppress(Exception):
             found += rule(*given)
     return found
@@ -309,6 +315,11 @@ def _examine_loop(
         ]
     except LossScaleCollapse:
         return []  # the run and the step show it
+    except RecordingError as error:
+        warnings.warn(
+            f"amplab.doctor: the rules about the loop were not applied: {error}", RuntimeWarning, stacklevel=3
+        )
+        return []
     except Exception as error:
         if raised.error is not error and not isinstance(error, RuntimeError | NotImplementedError):
             raise

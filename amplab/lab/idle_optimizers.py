@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from amplab.diagnose import Finding
 from amplab.diagnose.remedies.api_styles import Api, ApiStyle
-from amplab.diagnose.rules.parameters import model_parameters
 from amplab.diagnose.rules.updates import never_stepped
+from amplab.diagnose.train_step.masters import model_parameters
 
 __all__ = ["IdleOptimizers"]
 

@@ -28,8 +28,9 @@ from amplab.diagnose.rules.gradients import gradient_findings, left_over
 from amplab.diagnose.rules.nonfinite import api_in_use
 from amplab.diagnose.rules.updates import averages_lost, updates_lost
 from amplab.diagnose.rules.values import value_findings
+from amplab.diagnose.train_step.loop_recorder import LoopRecorder
 from amplab.diagnose.train_step.loop_state import scales_of
-from amplab.diagnose.train_step.rehearsal import LoopRecorder, Rehearsal
+from amplab.diagnose.train_step.rehearsal import Rehearsal
 from amplab.display.numbers import count
 from amplab.lab.scale_probe import ScaleProbe
 from amplab.lab.watched_run import NO_LEVEL
@@ -178,6 +179,8 @@ class StepLook:
                 seen = look.recorder.rehearsal()
             finally:
                 look.stop()
+            if look.recorder.failure is not None:
+                raise look.recorder.failure
             self._found(seen)
             self._looks += bool(seen.stepped)
 

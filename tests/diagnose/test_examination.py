@@ -213,7 +213,7 @@ def patient():
         ({"train_step": 3}, "train_step=int: expected a function"),
         ({"optimizer": 3}, "optimizer=int: expected a torch.optim.Optimizer"),
         ({"optimizer": [3]}, "optimizer=list of int: expected"),
-        ({"run": 3}, "run=int: expected an amplab.diagnose.Observation"),
+        ({"run": 3}, "run=int: expected an amplab.watch"),
         ({"stateful": [3]}, "stateful=list of int: expected a list"),
         ({"stateful": 3}, "stateful=int: expected a list"),
         ({"loss_scale": "a"}, "loss_scale='a': expected a number"),

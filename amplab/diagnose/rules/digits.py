@@ -2,7 +2,8 @@
 
 Pure functions from an `ObservedStep` to findings:
 
-    digits-lost-in-half   sin or cos of large numbers; a small difference of large inputs; large numbers as integers
+    digits-lost-in-half   sin or cos of large numbers; a small difference of large inputs; large numbers as integers;
+                          predictions for targets that differ by less than float16 numbers of their size do
 
 From 2048 on the neighbors of a float16 number are 2 apart, from 8192 on 8. Ops that scale or add do not mind: the
 relative error is the same for all numbers.
@@ -10,6 +11,7 @@ relative error is the same for all numbers.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -35,14 +37,23 @@ PHASE = 512.0
 INTEGERS = 2048.0
 """From here on float16 does not hold every integer."""
 
+_STEPS = 4
+"""Targets need at least so many float16 numbers between the smallest and the largest of them."""
+
 _PERIODIC = frozenset(("sin", "cos", "tan"))
+_LOSSES = frozenset(("mse_loss", "smooth_l1_loss", "huber_loss", "sub", "rsub"))  # l1_loss is sub and abs
 _DEPTH = 6
 
 
 def digits_findings(step: ObservedStep, api: Api | None = None) -> list[Finding]:
     """Apply every rule of this file, once for each line; arguments as of `value_findings`."""
     api = api or Api()
-    found = (*phases_lost(step, api), *differences_lost(step, api), *indices_lost(step, api))
+    found = (
+        *phases_lost(step, api),
+        *differences_lost(step, api),
+        *indices_lost(step, api),
+        *targets_missed(step, api),
+    )
     return list({(each.module, each.line): each for each in reversed(found)}.values())[::-1]
 
 
@@ -70,6 +81,41 @@ def indices_lost(step: ObservedStep, api: Api) -> Iterator[Finding]:
         read = [value.summary for value in step.inputs(record.index) if value.summary.is_half]
         if short_name(record) == "to_copy" and read and read[0].is_finite and read[0].absmax > INTEGERS:
             yield _lost(step, record, "index", api, input_absmax=read[0].absmax)
+
+
+def targets_missed(step: ObservedStep, api: Api) -> Iterator[Finding]:
+    """A loss of float16 predictions and targets between which float16 has few numbers."""
+    for record in forward_ops(step):
+        if short_name(record) not in _LOSSES or len(step.inputs(record.index)) != 2:
+            continue
+        for predicted, target in itertools.permutations(step.inputs(record.index)):
+            head = _half_behind(step, predicted)
+            if head is None or target.kind == "parameter" or target.op is not None or not target.summary.is_finite:
+                continue
+            spread, spacing = target.summary.highest - target.summary.lowest, _spacing(target.summary.absmax)
+            if 0 < spread < _STEPS * spacing:
+                yield finding(
+                    "digits-lost-in-half",
+                    "target",
+                    **place_of(head),
+                    tensor=target.name,
+                    evidence={"target_absmax": target.summary.absmax, "spread": spread, "spacing": spacing},
+                    origin="",
+                    code=in_float32(head, api=api, trace=step.trace),
+                )
+
+
+def _half_behind(step: ObservedStep, value: Value) -> OpRecord | None:
+    """The op that wrote a value in float16, which may have been cast since; None for none."""
+    while value.op is not None:
+        record = step.trace.records[value.op]
+        if value.summary.is_half and not record.is_cast:
+            return record
+        read = step.inputs(value.op)
+        if (short_name(record) != "to_copy" and not record.is_view) or not read:
+            return None
+        value = read[0]
+    return None
 
 
 def _lost(step: ObservedStep, record: OpRecord, case: str, api: Api, **evidence: float) -> Finding:
@@ -107,7 +153,7 @@ def _is_input(value: Value) -> bool:
 
 def _spacing(number: float) -> float:
     """The distance of the float16 numbers next to a number."""
-    return float(2.0 ** (math.floor(math.log2(number)) - 10))
+    return float(2.0 ** (math.floor(math.log2(max(number, 2.0**-14))) - 10))
 
 
 def _remedy(step: ObservedStep, record: OpRecord, api: Api) -> str:

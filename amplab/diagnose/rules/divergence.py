@@ -18,7 +18,7 @@ from amplab.diagnose.finding import Finding
 from amplab.diagnose.first_nonfinite import Setting
 from amplab.diagnose.remedies.api_styles import Api
 from amplab.diagnose.reruns import UpdateRate, losses_in_float32
-from amplab.diagnose.rules.parameters import model_parameters
+from amplab.diagnose.train_step.masters import model_parameters
 from amplab.display.numbers import count
 from amplab.trace.handed_step import HandedStep
 

@@ -17,6 +17,11 @@ and a wrong loop shows as another power of the loss scale:
     unscaled-too-early              a backward added scaled gradients to gradients that were unscaled already
     two-scalers                     two scalers unscaled the same gradients
     gradients-left-over             backward added to gradients that a skipped step had left at inf or NaN
+    another-scaler                  a scaler divided by another scale than that of the scaler that was passed
+    nonfinite-gradients-hidden      the loop made gradients finite before the scaler checked them
+    added-to-scaled-gradients       a term was added while the ratio is 1, and it does not grow with the loss scale
+    backward-not-linear             gradients of some parameters grow with the loss scale, those further back less
+    gradients-rounded               unscaled gradients were rounded to float16, which made elements 0
     zero-grad-in-accumulation       the step used only the last of several backwards; the others' gradients were lost
 """
 
@@ -35,6 +40,8 @@ __all__ = [
     "GRADIENT_RULES",
     "gradient_findings",
     "left_over",
+    "not_scaled_perhaps",
+    "may_add_to_scaled_gradients",
     "may_be_scaled",
     "may_clip_scaled_gradients",
     "shared_module",
@@ -42,6 +49,11 @@ __all__ = [
 
 TOLERANCE = 0.1
 """In log2: 7 %, more than rounding to float16 or a weight decay added by hand changes."""
+
+_SHRINKS = ("mul", "div", "clamp")
+
+_FLUSHED = 0.01
+"""A smaller share of gradients that become 0 is no finding."""
 
 TOLD_APART = 4.0
 """A smaller loss scale cannot be distinguished from an ordinary factor."""
@@ -126,6 +138,114 @@ def stepped_with_scaled_gradients(rehearsal: Rehearsal, api: Api) -> Iterator[Fi
         )
 
 
+def another_scaler(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
+    """Only other scalers than the one that was passed divided gradients."""
+    # Without a scaler a run can be watched, too; only its skipped steps are not seen.
+    if rehearsal.another_scaler is None or (rehearsal.scales == (1.0,) and not rehearsal.overflowed):
+        return
+    used, passed = rehearsal.another_scaler
+    yield finding(
+        "another-scaler",
+        api=api,
+        evidence={"used": used, "passed": passed},
+        used_scale=power(used),
+        passed_scale=power(passed),
+    )
+
+
+def nonfinite_gradients_hidden(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
+    """A step used gradients that were inf or NaN after backward and are finite now: the scaler could not see them.
+
+    Clipping by value makes inf finite too; that it clips scaled gradients says more.
+    """
+    if any(clips_scaled_gradients(rehearsal, api)):
+        return
+    seen = next((each for each in (rehearsal, rehearsal.skipped) if each is not None and each.hidden), None)
+    if seen is not None:
+        call, line = seen.hidden_at
+        names = [name for each in seen.hidden for name in each.names]
+        yield finding(
+            "nonfinite-gradients-hidden",
+            api=api,
+            op=call,
+            line=line,
+            module=shared_module(names),
+            tensor=f"gradient of {names[0]}",
+            evidence={"gradients": len(names), "loss_scale": seen.scale},
+        )
+
+
+def added_to_scaled_gradients(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
+    """A term was added to gradients while they were scaled, and it is the same at another loss scale."""
+    other = rehearsal.elsewhere
+    if other is None:
+        return
+    for write in _additions(rehearsal):
+        alike = next((each for each in other.writes if (each.op, each.names) == (write.op, write.names)), None)
+        if alike is None or not alike.added:
+            continue
+        growth = abs(math.log2(write.added / alike.added))
+        if growth < abs(math.log2(rehearsal.scale / other.scale)) / 2:
+            yield finding(
+                "added-to-scaled-gradients",
+                api=api,
+                op=write.call or write.op,
+                line=write.line,
+                module=shared_module(write.names),
+                tensor=f"gradient of {write.names[0]}",
+                evidence={"added": write.added, "norm": write.norm, "loss_scale": rehearsal.scale},
+                scale=power(rehearsal.scale),
+            )
+            return
+
+
+def may_add_to_scaled_gradients(rehearsal: Rehearsal) -> bool:
+    """Whether only a rehearsal at another loss scale shows if an addition to gradients is correct."""
+    return bool(_additions(rehearsal))
+
+
+def _additions(rehearsal: Rehearsal) -> list[GradientWrite]:
+    """The additions to gradients that were still scaled."""
+    return [
+        each for each in rehearsal.writes if rehearsal.scale >= TOLD_APART and each.added and _near(each.before, 1.0)
+    ]
+
+
+def backward_not_linear(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
+    """Gradients of the same loss grow with the loss scale near the loss and less further back: backward clamps."""
+    clamped = [each for each in _stepped_once(rehearsal) if _is_clamped(rehearsal, each.name)]
+    if clamped:
+        yield finding(
+            "backward-not-linear",
+            api=api,
+            module=shared_module([each.name for each in clamped]),
+            tensor=f"gradient of {clamped[0].name}",
+            evidence={"gradients": len(clamped), "loss_scale": rehearsal.scale},
+            scale=power(rehearsal.scale),
+        )
+
+
+def not_scaled_perhaps(rehearsal: Rehearsal) -> bool:
+    """Whether gradients do not grow with the loss scale: because their loss is not scaled, or backward clamps them."""
+    other = rehearsal.elsewhere
+    return other is not None and any(_is_constant(rehearsal, other, each.name) for each in rehearsal.stepped)
+
+
+def gradients_rounded(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]:
+    """Unscaled gradients were rounded to float16: the loss scale had kept elements that are 0 now."""
+    flushed = [each for each in rehearsal.stepped if each.flushed > 0]
+    worst = max(flushed, key=lambda each: each.flushed, default=None)
+    if worst is not None and worst.flushed >= _FLUSHED and rehearsal.scale >= TOLD_APART:
+        yield finding(
+            "gradients-rounded",
+            api=api,
+            module=shared_module([each.name for each in flushed]),
+            tensor=f"gradient of {worst.name}",
+            evidence={"share": worst.flushed, "gradients": len(flushed), "loss_scale": rehearsal.scale},
+            scale=power(rehearsal.scale),
+        )
+
+
 def may_be_scaled(rehearsal: Rehearsal) -> bool:
     """Whether gradients reached a step unchanged or divided by the loss scale.
 
@@ -155,7 +275,8 @@ def divided_without_scaling(rehearsal: Rehearsal, api: Api) -> Iterator[Finding]
     other = rehearsal.elsewhere
     if other is None:
         return
-    never = [each for each in _divided(rehearsal) if _is_the_same(each.delivered, _delivered(other, each.name))]
+    divided = [each for each in _divided(rehearsal) if not _is_clamped(rehearsal, each.name)]
+    never = [each for each in divided if _is_the_same(each.delivered, _delivered(other, each.name))]
     for number, wrong in _by_optimizer(never).items():
         yield finding(
             "loss-not-scaled",
@@ -173,7 +294,7 @@ def _divided(rehearsal: Rehearsal) -> list[SteppedGradient]:
     """The gradients that a step divided by a loss scale once."""
 
     def is_divided(gradient: SteppedGradient, scale: float) -> bool:
-        return scale >= TOLD_APART and (gradient.scaled_inside or _near(gradient.ratio / gradient.clipped, 1 / scale))
+        return scale >= TOLD_APART and (gradient.scaled_inside or _near(gradient.unclipped, 1 / scale))
 
     return [each for each in rehearsal.stepped if any(is_divided(each, scale) for scale in rehearsal.scales)]
 
@@ -339,11 +460,16 @@ def _clips(rehearsal: Rehearsal) -> list[GradientWrite]:
     return [
         write
         for write in rehearsal.writes
-        if write.factor < 1 - 1e-6 and any(word in write.op for word in ("mul", "div", "clamp"))
+        if write.factor < 1 - 1e-6 and any(word in write.op.removeprefix("amplab.multi") for word in _SHRINKS)
     ]
 
 
 GRADIENT_RULES: tuple[Callable[[Rehearsal, Api], Iterator[Finding]], ...] = (
+    another_scaler,
+    nonfinite_gradients_hidden,
+    added_to_scaled_gradients,
+    backward_not_linear,
+    gradients_rounded,
     clips_scaled_gradients,
     clips_some_scaled_gradients,
     stepped_with_scaled_gradients,
@@ -387,10 +513,30 @@ def _is_never_scaled(rehearsal: Rehearsal, name: str) -> bool:
     if other is None:
         loss_gradient = rehearsal.loss_gradient
         return loss_gradient is not None and 0 < loss_gradient < math.sqrt(rehearsal.scale)
+    return _is_constant(rehearsal, other, name) and not _is_clamped(rehearsal, name)
+
+
+def _is_clamped(rehearsal: Rehearsal, name: str) -> bool:
+    """Whether a gradient hardly grows with a large loss scale, and is smaller at a scale far below 1."""
+    below = rehearsal.far_below
+    return (
+        below is not None
+        and rehearsal.elsewhere is not None
+        and _is_constant(rehearsal, rehearsal.elsewhere, name)
+        and _delivered(below, name) < _delivered(rehearsal, name) / 2
+    )
+
+
+def _is_constant(rehearsal: Rehearsal, other: Rehearsal, name: str) -> bool:
+    """Whether a gradient after backward depends little on the loss scale."""
     here, there = _delivered(rehearsal, name), _delivered(other, name)
     if not (0 < here < math.inf and 0 < there < math.inf):
         return False
     return abs(math.log2(there / here)) < abs(math.log2(other.scale / rehearsal.scale)) / 2
+
+
+def _stepped_once(rehearsal: Rehearsal) -> list[SteppedGradient]:
+    return list({each.name: each for each in rehearsal.stepped}.values())
 
 
 def _delivered(rehearsal: Rehearsal, name: str) -> float:
@@ -401,12 +547,12 @@ def _is_off_by(gradient: SteppedGradient, scale: float, power: int) -> bool:
     """Whether a gradient is too large by `scale` to the `power`; False if several backward passes contributed."""
     if scale < TOLD_APART or gradient.backwards != 1 or gradient.scaled_inside or math.isnan(gradient.ratio):
         return False
-    return _near(gradient.ratio / gradient.clipped * scale, scale**power)
+    return _near(gradient.unclipped * scale, scale**power)
 
 
 def _is_exactly(value: float, expected: float) -> bool:
     """Equality up to the rounding of norms: division by a power of two is exact; a clipping rarely has that factor."""
-    return abs(math.log2(value / expected)) < 1e-4
+    return 0 < value < math.inf and abs(math.log2(value / expected)) < 1e-4
 
 
 def _is_round(value: float) -> bool:
@@ -415,7 +561,7 @@ def _is_round(value: float) -> bool:
 
 
 def _near(value: float, expected: float) -> bool:
-    return value > 0 and abs(math.log2(value / expected)) < TOLERANCE
+    return 0 < value < math.inf and abs(math.log2(value / expected)) < TOLERANCE
 
 
 def shared_module(names: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ nonfinite-batch, nonfinite-parameter, nonfinite-buffer, nonfinite-input
                             a tensor was not finite before the step
 masks-added                 masks filled with torch.finfo(dtype).min were added
 masked-row                  every element that a softmax read was masked
+held-inf-in-half            an op received a buffer or a weight that its cast to float16 made inf
 inf-given                   another op received an inf from the code or as an input
 nonfinite-in-float32        mixed precision is not the cause
 nonfinite-once              a repeated step is finite, so other dtypes and loss scales show nothing
@@ -33,7 +34,7 @@ from amplab.diagnose.first_nonfinite import FirstNonfinite, Setting
 from amplab.diagnose.observed_step.dataflow import line_of, nearest_constant, short_name, upstream
 from amplab.diagnose.observed_step.singular_points import Met, Origin, domain_of, forward_op_of, met_point
 from amplab.diagnose.observed_step.tensor_summary import HALF_MAX, HALF_UNDERFLOWS, TensorSummary
-from amplab.diagnose.observed_step.values import ObservedStep
+from amplab.diagnose.observed_step.values import ObservedStep, Value
 from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.diagnose.remedies.float32 import in_float32, variance_in_float32
 from amplab.diagnose.remedies.float32_function import body_in_float32
@@ -103,7 +104,17 @@ def _certainty(found: FirstNonfinite, name: str) -> Certainty:
     return "likely" if concluded else "certain"
 
 
-_SEEN = frozenset(("infinite-value", "log-of-zero", "outside-domain", "division-by-zero", "masked-row", "masks-added"))
+_SEEN = frozenset(
+    (
+        "infinite-value",
+        "log-of-zero",
+        "outside-domain",
+        "division-by-zero",
+        "masked-row",
+        "masks-added",
+        "held-inf-in-half",
+    )
+)
 _AMPLABS_CASTS = f"{CastPolicy.LOWER_PRECISION_FP.value} list"  # what torch.autocast casts has no list here
 
 
@@ -180,6 +191,8 @@ def _explanation(found: FirstNonfinite) -> _Explanation:
         return _Explanation("scale-too-large", case, scales)
     if found.cause == "state":
         return _Explanation("nonfinite-once")
+    if (held := _held_in_half(found, found.record)) is not None:
+        return _Explanation("held-inf-in-half", "", {"held": held.name, "held_as": held.kind})
     if found.kind == "masked":
         names = found.record.op, short_name(found.record)
         is_softmax = any(word in name for word in ("softmax", "attention") for name in names)
@@ -187,6 +200,12 @@ def _explanation(found: FirstNonfinite) -> _Explanation:
     if sigmoid_of_bce(found.step, found.record.index) is not None:
         return _Explanation("bce-after-sigmoid", "nonfinite")
     return _zero(found, found.record) or _overflow(found, found.record)
+
+
+def _held_in_half(found: FirstNonfinite, record: OpRecord) -> Value | None:
+    """The float16 buffer or weight with an inf that an op received; None for none."""
+    held = (value for value in found.step.inputs(record.index) if value.kind in ("buffer", "parameter"))
+    return next((each for each in held if each.summary.is_half and not each.summary.is_finite), None)
 
 
 def _came_in(found: FirstNonfinite) -> _Explanation:

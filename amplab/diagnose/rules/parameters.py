@@ -21,8 +21,9 @@ from amplab.diagnose.catalogue import finding
 from amplab.diagnose.finding import Finding
 from amplab.diagnose.observed_step.tensor_summary import HALF_UNDERFLOWS
 from amplab.diagnose.observed_step.values import ObservedStep
+from amplab.diagnose.train_step.masters import half_and_master, model_parameters
 
-__all__ = ["adam_on_half", "model_parameters", "nonfinite_buffers", "parameter_findings"]
+__all__ = ["adam_on_half", "nonfinite_buffers", "parameter_findings"]
 
 _NAMED = 3
 """Number of parameters that a sentence names; the others are counted."""
@@ -38,13 +39,6 @@ def parameter_findings(model: nn.Module, optimizers: Sequence[Optimizer], step: 
         *adam_on_half(model, optimizers),
         *stale_masters(model, optimizers),
     ]
-
-
-def model_parameters(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters that receive gradients from backward: the model's, also where the optimizer updates masters."""
-    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    by_master = {id(master): model for model, master in _pairs(optimizer)}
-    return [by_master.get(id(parameter), parameter) for parameter in stepped]
 
 
 def parameters_in_no_optimizer(
@@ -194,7 +188,7 @@ def stale_masters(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for optimizer in optimizers:
-        differing = [pair for pair in _pairs(optimizer) if _differs(*pair)]
+        differing = [pair for pair in half_and_master(optimizer) if _differs(*pair)]
         if differing:
             half, master = differing[0]
             name = names.get(id(half), "")
@@ -210,16 +204,3 @@ def stale_masters(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator
 def _differs(half: Tensor, master: Tensor) -> bool:
     own, rounded = half.detach(), master.detach().to(half.dtype)
     return not bool(((own == rounded) | (own.isnan() & rounded.isnan())).all())
-
-
-def _pairs(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
-    """(half parameter, float32 master) of an optimizer that amp has initialized; the names are apex's."""
-    stash = getattr(optimizer, "_amp_stash", None)
-    if stash is None or not stash.all_fp32_from_fp16_params:
-        return []
-    masters = stash.all_fp32_from_fp16_params
-    by_id = {id(master) for master in masters}
-    groups = zip(stash.fp16_groups, stash.fp32_from_fp16_groups, strict=True)
-    return [
-        (half, master) for halves, ms in groups for half, master in zip(halves, ms, strict=True) if id(master) in by_id
-    ]

@@ -1,4 +1,4 @@
-"""`rehearse`: run a whole train step once, record what happens to its gradients, and restore all state.
+"""`Rehearsal`: what one train step does with its gradients, as values.
 
     backward     delivers a gradient: its norm is recorded
     a write      changes gradients in place, such as unscaling or clipping: the factor is recorded
@@ -7,54 +7,29 @@
     an average   of the weights is written: what its 16-bit numbers lose is counted, see `weight_averages`
 
 The norms alone show what a gradient was multiplied by between backward and step, whichever functions did it.
-`LoopRecorder` records; it can also follow a step of a running loop, which then runs once and keeps its results.
-The rules about it are in `rules.gradients`, `rules.updates` and `rules.schedule`; `rehearse_loop`
-decides which rehearsals a loop needs.
+`loop_recorder` records, `rehearse_loop` runs the step. The rules are in `rules.gradients`, `rules.updates` and
+`rules.schedule`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import _disable_current_modes
-
-from amplab.diagnose.rules.parameters import model_parameters
-from amplab.diagnose.train_step.loop_state import kept, scales_of, set_scale
-from amplab.diagnose.train_step.lost_updates import LostUpdates, ShadowStep
-from amplab.diagnose.train_step.named_code import clips_of_model_parameters, leads_to
-from amplab.diagnose.train_step.schedules import ScheduleMove, ScheduleWatch, reached_from, schedulers_of
-from amplab.diagnose.train_step.weight_averages import LostAverage, WeightAverages
-from amplab.formats import LOW_PRECISION_DTYPES
-from amplab.policies.nested_tensors import tensors_in
-from amplab.trace.dispatch_mode import DispatchMode
-from amplab.trace.handed_step import Scaler
-from amplab.trace.lines import call_of_user_line, user_line
-from amplab.trace.untouched import untouched
+from amplab.diagnose.train_step.lost_updates import LostUpdates
+from amplab.diagnose.train_step.schedules import ScheduleMove
+from amplab.diagnose.train_step.weight_averages import LostAverage
 
 __all__ = [
     "EmptyClip",
     "GradientWrite",
-    "LoopRecorder",
     "MisusedGradients",
     "MixedStep",
     "Rehearsal",
     "SteppedGradient",
     "UnsteppedOptimizer",
-    "gradients_left_over",
-    "rehearse",
 ]
-
-_current_node = torch._C._current_autograd_node
 
 
 class GradientWrite(NamedTuple):
@@ -69,6 +44,7 @@ class GradientWrite(NamedTuple):
         call: the function of torch that the user's code called, `clip_grad_norm_`; the op's name if it called the op.
         line: the line of that call, `train.py:12`; empty if unknown.
         ratios: `before`, for each gradient alone; NaN if one of the norms is 0 or not finite.
+        added: norm of what the op added; 0 for another op.
     """
 
     op: str
@@ -79,6 +55,7 @@ class GradientWrite(NamedTuple):
     call: str = ""
     line: str = ""
     ratios: tuple[float, ...] = ()
+    added: float = 0.0
 
 
 class EmptyClip(NamedTuple):
@@ -105,6 +82,7 @@ class SteppedGradient(NamedTuple):
         scaled_inside: whether the optimizer itself unscales.
         of_master: whether it is the gradient of a float32 master.
         delivered: its norm when backward delivered it.
+        flushed: if it is float32 and float16 holds all its values: which share of what backward delivered is now 0.
     """
 
     name: str
@@ -115,6 +93,12 @@ class SteppedGradient(NamedTuple):
     scaled_inside: bool
     of_master: bool
     delivered: float
+    flushed: float = 0.0
+
+    @property
+    def unclipped(self) -> float:
+        """The ratio without the clipping; NaN if nothing is left of the gradient."""
+        return self.ratio / self.clipped if self.clipped else math.nan
 
 
 class MixedStep(NamedTuple):
@@ -179,6 +163,12 @@ class Rehearsal:
         early: gradients to which scaled ones were added after they had been unscaled.
         unscaled_by_two: gradients that two scalers unscaled, one after the other.
         unguarded: gradients that were not finite and that a step used although a scaler was in use.
+        hidden: gradients that were not finite after backward and were at the step: the loop replaced values before the
+            scaler checked them.
+        hidden_at: the call and the line that did so; empty if unknown.
+        rewritten: whether the loop wrote values to gradients by an op that can do so.
+        another_scaler: if only other scalers than the one that was passed divided gradients: the scale of the first of
+            them, and the scale of the one that was passed; else None.
         dropped: gradients of earlier backwards of the same step that were dropped before a step used them.
         cleared: whether the step leaves no gradient other than 0 behind.
         left_over: gradients that were inf or NaN before the step began, to which its backward added.
@@ -186,6 +176,7 @@ class Rehearsal:
         stale: the weights whose 16-bit copies forward read after a step had changed the weights.
         loss_gradient: the gradient of the loss itself, which is what it was scaled by; None if it was not seen.
         elsewhere: a rehearsal at another loss scale, if there was one.
+        far_below: a rehearsal at a loss scale below 1, if there was one.
         skipped: a rehearsal with an overflow, if there was one.
     """
 
@@ -204,6 +195,10 @@ class Rehearsal:
     early: tuple[MisusedGradients, ...] = ()
     unscaled_by_two: tuple[MisusedGradients, ...] = ()
     unguarded: tuple[MisusedGradients, ...] = ()
+    hidden: tuple[MisusedGradients, ...] = ()
+    hidden_at: tuple[str, str] = ("", "")
+    rewritten: bool = False
+    another_scaler: tuple[float, float] | None = None
     dropped: tuple[MisusedGradients, ...] = ()
     cleared: bool = False
     left_over: tuple[str, ...] = ()
@@ -211,519 +206,10 @@ class Rehearsal:
     stale: tuple[str, ...] = ()
     loss_gradient: float | None = None
     elsewhere: Rehearsal | None = None
+    far_below: Rehearsal | None = None
     skipped: Rehearsal | None = None
 
     @property
     def scale(self) -> float:
         """The largest loss scale."""
         return max(self.scales)
-
-
-def rehearse(
-    model: nn.Module,
-    train_step: Callable[[], Any],
-    optimizers: Sequence[Optimizer],
-    *,
-    scaler: Scaler | None = None,
-    stateful: Sequence[Any] = (),
-    loss_scale: float | None = None,
-    overflows: bool = False,
-) -> Rehearsal:
-    """Run `train_step` once and return what it does with the gradients; then restore all state.
-
-    Restored are parameters, masters, buffers, gradients, optimizer states, loss scales, random states, schedulers that
-    the step's code names, and `stateful`. A batch that `train_step` takes from an iterator is lost.
-
-    Args:
-        model: the model, or several in one module.
-        train_step: a whole iteration: forward, backward, optimizer step, and what is between them.
-        optimizers: those that it steps.
-        scaler: the session or GradScaler in it.
-        stateful: other objects that it changes and that have state_dict and load_state_dict: schedulers, averages.
-        loss_scale: run it at this scale; None for the present one.
-        overflows: set every gradient to inf.
-
-    Sync: many.
-    """
-    schedulers = schedulers_of(train_step, stateful)
-    named = {id(each) for each in stateful}
-    recorder = LoopRecorder(model, optimizers, scaler, ScheduleWatch(schedulers, optimizers), overflows=overflows)
-    with ExitStack() as undo:
-        others = [*schedulers, *_other_scalers(train_step, scaler)]
-        others = [each for each in others if id(each) not in named]
-        before = undo.enter_context(kept(optimizers, scaler, [*stateful, *others]))
-        undo.enter_context(untouched(model))
-        undo.enter_context(recorder.recording())
-        if loss_scale is not None:
-            for each in (scaler, *_other_scalers(train_step, scaler)):
-                set_scale(each, loss_scale)
-        recorder.scales = scales_of(scaler)
-        train_step()
-        seen = recorder.rehearsal()
-        cleared = not any(_has_gradient(each) for each in model.parameters())
-        moves = recorder.schedules.moves([each.is_unmoved() for each in before])
-        left_out = [(each, leads_to(train_step, optimizers[each.optimizer])) for each in recorder.unstepped()]
-    return replace(
-        seen,
-        cleared=cleared,
-        schedules=moves,
-        unstepped=tuple(each._replace(named=named) for each, named in left_out),
-        clips_by_name=clips_of_model_parameters(train_step),
-    )
-
-
-def gradients_left_over(
-    model: nn.Module,
-    train_step: Callable[[], Any],
-    optimizers: Sequence[Optimizer],
-    *,
-    scaler: Scaler | None = None,
-    stateful: Sequence[Any] = (),
-) -> tuple[str, ...]:
-    """Run a step that overflows and one more; return the gradients that are still inf or NaN from the first one.
-
-    Arguments, and what is restored, as for `rehearse`. Sync: many.
-    """
-    named = {id(each) for each in stateful}
-    others = [*schedulers_of(train_step, stateful), *_other_scalers(train_step, scaler)]
-    others = [each for each in others if id(each) not in named]
-    with kept(optimizers, scaler, [*stateful, *others]), untouched(model):
-        with LoopRecorder(model, optimizers, scaler, overflows=True).recording():
-            train_step()
-        after = LoopRecorder(model, optimizers, scaler)
-        with after.recording():
-            train_step()
-        return after.rehearsal().left_over
-
-
-def _has_gradient(parameter: Tensor) -> bool:
-    """Whether a gradient is there and not 0. Sync: one."""
-    return parameter.grad is not None and _norm(parameter.grad) != 0
-
-
-def _other_scalers(train_step: Callable[[], Any], scaler: Scaler | None) -> Iterator[torch.amp.GradScaler]:
-    """The GradScalers besides `scaler` that the code of `train_step` names; a loop should have one per optimizer."""
-    reached = reached_from(inspect.unwrap(train_step))
-    scalers = {id(each): each for each in reached if isinstance(each, torch.amp.GradScaler)}
-    yield from (each for each in scalers.values() if each is not scaler)
-
-
-@dataclass
-class _GradientState:
-    """The record of one gradient since the last optimizer step that used it."""
-
-    gradient: Tensor | None = None
-    is_zeroed: bool = False  # in place, since the last backward
-    is_used: bool = False  # by an op that read it outside of autograd, such as a clone
-    unscaled: int = 0  # by how many calls of a scaler, since the last backward
-    is_unscaled: bool = False  # by a scaler or by hand
-    added_after: int = 0  # backwards that added to it after it was unscaled
-    dropped: tuple[int, ...] = ()  # the passes whose gradients were dropped before this one came
-    passed: int = -1  # the pass that delivered it
-    scales: tuple[float, ...] = ()  # of the backwards that this gradient adds up
-    delivered: float = math.nan
-    backwards: int = 0
-    clipped: float = 1.0
-
-
-class LoopRecorder:
-    """Records what happens to the gradients of a model's parameters, by the parameter's name.
-
-    Args:
-        model: the model, or several in one module.
-        optimizers: those that the step steps.
-        scaler: the session or GradScaler in it.
-        schedules: which schedulers to follow; none by default.
-        overflows: set every gradient to inf.
-
-    Attributes:
-        scales: the loss scales in force.
-        schedules: as given.
-        overflowed: whether backward delivered inf or NaN.
-        loss_gradient: as in `Rehearsal`; `follow_loss` sees it.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        scaler: Scaler | None = None,
-        schedules: ScheduleWatch | None = None,
-        *,
-        overflows: bool = False,
-    ) -> None:
-        self._named = dict(model.named_parameters())
-        self._names = {id(parameter): name for name, parameter in self._named.items()}
-        self._optimizers = list(optimizers)
-        self._states: dict[str, _GradientState] = {name: _GradientState() for name in self._named}
-        self._written_masters: set[int] = set()  # ids of masters' gradients that were written since the last step
-        self._held: dict[int, str] = {}  # address of a gradient that backward delivered -> parameter
-        self._overflows = overflows
-        self._shadows: dict[int, ShadowStep] = {}
-        self._averages = WeightAverages(model, optimizers)
-        self._copies: dict[str, Tensor] = {}  # the last 16-bit copy of each weight
-        self._outdated: dict[int, str] = {}  # address of a copy from before a step -> weight
-        self._stale: dict[str, None] = {}
-        self._passes, self._passed_now = 0, set[str]()  # backward passes, and the parameters that the last one reached
-        self._useful: set[int] = set()  # passes of which a step used a gradient
-        self._in_step = 0
-        self.scales: tuple[float, ...] = (1.0,)
-        self.schedules = schedules or ScheduleWatch((), optimizers)
-        self.overflowed = overflows
-        self.loss_gradient: float | None = None
-        self.is_in_half = False
-        self._looked_through: set[str] = set()
-        self._empty_clips: list[EmptyClip] = []
-        self._lost: list[LostUpdates] = []
-        self._writes: list[GradientWrite] = []
-        self._stepped: list[SteppedGradient] = []
-        self._mixed: list[MixedStep] = []
-        self._before: dict[str, Tensor] = {}  # gradients that were not finite when the recording began
-        self._left_over: list[str] = []
-        self._early: list[MisusedGradients] = []
-        self._by_two: list[MisusedGradients] = []
-        self._unguarded: list[MisusedGradients] = []
-        self._dropped: list[tuple[int, str, tuple[int, ...]]] = []
-        self._called: set[int] = set()  # optimizers
-        self._scaler = (
-            scaler if isinstance(scaler, torch.amp.GradScaler) else None
-        )  # a session adds up what is unscaled
-
-    def rehearsal(self) -> Rehearsal:
-        """Return what was recorded so far. Sync: a few for each average of the weights."""
-        for number in list(self._shadows):  # of a step whose hooks have not all run
-            self._compare_updates(number)
-        return Rehearsal(
-            self.scales,
-            tuple(self._writes),
-            tuple(self._stepped),
-            self.overflowed,
-            tuple(self._lost),
-            mixed=tuple(self._mixed),
-            in_half=self.is_in_half,
-            looked_through=frozenset(self._looked_through),
-            empty_clips=tuple(self._empty_clips),
-            early=tuple(self._early),
-            unscaled_by_two=tuple(self._by_two),
-            unguarded=tuple(self._unguarded),
-            dropped=tuple(self._useless_drops()),
-            left_over=tuple(self._left_over),
-            averages=tuple(self._averages.lost()),
-            stale=tuple(self._stale),
-            loss_gradient=self.loss_gradient,
-        )
-
-    def follow_loss(self, loss: Tensor) -> None:
-        """Record what the gradient of `loss` is when backward begins. Sync: one, in backward."""
-        if loss.requires_grad and loss.numel() == 1:
-            loss.register_hook(self._see_loss_gradient)
-
-    def _see_loss_gradient(self, gradient: Tensor) -> None:
-        self.loss_gradient = abs(float(gradient))
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record while the block runs; every hook is removed at its end. Sync: one for each gradient that is there."""
-        there = {name: each.grad for name, each in self._named.items() if each.grad is not None}
-        self._before = {name: grad for name, grad in there.items() if not math.isfinite(_norm(grad))}
-        with ExitStack() as undo:
-            for name, parameter in self._named.items():
-                if parameter.requires_grad:
-                    hook = parameter.register_post_accumulate_grad_hook(lambda each, n=name: self._deliver(n, each))
-                    undo.callback(hook.remove)
-            # A global hook runs before those of the optimizer, which may hide gradients in a skipped step.
-            undo.callback(register_optimizer_step_pre_hook(self._stepping).remove)
-            undo.callback(register_optimizer_step_post_hook(self._has_stepped).remove)
-            undo.enter_context(_Writes(self))
-            yield
-
-    def grads(self) -> dict[int, tuple[str, Tensor]]:
-        """Return {address: (name, gradient)}; the gradient of a master has the name of the model's parameter."""
-        found = {}
-        for name, parameter in (*self._named.items(), *self._stepped_params()):
-            grad = parameter.grad
-            if grad is not None and grad.layout is torch.strided:
-                found[grad.data_ptr()] = (name, grad)
-        return found
-
-    def unstepped(self) -> Iterator[UnsteppedOptimizer]:
-        """Yield the optimizers that were not stepped, with their parameters that no other optimizer stepped."""
-        waiting = {id(self._named[name]): name for name, state in self._states.items() if state.delivered > 0}
-        for number, optimizer in enumerate(self._optimizers):
-            names = [waiting[id(own)] for own in model_parameters(optimizer) if id(own) in waiting]
-            kept = any(each.grad is not None for group in optimizer.param_groups for each in group["params"])
-            if number not in self._called and names and kept:
-                yield UnsteppedOptimizer(number, tuple(names), len(self._called))
-
-    def _useless_drops(self) -> Iterator[MisusedGradients]:
-        """Yield the optimizers that used only the last of several backwards, if no step used the others.
-
-        In a GAN, the generator's backward also writes gradients of the discriminator, which are dropped. That is
-        correct, because the generator's step used this backward.
-        """
-        for number in range(len(self._optimizers)):
-            dropped = [(name, {*passes} - self._useful) for each, name, passes in self._dropped if each == number]
-            names = [name for name, passes in dropped if passes]
-            stepped = [each for each in self._stepped if each.optimizer == number]
-            if names and len(names) >= len({each.name for each in stepped}) / 2:
-                yield MisusedGradients(number, tuple(names), max(len(passes) for _, passes in dropped))
-
-    def reads(self, values: Any, result: Any) -> None:
-        """Note gradients that an op outside of autograd turned into something as large, such as a clone."""
-        for each in tensors_in(values):
-            name = self._held.get(each.data_ptr()) if each.layout is torch.strided else None
-            if name is not None and any(out.numel() >= each.numel() > 1 for out in tensors_in((result,))):
-                self._states[name].is_used = True
-
-    def ran(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Note an op outside of autograd that writes nothing in place."""
-        self.is_in_half |= isinstance(result, Tensor) and result.dtype == torch.float16
-        if self._held and not (func.is_view or func in _VIEWS):
-            self.reads(args, result)
-        if not self._in_step and not func.is_view:
-            self._follow_copies(func, args, result)
-        if func is _NEW_NUMBER and not self._in_step and (call := call_of_user_line()) in _CLIPS_BY_NORM:
-            self._empty_clips.append(EmptyClip(call, str(user_line() or "")))
-
-    def _follow_copies(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Note 16-bit copies of weights, and reads of those older than the weight. Sync: one for such a read."""
-        if func is _CAST and isinstance(result, Tensor) and result.dtype in LOW_PRECISION_DTYPES:
-            name = self._names.get(id(args[0]))
-            if name is not None:
-                self._outdated = {at: each for at, each in self._outdated.items() if each != name}
-                self._copies[name] = result
-        for each in tensors_in(args) if self._outdated else ():
-            name = self._outdated.get(each.data_ptr()) if each.layout is torch.strided else None
-            if name is not None and not torch.equal(self._copies[name], self._named[name].to(each.dtype)):
-                self._stale[name] = None
-
-    def ran_in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an op outside of autograd that writes in place, and record what it writes to."""
-        grads, to = self.grads(), list(_written_by(func, args, kwargs))
-        written = [grads[each.data_ptr()] for each in to if each.data_ptr() in grads]
-        touched = [(name, grad) for name, grad in written if self.has_values(name, grad)]
-        before = [_norm(grad) for _, grad in touched]
-        if not written and not self._in_step:
-            self._averages.before(func, to, args, kwargs)
-        result = func(*args, **kwargs)
-        if touched:
-            call = call_of_user_line() or func.overloadpacket.__name__.removeprefix("_foreach_")
-            self.written(str(func), touched, before, call=call, line=str(user_line() or ""))
-        elif self._held and not self._in_step:
-            self.reads(args, tuple(to))
-        return result
-
-    def has_values(self, name: str, grad: Tensor) -> bool:
-        """Whether a gradient has values: a master's has none before the first write to it."""
-        parameter = self._named[name]
-        if grad is parameter.grad or id(grad) in self._written_masters:
-            return True
-        self._written_masters.add(id(grad))
-        return False
-
-    def written(self, op: str, touched: list[tuple[str, Tensor]], before: list[float], *, call: str, line: str) -> None:
-        """Record a write to gradients, whose norms were `before`."""
-        after = [_norm(grad) for _, grad in touched]
-        was, now = math.hypot(*before), math.hypot(*after)
-        by_scaler = any(word in op for word in _UNSCALERS)
-        for name, _ in touched:
-            state = self._states[name]
-            if now == 0:
-                state.scales, state.is_zeroed = (), True
-            state.unscaled += by_scaler
-            state.is_unscaled |= by_scaler or (0 < now < was and self._is_one_scale(now / was))
-        if now == was and any(word in op for word in ("mul", "clamp")):
-            self._looked_through.update(name for name, _ in touched)
-        if not was or not math.isfinite(was) or not math.isfinite(now) or now == was:
-            return
-        names = tuple(name for name, _ in touched)
-        delivered = math.hypot(*(self._states[name].delivered for name in names if name in self._states))
-        factor = now / was
-        if not self._unscales(factor, [grad.dtype for _, grad in touched]):  # the ratio at the step shows unscaling
-            for name in names:
-                self._states[name].clipped *= factor
-        ratio = was / delivered if delivered else math.nan
-        ratios = tuple(_ratio(norm, self._states[name].delivered) for name, norm in zip(names, before, strict=True))
-        self._writes.append(GradientWrite(op, names, ratio, factor, was, call, line, ratios))
-
-    def _is_one_scale(self, factor: float) -> bool:
-        return any(scale > 1 and abs(math.log2(factor * scale)) < 1e-4 for scale in self.scales)
-
-    def _unscales(self, factor: float, dtypes: list[torch.dtype]) -> bool:
-        """Whether a factor is a power of two, or one over a scale up to rounding."""
-        rounding = 2e-4 if torch.float32 in dtypes else 2 * max(torch.finfo(dtype).eps for dtype in dtypes)
-        divides = factor > 0 and any(abs(math.log2(factor * scale)) < rounding for scale in self.scales)
-        return divides or _is_power_of_two(factor)
-
-    def _stepped_params(self) -> Iterator[tuple[str, Tensor]]:
-        for optimizer in self._optimizers:
-            stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            for parameter, own in zip(stepped, model_parameters(optimizer), strict=True):
-                if id(own) in self._names:
-                    yield self._names[id(own)], parameter
-
-    def _deliver(self, name: str, parameter: Tensor) -> None:
-        with _disable_current_modes():  # a mode that follows values must not see the norm of this hook
-            self._delivered(name, parameter)
-
-    def _delivered(self, name: str, parameter: Tensor) -> None:
-        grad = parameter.grad
-        if grad is None:  # another hook has taken it
-            return
-        if self._overflows and grad.layout is torch.strided:
-            grad.fill_(math.inf)
-        state = self._states[name]
-        self._begin_pass(name)
-        is_same = state.gradient is grad and not state.is_zeroed
-        if state.backwards and not is_same and not state.is_used:
-            state.dropped = (*state.dropped, state.passed)
-        if is_same and state.is_unscaled and self._scaler is not None:
-            state.added_after += 1
-        elif not is_same:
-            state.added_after, state.unscaled, state.is_unscaled, state.is_used = 0, 0, False, False
-        if self._scaler is not None:
-            state.scales = (*(state.scales if is_same else ()), self._scaler.get_scale())
-        was_zeroed = state.is_zeroed
-        state.gradient, state.is_zeroed, state.passed, state.unscaled = grad, False, self._passes, 0
-        state.delivered, state.backwards, state.clipped = _norm(grad), state.backwards + 1, 1.0
-        self._held[grad.data_ptr() if grad.layout is torch.strided else 0] = name
-        self.overflowed |= not math.isfinite(state.delivered)
-        if self._before.pop(name, None) is grad and not was_zeroed and not math.isfinite(state.delivered):
-            self._left_over.append(name)
-
-    def _begin_pass(self, name: str) -> None:
-        """A parameter that is reached for a second time, or after a step, is reached by another backward."""
-        if name in self._passed_now or not self._passed_now:
-            self._passes, self._passed_now = self._passes + 1, set()
-        self._passed_now.add(name)
-
-    def _stepping(self, optimizer: Optimizer, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        number = self._number(optimizer)
-        if number is None:
-            return
-        self._called.add(number)
-        self._in_step += 1
-        self._passed_now = set()
-        self.schedules.at_step(number)
-        if not self.overflowed:
-            self._begin_shadow(optimizer, number)
-        self._compare_scales(optimizer, number)
-        inside = "grad_scaler" in kwargs or getattr(optimizer, "grad_scale", None) is not None
-        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        misused: dict[str, list[tuple[str, int]]] = {"early": [], "by_two": [], "unguarded": []}
-        for parameter, own in zip(stepped, model_parameters(optimizer), strict=True):
-            name = self._names.get(id(own))
-            if name is not None and parameter.grad is not None:
-                state = self._states[name]
-                ratio, master = _ratio(_norm(parameter.grad), state.delivered), own is not parameter
-                known = name, number, ratio, state.backwards, state.clipped, inside, master, state.delivered
-                self._stepped.append(SteppedGradient(*known))
-                misused["early"] += [(name, state.added_after)] * (state.added_after > 0)
-                misused["by_two"] += [(name, state.unscaled)] * (state.unscaled > 1)
-                bypasses = self._scaler is not None and not inside and not math.isfinite(state.delivered)
-                misused["unguarded"] += [(name, 1)] * bypasses
-                self._useful.add(state.passed)
-                if state.dropped and self._is_the_last_alone(self._stepped[-1]):
-                    self._dropped.append((number, name, state.dropped))
-                # The gradient stays where it is, so that a second scaler that unscales it is noticed.
-                kept = _GradientState(gradient=state.gradient, unscaled=state.unscaled, is_unscaled=state.is_unscaled)
-                self._states[name] = kept
-                self._written_masters.discard(id(parameter.grad))
-        records = {"early": self._early, "by_two": self._by_two, "unguarded": self._unguarded}
-        for kind, found in misused.items():
-            if found:
-                names = tuple(name for name, _ in found)
-                records[kind].append(MisusedGradients(number, names, max(times for _, times in found)))
-
-    def _is_the_last_alone(self, gradient: SteppedGradient) -> bool:
-        """Whether a step uses what the last backward delivered and nothing else; a session adds up what it unscales."""
-        factors = [1.0, *(() if gradient.scaled_inside else (1 / scale for scale in self.scales))]
-        seen = gradient.ratio / gradient.clipped
-        return any(seen > 0 and abs(math.log2(seen / factor)) < 1e-3 for factor in factors)
-
-    def _compare_scales(self, optimizer: Optimizer, number: int) -> None:
-        own = [self._names[id(each)] for each in model_parameters(optimizer) if id(each) in self._names]
-        several = [self._states[name].scales for name in own if len(set(self._states[name].scales)) > 1]
-        if several:
-            self._mixed.append(MixedStep(number, tuple(dict.fromkeys(several[0]))))
-
-    def _begin_shadow(self, optimizer: Optimizer, number: int) -> None:
-        """Prepare to compare a step of 16-bit weights; skip an optimizer that cannot be copied."""
-        if ShadowStep.applies_to(optimizer):
-            with contextlib.suppress(Exception):
-                self._shadows[number] = ShadowStep(optimizer)
-
-    def _has_stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        number = self._number(optimizer)
-        self._in_step -= number is not None and self._in_step > 0
-        if number is not None:
-            self._compare_updates(number)
-            own = {self._names.get(id(each), "") for each in model_parameters(optimizer)}
-            self._outdated |= {copy.data_ptr(): name for name, copy in self._copies.items() if name in own}
-
-    def _compare_updates(self, number: int) -> None:
-        shadow = self._shadows.pop(number, None)
-        if shadow is not None:
-            with contextlib.suppress(Exception):
-                self._lost += filter(None, [shadow.compared(number)])
-
-    def _number(self, optimizer: Optimizer) -> int | None:
-        return next((n for n, each in enumerate(self._optimizers) if each is optimizer), None)
-
-
-class _Writes(DispatchMode):
-    """Reports every op outside of autograd that writes to a gradient or to an average of the weights."""
-
-    def __init__(self, recorder: LoopRecorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if _current_node() is not None:
-            result = func(*args, **kwargs)
-            self._recorder.is_in_half |= isinstance(result, Tensor) and result.dtype == torch.float16
-            return result
-        if func._schema.is_mutable:
-            return self._recorder.ran_in_place(func, args, kwargs)
-        result = func(*args, **kwargs)
-        self._recorder.ran(func, args, result)
-        return result
-
-
-_CAST = torch.ops.aten._to_copy.default
-_VIEWS = frozenset((torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten._unsafe_view.default))
-_NEW_NUMBER, _CLIPS_BY_NORM = torch.ops.aten.lift_fresh.default, ("clip_grad_norm_", "clip_grad_norm")
-"""What torch's clipping runs where no parameter has a gradient: it returns a norm of 0.0."""
-_UNSCALERS = ("_amp_foreach_non_finite_check_and_unscale_", "multi_tensor_unscale_")
-"""The ops by which torch's and amplab's scalers unscale in place."""
-
-
-def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensors that an op writes to, by its schema."""
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            for each in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(each, Tensor) and each.layout is torch.strided:
-                    yield each
-
-
-@torch.no_grad()
-def _norm(grad: Tensor) -> float:
-    values = grad.coalesce().values() if grad.is_sparse else grad
-    values = torch.view_as_real(values) if values.is_complex() else values
-    norm: float = torch.linalg.vector_norm(values, dtype=torch.float64).item()
-    return norm
-
-
-def _ratio(seen: float, delivered: float) -> float:
-    known = seen > 0 and delivered > 0 and math.isfinite(seen) and math.isfinite(delivered)
-    return seen / delivered if known else math.nan
-
-
-def _is_power_of_two(factor: float) -> bool:
-    """Whether a factor is a power of two up to the rounding of two norms."""
-    return factor > 0 and abs(math.log2(factor) - round(math.log2(factor))) < 1e-4

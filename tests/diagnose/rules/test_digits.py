@@ -67,3 +67,38 @@ def test_small_numbers_keep_their_digits(name):
 @pytest.mark.parametrize("name", KEPT)
 def test_ops_that_only_scale_large_numbers_are_not_named(name):
     assert not found(KEPT[name], LARGE)
+
+
+def pressures(head_in_half, spread):
+    """Regress targets near 1013; return the findings of the first step, and the loss after 200."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    nn.init.constant_(model.bias, 1013.25)
+    optimizer, scaler, x = torch.optim.Adam(model.parameters(), 2e-2), amplab.GradScaler("cpu"), torch.randn(128, 8)
+    y = 1013.25 + spread * torch.sin(x[:, :1])
+
+    def step(batch):
+        with amplab.autocast("cpu", dtype=torch.float16, enabled=head_in_half):
+            return F.mse_loss(model(batch[0]), batch[1])
+
+    seen = doctor(model, (x, y), step=step, optimizer=optimizer, scaler=scaler).named(NAME)
+    for _ in range(200):
+        optimizer.zero_grad()
+        scaler.scale(step((x, y))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return [str(each) for each in seen], step((x, y)).item()
+
+
+def test_targets_that_differ_by_less_than_the_predictions_can():
+    broken, lost = pressures(head_in_half=True, spread=0.2)
+    assert len(broken) == 1
+    assert "0.5 apart" in broken[0]
+    healthy, loss = pressures(head_in_half=False, spread=0.2)
+    assert healthy == []
+    assert lost > 10 * loss, "the finding is worth its place: in float32 the same run learns"
+
+
+@pytest.mark.parametrize("spread", [0.0, 20.0])
+def test_targets_that_are_all_the_same_or_far_apart_are_no_finding(spread):
+    assert pressures(head_in_half=True, spread=spread)[0] == []

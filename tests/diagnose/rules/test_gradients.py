@@ -10,8 +10,7 @@ from amplab.amp import Session
 from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.diagnose.rules.gradients import gradient_findings
 from amplab.diagnose.rules.raised import finding_of_error
-from amplab.diagnose.train_step.rehearsal import rehearse
-from amplab.diagnose.train_step.rehearse_loop import rehearse_loop
+from amplab.diagnose.train_step.rehearse_loop import rehearse, rehearse_loop
 
 SCALERS = [torch.amp.GradScaler, amplab.GradScaler]
 
@@ -373,3 +372,132 @@ def test_a_scale_that_moves_between_backwards_of_one_step(make, keeps, moves):
     assert [each.name for each in found] == expected
     if mixed:
         assert (found[0].evidence["smallest_scale"], found[0].evidence["largest_scale"]) == (256.0, 1024.0)
+
+
+def replaced(change):
+    """A loop that changes the gradients between backward and the scaler's step."""
+    model, optimizer, x = network()
+    scaler = amplab.GradScaler("cpu")
+
+    def step():
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, x)).backward()
+        change(model)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return names(model, step, optimizer, scaler)
+
+
+def masked(model):
+    for each in model.parameters():
+        each.grad.masked_fill_(~torch.isfinite(each.grad), 0.0)
+
+
+def copied(model):
+    for each in model.parameters():
+        each.grad = torch.where(torch.isfinite(each.grad), each.grad, torch.zeros_like(each.grad))
+
+
+def zeroed(model):
+    for each in model.parameters():
+        each.grad.nan_to_num_(0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("change", [zeroed, masked, copied])
+def test_gradients_that_the_loop_makes_finite_are_hidden_from_the_scaler(change):
+    assert replaced(change) == ["nonfinite-gradients-hidden"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: next(model.parameters()).grad.zero_(),
+        lambda model: next(model.parameters()).grad[0].zero_(),
+        lambda model: [each.grad.mul_(each.grad != 0) for each in model.parameters()],
+    ],
+    ids=["freeze", "freeze a row", "mask"],
+)
+def test_a_gradient_that_is_set_to_zero_is_no_finding_and_no_error(change):
+    assert replaced(change) == []
+
+
+def test_a_term_added_before_unscaling_is_divided_with_the_gradients():
+    def decay(model):
+        for each in model.parameters():
+            each.grad.add_(each.detach(), alpha=0.1)
+
+    assert replaced(decay) == ["added-to-scaled-gradients"]
+
+
+def test_a_term_added_after_unscaling_is_right():
+    model, optimizer, x = network()
+    scaler = torch.amp.GradScaler("cpu")
+
+    def step():
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, x)).backward()
+        scaler.unscale_(optimizer)
+        for each in model.parameters():
+            each.grad.add_(each.detach(), alpha=0.1)
+        scaler.step(optimizer)
+        scaler.update()
+
+    assert names(model, step, optimizer, scaler) == []
+
+
+@pytest.mark.parametrize("unscaled_first", [True, False])
+def test_unscaled_gradients_that_are_rounded_to_half_lose_what_the_scale_kept(unscaled_first):
+    model, optimizer, x = network()
+    scaler = torch.amp.GradScaler("cpu")
+
+    def compress():
+        for each in model.parameters():
+            each.grad.copy_(each.grad.half())
+
+    def step():
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, x) * 2.0**-22).backward()
+        if not unscaled_first:
+            compress()
+        scaler.unscale_(optimizer)
+        if unscaled_first:
+            compress()
+        scaler.step(optimizer)
+        scaler.update()
+
+    assert names(model, step, optimizer, scaler) == ["gradients-rounded"] * unscaled_first
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_a_hook_that_clamps_scaled_gradients(broken):
+    model, optimizer, x = network()
+    scaler = torch.amp.GradScaler("cpu")
+
+    def step():
+        optimizer.zero_grad()
+        limit = 0.001 if broken else 0.001 * scaler.get_scale()
+        hooked = model[0].register_forward_hook(
+            lambda _m, _i, out: out.register_hook(lambda g: g.clamp(-limit, limit)) and None
+        )
+        scaler.scale(loss_of(model, x)).backward()
+        hooked.remove()
+        scaler.step(optimizer)
+        scaler.update()
+
+    assert names(model, step, optimizer, scaler) == ["backward-not-linear"] * broken
+
+
+@pytest.mark.parametrize("scaler_type", SCALERS)
+def test_a_scaler_made_in_the_loop_is_not_the_one_that_was_passed(scaler_type):
+    model, optimizer, x = network()
+    loop = {"scaler": scaler_type("cpu")}
+
+    def step():
+        optimizer.zero_grad()
+        loop["scaler"].scale(loss_of(model, x)).backward()
+        loop["scaler"].step(optimizer)
+        loop["scaler"].update()
+
+    assert names(model, step, optimizer, loop["scaler"]) == []
+    assert names(model, step, optimizer, scaler_type("cpu")) == ["another-scaler"]

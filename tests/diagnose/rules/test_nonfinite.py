@@ -139,3 +139,26 @@ def test_under_a_scaler_that_skips_it_was_not_the_gradients(make):
     assert "checks gradients only" in finding.cause
     assert "GradScaler" not in finding.remedy
     assert "scaler.unscale_" in finding.remedy
+
+
+def test_a_buffer_that_the_cast_to_half_made_inf_is_named_and_not_the_line_of_code():
+    class Masked(nn.Module):
+        def __init__(self, number):
+            super().__init__()
+            self.lin = nn.Linear(8, 8)
+            self.register_buffer("neg", torch.tensor(number))
+
+        def forward(self, x, mask):
+            return (self.lin(x) + (1 - mask) * self.neg).softmax(-1)
+
+    def first(number):
+        torch.manual_seed(0)
+        model = Masked(number).half()
+        x, mask = torch.randn(16, 8).half(), torch.ones(16, 8).half()
+        mask[:, 5:] = 0
+        found = doctor(model, (x, mask), step=lambda batch: -(model(*batch).float() + 1e-6).log().mean())
+        return [each for each in found if each.severity == "error"]
+
+    assert [each.name for each in first(-1e9)] == ["held-inf-in-half"]
+    assert "neg" in str(first(-1e9)[0])
+    assert first(-1e4) == [], "the remedy"

@@ -7,7 +7,8 @@ from torch import nn
 from amplab import amp
 from amplab.amp import Session
 from amplab.diagnose.observed_step.values import observe_step
-from amplab.diagnose.rules.parameters import model_parameters, nonfinite_buffers, parameter_findings
+from amplab.diagnose.rules.parameters import nonfinite_buffers, parameter_findings
+from amplab.diagnose.train_step.masters import model_parameters
 
 
 def network():

@@ -11,7 +11,7 @@ from amplab.diagnose import doctor
 from amplab.diagnose.observed_step.values import observe_step
 from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.diagnose.rules.updates import never_stepped, optimizers_left_out, updates_bound_to_be_lost, updates_lost
-from amplab.diagnose.train_step.rehearsal import rehearse
+from amplab.diagnose.train_step.rehearse_loop import rehearse
 
 SIZES_AND_SEEDS = [(16, 0), (16, 1), (40, 2), (40, 3)]
 KINDS = {

@@ -8,8 +8,7 @@ from torch.nn import functional as F
 import amplab
 from amplab.amp import Session
 from amplab.diagnose.rules.gradients import gradient_findings
-from amplab.diagnose.train_step.rehearsal import rehearse
-from amplab.diagnose.train_step.rehearse_loop import rehearse_loop
+from amplab.diagnose.train_step.rehearse_loop import rehearse, rehearse_loop
 
 SCALERS = [torch.amp.GradScaler, amplab.GradScaler]
 
