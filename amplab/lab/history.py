@@ -246,15 +246,18 @@ class History:
             steps: list[int] = self._columns["step"][self._skipped].tolist()
             return steps
 
-    def skip_groups(self) -> list[tuple[int, int]]:
-        """Return (first row, last row) of each group of skips that follow one another at one level and fault."""
+    def skip_groups(self) -> np.ndarray:
+        """Return the first and the last row of each group of skips that follow one another, `(groups, 2)`.
+
+        Another level or another fault begins a new group.
+        """
         with self._filled():
             rows = np.array(self._skipped, dtype=np.int64)
             codes = np.stack([self._columns[name][rows] for name in ("opt_level", "injected")])  # (2, skips)
-            ends = np.flatnonzero((np.diff(rows) != 1) | (np.diff(codes) != 0).any(axis=0))
-            firsts = rows[np.concatenate([[0], ends + 1])] if len(rows) else rows
-            lasts = rows[np.concatenate([ends, [len(rows) - 1]])] if len(rows) else rows
-            return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
+        breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(codes) != 0).any(axis=0))
+        firsts, lasts = np.append(rows[:1], rows[breaks + 1]), np.append(rows[breaks], rows[-1:])
+        groups: np.ndarray = np.column_stack([firsts, lasts])
+        return groups
 
     def missing_losses(self) -> frozenset[int]:
         """Return the steps without a loss; their records hold NaN, as those of a loss that is NaN."""

@@ -159,15 +159,12 @@ def _learning(history: History, losses: np.ndarray) -> RunStatus:
 
 def _skips_at_the_end(history: History) -> int | None:
     """The first of the skips that the last step ends, None if it was not skipped."""
-    last, groups = history.last, history.skip_groups()
-    if last is None or not last.skipped or not groups:
+    if history.last is None or not history.last.skipped:
         return None
-    first = groups[-1][0]
-    for begin, end in reversed(groups[:-1]):  # a fault or another level begins a new group
-        if end != first - 1:
-            break
-        first = begin
-    return history.record(first).step
+    skipped = history.column("skipped")
+    taken = np.flatnonzero(~skipped)
+    first = int(taken[-1]) + 1 if len(taken) else 0
+    return history.record(first).step if first < len(skipped) else None  # a step may have been added meanwhile
 
 
 def _bad(history: History, kind: StatusKind, step: int, what: str, why: str, otherwise: str = "") -> RunStatus:

@@ -58,7 +58,9 @@ def choose_what_is_shown(panel: Locator) -> None:
     panel.get_by_label("Parameter", exact=True).select_option("output.weight")
     expect(panel.locator("[data-side=after] code")).to_have_text("output.weight")
     expect(frame(panel, "Step")).to_have_attribute("aria-current", "step")
+    first = place.inner_text()
     panel.get_by_label("Element", exact=True).select_option("largest")
+    expect(place).not_to_have_text(first)
     first = place.inner_text()
     neighbor = panel.locator("[data-side=after] .amp-values button").last
     chosen = neighbor.get_attribute("title")

@@ -105,6 +105,7 @@ test("the pointer finds a skipped step before a nearer row", () => {
   const rows = [row(0), row(10, 1, 1, SKIPPED), row(13), row(40)];
   assert.equal(rowAt(rows, identity, 13)[0], 10);
   assert.equal(rowAt(rows, identity, 30)[0], 40);
+  assert.equal(rowAt([], identity, 30), undefined);
   assert.deepEqual(rowsWithin(rows, 10, 13).map(([step]) => step), [10, 13]);
 });
 

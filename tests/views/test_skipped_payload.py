@@ -63,6 +63,13 @@ def test_a_row_begins_where_the_reason_changes_and_where_a_fault_goes_in(record)
     assert rows[3]["why"] == "injected overflow"
 
 
+def test_the_first_skip_is_on_top_even_if_the_reason_changes_within_its_row(record) -> None:
+    history = spiral(record, {*range(2, 10), 20})
+    history.explain(SkipExplanation(2, "scale", "fits at 2¹⁸"))
+    history.explain(SkipExplanation(6, "format", "65504"))
+    assert steps(skipped_payload(history)) == ["2 – 5", "20", "6 – 9"]
+
+
 def test_a_row_without_a_reason_says_whether_it_can_still_be_had(eventful: History) -> None:
     eventful.append(eventful.record(-1).__class__(**{**_fields(eventful.record(8)), "step": 10}))
     first, newest, older = skipped_payload(eventful, explainable=10)["rows"]

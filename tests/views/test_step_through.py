@@ -61,7 +61,7 @@ def test_the_histogram_counts_every_element_in_its_power_of_two():
 
 def test_the_figures_are_those_of_the_magnitudes():
     drawn = picture(snapshot("x", torch.tensor([[-4.0, 0.5], [0.0, 1.5]])), 0)
-    assert drawn["figures"] == [["min", "0.5"], ["mean", "1.5"], ["max", "4"], ["zeros", "25.0 %"]]
+    assert drawn["figures"] == [["min", "0.5"], ["mean", "1.5"], ["max", "4"], ["zeros", "25 %"]]
     assert (drawn["shape"], drawn["place"], drawn["value"]) == ("2 × 2", "[0, 0]", "-4")
     broken = picture(snapshot("x", torch.tensor([1.0, math.nan, math.inf])), 1)
     assert broken["figures"][-1] == ["inf, NaN", "2"]

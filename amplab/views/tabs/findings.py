@@ -9,7 +9,7 @@ from amplab.views.tabs.tab import Desk, Tab
 
 __all__ = ["FindingsTab"]
 
-PERIOD = 1.0
+PERIOD = 1.5
 """Seconds between two examinations while the tab is open: each reads the last 2,000 steps."""
 
 CLOSED = 4.0

@@ -47,8 +47,8 @@ def skipped_payload(history: History, *, explainable: int | None = None, limit: 
     """
     total, explanations = history.skip_count, history.explanations
     groups = history.skip_groups()
-    shown = [groups[0], *reversed(groups[max(1, len(groups) - limit + 1) :])] if groups else []
-    rows = [row for group in shown for row in _rows(history, *group, explanations, explainable)]
+    shown = [*reversed(groups[max(1, len(groups) - limit + 1) :].tolist()), *groups[:1].tolist()]
+    rows = [row for first, last in shown for row in _rows(history, first, last, explanations, explainable)]
     for row in rows:
         row["is_first"] = row["step"] == groups[0][0]
     rows.sort(key=lambda row: not row["is_first"])  # stable: only the first skip of the run moves

@@ -264,7 +264,8 @@ def _figures(taken: Snapshot) -> list[list[str]]:
     """Magnitudes of the whole tensor: the smallest that is not 0, the mean, the largest; zeros, or inf and NaN."""
     stats = taken.stats
     has_values = stats.exponents.finite_nonzero > 0
-    zeros = ["zeros", percent(stats.zeros / max(stats.numel, 1))]
+    share = stats.zeros / max(stats.numel, 1)
+    zeros = ["zeros", f"{100 * share:.0f} %" if 0.1 <= share < 0.995 else percent(share)]
     return [
         ["min", say(stats.smallest_nonzero, 2) if has_values else "–"],
         ["mean", say(taken.mean, 2)],

@@ -28,7 +28,7 @@ function listenToPointer(chart, view, { setRange, select, changed }) {
     if (!view.rows.length || !chart.x) return;
     const at = inside(event);
     if (pressed !== null && Math.abs(at - pressed) > DRAG) view.drag = [chart.stepAt(pressed), chart.stepAt(at)];
-    view.reading = rowAt(view.shown, chart.x, at)[0];
+    view.reading = rowAt(view.shown, chart.x, at)?.[0] ?? null; // a zoomed range has no row until its rows have come
     view.pointer = { canvas, at };
     changed();
   });
@@ -38,7 +38,8 @@ function listenToPointer(chart, view, { setRange, select, changed }) {
     if (view.drag) setRange(draggedRange(...view.drag, view.count));
     else {
       before = event.detail > 1 ? before : view.selected;
-      select(rowAt(view.shown, chart.x, inside(event))[0]);
+      const row = rowAt(view.shown, chart.x, inside(event));
+      if (row) select(row[0]);
     }
     view.drag = null;
     changed();

@@ -120,11 +120,12 @@ export function faultStretches(rows) {
   return stretches;
 }
 
-/** The skipped row within `reach` px of a position, nearest first; else the row nearest to it. */
+/** The skipped row within `reach` px of a position, nearest first; else the row nearest to it; undefined without rows. */
 export function rowAt(rows, x, at, reach = 6) {
   const distance = (row) => Math.abs(x(row[0]) - at);
   const skips = rows.filter((row) => row[3] & SKIPPED && distance(row) <= reach);
-  return (skips.length ? skips : rows).reduce((best, row) => (distance(row) < distance(best) ? row : best));
+  const candidates = skips.length ? skips : rows;
+  return candidates.reduce((best, row) => (distance(row) < distance(best) ? row : best), candidates[0]);
 }
 
 /** The rows of a frame that lie in a range of steps. */

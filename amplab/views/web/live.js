@@ -183,6 +183,7 @@ function render({ model, el }) {
       view.changes = message.changes.map(([step, field, label, text]) => ({ step: Math.min(step, Math.max(view.count - 1, 0)), field, label, text }));
       view.scale = message.summary.scale;
       if (view.count === 0) view.detail = null;
+      if (view.range !== null && view.range.low >= Math.max(view.count, 100)) setRange(null); // a run that began again
       numbers.show(message.summary);
       write(modes, message.summary.modes);
     }
