@@ -167,7 +167,7 @@ def test_a_fault_goes_into_the_next_step(trainer: Trainer) -> None:
         (change("max_loss_scale", 2.0**10), "init 2¹⁶ is above ceiling 2¹⁰; lower init or raise ceiling first."),
         (change("batch_size", 5000), "Batch size: 5000 is not allowed; expected at most 1437"),
         (change("master_weights", True), "need no masters"),
-        (change("model", "transformer"), "Model: transformer is not allowed; enter MLP or CNN."),
+        (change("model", "transformer"), "Model transformer does not fit Task digits; choose MLP or CNN."),
         ({"type": "inject", "kind": "fire"}, "choose from overflow"),
     ],
 )
