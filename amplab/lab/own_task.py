@@ -20,7 +20,7 @@ import itertools
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,8 +112,9 @@ class OwnTask(Task):
         random.seed(seed)
         np.random.seed(seed % 2**32)
         for device in self._devices:
-            with torch.get_device_module(device).device(device) if device.type == "cuda" else random_states_kept(()):
-                torch.get_device_module(device).manual_seed(seed)
+            module = torch.get_device_module(device)
+            with module.device(device) if device.type == "cuda" else nullcontext():  # MPS has one device
+                module.manual_seed(seed)
 
     @contextmanager
     def random_states_kept(self) -> Iterator[None]:
@@ -164,7 +165,7 @@ def register_own(
         name = OWN if number == 1 else f"{OWN}-{number}"
         if name not in TASKS:
             break
-    score = None if evaluate is None else Score(_words(evaluate))
+    score = None if evaluate is None else _score(evaluate)
     rates, chosen = dict(_ADAM), "adam"
     if code.has_optimizers:
         made = OwnTask(name, code, score, 0).optimizers(first, None)
@@ -313,9 +314,12 @@ def _moved(optimizer: Optimizer, old: Sequence[Tensor], new: Sequence[Tensor]) -
     return moved
 
 
-def _words(function: Callable[..., Any]) -> str:
-    name = getattr(function, "__name__", "")
-    return name.replace("_", " ").strip() if name.isidentifier() else "score"
+def _score(evaluate: Callable[..., Any]) -> Score:
+    """Return the score that a function measures, by its name; an accuracy is a share."""
+    name = getattr(evaluate, "__name__", "")
+    words = name.replace("_", " ").strip() if name.isidentifier() else "score"
+    is_share = words.endswith("accuracy")
+    return Score(words, higher_is_better=is_share, is_share=is_share)
 
 
 def _free_model_name(label: str) -> str:

@@ -122,3 +122,14 @@ def test_elsewhere_the_picture_says_what_to_press_and_a_reload_too(page: LabPage
     again.root.get_by_role("button", name="Continue with it").click()
     expect(again.root.locator(".amp-notice")).to_have_count(0)
     assert again.step >= 61
+
+
+def test_the_app_shows_the_lesson_and_the_lab_without_sources(
+    browser: Browser, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with running_amplab_lab(tmp_path_factory.mktemp("app"), "--app") as server, sound_page(server, browser) as page:
+        page.page.goto(server.url(LESSON))
+        expect(page.page.locator(".jp-RenderedHTMLCommon h1").first).to_contain_text("The lab")
+        page.page.locator(".amp-dashboard").wait_for(timeout=90_000)
+        expect(page.page.locator(".jp-CodeCell .jp-Cell-inputWrapper").locator("visible=true")).to_have_count(0)
+        expect(page.page.locator(".jp-MarkdownCell").first).to_be_visible()

@@ -10,6 +10,7 @@ TORCH        float32   torch.autocast         a block without torch.autocast; am
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from amplab.diagnose.remedies.api_styles import Api, ApiStyle
@@ -195,12 +196,30 @@ def _in_float32(call: UsersCall, record: OpRecord) -> str:
     return edited(call.statement, tuple(edits))
 
 
+_ASSIGNED = re.compile(r"^[\w.]+ = ")
+
+
 def _by_hand(record: OpRecord) -> str:
     call = _call(record, Api(casting=ApiStyle.HALF))
     if call is not None:
-        return f"{_in_float32(call, record)}  # where half weights read it: .half()"
+        statement = _in_float32(call, record)
+        rounded = _rounded_to_half(statement)
+        return f"{statement}\n# or, if half weights read the result:\n# {rounded}" if rounded else statement
     value, first = _value(record)
     return f"y = {value}  # {first}continue in float32; use y.to(x.dtype) where half weights read it"
+
+
+def _rounded_to_half(statement: str) -> str:
+    """Return a statement with the value that it assigns or returns rounded to half; empty for another statement.
+
+    >>> _rounded_to_half("return x * w")
+    'return (x * w).half()'
+    """
+    for before in ("return ", *_ASSIGNED.findall(statement)):
+        value = statement.removeprefix(before)
+        if value != statement:
+            return f"{before}({value}).half()"
+    return ""
 
 
 def _around(record: OpRecord, api: Api) -> list[str]:

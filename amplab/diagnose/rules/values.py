@@ -103,7 +103,8 @@ def constants_that_overflow(step: ObservedStep, _api: Api) -> Iterator[Finding]:
     for record in forward_ops(step):
         written = [value.summary for value in step.outputs(record.index) if value.summary.is_half]
         large = [number for number in step.ops[record.index].numbers if HALF_MAX < abs(number) < float("inf")]
-        if written and large and written[0].infs:
+        given = sum(value.summary.infs or 0 for value in step.inputs(record.index))
+        if written and large and (written[0].infs or 0) > given:
             yield finding(
                 "constant-overflows-half",
                 severity="note",

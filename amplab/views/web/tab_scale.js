@@ -34,7 +34,7 @@ function nowView() {
   const rate = canvasBox("amp-series", "Steps per second over the run", () => payload && rateChart.draw(payload.rate, end(), palette(box)));
   const memory = canvasBox("amp-series", "Memory by kind over the run", () => payload && memoryChart.draw(payload.memory, palette(box)));
   const words = h("p", { class: "amp-sr" });
-  const chart = (title, canvas) => h("div", { class: "amp-chart" }, h("div", { class: "amp-chart-head" }, h("h3", {}, title)), canvas);
+  const chart = (title, canvas) => h("div", { class: "amp-chart" }, h("div", { class: "amp-chart-head" }, h("strong", { class: "amp-chart-title" }, title)), canvas);
   const box = h("div", { class: "amp-scale-now" },
     h("div", {}, h("div", { class: "amp-label" }, "Growth counter"), growth, meter, counted, skips, h("div", { class: "amp-label" }, "Memory"), legend),
     chart("Steps/s", rate.canvas), chart("Memory by kind", memory.canvas), words);

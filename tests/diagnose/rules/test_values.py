@@ -73,6 +73,11 @@ def test_a_mask_that_is_inf_in_half_is_a_note():
     assert "constant-overflows-half" not in str(found(lambda x: torch.softmax(x + (x > 2).half() * -6e4, -1), RAMP)[0])
 
 
+def test_a_constant_that_divides_an_inf_did_not_make_it():
+    seen, _ = found(lambda x: (x * 6e4 * 6e4) / 131072, RAMP)
+    assert "constant-overflows-half" not in dict(seen)
+
+
 def test_a_cast_that_overflows_is_a_note():
     def masks(x):
         return torch.softmax(x + torch.where(x > 2, -1e9, 0.0).float().half(), -1)
