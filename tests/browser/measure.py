@@ -1,4 +1,4 @@
-"""Measure the cost of the live view and the time to the first plot: `python tests/browser/measure.py`.
+"""Measure how fast the lab is in the browser: `python tests/browser/measure.py`.
 
     cost = 1 - median over the rounds of (steps/s open / steps/s closed in the same round)
 
@@ -13,6 +13,8 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import truediv
 from pathlib import Path
 
@@ -20,10 +22,11 @@ from dashboard_page import ACCENT_LIGHT, DashboardPage
 from lab_page import NOTEBOOKS, LabPage, launch_chromium
 from lab_server import LabServer, running_amplab_lab, running_server
 from playwright.sync_api import Playwright, sync_playwright
+from redraws import LONG_RUN, redraw_milliseconds
 
-__all__ = ["first_plot", "main", "view_cost"]
+__all__ = ["click_to_effect", "first_plot", "main", "redraws", "view_cost", "warm_start"]
 
-TABS = ("dtypes", "gradients", "skipped")
+TABS = ("dtypes", "gradients", "skipped", "findings", "step_through", "runs", "scale")
 SETTLE = 2.0  # seconds between a change of the view and the measurement
 STEPS_PER_SECOND = """
 import time
@@ -32,6 +35,17 @@ steps, began = len(history), time.perf_counter()
 time.sleep({seconds})
 print((len(history) - steps) / (time.perf_counter() - began))
 """
+
+
+CLICK_TO_EFFECT = """async (root, level) => {
+  const button = [...root.querySelectorAll("button")].find((each) => each.textContent === level);
+  const began = performance.now();
+  button.click();
+  while (button.getAttribute("aria-checked") !== "true") await new Promise((done) => setTimeout(done, 1));
+  const taken = (performance.now() - began) / 1000;
+  await new Promise((done) => setTimeout(done, 300));
+  return taken;
+}"""
 
 
 def view_cost(playwright: Playwright, rounds: int, seconds: float) -> dict[str, list[float]]:
@@ -43,21 +57,13 @@ def view_cost(playwright: Playwright, rounds: int, seconds: float) -> dict[str, 
         seconds: Length of one measurement.
     """
     rates: dict[str, list[float]] = {view: [] for view in ("closed", *TABS)}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        running_server(Path(folder)) as server,
-        launch_chromium(playwright) as browser,
-    ):
-        page = LabPage(server, browser)
-        page.open(NOTEBOOKS / "00_the_lab.ipynb")
-        page.run_all()
+    with lab_page(playwright) as page:
         page.execute("lab.trainer.start()")
         for turn in range(rounds):
             for view in sorted(rates, reverse=turn % 2 == 1):
                 show(page, view)
                 time.sleep(SETTLE)
                 rates[view].append(float(page.execute(STEPS_PER_SECOND.format(seconds=seconds))))
-        page.close()
     return rates
 
 
@@ -73,6 +79,59 @@ def show(page: LabPage, view: str) -> None:
         DashboardPage(page).open_tab(view)
     if view == "gradients":
         page.page.locator(".amp-histogram").last.wait_for()
+
+
+def warm_start(playwright: Playwright, times: int) -> list[float]:
+    """Return the seconds from running the lab's cell in a warm kernel to a painted dashboard."""
+    with lab_page(playwright) as page:
+        taken = []
+        for _ in range(times):
+            show(page, "closed")
+            page.page.evaluate("() => { window.jupyterapp.shell.currentWidget.content.activeCellIndex = 1; }")
+            began = time.perf_counter()
+            page.page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-cell'); }")
+            page.page.locator(".amp-dashboard canvas").first.wait_for()
+            dashboard = DashboardPage(page)
+            while dashboard.painted_columns(1, ACCENT_LIGHT) < 20:
+                time.sleep(0.01)
+            taken.append(time.perf_counter() - began)
+    return taken
+
+
+def click_to_effect(playwright: Playwright, times: int) -> list[float]:
+    """Return the seconds from a click on an opt_level to the button's new state, while training runs."""
+    with lab_page(playwright) as page:
+        page.execute("lab.trainer.start()")
+        dashboard = DashboardPage(page)
+        dashboard.wait_for_step(dashboard.step + 50)
+        return [float(dashboard.root.evaluate(CLICK_TO_EFFECT, "O1" if turn % 2 else "O2")) for turn in range(times)]
+
+
+def redraws(playwright: Playwright, lengths: tuple[int, ...]) -> dict[str, list[float]]:
+    """Return median and maximum of the milliseconds in which both charts are drawn once, by the length of the run."""
+    found = {}
+    with lab_page(playwright) as page:
+        dashboard = DashboardPage(page)
+        for steps in lengths:
+            page.execute(LONG_RUN.format(steps=steps))
+            dashboard.wait_for_step(steps)
+            found[f"{steps:,}"] = redraw_milliseconds(dashboard)
+    return found
+
+
+@contextmanager
+def lab_page(playwright: Playwright) -> Iterator[LabPage]:
+    """Open the lab's notebook with its cells run."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running_server(Path(folder)) as server,
+        launch_chromium(playwright) as browser,
+    ):
+        page = LabPage(server, browser)
+        page.open(NOTEBOOKS / "00_the_lab.ipynb")
+        page.run_all()
+        yield page
+        page.close()
 
 
 def first_plot(playwright: Playwright) -> float:
@@ -107,14 +166,33 @@ def main() -> None:
     options = parser.parse_args()
     with sync_playwright() as playwright:
         plot = first_plot(playwright)
+        warm = warm_start(playwright, 5)
+        clicks = click_to_effect(playwright, 30)
+        drawings = redraws(playwright, (1_000, 100_000))
         rates = view_cost(playwright, options.rounds, options.seconds)
+    print(f"dashboard drawn {statistics.median(warm):.2f} s after its cell ran in a warm kernel (goal: at most 3 s)")
+    print(
+        f"click to effect {1000 * statistics.median(clicks):.0f} ms, at most {1000 * max(clicks):.0f} ms (goal: 150 ms)"
+    )
+    for steps, (middle, most) in drawings.items():
+        print(f"both charts of {steps} steps drawn in {middle:.1f} ms, at most {most:.1f} ms (goal: 16 ms)")
     print(f"first plot after {plot:.1f} s (goal: at most 20 s)")
     for view, values in rates.items():
         spread = f"{min(values):.0f}…{max(values):.0f}"
         cost = 100 * (1 - statistics.median(map(truediv, values, rates["closed"])))
         print(f"{view:10} {statistics.median(values):6.0f} steps/s  ({spread})  cost {cost:5.1f} %")
     if options.json:
-        print(json.dumps({"first_plot_seconds": plot, "steps_per_second": rates}))
+        print(
+            json.dumps(
+                {
+                    "first_plot_seconds": plot,
+                    "warm_start_seconds": warm,
+                    "click_seconds": clicks,
+                    "redraw_milliseconds": drawings,
+                    "steps_per_second": rates,
+                }
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -177,11 +177,6 @@ def test_what_was_seen_has_the_numbers_of_the_run(trainer: Trainer) -> None:
     assert skipped.first_nonfinite in player.play.seen
 
 
-def test_a_fault_goes_into_its_step_and_no_other(trainer: Trainer) -> None:
-    play(trainer, "accumulation")
-    assert [each.step for each in trainer.history.records() if each.injected] == [60]
-
-
 def test_the_fix_continues_the_run_or_starts_over_as_it_says(trainer: Trainer) -> None:
     player = play(trainer, "overflow-spiral")
     steps = len(trainer.history)

@@ -47,6 +47,8 @@ def test_a_scenario_shows_what_it_promises_and_its_fix_mends_it(lab: Dashboard, 
     assert not set("{}–") & set(shown["seen"]), "every number was measured"
     assert lab.trainer.config == scenario.config
     assert lab.trainer.state != "running", "it stops where the effect is seen"
+    injected = [record.step for record in lab.trainer.history.records() if record.injected]
+    assert injected == [injection.step for injection in scenario.injections]
     assert (shown["fix"] is None) == (scenario.fix is None)
     if scenario.fix is None:
         return
@@ -80,24 +82,26 @@ def test_a_reset_by_the_person_ends_a_scenario_and_closing_leaves_the_run_alone(
 
 
 def test_a_changed_setting_can_keep_the_effect_away_and_the_strip_says_so(lab: Dashboard, until) -> None:
-    choose(lab, "underflow", until)
-    tell(lab._presenter.parts.controls, type="change", field="opt_level", value="O0")
+    lab.trainer.set_speed(20)  # slow enough to change it before the effect is there
+    choose(lab, "overflow-spiral", until)
+    tell(lab._presenter.parts.controls, type="change", field="opt_level", value="O1")
+    until(lambda: lab.trainer.config.opt_level == "O1")
+    lab.trainer.set_speed(None)
     until(lambda: stage(lab) == "missed")
     assert "setting" in gallery(lab).chosen["seen"]
     assert not gallery(lab).chosen["fix"]["is_ready"]
     tell(gallery(lab), type="again")
     until(lambda: stage(lab) == "seen")
-    assert lab.trainer.config == SCENARIOS["underflow"].config
+    assert lab.trainer.config == SCENARIOS["overflow-spiral"].config
 
 
-def test_a_fix_that_the_present_setting_refuses_says_why(lab: Dashboard, until) -> None:
-    choose(lab, "batchnorm", until)
+def test_a_fix_that_cannot_be_made_says_why(lab: Dashboard, until) -> None:
+    choose(lab, "overflow-spiral", until)
     until(lambda: stage(lab) == "seen")
-    tell(lab._presenter.parts.controls, type="change", field="opt_level", value="O1")
-    until(lambda: lab.trainer.config.opt_level == "O1")
+    lab.trainer.stop()
     tell(gallery(lab), type="fix")
     until(lambda: gallery(lab).chosen["fix"]["is_refused"])
-    assert "keep_batchnorm_fp32" in gallery(lab).chosen["fix"]["text"]
+    assert "stopped" in gallery(lab).chosen["fix"]["text"]
     assert stage(lab) == "seen"
 
 

@@ -29,6 +29,7 @@ const FIGURES = [
 /** The score on held-out data: a share in percent, anything else as a number. */
 export function scoreText({ score, score_is_share: isShare }) {
   if (score === null) return "–";
+  if (!Number.isFinite(score)) return { inf: "inf", "-inf": "-inf" }[score] ?? "NaN"; // JSON has none, so it is a name
   return isShare ? `${(100 * score).toFixed(1)} %` : decimal(score);
 }
 
