@@ -221,7 +221,7 @@ def _config(config: object) -> str:
 def _without_paths(text: str) -> Markup:
     """Leave the last part of each absolute path.
 
-    >>> _without_paths("in /home/ada/nets/unet.py:12, see https://pytorch.org/docs/stable/amp.html")
-    'in unet.py:12, see https://pytorch.org/docs/stable/amp.html'
+    >>> _without_paths("in /data/nets/unet.py:12, and/or 1/2")
+    'in unet.py:12, and/or 1/2'
     """
     return Markup(_PATH.sub("", text))
