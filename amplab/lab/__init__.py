@@ -13,6 +13,8 @@ The files, by part::
     the run                 history (in memory), changes (made by a person), run_log (on disk), run_store (both),
                             checkpoints, skip_explanation, run_status, findings, config_remedies
     single effects          scenarios
+    to take along           run_export (CSV, JSON), html_report
+    memory                  memory_count, memory_fit (what fits on a card)
     several runs            kept_runs (beside the present one), comparison (all levels), undo
     your own loop           watch, watched_run, scale_probe, gradient_measure, idle_optimizers,
                             step_look, step_check, step_rerun, watch_callback, tensorboard_scalars
@@ -62,10 +64,12 @@ from amplab.lab.events import (
 )
 from amplab.lab.experiment import FAULTS, Experiment
 from amplab.lab.history import COLUMNS, History
+from amplab.lab.html_report import report
 from amplab.lab.kept_runs import KeptRun, KeptRuns
 from amplab.lab.levels import LEVELS, Level
 from amplab.lab.models import CNN, MLP, MODELS, build_model, models_of, register_model
 from amplab.lab.open import active, attach, open
+from amplab.lab.run_export import run_csv, run_json
 from amplab.lab.run_log import Run, RunLog, load_run, runs_directory
 from amplab.lab.run_status import RunStatus, run_status
 from amplab.lab.skip_explanation import SKIP_KINDS, SkipExplanation
@@ -160,4 +164,7 @@ __all__ = [
     "watch",
     "WatchCallback",
     "WatchedRun",
+    "report",
+    "run_csv",
+    "run_json",
 ]

@@ -59,7 +59,15 @@ from amplab.trace.kept_tensors import KeptBytes
 from amplab.trace.random_states import random_states_kept
 from amplab.trace.recorder import Observer
 
-__all__ = ["FAULTS", "SCORE_EVERY", "UNDERFLOW_SHRINK", "Experiment", "check_fault", "samples_gradients"]
+__all__ = [
+    "FAULTS",
+    "SCORE_EVERY",
+    "UNDERFLOW_SHRINK",
+    "Experiment",
+    "check_fault",
+    "check_modules",
+    "samples_gradients",
+]
 
 FAULTS = ("overflow", "underflow", "nan")
 
@@ -325,18 +333,7 @@ class Experiment:
         """Raise ValueError if `switch` from `old` to `new` would."""
         _refuse_new_weights(old, new)
         self._task.check_batch_size(new.batch_size)
-        for name in listed(new.float32_modules):
-            self._check_module(name)
-
-    def _check_module(self, pattern: str) -> None:
-        """Raise ValueError unless a module of the model matches."""
-        names = self.module_names()
-        if not any(fnmatchcase(name, pattern) for name in names):
-            near = ", ".join(get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]) or "none"
-            raise SettingRefused(
-                f"float32_modules={pattern}: matches no module of the model; the closest are {near}.",
-                shown=f"{FIELDS['float32_modules'].label}: there is no {pattern}; choose from {near}.",
-            )
+        _check_modules(new, self.module_names())
 
     def score(self) -> float | None:
         """Return the task's score on held-out data, None if it has none. Sync: one."""
@@ -385,9 +382,7 @@ class Experiment:
 
     def module_names(self) -> tuple[str, ...]:
         """Return the names of the model's modules, of which float32_modules may list some; none of several models."""
-        if isinstance(self._model, ModelGroup):
-            return ()
-        return tuple(name for name, _ in self._model.named_modules() if name)
+        return _names_of(self._model)
 
     @property
     def last_skip(self) -> StepRecord | None:
@@ -667,6 +662,26 @@ def check_fault(fault: str) -> None:
     """Raise ValueError unless `fault` is one of `FAULTS`."""
     if fault not in FAULTS:
         raise ValueError(f"{fault!r}: expected a fault that can be injected; choose from {', '.join(FAULTS)}.")
+
+
+def check_modules(config: ExperimentConfig) -> None:
+    """Raise SettingRefused if float32_modules names a module that the model of a config does not have."""
+    if config.float32_modules:
+        _check_modules(config, _names_of(build_model(config.model, config.hidden, config.seed)))
+
+
+def _check_modules(config: ExperimentConfig, names: tuple[str, ...]) -> None:
+    for pattern in listed(config.float32_modules):
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = ", ".join(get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]) or "none"
+            raise SettingRefused(
+                f"float32_modules={pattern}: matches no module of the model; the closest are {near}.",
+                shown=f"{FIELDS['float32_modules'].label}: there is no {pattern}; choose from {near}.",
+            )
+
+
+def _names_of(model: nn.Module) -> tuple[str, ...]:
+    return () if isinstance(model, ModelGroup) else tuple(name for name, _ in model.named_modules() if name)
 
 
 def _settings(config: ExperimentConfig) -> dict[str, Any]:

@@ -58,6 +58,7 @@ from amplab.lab.skip_explanation import explained
 from amplab.lab.step_stages import StepStages
 from amplab.lab.undo import UndoList
 from amplab.lab.worker import Worker
+from amplab.trace import Trace
 from amplab.trace.input_statistics import InputStatistics
 
 __all__ = ["STEP_LIMIT", "Trainer"]
@@ -431,6 +432,10 @@ class Trainer:
     def request_trace(self) -> None:
         """Request a `TraceReady` at the next step boundary, which is now if nothing runs."""
         self._request("trace", lambda: TraceReady(self._experiment.trace(), len(self.history), self.config.opt_level))
+
+    def trace(self) -> Trace:
+        """Record the next step op by op, at the next step boundary, and return it; the run is not changed."""
+        return self._worker.ask(lambda: self._experiment.trace())  # noqa: PLW0108  a reset replaces the experiment
 
     def module_names(self) -> tuple[str, ...]:
         """Return the names of the model's modules, of which `float32_modules` of the config may list some."""

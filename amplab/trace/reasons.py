@@ -188,13 +188,30 @@ def _cause(event: Event, events: Sequence[Event]) -> str:
     hook = "" if source is None or change_of_dtype(source) is None else _given(source)
     is_low = dtype.dtype in LOW_PRECISION_DTYPES
     if event.weight and is_low:
-        owner = event.weight.rpartition(".")[0] or "the model"
-        return f"runs in {dtype.dtype_name}, the dtype of the weights of {owner}" + (f"; {hook}" if hook else "")
+        return f"runs in {dtype.dtype_name}, the dtype of the weights of {_owner(event)}" + (
+            f"; {hook}" if hook else ""
+        )
     if hook:
         return f"runs in its input dtype: {hook}"
     if source is None or not is_low:
         return ""
-    return f"runs in its input dtype, {dtype.dtype_name} from {source.place.call or 'an op before'}"
+    root = _root(source, events)
+    weights = f"; the weights of {_owner(root)} are {dtype.dtype_name}" if root.weight else ""
+    return f"runs in its input dtype, {dtype.dtype_name} from {source.place.call or 'an op before'}{weights}"
+
+
+def _root(event: Event, events: Sequence[Event]) -> Event:
+    """Return the event that a dtype goes back to: the first that reads a weight, or that a list decided."""
+    while not event.weight and event.source is not None:
+        decision = event.place.decision
+        if decision is not None and decision.rule is not None:
+            break
+        event = events[event.source]
+    return event
+
+
+def _owner(event: Event) -> str:
+    return event.weight.rpartition(".")[0] or "the model"
 
 
 def _given(cast: Event) -> str:

@@ -44,7 +44,7 @@ class Dashboard(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no typ
         self.trainer = Trainer() if trainer is None else trainer
         self._presenter = Presenter(self.trainer)
         parts = self._presenter.parts
-        side = ipywidgets.VBox([parts.status, parts.live, parts.panels])
+        side = ipywidgets.VBox([parts.status, parts.live, parts.take_away, parts.panels])
         body = ipywidgets.HBox([parts.controls, side])
         super().__init__([parts.notices, parts.gallery, body])
         side.add_class("amp-side")

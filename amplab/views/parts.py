@@ -17,7 +17,7 @@ from amplab.lab import History
 from amplab.views.assets import WEB, module, stylesheet
 from amplab.views.live_payload import change_marks, frame_rows
 
-__all__ = ["Controls", "Gallery", "LiveView", "Message", "Notices", "Panels", "StatusLine"]
+__all__ = ["Controls", "Gallery", "LiveView", "Message", "Notices", "Panels", "TakeAway", "StatusLine"]
 
 Message = dict[str, Any]
 """A message of the page, decoded from JSON."""
@@ -169,6 +169,13 @@ class Panels(Part):
         """Return what the page draws in a tab."""
         payload: dict[str, Any] = getattr(self, tab)
         return payload
+
+
+class TakeAway(Part):
+    """The menu of what one takes along; `take_away.py` makes the files, which are messages."""
+
+    _esm = module("take_away.js")
+    _css = stylesheet("take_away.css")
 
 
 class Notices(Part):

@@ -20,10 +20,11 @@ from amplab.views.controls import act, controls_payload
 from amplab.views.gallery import GalleryDesk, gallery_titles
 from amplab.views.live_payload import modes_line, summary
 from amplab.views.notice_board import Notice, NoticeBoard, failure, offer, saved_offer
-from amplab.views.parts import Controls, Gallery, LiveView, Message, Notices, Panels, StatusLine
+from amplab.views.parts import Controls, Gallery, LiveView, Message, Notices, Panels, StatusLine, TakeAway
 from amplab.views.status import Status
 from amplab.views.tabs import TABS
 from amplab.views.tabs.runs_payload import overlays
+from amplab.views.take_away import file_of, take_setting
 from amplab.views.ticker import Pace, Ticker
 
 __all__ = ["Parts", "Presenter"]
@@ -42,6 +43,7 @@ class Parts:
     controls: Controls
     status: StatusLine
     live: LiveView
+    take_away: TakeAway
     panels: Panels
 
 
@@ -77,6 +79,7 @@ class Presenter:
             controls=Controls(self._queued(self._on_control), shown=self._controls()),
             status=StatusLine(self._queued(lambda _: self._on_status())),
             live=LiveView(self._ticker.wake, self._queued(self._on_live)),
+            take_away=TakeAway(self._queued(self._on_take_away)),
             panels=Panels(self._queued(self._on_panels), [(each.name, each.label) for each in TABS]),
         )
         self._status = Status(trainer, self._ticker.wake, lambda shown: self.parts.status.set_trait("shown", shown))
@@ -225,6 +228,12 @@ class Presenter:
         self._gallery.on_message(message, self.parts.gallery)
         self._show_controls()
         self._ticker.wake()
+
+    def _on_take_away(self, message: Message) -> None:
+        if message["type"] == "file":
+            self.parts.take_away.send(file_of(self._trainer, message["kind"]))
+        else:
+            self.parts.take_away.send({"kind": "answer", "text": take_setting(self._trainer, message["text"])})
 
     def _on_live(self, message: Message) -> None:
         self.select(message["step"])

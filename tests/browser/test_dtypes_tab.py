@@ -4,7 +4,8 @@ from dashboard_page import DashboardPage
 from lab_page import LabPage
 from playwright.sync_api import expect
 
-CLIPPED = "cells => cells.filter(cell => cell.scrollHeight > cell.clientHeight + 1).length"
+CLIPPED = """cells => cells.flatMap(cell => [cell, ...cell.querySelectorAll("*")])
+  .filter(part => part.scrollHeight > part.clientHeight + 1 && part.clientHeight > 0).length"""
 
 
 def test_op_dtypes_answer_in_which_dtype_and_why(lab: LabPage) -> None:

@@ -97,7 +97,7 @@ def test_at_o2_ops_run_in_the_dtype_of_the_weights_and_of_the_ops_before():
     trace = trace_step(model, lambda: model(torch.ones(2, 4)).sum(), casting=session.casting())
     linear = "runs in float16, the dtype of the weights of 0; a hook on Sequential cast its input to float16"
     assert reasons(trace, "0") == [linear]
-    assert reasons(trace, "1") == ["runs in its input dtype, float16 from linear"]
+    assert reasons(trace, "1") == ["runs in its input dtype, float16 from linear; the weights of 0 are float16"]
 
 
 def test_no_table_applies_while_casts_are_disabled():

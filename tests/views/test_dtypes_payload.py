@@ -94,6 +94,21 @@ def test_what_decided_is_a_value_to_filter_by(traces: dict[str, Trace]) -> None:
     assert (o2["linear"], o2["cast"], o2["cross_entropy"]) == ("weights", "hook", "hook")
 
 
+@pytest.mark.parametrize(
+    ("level", "dtype", "why"),
+    [
+        ("O1", "float32", "fp32 list, softmax: exp overflows float16 above 11.09"),
+        ("O2", "float16", "; the weights of block1.attention.qkv are float16"),
+    ],
+)
+def test_a_newcomer_reads_in_which_dtype_softmax_ran_and_why(level: str, dtype: str, why: str) -> None:
+    trace = Experiment(ExperimentConfig(task="text", hidden=32, opt_level=level)).trace()
+    rows = dtypes_payload(TracedLevel(level, trace))["rows"]
+    softmax = next(row for row in rows if (row["op"], row["module"]) == ("softmax", "block1.attention"))
+    assert softmax["dtype"] == dtype
+    assert softmax["reason"].endswith(why)
+
+
 def test_modules_are_nested_as_in_the_model() -> None:
     block = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     model = nn.Sequential(block, nn.Linear(4, 4))

@@ -28,7 +28,7 @@ OUTSIDE = "outside"
 _LISTED = re.compile(r"\b(\w+) list\b(?!s)")
 _KINDS = (
     ("your rule", "your rule"),
-    ("dtype of the weights", "weights"),
+    ("the weights of", "weights"),
     ("a hook", "hook"),
     ("requested", "code"),
 )

@@ -11,6 +11,7 @@ import { visibleChanges } from "./marks.js";
 import { bytes, decimal, integer, power } from "./numbers.js";
 import { overlaidSteps, unpackOverlays } from "./overlays.js";
 import { attend, endWithKernel, onTheme, ownKeys } from "./page.js";
+import { drawnAsSvg, svgPage, TAKE_CHARTS } from "./svg_pen.js";
 import { showing, windowOf, zoomed } from "./ranges.js";
 
 const LAST = 500;
@@ -201,12 +202,24 @@ function render({ model, el }) {
   };
   model.on("change:selected", follow);
   for (const chart of charts) listenToChart(chart, view, { setRange, select, changed: soon, speak });
+  const give = ({ detail }) => {
+    if (!detail.within.contains(root)) return;
+    prepare(view);
+    const still = { ...view, rows: view.shown, palette: palette(root), reading: null, drag: null };
+    const drawn = charts.map((chart, index) => {
+      const elements = drawnAsSvg(chart, () => chart.draw(still), `chart-${index}`);
+      return { title: index ? "Loss scale" : "Training loss", width: chart.width, height: chart.height, elements };
+    });
+    detail.give(svgPage(drawn, still.palette, root.closest(".amp-dashboard")?.querySelector(".amp-config")?.textContent ?? ""));
+  };
+  document.addEventListener(TAKE_CHARTS, give);
   const sized = new ResizeObserver(soon);
   for (const { canvas } of charts) sized.observe(canvas);
   const cleanups = [onTheme(soon), ownKeys(root), attend(model, key), endWithKernel(model, root)];
   return () => {
     model.off("msg:custom", receive);
     model.off("change:selected", follow);
+    document.removeEventListener(TAKE_CHARTS, give);
     sized.disconnect();
     clearInterval(describing);
     cancel();

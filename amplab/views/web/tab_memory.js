@@ -32,7 +32,7 @@ export function memoryPanel() {
   const slider = h("input", { type: "range", class: "amp-speed", min: "0", max: String(LARGEST), step: "0.25", "aria-label": "Batch size, as a power of two",
     oninput: () => { batch = batchAt(Number(slider.value)); fill(); } });
   const field = h("input", { type: "number", min: "1", step: "1", class: "amp-mem-batch", "aria-label": "Batch size",
-    onchange: () => { batch = Math.max(1, Math.round(Number(field.value) || 1)); fill(); } });
+    oninput: () => { batch = Math.max(1, Math.round(Number(field.value) || 1)); fill(); } });
   const cards = h("select", { "aria-label": "GPU", onchange: () => { if (cards.value) memory.value = cards.value; fill(); } });
   const memory = h("input", { type: "number", min: "0.1", step: "any", value: "16", class: "amp-mem-batch", "aria-label": "GPU memory in GB", oninput: () => { cards.value = ""; fill(); } });
   const summary = h("span", { class: "amp-summary", role: "status" });

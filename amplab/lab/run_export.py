@@ -1,0 +1,64 @@
+"""A run as a table: CSV and JSON text, of a run of the lab, of a watched loop or of a log that was read back.
+
+CSV holds one line for each step. JSON holds the config, the columns with their rows, what was changed, and why steps
+were skipped; numbers that JSON does not have are the strings "NaN", "Infinity" and "-Infinity".
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from dataclasses import asdict
+from typing import Any
+
+from amplab import __version__
+from amplab.lab.history import COLUMNS, History
+
+__all__ = ["run_csv", "run_json"]
+
+
+def run_csv(history: History) -> str:
+    """Return every step as a line of comma-separated values, below a line with the names of the columns.
+
+    A value that was not measured is empty; NaN and infinities are `nan`, `inf` and `-inf`.
+    """
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for record in history.records():
+        writer.writerow([getattr(record, name) for name in COLUMNS])
+    return file.getvalue()
+
+
+def run_json(history: History, config: object) -> str:
+    """Return a run as JSON text.
+
+    Args:
+        history: The run.
+        config: What was run; its string restores an experiment of the lab.
+    """
+    rows = [[_plain(getattr(record, name)) for name in COLUMNS] for record in history.records()]
+    explained = {str(step): _plain(each.as_dict()) for step, each in history.explanations.items()}
+    return json.dumps(
+        {
+            "amplab": __version__,
+            "config": str(config),
+            "columns": list(COLUMNS),
+            "steps": rows,
+            "changes": [asdict(each) for each in history.changes],
+            "explanations": explained,
+            "memory": [{"step": step, **asdict(used)} for step, used in history.memory],
+        },
+        allow_nan=False,
+        ensure_ascii=False,
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else f"{'-' if value < 0 else ''}Infinity"
+    return value

@@ -1,0 +1,55 @@
+"""What a person takes along from the dashboard: a run as CSV or JSON, a report, and the whole setting as one line.
+
+The page asks with {"type": "file", "kind": one of `FILES`} and gets {"kind": "file", "name", "mime", "text"}, which it
+offers as a download. {"type": "setting", "text": a config string} starts the experiment that it names. Pictures of the
+charts are made in the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from amplab.lab import ExperimentConfig, Trainer
+from amplab.lab.config import SettingRefused
+from amplab.lab.experiment import check_modules
+from amplab.lab.html_report import report_html
+from amplab.lab.run_export import run_csv, run_json
+
+__all__ = ["FILES", "file_of", "take_setting"]
+
+
+def _report(trainer: Trainer) -> str:
+    return report_html(trainer, trainer.trace())
+
+
+FILES: dict[str, tuple[str, str, Callable[[Trainer], str]]] = {
+    "csv": ("run.csv", "text/csv", lambda trainer: run_csv(trainer.history)),
+    "json": ("run.json", "application/json", lambda trainer: run_json(trainer.history, trainer.config)),
+    "report": ("run.html", "text/html", _report),
+}
+"""Name, type and content of each file."""
+
+
+def file_of(trainer: Trainer, kind: str) -> dict[str, Any]:
+    """Return the message with a file.
+
+    >>> trainer = Trainer(ExperimentConfig(hidden=16))
+    >>> file_of(trainer, "csv")["text"].split(",")[:2]
+    ['step', 'loss']
+    """
+    name, mime, content = FILES[kind]
+    return {"kind": "file", "name": name, "mime": mime, "text": content(trainer)}
+
+
+def take_setting(trainer: Trainer, text: str) -> str:
+    """Start the experiment that a config string names; return why not, "" if it starts."""
+    try:
+        config = ExperimentConfig.parse(text.strip())
+        check_modules(config)
+        trainer.reset(config)
+    except SettingRefused as refusal:
+        return refusal.shown
+    except (ValueError, ImportError) as refusal:
+        return str(refusal)
+    return ""

@@ -1,0 +1,122 @@
+"""What one takes along: a run as CSV and JSON, and a report that opens without a kernel."""
+
+import csv
+import io
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import amplab
+from amplab.lab import ExperimentConfig, Trainer, load_run, report, run_csv, run_json
+from amplab.lab.history import COLUMNS
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    """A run with a change of level, a skipped step and a loss that is NaN."""
+    trainer = Trainer(ExperimentConfig(hidden=16), log=tmp_path_factory.mktemp("runs"))
+    trainer.run(30)
+    trainer.change(opt_level="O2")
+    trainer.inject("overflow")
+    trainer.run(5)
+    trainer.inject("nan")
+    trainer.run(3)
+    return trainer
+
+
+def test_csv_holds_every_step_bit_for_bit(trained: Trainer) -> None:
+    rows = list(csv.DictReader(io.StringIO(run_csv(trained.history))))
+    assert list(rows[0]) == list(COLUMNS)
+    assert len(rows) == 38
+    for name in ("loss", "loss_scale"):
+        written = [float(row[name]) for row in rows]
+        expected = trained.history.column(name).tolist()
+        assert all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(written, expected, strict=True))
+    assert [row["skipped"] for row in rows].count("True") == trained.history.skip_count == 2
+
+
+def test_json_holds_the_run_and_the_string_that_repeats_it(trained: Trainer) -> None:
+    taken = json.loads(run_json(trained.history, trained.config), parse_constant=pytest.fail)
+    assert ExperimentConfig.parse(taken["config"]) == trained.config
+    steps = [dict(zip(taken["columns"], row, strict=True)) for row in taken["steps"]]
+    assert [step["step"] for step in steps] == list(range(38))
+    assert "NaN" in [step["loss"] for step in steps]
+    assert any(change["text"] == "opt_level O1 → O2" for change in taken["changes"])
+    assert taken["explanations"]
+
+
+class Tags(HTMLParser):
+    """The tags and links of a page, and its text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.words: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def read(path: Path) -> Tags:
+    page = Tags()
+    page.feed(path.read_text(encoding="utf-8"))
+    return page
+
+
+def test_a_report_says_what_happened_and_needs_nothing_else(trained: Trainer, tmp_path: Path) -> None:
+    page = read(report(trained, tmp_path / "run.html"))
+    text = " ".join(page.words)
+    assert page.links == []
+    assert "script" not in page.tags
+    assert page.tags.count("svg") >= 2
+    assert page.tags.count("h2") == 6
+    for words in ("opt_level O1 → O2", "cross_entropy", "cast its output to float32", "skipped", str(trained.config)):
+        assert words in text, words
+    explained = trained.history.explanations
+    assert all(each.sentence in text for each in explained.values())
+
+
+@pytest.mark.parametrize("source_lines", [False, True])
+def test_a_report_holds_no_path_and_lines_of_code_only_if_asked(
+    trained: Trainer, tmp_path: Path, *, source_lines: bool
+) -> None:
+    text = report(trained, tmp_path / "run.html", source_lines=source_lines).read_text(encoding="utf-8")
+    folders = {str(Path(amplab.__file__).parent), str(Path.home()), str(tmp_path), str(trained.log_path.parent)}
+    assert not any(folder in text for folder in folders if folder != "/")
+    assert not re.search(r"(?<![\w<:/.])/(?:home|root|tmp|usr|opt|work)/", text)
+    assert ("self.hidden1(x)" in text) == source_lines
+
+
+def test_a_report_of_a_log_and_of_a_watched_loop(trained: Trainer, tmp_path: Path) -> None:
+    trained.wait()
+    log = read(report(load_run(trained.log_path), tmp_path / "log.html"))
+    assert "opt_level O1 → O2" in " ".join(log.words)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = amplab.watch(model, optimizer)
+    with watch:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    trace = amplab.xray(model, torch.ones(2, 4)).trace
+    watched = " ".join(read(report(watch, tmp_path / "own.html", trace=trace)).words)
+    assert "Linear" in watched
+    assert "linear" in watched
+    assert report(watch, tmp_path / "own.html") == tmp_path / "own-2.html", "a file is never overwritten"
+
+
+def test_only_a_run_can_be_reported(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="load_run"):
+        report("run.jsonl", tmp_path / "run.html")
