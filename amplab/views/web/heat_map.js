@@ -40,7 +40,9 @@ export class HeatMap extends Surface {
       if (layer % every) return;
       this.text(shortened(name, measure, HEAT_NAMES - 8), HEAT_NAMES - 6, HEAT_EDGE.top + (layer + 0.5) * height, palette.soft, "right");
     });
-    HEAT_KINDS.forEach(([kind, title], side) => this.side(map, kind, title, HEAT_NAMES + side * (panel + HEAT_EDGE.gap), palette));
+    for (const [side, [kind, title]] of HEAT_KINDS.entries()) {
+      this.side(map, kind, title, HEAT_NAMES + side * (panel + HEAT_EDGE.gap), palette);
+    }
     if (selected !== null) this.mark(map, selected, palette);
     if (reading) this.frame(reading, palette);
   }
@@ -51,13 +53,15 @@ export class HeatMap extends Surface {
     pen.fillStyle = palette.grid;
     pen.fillRect(left, HEAT_EDGE.top, panel, height * map.layers.length);
     pen.fillStyle = palette.warning;
-    map[kind].forEach((row, layer) => row.forEach((share, column) => {
-      const isBroken = kind === "overflow" && map.nonfinite[layer][column] > 0;
-      const alpha = isBroken ? 1 : shade(share);
-      if (!alpha) return;
-      pen.globalAlpha = alpha;
-      pen.fillRect(left + column * width, HEAT_EDGE.top + layer * height, Math.max(width, 1), height - 1);
-    }));
+    for (const [layer, row] of map[kind].entries()) {
+      for (const [column, share] of row.entries()) {
+        const isBroken = kind === "overflow" && map.nonfinite[layer][column] > 0;
+        const alpha = isBroken ? 1 : shade(share);
+        if (!alpha) continue;
+        pen.globalAlpha = alpha;
+        pen.fillRect(left + column * width, HEAT_EDGE.top + layer * height, Math.max(width, 1), height - 1);
+      }
+    }
     pen.globalAlpha = 1;
     const { steps } = map;
     if (!steps.length) return;
