@@ -124,8 +124,8 @@ def train(
     progress = _Progress(trainer, steps, sys.stdout if stream is None else stream)
     interrupted = False
     try:
-        if (left := steps - len(trainer.history)) > 0:
-            trainer.start(left)
+        if len(trainer.history) < steps or checkpoint is None:
+            trainer.start(steps - len(trainer.history))
         while not trainer.wait(_REDRAW_SECONDS):
             progress.show()
     except KeyboardInterrupt:
