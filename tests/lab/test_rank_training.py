@@ -53,7 +53,7 @@ def restarted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     words = ["train", "--steps", STEPS, "--hidden=16", "--init-scale=2**24", "--max-loss-scale=2**24"]
     command = torchrun("--max-restarts", 1, script, *words, "--run-log", folder / "run.jsonl", folder / "run")
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=LIMIT,
+        command, capture_output=True, text=True, timeout=LIMIT, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "AMPLAB_KERNELS": "reference"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
