@@ -19,6 +19,8 @@ from os import PathLike
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from amplab.lab.checkpoints import Checkpoint, checkpoint_of_launch
 from amplab.lab.config import ExperimentConfig
@@ -77,8 +79,8 @@ def _init_process_group() -> None:
 
     torchrun keeps its store over a restart, so under the same keys a rank may read addresses of ranks that have ended.
     """
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=TIMEOUT))
-    own = dist.PrefixStore(f"attempt {os.environ.get(_RESTARTS, '0')}", store)
+    store, rank, world_size = next(rendezvous("env://", timeout=TIMEOUT))
+    own = PrefixStore(f"attempt {os.environ.get(_RESTARTS, '0')}", store)
     dist.init_process_group("gloo", store=own, rank=rank, world_size=world_size, timeout=TIMEOUT)
 
 
