@@ -300,6 +300,7 @@ class Experiment:
                 self._session.load_state_dict(_with_upper_limit(kept, config.max_loss_scale))
             self._loss_scale = self._lowest_scale()
             self._measure_memory_until = self._step + 2
+            self._rerun = StepRerun(self._model, None, self._loss_again, self._session)  # of the level's buffers
         self._set_rates(config)
         self._config = config
 

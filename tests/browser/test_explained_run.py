@@ -39,7 +39,7 @@ def find_the_first_skip(dashboard: DashboardPage) -> None:
     walk = dashboard.root.locator("[data-panel=step_through]")
     expect(walk.locator(".amp-told")).to_contain_text("Step 165, O1")
     walk.locator("[data-stage=step]").click()
-    expect(walk.locator(".amp-told")).to_contain_text("skipped")
+    expect(walk.locator(".amp-told")).to_contain_text("Skipped, because found_inf is 1")
     dashboard.open_tab("skipped")
 
 

@@ -242,6 +242,17 @@ def test_skips_left_over_are_explained_when_the_run_pauses(model_named, monkeypa
     assert [each.name for each in later.findings()] == [each.name for each in at_once.findings()]
 
 
+def test_a_change_of_level_keeps_the_buffers_with_which_a_step_runs_again(model_named):
+    """O2 and O3 replace the buffers of a BatchNorm; those of the step before do not hold its NaN yet."""
+    trainer = Trainer(model_named("dropped", dropped_and_normed))
+    for level in ("O3", "O2"):
+        trainer.change(opt_level=level)
+        trainer.run(2)
+    trainer.inject("nan")
+    trainer.run(1)
+    assert trainer.history.explanations[4].sentence.startswith("injected NaN: batch.images holds NaN in 1 of")
+
+
 def test_a_skip_of_an_earlier_level_is_explained_as_it_was(monkeypatch):
     without_explanations(monkeypatch)
     monkeypatch.setattr("amplab.lab.trainer._PAUSE_SECONDS", 0.0)
