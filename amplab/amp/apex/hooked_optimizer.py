@@ -33,6 +33,7 @@ from amplab.amp.backward.gradients import (
     put_back,
 )
 from amplab.amp.backward.optimizer_params import cast_state, follow_model, replace_params
+from amplab.amp.backward.other_ranks import has_other_ranks
 from amplab.amp.backward.records import ScaleRecord, StepOutcome
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies.casting.thread_scopes import is_running, resume_casts, suspend_casts
@@ -114,7 +115,7 @@ class HookedOptimizer:
         for pair in self.masters.pairs:
             if pair.model in uncast:  # the values before rounding
                 values, grad = uncast[pair.model]
-                if not _has_other_ranks():
+                if not has_other_ranks():  # else a wrapper may send the half weights of rank 0 to the others
                     pair.master.data = values.float()
                 pair.master.grad = None if grad is None else grad.float()
                 pair.model.grad = None
@@ -215,6 +216,10 @@ class HookedOptimizer:
             for param in halves:  # gradients from a backward that belonged to other optimizers
                 param.grad = None
         return [*self._own, *halves]
+
+    def factor_in_place(self, scale: float) -> float | None:
+        """Return the factor of gradients that are scaled already, which the coming backward averages over ranks."""
+        return scale / self._scaled_by if self._scaled_by is not None and has_other_ranks() else None
 
     def after_failed_backward(self) -> None:
         """Undo `before_backward`; gradients have been put back."""
@@ -380,7 +385,7 @@ class HookedOptimizer:
         if self._scaled_by is not None and self._overflow is None:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() with gradients still scaled by {self._scaled_by}: the last "
-                "backward before a step must run in scale_loss without delay_unscale=True."
+                "backward before a step must run in scale_loss without delay_unscale=True, and not under no_sync()."
             )
         pairs = self.masters.pairs
         if all(pair.master.grad is None for pair in pairs) and any(pair.model.grad is not None for pair in pairs):
@@ -395,9 +400,3 @@ def _outcome_of_skip(record: ScaleRecord) -> StepOutcome:
     where = f", first in the gradient of {record.first_nonfinite}" if record.first_nonfinite else ""
     reason = f"gradient overflow at loss scale {record.loss_scale} of loss scaler {record.loss_id}{where}"
     return StepOutcome(False, reason, record.first_nonfinite)
-
-
-def _has_other_ranks() -> bool:
-    """Whether several processes train together; a wrapper may then send the half weights of rank 0 to the others."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

@@ -19,6 +19,7 @@ from amplab.amp.apex.model_weights import Uncast, cast_model, set_values
 from amplab.amp.apex.opt_levels import OptProperties
 from amplab.amp.apex.saved_masters import SavedMasters
 from amplab.amp.backward.optimizer_params import cast_state, params_of
+from amplab.amp.backward.other_ranks import SeenWrapper
 from amplab.amp.backward.records import MemoryUse
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies import CastingEngine, PrecisionPolicy, accept_half_input, register_module_rules
@@ -103,6 +104,14 @@ class Hooks:
             )
         return hooked
 
+    def await_average(self, hooked: Sequence[HookedOptimizer]) -> bool:
+        """Return whether gradients of these optimizers are not averaged yet: their model's forward was in no_sync."""
+        waiting = [model for model, held in self._models.items() if not held.wrapper.averages]
+        if not waiting:
+            return False
+        stepped = {param for each in hooked for param in each.model_params}
+        return any(param in stepped for model in waiting for param in model.parameters())
+
     def first_nonfinite(self, hooked: Sequence[HookedOptimizer]) -> str | None:
         """Return the name of the parameter whose non-finite gradient the backward reached first. Sync: many."""
         for each in reversed(hooked):
@@ -167,6 +176,9 @@ class HookedModel:
         masters: the masters of every optimizer of the same call.
         casts_around_functions: whether ops inside its forward are cast (O1), so that half inputs meet float32 weights.
         prefix: of its parameters' names, to distinguish several models.
+
+    Attributes:
+        wrapper: whether a DistributedDataParallel around the model averages its gradients.
     """
 
     def __init__(
@@ -184,7 +196,8 @@ class HookedModel:
         self._masters = tuple(masters)
         self._prefix = prefix
         self._forward = forward
-        self._handles: list[Any] = [*forward.register(model)]
+        self.wrapper = SeenWrapper()
+        self._handles: list[Any] = [*self.wrapper.register(model), *forward.register(model)]
         self._handles += register_module_rules(model, policy, weights_dtype=weights_dtype if self._half else None)
         if self._half:
             self._handles += SavedMasters(masters).register(model)

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from amplab.amp.arguments import SMALLEST_SCALE, as_list, checked_flag, checked_num_losses
 from amplab.amp.backward.clipping import clip_by_norm_
 from amplab.amp.backward.gradients import ScaledBackward, SetAside, add_unscaled, bookkeeping, put_back
+from amplab.amp.backward.other_ranks import has_other_ranks
 from amplab.amp.backward.records import ScaleRecord, StepOutcome
 from amplab.amp.pytorch.fused_step import leaves_gradients_unscaled, lend_scale, makes_momentum, wants_scaler
 from amplab.amp.pytorch.loss_scale import LossScale, checked_state
@@ -75,6 +76,10 @@ class _Reached:
 
     def before_backward(self) -> list[Tensor]:
         return self.params
+
+    def factor_in_place(self, scale: Tensor) -> Tensor | None:
+        """Return the factor of gradients that a backward under no_sync may have left without an average."""
+        return scale if has_other_ranks() else None
 
     def after_failed_backward(self) -> None:
         """Do nothing: the gradients are restored already."""
@@ -499,10 +504,11 @@ class GradScaler(torch.amp.GradScaler):
         for each in self._scales:
             if each.scale is None:
                 each.put_on(loss.device)
-        with ScaledBackward(reached) as backward:
+        scale = own.put_on(loss.device) if own.scale is None else own.scale
+        with ScaledBackward(reached, scale) as backward:
             yield own.times(loss)
             with bookkeeping(), torch.no_grad():
-                found = _unscale_new(backward.aside, own.put_on(loss.device) if own.scale is None else own.scale)
+                found = _unscale_new(backward.aside, scale)
         for optimizer, found_inf in found.items():
             self._note(optimizer, loss_id, found_inf)
 
