@@ -298,6 +298,8 @@ class LossScaling:
             yield loss.float()
             return
         with ScaledBackward(hooked, scale) as backward:
+            for each in () if delay_unscale else hooked:
+                each.begin_averaging()
             yield loss.float() * scale
             if delay_unscale or self._hooks.await_average(hooked):
                 for each, aside in backward.aside:

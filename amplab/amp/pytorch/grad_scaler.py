@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 from amplab.amp.arguments import SMALLEST_SCALE, as_list, checked_flag, checked_num_losses
 from amplab.amp.backward.clipping import clip_by_norm_
 from amplab.amp.backward.gradients import ScaledBackward, SetAside, add_unscaled, bookkeeping, put_back
-from amplab.amp.backward.other_ranks import has_other_ranks
 from amplab.amp.backward.records import ScaleRecord, StepOutcome
 from amplab.amp.pytorch.fused_step import leaves_gradients_unscaled, lend_scale, makes_momentum, wants_scaler
 from amplab.amp.pytorch.loss_scale import LossScale, checked_state
@@ -41,6 +40,7 @@ from amplab.amp.pytorch.optimizer_gradients import (
 )
 from amplab.amp.pytorch.step_report import NO_STEP_YET, STEPPED, ScaleSubscribers, StepReport
 from amplab.optimizers import FusedOptimizer
+from amplab.parallel.ranks import has_other_ranks
 from amplab.scalers import ScaleRule
 from amplab.scalers.rules import require_number
 

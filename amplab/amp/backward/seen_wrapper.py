@@ -13,13 +13,9 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["SeenWrapper", "has_other_ranks"]
+from amplab.parallel.ranks import has_other_ranks
 
-
-def has_other_ranks() -> bool:
-    """Return whether several processes train together."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+__all__ = ["SeenWrapper"]
 
 
 class SeenWrapper:
