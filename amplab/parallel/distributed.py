@@ -8,6 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Before any process group exists: its functions take the group of that moment as a default argument. If DDP's
+# constructor imports it, they keep the group and its threads past destroy_process_group, and a process may abort as
+# it ends.
+import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 

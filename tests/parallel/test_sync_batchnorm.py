@@ -1,0 +1,73 @@
+"""SyncBatchNorm on the CPU against float64 BatchNorm on the batches of all ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+
+from amplab.parallel import DistributedDataParallel, SyncBatchNorm, convert_syncbn_model
+from amplab.scripts.cuda_on_cpu import cuda_on_cpu
+
+
+def differs(rank, make, dtype, momentum, weights_dtype):
+    torch.manual_seed(0)
+    alone = nn.BatchNorm2d(3, momentum=momentum).to(torch.float64)
+    nn.init.normal_(alone.weight), nn.init.normal_(alone.bias)
+    synced = make(nn.BatchNorm2d(3, momentum=momentum).to(weights_dtype))
+    synced.load_state_dict(alone.state_dict())
+    inputs = (torch.randn(6, 3, 4, 4, dtype=torch.float64) * 2 + 100).to(dtype).double().requires_grad_()
+    towards = torch.randn(6, 3, 4, 4, dtype=torch.float64).to(dtype).double()
+    mine = slice(0, 2) if rank == 0 else slice(2, 6)  # batches of two sizes
+    own = inputs.detach()[mine].to(dtype).requires_grad_()
+    for _ in range(2):
+        expected, found = alone(inputs), synced(own)
+    assert found.dtype is dtype
+    expected.backward(towards), found.backward(towards[mine].to(dtype))
+    shares = [param.grad.double() for param in synced.parameters()]  # each process has its own
+    for share in shares:
+        dist.all_reduce(share)
+    pairs = [(found, expected[mine]), (own.grad, inputs.grad[mine])]
+    pairs += [(share, param.grad) for share, param in zip(shares, alone.parameters(), strict=True)]
+    pairs += list(zip(synced.buffers(), alone.buffers(), strict=True))
+    return max((one.double() - other).abs().max().item() / other.double().abs().max().item() for one, other in pairs)
+
+
+def agrees(rank):
+    for make in (convert_syncbn_model, nn.SyncBatchNorm.convert_sync_batchnorm):
+        for dtype, weights, bound in (
+            (torch.float64, torch.float64, 1e-12),
+            (torch.float32, torch.float32, 1e-4),
+            (torch.float16, torch.float32, 2e-3),
+            (torch.float16, torch.float16, 5e-3),
+        ):
+            for momentum in (0.1, None):
+                difference = differs(rank, make, dtype, momentum, weights)
+                assert difference < bound, (make, dtype, weights, momentum, difference)
+        cuda_on_cpu(print)  # torch's own, from here on
+    alone = convert_syncbn_model(nn.BatchNorm1d(3), dist.new_group([rank], use_local_synchronization=True))
+    inputs = torch.randn(5, 3)
+    assert torch.equal(alone(inputs), nn.BatchNorm1d(3)(inputs))
+    assert not torch.equal(alone.eval()(inputs), nn.BatchNorm1d(3).eval()(inputs))  # running statistics have moved
+    for wrap in (DistributedDataParallel, nn.parallel.DistributedDataParallel):
+        wrapped = wrap(convert_syncbn_model(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))))
+        wrapped(torch.randn(5, 3) + rank).square().sum().backward()
+
+
+def test_sync_batchnorm_on_the_cpu_is_batchnorm_over_both_batches():
+    """Values, gradients and running statistics; alone in its group; and under both wrappers."""
+    run_ranks(agrees)
+
+
+def test_sync_batchnorm_keeps_weights_and_statistics():
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    net(torch.randn(2, 3, 2, 2))
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    converted = convert_syncbn_model(net, channel_last=True)
+    assert type(converted[1]) is SyncBatchNorm
+    assert all(torch.equal(before[name], tensor) for name, tensor in converted.state_dict().items())
+    alone = SyncBatchNorm(4, channel_last=True)
+    inputs = torch.randn(2, 4, 3, 3)
+    assert torch.equal(alone(inputs), nn.BatchNorm2d(4)(inputs))  # one process: nothing to agree on
+    with pytest.raises(ValueError, match="fuse_relu"):
+        SyncBatchNorm(4, fuse_relu=True)
