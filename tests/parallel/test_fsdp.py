@@ -201,7 +201,7 @@ def with_apex(rank):
     """O1 on a sharded model: the same weights as one process, and one skipped step."""
     model = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    amp.initialize(model, optimizer, opt_level="O1", verbosity=0, loss_scale="dynamic")
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0, dynamic_init_scale=1024.0)
     outcomes = []
     for step in range(STEPS):
         with amp.scale_loss(model(batch(step, rank)).float().square().mean(), optimizer) as scaled:
