@@ -84,6 +84,15 @@ class CombinedUnscaler(Unscaler):
         inside = all(id(param) in known or param.grad is None for param in params)
         return self._flat.bring_in_(inverse, found_inf, params) if inside else None
 
+    def adopt(self, params: Iterable[Tensor], flat: FlatGradients) -> None:
+        """Use the buffers of ``flat``, into which other code has moved the gradients of ``params``. Sync: none.
+
+        Args:
+            params: every parameter whose gradients are combined here, as for `settle`.
+            flat: the combined gradients of the same parameters.
+        """
+        self._flat, self._listed, self._left_new = flat, list(params), True
+
     def place(self, param: Tensor) -> Tensor:
         """Return the memory for a new gradient of ``param``. Sync: none."""
         return torch.empty_like(param) if self._flat is None else self._flat.place(param)

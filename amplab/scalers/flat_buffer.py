@@ -9,6 +9,7 @@ None. Which buffers there are, and what broke a view, is in ``flat_gradients.py`
 """
 
 import contextlib
+import itertools
 import operator
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, cast
@@ -60,21 +61,21 @@ class FlatBuffer:
     """One flat tensor that holds the gradients of several parameters, one part for each.
 
     Args:
-        params: each has a gradient, all on one device and in one dtype; the values are not copied.
+        params: their gradients are, or will be, all on one device and in one dtype; the values are not copied.
 
     Attributes:
         tensor: ``(elements,)``, zeros.
         params: as given.
         views: the part of each in its shape and its memory format, such as channels-last.
+        ends: where the part of each ends, in elements.
     """
 
     def __init__(self, params: list[Tensor]) -> None:
         sizes = [aligned_size(param.numel()) for param in params]
-        first = params[0].grad
-        if first is None:
-            raise ValueError("params[0].grad is None: expected parameters with gradients; leave the others out.")
+        first = params[0] if params[0].grad is None else params[0].grad
         self.tensor = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
         self.params = params
+        self.ends = list(itertools.accumulate(sizes))
         parts: tuple[Tensor, ...] = self.tensor.split(sizes)
         self.views = [_view_like(part[: param.numel()], param) for param, part in zip(params, parts, strict=True)]
         self._shapes = [param.shape for param in params]
@@ -130,7 +131,7 @@ class FlatBuffer:
         if arrivals.new:
             outputs = [self.views[index] for index in arrivals.indices]
             unscale_copy(arrivals.new, outputs, found_inf, inverse)
-            self._lend(arrivals.indices)
+            self.lend(arrivals.indices)
         if arrivals.kept:
             unscale_(arrivals.kept, found_inf, inverse)
 
@@ -154,8 +155,8 @@ class FlatBuffer:
             torch._foreach_zero_([v for v, param in zip(self.views, self.params, strict=True) if param.grad is None])
         return True
 
-    def _lend(self, indices: Sequence[int]) -> None:
-        """Set the gradients of parameters to their parts."""
+    def lend(self, indices: Sequence[int]) -> None:
+        """Set the gradients of parameters, by index, to their parts. Sync: none."""
         lent = [self._lent[index] for index in indices]
         if list(map(Tensor.data_ptr, lent)) != [self._addresses[index] for index in indices]:
             lent = [self.lent(index) for index in indices]

@@ -65,6 +65,7 @@ class FlatGradients:
     Args:
         params: floating-point, any devices and dtypes; one listed twice is taken once. Combine after the first
             backward, when it is known which parameters have gradients; the values of the gradients are kept.
+        reserve: give a part to every parameter that requires a gradient, in the dtype of the parameter, too.
 
     Raises:
         TypeError: a sparse gradient, or one that is not floating-point.
@@ -83,8 +84,9 @@ class FlatGradients:
     ['CLEARED']
     """
 
-    def __init__(self, params: Iterable[Tensor]) -> None:
+    def __init__(self, params: Iterable[Tensor], *, reserve: bool = False) -> None:
         self._params = list({id(param): param for param in tensors_of(params)}.values())
+        self._reserve = reserve
         self._combine()
 
     @property
@@ -98,9 +100,19 @@ class FlatGradients:
         return frozenset(self._slots)
 
     @property
+    def outside(self) -> tuple[Tensor, ...]:
+        """The parameters without a part in a buffer."""
+        return tuple(self._outside)
+
+    @property
     def buffers(self) -> tuple[Tensor, ...]:
         """The flat buffers ``(elements,)``, one per device and dtype; their padding is zero."""
         return tuple(buffer.tensor for buffer in self._buffers)
+
+    @property
+    def flat_buffers(self) -> tuple[FlatBuffer, ...]:
+        """The buffers with the parts of each parameter; `rebuild` may replace them."""
+        return tuple(self._buffers)
 
     def check(self, params: Iterable[Tensor] | None = None) -> tuple[BrokenView, ...]:
         """Return the gradients that are no longer views; see `check_combined_tensors`. Sync: none."""
@@ -256,6 +268,8 @@ class FlatGradients:
             if param.grad is not None:
                 _require_dense(index, param.grad)
                 groups.setdefault((param.grad.device, param.grad.dtype), []).append(param)
+            elif self._reserve and param.requires_grad:
+                groups.setdefault((param.device, param.dtype), []).append(param)
         self._slots: dict[int, _Slot] = {}
         self._buffers: list[FlatBuffer] = []
         for params in groups.values():

@@ -33,7 +33,7 @@ TIMED_FRAMES = """() => {
 def redraw_milliseconds(dashboard: DashboardPage, times: int = 40) -> list[float]:
     """Return how long the page took for each of some redraws of both charts, each caused by an arrow key."""
     page = dashboard.lab.page
-    canvas = dashboard.root.locator("canvas").nth(SCALE)
+    canvas = dashboard.root.locator(SCALE)
     canvas.focus()
     page.evaluate(f"() => {{ window.amplabEnd = ({TIMED_FRAMES})(); }}")
     for _ in range(times):

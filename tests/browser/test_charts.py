@@ -23,8 +23,8 @@ def dashboard(server: LabServer, browser: Browser) -> Iterator[DashboardPage]:
         yield DashboardPage(page)
 
 
-def canvas(dashboard: DashboardPage, chart: int) -> Locator:
-    return dashboard.root.locator("canvas").nth(chart)
+def canvas(dashboard: DashboardPage, chart: str) -> Locator:
+    return dashboard.root.locator(chart)
 
 
 def spoken(dashboard: DashboardPage) -> Locator:

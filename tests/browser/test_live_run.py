@@ -1,6 +1,6 @@
 """A run from its first step to its last, as a person drives it: start, switch, inject, pause, save, reload."""
 
-from dashboard_page import ACCENT_LIGHT, SKIP_LIGHT, DashboardPage, exponent
+from dashboard_page import ACCENT_LIGHT, LOSS, SCALE, SKIP_LIGHT, DashboardPage, exponent
 from lab_page import LabPage
 from playwright.sync_api import expect
 
@@ -23,8 +23,8 @@ def start_and_see_it_rise(dashboard: DashboardPage) -> int:
     dashboard.wait_for_state("running")
     dashboard.wait_for_step(before + 100)
     step = dashboard.step
-    assert dashboard.painted_columns(1, ACCENT_LIGHT) > 300, "the line of the loss scale spans the chart"
-    assert dashboard.painted_columns(0, ACCENT_LIGHT) > 300, "so does the loss"
+    dashboard.wait_for_paint(SCALE, ACCENT_LIGHT, 300)  # the line spans the chart
+    dashboard.wait_for_paint(LOSS, ACCENT_LIGHT, 300)
     return step
 
 
@@ -55,7 +55,7 @@ def inject_an_overflow(dashboard: DashboardPage) -> None:
     assert after == before - 1, "a dynamic scale halves"
     expect(row.locator("td").nth(2)).to_contain_text("injected overflow: ")
     assert int(dashboard.figure("skipped")) >= 1
-    assert dashboard.painted_columns(1, SKIP_LIGHT) >= 5, "the skipped step is marked on the line"
+    dashboard.wait_for_paint(SCALE, SKIP_LIGHT, 5)  # the skipped step is marked on the line
 
 
 def pause(dashboard: DashboardPage) -> int:
@@ -74,8 +74,7 @@ def find_it_again(dashboard: DashboardPage, step: int) -> None:
     expect(dashboard.button("O2")).to_have_attribute("aria-checked", "true")
     expect(dashboard.root.locator("[data-tab=skipped]")).to_have_attribute("aria-selected", "true")
     dashboard.rows("skipped").filter(has_text="injected overflow").first.wait_for()
-    dashboard.lab.page.wait_for_timeout(300)
-    assert dashboard.painted_columns(1, ACCENT_LIGHT) > 300, "the whole history is drawn again"
+    dashboard.wait_for_paint(SCALE, ACCENT_LIGHT, 300)  # the whole history is drawn again
     dashboard.press("Start")
     dashboard.wait_for_step(step + 20)
 

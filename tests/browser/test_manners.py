@@ -10,6 +10,7 @@ from lab_server import LabServer
 from playwright.sync_api import Browser, expect
 
 WIDEST, HIGHEST = 1000, 760  # px: one screen of a laptop
+SEEN = 10  # pixel columns: a histogram of few exponents has few bars
 ACCENT_DARK = [0x56, 0xB4, 0xE9]
 STICKING_OUT = """root => [...root.querySelectorAll("*")].filter(element =>
   element.offsetParent && !element.closest(".amp-sr, .amp-scroll, svg") &&
@@ -160,14 +161,14 @@ def test_the_histogram_is_drawn_within_a_second(dashboard: DashboardPage) -> Non
     dashboard.wait_for_step(dashboard.step)
     opened = time.monotonic()
     dashboard.open_tab("gradients")
-    wait_for_paint(dashboard, HISTOGRAM, ACCENT_LIGHT)
+    dashboard.wait_for_paint(HISTOGRAM, ACCENT_LIGHT, SEEN)
     assert time.monotonic() - opened < 1
 
 
 def test_the_histogram_shows_its_values_under_the_pointer_and_to_a_screen_reader(dashboard: DashboardPage) -> None:
     dashboard.open_tab("gradients")
     canvas = dashboard.root.locator(".amp-histogram")
-    wait_for_paint(dashboard, HISTOGRAM, ACCENT_LIGHT)
+    dashboard.wait_for_paint(HISTOGRAM, ACCENT_LIGHT, SEEN)
     canvas.scroll_into_view_if_needed()
     box = canvas.bounding_box()
     reading = dashboard.root.locator("[data-reading=lost]")
@@ -197,15 +198,6 @@ def test_it_follows_the_theme(dashboard: DashboardPage) -> None:
         "() => getComputedStyle(document.querySelector('.amp-live')).color.includes('255, 255, 255')"
     )
     for chart in (SCALE, HISTOGRAM):
-        wait_for_paint(dashboard, chart, ACCENT_DARK)
+        dashboard.wait_for_paint(chart, ACCENT_DARK, SEEN)
     dashboard.lab.theme("JupyterLab Light")
-    wait_for_paint(dashboard, HISTOGRAM, ACCENT_LIGHT)
-
-
-def wait_for_paint(dashboard: DashboardPage, chart: int, color: list[int]) -> None:
-    """Wait until a chart has the color in some columns."""
-    for _ in range(100):
-        if dashboard.painted_columns(chart, color) > 20:
-            return
-        dashboard.lab.page.wait_for_timeout(50)
-    raise AssertionError(f"chart {chart} was not painted in {color}")
+    dashboard.wait_for_paint(HISTOGRAM, ACCENT_LIGHT, SEEN)

@@ -4,6 +4,7 @@ One process computes the gradients of both half batches and averages them, which
 """
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -229,7 +230,7 @@ def in_one_region():
                 param.grad = None
                 with torch.no_grad():
                     param.to_local().add_(1.0)
-    return [round(after - before, 1) for before, after in zip(sums, sums[1:], strict=False)]
+    return [round(after - before, 1) for before, after in itertools.pairwise(sums)]
 
 
 def late_shards():
@@ -243,12 +244,15 @@ def late_shards():
     model = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     level = refusal(lambda: amp.initialize(model, optimizer, opt_level="O2", verbosity=0))
+    combined = refusal(
+        lambda: amp.initialize(model, optimizer, opt_level="O1", verbosity=0, combine_grad=True, combine_ddp=True)
+    )
     amp.reset()
     model = new_model()
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), new_scaler()
     sharded(model)
     scaler.scale(loss_of(model, batch(0, 0))).backward()
-    return {"after": after, "level": level, "optimizer": refusal(lambda: scaler.step(optimizer))}
+    return {"after": after, "level": level, "combined": combined, "optimizer": refusal(lambda: scaler.step(optimizer))}
 
 
 @pytest.fixture(scope="module")
@@ -321,7 +325,12 @@ def test_rules_that_need_whole_tensors_refuse_shards(found, name):
 
 @pytest.mark.parametrize(
     ("case", "says"),
-    [("after", "fully_shard first"), ("level", "param_dtype=torch.float16"), ("optimizer", "No inf checks")],
+    [
+        ("after", "fully_shard first"),
+        ("level", "param_dtype=torch.float16"),
+        ("combined", "omit combine_ddp"),
+        ("optimizer", "No inf checks"),
+    ],
 )
 def test_a_wrong_order_is_refused(found, case, says):
     assert all(says in each["late"][case] for each in found)
@@ -330,7 +339,10 @@ def test_a_wrong_order_is_refused(found, case, says):
 def four_ranks(rank):
     """Shards of unequal sizes, of which some are empty; then two replicas of two shards each."""
     found = {}
-    for name, mesh in (("sharded", None), ("replicated", init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fsdp")))):
+    for name, mesh in (
+        ("sharded", None),
+        ("replicated", init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fsdp"))),
+    ):
         settings = {} if mesh is None else {"mesh": mesh}
         model = sharded(**settings)
         optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), new_scaler()

@@ -5,7 +5,8 @@
     after step      parked gradients are put back, or the masters are written back to the model
 
 Values that are written to half weights before the first of these (rank 0's weights, for example) reach the masters.
-With several ranks masters start from rounded weights, since only rounded weights are sent between ranks.
+With several ranks masters start from rounded weights, since DistributedDataParallel sends rounded weights only; with
+``combine_ddp`` they start from the values before rounding, which `initialize` has sent.
 
 Uses the official hooks of `torch.optim.Optimizer` only.
 """
@@ -35,9 +36,10 @@ from amplab.amp.backward.gradients import (
 from amplab.amp.backward.optimizer_params import cast_state, follow_model, replace_params
 from amplab.amp.backward.records import ScaleRecord, StepOutcome
 from amplab.formats import LOW_PRECISION_DTYPES
+from amplab.parallel.combined_reducer import CombinedReducer
 from amplab.parallel.shards import RankGroup, agree_on_found_inf, rank_groups
 from amplab.policies.casting.thread_scopes import is_running, resume_casts, suspend_casts
-from amplab.scalers import FlatGrads, MasterWeights, Unscaler, local_shard
+from amplab.scalers import CombinedUnscaler, FlatGrads, MasterWeights, Unscaler, local_shard
 
 __all__ = ["HookedOptimizer"]
 
@@ -73,6 +75,7 @@ class HookedOptimizer:
         casts_in_step: whether ``step`` runs with casts.
         announce: print a line for each skipped step.
         unscaler: makes an unscaler; one is used for the optimizer's own gradients, one for those of the masters.
+        reducer: averages gradients over ranks before they are unscaled; needs a `CombinedUnscaler`. None: no averages.
 
     Attributes:
         masters: the float32 masters of its half parameters.
@@ -90,6 +93,7 @@ class HookedOptimizer:
         casts_in_step: bool,
         announce: bool,
         unscaler: Callable[[], Unscaler] = Unscaler,
+        reducer: CombinedReducer | None = None,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         give_hooks(optimizer)
@@ -97,7 +101,8 @@ class HookedOptimizer:
         self.outcome = _NO_STEP_YET
         self._master_weights, self._casts_in_step, self._announce = master_weights, casts_in_step, announce
         self._unscaler, self._into_masters = unscaler(), unscaler()
-        self.copies_shared = type(self._unscaler) is Unscaler
+        self._reducer = reducer
+        self.copies_shared = reducer is not None or type(self._unscaler) is Unscaler
         self.rank_groups: tuple[RankGroup, ...] = ()
         self._params: list[Tensor] = []
         self._own: list[Tensor] = []
@@ -106,6 +111,8 @@ class HookedOptimizer:
         self._step: _Step | None = None
         self._in_closure, self._in_backward = False, False
         self._take_over(optimizer, uncast)
+        if reducer is not None:
+            reducer.prepare(self._own, self._halves())
         lend_names(optimizer, AmpStash(self.masters, self._model_groups, self._flags), self.masters.copy_to_model)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -117,7 +124,7 @@ class HookedOptimizer:
         for pair in self.masters.pairs:
             if pair.model in uncast:  # the values before rounding
                 values, grad = uncast[pair.model]
-                if not _has_other_ranks():
+                if self._reducer is not None or not _has_other_ranks():
                     pair.master.data = values.float()
                 pair.master.grad = None if grad is None else grad.float()
                 pair.model.grad = None
@@ -135,6 +142,8 @@ class HookedOptimizer:
         self._follow_edits()
         for handle in self._handles:
             handle.remove()
+        if self._reducer is not None:
+            self._reducer.release()
         if self._scaled_by is not None:
             for param, grad in gradients_of(self._own):
                 param.grad = grad / self._scaled_by
@@ -160,6 +169,11 @@ class HookedOptimizer:
         """The flat gradient buffers: first those of parameters shared with the model, then those of masters."""
         return self._unscaler.buffers + self._into_masters.buffers
 
+    @property
+    def sent_buffers(self) -> tuple[Tensor, ...]:
+        """The flat buffers in which gradients are averaged over ranks; those of `buffers` may be among them."""
+        return () if self._reducer is None else self._reducer.buffers
+
     def _model_groups(self) -> list[list[Tensor]]:
         optimizer = self._optimizer()
         by_master = {id(pair.master): pair.model for pair in self.masters.pairs}
@@ -168,6 +182,9 @@ class HookedOptimizer:
 
     def _masters(self) -> list[Tensor]:
         return [pair.master for pair in self.masters.pairs]
+
+    def _halves(self) -> list[Tensor]:
+        return [pair.model for pair in self.masters.pairs]
 
     def _current_params(self) -> list[Tensor]:
         optimizer = self._optimizer()
@@ -216,19 +233,36 @@ class HookedOptimizer:
         self._in_backward = True
         self._refresh()
         self._follow_edits()
-        halves = [pair.model for pair in self.masters.pairs]
+        halves = self._halves()
         if self._scaled_by is None:
             for param in halves:  # gradients from a backward that belonged to other optimizers
                 param.grad = None
+        if self._reducer is not None:
+            self._reducer.follow(self._own, halves)
         return [*self._own, *halves]
+
+    def begin_averaging(self) -> None:
+        """Average gradients over ranks during the backward. If there are some kept scaled, after it, with their sum."""
+        if self._reducer is not None and self._scaled_by is None:
+            self._reducer.begin()
 
     def after_failed_backward(self) -> None:
         """Undo `before_backward`; gradients have been put back."""
         self._in_backward = False
+        if self._reducer is not None:
+            self._reducer.cancel()
 
     @torch.no_grad()
     def keep_scaled(self, aside: list[SetAside], scale: float) -> None:
-        """Add new gradients to those in ``aside``, all scaled by ``scale``, for a later backward to unscale."""
+        """Add new gradients to those in ``aside``, all scaled by ``scale``, for a later backward to unscale.
+
+        They are not averaged over ranks before that backward.
+        """
+        self._add_scaled(aside, scale)
+        if self._reducer is not None:
+            self._reducer.keep_local()
+
+    def _add_scaled(self, aside: list[SetAside], scale: float) -> None:
         add_scaled(aside, scale / (self._scaled_by or 1.0))
         self._scaled_by, self._in_backward = scale, False
 
@@ -242,9 +276,10 @@ class HookedOptimizer:
         Sync: none; one on the CPU if gradients are sharded.
         """
         if self._scaled_by is not None:
-            self.keep_scaled(aside, scale)
+            self._add_scaled(aside, scale)
             self._scaled_by, aside = None, []
         self._in_backward = False
+        self._average()
         found_inf = add_unscaled(self._own, aside, scale, self._unscaler, found_inf)
         if self.masters.pairs:
             place = self._into_masters.place
@@ -253,6 +288,15 @@ class HookedOptimizer:
                 pair.model.grad = None
             self._into_masters.settle(self._masters())
         return agree_on_found_inf(found_inf, self.rank_groups)
+
+    def _average(self) -> None:
+        """Average the new gradients over ranks; their own flat buffer is the one in which they are then unscaled."""
+        if self._reducer is None:
+            return
+        self._reducer.finish()
+        own, _halves = self._reducer.flats
+        if isinstance(self._unscaler, CombinedUnscaler):
+            self._unscaler.adopt(self._own, own)
 
     def first_nonfinite(self) -> Tensor | None:
         """Return the model's parameter whose non-finite gradient the backward reached first.
@@ -325,6 +369,8 @@ class HookedOptimizer:
             if self._overflow is not None or not self.passes_gradients_through:
                 self._follow_edits()
                 self._refuse_scaled_grads(optimizer)
+            if self._reducer is not None:
+                self._reducer.refuse_strays()
             gradients = gradients_of(self._current_params())
             self._step = _Step(frame, gradients if self._overflow else [], bool(gradients))
             for param, _ in self._step.parked:  # a step without gradients changes nothing

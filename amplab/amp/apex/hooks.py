@@ -21,6 +21,7 @@ from amplab.amp.apex.saved_masters import SavedMasters
 from amplab.amp.backward.optimizer_params import cast_state, params_of
 from amplab.amp.backward.records import MemoryUse
 from amplab.formats import LOW_PRECISION_DTYPES
+from amplab.parallel.combined_ddp import CombinedDDP
 from amplab.parallel.shards import is_fully_sharded
 from amplab.policies import CastingEngine, PrecisionPolicy, accept_half_input, register_module_rules
 from amplab.policies.nested_tensors import tensors_in
@@ -47,6 +48,7 @@ class Hooks:
         engine: CastingEngine | None,
         announce: bool,
         unscaler: Callable[[], Unscaler] = Unscaler,
+        ddp: CombinedDDP | None = None,
     ) -> None:
         """Cast the models, make the masters and add the hooks that ``properties`` and ``policies`` need."""
         cast_type = properties.cast_model_type
@@ -66,6 +68,7 @@ class Hooks:
                 casts_in_step=not properties.patch_torch_functions,
                 announce=announce,
                 unscaler=unscaler,
+                reducer=None if ddp is None else ddp.reducer(),
             )
             warn_of_vanishing_eps(optimizer)
         has_rules = any(policy.op_rules or policy.module_rules for policy in policies)
@@ -84,6 +87,7 @@ class Hooks:
                 masters=[self._optimizers[optimizer].masters for optimizer in optimizers],
                 casts_around_functions=bool(properties.patch_torch_functions),
                 prefix=f"models[{index}]." if len(models) > 1 else "",
+                ddp=ddp,
             )
 
     def knows(self, optimizer: Optimizer) -> bool:
@@ -181,6 +185,7 @@ class HookedModel:
         masters: the masters of every optimizer of the same call.
         casts_around_functions: whether ops inside its forward are cast (O1), so that half inputs meet float32 weights.
         prefix: of its parameters' names, to distinguish several models.
+        ddp: averages gradients over ranks; None for one process, and under DistributedDataParallel.
 
     Attributes:
         was_sharded: whether ``fully_shard`` was called on it before the hooks were added.
@@ -196,6 +201,7 @@ class HookedModel:
         masters: Sequence[MasterWeights],
         casts_around_functions: bool,
         prefix: str,
+        ddp: CombinedDDP | None = None,
     ) -> None:
         self._half = weights_dtype in LOW_PRECISION_DTYPES
         self._masters = tuple(masters)
@@ -208,6 +214,8 @@ class HookedModel:
             self._handles += SavedMasters(masters).register(model)
         if casts_around_functions or policy.module_rules or policy.op_rules:
             self._handles += accept_half_input(model)
+        if ddp is not None:
+            self._handles += ddp.register(model)
 
     def name_of(self, model: nn.Module, param: Tensor) -> str | None:
         """Return the name of ``param`` in ``model``; None if it is not one of its parameters."""
@@ -247,7 +255,7 @@ def memory_use(models: Iterable[nn.Module], optimizers: Iterable[tuple[Optimizer
     is_master = {id(master) for master in masters}
     params += [param for param in owned if id(param) not in is_master]
     grads = [param.grad for param in [*params, *masters] if param.grad is not None]
-    buffers = [buffer for _, hooked in optimizers for buffer in hooked.buffers]
+    buffers = [buffer for _, hooked in optimizers for buffer in (*hooked.buffers, *hooked.sent_buffers)]
     return MemoryUse(
         parameters=_bytes(params),
         gradients=_bytes(grads),

@@ -18,10 +18,10 @@ __all__ = [
     "Permissions",
     "checked_cast_model_outputs",
     "checked_combined",
+    "checked_combined_ddp",
     "checked_models",
     "checked_optimizers",
     "checked_verbosity",
-    "refuse_combined_ddp",
     "refuse_half",
     "refuse_scripted",
     "refuse_sharded",
@@ -154,19 +154,40 @@ def checked_combined(combine_grad: Any, check_combined_tensors: Any) -> tuple[bo
     return combine, check
 
 
-def refuse_combined_ddp(combine_ddp: Any, ddp_replica_count: Any) -> None:
-    """Refuse arguments with which Ascend's apex replaces DistributedDataParallel.
+def checked_combined_ddp(
+    combine_ddp: Any, ddp_replica_count: Any, *, combine_grad: bool, optimizers: Any, refuse: Callable[[str], None]
+) -> int | None:
+    """Return the requested number of buckets, or None without ``combine_ddp``.
+
+    Warns if only the number is given. Calls ``refuse`` with a message if gradients are not combined.
 
     Raises:
-        NotImplementedError: one of them is set.
+        TypeError: ``combine_ddp`` is not True or False, or ``ddp_replica_count`` not a whole number.
+        ValueError: fewer than one bucket, or no optimizer.
     """
-    for name, is_set in {"combine_ddp": combine_ddp, "ddp_replica_count": ddp_replica_count != 4}.items():
-        if is_set:
-            raise NotImplementedError(
-                f"{name} is not supported: amp.initialize does not average gradients over ranks. Omit {name} and wrap "
-                "the model in torch.nn.parallel.DistributedDataParallel, which reduces flat buffers (bucket_cap_mb) "
-                "during the backward; combine_grad=True works with it."
+    if isinstance(ddp_replica_count, bool) or not isinstance(ddp_replica_count, int):
+        raise TypeError(f"ddp_replica_count={ddp_replica_count!r}: expected a whole number of buckets, such as 4.")
+    if ddp_replica_count < 1:
+        raise ValueError(f"ddp_replica_count={ddp_replica_count}: expected at least 1, one bucket for all gradients.")
+    if combine_ddp is None or not checked_flag("combine_ddp", combine_ddp):
+        if ddp_replica_count != 4:
+            warnings.warn(
+                f"ddp_replica_count={ddp_replica_count} has no effect, since combine_ddp is {combine_ddp}: pass "
+                "combine_ddp=True as well, or omit it.",
+                stacklevel=4,
             )
+        return None
+    if not combine_grad:
+        refuse(
+            "Combine_grad should be True when combine_ddp using: combine_ddp=True averages the flat buffers of "
+            "combine_grad. Pass combine_grad=True as well."
+        )
+    if optimizers is None:
+        raise ValueError(
+            "combine_ddp=True without an optimizer: expected the optimizers whose gradients are averaged; pass "
+            "amp.initialize(model, optimizer, combine_grad=True, combine_ddp=True)."
+        )
+    return ddp_replica_count
 
 
 def refuse_half(model: nn.Module, refuse: Callable[[str], None]) -> None:
@@ -201,13 +222,20 @@ def refuse_scripted(model: nn.Module, dtype: torch.dtype | bool | None) -> None:
             )
 
 
-def refuse_sharded(model: nn.Module, opt_level: str, dtype: torch.dtype | bool | None) -> None:
-    """Refuse to cast a model that is sharded: FSDP2 holds its own references to the float32 shards.
+def refuse_sharded(model: nn.Module, opt_level: str, dtype: torch.dtype | bool | None, *, combine_ddp: bool) -> None:
+    """Refuse to cast a model that is sharded, since FSDP2 holds its own references to the float32 shards.
 
     Raises:
-        RuntimeError: such a model, and a 16-bit ``dtype``.
+        RuntimeError: such a model, and a 16-bit ``dtype`` or ``combine_ddp``.
     """
-    if dtype in LOW_PRECISION_DTYPES and any(map(is_fully_sharded, model.modules())):
+    if not any(map(is_fully_sharded, model.modules())):
+        return
+    if combine_ddp:
+        raise RuntimeError(
+            f"amp.initialize got {type(model).__name__}, which is sharded, and combine_ddp=True: fully_shard averages "
+            "its gradients already; omit combine_ddp."
+        )
+    if dtype in LOW_PRECISION_DTYPES:
         raise RuntimeError(
             f"amp.initialize got {type(model).__name__}, which is sharded, and opt_level {opt_level}, which would cast "
             f"its weights to {dtype}: expected O0 or O1. For weights in {dtype} with float32 masters pass "

@@ -299,6 +299,8 @@ class LossScaling:
             yield loss.float()
             return
         with ScaledBackward(hooked) as backward:
+            for each in () if delay_unscale else hooked:
+                each.begin_averaging()
             yield loss.float() * scale
             if delay_unscale:
                 for each, aside in backward.aside:

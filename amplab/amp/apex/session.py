@@ -27,10 +27,10 @@ from amplab.amp.apex.initialize_arguments import (
     Permissions,
     checked_cast_model_outputs,
     checked_combined,
+    checked_combined_ddp,
     checked_models,
     checked_optimizers,
     checked_verbosity,
-    refuse_combined_ddp,
     refuse_half,
     refuse_scripted,
     refuse_sharded,
@@ -63,6 +63,7 @@ from amplab.amp.backward.gradients import bookkeeping
 from amplab.amp.backward.optimizer_params import master_params
 from amplab.amp.backward.records import MemoryUse, ScaleRecord, StepOutcome
 from amplab.formats import LOW_PRECISION_DTYPES
+from amplab.parallel.combined_ddp import CombinedDDP
 from amplab.policies import CastingEngine, CastPolicy, PrecisionPolicy, recomputing_by_rules
 from amplab.scalers import CombinedUnscaler, Unscaler
 
@@ -197,7 +198,9 @@ class Session:
             user_cast_preferred: accepted; registered functions always take precedence over the lists.
             combine_grad: keep the gradients of each optimizer in flat buffers, with bitwise the same results.
             check_combined_tensors: print a line whenever gradients had left those buffers, except after zero_grad.
-            combine_ddp, ddp_replica_count: refused; wrap the model in DistributedDataParallel.
+            combine_ddp: average gradients over all ranks, in those buffers and during the backward, in place of
+                DistributedDataParallel. Parameters and buffers become those of rank 0.
+            ddp_replica_count: the number of buckets to cut each buffer into; see `bucket_ends`.
             policy: the lists and the compute dtype of O1; None for those of apex in float16. Its op_rules and
                 module_rules apply at every level, and what they compute keeps the dtype of the rule (see
                 `PrecisionPolicy`). Weights of modules with a rule stay float32 at O0 and O1, and have the rule's dtype
@@ -212,10 +215,11 @@ class Session:
 
         Raises:
             RuntimeError: an override that is not allowed at this level; a model that is already half, wrapped, or
-                compiled by TorchScript; at O2 and O3 one that is sharded.
+                compiled by TorchScript; at O2 and O3 one that is sharded; ``combine_ddp`` without a process group or
+                ``combine_grad``, with a sharded model, or with models that differ between ranks.
             TypeError: models or optimizers of another type.
-            ValueError: a number out of its range; a module rule that names no module or contradicts another.
-            NotImplementedError: ``combine_ddp`` or ``ddp_replica_count``.
+            ValueError: a number out of its range; a module rule that names no module or contradicts another;
+                ``combine_ddp`` without an optimizer.
 
         Sync: none.
         """
@@ -246,13 +250,15 @@ class Session:
             floor=min_loss_scale,
             ceiling=max_loss_scale,
         )
-        refuse_combined_ddp(combine_ddp, ddp_replica_count)
         combine, check = checked_combined(combine_grad, check_combined_tensors)
+        buckets = checked_combined_ddp(
+            combine_ddp, ddp_replica_count, combine_grad=combine, optimizers=optimizers, refuse=refuse
+        )
         checked_on_collapse(on_collapse), checked_verbosity(verbosity), checked_cast_model_outputs(cast_model_outputs)
         chosen_models, chosen_optimizers = checked_models(models), checked_optimizers(optimizers)
         for model in chosen_models:
             refuse_scripted(model, properties.cast_model_type)
-            refuse_sharded(model, level.name, properties.cast_model_type)
+            refuse_sharded(model, level.name, properties.cast_model_type, combine_ddp=buckets is not None)
         policies = checked_policies(policy, chosen_models, properties.cast_model_type)
         scalers = [LossScaler.under(rule) for _ in range(checked_num_losses(num_losses))]
         self._hooks.release_connected(chosen_models, chosen_optimizers)
@@ -267,6 +273,7 @@ class Session:
             scale_backoff_factor=scale_backoff_factor,
             scale_window=scale_window,
         )
+        ddp = None if buckets is None else CombinedDDP(chosen_models, replica_count=buckets)
         if verbosity > 0 and is_first_rank():
             print(banner(level, properties))  # noqa: T201  as apex does
         scaling = LossScaling(
@@ -288,7 +295,8 @@ class Session:
             cast_model_outputs=cast_model_outputs,
             engine=self._engine,
             announce=verbosity > 0,
-            unscaler=_unscaler_maker(combine=combine, check=check),
+            unscaler=_unscaler_maker(combine=combine or ddp is not None, check=check),
+            ddp=ddp,
         )
         return arrived
 

@@ -8,6 +8,25 @@ const DRAG = 4; // px from which a press is a drag
 export const KEYS_HELP = "Left and Right read a step, Page Up and Page Down move the range, + and − zoom, 0 shows the whole run, "
   + "N and P go to the next and the previous skipped step, Enter selects the step, Escape ends.";
 
+/** The steps that a view selected and the kernel has not answered; while it is busy, a double click has three on the way. */
+export class OwnSelections {
+  #asked = [];
+
+  /** Note a selection; false where the kernel, which has `current` selected, would answer nothing. */
+  asks(step, current) {
+    if (step === (this.#asked.length ? this.#asked.at(-1) : current)) return false;
+    this.#asked.push(step);
+    return true;
+  }
+
+  /** Whether the kernel selects what the view had asked for. */
+  answers(step) {
+    const place = this.#asked.indexOf(step);
+    this.#asked.splice(0, place + 1);
+    return place >= 0;
+  }
+}
+
 /** Listen on the canvas of a chart; `actions` are setRange, select and changed, and `view` is the state that is drawn. */
 export function listenToChart(chart, view, actions) {
   listenToPointer(chart, view, actions);

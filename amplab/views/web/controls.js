@@ -246,23 +246,23 @@ const FAULTS = [
   ["nan", "NaN", "Put a NaN into the next batch. No loss scale can fix it."],
 ];
 
-/** The sentence below the faults. */
+/** The line above the faults. */
 export function faultNote(armed, shrinking, running) {
   const names = armed.map((kind) => FAULTS.find((fault) => fault[0] === kind)[1]).join(" and ");
-  if (names && !running) return `${names} will go into the next step.`;
-  return shrinking ? "The loss is multiplied by 2⁻¹⁶. Press Underflow again to stop." : "A fault goes into the next step.";
+  if (names && !running) return `${names} will go into the next step`;
+  return shrinking ? "Loss × 2⁻¹⁶; press Underflow to stop" : "Inject a fault into the next step";
 }
 
 function injectBlock(send) {
   const buttons = FAULTS.map(([kind, text, title]) => h("button",
     { type: "button", class: "amp-button amp-fault", "data-kind": kind, title, "aria-label": `Inject ${text}. ${title}`, onclick: () => send("inject", { kind }) }, text));
-  const note = h("p", { class: "amp-note", "aria-live": "polite" });
+  const note = h("span", { "aria-live": "polite" });
   const show = (armed, shrinking, running) => {
     buttons[1].setAttribute("aria-pressed", shrinking);
     for (const button of buttons) button.classList.toggle("amp-armed", armed.includes(button.dataset.kind));
     write(note, faultNote(armed, shrinking, running));
   };
-  return { box: block("Inject a fault", h("div", { class: "amp-run" }, buttons), note), show };
+  return { box: block(note, h("div", { class: "amp-run", role: "group", "aria-label": "Inject a fault" }, buttons)), show };
 }
 
 function configLine() {

@@ -3,7 +3,7 @@
 // Nothing is polled, and no frame depends on an earlier one.
 
 import { drawSoon, palette } from "./canvas.js";
-import { KEYS_HELP, listenToChart } from "./chart_input.js";
+import { KEYS_HELP, listenToChart, OwnSelections } from "./chart_input.js";
 import { lossSummary, scaleSummary, stepLines } from "./chart_words.js";
 import { LossChart, nearest, rowsWithin, ScaleChart, unpack } from "./charts.js";
 import { h, write } from "./elements.js";
@@ -128,11 +128,8 @@ function render({ model, el }) {
     model.send({ type: "range", view: key, ...(range ?? { low: null }) });
     soon();
   };
-  let chosen = null; // what this view selected itself: its range stays
-  const select = (step) => {
-    chosen = step;
-    model.send({ type: "select", step });
-  };
+  const own = new OwnSelections(); // those of this view leave its range as it is
+  const select = (step) => own.asks(step, model.get("selected")) && model.send({ type: "select", step });
   const buttons = rangeButtons(view, { setRange, changed: () => soon() });
   const loss = chartBox("Training loss", "Training loss over steps", buttons.group);
   const scale = chartBox("Loss scale, log₂", "Loss scale over steps, as a power of two",
@@ -193,11 +190,10 @@ function render({ model, el }) {
   model.on("msg:custom", receive);
   const follow = () => {
     view.selected = model.get("selected");
-    if (view.selected !== null && view.selected !== chosen) {
+    if (!own.answers(view.selected) && view.selected !== null) {
       const range = showing(view.range, view.selected, view.count);
       if (range !== view.range) setRange(range);
     }
-    chosen = null;
     soon();
   };
   model.on("change:selected", follow);

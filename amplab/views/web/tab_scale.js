@@ -28,7 +28,7 @@ function nowView() {
   const meter = h("progress", { max: "1", value: "0", "aria-label": "Steps without an overflow since the last change of the scale" });
   const counted = h("span", { class: "amp-note" });
   const skips = h("p", { class: "amp-note" });
-  const legend = h("div", { class: "amp-legend" });
+  const legend = h("div", { class: "amp-rules-legend" });
   let payload = null;
   const end = () => payload.memory.end;
   const rate = canvasBox("amp-series", "Steps per second over the run", () => payload && rateChart.draw(payload.rate, end(), palette(box)));

@@ -19,16 +19,16 @@ REFUSALS = [
     (lambda s: s.initialize(nn.Linear(1, 1), scale_window=0), ValueError, "scale_window=0: expected a whole number"),
     (lambda s: s.initialize(nn.Linear(1, 1), dynamic_init_scale=0), ValueError, "dynamic_init_scale=0: expected"),
     *(
-        (
-            lambda s, name=name: s.initialize(nn.Linear(1, 1), **{name: 8}),
-            NotImplementedError,
-            f"{name} is not supported",
-        )
-        for name in ("combine_ddp", "ddp_replica_count")
-    ),
-    *(
         (lambda s, name=name: s.initialize(nn.Linear(1, 1), **{name: 8}), TypeError, f"{name}=8: expected True or Fal")
-        for name in ("combine_grad", "check_combined_tensors")
+        for name in ("combine_grad", "check_combined_tensors", "combine_ddp")
+    ),
+    (lambda s: s.initialize(nn.Linear(1, 1), ddp_replica_count=0), ValueError, "ddp_replica_count=0: expected at"),
+    (lambda s: s.initialize(nn.Linear(1, 1), ddp_replica_count=0.5), TypeError, "ddp_replica_count=0.5: expected a"),
+    (lambda s: s.initialize(nn.Linear(1, 1), combine_ddp=True), RuntimeError, "Combine_grad should be True"),
+    (
+        lambda s: s.initialize(nn.Linear(1, 1), combine_ddp=True, combine_grad=True),
+        ValueError,
+        "combine_ddp=True without an optimizer",
     ),
     (lambda s: s.initialize(nn.Linear(1, 1), min_loss_scale="x"), TypeError, "min_loss_scale='x': expected a number"),
     (lambda s: s.initialize(nn.Linear(1, 1), max_loss_scale=True), TypeError, "max_loss_scale=True: expected a number"),
@@ -95,6 +95,11 @@ def test_what_asks_for_nothing_of_ascend_is_taken(session):
 def test_a_check_of_buffers_that_are_not_there_is_warned_of(session):
     with pytest.warns(UserWarning, match=r"^check_combined_tensors=True .* combine_grad"):
         session.initialize(nn.Linear(1, 1), verbosity=0, check_combined_tensors=True)
+
+
+def test_a_number_of_buckets_that_is_not_used_is_warned_of(session):
+    with pytest.warns(UserWarning, match=r"^ddp_replica_count=8 has no effect.* combine_ddp is None"):
+        session.initialize(nn.Linear(1, 1), verbosity=0, ddp_replica_count=8)
 
 
 @pytest.mark.parametrize("name", ["enabled", "master_weights", "allow_banned"])

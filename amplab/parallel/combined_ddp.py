@@ -1,0 +1,90 @@
+"""Data parallel training over combined gradients, in place of DistributedDataParallel.
+
+CombinedDDP(models)       the same model on every rank; parameters and buffers <- those of rank 0
+.register(model)          before each forward in training: buffers <- those of rank 0
+.reducer()                averages the gradients of one optimizer (``combined_reducer.py``)
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from amplab.parallel.agreement import first_rank, refuse_disagreement
+from amplab.parallel.combined_reducer import CombinedReducer
+from amplab.parallel.distributed import flat_dist_call
+
+__all__ = ["CombinedDDP"]
+
+
+class CombinedDDP:
+    """The models of one ``amp.initialize(..., combine_ddp=True)``.
+
+    Args:
+        models: the same on all ranks except for values of parameters and buffers, which become those of the first rank.
+        replica_count: the number of buckets to cut each flat buffer into; see `bucket_ends`.
+        group: the ranks; None for all.
+
+    Raises:
+        RuntimeError: no process group, or models that differ between ranks.
+
+    Sync: waits for every rank.
+
+    Reference: ``combine_ddp`` of Ascend's apex, which broadcasts parameters only.
+    """
+
+    def __init__(
+        self, models: Sequence[nn.Module], *, replica_count: int = 4, group: dist.ProcessGroup | None = None
+    ) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError(
+                "combine_ddp=True without a process group: call torch.distributed.init_process_group before "
+                "amp.initialize, and start the script with torchrun."
+            )
+        self._replica_count, self._group = replica_count, group
+        self._reducers: weakref.WeakSet[CombinedReducer] = weakref.WeakSet()
+        prefixes = [f"models[{index}]." if len(models) > 1 else "" for index in range(len(models))]
+        named = [
+            (prefix + name, tensor)
+            for prefix, model in zip(prefixes, models, strict=True)
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        ]
+        refuse_disagreement("models", named, group)
+        self._names = {id(tensor): name for name, tensor in named}
+        self._broadcast([tensor for _, tensor in named])
+
+    def reducer(self) -> CombinedReducer:
+        """Return a reducer for the gradients of one optimizer."""
+        reducer = CombinedReducer(
+            self._replica_count,
+            group=self._group,
+            name=lambda param: self._names.get(id(param), "a parameter of no initialized model"),
+            is_alone=lambda: sum(each.is_awaiting for each in self._reducers) == 1,
+        )
+        self._reducers.add(reducer)
+        return reducer
+
+    def register(self, model: nn.Module) -> list[Any]:
+        """Broadcast the buffers of ``model`` before each forward in training, as DistributedDataParallel does.
+
+        Returns:
+            The handles of the hooks.
+        """
+        return [model.register_forward_pre_hook(self._before_forward)]
+
+    def _before_forward(self, model: nn.Module, _inputs: Any) -> None:
+        if not (model.training and torch.is_grad_enabled()):
+            return
+        if nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None:
+            raise RuntimeError(
+                "DistributedDataParallel around a model of amp.initialize(combine_ddp=True): both average the "
+                "gradients; call the model itself, or leave combine_ddp out."
+            )
+        self._broadcast(list(model.buffers()))
+
+    def _broadcast(self, tensors: list[Tensor]) -> None:
+        # By .data, since the backward of an earlier forward may hold a buffer; in training it does not read its values.
+        flat_dist_call([tensor.data for tensor in tensors], dist.broadcast, (first_rank(self._group), self._group))

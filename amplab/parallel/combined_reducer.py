@@ -1,0 +1,385 @@
+"""Average combined gradients over ranks: buckets of the flat buffers are all-reduced while backward runs.
+
+    flat buffer   [ part | flag | part | flag | … ]       cut into buckets, never inside a part
+    send          part <- gradient / world_size;  flag <- 1 if this rank has the gradient;  all_reduce(bucket)
+    finish        wait; the parts become the gradients
+
+The flags are in the padding between the parts and travel with the gradients: a parameter that only some ranks reached
+gets the average in which the others count as zero, and one that no rank reached keeps None. Inf and NaN survive the
+sum, so that every rank finds the same found_inf without a message of its own.
+
+The first backward records the order in which gradients arrive; rank 0's order decides in which order every rank sends
+the buckets. From then on the last parameter of each bucket starts it. `CombinedDDP` prepares the models and checks that
+all ranks agree; what calls `CombinedReducer` is in ``amp/apex/hooked_optimizer.py``.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from amplab.kernels import unscale_copy
+from amplab.parallel.agreement import first_rank, refuse_disagreement
+from amplab.scalers import FlatGradients
+from amplab.scalers.flat_buffer import FlatBuffer
+
+__all__ = ["Bucket", "CombinedReducer", "bucket_ends"]
+
+_FEWEST = 2**20
+_MOST_BYTES = 24 * 2**20 * 4
+
+
+def bucket_ends(ends: Sequence[int], itemsize: int, replica_count: int) -> list[int]:
+    """Cut a flat buffer into buckets.
+
+    A bucket has ``elements / replica_count`` elements, at least 2^20 and at most 96 MiB, and ends with a part.
+
+    Args:
+        ends: where each part ends, in elements.
+        itemsize: bytes of an element.
+        replica_count: the requested number of buckets.
+
+    Returns:
+        For each bucket the number of parts up to its end.
+
+    >>> bucket_ends([2**20, 2**21, 3 * 2**20], 4, replica_count=2)
+    [2, 3]
+
+    Reference: ``ddp_replica_count`` of Ascend's apex.
+    """
+    target = min(max(ends[-1] // replica_count, _FEWEST), _MOST_BYTES // itemsize)
+    cuts, start = [], 0
+    for count, end in enumerate(ends, 1):
+        if end - start >= target:
+            cuts.append(count)
+            start = end
+    return cuts if cuts and cuts[-1] == len(ends) else [*cuts, len(ends)]
+
+
+class Bucket:
+    """A slice of a flat buffer that is all-reduced as one tensor.
+
+    Args:
+        buffer: the flat buffer.
+        first, last: its parameters are ``buffer.params[first:last]``.
+
+    Attributes:
+        params: its parameters.
+        tensor: ``(elements,)``, the slice.
+    """
+
+    def __init__(self, buffer: FlatBuffer, first: int, last: int) -> None:
+        self._buffer, self._first = buffer, first
+        self.params = buffer.params[first:last]
+        start = 0 if first == 0 else buffer.ends[first - 1]
+        self.tensor = buffer.tensor[start : buffer.ends[last - 1]]
+        self._views = buffer.views[first:last]
+        starts = [start, *buffer.ends[first : last - 1]]
+        flags = [begin - start + param.numel() for begin, param in zip(starts, self.params, strict=True)]
+        self._flags = torch.tensor(flags, device=buffer.tensor.device)
+        self._all_here = False
+        self._found_inf = torch.zeros(1, device=buffer.tensor.device)
+
+    def is_complete(self) -> bool:
+        """Return whether every parameter has a gradient. Sync: none."""
+        return all(param.grad is not None for param in self.params)
+
+    def misfit(self) -> Tensor | None:
+        """Return the first parameter whose gradient cannot be stored in its part; None if all can. Sync: none."""
+        for param, view in zip(self.params, self._views, strict=True):
+            grad = param.grad
+            if grad is not None and (
+                grad.layout is not torch.strided or grad.dtype != view.dtype or grad.shape != view.shape
+            ):
+                return param
+        return None
+
+    @torch.no_grad()
+    def fill(self, factor: Tensor) -> None:
+        """Move the gradients of this rank, times ``factor``, to the slice; each ``.grad`` becomes None. Sync: none."""
+        grads = [param.grad for param in self.params]
+        here = [index for index, grad in enumerate(grads) if grad is not None]
+        self._all_here = len(here) == len(grads)
+        inputs = [grad for grad in grads if grad is not None]
+        outputs = self._views if self._all_here else [self._views[index] for index in here]
+        unscale_copy(inputs, outputs, self._found_inf, factor)
+        if self._all_here:
+            self.tensor.index_fill_(0, self._flags, 1.0)
+        else:
+            missing = sorted(set(range(len(grads))) - set(here))
+            torch._foreach_zero_([self._views[index] for index in missing])
+            self.tensor.index_fill_(0, self._flags, 1.0)
+            self.tensor.index_fill_(0, self._flags[torch.tensor(missing)], 0.0)
+        for param in self.params:
+            param.grad = None
+
+    @torch.no_grad()
+    def lend(self) -> None:
+        """Make the parts the gradients of all parameters that a rank has reached.
+
+        Sync: none if this rank has reached them all, else one.
+        """
+        indices: Sequence[int] = range(self._first, self._first + len(self.params))
+        if not self._all_here:
+            reached = (self.tensor[self._flags] > 0).tolist()
+            indices = [index for index, is_reached in zip(indices, reached, strict=True) if is_reached]
+        self.tensor.index_fill_(0, self._flags, 0.0)
+        self._buffer.lend(indices)
+
+
+class CombinedReducer:
+    """Average the gradients of some parameters over the ranks.
+
+    ::
+
+        reducer.follow(params, halves)   before a backward
+        reducer.begin()                  send each bucket as soon as the backward has filled it
+        loss.backward()
+        reducer.finish()                 param.grad <- sum over ranks (param.grad / world_size), in the flat buffers
+
+    Without `begin` the backward only writes gradients of this rank, which a later `finish` averages.
+
+    Args:
+        replica_count: the number of buckets to cut each flat buffer into; see `bucket_ends`.
+        group: the ranks; None for all.
+        name: returns the name of a parameter for messages.
+        is_alone: whether no other reducer takes part in the current backward; only then buckets are sent early, since
+            every rank has to send all buckets in one order.
+
+    Reference: ``combine_ddp`` of Ascend's apex; ``torch.nn.parallel.DistributedDataParallel``.
+    """
+
+    def __init__(
+        self,
+        replica_count: int = 4,
+        *,
+        group: dist.ProcessGroup | None = None,
+        name: Callable[[Tensor], str] = lambda _param: "a parameter",
+        is_alone: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._replica_count, self._group, self._name, self._is_alone = replica_count, group, name, is_alone
+        self.flats: tuple[FlatGradients, ...] = ()
+        self._listed: list[list[Tensor]] = []
+        self._buffers: tuple[FlatBuffer, ...] = ()
+        self._buckets: list[Bucket] = []
+        self._handles: list[Any] = []
+        self._arrived: list[int] | None = None  # positions in the order of arrival, while they are recorded
+        self._recorded = False  # whether a backward with `begin` has been recorded
+        self._early = False  # whether the last parameter of a bucket may start it
+        self._awaited, self._sending = False, False
+        self._ready: set[int] = set()
+        self._works: list[Any] = []
+        self._factor: dict[torch.device, Tensor] = {}
+        self._strays: list[tuple[Tensor, Tensor, int]] = []
+
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether a backward is between `follow` and its end."""
+        return self._awaited
+
+    @property
+    def buffers(self) -> tuple[Tensor, ...]:
+        """The flat buffers ``(elements,)``."""
+        return tuple(buffer.tensor for buffer in self._buffers)
+
+    def follow(self, *params: Iterable[Tensor]) -> None:
+        """Expect gradients of these parameters, as `prepare`, in a backward that follows.
+
+        Raises:
+            RuntimeError: as `prepare` and `refuse_strays`.
+
+        Sync: as `prepare`.
+        """
+        self.refuse_strays()
+        self.prepare(*params)
+        self._awaited = True
+
+    def prepare(self, *params: Iterable[Tensor]) -> None:
+        """Make the flat buffers and cut them into buckets, if the parameters are new or others than before.
+
+        Args:
+            params: one list for each of `flats`.
+
+        Raises:
+            RuntimeError: the parameters that require a gradient differ between ranks.
+
+        Sync: waits for every rank if the parameters are new; else none.
+        """
+        listed = [list(each) for each in params]
+        known = len(listed) == len(self._listed) and all(map(_same, listed, self._listed))
+        if not known or any(param.requires_grad for flat in self.flats for param in flat.outside):
+            self._listed = listed
+            self.flats = tuple(FlatGradients(each, reserve=True) for each in listed)
+        buffers = tuple(buffer for flat in self.flats for buffer in flat.flat_buffers)
+        if len(buffers) != len(self._buffers) or not all(map(_is, buffers, self._buffers)):
+            self._buffers = buffers
+            self._plan()
+
+    def begin(self) -> None:
+        """Send each bucket as soon as it is full, until `finish`. Sync: none."""
+        self._sending = True
+        self._recorded = self._arrived is not None
+
+    def finish(self) -> None:
+        """Send what has not been sent, wait, and make the averages the gradients.
+
+        Raises:
+            RuntimeError: a gradient was written after its bucket had been sent; a sparse gradient, or one of another
+                dtype or shape than its parameter; or what torch.distributed raises if another rank has died.
+
+        Sync: as `torch.distributed.Work.wait`; one more if this rank has not reached every parameter.
+        """
+        sent = len(self._works)
+        for bucket in self._buckets[sent:]:
+            self._send(bucket)
+        for work in self._works:
+            work.wait()
+        for bucket in self._buckets[:sent]:
+            late = next((param for param in bucket.params if param.grad is not None), None)
+            if late is not None:
+                raise RuntimeError(
+                    f"{self._name(late)} got another gradient after its first one had been averaged over the ranks: "
+                    "run one backward in each block of scale_loss, and checkpoint with use_reentrant=False."
+                )
+        for bucket in self._buckets:
+            bucket.lend()
+        self._end()
+        if self._arrived is not None and self._recorded:
+            self._schedule(self._arrived)
+
+    def keep_local(self) -> None:
+        """End a backward whose gradients stay as they are, for a later `finish` to average with others."""
+        self._end()
+
+    def cancel(self) -> None:
+        """End a backward that failed. What was sent is completed, so that no later gradient is overwritten."""
+        works = self._works
+        self._end()
+        for work in works:
+            try:
+                work.wait()
+            except RuntimeError:  # another rank is gone, too; the failure of the backward is reported
+                break
+
+    def release(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _end(self) -> None:
+        self._awaited, self._sending, self._ready, self._works = False, False, set(), []
+
+    def _send(self, bucket: Bucket) -> None:
+        device = bucket.tensor.device
+        if device not in self._factor:
+            self._factor[device] = torch.tensor([1.0 / dist.get_world_size(self._group)], device=device)
+        if (misfit := bucket.misfit()) is not None:
+            raise RuntimeError(self._describe_misfit(misfit))
+        bucket.fill(self._factor[device])
+        self._works.append(dist.all_reduce(bucket.tensor, group=self._group, async_op=True))
+
+    def _describe_misfit(self, param: Tensor) -> str:
+        grad = param.grad
+        given = "no gradient" if grad is None else f"{grad.layout}, {grad.dtype}, {tuple(grad.shape)}"
+        return (
+            f"{self._name(param)} has a gradient of {given}: combine_ddp=True averages dense gradients in the dtype "
+            f"and shape that the parameter had in amp.initialize; now it is {param.dtype}, {tuple(param.shape)}. Call "
+            "amp.initialize again after converting a model; for sparse gradients use DistributedDataParallel instead."
+        )
+
+    # -- the order of the buckets ------------------------------------------------------------------------
+
+    def _plan(self) -> None:
+        """Cut the buffers into buckets, and record the order of the next backward."""
+        listed = [(self._name(param), param) for buffer in self._buffers for param in buffer.params]
+        refuse_disagreement("gradients", listed, self._group)
+        self._buckets = []
+        for buffer in self._buffers:
+            cuts = bucket_ends(buffer.ends, buffer.tensor.itemsize, self._replica_count)
+            self._buckets += [Bucket(buffer, first, last) for first, last in zip([0, *cuts], cuts, strict=False)]
+        self.release()
+        self._early, self._recorded, self._arrived = False, False, []
+        for position, param in enumerate(self._all_params()):
+            if param.requires_grad:
+                self._handles.append(param.register_post_accumulate_grad_hook(self._recorder(position)))
+
+    def _all_params(self) -> list[Tensor]:
+        return [param for bucket in self._buckets for param in bucket.params]
+
+    def _recorder(self, position: int) -> Callable[[Tensor], None]:
+        def record(param: Tensor) -> None:
+            if self._sending and self._arrived is not None:
+                self._arrived.append(position)
+            self._see_stray(param)
+
+        return record
+
+    def _schedule(self, arrived: list[int]) -> None:
+        """Order the buckets by rank 0's last arrival in each, and let the parameter that arrived last start it."""
+        self._arrived = None
+        latest = torch.full((len(self._all_params()) + 1,), -1, dtype=torch.int64)
+        latest[torch.tensor(arrived, dtype=torch.int64)] = torch.arange(len(arrived))
+        latest[-1] = len(arrived) == len(set(arrived))  # a gradient that is written in several parts is sent at the end
+        here = latest.to(self._buckets[0].tensor.device)
+        dist.broadcast(here, first_rank(self._group), group=self._group)
+        *places, once = here.tolist()
+        self.release()
+        self._early = bool(once)
+        at = 0
+        last: list[tuple[int, Bucket, Tensor]] = []
+        for bucket in self._buckets:
+            own = places[at : at + len(bucket.params)]
+            last.append((max(own), bucket, bucket.params[own.index(max(own))]))
+            at += len(own)
+        last.sort(key=lambda each: each[0])
+        self._buckets = [bucket for _, bucket, _ in last]
+        for number, (place, _, param) in enumerate(last):
+            if place >= 0:
+                self._handles.append(param.register_post_accumulate_grad_hook(self._starter(number)))
+
+    def _starter(self, number: int) -> Callable[[Tensor], None]:
+        def start(param: Tensor) -> None:
+            self._see_stray(param)
+            if not (self._sending and self._early and self._is_alone()):
+                return
+            if self._buckets[number].is_complete():
+                self._ready.add(number)
+            while (following := len(self._works)) in self._ready:
+                self._send(self._buckets[following])
+
+        return start
+
+    # -- gradients that no one averages ------------------------------------------------------------------
+
+    def _see_stray(self, param: Tensor) -> None:
+        grad = param.grad
+        if not self._awaited and grad is not None:
+            self._strays = [each for each in self._strays if each[0] is not param]
+            self._strays.append((param, grad, grad._version))
+
+    def refuse_strays(self) -> None:
+        """Refuse gradients of this rank only, from a backward outside of `follow` and `finish`.
+
+        Raises:
+            RuntimeError: there are some.
+        """
+        strays, self._strays = self._strays, []
+        for param, grad, version in strays:
+            if param.grad is grad and grad._version == version:
+                self._strays = strays
+                raise RuntimeError(
+                    f"{self._name(param)} has a gradient of this rank only, from a backward outside of scale_loss: "
+                    "run every backward in `with amp.scale_loss(loss, optimizer) as scaled_loss: "
+                    "scaled_loss.backward()`, which averages over the ranks, or clear it with optimizer.zero_grad()."
+                )
+
+
+def _is(left: object, right: object) -> bool:
+    return left is right
+
+
+def _same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return len(left) == len(right) and all(map(_is, left, right))
