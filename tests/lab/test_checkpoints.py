@@ -22,7 +22,7 @@ import sys, torch
 from amplab.lab import ExperimentConfig, Trainer
 from amplab.lab import checkpoints
 
-checkpoints._EVERY_SECONDS = 0.2
+checkpoints.EVERY_SECONDS = 0.2
 
 
 def begin(config, log):
