@@ -428,7 +428,8 @@ class LoopRecorder:
                 misused["by_two"] += [(name, state.unscaled)] * (state.unscaled > 1)
                 self._rewritten |= state.gradient is not None and parameter.grad is not state.gradient and not master
                 if self._scaler is not None and state.backwards and not math.isfinite(state.delivered):
-                    # Delivered since the last step, that is. A scaler skips the step of a gradient that is not finite, unless the loop replaced the values.
+                    # That backward delivered since the last step. A scaler skips the step of a gradient that is not
+                    # finite, unless the loop replaced the values.
                     was_replaced = math.isfinite(norm_of(parameter.grad))
                     misused["hidden"] += [(name, 1)] * was_replaced
                     misused["unguarded"] += [(name, 1)] * (not was_replaced and not inside)
