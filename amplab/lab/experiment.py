@@ -49,6 +49,7 @@ from amplab.lab.config import (
 )
 from amplab.lab.events import GradientRecord, MixedScales, StepRecord
 from amplab.lab.models import build_model
+from amplab.lab.rank_exchange import RankExchange
 from amplab.lab.step_rerun import StepRerun
 from amplab.lab.step_stages import StageRecorder, StepStages
 from amplab.lab.tasks import MakeOptimizer, Task, TaskLoss, load_task
@@ -108,14 +109,17 @@ class Experiment:
 
     Args:
         config: What to train, and how.
+        exchange: With the other ranks, if several processes train together: each one trains batches of its own and
+            gradients are averaged. n ranks train the same as one process that accumulates n times as many batches.
 
     Raises:
         ImportError: The task's data are not installed.
         ValueError: The batch is larger than the training set.
     """
 
-    def __init__(self, config: ExperimentConfig) -> None:
+    def __init__(self, config: ExperimentConfig, *, exchange: RankExchange | None = None) -> None:
         self._config = config
+        self._exchange = exchange
         self._task = load_task(config.task, config.seed)
         self._task.check_batch_size(config.batch_size)
         self._model = build_model(config.model, config.hidden, config.seed)
@@ -197,6 +201,8 @@ class Experiment:
         if self._began is None:
             self._began = time.perf_counter()
         self._scaled.clear()
+        if self._exchange is not None:
+            self._exchange.begin_step([*self._model.buffers()])
         batches = [self._batch(self._step, number, self._faults) for number in range(self._config.accumulate)]
         self._rerun.forget()
         self._rerun.remember(batches[0] if len(batches) == 1 else batches)
@@ -308,8 +314,10 @@ class Experiment:
         )
 
     @classmethod
-    def load(cls, path: Path) -> tuple[Experiment, dict[str, Any]]:
+    def load(cls, path: Path, *, exchange: RankExchange | None = None) -> tuple[Experiment, dict[str, Any]]:
         """Return a saved experiment, which continues bit for bit, and the extra values that were saved with it.
+
+        All ranks load the checkpoint of rank 0: their weights, optimizer states and scales are equal.
 
         Raises:
             OSError: The file cannot be read.
@@ -317,7 +325,7 @@ class Experiment:
             ValueError: Its config cannot be read.
         """
         extra = read_run_state(path)["extra"]
-        experiment = cls(ExperimentConfig.parse(extra["config"]))
+        experiment = cls(ExperimentConfig.parse(extra["config"]), exchange=exchange)
         with random_states_kept(()):  # a step draws from its own
             state = load_run_state(
                 path, model=experiment._model, optimizer=experiment._optimizers, amp=experiment._session
@@ -453,7 +461,7 @@ class Experiment:
             batch_size: Size of the batch; None for that of the config. Where it has no effect, the batch is the task's.
         """
         size, part = batch_size or self._config.batch_size, self._parts()[0]
-        batch = self._task.batch(self._step * self._config.accumulate, size)
+        batch = self._task.batch(self._batch_in_data(self._step), size)
         with self._session.casting():
             return xray(self._model, step=lambda: self._forward(self._model, part, batch, self._step)).kept
 
@@ -520,7 +528,24 @@ class Experiment:
                     if self._recorder is not None:
                         self._recorder.see_loss(loss, root)
                     root.backward()
+                    self._average_gradients(number)
         return losses
+
+    def _average_gradients(self, number: int) -> None:
+        """Average the new gradients of an optimizer over the ranks while they are scaled: each sees every overflow."""
+        if self._exchange is not None:
+            weights = (self._model.get_parameter(name) for name in self._names[number])
+            self._exchange.average_([weight.grad for weight in weights if weight.grad is not None])
+
+    def _batch_in_step(self, number: int) -> int:
+        """Return the number of a batch of this rank among those that all ranks train on in one step."""
+        rank = 0 if self._exchange is None else self._exchange.place.rank
+        return rank * self._config.accumulate + number
+
+    def _batch_in_data(self, step: int, number: int = 0) -> int:
+        """Return the number of a batch of this rank in the data."""
+        ranks = 1 if self._exchange is None else self._exchange.place.world_size
+        return step * ranks * self._config.accumulate + self._batch_in_step(number)
 
     def _parts(self, optimizer: int | None = None) -> list[_Part]:
         """Return the parts of a step, in order; of one optimizer, or all."""
@@ -529,7 +554,7 @@ class Experiment:
 
     def _forward(self, model: nn.Module, part: _Part, batch: Any, step: int, faults: Set[str] = frozenset()) -> Tensor:
         """Return the loss of one part, with the random numbers that belong to it."""
-        place = part.batch * (len(self._task.losses) + 1) + part.loss_id
+        place = self._batch_in_step(part.batch) * (len(self._task.losses) + 1) + part.loss_id
         self._task.seed_forward(step, place)
         without_floats = "nan" in faults and not floating_tensors_in(batch)
         with _nan_in_first_activation(model) if without_floats else nullcontext():
@@ -537,7 +562,7 @@ class Experiment:
         return loss if self._config.accumulate == 1 else loss / self._config.accumulate
 
     def _batch(self, step: int, number: int = 0, faults: Set[str] = frozenset()) -> Any:
-        batch = self._task.batch(step * self._config.accumulate + number, self._config.batch_size)
+        batch = self._task.batch(self._batch_in_data(step, number), self._config.batch_size)
         return _with_nan(batch) if "nan" in faults else batch
 
     def _shrunk(self, loss: Tensor) -> Tensor:

@@ -53,6 +53,7 @@ from amplab.lab.findings import diverged, observed_run, with_explained
 from amplab.lab.history import History
 from amplab.lab.kept_runs import KeptRun, KeptRuns
 from amplab.lab.memory_count import level_memory
+from amplab.lab.rank_exchange import RankExchange, RankLost
 from amplab.lab.run_store import RunStore
 from amplab.lab.skip_explanation import explained
 from amplab.lab.step_stages import StepStages
@@ -83,6 +84,7 @@ class Trainer:
         config: The experiment; None for the default one.
         log: Folder or .jsonl file of the run log, None for no log. An existing file is never overwritten.
         step_limit: Steps after which a run pauses by itself.
+        exchange: With the other ranks, if several processes train this experiment together.
 
     Raises:
         ImportError: The task's data are not installed.
@@ -102,8 +104,10 @@ class Trainer:
         log: str | PathLike[str] | None = None,
         *,
         step_limit: int = STEP_LIMIT,
+        exchange: RankExchange | None = None,
     ) -> None:
-        self._experiment = Experiment(config or ExperimentConfig())
+        self._exchange = exchange
+        self._experiment = Experiment(config or ExperimentConfig(), exchange=exchange)
         self._log = log
         self._step_limit = step_limit
         self._publisher = Publisher()
@@ -545,7 +549,11 @@ class Trainer:
             self._due = time.monotonic() + _period(self._speed)
         if samples_gradients(self._experiment.steps_done):
             self._attempt("gradients failed.", lambda: self._store.keep(self._experiment.gradients().sample))
-        record = _timed_step(step or self._experiment.step, self._store)
+        try:
+            record = _timed_step(step or self._experiment.step, self._store)
+        except RankLost as lost:
+            self._fail(str(lost))
+            return
         if (mixed := self._experiment.mixed_scales) is not None:
             self._store.keep_scales(mixed)
         if (memory := self._experiment.memory()) is not self._memory:
@@ -561,6 +569,8 @@ class Trainer:
         if not math.isfinite(record.loss):
             self._report_buffers(record.step)
         self._save_if(lambda checkpoints: checkpoints.is_due)
+        if self._exchange is not None and "stop" in self._exchange.agreed:
+            self.pause()
         self._count_down()
         if self._experiment.steps_done >= self._step_limit:
             self._end_at_limit()
@@ -597,6 +607,7 @@ class Trainer:
             injected=record.injected,
             loss=record.loss,
             first_loss=self.history.record(0).loss,
+            rank=self._store.rank,
         )
         self._store.explain(why)
         if found is not None and why.kind != "injected":
@@ -662,7 +673,7 @@ class Trainer:
 
     def _rebuild(self, config: ExperimentConfig, *, is_undo: bool = False) -> None:
         previous, steps = self.config, len(self.history)
-        experiment = Experiment(config)
+        experiment = Experiment(config, exchange=self._exchange)
         replaced = self._retire()
         if not is_undo:
             text = ", ".join(filter(None, [f"Reset at step {steps:,}" if steps else "", _in_words(previous, config)]))
@@ -716,7 +727,7 @@ class Trainer:
     def _restore(self, saved: Checkpoint) -> None:
         """Continue a saved run in place of the present one."""
         try:
-            experiment, log = saved.restore()
+            experiment, log = saved.restore(self._exchange)
             store = RunStore.of_log(log, self._report)
         except (OSError, RuntimeError, ValueError) as error:
             self._publisher.publish(Failed(f"The {saved.name} cannot continue: {error}"))
@@ -725,6 +736,8 @@ class Trainer:
         self._record_replacing(f"Continued the {saved.name}", replaced, previous)
         self._runs_begun += 1
         self._present(saved.name.capitalize(), experiment, store, previous)
+        if self._exchange is not None:
+            store.restart(step=experiment.steps_done)
         with self._lock:
             self._wanted = self.config
             self._enter("paused", again=True)
@@ -736,16 +749,34 @@ class Trainer:
             return
         if self._checkpoints is None or self._checkpoints.log != log:
             self._checkpoints = Checkpoints(log)
-        if is_due(self._checkpoints):
+        if self._is_time_to_save(is_due(self._checkpoints)):
             try:
                 self._store.flush()
+                if self._exchange is not None:
+                    self._exchange.meet()  # the log of every rank holds every step of the checkpoint
+                    if self._exchange.place.rank:
+                        return
                 self._checkpoints.write(self._experiment)
+            except RankLost:
+                return  # the next step says so
             except (OSError, RuntimeError) as error:
                 self._checkpoints.give_up()
                 self._report(
                     f"checkpoint: cannot write {self._checkpoints.path} ({error}). The run continues, but a restarted "
                     f"kernel cannot continue it."
                 )
+
+    def _is_time_to_save(self, is_due: bool) -> bool:
+        """Whether to write a checkpoint now; several ranks write one after the same step, when rank 0 requests it."""
+        if self._exchange is None:
+            return is_due
+        if self._exchange.is_over:
+            return False
+        if self._state != "running":
+            return is_due
+        if is_due and self._exchange.place.rank == 0:
+            self._exchange.request("checkpoint")
+        return "checkpoint" in self._exchange.agreed
 
     def _take_back(self) -> None:
         text = self._changes.take_back()
@@ -845,6 +876,8 @@ class Trainer:
             self._publisher.publish(Failed(f"{what}\n{traceback.format_exc()}"))
 
     def _fail(self, text: str) -> None:
+        if self._exchange is not None:
+            self._exchange.is_over = True
         with self._lock:
             self._enter("failed")
         self._store.flush()

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from amplab.lab import TASKS, Experiment, ExperimentConfig, Failed, Trainer, load_run
-from amplab.lab import checkpoints
+from amplab.lab import TASKS, Experiment, ExperimentConfig, Failed, Trainer, checkpoints, load_run
 from amplab.lab.checkpoints import KEPT, Checkpoint, last_checkpoint
 from amplab.lab.levels import LEVELS
 
@@ -23,7 +22,7 @@ import sys, torch
 from amplab.lab import ExperimentConfig, Trainer
 from amplab.lab import checkpoints
 
-checkpoints._EVERY_SECONDS = 0.2
+checkpoints.EVERY_SECONDS = 0.2
 
 
 def begin(config, log):

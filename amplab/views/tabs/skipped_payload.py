@@ -28,6 +28,7 @@ KINDS = {
     "injected": "injected",
     "weights": "weights",
     "float32": "float32 too",
+    "other-rank": "another rank",
     "once": "not repeated",
     "open": "not explained",
 }

@@ -4,7 +4,7 @@ import { h, write } from "./elements.js";
 import { integer, power } from "./numbers.js";
 import { emptyRow, table } from "./tables.js";
 
-const SKIP_SIGNS = { scale: "▲", format: "◆", data: "✕", divergence: "↗", injected: "△", weights: "✕", float32: "∞", once: "?", open: "…" };
+const SKIP_SIGNS = { scale: "▲", format: "◆", data: "✕", divergence: "↗", injected: "△", weights: "✕", float32: "∞", "other-rank": "⇄", once: "?", open: "…" };
 
 /** Whether a row of skips holds a step. */
 export const holdsStep = (row, step) => step !== null && row.step <= step && step <= row.last;
