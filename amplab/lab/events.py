@@ -101,7 +101,7 @@ A row is made between two steps, where every microsecond counts.
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LayerShares:
     """What float16 loses of the scaled gradient of one parameter: shares of its finite non-zero elements, in [0, 1].
 
@@ -158,8 +158,12 @@ class GradientRecord:
     def sample(self) -> GradientSample:
         """All layers together, and what float16 loses of each."""
         first, *rest = (histogram for _, histogram in self.layers)
-        layers = tuple(_shares(name, histogram, self.loss_scale) for name, histogram in self.layers)
-        return GradientSample(self.step, self.loss_scale, sum(rest, start=first), layers)
+        return GradientSample(self.step, self.loss_scale, sum(rest, start=first), self.shares)
+
+    @property
+    def shares(self) -> tuple[LayerShares, ...]:
+        """What float16 loses of each layer."""
+        return tuple(_shares(name, histogram, self.loss_scale) for name, histogram in self.layers)
 
 
 def _shares(name: str, histogram: ExponentHistogram, loss_scale: float) -> LayerShares:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from operator import add
 
 import torch
 from torch import Tensor
@@ -13,6 +15,9 @@ from amplab.formats import ExponentHistogram, exponent_histogram
 
 __all__ = ["GradientMeasure"]
 
+LAYERS = 64
+"""Parameters whose exponents are kept one by one, those with the most elements: a run has thousands of measures."""
+
 
 class GradientMeasure:
     """Measures the gradients just before the optimizers use them, and keeps the last result until `forget`.
@@ -20,18 +25,24 @@ class GradientMeasure:
     `take` counts the exponents of all elements and takes tens of times as long as `take_largest`, which is cheap
     enough for every step.
 
+    Args:
+        optimizers: those of the loop.
+        names: returns the name of each parameter that they step, by its id, in the model's order.
+
     Attributes:
         histogram: exponents of all unscaled gradients; None until `take`.
+        layers: name and exponents of the gradient of each of the `LAYERS` largest parameters; empty until `take`.
         norm: their L2 norm; None until `take`.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = optimizers
+    def __init__(self, optimizers: Sequence[Optimizer], names: Callable[[], Mapping[int, str]] = dict) -> None:
+        self._optimizers, self._names = optimizers, names
         self.forget()
 
     def forget(self) -> None:
         """Drop the last result."""
         self.histogram: ExponentHistogram | None = None
+        self.layers: tuple[tuple[str, ExponentHistogram], ...] = ()
         self.norm: float | None = None
         self._largest: Tensor | None = None
         self._scale = 1.0
@@ -39,13 +50,21 @@ class GradientMeasure:
     @torch.no_grad()
     def take(self) -> None:
         """Measure the gradients that the optimizers hold now. Sync: a few."""
-        grads = self._gradients()
-        if not grads:
+        measured = self._measured()
+        if not measured:
             return
-        histogram = exponent_histogram(grads)
         usable = 0.0 < self._scale < math.inf and self._scale != 1.0
-        self.histogram = histogram.shifted(-math.log2(self._scale)) if usable else histogram
-        self.norm = torch.stack([grad.float().norm() for grad in grads]).norm().item() / self._scale
+        shift = -math.log2(self._scale) if usable else 0.0
+        counted = {id(weight): exponent_histogram(grad).shifted(shift) for weight, grad in measured}
+        self.histogram = reduce(add, counted.values())
+        self.layers = self._largest_layers(counted)
+        self.norm = torch.stack([grad.float().norm() for _, grad in measured]).norm().item() / self._scale
+
+    def _largest_layers(self, counted: Mapping[int, ExponentHistogram]) -> tuple[tuple[str, ExponentHistogram], ...]:
+        names = self._names()
+        known = [key for key in names if key in counted]
+        kept = set(sorted(known, key=lambda key: -counted[key].total)[:LAYERS])
+        return tuple((names[key], counted[key]) for key in known if key in kept)
 
     @torch.no_grad()
     def take_largest(self) -> None:
@@ -59,13 +78,16 @@ class GradientMeasure:
             self._largest = torch.stack([norm.float().to(norms[0].device) for norm in norms]).amax()
 
     def _gradients(self) -> list[Tensor]:
-        """The gradients in the optimizers; `_scale` is what those of the last one are still multiplied by."""
+        return [grad for _, grad in self._measured()]
+
+    def _measured(self) -> list[tuple[Tensor, Tensor]]:
+        """Parameters with their gradients; `_scale` is what those of the last optimizer are still multiplied by."""
         self._scale, grads = 1.0, []
         for optimizer in self._optimizers:
             # During a step, torch and amplab set the scale on an optimizer that unscales by itself.
             own_scale = vars(optimizer).get("grad_scale")
             self._scale = self._scale if own_scale is None else float(own_scale)
-            grads += [_dense(weight.grad) for weight in _stepped(optimizer) if weight.grad is not None]
+            grads += [(weight, _dense(weight.grad)) for weight in _stepped(optimizer) if weight.grad is not None]
         return grads
 
     @property

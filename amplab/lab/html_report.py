@@ -64,7 +64,7 @@ def report(
         run: the lab's experiment (`dashboard.trainer`), a `Watch` around a loop of your own, or a `Run` of `load_run`.
         path: the file; if it exists, the report is written beside it as name-2.html, name-3.html, …
         trace: the op dtypes to show, such as `amplab.xray(model, batch).trace`; None for those of the experiment's next
-            step, which a watched loop and a log do not have.
+            step, or of the last step that a watch has looked at; a log has none.
         source_lines: whether the report holds lines of code and where they are.
 
     Raises:
@@ -75,8 +75,6 @@ def report(
     """
     if not isinstance(run, Trainer | Watch | Run):
         raise TypeError(f"report({run!r}): expected a Trainer, a Watch, or a Run from load_run.")
-    if trace is None and isinstance(run, Trainer):
-        trace = run.trace()
     text = report_html(run, trace, source_lines=source_lines)
     target = free_path(Path(path))
     target.write_text(text, encoding="utf-8")
@@ -85,6 +83,7 @@ def report(
 
 def report_html(run: Trainer | Watch | Run, trace: Trace | None = None, *, source_lines: bool = False) -> str:
     """Return the report as text; see `report`."""
+    trace = _trace_of(run) if trace is None else trace
     config = run.last_config if isinstance(run, Run) else run.config
     history = run.history
     parts = [
@@ -183,10 +182,17 @@ def _changes(history: History) -> str:
     return html_table(("step", "change"), lines, right={0}, caption="Changes") if lines else "<p>Nothing.</p>"
 
 
+def _trace_of(run: Trainer | Watch | Run) -> Trace | None:
+    """Return the ops of a run's next step, or of the last one that a watch has looked at; None if there are none."""
+    if isinstance(run, Trainer):
+        return run.trace()
+    return run.traced[1] if isinstance(run, Watch) and run.traced is not None else None
+
+
 def _ops(trace: Trace | None, *, source_lines: bool) -> str:
     if trace is None:
         return (
-            "<p>Not recorded: a watched loop and a log hold no op. Pass "
+            "<p>Not recorded: a log holds no op, and a watch sees them in <code>w.batches(loader)</code> only. Pass "
             "<code>trace=amplab.xray(model, batch, loss=…).trace</code> to show them.</p>"
         )
     groups = [*folded(trace)]

@@ -20,6 +20,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from os import PathLike
 from types import ModuleType
@@ -30,14 +31,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from amplab.amp import ScaleRecord
+from amplab.amp import ScaleRecord, Session, master_params
 from amplab.diagnose import Findings, Observation, finding_of, run_findings
 from amplab.diagnose.catalogue import finding
 from amplab.diagnose.rules.parameters import adam_on_half, nonfinite_buffers
 from amplab.display.html import page
 from amplab.display.numbers import count
 from amplab.formats import ExponentHistogram
-from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
+from amplab.lab.events import GradientRecord, GradientSample, MixedScales, StepRecord, StepRow
 from amplab.lab.findings import LOOK_BACK, observed_run, with_explained
 from amplab.lab.gradient_measure import GradientMeasure
 from amplab.lab.history import History, recorded
@@ -95,7 +96,7 @@ class Watch:
         self.config = WatchedRun(*names, self._probe.kind, self._probe.opt_level)
         self._store = RunStore(self.config, log=log, on_failure=self._fail)
         self._every = every
-        self._measure = GradientMeasure(optimizers)
+        self._measure = GradientMeasure(optimizers, self._names_of_stepped)
         self._rerun = StepRerun(model, loss, step, self._probe.amp)
         self._scalars = scalars
         self._rates: deque[tuple[int, float]] = deque(maxlen=LOOK_BACK)
@@ -206,6 +207,16 @@ class Watch:
             rates=dict(self._rates),
         )
 
+    @property
+    def dynamic(self) -> bool:
+        """Whether the loss scale changes."""
+        return self._probe.dynamic
+
+    @property
+    def growth_interval(self) -> int | None:
+        """Steps without overflow until the loss scale grows; None if it does not, or if that is not known."""
+        return self._probe.growth_interval
+
     def findings(self) -> Findings:
         """Return the findings about the explained steps and the run, the most harmful first."""
         found = (*run_findings(self.observation), *self._idle.findings(self._model, self._probe.kind, self._steps))
@@ -289,7 +300,7 @@ class Watch:
         self._store.append_row(row)
         self._rates.append((self._steps, float(self._optimizers[0].param_groups[0]["lr"])))
         if (histogram := self._measure.histogram) is not None:
-            self._keep_measure(histogram, outcome.loss_scale)
+            self._keep_measure(histogram, outcome)
         self._measure.forget()
         if len(outcome.backward_scales) > 1 and len(set(outcome.backward_scales)) > 1:
             self._store.keep_scales(MixedScales(self._steps, outcome.backward_scales))
@@ -327,8 +338,9 @@ class Watch:
         if self._steps == 1 and has_loss and not self._loss_in_output:
             self._hooks.need("output", needed=False)
 
-    def _keep_measure(self, histogram: ExponentHistogram, loss_scale: float) -> None:
-        self._store.keep(GradientSample(self._steps, loss_scale, histogram))
+    def _keep_measure(self, histogram: ExponentHistogram, outcome: ScaledStep | ScaleRecord) -> None:
+        layers = GradientRecord(self._steps, outcome.loss_scale, self._measure.layers).shares
+        self._store.keep(GradientSample(self._steps, outcome.loss_scale, histogram, layers))
         if self._measure.norm is not None:
             self._norms[self._steps] = self._measure.norm
 
@@ -371,6 +383,16 @@ class Watch:
             if found is not None:
                 self._store.find(step, finding_of(found))
         self._store.budget.took(time.perf_counter() - began, kind)
+
+    def _names_of_stepped(self) -> dict[int, str]:
+        """The names of the parameters that the optimizers step, by id; a master has the name of its parameter."""
+        names = {id(each): name for name, each in self._model.named_parameters()}
+        if isinstance(self._probe.amp, Session):
+            for optimizer in self._optimizers:
+                with suppress(RuntimeError, TypeError):  # not initialized by this session
+                    pairs = zip(self._probe.amp.model_params(optimizer), master_params(optimizer), strict=True)
+                    names |= {id(master): names[id(weight)] for weight, master in pairs if id(weight) in names}
+        return names
 
     def _name(self, first: str | None) -> str | None:
         """The model's name of the parameter that a scaler names by its place in one of its optimizers."""

@@ -172,10 +172,15 @@ class Panels(Part):
 
 
 class TakeAway(Part):
-    """The menu of what one takes along; `take_away.py` makes the files, which are messages."""
+    """The menu of what one takes along; `take_away.py` makes the files, which are messages.
+
+    Attributes:
+        has_setting: Whether a copied configuration can be entered.
+    """
 
     _esm = module("take_away.js")
     _css = stylesheet("take_away.css")
+    has_setting = traitlets.Bool(True).tag(sync=True)
 
 
 class Notices(Part):

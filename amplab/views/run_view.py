@@ -2,9 +2,12 @@
 
     tab              a watch                                         a log
     Op dtypes        the last step that `w.batches` let it look at   absent: a log holds no ops
-    Gradients        measured nearest the selected step, or last     the same
+    Gradients        measured nearest the selected step, or last,    the same
+                     of each layer too
     Skipped steps    every skipped step with its reason              the same
     Findings         what the rules find                             the same
+    Scale            how it moves, and other rules over the run      the same
+    Export           charts, CSV, JSON, report                       the same
 
 The loop's thread publishes and only wakes the ticker; the ticker's thread builds the payloads and is the only one that
 changes widgets.
@@ -13,24 +16,29 @@ changes widgets.
 from __future__ import annotations
 
 from html import escape
+from typing import Any
 
 import ipywidgets
 
 from amplab import kernels
-from amplab.lab import ExperimentConfig, Run, Watch
+from amplab.lab import ExperimentConfig, History, Run, Watch
 from amplab.lab.tasks import score_named
 from amplab.lab.watched_run import NO_LEVEL
 from amplab.policies import cpu_half_mode
 from amplab.views.live_payload import modes_line, summary
-from amplab.views.parts import LiveView, Message, Panels
+from amplab.views.parts import LiveView, Message, Panels, TakeAway
 from amplab.views.tabs.dtypes import DtypesTab
 from amplab.views.tabs.dtypes_payload import TracedLevel, dtypes_payload
 from amplab.views.tabs.findings import FindingsTab
 from amplab.views.tabs.findings_payload import findings_payload
 from amplab.views.tabs.gradients import GradientsTab
 from amplab.views.tabs.gradients_payload import stored_payload
+from amplab.views.tabs.scale import ScaleTab
+from amplab.views.tabs.scale_payload import FollowedScale, ScaleSetting
 from amplab.views.tabs.skipped import SkippedTab
 from amplab.views.tabs.skipped_payload import skipped_payload
+from amplab.views.tabs.tab import Tab
+from amplab.views.take_away import file_of
 from amplab.views.ticker import Pace, Ticker
 
 __all__ = ["RunView"]
@@ -38,12 +46,59 @@ __all__ = ["RunView"]
 SLOW = 0.5
 """Seconds between two drawings of the tabs."""
 
+_USUAL_SCALE = 2.0**16  # before the first step
 _UNKNOWN = ("memory",)  # figures that only the lab's own experiments have
 _NO_OPS = "No op seen yet: the first step is looked at in the body of `for batch in w.batches(loader)`."
 
 
+class _FollowedRun:
+    """What the tab of the scale reads of a trainer, of a run that the lab does not control."""
+
+    def __init__(self, run: Run | Watch) -> None:
+        self._run = run
+
+    @property
+    def history(self) -> History:
+        return self._run.history
+
+    @property
+    def loss_scale(self) -> float:
+        last = self.history.last
+        return 1.0 if last is None else last.next_loss_scale
+
+    @property
+    def config(self) -> ScaleSetting:
+        run, history = self._run, self.history
+        first = history.record(0).loss_scale if len(history) else _USUAL_SCALE
+        if isinstance(run, Watch):
+            return FollowedScale(run.dynamic, run.growth_interval, first)
+        if isinstance(run.last_config, ExperimentConfig):
+            return run.last_config
+        return FollowedScale(history.skip_count > 0 or self.loss_scale != first, None, first)
+
+
+class _RunDesk:
+    """The `Desk` of the tab of the scale."""
+
+    def __init__(self, view: RunView) -> None:
+        self._view = view
+        self.trainer: Any = _FollowedRun(view.run)
+
+    def wake(self) -> None:
+        self._view.wake()
+
+    def is_shown(self, tab: str) -> bool:
+        return self._view.is_shown(tab)
+
+    def show(self, tab: str, payload: dict[str, Any]) -> None:
+        self._view.panels.show(tab, payload)
+
+    def select(self, step: int | None) -> None:
+        self._view.select(step)
+
+
 class RunView(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
-    """Charts and tabs of a run: op dtypes, gradients, skipped steps, findings.
+    """Charts and tabs of a run: findings, skipped steps, gradients, scale, op dtypes; and the menu "Export".
 
     Args:
         run: A `Watch`, which is drawn live while its loop runs, or a `Run` from `load_run`.
@@ -64,14 +119,19 @@ class RunView(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self._ticker = Ticker(self._tick, on_failure=self._show_failure)
         self._pace = Pace(SLOW, self._ticker.wake)
         self._live = LiveView(self._ticker.wake, self._on_message)
-        shown = (FindingsTab, SkippedTab, GradientsTab, *((DtypesTab,) if isinstance(run, Watch) else ()))
+        ops = (DtypesTab,) if isinstance(run, Watch) else ()
+        shown: tuple[type[Tab], ...] = (FindingsTab, SkippedTab, GradientsTab, ScaleTab, *ops)
         self.panels = Panels(self._on_message, [(tab.name, tab.label) for tab in shown])
+        self._scale = ScaleTab(_RunDesk(self))
+        self._take_away = TakeAway(self._on_take_away, has_setting=False)
+        self.panels.observe(lambda _: self._ticker.wake(), "tab")
         self._traced: int | None = None  # the step whose ops are drawn
         self._measured: tuple[int | None, int] | None = None  # the selected step and the samples that are drawn
         self._notice = ipywidgets.HTML()
         head = ipywidgets.HTML(f"<code>{escape(str(run.config))}</code>")
-        super().__init__([head, self._notice, self._live, self.panels])
+        super().__init__([head, self._notice, self._live, self._take_away, self.panels])
         self.add_class("amp-side")
+        self.add_class("amp-run")
         self._unsubscribe = run.subscribe(lambda _: self._ticker.wake()) if isinstance(run, Watch) else None
         self._ticker.call(self._draw_tabs)
 
@@ -86,11 +146,25 @@ class RunView(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         """Return one line with the number of steps."""
         return f"<amplab run of {len(self.run.history)} steps: {self.run.config}>"
 
+    def wake(self) -> None:
+        """Request a tick."""
+        self._ticker.wake()
+
+    def is_shown(self, tab: str) -> bool:
+        """Whether a page is open and shows this tab."""
+        return bool(self._live.is_open and self.panels.tab == tab)
+
     def _on_message(self, message: Message) -> None:
         if message["type"] == "select":
-            self._ticker.call(lambda: self._select(message["step"]))
+            self._ticker.call(lambda: self.select(message["step"]))
+        elif message.get("tab") == ScaleTab.name:
+            self._ticker.call(lambda: self._scale.on_message(message))
 
-    def _select(self, step: int | None) -> None:
+    def _on_take_away(self, message: Message) -> None:
+        self._ticker.call(lambda: self._take_away.send(file_of(self.run, message["kind"])))
+
+    def select(self, step: int | None) -> None:
+        """Select a step in the charts and in every tab; None selects nothing."""
         self._live.selected = self.panels.selected = step
         self._draw_gradients()
 
@@ -101,6 +175,7 @@ class RunView(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         history = self.run.history
         if self._pace.is_due((len(history), len(history.explanations))):
             self._draw_tabs()
+        self._scale.tick()
 
     def _figures(self) -> dict[str, object]:
         history, is_watch = self.run.history, isinstance(self.run, Watch)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from amplab.lab import ExperimentConfig, Trainer
+from amplab.lab import ExperimentConfig, Run, Trainer, Watch
 from amplab.lab.config import SettingRefused
 from amplab.lab.experiment import check_modules
 from amplab.lab.html_report import report_html
@@ -19,19 +19,19 @@ from amplab.lab.run_export import run_csv, run_json
 __all__ = ["FILES", "file_of", "take_setting"]
 
 
-def _report(trainer: Trainer) -> str:
-    return report_html(trainer, trainer.trace())
+def _config(run: Trainer | Watch | Run) -> object:
+    return run.last_config if isinstance(run, Run) else run.config
 
 
-FILES: dict[str, tuple[str, str, Callable[[Trainer], str]]] = {
-    "csv": ("run.csv", "text/csv", lambda trainer: run_csv(trainer.history)),
-    "json": ("run.json", "application/json", lambda trainer: run_json(trainer.history, trainer.config)),
-    "report": ("run.html", "text/html", _report),
+FILES: dict[str, tuple[str, str, Callable[[Trainer | Watch | Run], str]]] = {
+    "csv": ("run.csv", "text/csv", lambda run: run_csv(run.history)),
+    "json": ("run.json", "application/json", lambda run: run_json(run.history, _config(run))),
+    "report": ("run.html", "text/html", report_html),
 }
 """Name, type and content of each file."""
 
 
-def file_of(trainer: Trainer, kind: str) -> dict[str, Any]:
+def file_of(run: Trainer | Watch | Run, kind: str) -> dict[str, Any]:
     """Return the message with a file.
 
     >>> trainer = Trainer(ExperimentConfig(hidden=16))
@@ -39,7 +39,7 @@ def file_of(trainer: Trainer, kind: str) -> dict[str, Any]:
     ['step', 'loss']
     """
     name, mime, content = FILES[kind]
-    return {"kind": "file", "name": name, "mime": mime, "text": content(trainer)}
+    return {"kind": "file", "name": name, "mime": mime, "text": content(run)}
 
 
 def take_setting(trainer: Trainer, text: str) -> str:

@@ -11,7 +11,22 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import amplab.lab
-from amplab.lab import MODELS, TASKS, Experiment, ExperimentConfig, Trainer, config_remedy, load_run
+from amplab.lab import (
+    MODELS,
+    TASKS,
+    Experiment,
+    ExperimentConfig,
+    Failed,
+    GradientsReady,
+    MemoryCounted,
+    StagesReady,
+    TraceReady,
+    Trainer,
+    TwinReady,
+    config_remedy,
+    load_run,
+    report,
+)
 from amplab.lab.own_task import forget_own, register_own
 
 
@@ -71,6 +86,15 @@ class Tagger(nn.Module):
         return self.out(self.gru(self.words(ids))[0]).transpose(1, 2)
 
 
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.out = nn.Linear(8, 16), nn.Linear(5, 16), nn.Linear(16, 1)
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.left(left) + self.right(right))).squeeze(-1)
+
+
 DRAWN = torch.Generator().manual_seed(0)
 IMAGES = TensorDataset(torch.rand(24, 3, 6, 6, generator=DRAWN), torch.arange(24) % 4)
 TEXTS = [
@@ -82,7 +106,10 @@ TEXTS = [
     }
     for _ in range(3)
 ]
+SIZES = {"left": (8,), "right": (5,), "target": ()}
 TAGS = [tuple(torch.randint(0, 20, (2, 4, 5), generator=DRAWN)) for _ in range(3)]
+
+PAIRS = [{name: torch.randn(6, *size, generator=DRAWN) for name, size in SIZES.items()} for _ in range(3)]
 
 
 def loader() -> DataLoader:
@@ -120,6 +147,12 @@ OWN = {
         "model": Tagger(),
         "data": TAGS,
         "step": lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+    },
+    "two inputs": lambda: {
+        "model": TwoInputs,
+        "data": PAIRS,
+        "step": lambda model, batch: F.mse_loss(model(batch["left"], batch["right"]), batch["target"]),
+        "optimizer": lambda weights: torch.optim.AdamW(weights, lr=1e-2, eps=1e-4),
     },
     "gan": gan,
 }
@@ -161,6 +194,51 @@ def test_code_that_the_lab_has_never_seen_gets_all_of_it(name, level):
         assert first.explain_skip().cause in ("batch", "input")
     first.switch(config.changed(opt_level="O0" if level != "O0" else "O2"))
     first.step()
+
+
+@pytest.mark.filterwarnings("ignore:Adam on half parameters")
+@pytest.mark.parametrize("name", ["resnet", "rnn", "two inputs"])
+def test_a_run_of_ones_own_model_gets_every_tool_of_the_lab(name, tmp_path, listen):
+    """Slow motion, every skip explained, memory, op dtypes, a comparison of all levels, a twin, and a report."""
+    config = registered(**OWN[name]()).changed(init_scale=2.0**24)
+    trainer = Trainer(config, log=tmp_path)
+    ear = listen(trainer)
+    assert trainer.run(12).skip_count
+    trainer.step_in_stages()
+    trainer.request_stages(trainer.walkable[0])
+    for level in ("O0", "O2"):
+        trainer.request_memory(level)
+    trainer.request_trace()
+    trainer.request_gradients()
+    trainer.request_twin()
+    trainer.compare(steps=3)
+    assert trainer.wait(60)
+    assert ear.of(Failed) == []
+    walks = [event.stages for event in ear.of(StagesReady)]
+    assert [each.record.step for each in walks] == [12, 0]
+    assert all(each.parameters and not each.problems for each in walks)
+    counted = {event.memory.opt_level: event.memory.parameters for event in ear.of(MemoryCounted)}
+    assert counted["O2"] < counted["O0"]
+    assert [len(ear.of(kind)) for kind in (TraceReady, GradientsReady, TwinReady)] == [1, 1, 1]
+    assert {run.name: (len(run.history), run.error) for run in trainer.kept.runs} == dict.fromkeys(
+        ("O0", "O1", "O2", "O3", "autocast fp16", "autocast bf16"), (3, "")
+    )
+    shown = report(trainer, tmp_path / "run.html").read_text()
+    assert "fits at" in shown
+    assert str(tmp_path) not in shown
+
+
+@pytest.mark.filterwarnings("ignore:Adam on half parameters")
+@pytest.mark.parametrize("name", OWN)
+def test_a_run_of_ones_own_model_continues_after_its_kernel_has_ended(name, tmp_path):
+    config = registered(**OWN[name]())
+    whole, first = Experiment(config), Experiment(config)
+    for _ in range(4):
+        first.step()
+    first.save(tmp_path / "run.checkpoint", {})
+    again, _ = Experiment.load(tmp_path / "run.checkpoint")
+    losses = [whole.step().loss for _ in range(9)][4:]
+    assert [again.step().loss for _ in range(5)] == losses
 
 
 def test_it_is_the_loop_in_plain_torch_and_the_objects_given_are_not_changed():

@@ -22,6 +22,8 @@ WHAT_IF_PERIOD = 1.5
 WHAT_IF_SHARE = 0.05
 """Largest share of the time that following other rules takes: a rule that moves at every step takes longest."""
 
+_WINDOW = 2000  # of GradScaler, where that of the run is not known
+
 
 class ScaleTab(Tab):
     """Two views, of which one is shown: "now", and "whatif" with a rule that the person describes."""
@@ -62,7 +64,7 @@ class ScaleTab(Tab):
     def _begin_with_config(self) -> None:
         config = self.trainer.config
         init = round(math.log2(config.init_scale))
-        self._asked: dict[str, Any] = {"init": init, "window": config.growth_interval, "backoff": 0.5}
+        self._asked: dict[str, Any] = {"init": init, "window": config.growth_interval or _WINDOW, "backoff": 0.5}
         self._rule = own_rule(config, **self._asked)
         self._refusal: str | None = None
 

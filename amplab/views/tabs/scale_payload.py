@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
-from typing import Any
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Protocol
 
 import numpy as np
 
 from amplab.amp import MemoryUse
 from amplab.display.numbers import count, percent, power
 from amplab.formats import FLOAT16
-from amplab.lab import ExperimentConfig, GradientSample, History
+from amplab.lab import GradientSample, History
 from amplab.lab.history import extreme_rows
 from amplab.scalers import PUBLISHED_RULES, DynamicScale, ScalePath, steps_lost
 
-__all__ = ["OWN", "clean_steps", "dynamics", "own_rule", "what_if_payload"]
+__all__ = ["OWN", "FollowedScale", "ScaleSetting", "clean_steps", "dynamics", "own_rule", "what_if_payload"]
 
 OWN = "your rule"
 """The name of the rule that the controls describe."""
+
+NO_MEMORY = "The bytes of a run are counted for the lab's own experiments only."
 
 _CORNERS = 300  # of one line
 _SKIPS = 150  # marks on one line
@@ -31,15 +33,50 @@ _SAMPLES = 40  # histograms from which the lost gradients are estimated
 _RATES = 80  # points of steps/s
 
 
+class ScaleSetting(Protocol):
+    """What a scale moves by, as the lab's config says it."""
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether an overflow skips the step and moves the scale."""
+
+    @property
+    def growth_interval(self) -> int | None:
+        """Steps without overflow until it grows; None if that is not known."""
+
+    @property
+    def init_scale(self) -> float:
+        """The first scale."""
+
+    @property
+    def min_loss_scale(self) -> float | None:
+        """Its floor."""
+
+    @property
+    def max_loss_scale(self) -> float | None:
+        """Its ceiling."""
+
+
+@dataclass(frozen=True)
+class FollowedScale:
+    """The setting of a run that the lab does not control, as far as it is known."""
+
+    is_dynamic: bool
+    growth_interval: int | None
+    init_scale: float
+    min_loss_scale: float | None = None
+    max_loss_scale: float | None = None
+
+
 # How the scale moves now
 
 
-def dynamics(history: History, config: ExperimentConfig, scale: float) -> dict[str, Any]:
+def dynamics(history: History, config: ScaleSetting, scale: float) -> dict[str, Any]:
     """Return the figures and the two series of the tab.
 
     Args:
         history: The run.
-        config: The experiment in effect.
+        config: The setting in effect.
         scale: Scale that the next step will use.
     """
     rate, memory = _rates(history), _memory(history)
@@ -64,15 +101,18 @@ def clean_steps(history: History) -> int:
     return len(skipped) - since
 
 
-def _growth(history: History, config: ExperimentConfig, scale: float) -> dict[str, Any]:
+def _growth(history: History, config: ScaleSetting, scale: float) -> dict[str, Any]:
     """The steps that are counted, the interval, and both in words."""
     if not config.is_dynamic:
         text = f"The scale is static, {power(scale, raised=True)}: no step is skipped, and it does not grow."
         return {"counted": None, "interval": None, "text": text}
     interval = config.growth_interval
+    if interval is None:
+        text = f"The next step uses {power(scale, raised=True)}. When the scale grows is not known of this run."
+        return {"counted": None, "interval": None, "text": text}
     counted = clean_steps(history) % interval  # at the ceiling the count starts again without a growth
     left = interval - counted
-    if scale >= config.max_loss_scale:
+    if config.max_loss_scale is not None and scale >= config.max_loss_scale:
         text = f"The scale is at its ceiling, {power(scale, raised=True)}; an overflow halves it."
     else:
         text = f"Grows to {power(2 * scale, raised=True)} after {count(left, 'more step')} without an overflow."
@@ -111,6 +151,8 @@ def _rate_words(rate: Mapping[str, list[float]]) -> str:
 def _memory(history: History) -> dict[str, Any]:
     """Bytes by kind from each step on, for the kinds that the run has; its last entry holds until now."""
     held = history.memory
+    if not held and len(history):
+        return {"steps": [], "end": 0, "kinds": [], "note": NO_MEMORY}
     kinds = [
         each.name
         for each in fields(MemoryUse)
@@ -136,11 +178,11 @@ def _memory_words(history: History) -> str:
 # Other rules over the same run
 
 
-def own_rule(config: ExperimentConfig, *, init: float, window: float, backoff: float) -> DynamicScale:
+def own_rule(config: ScaleSetting, *, init: float, window: float, backoff: float) -> DynamicScale:
     """Return the rule of the controls.
 
     Args:
-        config: The experiment, whose floor and ceiling also hold for the rule.
+        config: The setting, whose floor and ceiling also hold for the rule.
         init: log2 of the first scale.
         window: Steps without overflow until the scale doubles.
         backoff: What an overflow multiplies the scale with.
@@ -154,7 +196,7 @@ def own_rule(config: ExperimentConfig, *, init: float, window: float, backoff: f
         raise ValueError(f"window {window:g}: enter a whole number of steps from 1 on.")
     if not 0.0 < backoff < 1.0:
         raise ValueError(f"backoff {backoff:g}: enter a number between 0 and 1.")
-    ceiling = max(config.max_loss_scale, 2.0**init)
+    ceiling = None if config.max_loss_scale is None else max(config.max_loss_scale, 2.0**init)
     floor = None if config.min_loss_scale is None else min(config.min_loss_scale, 2.0**init)
     return DynamicScale(
         init_scale=2.0**init,

@@ -21,7 +21,7 @@ function saveFile(name, content, mime) {
 /** The charts of this dashboard as one SVG, at the range that they show. */
 function chartsOf(root) {
   let given = null;
-  const within = root.closest(".amp-dashboard") ?? document.body;
+  const within = root.closest(".amp-dashboard, .amp-run") ?? document.body;
   document.dispatchEvent(new CustomEvent(TAKE_CHARTS, { detail: { within, give: (svg) => { given = svg; } } }));
   return given;
 }
@@ -54,7 +54,7 @@ function render({ model, el }) {
   };
   const items = ITEMS.map(([kind, text]) => h("button", { type: "button", "data-take": kind, onclick: () => take(kind) }, text));
   const menu = h("div", { class: "amp-take-menu", role: "group", "aria-label": "Export" }, items,
-    h("p", { class: "amp-note" }, "The configuration restores this setting. Copy it on the left; paste one here:"), form, answer);
+    model.get("has_setting") ? [h("p", { class: "amp-note" }, "The configuration restores this setting. Copy it on the left; paste one here:"), form, answer] : null);
   const root = h("section", { class: "amplab amp-take", "aria-label": "Export" }, opens, menu);
   const toggle = (open) => {
     menu.hidden = !open;
