@@ -109,6 +109,7 @@ def test_the_scale_of_a_watched_loop_and_other_rules_over_it(tmp_path):
     assert now["growth"]["text"].startswith("Grows to 2")
     assert f"{watch.history.skip_count} steps skipped" in now["skips"]
     assert "lab's own experiments" in now["memory"]["note"]
+    assert now["memory"]["end"] == now["rate"]["steps"][-1] == 29  # the axis of both charts
     asked(view, type="view", view="whatif")
     rows = {run["name"]: run for run in asked(view, type="rule", init=10, window=5, backoff=0.5)["runs"]}
     assert rows["recorded"]["skipped"] == str(watch.history.skip_count) > rows["your rule"]["skipped"]

@@ -152,7 +152,7 @@ def _memory(history: History) -> dict[str, Any]:
     """Bytes by kind from each step on, for the kinds that the run has; its last entry holds until now."""
     held = history.memory
     if not held and len(history):
-        return {"steps": [], "end": 0, "kinds": [], "note": NO_MEMORY}
+        return {"steps": [], "end": len(history) - 1, "kinds": [], "note": NO_MEMORY}
     kinds = [
         each.name
         for each in fields(MemoryUse)

@@ -36,7 +36,7 @@ KINDS = {
 """What the page calls each kind of reason."""
 
 GONE = "Not explained: explanations had used up their 5 % of the time, and the step cannot run again any more."
-OPEN = "Not explained yet: explanations had used up their 5 % of the time. A pause explains the newest ones."
+OPEN = "Not explained yet: explanations had used up their 5 % of the time. Press Explain, or pause the run."
 
 
 def skipped_payload(

@@ -49,7 +49,7 @@ function nowView() {
     write(counted, interval === null ? "" : `${done} of ${interval} steps without an overflow`);
     write(skips, shown.skips);
     write(words, shown.words);
-    memory.canvas.hidden = Boolean(shown.memory.note);
+    memory.canvas.parentElement.hidden = Boolean(shown.memory.note);
     legend.replaceChildren(shown.memory.note ?? "", ...shown.memory.kinds.map(({ name, values }, index) =>
       h("span", { class: "amp-key" }, h("i", { class: "amp-block-key", style: `opacity: ${PATTERNS[index % PATTERNS.length]}` }), `${name} ${bytes(values.at(-1) ?? 0)}`)));
     rate.soon();
