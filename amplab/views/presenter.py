@@ -142,7 +142,8 @@ class Presenter:
             if self._armed and event.injected is not None:
                 done = event.injected.split("+")
                 self._ticker.call(lambda: self._armed.difference_update(done))
-            self._ticker.wake()
+            if self.parts.live.is_open:
+                self._ticker.wake()
         else:
             # Read here, between two steps: during a change of level a session has no scale.
             self._scale = self._trainer.loss_scale
