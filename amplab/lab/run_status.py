@@ -20,8 +20,18 @@ from amplab.lab.tasks import TaskChoice
 __all__ = ["Measured", "RunStatus", "StatusKind", "run_status", "verdict"]
 
 StatusKind = Literal[
-    *("ready", "healthy", "slow", "opposed", "unknown", "stuck", "searching", "floor"),
-    *("skipping", "diverged", "damaged", "evaluation"),
+    "ready",
+    "healthy",
+    "slow",
+    "opposed",
+    "unknown",
+    "stuck",
+    "searching",
+    "floor",
+    "skipping",
+    "diverged",
+    "damaged",
+    "evaluation",
 ]
 
 EXPLODED = 100.0
