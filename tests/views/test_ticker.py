@@ -91,3 +91,13 @@ def test_its_thread_ends_when_nothing_happens_and_starts_again(until, monkeypatc
     ticker.call(lambda: ticks.append(2))
     assert threading.active_count() == before
     assert ticks == [1, 1]
+
+
+def test_what_is_in_a_hurry_is_drawn_at_once() -> None:
+    pace = Pace(100.0, lambda: None)
+    assert pace.is_due(1)
+    assert not pace.is_due(2)
+    pace.forget()
+    assert not pace.is_due(2)
+    pace.hurry()
+    assert pace.is_due(2)
