@@ -68,8 +68,8 @@ class Dashboard(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no typ
         """
         if (other := self._presenter.unanswered) is not None:
             raise RuntimeError(
-                f"this lab shows {self.config()} at step {len(self.trainer.history)}, but {other} was asked for: choose "
-                f"one above the charts, or call lab.trainer.reset(config) or lab.trainer.run({steps})."
+                f"this lab shows {self.config()} at step {len(self.trainer.history)}, but {other} was asked for: "
+                f"choose one above the charts, or call lab.trainer.reset(config) or lab.trainer.run({steps})."
             )
         if self.trainer.state == "running":
             steps = wait_for_steps(self.trainer, steps)
