@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["Rank", "agreed_text", "texts_of_ranks", "this_rank"]
+__all__ = ["Rank", "agreed_text", "has_other_ranks", "texts_of_ranks", "this_rank"]
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,14 @@ class Rank:
     launch: str = ""
 
 
+def has_other_ranks() -> bool:
+    """Return whether several processes train together. Sync: none."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def this_rank() -> Rank | None:
     """Return the rank of this process; None if it trains alone. Sync: none."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
+    if not has_other_ranks():
         return None
     return Rank(dist.get_rank(), dist.get_world_size(), _launch())
 
