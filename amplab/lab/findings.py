@@ -13,7 +13,7 @@ from amplab.diagnose.ranking import ranked
 from amplab.diagnose.remedies.api_styles import Api
 from amplab.display.numbers import count
 from amplab.formats import FLOAT16
-from amplab.lab.config import OPTIMIZERS, ExperimentConfig
+from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import StepRecord
 from amplab.lab.history import History
 from amplab.lab.skip_explanation import SkipExplanation
@@ -84,7 +84,7 @@ def diverged(history: History, why: SkipExplanation, config: ExperimentConfig) -
             "steps_taken": taken,
             "learning_rate": config.learning_rate,
         },
-        rate=f"{min(rate / 10, OPTIMIZERS[config.optimizer].lr):.2g}",
+        rate=f"{min(rate / 10, config.usual_learning_rate):.2g}",
         until="computed in float32, since the step was skipped",
     )
 

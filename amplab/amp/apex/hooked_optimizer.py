@@ -37,8 +37,9 @@ from amplab.amp.backward.optimizer_params import cast_state, follow_model, repla
 from amplab.amp.backward.records import ScaleRecord, StepOutcome
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.parallel.combined_reducer import CombinedReducer
+from amplab.parallel.shards import RankGroup, agree_on_found_inf, rank_groups
 from amplab.policies.casting.thread_scopes import is_running, resume_casts, suspend_casts
-from amplab.scalers import CombinedUnscaler, FlatGrads, MasterWeights, Unscaler
+from amplab.scalers import CombinedUnscaler, FlatGrads, MasterWeights, Unscaler, local_shard
 
 __all__ = ["HookedOptimizer"]
 
@@ -80,6 +81,7 @@ class HookedOptimizer:
         masters: the float32 masters of its half parameters.
         outcome: of the last step.
         copies_shared: as `ReachedGradients`.
+        rank_groups: the ranks that hold the shards of its parameters; empty if this rank holds all elements.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class HookedOptimizer:
         self._unscaler, self._into_masters = unscaler(), unscaler()
         self._reducer = reducer
         self.copies_shared = reducer is not None or type(self._unscaler) is Unscaler
+        self.rank_groups: tuple[RankGroup, ...] = ()
         self._params: list[Tensor] = []
         self._own: list[Tensor] = []
         self._scaled_by: float | None = None
@@ -203,6 +206,9 @@ class HookedOptimizer:
         masters = {id(pair.master) for pair in self.masters.pairs}
         self._params = self._current_params()
         self._own = [param for param in self._params if id(param) not in masters]
+        self.rank_groups = rank_groups(self._own)
+        if self.rank_groups:  # a flat buffer has no DTensor as its part
+            self._unscaler = Unscaler()
 
     def _follow_edits(self) -> None:
         """Copy what was written to the model since `initialize` or ``load_state_dict`` to the masters, once."""
@@ -265,9 +271,9 @@ class HookedOptimizer:
         """Unscale the new gradients, add those in ``aside``, and bring half ones to the float32 masters.
 
         Returns:
-            found_inf: ``(1,)`` float32, 1.0 if a gradient is inf or NaN.
+            found_inf: ``(1,)`` float32, 1.0 if a gradient is inf or NaN, of sharded ones on any rank.
 
-        Sync: none.
+        Sync: none; one on the CPU if gradients are sharded.
         """
         if self._scaled_by is not None:
             self._add_scaled(aside, scale)
@@ -281,7 +287,7 @@ class HookedOptimizer:
             for pair in self.masters.pairs:
                 pair.model.grad = None
             self._into_masters.settle(self._masters())
-        return found_inf
+        return agree_on_found_inf(found_inf, self.rank_groups)
 
     def _average(self) -> None:
         """Average the new gradients over ranks; their own flat buffer is the one in which they are then unscaled."""
@@ -295,13 +301,14 @@ class HookedOptimizer:
     def first_nonfinite(self) -> Tensor | None:
         """Return the model's parameter whose non-finite gradient the backward reached first.
 
-        That is the last one in the model's order, the nearest to the loss. Sync: one for each parameter checked.
+        That is the last one in the model's order, the nearest to the loss. Of sharded gradients only the shards of this
+        rank are read. Sync: one for each parameter checked.
         """
         for param in reversed(self._current_params()):
             grad = param.grad
             if grad is not None and grad.is_sparse:
                 grad = grad.coalesce().values()
-            if grad is not None and not grad.isfinite().all():
+            if grad is not None and not local_shard(grad).isfinite().all():
                 return next((pair.model for pair in self.masters.pairs if pair.master is param), param)
         return None
 

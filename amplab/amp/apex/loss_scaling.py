@@ -293,6 +293,7 @@ class LossScaling:
         """The body of `Session.scale_loss`; see there for the arguments."""
         scaler = self.scaler(loss_id)
         hooked = self._hooked(optimizers, scaler)
+        self._hooks.refuse_sharded_since()
         scale = scaler.scale
         if scale == 1.0 and self._nothing_to_do(scaler, hooked):
             yield loss.float()

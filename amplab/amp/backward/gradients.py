@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from amplab.kernels import unscale_add
-from amplab.scalers import Unscaler, inverse_scale
+from amplab.scalers import Unscaler, inverse_scale, local_shard
 
 __all__ = [
     "ReachedGradients",
@@ -177,7 +177,7 @@ def add_unscaled(
     summed = {id(old.param) for old, _ in sums}
     found_inf = unscaler.unscale_([param for param in params if id(param) not in summed], scale, found_inf=found_inf)
     for device in dict.fromkeys(old.grad.device for old, _ in sums):
-        here = [(new, old.grad) for old, new in sums if old.grad.device == device]
+        here = [(local_shard(new), local_shard(old.grad)) for old, new in sums if old.grad.device == device]
         found_here = torch.zeros(1, device=device)
         unscale_add([new for new, _ in here], [old for _, old in here], found_here, inverse_scale(scale, device))
         found_inf = torch.maximum(found_inf, found_here.to(found_inf.device))
