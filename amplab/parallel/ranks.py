@@ -109,7 +109,7 @@ def on_this_rank_alone(model: nn.Module, wrappers: Sequence[DistributedDataParal
     sync_buffers = {each: each.require_forward_param_sync for each in found}
     with ExitStack() as stack:
         for each in found:
-            stack.enter_context(each.no_sync())  # type: ignore[no-untyped-call]
+            stack.enter_context(each.no_sync())
             each.require_forward_param_sync = False  # no_sync leaves the broadcast of buffers to the next forward
         try:
             yield
