@@ -5,7 +5,8 @@
 
 A checkpoint is written every few seconds and when the run pauses, and takes at most a hundredth of the time. It says
 how long the log was then: a continued run has a new log, which begins with that part of the old one. A folder keeps the
-checkpoints of the last `KEPT` runs. A run that another process still trains is not offered: its log is locked.
+checkpoints of the last `KEPT` runs. No run is offered while its process lives, even after a reset: a process locks the
+log of each of its runs that has a checkpoint until it ends.
 
 Several ranks have one checkpoint, that of rank 0 (see `rank_logs`). When torchrun has started them again, each
 continues its own log from there; the logs as they were are in the folder attempt-0, attempt-1, …
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -49,6 +51,9 @@ EVERY_SECONDS = 5.0
 """Seconds from one checkpoint to the next, at least."""
 
 _SHARE = 0.01
+
+_guard = threading.Lock()
+_held: dict[Path, int] = {}  # the logs that this process has locked
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,6 @@ class Checkpoints:
         self._due = time.monotonic() + EVERY_SECONDS
         self._step = -1  # of the last checkpoint
         self._gave_up = False
-        self._lock = _locked(log)
 
     @property
     def is_due(self) -> bool:
@@ -131,9 +135,11 @@ class Checkpoints:
         if self._gave_up or experiment.steps_done == self._step:
             return
         began = time.monotonic()
-        experiment.save(self.path, {"log_bytes": self.log.stat().st_size, "saved": datetime.now().isoformat()})
-        if self._step < 0:
-            _prune(self.log.parent)
+        with _guard:
+            _hold(self.log)
+            experiment.save(self.path, {"log_bytes": self.log.stat().st_size, "saved": datetime.now().isoformat()})
+            if self._step < 0:
+                _prune(self.log.parent)
         self._step = experiment.steps_done
         ended = time.monotonic()
         self._due = ended + max(EVERY_SECONDS, (ended - began) / _SHARE)
@@ -141,16 +147,6 @@ class Checkpoints:
     def give_up(self) -> None:
         """Write no more, as after a failure."""
         self._gave_up = True
-
-    def close(self) -> None:
-        """Release the log: other processes may continue the run."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-    def __del__(self) -> None:
-        """Release the log."""
-        self.close()
 
 
 def checkpoint_of_launch(folder: Path, place: Rank) -> Checkpoint | None:
@@ -221,19 +217,21 @@ def _newest_first(folder: Path) -> Iterator[Path]:
 
 
 def _prune(folder: Path) -> None:
+    """Remove all checkpoints but the latest, and unlock the logs of runs without one."""
     for path in list(_newest_first(folder))[KEPT:]:
         with suppress(OSError):
             path.unlink()
+    for log in [log for log in _held if not log.with_suffix(SUFFIX).exists()]:
+        os.close(_held.pop(log))
 
 
-def _locked(log: Path) -> int | None:
-    """Lock a log until the descriptor is closed, or its process ends in whatever way."""
-    if fcntl is None:
-        return None
-    descriptor = os.open(log, os.O_RDONLY)
+def _hold(log: Path) -> None:
+    """Lock a log until this process ends, in whatever way."""
+    if fcntl is None or log in _held:
+        return
+    _held[log] = os.open(log, os.O_RDONLY)
     with suppress(OSError):  # as on some network drives
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return descriptor
+        fcntl.flock(_held[log], fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _is_locked(log: Path) -> bool:

@@ -27,7 +27,7 @@ export class OwnSelections {
   }
 }
 
-/** Listen on the canvas of a chart; `actions` are setRange, select and changed, and `view` is the state that is drawn. */
+/** Listen on the canvas of a chart; `actions` are setRange, zoomOut, select, changed and speak, and `view` is the state that is drawn. */
 export function listenToChart(chart, view, actions) {
   listenToPointer(chart, view, actions);
   listenToKeys(chart.canvas, view, actions);
@@ -73,7 +73,7 @@ function listenToPointer(chart, view, { setRange, select, changed }) {
   canvas.addEventListener("blur", leave);
 }
 
-function listenToKeys(canvas, view, { setRange, select, changed, speak }) {
+function listenToKeys(canvas, view, { setRange, zoomOut, select, changed, speak }) {
   const span = () => {
     const { low, high } = windowOf(view.range, view.count);
     return high - low;
@@ -85,7 +85,7 @@ function listenToKeys(canvas, view, { setRange, select, changed, speak }) {
     const rows = view.shown.filter((row) => row[3] & SKIPPED && sign * (row[0] - from()) > 0);
     if (rows.length) read(rows.at(sign > 0 ? 0 : -1)[0]);
   };
-  const zoom = (factor) => setRange(zoomed(view.range, factor, from(), view.count));
+  const zoomIn = () => setRange(zoomed(view.range, 0.5, from(), view.count));
   const keys = {
     ArrowLeft: () => move(-1),
     ArrowRight: () => move(1),
@@ -95,9 +95,9 @@ function listenToKeys(canvas, view, { setRange, select, changed, speak }) {
     p: () => skip(-1),
     PageUp: () => setRange(panned(view.range, -0.5, view.count)),
     PageDown: () => setRange(panned(view.range, 0.5, view.count)),
-    "+": () => zoom(0.5),
-    "=": () => zoom(0.5),
-    "-": () => zoom(2),
+    "+": zoomIn,
+    "=": zoomIn,
+    "-": () => zoomOut(from()),
     0: () => setRange(null),
     Enter: () => select(from()),
     Escape: () => { read(null); select(null); },
