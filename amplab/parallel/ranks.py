@@ -19,7 +19,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Rank", "agreed_text", "data_parallel", "on_this_rank_alone", "texts_of_ranks", "this_rank"]
+__all__ = [
+    "Rank",
+    "agreed_text",
+    "data_parallel",
+    "exchanges_in_forward",
+    "on_this_rank_alone",
+    "texts_of_ranks",
+    "this_rank",
+]
 
 
 @dataclass(frozen=True)
@@ -104,7 +112,10 @@ def on_this_rank_alone(model: nn.Module, wrappers: Sequence[DistributedDataParal
     if this_rank() is None:
         yield
         return
-    _refuse_exchange_in_forward(model)
+    if exchanging := exchanges_in_forward(model):
+        raise RuntimeError(
+            f"{exchanging} exchanges values with the other ranks in its forward: a step cannot run alone."
+        )
     found = dict.fromkeys([*wrappers, *data_parallel(model)])
     sync_buffers = {each: each.require_forward_param_sync for each in found}
     with ExitStack() as stack:
@@ -118,15 +129,16 @@ def on_this_rank_alone(model: nn.Module, wrappers: Sequence[DistributedDataParal
                 each.require_forward_param_sync = value
 
 
-def _refuse_exchange_in_forward(model: nn.Module) -> None:
+def exchanges_in_forward(model: nn.Module) -> str:
+    """Return the module whose forward waits for the other ranks, such as a SyncBatchNorm, in words; "" for none."""
+    if this_rank() is None:
+        return ""
     for name, module in model.named_modules():
-        # SyncBatchNorm, torch's or apex's, and the modules of FSDP: torch and amplab have several classes of each
+        # By name: torch and amplab have a SyncBatchNorm each, and importing FSDP takes long
         kinds = {kind.__name__ for kind in type(module).__mro__}
         if kinds & {"SyncBatchNorm", "FSDPModule", "FullyShardedDataParallel"}:
-            raise RuntimeError(
-                f"{name or 'the model'} is a {type(module).__name__}, whose forward exchanges values with the other "
-                "ranks: a step cannot run on one rank alone."
-            )
+            return f"{name or 'the model'}, a {type(module).__name__},"
+    return ""
 
 
 def _store() -> Any:

@@ -86,7 +86,8 @@ def with_synchronized_batchnorm(rank: int, folder: Path) -> str:
 
 
 def several_runs(rank: int, folder: Path) -> list[list[list[float]]]:
-    assert "SyncBatchNorm, whose forward exchanges" in with_synchronized_batchnorm(rank, folder / "synchronized")
+    failure = with_synchronized_batchnorm(rank, folder / "synchronized")
+    assert "SyncBatchNorm, exchanges values with other ranks" in failure
     return [
         with_scaler(rank, folder / "wrapped", True),
         with_scaler(rank, folder / "inner", False),
