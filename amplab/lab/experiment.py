@@ -49,11 +49,13 @@ from amplab.lab.config import (
 )
 from amplab.lab.events import GradientRecord, MixedScales, StepRecord
 from amplab.lab.models import build_model
+from amplab.lab.past_skips import PastSkip, PastSkips
 from amplab.lab.rank_exchange import RankExchange
 from amplab.lab.step_rerun import StepRerun
 from amplab.lab.step_stages import StageRecorder, StepStages
 from amplab.lab.tasks import MakeOptimizer, Task, TaskLoss, load_task
 from amplab.policies.nested_tensors import floating_tensors_in, map_tensors
+from amplab.scalers import ScaleState
 from amplab.trace import Trace, trace_step, xray
 from amplab.trace.handed_step import ModelGroup
 from amplab.trace.kept_tensors import KeptBytes
@@ -140,6 +142,9 @@ class Experiment:
         self._last_loss_id = 0
         self._mixed_scales: MixedScales | None = None
         self._recorder: StageRecorder | None = None
+        self._past = PastSkips()
+        self._scalers_before: tuple[ScaleState, ...] = ()
+        self._given: Sequence[Any] | None = None  # batches of a step that runs again
 
     @property
     def config(self) -> ExperimentConfig:
@@ -203,7 +208,11 @@ class Experiment:
         self._scaled.clear()
         if self._exchange is not None:
             self._exchange.begin_step([*self._model.buffers()])
-        batches = [self._batch(self._step, number, self._faults) for number in range(self._config.accumulate)]
+        was_skipped = self._last is not None and self._last.skipped
+        self._scalers_before = tuple(scaler.state for scaler in self._session.scalers)
+        batches = self._given or [
+            self._batch(self._step, number, self._faults) for number in range(self._config.accumulate)
+        ]
         self._rerun.forget()
         self._rerun.remember(batches[0] if len(batches) == 1 else batches)
         losses, exponents = list[Tensor](), list[float]()
@@ -216,6 +225,8 @@ class Experiment:
             optimizer.step()
         record = self._record(losses, exponents, self._began)
         self._last = record
+        if record.skipped and self._given is None and self._exchange is None:  # a rank cannot run again by itself
+            self._past.keep(self._weights(), is_same=was_skipped and len(self._optimizers) == 1, make=self._past_skip)
         self._loss_scale = self._lowest_scale()
         self._faults.clear()
         self._step += 1
@@ -289,6 +300,7 @@ class Experiment:
                 self._session.load_state_dict(_with_upper_limit(kept, config.max_loss_scale))
             self._loss_scale = self._lowest_scale()
             self._measure_memory_until = self._step + 2
+            self._rerun = StepRerun(self._model, None, self._loss_again, self._session)  # of the level's buffers
         self._set_rates(config)
         self._config = config
 
@@ -409,6 +421,43 @@ class Experiment:
         """
         skip = self.last_skip
         return None if skip is None else self._rerun.first_nonfinite(skip.loss_scale)
+
+    @property
+    def past_skips(self) -> PastSkips:
+        """The skipped steps that can run again, in an experiment that becomes as this one was."""
+        return self._past
+
+    def become(self, skip: PastSkip) -> None:
+        """Take the state in which another experiment of the same config began a step that it skipped.
+
+        Then `explain_skip` explains that step, and `step` or `step_in_stages` takes it again, once.
+        """
+        with torch.no_grad():
+            for mine, its in zip(self._weights(), skip.weights, strict=True):
+                mine.copy_(its)
+        for scaler, state in zip(self._session.scalers, skip.scalers, strict=True):
+            scaler.state = state
+        self._rerun.begin_as(skip.beginning)
+        batch = skip.beginning.begun[0].batch
+        self._given = batch if self._config.accumulate > 1 else [batch]
+        self._step, self._last, self._last_loss_id = skip.record.step, skip.record, skip.loss_id
+        faults = {*(skip.record.injected or "").split("+")}
+        self._faults, self._shrinking = faults & {"overflow", "nan"}, "underflow" in faults
+
+    def _past_skip(self, weights: tuple[Tensor, ...]) -> PastSkip:
+        """Return the step that has just been skipped."""
+        if self._last is None:
+            raise RuntimeError("no step can run again: expected one that has just ended.")
+        return PastSkip(
+            self._last, self._config, self._last_loss_id, self._scalers_before, self._rerun.beginning(), weights
+        )
+
+    def _weights(self) -> list[Tensor]:
+        """Return the model's parameters, and what the optimizers step instead: masters."""
+        weights: list[Tensor] = list(self._model.parameters())
+        known = {id(each) for each in weights}
+        stepped = (each for optimizer in self._optimizers for each in self._session.master_params(optimizer))
+        return weights + [each for each in stepped if id(each) not in known]
 
     def _loss_again(self, given: Any) -> Tensor:
         """Return the loss that was skipped in the last step, with the faults that went into it."""

@@ -98,14 +98,15 @@ def with_explained(
 
     Args:
         found: in the run.
-        explained: step and finding, in order. Each says in which step it was first found, and how many skips it
+        explained: step and finding, in any order. Each says in which step it was first found, and how many skips it
             explains: those from its step to the next explained one of the same row of skips, and those before the
             first explained one of a row.
         skips: the skipped steps, in order.
     """
     found = list(found)
     names = {each.name for each in found}
-    explained = [(step, each) for step, each in explained if each.op or each.module or each.name not in names]
+    in_order = sorted(explained, key=lambda each: each[0])  # a step left over is explained after later ones
+    explained = [(step, each) for step, each in in_order if each.op or each.module or each.name not in names]
     explains: dict[tuple[str, ...], list[int]] = {}
     for skip, each in _explanations(explained, skips):
         explains.setdefault(_key(each), []).append(skip)

@@ -24,6 +24,7 @@ __all__ = [
     "agreed_text",
     "data_parallel",
     "exchanges_in_forward",
+    "has_other_ranks",
     "on_this_rank_alone",
     "texts_of_ranks",
     "this_rank",
@@ -45,9 +46,14 @@ class Rank:
     launch: str = ""
 
 
+def has_other_ranks() -> bool:
+    """Return whether several processes train together. Sync: none."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def this_rank() -> Rank | None:
     """Return the rank of this process; None if it trains alone. Sync: none."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
+    if not has_other_ranks():
         return None
     return Rank(dist.get_rank(), dist.get_world_size(), _launch())
 

@@ -37,6 +37,7 @@ from amplab.amp.backward.optimizer_params import cast_state, follow_model, repla
 from amplab.amp.backward.records import ScaleRecord, StepOutcome
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.parallel.combined_reducer import CombinedReducer
+from amplab.parallel.ranks import has_other_ranks
 from amplab.parallel.shards import RankGroup, agree_on_found_inf, rank_groups
 from amplab.policies.casting.thread_scopes import is_running, resume_casts, suspend_casts
 from amplab.scalers import CombinedUnscaler, FlatGrads, MasterWeights, Unscaler, local_shard
@@ -124,7 +125,8 @@ class HookedOptimizer:
         for pair in self.masters.pairs:
             if pair.model in uncast:  # the values before rounding
                 values, grad = uncast[pair.model]
-                if self._reducer is not None or not _has_other_ranks():
+                # Else a wrapper may send the half weights of rank 0 to the others.
+                if self._reducer is not None or not has_other_ranks():
                     pair.master.data = values.float()
                 pair.master.grad = None if grad is None else grad.float()
                 pair.model.grad = None
@@ -240,6 +242,12 @@ class HookedOptimizer:
         if self._reducer is not None:
             self._reducer.follow(self._own, halves)
         return [*self._own, *halves]
+
+    def factor_in_place(self, scale: float) -> float | None:
+        """Return the factor of gradients that are scaled already, which the coming backward averages over ranks."""
+        if self._scaled_by is None or self._reducer is not None or not has_other_ranks():
+            return None
+        return scale / self._scaled_by
 
     def begin_averaging(self) -> None:
         """Average gradients over ranks during the backward. If there are some kept scaled, after it, with their sum."""
@@ -433,7 +441,7 @@ class HookedOptimizer:
         if self._scaled_by is not None and self._overflow is None:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() with gradients still scaled by {self._scaled_by}: the last "
-                "backward before a step must run in scale_loss without delay_unscale=True."
+                "backward before a step must run in scale_loss without delay_unscale=True, and not under no_sync()."
             )
         pairs = self.masters.pairs
         if all(pair.master.grad is None for pair in pairs) and any(pair.model.grad is not None for pair in pairs):
@@ -448,9 +456,3 @@ def _outcome_of_skip(record: ScaleRecord) -> StepOutcome:
     where = f", first in the gradient of {record.first_nonfinite}" if record.first_nonfinite else ""
     reason = f"gradient overflow at loss scale {record.loss_scale} of loss scaler {record.loss_id}{where}"
     return StepOutcome(False, reason, record.first_nonfinite)
-
-
-def _has_other_ranks() -> bool:
-    """Whether several processes train together; a wrapper may then send the half weights of rank 0 to the others."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

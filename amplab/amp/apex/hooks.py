@@ -20,6 +20,7 @@ from amplab.amp.apex.opt_levels import OptProperties
 from amplab.amp.apex.saved_masters import SavedMasters
 from amplab.amp.backward.optimizer_params import cast_state, params_of
 from amplab.amp.backward.records import MemoryUse
+from amplab.amp.backward.seen_wrapper import SeenWrapper
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.parallel.combined_ddp import CombinedDDP
 from amplab.parallel.shards import is_fully_sharded
@@ -108,6 +109,14 @@ class Hooks:
             )
         return hooked
 
+    def await_average(self, hooked: Sequence[HookedOptimizer]) -> bool:
+        """Return whether gradients of these optimizers are not averaged yet: their model's forward was in no_sync."""
+        waiting = [model for model, held in self._models.items() if not held.wrapper.averages]
+        if not waiting:
+            return False
+        stepped = {param for each in hooked for param in each.model_params}
+        return any(param in stepped for model in waiting for param in model.parameters())
+
     def refuse_sharded_since(self) -> None:
         """Refuse models that were sharded after `initialize`: their optimizers have parameters of no model.
 
@@ -188,6 +197,7 @@ class HookedModel:
         ddp: averages gradients over ranks; None for one process, and under DistributedDataParallel.
 
     Attributes:
+        wrapper: whether a DistributedDataParallel around the model averages its gradients.
         was_sharded: whether ``fully_shard`` was called on it before the hooks were added.
     """
 
@@ -208,7 +218,8 @@ class HookedModel:
         self._prefix = prefix
         self.was_sharded = is_fully_sharded(model)
         self._forward = forward
-        self._handles: list[Any] = [*forward.register(model)]
+        self.wrapper = SeenWrapper()
+        self._handles: list[Any] = [*self.wrapper.register(model), *forward.register(model)]
         self._handles += register_module_rules(model, policy, weights_dtype=weights_dtype if self._half else None)
         if self._half:
             self._handles += SavedMasters(masters).register(model)

@@ -298,11 +298,11 @@ class LossScaling:
         if scale == 1.0 and self._nothing_to_do(scaler, hooked):
             yield loss.float()
             return
-        with ScaledBackward(hooked) as backward:
+        with ScaledBackward(hooked, scale) as backward:
             for each in () if delay_unscale else hooked:
                 each.begin_averaging()
             yield loss.float() * scale
-            if delay_unscale:
+            if delay_unscale or self._hooks.await_average(hooked):
                 for each, aside in backward.aside:
                     each.keep_scaled(aside, scale)
                 return

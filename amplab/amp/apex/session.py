@@ -440,7 +440,8 @@ class Session:
             optimizers: the optimizer, or a list of all optimizers, whose parameters this backward reaches.
             loss_id: number of the loss scaler, < ``num_losses``.
             model: not used, as in apex.
-            delay_unscale: keep gradients scaled; a later backward before the step unscales them all.
+            delay_unscale: keep gradients scaled; a later backward before the step unscales them all. Under ``no_sync``
+                of DistributedDataParallel it is True.
             delay_overflow_check: let the next backward of this ``loss_id`` check gradients and move the scale.
 
         Raises:

@@ -40,6 +40,7 @@ from amplab.amp.pytorch.optimizer_gradients import (
 )
 from amplab.amp.pytorch.step_report import NO_STEP_YET, STEPPED, ScaleSubscribers, StepReport
 from amplab.optimizers import FusedOptimizer
+from amplab.parallel.ranks import has_other_ranks
 from amplab.parallel.shards import agree_on_found_inf
 from amplab.scalers import ScaleRule
 from amplab.scalers.rules import require_number
@@ -77,6 +78,10 @@ class _Reached:
 
     def before_backward(self) -> list[Tensor]:
         return self.params
+
+    def factor_in_place(self, scale: Tensor) -> Tensor | None:
+        """Return the factor of gradients that a backward under no_sync may have left without an average."""
+        return scale if has_other_ranks() else None
 
     def after_failed_backward(self) -> None:
         """Do nothing: the gradients are restored already."""
@@ -506,10 +511,11 @@ class GradScaler(torch.amp.GradScaler):
         for each in self._scales:
             if each.scale is None:
                 each.put_on(loss.device)
-        with ScaledBackward(reached) as backward:
+        scale = own.put_on(loss.device) if own.scale is None else own.scale
+        with ScaledBackward(reached, scale) as backward:
             yield own.times(loss)
             with bookkeeping(), torch.no_grad():
-                found = _unscale_new(backward.aside, own.put_on(loss.device) if own.scale is None else own.scale)
+                found = _unscale_new(backward.aside, scale)
         for optimizer, found_inf in found.items():
             self._note(optimizer, loss_id, found_inf)
 
