@@ -87,7 +87,7 @@ def with_synchronized_batchnorm(rank: int, folder: Path) -> str:
 
 def several_runs(rank: int, folder: Path) -> list[list[list[float]]]:
     failure = with_synchronized_batchnorm(rank, folder / "synchronized")
-    assert "SyncBatchNorm, exchanges values with other ranks" in failure
+    assert "SyncBatchNorm, exchanges values with the other ranks" in failure
     return [
         with_scaler(rank, folder / "wrapped", True),
         with_scaler(rank, folder / "inner", False),
