@@ -12,7 +12,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import FunctionType
@@ -27,6 +27,7 @@ from amplab.launch import (
     copy_lessons,
     find_lessons,
     launch,
+    launch_ranks,
     lessons_directory,
     plan_launch,
 )
@@ -102,13 +103,24 @@ def train_in_terminal(options: argparse.Namespace) -> int:
     """Train without a browser."""
     from amplab.lab import FIELDS, ExperimentConfig
     from amplab.lab.console import train
+    from amplab.lab.rank_training import is_one_of_several, train_on_ranks
 
-    words = {name: getattr(options, name) for name in FIELDS}
+    words = {name: word for name in FIELDS if (word := getattr(options, name)) is not None}
     try:
-        config = ExperimentConfig(**{name: FIELDS[name].read(word) for name, word in words.items() if word is not None})
-        return train(config, steps=options.steps, log_path=options.log).exit_status
+        config = ExperimentConfig(**{name: FIELDS[name].read(word) for name, word in words.items()})
+        if options.nproc is not None:
+            return launch_ranks(options.nproc, _train_words(options, words), restarts=options.max_restarts or 0)
+        run = train_on_ranks if is_one_of_several() else train
+        return run(config, steps=options.steps, log_path=options.log).exit_status
     except (ValueError, ImportError, RuntimeError) as error:  # the last if kernels are required and cannot be built
         return refuse(options, error)
+
+
+def _train_words(options: argparse.Namespace, fields: Mapping[str, str]) -> list[str]:
+    """Return the command that each rank runs."""
+    words = ["amplab", "train", "--steps", str(options.steps)]
+    words += [] if options.log is None else ["--log", str(options.log)]
+    return words + [f"--{name.replace('_', '-')}={word}" for name, word in fields.items()]
 
 
 def bench(options: argparse.Namespace) -> int:
@@ -322,9 +334,12 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     parser.description = "Train one model and print its loss, its loss scale and every skipped step."
     parser.epilog = "Numbers can be written as 65536, 2**16 or 1e4."
     parser.add_argument("--steps", type=parse_count, default=300, metavar="300", help="training steps (default: 300)")
-    parser.add_argument(
-        "--log", type=Path, metavar="PATH", help="file or folder of the run log (default: ~/.amplab/runs)"
-    )
+    text = "file or folder of the run log (default: ~/.amplab/runs); --run-log under torchrun, which has a --log-dir"
+    parser.add_argument("--log", "--run-log", type=Path, metavar="PATH", help=text)
+    text = "processes that train together, each on batches of its own (default: this one)"
+    parser.add_argument("--nproc", type=parse_count, metavar="2", help=text)
+    text = "with --nproc: how often all processes start again from the last checkpoint if one dies (default: 0)"
+    parser.add_argument("--max-restarts", type=parse_count, metavar="3", help=text)
     for name, field in FIELDS.items():
         text = f"{field.help} (default: {field.default_text})"
         parser.add_argument(f"--{name.replace('_', '-')}", metavar=field.example_text, help=text)

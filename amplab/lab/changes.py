@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from amplab.lab.config import FIELDS, ConfigField, ExperimentConfig
 
-__all__ = ["RunChange", "config_changes", "fault_change", "start_change"]
+__all__ = ["RunChange", "config_changes", "fault_change", "restart_change", "start_change"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,8 @@ class RunChange:
 
     Attributes:
         step: first step with it.
-        field: the field of the config, "fault" for an injected fault, "start" for what the run begins with.
+        field: the field of the config, "fault" for an injected fault, "start" for what the run begins with, "restart"
+            if its processes were started again.
         label: the new value in a few letters, for a mark on a chart.
         text: what changed, from and to.
     """
@@ -62,6 +63,11 @@ def fault_change(fault: str, step: int, *, on: bool) -> RunChange:
     """
     state = f" {'on' if on else 'off'}" if fault == "underflow" else ""
     return RunChange(step, "fault", f"{fault}{state}", f"injected {fault}{':' * bool(state)}{state}")
+
+
+def restart_change(step: int) -> RunChange:
+    """Return the change that a restart of the processes is: the run continued from the checkpoint of `step`."""
+    return RunChange(step, "restart", "restart", f"restarted from the checkpoint of step {step}")
 
 
 def _follows_level(field: ConfigField, previous: ExperimentConfig, config: ExperimentConfig) -> bool:

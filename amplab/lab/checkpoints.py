@@ -5,30 +5,40 @@
 
 A checkpoint is written every few seconds and when the run pauses, and takes at most a hundredth of the time. It says
 how long the log was then: a continued run has a new log, which begins with that part of the old one. A folder keeps the
-checkpoints of the last `KEPT` runs. A run that another process still trains is not offered: its log is locked.
+checkpoints of the last `KEPT` runs. No run is offered while its process lives, even after a reset: a process locks the
+log of each of its runs that has a checkpoint until it ends.
+
+Several ranks have one checkpoint, that of rank 0 (see `rank_logs`). When torchrun has started them again, each
+continues its own log from there; the logs as they were are in the folder attempt-0, attempt-1, …
 """
 
 from __future__ import annotations
 
+import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 
 from amplab.amp.run_state.file_format import RunStateError, read_run_state
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.experiment import Experiment
-from amplab.lab.run_log import free_path
+from amplab.lab.rank_exchange import RankExchange
+from amplab.lab.rank_logs import rank_log
+from amplab.lab.run_log import free_path, load_run
+from amplab.parallel.ranks import Rank
 
 try:
     import fcntl
 except ImportError:  # Windows: a run in another kernel is offered, too, and continues there as well
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["KEPT", "Checkpoint", "Checkpoints", "last_checkpoint"]
+__all__ = ["EVERY_SECONDS", "KEPT", "Checkpoint", "Checkpoints", "checkpoint_of_launch", "last_checkpoint"]
 
 KEPT = 5
 """Runs of a folder whose checkpoint is kept."""
@@ -37,8 +47,13 @@ SUFFIX = ".checkpoint"
 LONGEST_AGO = 24 * 3600.0
 """Seconds after which a checkpoint is not offered any more."""
 
-_EVERY_SECONDS = 5.0
+EVERY_SECONDS = 5.0
+"""Seconds from one checkpoint to the next, at least."""
+
 _SHARE = 0.01
+
+_guard = threading.Lock()
+_held: dict[Path, int] = {}  # the logs that this process has locked
 
 
 @dataclass(frozen=True)
@@ -67,15 +82,20 @@ class Checkpoint:
         """The log of the run."""
         return self.path.with_suffix(".jsonl")
 
-    def restore(self) -> tuple[Experiment, Path]:
+    def restore(self, exchange: RankExchange | None = None) -> tuple[Experiment, Path]:
         """Return the experiment, and a new log with everything up to this step.
+
+        Args:
+            exchange: With the other ranks, which restore the same checkpoint; the log is then that of this rank.
 
         Raises:
             OSError: A file cannot be read or written.
             RunStateError: The checkpoint is damaged.
             ValueError: It belongs to another version of the config.
         """
-        experiment, extra = Experiment.load(self.path)
+        experiment, extra = Experiment.load(self.path, exchange=exchange)
+        if exchange is not None:
+            return experiment, _begin_again(rank_log(self.path.parent, exchange.place.rank), self.step)
         new = free_path(self.log)
         with self.log.open("rb") as old, new.open("xb") as log:
             log.write(old.read(extra["log_bytes"]))
@@ -96,10 +116,9 @@ class Checkpoints:
     def __init__(self, log: Path) -> None:
         self.log = log
         self.path = log.with_suffix(SUFFIX)
-        self._due = time.monotonic() + _EVERY_SECONDS
+        self._due = time.monotonic() + EVERY_SECONDS
         self._step = -1  # of the last checkpoint
         self._gave_up = False
-        self._lock = _locked(log)
 
     @property
     def is_due(self) -> bool:
@@ -116,26 +135,64 @@ class Checkpoints:
         if self._gave_up or experiment.steps_done == self._step:
             return
         began = time.monotonic()
-        experiment.save(self.path, {"log_bytes": self.log.stat().st_size, "saved": datetime.now().isoformat()})
-        if self._step < 0:
-            _prune(self.log.parent)
+        with _guard:
+            _hold(self.log)
+            experiment.save(self.path, {"log_bytes": self.log.stat().st_size, "saved": datetime.now().isoformat()})
+            if self._step < 0:
+                _prune(self.log.parent)
         self._step = experiment.steps_done
         ended = time.monotonic()
-        self._due = ended + max(_EVERY_SECONDS, (ended - began) / _SHARE)
+        self._due = ended + max(EVERY_SECONDS, (ended - began) / _SHARE)
 
     def give_up(self) -> None:
         """Write no more, as after a failure."""
         self._gave_up = True
 
-    def close(self) -> None:
-        """Release the log: other processes may continue the run."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
 
-    def __del__(self) -> None:
-        """Release the log."""
-        self.close()
+def checkpoint_of_launch(folder: Path, place: Rank) -> Checkpoint | None:
+    """Return the checkpoint from which ranks that torchrun has started again continue; None if there is none yet.
+
+    Args:
+        folder: Where the runs are, or the folder of the run.
+        place: This rank; the run is the latest one of its launch.
+
+    Raises:
+        ValueError: The run had another number of ranks.
+    """
+    paths = [*folder.glob(f"rank-0{SUFFIX}"), *folder.glob(f"*/rank-0{SUFFIX}")]
+    for path in sorted(paths, key=lambda each: each.stat().st_mtime, reverse=True):
+        saved = _read(path)
+        run = load_run(saved.log)
+        if run.launch != place.launch:
+            continue
+        if run.world_size != place.world_size:
+            raise ValueError(
+                f"{path}: a run on {run.world_size} ranks, and there are {place.world_size} now; expected as many, as "
+                "each trains its own share of the data. Start torchrun with the same --nproc-per-node and --nnodes."
+            )
+        return saved
+    return None
+
+
+def _begin_again(log: Path, step: int) -> Path:
+    """Move the log of a rank aside, and write it again up to a step."""
+    aside = next(each for number in count() if not (each := log.parent / f"attempt-{number}" / log.name).exists())
+    aside.parent.mkdir(exist_ok=True)
+    log.rename(aside)
+    with aside.open("rb") as old, log.open("xb") as new:
+        new.write(next(old))
+        for line in old:
+            entry = json.loads(line) if line.endswith(b"\n") else None
+            if entry is not None and (entry["step"] if isinstance(entry, dict) else entry[0]) < step:
+                new.write(line)
+    return log
+
+
+def _read(path: Path) -> Checkpoint:
+    state = read_run_state(path)
+    extra = state["extra"]
+    config = ExperimentConfig.parse(extra["config"])
+    return Checkpoint(path, config, state["position"], datetime.fromisoformat(extra["saved"]))
 
 
 def last_checkpoint(folder: Path) -> Checkpoint | None:
@@ -147,10 +204,7 @@ def last_checkpoint(folder: Path) -> Checkpoint | None:
             log = path.with_suffix(".jsonl")
             if not log.is_file() or _is_locked(log):
                 continue
-            state = read_run_state(path)
-            extra = state["extra"]
-            config = ExperimentConfig.parse(extra["config"])
-            return Checkpoint(path, config, state["position"], datetime.fromisoformat(extra["saved"]))
+            return _read(path)
     return None
 
 
@@ -163,19 +217,21 @@ def _newest_first(folder: Path) -> Iterator[Path]:
 
 
 def _prune(folder: Path) -> None:
+    """Remove all checkpoints but the latest, and unlock the logs of runs without one."""
     for path in list(_newest_first(folder))[KEPT:]:
         with suppress(OSError):
             path.unlink()
+    for log in [log for log in _held if not log.with_suffix(SUFFIX).exists()]:
+        os.close(_held.pop(log))
 
 
-def _locked(log: Path) -> int | None:
-    """Lock a log until the descriptor is closed, or its process ends in whatever way."""
-    if fcntl is None:
-        return None
-    descriptor = os.open(log, os.O_RDONLY)
+def _hold(log: Path) -> None:
+    """Lock a log until this process ends, in whatever way."""
+    if fcntl is None or log in _held:
+        return
+    _held[log] = os.open(log, os.O_RDONLY)
     with suppress(OSError):  # as on some network drives
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return descriptor
+        fcntl.flock(_held[log], fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _is_locked(log: Path) -> bool:

@@ -305,7 +305,7 @@ class ConfigField:
     def default_shown(self, config: ExperimentConfig) -> str:
         """Return the default in a config as the dashboard shows it."""
         if self.name == "lr":
-            return self.shown(replace(config, lr=None).learning_rate)
+            return self.shown(config.usual_learning_rate)
         value = config.default_of(self.name)
         if value is None and self.overrides_level:
             return f"by {config.opt_level}"
@@ -594,11 +594,13 @@ class ExperimentConfig:
 
     @property
     def learning_rate(self) -> float:
-        """The rate in effect: lr, or the default of the optimizer and the task."""
-        if self.lr is not None:
-            return float(self.lr)
-        rates = {**DEFAULT_LR, **task_choice(self.task).learning_rates}
-        return rates[self.optimizer]
+        """The rate in effect: lr, or `usual_learning_rate`."""
+        return self.usual_learning_rate if self.lr is None else float(self.lr)
+
+    @property
+    def usual_learning_rate(self) -> float:
+        """The default rate of the optimizer and the task, at which the task learns."""
+        return {**DEFAULT_LR, **task_choice(self.task).learning_rates}[self.optimizer]
 
     @property
     def level(self) -> Level:
@@ -641,7 +643,7 @@ class ExperimentConfig:
         (False, True, True)
         """
         if name == "lr":
-            return self.learning_rate != replace(self, lr=None).learning_rate
+            return self.learning_rate != self.usual_learning_rate
         return bool(getattr(self, name) != self.default_of(name))
 
     def defaults(self) -> ExperimentConfig:

@@ -12,7 +12,7 @@ from typing import Any
 
 from amplab.diagnose import Finding
 from amplab.lab.changes import config_changes
-from amplab.lab.config import FIELDS, OPTIMIZERS, ExperimentConfig
+from amplab.lab.config import FIELDS, ExperimentConfig
 
 __all__ = ["ConfigRemedy", "config_remedy", "taken_back"]
 
@@ -64,8 +64,8 @@ Changes = Mapping[str, Any] | None
 
 def _smaller_rate(_: Finding, config: ExperimentConfig) -> Changes:
     """The rate at which the optimizer learns well; a tenth if it is not larger than that."""
-    usual = OPTIMIZERS[config.optimizer].lr
-    return {"lr": None if config.learning_rate > usual else config.learning_rate / 10}
+    is_large = config.learning_rate > config.usual_learning_rate
+    return {"lr": None if is_large else config.learning_rate / 10}
 
 
 def _lower_floor_or_smaller_rate(finding: Finding, config: ExperimentConfig) -> Changes:
@@ -79,13 +79,18 @@ def _dynamic_scale(_: Finding, config: ExperimentConfig) -> Changes:
 
 def _dynamic_or_smaller_rate(finding: Finding, config: ExperimentConfig) -> Changes:
     """Where nothing skips, inf comes through an overflow of the static scale, or through the learning rate."""
-    large = config.learning_rate > OPTIMIZERS[config.optimizer].lr
+    large = config.learning_rate > config.usual_learning_rate
     return _smaller_rate(finding, config) if large or config.is_dynamic else _dynamic_scale(finding, config)
 
 
 def _next_level(_: Finding, config: ExperimentConfig) -> Changes:
-    """The level that keeps more ops in float32."""
-    return {"opt_level": {"O3": "O2", "O2": "O1", "O1": "O0"}[config.opt_level]} if config.opt_level != "O0" else None
+    """The level that keeps more ops in float32, or float32's range."""
+    lower = {"O3": "O2", "O2": "O1", "O1": "O0", "autocast-fp16": "autocast-bf16", "autocast-bf16": "O0"}
+    return {"opt_level": lower[config.opt_level]} if config.opt_level in lower else None
+
+
+def _float32(_: Finding, config: ExperimentConfig) -> Changes:
+    return {"opt_level": "O0"} if config.opt_level != "O0" else None
 
 
 def _masters(_: Finding, config: ExperimentConfig) -> Changes:
@@ -129,7 +134,7 @@ _REMEDIES: Mapping[str, Callable[[Finding, ExperimentConfig], Changes]] = {
     "logits-overflow-half": _next_level,
     "reduction-overflows-half": _next_level,
     "variance-in-half": _next_level,
-    "bce-after-sigmoid": _next_level,
+    "bce-after-sigmoid": _float32,  # every level between refuses it
     "constant-underflows-half": _next_level,
     "constant-overflows-half": _next_level,
 }

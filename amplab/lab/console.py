@@ -9,15 +9,17 @@ from __future__ import annotations
 import math
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import TextIO
 
 from amplab.amp import MemoryUse
 from amplab.display.numbers import number, size
+from amplab.lab.checkpoints import Checkpoint
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import StepRecord
+from amplab.lab.rank_exchange import RankExchange
 from amplab.lab.run_log import check_writable, runs_directory
 from amplab.lab.tasks import score_named
 from amplab.lab.trainer import Trainer
@@ -42,7 +44,7 @@ class TrainSummary:
         loss_scale: Scale at the end.
         steps_per_second: Average of the whole run, None before the second step.
         memory: Bytes at the end.
-        log_path: The run log, None if it could not be written.
+        log_path: The run log, of several ranks the folder of their logs; None if it could not be written.
         interrupted: Whether Ctrl+C ended the training.
         failure: The error that ended the training, None without one.
     """
@@ -90,6 +92,8 @@ def train(
     steps: int,
     log_path: str | PathLike[str] | None = None,
     stream: TextIO | None = None,
+    exchange: RankExchange | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> TrainSummary:
     """Train `steps` steps, print the progress and a table of results, and write a run log.
 
@@ -102,6 +106,9 @@ def train(
             path-2 is used instead.
         stream: Where to print, None for the standard output. A terminal gets a bar, anything else a line every two
             seconds.
+        exchange: With the other ranks, if several processes train together; an interrupt of one stops all of them
+            after the same step.
+        checkpoint: Where to continue, None for the start; `steps` counts from the start.
 
     Raises:
         ImportError: The task's data are not installed.
@@ -110,24 +117,39 @@ def train(
     """
     if log_path is not None:
         check_writable(log_path, "--log ", f"Leave --log out to write to {runs_directory()}.")
-    trainer = Trainer(config, log=runs_directory() if log_path is None else log_path)
+    trainer = Trainer(config, log=runs_directory() if log_path is None else log_path, exchange=exchange)
+    if checkpoint is not None:
+        trainer.continue_saved(checkpoint)
+        trainer.wait()
     progress = _Progress(trainer, steps, sys.stdout if stream is None else stream)
     interrupted = False
     try:
-        trainer.start(steps)
+        if len(trainer.history) < steps or checkpoint is None:
+            trainer.start(steps - len(trainer.history))
         while not trainer.wait(_REDRAW_SECONDS):
             progress.show()
     except KeyboardInterrupt:
         interrupted = True
     finally:
-        trainer.pause()
-        trainer.wait()
+        _pause(trainer, exchange)
+    interrupted |= exchange is not None and "stop" in exchange.agreed
     progress.finish(interrupted)
     summary = _summary(trainer, interrupted)
+    if exchange is not None and summary.log_path is not None:
+        summary = replace(summary, log_path=summary.log_path.parent)
     trainer.stop()
     trainer.wait()
     progress.line(f"\n{summary}")
     return summary
+
+
+def _pause(trainer: Trainer, exchange: RankExchange | None) -> None:
+    """Stop training after a step: of several ranks after the same one, since each waits for the others in a step."""
+    if exchange is None:
+        trainer.pause()
+    elif trainer.state == "running":
+        exchange.request("stop")
+    trainer.wait()
 
 
 class _Progress:

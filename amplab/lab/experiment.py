@@ -49,10 +49,13 @@ from amplab.lab.config import (
 )
 from amplab.lab.events import GradientRecord, MixedScales, StepRecord
 from amplab.lab.models import build_model
+from amplab.lab.past_skips import PastSkip, PastSkips
+from amplab.lab.rank_exchange import RankExchange
 from amplab.lab.step_rerun import StepRerun
 from amplab.lab.step_stages import StageRecorder, StepStages
 from amplab.lab.tasks import MakeOptimizer, Task, TaskLoss, load_task
 from amplab.policies.nested_tensors import floating_tensors_in, map_tensors
+from amplab.scalers import ScaleState
 from amplab.trace import Trace, trace_step, xray
 from amplab.trace.handed_step import ModelGroup
 from amplab.trace.kept_tensors import KeptBytes
@@ -108,14 +111,17 @@ class Experiment:
 
     Args:
         config: What to train, and how.
+        exchange: With the other ranks, if several processes train together: each one trains batches of its own and
+            gradients are averaged. n ranks train the same as one process that accumulates n times as many batches.
 
     Raises:
         ImportError: The task's data are not installed.
         ValueError: The batch is larger than the training set.
     """
 
-    def __init__(self, config: ExperimentConfig) -> None:
+    def __init__(self, config: ExperimentConfig, *, exchange: RankExchange | None = None) -> None:
         self._config = config
+        self._exchange = exchange
         self._task = load_task(config.task, config.seed)
         self._task.check_batch_size(config.batch_size)
         self._model = build_model(config.model, config.hidden, config.seed)
@@ -136,6 +142,9 @@ class Experiment:
         self._last_loss_id = 0
         self._mixed_scales: MixedScales | None = None
         self._recorder: StageRecorder | None = None
+        self._past = PastSkips()
+        self._scalers_before: tuple[ScaleState, ...] = ()
+        self._given: Sequence[Any] | None = None  # batches of a step that runs again
 
     @property
     def config(self) -> ExperimentConfig:
@@ -197,7 +206,13 @@ class Experiment:
         if self._began is None:
             self._began = time.perf_counter()
         self._scaled.clear()
-        batches = [self._batch(self._step, number, self._faults) for number in range(self._config.accumulate)]
+        if self._exchange is not None:
+            self._exchange.begin_step([*self._model.buffers()])
+        was_skipped = self._last is not None and self._last.skipped
+        self._scalers_before = tuple(scaler.state for scaler in self._session.scalers)
+        batches = self._given or [
+            self._batch(self._step, number, self._faults) for number in range(self._config.accumulate)
+        ]
         self._rerun.forget()
         self._rerun.remember(batches[0] if len(batches) == 1 else batches)
         losses, exponents = list[Tensor](), list[float]()
@@ -210,6 +225,8 @@ class Experiment:
             optimizer.step()
         record = self._record(losses, exponents, self._began)
         self._last = record
+        if record.skipped and self._given is None and self._exchange is None:  # a rank cannot run again by itself
+            self._past.keep(self._weights(), is_same=was_skipped and len(self._optimizers) == 1, make=self._past_skip)
         self._loss_scale = self._lowest_scale()
         self._faults.clear()
         self._step += 1
@@ -283,6 +300,7 @@ class Experiment:
                 self._session.load_state_dict(_with_upper_limit(kept, config.max_loss_scale))
             self._loss_scale = self._lowest_scale()
             self._measure_memory_until = self._step + 2
+            self._rerun = StepRerun(self._model, None, self._loss_again, self._session)  # of the level's buffers
         self._set_rates(config)
         self._config = config
 
@@ -308,8 +326,10 @@ class Experiment:
         )
 
     @classmethod
-    def load(cls, path: Path) -> tuple[Experiment, dict[str, Any]]:
+    def load(cls, path: Path, *, exchange: RankExchange | None = None) -> tuple[Experiment, dict[str, Any]]:
         """Return a saved experiment, which continues bit for bit, and the extra values that were saved with it.
+
+        All ranks load the checkpoint of rank 0: their weights, optimizer states and scales are equal.
 
         Raises:
             OSError: The file cannot be read.
@@ -317,7 +337,7 @@ class Experiment:
             ValueError: Its config cannot be read.
         """
         extra = read_run_state(path)["extra"]
-        experiment = cls(ExperimentConfig.parse(extra["config"]))
+        experiment = cls(ExperimentConfig.parse(extra["config"]), exchange=exchange)
         with random_states_kept(()):  # a step draws from its own
             state = load_run_state(
                 path, model=experiment._model, optimizer=experiment._optimizers, amp=experiment._session
@@ -402,6 +422,43 @@ class Experiment:
         skip = self.last_skip
         return None if skip is None else self._rerun.first_nonfinite(skip.loss_scale)
 
+    @property
+    def past_skips(self) -> PastSkips:
+        """The skipped steps that can run again, in an experiment that becomes as this one was."""
+        return self._past
+
+    def become(self, skip: PastSkip) -> None:
+        """Take the state in which another experiment of the same config began a step that it skipped.
+
+        Then `explain_skip` explains that step, and `step` or `step_in_stages` takes it again, once.
+        """
+        with torch.no_grad():
+            for mine, its in zip(self._weights(), skip.weights, strict=True):
+                mine.copy_(its)
+        for scaler, state in zip(self._session.scalers, skip.scalers, strict=True):
+            scaler.state = state
+        self._rerun.begin_as(skip.beginning)
+        batch = skip.beginning.begun[0].batch
+        self._given = batch if self._config.accumulate > 1 else [batch]
+        self._step, self._last, self._last_loss_id = skip.record.step, skip.record, skip.loss_id
+        faults = {*(skip.record.injected or "").split("+")}
+        self._faults, self._shrinking = faults & {"overflow", "nan"}, "underflow" in faults
+
+    def _past_skip(self, weights: tuple[Tensor, ...]) -> PastSkip:
+        """Return the step that has just been skipped."""
+        if self._last is None:
+            raise RuntimeError("no step can run again: expected one that has just ended.")
+        return PastSkip(
+            self._last, self._config, self._last_loss_id, self._scalers_before, self._rerun.beginning(), weights
+        )
+
+    def _weights(self) -> list[Tensor]:
+        """Return the model's parameters, and what the optimizers step instead: masters."""
+        weights: list[Tensor] = list(self._model.parameters())
+        known = {id(each) for each in weights}
+        stepped = (each for optimizer in self._optimizers for each in self._session.master_params(optimizer))
+        return weights + [each for each in stepped if id(each) not in known]
+
     def _loss_again(self, given: Any) -> Tensor:
         """Return the loss that was skipped in the last step, with the faults that went into it."""
         last = self._last
@@ -453,7 +510,7 @@ class Experiment:
             batch_size: Size of the batch; None for that of the config. Where it has no effect, the batch is the task's.
         """
         size, part = batch_size or self._config.batch_size, self._parts()[0]
-        batch = self._task.batch(self._step * self._config.accumulate, size)
+        batch = self._task.batch(self._batch_in_data(self._step), size)
         with self._session.casting():
             return xray(self._model, step=lambda: self._forward(self._model, part, batch, self._step)).kept
 
@@ -520,7 +577,24 @@ class Experiment:
                     if self._recorder is not None:
                         self._recorder.see_loss(loss, root)
                     root.backward()
+                    self._average_gradients(number)
         return losses
+
+    def _average_gradients(self, number: int) -> None:
+        """Average the new gradients of an optimizer over the ranks while they are scaled: each sees every overflow."""
+        if self._exchange is not None:
+            weights = (self._model.get_parameter(name) for name in self._names[number])
+            self._exchange.average_([weight.grad for weight in weights if weight.grad is not None])
+
+    def _batch_in_step(self, number: int) -> int:
+        """Return the number of a batch of this rank among those that all ranks train on in one step."""
+        rank = 0 if self._exchange is None else self._exchange.place.rank
+        return rank * self._config.accumulate + number
+
+    def _batch_in_data(self, step: int, number: int = 0) -> int:
+        """Return the number of a batch of this rank in the data."""
+        ranks = 1 if self._exchange is None else self._exchange.place.world_size
+        return step * ranks * self._config.accumulate + self._batch_in_step(number)
 
     def _parts(self, optimizer: int | None = None) -> list[_Part]:
         """Return the parts of a step, in order; of one optimizer, or all."""
@@ -529,7 +603,7 @@ class Experiment:
 
     def _forward(self, model: nn.Module, part: _Part, batch: Any, step: int, faults: Set[str] = frozenset()) -> Tensor:
         """Return the loss of one part, with the random numbers that belong to it."""
-        place = part.batch * (len(self._task.losses) + 1) + part.loss_id
+        place = self._batch_in_step(part.batch) * (len(self._task.losses) + 1) + part.loss_id
         self._task.seed_forward(step, place)
         without_floats = "nan" in faults and not floating_tensors_in(batch)
         with _nan_in_first_activation(model) if without_floats else nullcontext():
@@ -537,7 +611,7 @@ class Experiment:
         return loss if self._config.accumulate == 1 else loss / self._config.accumulate
 
     def _batch(self, step: int, number: int = 0, faults: Set[str] = frozenset()) -> Any:
-        batch = self._task.batch(step * self._config.accumulate + number, self._config.batch_size)
+        batch = self._task.batch(self._batch_in_data(step, number), self._config.batch_size)
         return _with_nan(batch) if "nan" in faults else batch
 
     def _shrunk(self, loss: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from amplab.diagnose.ranking import ranked
 from amplab.diagnose.remedies.api_styles import Api
 from amplab.display.numbers import count
 from amplab.formats import FLOAT16
-from amplab.lab.config import OPTIMIZERS, ExperimentConfig
+from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import StepRecord
 from amplab.lab.history import History
 from amplab.lab.skip_explanation import SkipExplanation
@@ -84,7 +84,7 @@ def diverged(history: History, why: SkipExplanation, config: ExperimentConfig) -
             "steps_taken": taken,
             "learning_rate": config.learning_rate,
         },
-        rate=f"{min(rate / 10, OPTIMIZERS[config.optimizer].lr):.2g}",
+        rate=f"{min(rate / 10, config.usual_learning_rate):.2g}",
         until="computed in float32, since the step was skipped",
     )
 
@@ -98,14 +98,15 @@ def with_explained(
 
     Args:
         found: in the run.
-        explained: step and finding, in order. Each says in which step it was first found, and how many skips it
+        explained: step and finding, in any order. Each says in which step it was first found, and how many skips it
             explains: those from its step to the next explained one of the same row of skips, and those before the
             first explained one of a row.
         skips: the skipped steps, in order.
     """
     found = list(found)
     names = {each.name for each in found}
-    explained = [(step, each) for step, each in explained if each.op or each.module or each.name not in names]
+    in_order = sorted(explained, key=lambda each: each[0])  # a step left over is explained after later ones
+    explained = [(step, each) for step, each in in_order if each.op or each.module or each.name not in names]
     explains: dict[tuple[str, ...], list[int]] = {}
     for skip, each in _explanations(explained, skips):
         explains.setdefault(_key(each), []).append(skip)

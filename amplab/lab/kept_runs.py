@@ -29,7 +29,7 @@ MOST_SHOWN = 6
 """Kept runs drawn at once; the oldest is hidden for a new one."""
 
 MOST_BYTES = 2**29
-"""Bytes of weights and optimizer states that are kept to continue runs."""
+"""Bytes of weights, optimizer states and skipped steps that are kept to continue runs."""
 
 LONGEST_NAME = 24
 """Characters of a run's name."""
@@ -227,7 +227,8 @@ class KeptRuns:
         """Drop the experiments of the oldest runs until the rest fit into `MOST_BYTES`."""
         held = 0
         for run in reversed(self._runs):
-            held += run.memory.total if run.experiment is not None else 0
+            if run.experiment is not None:
+                held += run.memory.total + run.experiment.past_skips.nbytes
             if held > MOST_BYTES and not run.is_training:
                 run.experiment = None
 

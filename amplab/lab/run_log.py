@@ -4,11 +4,13 @@
     [0,2.31,65536.0,65536.0,false,null,"O1",null,0.0021,null,-5.0]
     {"event": "config", "step": 120, "config": "amplab/1 task=digits model=mlp opt_level=O2"}
 
-The first line is the header. An array is a step, in the order of "columns". An object is an event: a changed config,
-an injection, a finding, why a step was skipped, a histogram of the gradients, the bytes that training holds, or the
-scales of a step whose backwards had different ones. Every line is valid JSON: NaN and inf are the words "nan", "inf"
-and "-inf", and a missing loss is null (up to format 2 it was "nan" too). Lines reach the operating system at least four
-times a second; a killed process loses less than that, and its last line may be cut off.
+The first line is the header. Of several processes that train together each writes a log of its own, see `rank_logs`,
+and the header also has "rank", "world_size" and "launch". An array is a step, in the order of "columns". An object is
+an event: a changed config, an injection, a finding, why a step was skipped, a histogram of the gradients, the bytes
+that training holds, a restart, or the scales of a step whose backwards had different ones. Every line is valid JSON:
+NaN and inf are the words "nan", "inf" and "-inf", and a missing loss is null (up to format 2 it was "nan" too). Lines
+reach the operating system at least four times a second; a killed process loses less than that, and its last line may
+be cut off.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from os import PathLike
 from pathlib import Path
@@ -31,14 +33,17 @@ import numpy as np
 from amplab import __version__
 from amplab.amp import MemoryUse
 from amplab.diagnose import Findings, WhatIf, WhatIfs, run_findings
+from amplab.display.table import Table
 from amplab.formats import ExponentHistogram
-from amplab.lab.changes import config_changes, fault_change, start_change
+from amplab.lab.changes import config_changes, fault_change, restart_change, start_change
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import GradientSample, LayerShares, MixedScales, StepRecord, StepRow
 from amplab.lab.findings import finding_from_log, observed_run, with_explained
 from amplab.lab.history import COLUMNS, History, row_of
+from amplab.lab.rank_logs import RankDifference, joined, rank_differences, rank_log, rank_logs, rank_table
 from amplab.lab.skip_explanation import SkipExplanation
 from amplab.lab.watched_run import WatchedRun
+from amplab.parallel.ranks import Rank
 from amplab.scalers import ScaleRule
 
 __all__ = [
@@ -119,12 +124,20 @@ class RunLog:
         path: A file that does not exist yet; its folder is created.
         config: What the run starts with.
         is_continued: Whether `path` is the closed log of the same run, which is continued.
+        rank: This process, of several that train together.
 
     Raises:
         OSError: The file cannot be created or written (FileExistsError if it exists and is not continued).
     """
 
-    def __init__(self, path: Path, config: ExperimentConfig | WatchedRun, *, is_continued: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        config: ExperimentConfig | WatchedRun,
+        *,
+        is_continued: bool = False,
+        rank: Rank | None = None,
+    ) -> None:
         self.path = path
         self._pending: list[StepRow] = []
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -134,7 +147,8 @@ class RunLog:
         if is_continued:
             return
         header = {"amplab_run": FORMAT, "amplab": __version__, "started": datetime.now(UTC).isoformat("T", "seconds")}
-        self._write({**header, "config": str(config), "columns": list(COLUMNS)})
+        place = {} if rank is None else asdict(rank)
+        self._write({**header, **place, "config": str(config), "columns": list(COLUMNS)})
         self.flush()
 
     def append(self, record: StepRecord) -> None:
@@ -200,6 +214,10 @@ class Run:
         truncated: Whether the last line was cut off, as after a kill; it is dropped.
         started: Time of the start, ISO 8601, UTC.
         version: The version of amplab that wrote the log.
+        rank: Of the process that wrote the log; None for one process, and for the joined run of several.
+        world_size: The number of processes that trained together.
+        launch: The name of the launch of these processes, which a restart by torchrun keeps.
+        ranks: The runs of the single ranks, in order, if this is the run that they are together; see `rank_logs`.
     """
 
     path: Path
@@ -210,6 +228,10 @@ class Run:
     truncated: bool
     started: str
     version: str
+    rank: int | None = None
+    world_size: int = 1
+    launch: str = ""
+    ranks: tuple[Run, ...] = ()
 
     def findings(self) -> Findings:
         """Return what the rules find in the run, with the explanations of its skipped steps, the worst first."""
@@ -218,22 +240,47 @@ class Run:
         found = run_findings(observed_run(self.history, self.last_config))
         return with_explained(found, explained, [record.step for record in self.history.skips()])
 
+    @property
+    def differences(self) -> tuple[RankDifference, ...]:
+        """Where the ranks differ although they must be equal; empty if they agree, and for one process."""
+        return rank_differences(self._histories) if self.ranks else ()
+
+    def rank_table(self) -> Table:
+        """Return one line for each rank; ≠ marks a value that must be equal on all ranks and is not.
+
+        Raises:
+            ValueError: This is the run of one process.
+        """
+        if not self.ranks:
+            raise ValueError(f"{self.path}: the log of one process; expected the folder of a run on several ranks.")
+        return rank_table(self._histories)
+
+    @property
+    def _histories(self) -> dict[int, History]:
+        return {each.rank or 0: each.history for each in self.ranks}
+
     def replay(self, rule: ScaleRule | str | None = None) -> WhatIf | WhatIfs:
         """Return what this run would have been under another loss-scaling rule; see `History.replay`."""
         return self.history.replay(rule)
 
     def __str__(self) -> str:
-        """Return one line: what the run was, its numbers of steps and skips, and whether its last line was cut off."""
+        """Return one line: what the run was, its numbers of steps and skips, and where its ranks differ."""
         steps, skips = len(self.history), self.history.skip_count
         cut = "; the last line was cut off and is dropped" if self.truncated else ""
-        return f"{self.config}: {steps} steps, {skips} skipped{cut}"
+        place = f" on rank {self.rank} of {self.world_size}" if self.rank is not None else ""
+        if self.ranks:
+            here = "" if len(self.ranks) == self.world_size else f", of which {len(self.ranks)} have a log here"
+            place = f" on {self.world_size} ranks{here}"
+        differ = "".join(f"; {each}" for each in self.differences)
+        return f"{self.config}{place}: {steps} steps, {skips} skipped{cut}{differ}"
 
 
 def load_run(path: str | os.PathLike[str]) -> Run:
-    """Read a run log.
+    """Read a run log, or the folder with the logs of all ranks of a run.
 
     Returns:
-        The run; if its last line is cut off, that line is dropped and `truncated` is True.
+        The run; if its last line is cut off, that line is dropped and `truncated` is True. Of a folder, one run with
+        the runs of the ranks in `ranks`.
 
     Raises:
         ValueError: Not a run log, one of another format version, or one with a damaged line before the last.
@@ -243,7 +290,7 @@ def load_run(path: str | os.PathLike[str]) -> Run:
         raise TypeError(f"load_run({path!r}): expected the path of a run log, such as one in {runs_directory()}.")
     path = Path(path)
     if path.is_dir():
-        raise ValueError(f"{path}: a folder; expected the path of one run log in it, such as {path / 'run.jsonl'}.")
+        return _load_ranks(path)
     with path.open("rb") as file:
         header = _read_header(path, file.readline(_LONGEST_HEADER))
         config = _read_config(path, header["config"])
@@ -260,6 +307,29 @@ def load_run(path: str | os.PathLike[str]) -> Run:
         truncated=truncated,
         started=str(header.get("started", "")),
         version=str(header.get("amplab", "")),
+        rank=header.get("rank"),
+        world_size=header.get("world_size", 1),
+        launch=header.get("launch", ""),
+    )
+
+
+def _load_ranks(folder: Path) -> Run:
+    """Read the logs of all ranks in a folder as one run."""
+    logs = rank_logs(folder)
+    if not logs:
+        raise ValueError(
+            f"{folder}: a folder; expected the path of one run log in it, such as {folder / 'run.jsonl'}, or a folder "
+            f"with the logs of several ranks, {rank_log(folder, 0).name}, {rank_log(folder, 1).name}, …"
+        )
+    runs = [load_run(path) for path in logs.values()]
+    return replace(
+        runs[0],
+        path=folder,
+        history=joined({each.rank or 0: each.history for each in runs}),
+        events=tuple(sorted((event for each in runs for event in each.events), key=lambda event: event["step"])),
+        truncated=any(each.truncated for each in runs),
+        rank=None,
+        ranks=tuple(runs),
     )
 
 
@@ -350,6 +420,8 @@ def _keep_changes(
             config = now
         elif event["event"] == "inject":
             history.keep_changes(fault_change(event["fault"], event["step"], on=event["on"]))
+        elif event["event"] == "restart":
+            history.keep_changes(restart_change(event["step"]))
     return config
 
 

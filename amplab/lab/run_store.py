@@ -14,14 +14,16 @@ from pathlib import Path
 
 from amplab.amp import MemoryUse
 from amplab.diagnose import Finding
-from amplab.lab.changes import config_changes, fault_change, start_change
+from amplab.lab.changes import config_changes, fault_change, restart_change, start_change
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
 from amplab.lab.findings import LOOK_BACK, finding_to_log
 from amplab.lab.history import History, row_of
+from amplab.lab.rank_logs import rank_log
 from amplab.lab.run_log import RunLog, free_path, load_run, new_path
 from amplab.lab.skip_explanation import ExplanationBudget, SkipExplanation
 from amplab.lab.watched_run import WatchedRun
+from amplab.parallel.ranks import agreed_text, this_rank
 
 __all__ = ["RunStore"]
 
@@ -33,7 +35,8 @@ class RunStore:
 
     Args:
         config: What the run starts with.
-        log: A folder (a new file is named in it), a file (path-2, path-3, … if it exists), or None for no log.
+        log: A folder (a new file is named in it), a file (path-2, path-3, … if it exists), or None for no log. If
+            several processes train together, a folder takes the place of the file, with a log of each; see `rank_logs`.
         on_failure: Called with a message if the log cannot be written.
 
     Attributes:
@@ -84,6 +87,12 @@ class RunStore:
         """The file of the log, None before the first step and without a log."""
         return self._path
 
+    @property
+    def rank(self) -> int | None:
+        """The rank of this process; None if it trains alone."""
+        place = this_rank()
+        return None if place is None else place.rank
+
     def append(self, record: StepRecord) -> None:
         """Add one step."""
         self.append_row(row_of(record))
@@ -128,6 +137,11 @@ class RunStore:
         """Add a fault that was injected, or one that was switched off."""
         self.history.keep_changes(fault_change(fault, step, on=on))
         self.note("inject", step=step, fault=fault, on=on)
+
+    def restart(self, *, step: int) -> None:
+        """Add that the processes were started again and the run continues at `step`."""
+        self.history.keep_changes(restart_change(step))
+        self.note("restart", step=step)
 
     def find(self, step: int, finding: Finding) -> None:
         """Add a finding in one step."""
@@ -175,7 +189,12 @@ class RunStore:
         if self._path is not None:
             return RunLog(self._path, self._config, is_continued=True)
         is_file = wanted.suffix == ".jsonl" and not wanted.is_dir()
-        log = RunLog(free_path(wanted) if is_file else new_path(wanted, self._config), self._config)
+        path = free_path(wanted) if is_file else new_path(wanted, self._config)
+        place = this_rank()
+        if place is not None:
+            folder = agreed_text("run log", str(free_path(path.with_suffix(""))))  # the clocks of ranks may differ
+            path = rank_log(Path(folder), place.rank)
+        log = RunLog(path, self._config, rank=place)
         self._path = log.path
         return log
 

@@ -8,6 +8,7 @@
     injected      the lab disturbed the step
     weights       a parameter or a buffer holds inf or NaN
     float32       it is not finite in float32 either, for another reason
+    other-rank    it is finite on this rank, and was not on another one
     once          it is finite when it runs again
 
 `first_nonfinite` runs the step again; `explained` writes the sentence about what it found.
@@ -27,7 +28,7 @@ from amplab.display.numbers import binary_power, count, power, short_text
 
 __all__ = ["SKIP_KINDS", "ExplanationBudget", "SkipExplanation", "SkipKind", "explained"]
 
-SkipKind = Literal["scale", "format", "data", "divergence", "injected", "weights", "float32", "once"]
+SkipKind = Literal["scale", "format", "data", "divergence", "injected", "weights", "float32", "other-rank", "once"]
 SKIP_KINDS: tuple[SkipKind, ...] = get_args(SkipKind)
 
 EXPLODED = 100.0
@@ -53,6 +54,7 @@ class SkipExplanation:
         module: Its module, or "".
         line: The line of code that called it, `file.py:12`, or "".
         loss: The loss in float32; None if it did not run in float32, or is not finite there.
+        rank: The process whose step ran again; None if one process trains.
     """
 
     step: int
@@ -63,6 +65,7 @@ class SkipExplanation:
     module: str = ""
     line: str = ""
     loss: float | None = None
+    rank: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields, which are plain values."""
@@ -76,7 +79,7 @@ class SkipExplanation:
         sound = isinstance(known.get("step"), int) and known.get("kind") in SKIP_KINDS and "sentence" in known
         if not sound or not all(isinstance(text, str) for text in texts):
             return None
-        numbers = known.get("fits"), known.get("loss")
+        numbers = known.get("fits"), known.get("loss"), known.get("rank")
         return cls(**known) if all(isinstance(each, int | float | None) for each in numbers) else None
 
 
@@ -119,6 +122,7 @@ def explained(
     injected: str | None = None,
     loss: float | None = None,
     first_loss: float | None = None,
+    rank: int | None = None,
 ) -> SkipExplanation:
     """Return the explanation of a skipped step.
 
@@ -128,9 +132,14 @@ def explained(
         injected: The faults that the lab injected into it, as in `StepRecord`.
         loss: Its loss; None if unknown.
         first_loss: Loss of the first step of the run; None if unknown.
+        rank: This process, of several that train together; None for one. The gradients of another rank may be those
+            that were not finite.
     """
+    if found is None and rank is not None:
+        return SkipExplanation(step, "other-rank", f"finite on rank {rank}: another rank was not finite", rank=rank)
     if found is None or found.cause == "state":
-        return SkipExplanation(step, "once", "finite when it runs again: it depends on state outside of the model")
+        state = "finite when it runs again: it depends on state outside of the model"
+        return SkipExplanation(step, "once", state, rank=rank)
     kind, sentence = _kind_and_sentence(found, _faults(injected), loss, first_loss)
     record, again = found.record, found.in_float32
     return SkipExplanation(
@@ -142,6 +151,7 @@ def explained(
         module="" if record is None else record.module,
         line="" if record is None or record.line is None else str(record.line),
         loss=again.loss if again is not None and math.isfinite(again.loss) else None,
+        rank=rank,
     )
 
 

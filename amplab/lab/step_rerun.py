@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 
 from amplab.amp import Session, is_autocast_enabled
 from amplab.diagnose import FirstNonfinite, first_nonfinite
+from amplab.policies.nested_tensors import tensors_in
 from amplab.trace.handed_step import Loss, Scaler
 
-__all__ = ["OutsideAutocast", "StepRerun"]
+__all__ = ["OutsideAutocast", "StepBeginning", "StepRerun"]
 
 _HAS_CUDA = torch.backends.cuda.is_built()
 _BATCHES = 64  # kept of one step at most, since a loop may never step
@@ -29,6 +31,25 @@ class _Begun(NamedTuple):
 
     batch: Any
     random: list[Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class StepBeginning:
+    """The state in which a step began.
+
+    Attributes:
+        begun: The batch and the random state of each forward.
+        buffers: Copies of the model's buffers.
+    """
+
+    begun: tuple[_Begun, ...]
+    buffers: tuple[Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        held = [*self.buffers, *(tensor for each in self.begun for tensor in (*tensors_in(each.batch), *each.random))]
+        return sum(tensor.nbytes for tensor in held)
 
 
 class OutsideAutocast(RuntimeError):
@@ -79,6 +100,19 @@ class StepRerun:
     def forget(self) -> None:
         """Drop the batches: their step is over."""
         self._begun.clear()
+
+    def beginning(self) -> StepBeginning:
+        """Return the state in which the step of the kept batches began. Sync: none."""
+        return StepBeginning(tuple(self._begun), tuple(each.clone() for each in self._kept))
+
+    @torch.no_grad()
+    def begin_as(self, beginning: StepBeginning) -> None:
+        """Keep the batches of another step, and give the buffers the values that they had at its beginning."""
+        self._begun = deque(beginning.begun, maxlen=_BATCHES)
+        for each, buffer, value in zip(self._kept, self._buffers, beginning.buffers, strict=True):
+            each.copy_(value)
+            buffer.copy_(value)
+        self.is_possible = bool(beginning.begun)
 
     def first_nonfinite(self, loss_scale: float) -> FirstNonfinite | None:
         """Run the kept step again at its scale, batch by batch; return None if every batch is finite.

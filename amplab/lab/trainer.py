@@ -53,6 +53,8 @@ from amplab.lab.findings import diverged, observed_run, with_explained
 from amplab.lab.history import History
 from amplab.lab.kept_runs import KeptRun, KeptRuns
 from amplab.lab.memory_count import level_memory
+from amplab.lab.past_skips import PastSkip
+from amplab.lab.rank_exchange import RankExchange, RankLost
 from amplab.lab.run_store import RunStore
 from amplab.lab.skip_explanation import explained
 from amplab.lab.step_stages import StepStages
@@ -68,6 +70,7 @@ STEP_LIMIT = 1_000_000
 
 _EXIT_SECONDS = 5.0
 _EXAMINATION = "examination"
+_PAUSE_SECONDS = 2.0  # in which a pause explains left-over skips; the others have a button
 
 
 class Trainer:
@@ -83,6 +86,7 @@ class Trainer:
         config: The experiment; None for the default one.
         log: Folder or .jsonl file of the run log, None for no log. An existing file is never overwritten.
         step_limit: Steps after which a run pauses by itself.
+        exchange: With the other ranks, if several processes train this experiment together.
 
     Raises:
         ImportError: The task's data are not installed.
@@ -102,8 +106,10 @@ class Trainer:
         log: str | PathLike[str] | None = None,
         *,
         step_limit: int = STEP_LIMIT,
+        exchange: RankExchange | None = None,
     ) -> None:
-        self._experiment = Experiment(config or ExperimentConfig())
+        self._exchange = exchange
+        self._experiment = Experiment(config or ExperimentConfig(), exchange=exchange)
         self._log = log
         self._step_limit = step_limit
         self._publisher = Publisher()
@@ -129,6 +135,7 @@ class Trainer:
         self._due = 0.0  # when the next step may begin, by time.monotonic()
         self._has_reported_kernels = self._has_reported_buffers = False
         self._is_to_examine = True
+        self._beside: Experiment | None = None  # of the steps that run again, while they do
         kernels.ensure(on_report=_no_warning)
         _LIVE.add(self)
 
@@ -476,16 +483,29 @@ class Trainer:
     def request_explanation(self, step: int) -> None:
         """Request a `SkipExplained` of a skipped step.
 
-        Its explanation is None if the step was not explained before and cannot run again, because weights or config
-        have changed since; see `explainable`.
+        Its explanation is None if the step was not explained before and is not kept any more; see `explainable`.
         """
         self._worker.post(partial(self._answer_explanation, step))
 
+    def request_stages(self, step: int, parameter: str | None = None) -> None:
+        """Request a `StagesReady` of a skipped step, which runs again beside the run; see `walkable`.
+
+        Args:
+            step: Number of the step.
+            parameter: As in `step_in_stages`.
+        """
+        self._request(f"step {step} in stages", lambda: StagesReady(self._stages_again(step, parameter)))
+
     @property
-    def explainable(self) -> int | None:
-        """The last step if it was skipped: it can run again, since its weights are still there. Else None."""
-        skip = self._experiment.last_skip
-        return None if skip is None else skip.step
+    def explainable(self) -> tuple[int, ...]:
+        """The skipped steps that can run again: the latest ones, and the last step."""
+        skip, kept = self._experiment.last_skip, self._experiment.past_skips.steps
+        return kept if skip is None or skip.step in kept[-1:] else (*kept, skip.step)
+
+    @property
+    def walkable(self) -> tuple[int, ...]:
+        """The skipped steps that `request_stages` can record: those of one optimizer that are kept."""
+        return self._experiment.past_skips.steps if len(self._experiment.optimizers) == 1 else ()
 
     def run(self, steps: int) -> History:
         """Train `steps` steps and return the history when they are done; an interrupt pauses at a step boundary.
@@ -545,7 +565,11 @@ class Trainer:
             self._due = time.monotonic() + _period(self._speed)
         if samples_gradients(self._experiment.steps_done):
             self._attempt("gradients failed.", lambda: self._store.keep(self._experiment.gradients().sample))
-        record = _timed_step(step or self._experiment.step, self._store)
+        try:
+            record = _timed_step(step or self._experiment.step, self._store)
+        except RankLost as lost:
+            self._fail(str(lost))
+            return
         if (mixed := self._experiment.mixed_scales) is not None:
             self._store.keep_scales(mixed)
         if (memory := self._experiment.memory()) is not self._memory:
@@ -561,6 +585,8 @@ class Trainer:
         if not math.isfinite(record.loss):
             self._report_buffers(record.step)
         self._save_if(lambda checkpoints: checkpoints.is_due)
+        if self._exchange is not None and "stop" in self._exchange.agreed:
+            self.pause()
         self._count_down()
         if self._experiment.steps_done >= self._step_limit:
             self._end_at_limit()
@@ -576,7 +602,7 @@ class Trainer:
         if record is None or record.step in self.history.explanations:
             return
         began = time.perf_counter()
-        self._attempt(f"step {record.step} could not run again.", partial(self._explain_skip, record))
+        self._attempt(f"step {record.step} could not run again.", partial(self._explain_skip, record, self._experiment))
         self._store.budget.took(time.perf_counter() - began, _kind_of_skip(record))
 
     def _examine(self) -> None:
@@ -589,24 +615,72 @@ class Trainer:
         )
         self._store.budget.took(time.perf_counter() - began, _EXAMINATION)
 
-    def _explain_skip(self, record: StepRecord) -> None:
-        found = self._experiment.explain_skip()
+    def _explain_past(self, skip: PastSkip) -> None:
+        """Explain a skipped step in an experiment beside the run."""
+        if skip.record.step not in self.history.explanations:
+            self._attempt(
+                f"step {skip.record.step} could not run again.",
+                lambda: self._explain_skip(skip.record, self._as_in(skip)),
+            )
+
+    def _begin_to_explain(self) -> None:
+        """Explain the rows of skips that have no reason, the newest first, while the run is paused."""
+        past, explanations = self._experiment.past_skips, self.history.explanations
+        left = []
+        for first, last in self.history.skip_groups().tolist():
+            if not any(first <= step <= last for step in explanations):
+                left += [step for step in past.steps if first <= step <= last][:1]
+        self._explain_left_over(self._experiment, left, time.monotonic() + _PAUSE_SECONDS)
+
+    def _explain_left_over(self, experiment: Experiment, steps: list[int], end: float) -> None:
+        """Explain one step, and post the rest: controls take effect in between."""
+        is_wanted = self._state == "paused" and experiment is self._experiment and time.monotonic() < end
+        skip = experiment.past_skips.get(steps.pop()) if steps and is_wanted else None
+        if skip is None:
+            self._beside = None
+            return
+        self._explain_past(skip)
+        self._worker.post(partial(self._explain_left_over, experiment, steps, end))
+
+    def _as_in(self, skip: PastSkip) -> Experiment:
+        """Return an experiment beside the run, in the state in which a skipped step began."""
+        if self._beside is None or self._beside.config != skip.config:
+            self._beside = Experiment(skip.config)
+        self._beside.become(skip)
+        return self._beside
+
+    def _stages_again(self, step: int, parameter: str | None) -> StepStages:
+        skip = self._experiment.past_skips.get(step)
+        if skip is None or step not in self.walkable:
+            raise ValueError(f"step {step} cannot run again: it is not kept any more.")
+        try:
+            return self._as_in(skip).step_in_stages(parameter)[1]
+        finally:
+            self._beside = None
+
+    def _explain_skip(self, record: StepRecord, experiment: Experiment) -> None:
+        found = experiment.explain_skip()
         why = explained(
             found,
             step=record.step,
             injected=record.injected,
             loss=record.loss,
             first_loss=self.history.record(0).loss,
+            rank=self._store.rank,
         )
         self._store.explain(why)
         if found is not None and why.kind != "injected":
-            for each in (finding_of(found), *diverged(self.history, why, self.config)):
+            for each in (finding_of(found), *diverged(self.history, why, experiment.config)):
                 self._store.find(record.step, each)
         self._publisher.publish(SkipExplained(record.step, why))
 
     def _answer_explanation(self, step: int) -> None:
-        if step == self.explainable and step not in self.history.explanations:
+        skip, last = self._experiment.past_skips.get(step), self._experiment.last_skip
+        if step not in self.history.explanations and last is not None and last.step == step:
             self._explain()
+        elif step not in self.history.explanations and skip is not None:
+            self._explain_past(skip)
+            self._beside = None
         else:
             self._publisher.publish(SkipExplained(step, self.history.explanations.get(step)))
 
@@ -646,6 +720,7 @@ class Trainer:
         self._publisher.publish(StateChanged(state, len(self.history), note))
         if state == "paused":
             self._explain()
+            self._begin_to_explain()
 
     def _switch(self, config: ExperimentConfig, *, is_undo: bool = False) -> None:
         previous, step = self.config, len(self.history)
@@ -662,7 +737,7 @@ class Trainer:
 
     def _rebuild(self, config: ExperimentConfig, *, is_undo: bool = False) -> None:
         previous, steps = self.config, len(self.history)
-        experiment = Experiment(config)
+        experiment = Experiment(config, exchange=self._exchange)
         replaced = self._retire()
         if not is_undo:
             text = ", ".join(filter(None, [f"Reset at step {steps:,}" if steps else "", _in_words(previous, config)]))
@@ -716,7 +791,7 @@ class Trainer:
     def _restore(self, saved: Checkpoint) -> None:
         """Continue a saved run in place of the present one."""
         try:
-            experiment, log = saved.restore()
+            experiment, log = saved.restore(self._exchange)
             store = RunStore.of_log(log, self._report)
         except (OSError, RuntimeError, ValueError) as error:
             self._publisher.publish(Failed(f"The {saved.name} cannot continue: {error}"))
@@ -725,6 +800,8 @@ class Trainer:
         self._record_replacing(f"Continued the {saved.name}", replaced, previous)
         self._runs_begun += 1
         self._present(saved.name.capitalize(), experiment, store, previous)
+        if self._exchange is not None:
+            store.restart(step=experiment.steps_done)
         with self._lock:
             self._wanted = self.config
             self._enter("paused", again=True)
@@ -736,16 +813,34 @@ class Trainer:
             return
         if self._checkpoints is None or self._checkpoints.log != log:
             self._checkpoints = Checkpoints(log)
-        if is_due(self._checkpoints):
+        if self._is_time_to_save(is_due(self._checkpoints)):
             try:
                 self._store.flush()
+                if self._exchange is not None:
+                    self._exchange.meet()  # the log of every rank holds every step of the checkpoint
+                    if self._exchange.place.rank:
+                        return
                 self._checkpoints.write(self._experiment)
+            except RankLost:
+                return  # the next step says so
             except (OSError, RuntimeError) as error:
                 self._checkpoints.give_up()
                 self._report(
                     f"checkpoint: cannot write {self._checkpoints.path} ({error}). The run continues, but a restarted "
                     f"kernel cannot continue it."
                 )
+
+    def _is_time_to_save(self, is_due: bool) -> bool:
+        """Whether to write a checkpoint now; several ranks write one after the same step, when rank 0 requests it."""
+        if self._exchange is None:
+            return is_due
+        if self._exchange.is_over:
+            return False
+        if self._state != "running":
+            return is_due
+        if is_due and self._exchange.place.rank == 0:
+            self._exchange.request("checkpoint")
+        return "checkpoint" in self._exchange.agreed
 
     def _take_back(self) -> None:
         text = self._changes.take_back()
@@ -845,6 +940,8 @@ class Trainer:
             self._publisher.publish(Failed(f"{what}\n{traceback.format_exc()}"))
 
     def _fail(self, text: str) -> None:
+        if self._exchange is not None:
+            self._exchange.is_over = True
         with self._lock:
             self._enter("failed")
         self._store.flush()

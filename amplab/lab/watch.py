@@ -367,7 +367,7 @@ class Watch:
             self._fail(f"step {step} could not run again: {failure}")
         else:
             first = self.history.record(0).loss if len(self.history) else None
-            self._store.explain(explained(found, step=step, loss=value, first_loss=first))
+            self._store.explain(explained(found, step=step, loss=value, first_loss=first, rank=self._store.rank))
             if found is not None:
                 self._store.find(step, finding_of(found))
         self._store.budget.took(time.perf_counter() - began, kind)

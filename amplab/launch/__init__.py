@@ -4,6 +4,7 @@
     server      the command line and the environment of JupyterLab
     trust       the part of its server that signs unchanged lessons
     jupyter     its default settings; a prebuilt extension that opens the lab when its lesson opens
+    ranks       several processes that train together, by torchrun; not about JupyterLab
 
 Standard library only, so that JupyterLab does not wait for torch. The dashboard itself is in :mod:`amplab.views`.
 """
@@ -16,6 +17,7 @@ from amplab.launch.lessons import (
     find_lessons,
     lessons_directory,
 )
+from amplab.launch.ranks import launch_ranks
 from amplab.launch.server import Launch, launch, plan_launch
 
 __all__ = [
@@ -28,4 +30,5 @@ __all__ = [
     "Launch",
     "plan_launch",
     "launch",
+    "launch_ranks",
 ]

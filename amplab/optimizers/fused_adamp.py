@@ -59,6 +59,8 @@ class FusedAdamP(FusedOptimizer):
     2021, and its code.
     """
 
+    _reads_whole_tensors = True
+
     def __init__(
         self,
         params: Any,

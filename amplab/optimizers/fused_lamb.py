@@ -54,6 +54,7 @@ class FusedLAMB(FusedOptimizer):
     """
 
     _counts_in_groups = True
+    _reads_whole_tensors = True
 
     def __init__(
         self,

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.kernels import unscale_, unscaled_norm
 from amplab.optimizers.group_settings import REQUIRED, check_settings, groups_with_rates
+from amplab.scalers import is_sharded, local_shard
 
 __all__ = ["FusedOptimizer", "StepBatch", "new_state"]
 
@@ -41,7 +42,8 @@ class StepBatch:
 
     Args:
         group: the group, with the rule's settings.
-        params: on one device; a 16-bit parameter with a float32 master is replaced by it.
+        params: on one device; a 16-bit parameter with a float32 master is replaced by it, a sharded one by the shard
+            of this rank.
         copies: the parameters of those masters; empty if there are none.
         states: the state of each.
         places: the index of each among all parameters of the optimizer.
@@ -61,8 +63,8 @@ class StepBatch:
         return self.params[0].device
 
     def state(self, name: str) -> list[Tensor]:
-        """Return one entry of the state of each parameter."""
-        return [state[name] for state in self.states]
+        """Return one entry of the state of each parameter, of a sharded one the shard of this rank."""
+        return [local_shard(state[name]) for state in self.states]
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,8 @@ class FusedOptimizer(Optimizer):
     # A key that the state of every stepped parameter has, and that of another rule has not.
     _leading_state = "exp_avg"
     _counts_in_groups = False  # whether group["step"] is the number of steps, as in apex
+    _reads_whole_tensors = False  # whether the rule uses a norm of each tensor
+    _sharded = False  # whether a parameter is a DTensor; the kernels then take the shards of this rank
     _counts: Sequence[Any] = ()  # group["step"] of each group, as this optimizer wrote it
 
     def __init__(self, params: Any, *settings: Any, **named: Any) -> None:
@@ -194,7 +198,7 @@ class FusedOptimizer(Optimizer):
         Sync: none.
         """
         with torch._C.DisableTorchFunction():
-            grads = [grad for param in self._listed() if (grad := param.grad) is not None]
+            grads = [grad for grad in self._grads(self._listed()) if grad is not None]
             if not grads:
                 return {}
             found, norm = self._check(grads)
@@ -215,7 +219,7 @@ class FusedOptimizer(Optimizer):
         Sync: none.
         """
         with torch._C.DisableTorchFunction():
-            grads = [grad for param in self._listed() if (grad := param.grad) is not None]
+            grads = [grad for grad in self._grads(self._listed()) if grad is not None]
             if self.keeps_grads_scaled or not grads or any(grad.dtype in LOW_PRECISION_DTYPES for grad in grads):
                 return None
             inverse = _inverse(scale).to(grads[0].device, non_blocking=True)
@@ -304,13 +308,20 @@ class FusedOptimizer(Optimizer):
                 state[name] = value.float()
 
     def _refuse(self, group: dict[str, Any]) -> None:
-        """Raise if a group has an option that the kernels do not support."""
+        """Raise if a group has an option, or parameters, that the kernels do not support."""
         name = type(self).__name__
         for option in ("amsgrad", "differentiable", "foreach"):
             if group.get(option):
                 raise RuntimeError(
                     f"{name} got {option}=True: expected False; use torch.optim.{name.removeprefix('Fused')} for that."
                 )
+        self._sharded = self._sharded or any(map(is_sharded, group["params"]))
+        if self._sharded and (self._reads_whole_tensors or self._max_norm > 0):
+            rule = "uses the norm of each tensor" if self._reads_whole_tensors else f"max_grad_norm={self._max_norm}"
+            raise RuntimeError(
+                f"{name} ({rule}) got a sharded parameter (DTensor), of which each rank holds a part: expected whole "
+                "ones. Use FusedAdamW or FusedSGD without max_grad_norm, and clip with scaler.unscale_and_clip_."
+            )
 
     def _add_defaults(self, own: dict[str, Any], max_grad_norm: float | None) -> None:
         """Add the settings that torch's constructor does not know to the defaults and groups."""
@@ -319,6 +330,7 @@ class FusedOptimizer(Optimizer):
         for group in self.param_groups:
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
+            self._refuse(group)
 
     @property
     def _max_norm(self) -> float:
@@ -328,10 +340,15 @@ class FusedOptimizer(Optimizer):
     def _listed(self) -> list[Tensor]:
         return list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
 
+    def _grads(self, listed: list[Tensor]) -> list[Tensor | None]:
+        """Return the gradient of each parameter, of a sharded one the shard of this rank."""
+        grads = [param.grad for param in listed]
+        return [None if grad is None else local_shard(grad) for grad in grads] if self._sharded else grads
+
     def _current(self, found_inf: Tensor | None) -> tuple[list[StepBatch], list[Tensor | None]]:
         """Return the batches of this step, and the gradient of each parameter."""
         listed, settings = self._listed(), self._settings()
-        grads = [param.grad for param in listed]
+        grads = self._grads(listed)
         plan = self._plan
         if plan is None or not plan.fits(listed, grads, self.state, settings):
             if found_inf is not None and self._asks_before_it_begins() and found_inf.item() != 0:
@@ -355,8 +372,8 @@ class FusedOptimizer(Optimizer):
                 first = self._begin_state(param, group, state)
                 key = (param.device, first, master is not None)
                 batch = batches.setdefault(key, StepBatch(group, [], [], [], [], first))
-                batch.params.append(param if master is None else master)
-                batch.copies.extend([] if master is None else [param])
+                batch.params.append(local_shard(param if master is None else master))
+                batch.copies.extend([] if master is None else [local_shard(param)])
                 batch.states.append(state)
                 batch.places.append(here)
             yield from batches.values()

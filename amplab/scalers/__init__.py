@@ -38,7 +38,7 @@ from amplab.scalers.rules import (
     ScaleState,
     StaticScale,
 )
-from amplab.scalers.unscaler import FlatGrads, Unscaler, inverse_scale, strided_grad
+from amplab.scalers.unscaler import FlatGrads, Unscaler, inverse_scale, is_sharded, local_shard, strided_grad
 
 __all__ = [
     "APEX_DYNAMIC",
@@ -77,6 +77,8 @@ __all__ = [
     "device_scale",
     "floored",
     "inverse_scale",
+    "is_sharded",
+    "local_shard",
     "overflow_limits",
     "overflow_verdict",
     "replay",

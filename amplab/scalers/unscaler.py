@@ -5,6 +5,7 @@ into flat buffers in ``combined_unscaler.py``.
 """
 
 import operator
+import sys
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 
 from amplab.kernels import ParameterList, refusal_naming, unscale_
 
-__all__ = ["FlatGrads", "Unscaler", "inverse_scale", "strided_grad", "tensors_of"]
+__all__ = ["FlatGrads", "Unscaler", "inverse_scale", "is_sharded", "local_shard", "strided_grad", "tensors_of"]
+
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def inverse_scale(scale: float | Tensor, device: torch.device) -> Tensor:
@@ -146,7 +149,8 @@ class Unscaler:
 def strided_grad(param: Tensor) -> Tensor:
     """Return the strided tensor with the values of ``param.grad``, which is what the kernels take.
 
-    A sparse gradient is coalesced in place first, because the sum of duplicates may overflow.
+    A sparse gradient is coalesced in place first, because the sum of duplicates may overflow. Of a DTensor it is the
+    shard of this rank.
 
     Raises:
         ValueError: ``param`` has no gradient.
@@ -157,10 +161,30 @@ def strided_grad(param: Tensor) -> Tensor:
     if grad is None:
         raise ValueError("param.grad is None: expected a parameter with a gradient; leave this one out.")
     if not grad.is_sparse:
-        return grad
+        return local_shard(grad)
     if not grad.is_coalesced():
         param.grad = grad = grad.coalesce()
     return grad._values()
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` is a DTensor, as the parameters of FSDP2 (``fully_shard``) are. Sync: none."""
+    if type(tensor) in _PLAIN:
+        return False
+    dtensors = sys.modules.get("torch.distributed.tensor")  # its import takes longer than that of amplab
+    return dtensors is not None and isinstance(tensor, dtensors.DTensor)
+
+
+@torch.no_grad()
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return the elements of ``tensor`` that this rank holds, in the same memory: of a DTensor its shard, else all.
+
+    Sync: none.
+    """
+    if not is_sharded(tensor):
+        return tensor
+    shard: Tensor = tensor.to_local()  # type: ignore[attr-defined]  # a DTensor has it
+    return shard
 
 
 def tensors_of(params: Iterable[Tensor]) -> list[Tensor]:

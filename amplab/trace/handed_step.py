@@ -11,6 +11,8 @@ a tensor           model(batch)                  loss(output), loss(output, batc
 a mapping          model(**batch)                the same; the batch keeps keys that forward does not take
 a tuple or list    model(*first), as many as     loss(output, *rest); with nothing left over
                    forward takes                 loss(output, batch)
+(mapping, …)       model(**mapping) if forward   loss(output, *rest)
+                   names every key, else above
 =================  ============================  =======================================================
 
 Without `loss` it is the output's own `loss` (a key or an attribute), else the sum of every floating-point output.
@@ -401,12 +403,16 @@ def _called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return model(*args, **kwargs)
     except Exception as error:
         given = [*map(_described, args), *(f"{name}={_described(value)}" for name, value in kwargs.items())]
+        all_tensors = all(isinstance(each, Tensor) for each in (*args, *kwargs.values()))
         weights = dict.fromkeys(_described(each, shape=False) for each in model.parameters())
         error.add_note(
             f"amplab called {type(model).__name__}({', '.join(given)}); its parameters are "
-            f"{', '.join(weights) or 'none'}."
+            f"{', '.join(weights) or 'none'}.{'' if all_tensors else _BY_STEP}"
         )
         raise
+
+
+_BY_STEP = " To call it in another way, pass step=, a function that calls the model and returns the loss."
 
 
 def _described(value: Any, *, shape: bool = True) -> str:
@@ -426,6 +432,8 @@ def _parts(
         return (), {key: value for key, value in batch.items() if known is None or key in known}, whole
     if not isinstance(batch, tuple | list) or isinstance(batch, PackedSequence):
         return (batch,), {}, whole
+    if batch and isinstance(batch[0], Mapping) and set(batch[0]) <= (_known_names(model) or set()):
+        return (), dict(batch[0]), tuple(batch[1:]) or whole
     apart = 0 if len(wants) == 2 and wants[1].name == "batch" else max(0, len(wants) - 1)
     first = _into_model(model, len(batch), apart)
     rest = tuple(batch[first:])

@@ -172,12 +172,21 @@ class Presenter:
                 self._shrinking_asked = None
             case Failed() if not self._gallery.expects(event.text):
                 self._put(failure(event.text, fatal=event.fatal, damaged=event.damaged))
-            case StateChanged(note=note) if note:
-                self._put(Notice("note", "Paused", note, of_run=True))
+            case StateChanged():
+                self._on_state(event)
         self._status.on_event(event)
         for tab in self._tabs.values():
             tab.on_event(event)
         self._ticker.wake()
+
+    def _on_state(self, event: StateChanged) -> None:
+        """Withdraw the offer of a run instead of the present one when the present one goes on."""
+        if event.state == "running" or (event.state == "paused" and self._saved is not None):
+            self._saved = None
+            self._board.remove_kind("offer")
+            self.parts.notices.notices = self._board.payload()
+        if event.note:
+            self._put(Notice("note", "Paused", event.note, of_run=True))
 
     def _on_config(self, event: ConfigChanged) -> None:
         if event.reset:

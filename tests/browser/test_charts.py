@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from dashboard_page import LOSS, SCALE, DashboardPage
+from dashboard_page import ACCENT_LIGHT, LOSS, SCALE, DashboardPage
 from lab_page import NOTEBOOKS, sound_page
 from lab_server import LabServer
 from playwright.sync_api import Browser, Locator, expect
@@ -156,3 +156,22 @@ def test_both_charts_of_a_long_run_are_redrawn_within_16_ms(dashboard: Dashboard
     """Each of them within 8."""
     median, _ = redraw_milliseconds(dashboard)
     assert median <= 16
+
+
+def test_the_axis_follows_the_present_run_and_not_a_far_longer_one_behind_it(dashboard: DashboardPage) -> None:
+    dashboard.press("Reset")
+    expect(dashboard.root.locator("[data-figure=step]")).to_have_text("0")
+    key(dashboard, "0")
+    dashboard.lab.execute("lab.trainer.run(100)")
+    dashboard.wait_for_step(100)
+    dashboard.wait_for_paint(LOSS, ACCENT_LIGHT, 150)
+    words = dashboard.root.locator(".amp-chart p.amp-sr").first
+    expect(words).to_contain_text("steps 0 to 99")
+    dashboard.root.get_by_role("button", name="Zoom out").click()  # to the longest run
+    dashboard.lab.page.wait_for_timeout(300)
+    assert dashboard.painted_columns(LOSS, ACCENT_LIGHT) < 20
+    dashboard.root.get_by_role("button", name="Show the whole run").click()
+    dashboard.open_tab("step_through")
+    dashboard.press("Take one step")
+    dashboard.wait_for_step(101)
+    expect(dashboard.root.get_by_role("button", name="Show the whole run")).to_have_attribute("aria-pressed", "true")

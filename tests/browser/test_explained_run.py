@@ -35,6 +35,12 @@ def find_the_first_skip(dashboard: DashboardPage) -> None:
     )
     first.get_by_role("button", name="First skip. Step 165: show in the charts").click()
     expect(first).to_have_attribute("aria-current", "true")
+    first.get_by_role("button", name="Step through step 165").click()
+    walk = dashboard.root.locator("[data-panel=step_through]")
+    expect(walk.locator(".amp-told")).to_contain_text("Step 165, O1")
+    walk.locator("[data-stage=step]").click()
+    expect(walk.locator(".amp-told")).to_contain_text("Skipped, because found_inf is 1")
+    dashboard.open_tab("skipped")
 
 
 def read_the_divergence(dashboard: DashboardPage) -> None:

@@ -3,13 +3,33 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 
-import { draggedRange, panned, showing, stepAxis, windowOf, zoomed } from "../../amplab/views/web/ranges.js";
+import { beyond, draggedRange, panned, showing, stepAxis, stepsToShow, windowOf, zoomed } from "../../amplab/views/web/ranges.js";
 
 const RUN = 100_000;
 
 test("the whole run begins at step 0, and a run that begins does not fill the axis", () => {
   assert.deepEqual(windowOf(null, RUN), { low: 0, high: RUN - 1 });
   assert.deepEqual(windowOf(null, 3), { low: 0, high: 100 });
+});
+
+test("the axis follows the present run, however long the runs behind it are", () => {
+  const OLD = 11_600;
+  assert.equal(stepsToShow(0, OLD), OLD, "a run that has not begun shows the others whole");
+  assert.equal(stepsToShow(100, OLD), 300);
+  assert.equal(stepsToShow(1000, OLD), 2000);
+  assert.equal(stepsToShow(10_000, OLD), OLD);
+  assert.equal(stepsToShow(20_000, OLD), 20_000);
+  assert.equal(stepsToShow(100, 150), 150);
+  assert.equal(stepsToShow(100, 0), 100);
+  assert.deepEqual(beyond(100, OLD), { low: 0, high: OLD - 1 });
+  assert.equal(beyond(10_000, OLD), null);
+});
+
+test("a step that is taken moves no chart that shows the end of the run", () => {
+  for (const range of [null, { last: 500 }]) {
+    assert.equal(showing(range, 11_600, 11_600), range, "before its frame has come");
+    assert.equal(showing(range, 11_600, 11_601), range);
+  }
 });
 
 test("the last 500 steps move with the run", () => {

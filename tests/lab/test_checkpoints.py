@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from amplab.lab import TASKS, Experiment, ExperimentConfig, Failed, Trainer, load_run
+from amplab.lab import TASKS, Experiment, ExperimentConfig, Failed, Trainer, checkpoints, load_run
 from amplab.lab.checkpoints import KEPT, Checkpoint, last_checkpoint
 from amplab.lab.levels import LEVELS
 
@@ -22,7 +22,7 @@ import sys, torch
 from amplab.lab import ExperimentConfig, Trainer
 from amplab.lab import checkpoints
 
-checkpoints._EVERY_SECONDS = 0.2
+checkpoints.EVERY_SECONDS = 0.2
 
 
 def begin(config, log):
@@ -143,17 +143,36 @@ def test_every_task_continues_at_every_level(task: str, level: str, tmp_path: Pa
         torch.testing.assert_close(value, theirs[name], rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_pause_saves_the_last_step_and_a_reset_of_the_process_offers_it(tmp_path: Path) -> None:
-    trainer = Trainer(SMALL, log=tmp_path)
-    trainer.run(7)
-    assert last_checkpoint(tmp_path) is None  # this process has it
-    trainer.stop()
-    assert trainer.wait(10)
-    del trainer._checkpoints
+RESET = """
+import sys
+from amplab.lab import ExperimentConfig, Trainer
+
+trainer = Trainer(ExperimentConfig(hidden=16), log=sys.argv[1])
+trainer.run(7)
+trainer.reset()
+trainer.run(5)
+trainer.reset()
+trainer.wait(10)
+print("begun", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="locks of another system")
+def test_no_run_of_a_kernel_that_lives_is_offered_also_after_a_reset(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RESET, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        assert len(list(tmp_path.glob("*.checkpoint"))) == 2
+        assert last_checkpoint(tmp_path) is None
+        process.stdin.close()
     found = last_checkpoint(tmp_path)
-    assert (found.step, found.config) == (7, SMALL)
+    assert (found.step, found.config) == (5, SMALL)
     assert found.name == f"run of {time.strftime('%H:%M', time.localtime(found.path.stat().st_mtime))}"
     os.utime(found.path, (0, 0))
+    assert last_checkpoint(tmp_path).step == 7
+    for path in tmp_path.glob("*.checkpoint"):
+        os.utime(path, (0, 0))
     assert last_checkpoint(tmp_path) is None  # too long ago
 
 
@@ -164,7 +183,9 @@ def test_the_number_of_checkpoints_is_bounded_and_they_cost_little(tmp_path: Pat
         trainer.stop()
         assert trainer.wait(10)
     assert len(list(tmp_path.glob("*.checkpoint"))) == KEPT
-    assert len(list(tmp_path.glob("*.jsonl"))) == KEPT + 3
+    logs = set(tmp_path.glob("*.jsonl"))
+    assert len(logs) == KEPT + 3
+    assert len(logs & set(checkpoints._held)) <= KEPT, "a lock takes a file descriptor"
     assert max(path.stat().st_size for path in tmp_path.glob("*.checkpoint")) < 100_000
 
 

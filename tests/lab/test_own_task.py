@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import amplab.lab
-from amplab.lab import MODELS, TASKS, Experiment, ExperimentConfig, Trainer, load_run
+from amplab.lab import MODELS, TASKS, Experiment, ExperimentConfig, Trainer, config_remedy, load_run
 from amplab.lab.own_task import forget_own, register_own
 
 
@@ -337,3 +337,17 @@ def test_a_setting_of_ones_own_model_can_be_opened_again(kernel):
 def test_a_wrong_call_says_which_of_open_and_attach_to_use(kernel, call, words):
     with pytest.raises(TypeError, match=words):
         call()
+
+
+@pytest.mark.filterwarnings("ignore:Loss scaler 0 has skipped:UserWarning")
+def test_an_optimizer_as_given_that_diverges_is_found_and_mended_by_the_remedy():
+    trainer = Trainer(registered(Tagger(), TAGS, loss=F.cross_entropy, optimizer=lambda w: torch.optim.SGD(w, lr=1e9)))
+    trainer.run(30)
+    remedies = [remedy for each in trainer.findings() if (remedy := config_remedy(each, trainer.config))]
+    assert remedies, str(trainer.findings())
+    trainer.apply(remedies[0])
+    trainer.wait(0.1)
+    trainer.pause()
+    trainer.wait()
+    assert trainer.config.learning_rate == 1e8
+    trainer.stop()

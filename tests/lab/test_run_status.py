@@ -5,8 +5,19 @@ from dataclasses import replace
 
 import pytest
 
-from amplab.lab import ExperimentConfig, History, SkipExplanation, StepRecord, Trainer, config_remedy, run_status
+from amplab.diagnose import CATALOGUE, Finding
+from amplab.lab import (
+    OPTIMIZERS,
+    ExperimentConfig,
+    History,
+    SkipExplanation,
+    StepRecord,
+    Trainer,
+    config_remedy,
+    run_status,
+)
 from amplab.lab.changes import config_changes
+from amplab.lab.config import LEVELS
 from amplab.lab.config_remedies import taken_back
 
 SMALL = ExperimentConfig(hidden=16)
@@ -130,6 +141,15 @@ def test_an_applied_remedy_makes_the_run_train(config, fault, finding):
     assert trainer.history.last.loss < 1.0
     assert trainer.findings().harmful.named(finding).found == ()
     trainer.stop()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_remedy_for_every_finding_at_every_level_is_another_config_or_none(level):
+    for name, entry in CATALOGUE.items():
+        for optimizer in OPTIMIZERS:
+            config = replace(SMALL, opt_level=level, optimizer=optimizer)
+            remedy = config_remedy(Finding(name, entry.severities[0], "seen", "cause", "remedy"), config)
+            assert remedy is None or config.changed(**remedy.changes) != config
 
 
 def test_masters_are_offered_where_half_weights_do_not_change():

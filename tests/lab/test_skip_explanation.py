@@ -15,10 +15,12 @@ from amplab.lab import (
     ExperimentConfig,
     SkipExplained,
     SkipExplanation,
+    StagesReady,
     Trainer,
     build_model,
     load_run,
     load_task,
+    past_skips,
     skip_explanation,
     watch,
 )
@@ -198,23 +200,158 @@ def test_a_skip_is_explained_on_request_while_its_weights_are_there(without_budg
     trainer.wait()
     assert [event.step for event in ear.of(SkipExplained)] == [0, 1, 0, 1]
     assert all(event.explanation.step == event.step for event in ear.of(SkipExplained))
-    while trainer.run(1).last.skipped:
-        pass
-    left = [record.step for record in trainer.history.skips() if record.step not in trainer.history.explanations]
-    assert trainer.explainable is None or trainer.explainable not in left
 
 
-def test_a_change_of_the_config_ends_the_chance_to_explain(without_budget, listen):
-    trainer = Trainer(HIGH)
-    ear = listen(trainer)
+def without_explanations(monkeypatch):
+    monkeypatch.setattr(ExplanationBudget, "allows", lambda *_args, **_: False)
+
+
+def skipping(model=None, **fields):
+    """A run that skips about every fifth step."""
+    return replace(SMALL if model is None else model, init_scale=2.0**20, growth_interval=4, **fields)
+
+
+def dropped_and_normed(width):
+    hidden = nn.Linear(64, width)
+    return nn.Sequential(nn.Flatten(), hidden, nn.BatchNorm1d(width), nn.Dropout(0.5), nn.Linear(width, 10))
+
+
+@pytest.mark.parametrize("fields", [{}, {"opt_level": "O2"}, {"accumulate": 2}])
+def test_skips_left_over_are_explained_when_the_run_pauses(model_named, monkeypatch, fields):
+    """They read as if each had been explained at once, and the run is bit for bit the same."""
+    config = skipping(model_named("dropped", dropped_and_normed), **fields)
+    with monkeypatch.context() as patch:
+        patch.setattr(skip_explanation, "SHARE", math.inf)
+        at_once = Trainer(config)
+        at_once.run(40)
+    without_explanations(monkeypatch)
+    later = Trainer(config)
+    later.run(40)
+    rows = later.history.skip_groups().tolist()
+    assert len(rows) > 4
+    found = later.history.explanations
+    assert all(any(first <= step <= last for step in found) for first, last in rows)  # one for skips in a row
+    assert found == {step: why for step, why in at_once.history.explanations.items() if step in found}
+    later.run(10)
+    at_once.run(10)
+    assert [replace(each, seconds=0.0) for each in later.history.records()] == [
+        replace(each, seconds=0.0) for each in at_once.history.records()
+    ]
+    state = later._experiment.model.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in at_once._experiment.model.state_dict().items())
+    assert [each.name for each in later.findings()] == [each.name for each in at_once.findings()]
+
+
+def test_a_change_of_level_keeps_the_buffers_with_which_a_step_runs_again(model_named):
+    """O2 and O3 replace the buffers of a BatchNorm; those of the step before do not hold its NaN yet."""
+    trainer = Trainer(model_named("dropped", dropped_and_normed))
+    for level in ("O3", "O2"):
+        trainer.change(opt_level=level)
+        trainer.run(2)
+    trainer.inject("nan")
     trainer.run(1)
-    assert trainer.explainable == 0
-    trainer.change(opt_level="O2")
+    assert trainer.history.explanations[4].sentence.startswith("injected NaN: batch.images holds NaN in 1 of")
+
+
+def test_a_skip_of_an_earlier_level_is_explained_as_it_was(monkeypatch):
+    without_explanations(monkeypatch)
+    monkeypatch.setattr("amplab.lab.trainer._PAUSE_SECONDS", 0.0)
+    trainer = Trainer(HIGH)
+    trainer.run(1)  # a pause explains the last step
+    trainer.run(1)
+    trainer.change(opt_level="O0")
+    trainer.run(3)
+    trainer.request_explanation(0)
     trainer.wait()
-    assert trainer.explainable is None
-    trainer.request_explanation(7)
+    assert trainer.history.explanations[0].sentence.startswith("output: the gradient of its output × 2²⁴")
+    assert trainer.config.opt_level == "O0"
+
+
+def test_a_skip_is_explained_on_request_while_the_run_goes_on(monkeypatch, listen, until):
+    without_explanations(monkeypatch)
+    trainer = Trainer(skipping())
+    ear = listen(trainer)
+    trainer.start()
+    try:
+        until(lambda: trainer.history.skip_count > 3)
+        step = trainer.explainable[1]
+        assert step not in trainer.history.explanations
+        trainer.request_explanation(step)
+        until(lambda: ear.of(SkipExplained))
+        assert trainer.state == "running"
+        assert ear.of(SkipExplained)[0].explanation.step == step
+        trainer.request_explanation(10**6)
+        until(lambda: len(ear.of(SkipExplained)) > 1)
+        assert ear.of(SkipExplained)[1] == SkipExplained(10**6, None)
+    finally:
+        trainer.stop()
+        trainer.wait()
+
+
+def test_start_does_not_wait_for_skips_left_over(monkeypatch, until):
+    without_explanations(monkeypatch)
+    trainer = Trainer(skipping())
+    trainer.start(200)
+    until(lambda: trainer.state == "paused")
+    trainer.start()
+    until(lambda: len(trainer.history) > 205)
+    left = [each.step for each in trainer.history.skips() if each.step not in trainer.history.explanations]
+    trainer.stop()
     trainer.wait()
-    assert ear.of(SkipExplained)[-1] == SkipExplained(7, None)
+    assert len(left) > 5
+
+
+def test_what_is_kept_of_skipped_steps_is_bounded_and_the_oldest_goes_first(monkeypatch):
+    without_explanations(monkeypatch)
+    monkeypatch.setattr("amplab.lab.trainer._PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(past_skips, "MOST_BYTES", 100_000)  # of about 28,000 for one; the weights are 6,000
+    trainer = Trainer(skipping())
+    trainer.run(60)
+    kept = trainer._experiment.past_skips
+    skips = trainer.history.skipped_steps()
+    assert 1 < len(kept.steps) < len(skips)
+    assert list(kept.steps) == skips[-len(kept.steps) :]
+    assert kept.nbytes <= 100_000
+    held = {id(each): each.nbytes for step in kept.steps for each in kept.get(step).weights}
+    assert kept.nbytes == sum(held.values()) + sum(kept.get(step).beginning.nbytes for step in kept.steps)
+    monkeypatch.setattr(past_skips, "MOST_BYTES", 10_000)
+    trainer.run(20)
+    assert kept.steps == ()
+    assert kept.nbytes == 0
+
+
+@pytest.mark.filterwarnings("ignore:Loss scaler 0 has skipped:UserWarning")
+def test_skips_in_a_row_share_one_copy_of_the_weights():
+    trainer = Trainer(replace(HIGH, init_scale=2.0**24))
+    trainer.run(4)
+    kept = trainer._experiment.past_skips
+    assert len({id(kept.get(step).weights) for step in kept.steps}) == 1 < len(kept.steps)
+
+
+@pytest.mark.parametrize("fields", [{}, {"opt_level": "O2"}])
+def test_a_past_skip_is_walked_through_as_if_it_had_been_recorded(fields, listen):
+    config, wanted = skipping(**fields), 11
+    recorded, later = Trainer(config), Trainer(config)
+    ears = listen(recorded), listen(later)
+    recorded.run(wanted)
+    recorded.step_in_stages()
+    recorded.wait()
+    later.run(30)
+    assert wanted in later.walkable
+    before = {name: value.clone() for name, value in later._experiment.model.state_dict().items()}
+    later.request_stages(wanted)
+    later.wait()
+    ((there,), (here,)) = (ear.of(StagesReady) for ear in ears)
+    assert there.stages.record.skipped
+    assert replace(here.stages.record, seconds=0.0) == replace(there.stages.record, seconds=0.0)
+    assert [each.scale for each in here.stages.checks] == [each.scale for each in there.stages.checks]
+    for name, stages in there.stages.parameters.items():
+        again = here.stages.parameters[name]
+        assert again.skipped
+        for moment in ("stored", "used", "inputs", "outputs", "scaled", "unscaled", "stepped"):
+            one, other = getattr(stages, moment), getattr(again, moment)
+            assert torch.equal(one.kept.nan_to_num(), other.kept.nan_to_num())
+    assert all(torch.equal(value, before[name]) for name, value in later._experiment.model.state_dict().items())
 
 
 @pytest.mark.filterwarnings("ignore:Loss scaler 0 has skipped:UserWarning")

@@ -9,12 +9,14 @@ The ranks are forked from a server that has imported torch and amplab once, so t
 
 A rank ends only after its process group has. Otherwise gloo's threads outlive Python: a thread that then frees a
 finished all_reduce asks for Python's lock, Python ends the thread inside a C++ destructor, and the process aborts
-("terminate called without an active exception", exit status 134). Two references keep a group alive after
+("terminate called without an active exception", exit status 134). Three references keep a group alive after
 ``destroy_process_group``:
 
 * a DistributedDataParallel that still exists, for example a global variable of a script;
 * the default arguments of ``torch.distributed.nn.functional``, if the module is imported after
   ``init_process_group``; the constructor of DistributedDataParallel imports it. ``amplab.parallel`` imports it first.
+  ``torch.distributed.fsdp.sharded_grad_scaler`` does the same. A test file is loaded before its group is made.
+* the caches of DTensor, which FSDP2 fills; this module clears them.
 """
 
 import faulthandler
@@ -178,15 +180,17 @@ def _rank(
 def _called(source: tuple[str, str, str], pickled: bytes, place: _Place) -> bytes:
     """Return the pickled ``(value, error)``. Whatever the function made is gone by then, the process group too."""
     try:
+        function = _loaded(source)  # before the group: modules of torch keep a group that exists when they are imported
         if place.backend is not None:
             store = f"file://{place.folder / 'store'}"
             limit = timedelta(seconds=place.limit)
             ranks = {"rank": place.rank, "world_size": place.world_size}
             dist.init_process_group(place.backend, init_method=store, timeout=limit, **ranks)
-        value = pickle.dumps((_loaded(source)(place.rank, *pickle.loads(pickled)), None))
+        value = pickle.dumps((function(place.rank, *pickle.loads(pickled)), None))
     except BaseException:  # noqa: BLE001  # KeyboardInterrupt and SystemExit too: the test is to see them
         return pickle.dumps((None, traceback.format_exc()))
     gc.collect()
+    _forget_meshes()
     if dist.is_initialized():
         dist.destroy_process_group()
     if left := _gloo_threads():
@@ -205,6 +209,18 @@ def _loaded(source: tuple[str, str, str]) -> Callable[..., Any]:
         spec.loader.exec_module(sys.modules[name])
     loaded: Callable[..., Any] = getattr(sys.modules[name], function)
     return loaded
+
+
+def _forget_meshes() -> None:
+    """Clear the caches of DTensor: what they know of a mesh keeps the mesh, and so its groups."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import _collective_utils, _redistribute, debug
+
+        debug._clear_sharding_prop_cache()
+        _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+        _redistribute._gen_transform_infos.cache_clear()
+        _redistribute.clear_redistribute_planner_cache()
+        gc.collect()
 
 
 def _gloo_threads() -> list[str]:

@@ -172,7 +172,7 @@ def test_tensors_are_found_in_order_in_every_container():
     assert all(one is other for one, other in zip(found, tensors, strict=True))
     assert [name for name, _ in named_tensors_in(tree, "x")] == [
         "x['list'][0]",
-        "x['pair'][0]",
+        "x['pair'].x",
         "x['fields'].x",
         "x['user']['x']",
         "x['deque'][0]",

@@ -275,7 +275,11 @@ def test_a_function_is_not_a_batch():
     [
         (X.double(), "amplab called Sequential(float64[5, 4] on cpu); its parameters are float32 on cpu."),
         (X.to("meta"), "amplab called Sequential(float32[5, 4] on meta); its parameters are float32 on cpu."),
-        (X.numpy(), "amplab called Sequential(ndarray); its parameters are float32 on cpu."),
+        (
+            X.numpy(),
+            "amplab called Sequential(ndarray); its parameters are float32 on cpu. To call it in another way, pass "
+            "step=, a function that calls the model and returns the loss.",
+        ),
         ({"input": X.long()}, "amplab called Sequential(input=int64[5, 4] on cpu); its parameters are float32 on cpu."),
     ],
 )

@@ -103,6 +103,15 @@ def test_a_loss_with_an_argument_called_batch_gets_all_of_it(model, into):
     assert given is batch
 
 
+def test_a_mapping_and_a_target():
+    args, rest = call(Named(), ({"x": X, "labels": Y}, MASK), 2)
+    assert same(args, (X, Y))
+    assert same(rest, (MASK,))
+    args, rest = call(One(), ({"left": X, "right": Y}, MASK), 2)  # forward takes the mapping itself
+    assert list(args[0]) == ["left", "right"]
+    assert same(rest, (MASK,))
+
+
 def test_by_name():
     batch = {"x": X, "labels": Y}
     args, rest = call(Named(), batch, 2)

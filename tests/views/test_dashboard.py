@@ -2,11 +2,13 @@
 
 import threading
 import time
+from datetime import datetime
 
 import numpy as np
 import pytest
 
 from amplab.lab import ExperimentConfig, Trainer
+from amplab.lab.checkpoints import Checkpoint
 from amplab.views import Dashboard
 from amplab.views.dashboard import wait_for_steps
 
@@ -263,6 +265,20 @@ def test_an_offer_is_answered(lab: Dashboard, until) -> None:
     assert str(wanted) in notice["text"]
     tell(parts(lab).notices, type="new", id=notice["id"])
     until(lambda: lab.trainer.config == wanted and len(lab.trainer.history) == 0)
+    until(lambda: not parts(lab).notices.notices)
+
+
+@pytest.mark.parametrize(
+    "starts",
+    [lambda trainer: trainer.start(), lambda trainer: trainer.step(), lambda trainer: trainer.run(2)],
+    ids=["start", "step", "run"],
+)
+def test_the_offer_of_a_saved_run_goes_when_another_run_starts(lab: Dashboard, until, tmp_path, starts) -> None:
+    saved = Checkpoint(tmp_path / "run.checkpoint", lab.trainer.config, 100, saved=datetime.now())
+    lab.offer_saved(saved)
+    until(lambda: parts(lab).notices.notices)
+    assert "at step 100?" in parts(lab).notices.notices[0]["title"]
+    starts(lab.trainer)
     until(lambda: not parts(lab).notices.notices)
 
 

@@ -71,15 +71,29 @@ def test_the_first_skip_is_on_top_even_if_the_reason_changes_within_its_row(reco
     assert steps(skipped_payload(history)) == ["2 – 5", "20", "6 – 9"]
 
 
-def test_a_row_without_a_reason_says_whether_it_can_still_be_had(eventful: History) -> None:
+def test_a_row_without_a_reason_says_whether_it_can_still_be_had(eventful: History, record) -> None:
     eventful.append(eventful.record(-1).__class__(**{**_fields(eventful.record(8)), "step": 10}))
-    first, newest, older = skipped_payload(eventful, explainable=10)["rows"]
-    assert newest["explain"] == 10
+    first, newest, older = skipped_payload(eventful, explainable=(10,), walkable=(10,))["rows"]
+    assert newest["explain"] == newest["walk"] == 10
     assert newest["why"].startswith("Not explained yet: ")
-    assert older["explain"] is None
-    assert "the weights have changed since" in older["why"]
+    assert older["explain"] is older["walk"] is None
+    assert "cannot run again any more" in older["why"]
     assert older["why"].endswith("First gradient that is not finite: hidden.weight.")
     assert first["explain"] is None
+
+
+def test_a_row_offers_the_first_of_its_steps_that_can_run_again_or_the_explained_one(record) -> None:
+    history = spiral(record, {*range(2, 10), 20, 30})
+    kept = (5, 6, 7, 8, 9, 30)
+    rows = {row["steps"]: row for row in skipped_payload(history, explainable=kept, walkable=kept)["rows"]}
+    assert {name: (row["explain"], row["walk"]) for name, row in rows.items()} == {
+        "2 – 9": (5, 5),
+        "20": (None, None),
+        "30": (30, 30),
+    }
+    history.explain(SkipExplanation(7, "scale", "fits at 2¹⁸"))
+    (first, *_) = skipped_payload(history, explainable=kept, walkable=kept)["rows"]
+    assert (first["explain"], first["walk"]) == (None, 7)
 
 
 def _fields(record):

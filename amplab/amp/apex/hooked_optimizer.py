@@ -37,8 +37,10 @@ from amplab.amp.backward.optimizer_params import cast_state, follow_model, repla
 from amplab.amp.backward.records import ScaleRecord, StepOutcome
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.parallel.combined_reducer import CombinedReducer
+from amplab.parallel.ranks import has_other_ranks
+from amplab.parallel.shards import RankGroup, agree_on_found_inf, rank_groups
 from amplab.policies.casting.thread_scopes import is_running, resume_casts, suspend_casts
-from amplab.scalers import CombinedUnscaler, FlatGrads, MasterWeights, Unscaler
+from amplab.scalers import CombinedUnscaler, FlatGrads, MasterWeights, Unscaler, local_shard
 
 __all__ = ["HookedOptimizer"]
 
@@ -80,6 +82,7 @@ class HookedOptimizer:
         masters: the float32 masters of its half parameters.
         outcome: of the last step.
         copies_shared: as `ReachedGradients`.
+        rank_groups: the ranks that hold the shards of its parameters; empty if this rank holds all elements.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class HookedOptimizer:
         self._unscaler, self._into_masters = unscaler(), unscaler()
         self._reducer = reducer
         self.copies_shared = reducer is not None or type(self._unscaler) is Unscaler
+        self.rank_groups: tuple[RankGroup, ...] = ()
         self._params: list[Tensor] = []
         self._own: list[Tensor] = []
         self._scaled_by: float | None = None
@@ -121,7 +125,8 @@ class HookedOptimizer:
         for pair in self.masters.pairs:
             if pair.model in uncast:  # the values before rounding
                 values, grad = uncast[pair.model]
-                if self._reducer is not None or not _has_other_ranks():
+                # Else a wrapper may send the half weights of rank 0 to the others.
+                if self._reducer is not None or not has_other_ranks():
                     pair.master.data = values.float()
                 pair.master.grad = None if grad is None else grad.float()
                 pair.model.grad = None
@@ -203,6 +208,9 @@ class HookedOptimizer:
         masters = {id(pair.master) for pair in self.masters.pairs}
         self._params = self._current_params()
         self._own = [param for param in self._params if id(param) not in masters]
+        self.rank_groups = rank_groups(self._own)
+        if self.rank_groups:  # a flat buffer has no DTensor as its part
+            self._unscaler = Unscaler()
 
     def _follow_edits(self) -> None:
         """Copy what was written to the model since `initialize` or ``load_state_dict`` to the masters, once."""
@@ -235,6 +243,12 @@ class HookedOptimizer:
             self._reducer.follow(self._own, halves)
         return [*self._own, *halves]
 
+    def factor_in_place(self, scale: float) -> float | None:
+        """Return the factor of gradients that are scaled already, which the coming backward averages over ranks."""
+        if self._scaled_by is None or self._reducer is not None or not has_other_ranks():
+            return None
+        return scale / self._scaled_by
+
     def begin_averaging(self) -> None:
         """Average gradients over ranks during the backward. If there are some kept scaled, after it, with their sum."""
         if self._reducer is not None and self._scaled_by is None:
@@ -265,9 +279,9 @@ class HookedOptimizer:
         """Unscale the new gradients, add those in ``aside``, and bring half ones to the float32 masters.
 
         Returns:
-            found_inf: ``(1,)`` float32, 1.0 if a gradient is inf or NaN.
+            found_inf: ``(1,)`` float32, 1.0 if a gradient is inf or NaN, of sharded ones on any rank.
 
-        Sync: none.
+        Sync: none; one on the CPU if gradients are sharded.
         """
         if self._scaled_by is not None:
             self._add_scaled(aside, scale)
@@ -281,7 +295,7 @@ class HookedOptimizer:
             for pair in self.masters.pairs:
                 pair.model.grad = None
             self._into_masters.settle(self._masters())
-        return found_inf
+        return agree_on_found_inf(found_inf, self.rank_groups)
 
     def _average(self) -> None:
         """Average the new gradients over ranks; their own flat buffer is the one in which they are then unscaled."""
@@ -295,13 +309,14 @@ class HookedOptimizer:
     def first_nonfinite(self) -> Tensor | None:
         """Return the model's parameter whose non-finite gradient the backward reached first.
 
-        That is the last one in the model's order, the nearest to the loss. Sync: one for each parameter checked.
+        That is the last one in the model's order, the nearest to the loss. Of sharded gradients only the shards of this
+        rank are read. Sync: one for each parameter checked.
         """
         for param in reversed(self._current_params()):
             grad = param.grad
             if grad is not None and grad.is_sparse:
                 grad = grad.coalesce().values()
-            if grad is not None and not grad.isfinite().all():
+            if grad is not None and not local_shard(grad).isfinite().all():
                 return next((pair.model for pair in self.masters.pairs if pair.master is param), param)
         return None
 
@@ -426,7 +441,7 @@ class HookedOptimizer:
         if self._scaled_by is not None and self._overflow is None:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() with gradients still scaled by {self._scaled_by}: the last "
-                "backward before a step must run in scale_loss without delay_unscale=True."
+                "backward before a step must run in scale_loss without delay_unscale=True, and not under no_sync()."
             )
         pairs = self.masters.pairs
         if all(pair.master.grad is None for pair in pairs) and any(pair.model.grad is not None for pair in pairs):
@@ -441,9 +456,3 @@ def _outcome_of_skip(record: ScaleRecord) -> StepOutcome:
     where = f", first in the gradient of {record.first_nonfinite}" if record.first_nonfinite else ""
     reason = f"gradient overflow at loss scale {record.loss_scale} of loss scaler {record.loss_id}{where}"
     return StepOutcome(False, reason, record.first_nonfinite)
-
-
-def _has_other_ranks() -> bool:
-    """Whether several processes train together; a wrapper may then send the half weights of rank 0 to the others."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

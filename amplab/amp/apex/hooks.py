@@ -20,11 +20,13 @@ from amplab.amp.apex.opt_levels import OptProperties
 from amplab.amp.apex.saved_masters import SavedMasters
 from amplab.amp.backward.optimizer_params import cast_state, params_of
 from amplab.amp.backward.records import MemoryUse
+from amplab.amp.backward.seen_wrapper import SeenWrapper
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.parallel.combined_ddp import CombinedDDP
+from amplab.parallel.shards import is_fully_sharded
 from amplab.policies import CastingEngine, PrecisionPolicy, accept_half_input, register_module_rules
 from amplab.policies.nested_tensors import tensors_in
-from amplab.scalers import MasterWeights, Unscaler
+from amplab.scalers import MasterWeights, Unscaler, local_shard
 
 __all__ = ["HookedModel", "Hooks", "memory_use"]
 
@@ -107,6 +109,27 @@ class Hooks:
             )
         return hooked
 
+    def await_average(self, hooked: Sequence[HookedOptimizer]) -> bool:
+        """Return whether gradients of these optimizers are not averaged yet: their model's forward was in no_sync."""
+        waiting = [model for model, held in self._models.items() if not held.wrapper.averages]
+        if not waiting:
+            return False
+        stepped = {param for each in hooked for param in each.model_params}
+        return any(param in stepped for model in waiting for param in model.parameters())
+
+    def refuse_sharded_since(self) -> None:
+        """Refuse models that were sharded after `initialize`: their optimizers have parameters of no model.
+
+        Raises:
+            RuntimeError: such a model. Sync: none.
+        """
+        for model, held in self._models.items():
+            if not held.was_sharded and is_fully_sharded(model):
+                raise RuntimeError(
+                    f"{type(model).__name__} was sharded after amp.initialize, which replaced the parameters that the "
+                    "optimizer has: call fully_shard first, then create the optimizer, then call amp.initialize."
+                )
+
     def first_nonfinite(self, hooked: Sequence[HookedOptimizer]) -> str | None:
         """Return the name of the parameter whose non-finite gradient the backward reached first. Sync: many."""
         for each in reversed(hooked):
@@ -172,6 +195,10 @@ class HookedModel:
         casts_around_functions: whether ops inside its forward are cast (O1), so that half inputs meet float32 weights.
         prefix: of its parameters' names, to distinguish several models.
         ddp: averages gradients over ranks; None for one process, and under DistributedDataParallel.
+
+    Attributes:
+        wrapper: whether a DistributedDataParallel around the model averages its gradients.
+        was_sharded: whether ``fully_shard`` was called on it before the hooks were added.
     """
 
     def __init__(
@@ -189,8 +216,10 @@ class HookedModel:
         self._half = weights_dtype in LOW_PRECISION_DTYPES
         self._masters = tuple(masters)
         self._prefix = prefix
+        self.was_sharded = is_fully_sharded(model)
         self._forward = forward
-        self._handles: list[Any] = [*forward.register(model)]
+        self.wrapper = SeenWrapper()
+        self._handles: list[Any] = [*self.wrapper.register(model), *forward.register(model)]
         self._handles += register_module_rules(model, policy, weights_dtype=weights_dtype if self._half else None)
         if self._half:
             self._handles += SavedMasters(masters).register(model)
@@ -226,6 +255,8 @@ class HookedModel:
 def memory_use(models: Iterable[nn.Module], optimizers: Iterable[tuple[Optimizer, HookedOptimizer]]) -> MemoryUse:
     """Return the bytes of everything that belongs to ``models`` and ``optimizers``; shared tensors count once.
 
+    Of sharded tensors only the shards of this rank count.
+
     Sync: none.
     """
     optimizers = list(optimizers)
@@ -253,7 +284,7 @@ def _tensor_bytes(tensor: Tensor) -> int:
     if tensor.layout != torch.strided:
         tensor = tensor.coalesce()
         return tensor.indices().nbytes + tensor.values().nbytes
-    return tensor.nbytes
+    return local_shard(tensor).nbytes
 
 
 def _inside(grads: Iterable[Tensor], buffers: Iterable[Tensor]) -> list[Tensor]:

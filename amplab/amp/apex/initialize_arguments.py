@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from amplab.amp.arguments import checked_flag
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.optimizers import FusedOptimizer
+from amplab.parallel.shards import is_fully_sharded
 
 __all__ = [
     "Permissions",
@@ -23,6 +24,7 @@ __all__ = [
     "checked_verbosity",
     "refuse_half",
     "refuse_scripted",
+    "refuse_sharded",
     "warn_of_unused",
     "warn_of_vanishing_eps",
 ]
@@ -218,6 +220,27 @@ def refuse_scripted(model: nn.Module, dtype: torch.dtype | bool | None) -> None:
                 "to TorchScript. Pass the module that it was compiled from. At O0 and O1 scripted functions and "
                 "submodules are allowed; they run in the dtypes of their inputs."
             )
+
+
+def refuse_sharded(model: nn.Module, opt_level: str, dtype: torch.dtype | bool | None, *, combine_ddp: bool) -> None:
+    """Refuse to cast a model that is sharded, since FSDP2 holds its own references to the float32 shards.
+
+    Raises:
+        RuntimeError: such a model, and a 16-bit ``dtype`` or ``combine_ddp``.
+    """
+    if not any(map(is_fully_sharded, model.modules())):
+        return
+    if combine_ddp:
+        raise RuntimeError(
+            f"amp.initialize got {type(model).__name__}, which is sharded, and combine_ddp=True: fully_shard averages "
+            "its gradients already; omit combine_ddp."
+        )
+    if dtype in LOW_PRECISION_DTYPES:
+        raise RuntimeError(
+            f"amp.initialize got {type(model).__name__}, which is sharded, and opt_level {opt_level}, which would cast "
+            f"its weights to {dtype}: expected O0 or O1. For weights in {dtype} with float32 masters pass "
+            f"mp_policy=MixedPrecisionPolicy(param_dtype={dtype}) to fully_shard: its float32 shards are the masters."
+        )
 
 
 def warn_of_unused(loss_scale: float | str | None, **dynamic: float) -> None:

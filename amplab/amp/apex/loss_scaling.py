@@ -293,15 +293,16 @@ class LossScaling:
         """The body of `Session.scale_loss`; see there for the arguments."""
         scaler = self.scaler(loss_id)
         hooked = self._hooked(optimizers, scaler)
+        self._hooks.refuse_sharded_since()
         scale = scaler.scale
         if scale == 1.0 and self._nothing_to_do(scaler, hooked):
             yield loss.float()
             return
-        with ScaledBackward(hooked) as backward:
+        with ScaledBackward(hooked, scale) as backward:
             for each in () if delay_unscale else hooked:
                 each.begin_averaging()
             yield loss.float() * scale
-            if delay_unscale:
+            if delay_unscale or self._hooks.await_average(hooked):
                 for each, aside in backward.aside:
                     each.keep_scaled(aside, scale)
                 return

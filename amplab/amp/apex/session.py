@@ -33,6 +33,7 @@ from amplab.amp.apex.initialize_arguments import (
     checked_verbosity,
     refuse_half,
     refuse_scripted,
+    refuse_sharded,
     warn_of_unused,
 )
 from amplab.amp.apex.level_policy import checked_policies, engine_policy, with_registered
@@ -57,7 +58,7 @@ from amplab.amp.apex.registered_functions import (
     warn_of_idle,
 )
 from amplab.amp.arguments import as_list, checked_flag, checked_num_losses
-from amplab.amp.backward.clipping import clip_by_norm_
+from amplab.amp.backward.clipping import clip_by_norm_, clip_shards_by_norm_
 from amplab.amp.backward.gradients import bookkeeping
 from amplab.amp.backward.optimizer_params import master_params
 from amplab.amp.backward.records import MemoryUse, ScaleRecord, StepOutcome
@@ -214,8 +215,8 @@ class Session:
 
         Raises:
             RuntimeError: an override that is not allowed at this level; a model that is already half, wrapped, or
-                compiled by TorchScript; ``combine_ddp`` without a process group or without ``combine_grad``, or with
-                models that differ between ranks.
+                compiled by TorchScript; at O2 and O3 one that is sharded; ``combine_ddp`` without a process group or
+                ``combine_grad``, with a sharded model, or with models that differ between ranks.
             TypeError: models or optimizers of another type.
             ValueError: a number out of its range; a module rule that names no module or contradicts another;
                 ``combine_ddp`` without an optimizer.
@@ -257,6 +258,7 @@ class Session:
         chosen_models, chosen_optimizers = checked_models(models), checked_optimizers(optimizers)
         for model in chosen_models:
             refuse_scripted(model, properties.cast_model_type)
+            refuse_sharded(model, level.name, properties.cast_model_type, combine_ddp=buckets is not None)
         policies = checked_policies(policy, chosen_models, properties.cast_model_type)
         scalers = [LossScaler.under(rule) for _ in range(checked_num_losses(num_losses))]
         self._hooks.release_connected(chosen_models, chosen_optimizers)
@@ -438,7 +440,8 @@ class Session:
             optimizers: the optimizer, or a list of all optimizers, whose parameters this backward reaches.
             loss_id: number of the loss scaler, < ``num_losses``.
             model: not used, as in apex.
-            delay_unscale: keep gradients scaled; a later backward before the step unscales them all.
+            delay_unscale: keep gradients scaled; a later backward before the step unscales them all. Under ``no_sync``
+                of DistributedDataParallel it is True.
             delay_overflow_check: let the next backward of this ``loss_id`` check gradients and move the scale.
 
         Raises:
@@ -574,6 +577,8 @@ class Session:
                 raise ValueError(f"{name}={value}: expected a number > 0, such as 1.0 for max_norm, 2.0 for norm_type.")
         hooked = self._hooks.hooked(optimizer)
         with bookkeeping():
+            if hooked.rank_groups:
+                return clip_shards_by_norm_(hooked.model_params, max_norm, norm_type)
             grads = hooked.flat_grads()
             return clip_by_norm_(grads.tensors, max_norm, norm_type, parts=grads.parts)
 

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from amplab.kernels import unscale_
+from amplab.parallel.shards import RankGroup, norm_over_ranks, rank_groups_of
+from amplab.scalers import strided_grad
 
-__all__ = ["clip_by_norm_"]
+__all__ = ["clip_by_norm_", "clip_shards_by_norm_"]
 
 _SMALL = 1 << 16  # mean number of elements above which a copy costs more than one call per tensor
 
@@ -41,18 +43,67 @@ def clip_by_norm_(
     >>> clip_by_norm_(grads, 1.0), grads[0].item() < 0.6
     (tensor(5.), True)
     """
-    groups = _by_device(grads)
-    if not groups:
+    if not grads:
         return torch.tensor(0.0)
-    first = next(iter(groups))
-    norms = [_norm(group, norm_type).to(first, non_blocking=True) for group in groups.values()]
-    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).float()
-    if parts is not None and not (first.type == "cpu" and math.isfinite(factor.item())):
-        groups = _by_device(parts)
-    for device, group in groups.items():
-        unscale_(group, torch.zeros((), device=device), factor.to(device, non_blocking=True))
+    norm = _norm(grads, norm_type)
+    factor = _factor(norm, max_norm)
+    keeps_padding = parts is None or (norm.device.type == "cpu" and math.isfinite(factor.item()))
+    _multiply_(grads if keeps_padding or parts is None else parts, factor)
     return norm
+
+
+@torch.no_grad()
+def clip_shards_by_norm_(params: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Do the same for the gradients of sharded parameters; all ranks that hold shards call it.
+
+    Args:
+        params: DTensors and others; the gradients of the others count once.
+        max_norm: > 0.
+        norm_type: ``p``; inf for the largest magnitude, which is inf if an element is NaN.
+
+    Returns:
+        ``()``, the norm before clipping, the same on every rank.
+
+    Sync: none; one on the CPU.
+
+    Reference: ``torch.nn.utils.clip_grad_norm_`` for DTensors.
+    """
+    held: dict[tuple[RankGroup, ...], list[Tensor]] = {}
+    for param in params:
+        grads = held.setdefault(rank_groups_of(param), [])
+        if param.grad is not None:
+            grads.append(strided_grad(param))
+    nothing = torch.zeros((), device=params[0].device)
+    norms = [
+        norm_over_ranks(_norm(grads, norm_type) if grads else nothing, groups, norm_type)
+        for groups, grads in held.items()
+    ]
+    norm = _total(norms, norm_type)
+    _multiply_([grad for grads in held.values() for grad in grads], _factor(norm, max_norm))
+    return norm
+
+
+def _factor(norm: Tensor, max_norm: float) -> Tensor:
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0).float()
+
+
+def _multiply_(grads: Sequence[Tensor], factor: Tensor) -> None:
+    for device, here in _by_device(grads).items():
+        unscale_(here, torch.zeros((), device=device), factor.to(device, non_blocking=True))
+
+
+def _norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Return the norm ``()`` of tensors on any devices, on the device of the first."""
+    return _total([_norm_on_device(group, norm_type) for group in _by_device(grads).values()], norm_type)
+
+
+def _total(norms: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Return the norm of all, given the norms of the parts."""
+    if len(norms) == 1:
+        return norms[0]
+    here = [norm.to(norms[0].device, non_blocking=True) for norm in norms]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(here), norm_type)
+    return total
 
 
 def _by_device(grads: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
@@ -62,8 +113,7 @@ def _by_device(grads: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
     return groups
 
 
-def _norm(grads: list[Tensor], norm_type: float) -> Tensor:
-    """Return the norm ``()`` of tensors on one device."""
+def _norm_on_device(grads: list[Tensor], norm_type: float) -> Tensor:
     dtype = grads[0].dtype
     small = sum(grad.numel() for grad in grads) <= _SMALL * len(grads)
     if small and all(grad.dtype is dtype for grad in grads):

@@ -1,6 +1,6 @@
 """Gradients around one backward of a scaled loss. Both APIs of amp use it; each decides what follows from found_inf.
 
-    with ScaledBackward(optimizers) as backward:       set aside: every .grad becomes None
+    with ScaledBackward(optimizers, scale) as backward:       set aside: every .grad becomes None
         (loss * scale).backward()                      after an exception every .grad is restored
     found_inf = each.unscale_new(aside, scale, None)   unscale: .grad <- old + new / scale; found_inf is returned
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from amplab.kernels import unscale_add
-from amplab.scalers import Unscaler, inverse_scale
+from amplab.scalers import Unscaler, inverse_scale, local_shard
 
 __all__ = [
     "ReachedGradients",
@@ -52,6 +52,13 @@ class ReachedGradients(Protocol):
     def before_backward(self) -> list[Tensor]:
         """Prepare for a backward; return the parameters whose gradients it may write."""
 
+    def factor_in_place(self, scale: Any) -> Any | None:
+        """Return None if gradients are to be set aside.
+
+        Otherwise a factor, for gradients that the backward of a wrapper is to average together with the new ones: they
+        are multiplied by it and stay in ``.grad``, as if they were new.
+        """
+
     def after_failed_backward(self) -> None:
         """Undo `before_backward`. Gradients have been put back."""
 
@@ -67,13 +74,15 @@ class ScaledBackward(Generic[Reached]):
 
     Args:
         reached: the gradients of each optimizer whose parameters the backward reaches.
+        scale: of the loss.
 
     Attributes:
-        aside: the gradients that were there before, for each of ``reached``.
+        aside: the gradients that were there before, for each of ``reached``, without those that stay in place.
     """
 
-    def __init__(self, reached: Sequence[Reached]) -> None:
-        self._reached = reached
+    def __init__(self, reached: Sequence[Reached], scale: Any) -> None:
+        self._reached, self._scale = reached, scale
+        self._saved: list[SetAside] = []
         self._begun: list[Reached] = []
         self._params: list[Tensor] = []
         self.aside: list[tuple[Reached, list[SetAside]]] = []
@@ -99,6 +108,10 @@ class ScaledBackward(Generic[Reached]):
         self._begun.append(each)
         params = each.before_backward()
         aside = gradients_of(params)
+        factor = each.factor_in_place(self._scale) if aside else None
+        if factor is not None:
+            self._keep_in_place(each, params, aside, factor)
+            return
         if each.copies_shared:
             aside = [SetAside(param, _copied(grad)) for param, grad in aside]
         self._params += params
@@ -106,9 +119,19 @@ class ScaledBackward(Generic[Reached]):
         for param, _ in aside:
             param.grad = None
 
+    def _keep_in_place(self, each: Reached, params: list[Tensor], grads: list[SetAside], factor: Any) -> None:
+        saved = [SetAside(param, grad.clone()) for param, grad in grads]
+        self._params += params
+        self._saved += saved
+        self.aside.append((each, []))
+        with torch.no_grad():
+            for _, grad in grads:
+                grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)
+
     def _put_back(self) -> None:
         for param in self._params:
             param.grad = None
+        put_back(self._saved)
         for _, aside in self.aside:
             put_back(aside)
         for each in self._begun:
@@ -177,7 +200,7 @@ def add_unscaled(
     summed = {id(old.param) for old, _ in sums}
     found_inf = unscaler.unscale_([param for param in params if id(param) not in summed], scale, found_inf=found_inf)
     for device in dict.fromkeys(old.grad.device for old, _ in sums):
-        here = [(new, old.grad) for old, new in sums if old.grad.device == device]
+        here = [(local_shard(new), local_shard(old.grad)) for old, new in sums if old.grad.device == device]
         found_here = torch.zeros(1, device=device)
         unscale_add([new for new, _ in here], [old for _, old in here], found_here, inverse_scale(scale, device))
         found_inf = torch.maximum(found_inf, found_here.to(found_inf.device))

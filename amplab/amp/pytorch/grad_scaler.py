@@ -27,7 +27,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
 from amplab.amp.arguments import SMALLEST_SCALE, as_list, checked_flag, checked_num_losses
-from amplab.amp.backward.clipping import clip_by_norm_
+from amplab.amp.backward.clipping import clip_by_norm_, clip_shards_by_norm_
 from amplab.amp.backward.gradients import ScaledBackward, SetAside, add_unscaled, bookkeeping, put_back
 from amplab.amp.backward.records import ScaleRecord, StepOutcome
 from amplab.amp.pytorch.fused_step import leaves_gradients_unscaled, lend_scale, makes_momentum, wants_scaler
@@ -40,6 +40,8 @@ from amplab.amp.pytorch.optimizer_gradients import (
 )
 from amplab.amp.pytorch.step_report import NO_STEP_YET, STEPPED, ScaleSubscribers, StepReport
 from amplab.optimizers import FusedOptimizer
+from amplab.parallel.ranks import has_other_ranks
+from amplab.parallel.shards import agree_on_found_inf
 from amplab.scalers import ScaleRule
 from amplab.scalers.rules import require_number
 
@@ -71,16 +73,22 @@ class _Reached:
     def __init__(self, optimizer: Optimizer, known: OptimizerGradients, params: list[Tensor]) -> None:
         self.optimizer, self.params = optimizer, params
         self.shares = len(params) < len(known.params)
+        self.rank_groups = known.rank_groups
         self._unscaler = known.unscaler
 
     def before_backward(self) -> list[Tensor]:
         return self.params
 
+    def factor_in_place(self, scale: Tensor) -> Tensor | None:
+        """Return the factor of gradients that a backward under no_sync may have left without an average."""
+        return scale if has_other_ranks() else None
+
     def after_failed_backward(self) -> None:
         """Do nothing: the gradients are restored already."""
 
     def unscale_new(self, aside: list[SetAside], scale: Tensor, found_inf: Tensor | None) -> Tensor:
-        return add_unscaled(self.params, aside, scale, self._unscaler, found_inf)
+        found_inf = add_unscaled(self.params, aside, scale, self._unscaler, found_inf)
+        return agree_on_found_inf(found_inf, self.rank_groups)
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -266,7 +274,8 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         known = self._known.of(optimizer)
-        return unscale_gradients_(known, inv_scale, found_inf, allow_half=allow_fp16, done=self._done)
+        found = unscale_gradients_(known, inv_scale, found_inf, allow_half=allow_fp16, done=self._done)
+        return known.agreed(found, found_inf)
 
     def unscale_and_clip_(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Call `unscale_`, then clip the gradients to a norm of at most ``max_norm``.
@@ -290,6 +299,8 @@ class GradScaler(torch.amp.GradScaler):
                 return norm
             if known.parameter_list.clip_grads_(norm, max_norm) is not None:
                 return norm
+        if known.rank_groups:
+            return clip_shards_by_norm_(known.params, max_norm, norm_type)
         grads = known.unscaler.flat_grads(known.params)
         return clip_by_norm_(grads.tensors, max_norm, norm_type, parts=grads.parts)
 
@@ -442,7 +453,8 @@ class GradScaler(torch.amp.GradScaler):
             if found is not None:
                 row["stage"], ready = OptState.UNSCALED, False
                 self._done.add(known.may_be_shared)
-            row["found_inf_per_device"] = optimizer.check_gradients() if found is None else found
+            found = optimizer.check_gradients() if found is None else found
+            row["found_inf_per_device"] = known.agreed(found, torch.zeros((), device=scale.device))
         elif ready:
             self._check_inf_per_device(optimizer)
         skips = self._scales[0].skips
@@ -501,10 +513,11 @@ class GradScaler(torch.amp.GradScaler):
         for each in self._scales:
             if each.scale is None:
                 each.put_on(loss.device)
-        with ScaledBackward(reached) as backward:
+        scale = own.put_on(loss.device) if own.scale is None else own.scale
+        with ScaledBackward(reached, scale) as backward:
             yield own.times(loss)
             with bookkeeping(), torch.no_grad():
-                found = _unscale_new(backward.aside, own.put_on(loss.device) if own.scale is None else own.scale)
+                found = _unscale_new(backward.aside, scale)
         for optimizer, found_inf in found.items():
             self._note(optimizer, loss_id, found_inf)
 
@@ -753,7 +766,7 @@ def _unscale_new(aside: list[tuple[_Reached, list[SetAside]]], scale: Tensor) ->
     found: dict[Optimizer, Tensor] = {}
     for each, before in aside:
         shares = each.shares and bool(found)
-        if not shares and all(param.grad is None for param in each.params):
+        if not (shares or each.rank_groups) and all(param.grad is None for param in each.params):
             put_back(before)
             continue
         start = torch.stack(list(found.values())).amax(0) if shares else torch.zeros(1, device=scale.device)

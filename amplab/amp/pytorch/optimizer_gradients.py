@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amplab.kernels import ParameterList, refusal_naming, unscale_
-from amplab.scalers import CombinedUnscaler, Unscaler, strided_grad
+from amplab.parallel.shards import RankGroup, agree_on_found_inf, rank_groups
+from amplab.scalers import CombinedUnscaler, Unscaler, local_shard, strided_grad
 
 __all__ = ["KnownOptimizers", "OptimizerGradients", "UnscaledGradients", "unscale_gradients_"]
 
@@ -37,6 +38,7 @@ class OptimizerGradients:
         parameter_list: the same parameters in the form that the kernels take.
         unscaler: for the gradients of one backward among several, and for those in flat buffers.
         combined: the same unscaler if gradients are kept in flat buffers, else None.
+        rank_groups: the ranks that hold the shards of the parameters; empty if this rank holds all elements.
         momentum_of: the state of a fused SGD in which every parameter was found to have its momentum.
     """
 
@@ -47,6 +49,7 @@ class OptimizerGradients:
         self.shared: Sequence[Tensor] | None = None
         self.combined = CombinedUnscaler() if combine else None
         self.unscaler = self.combined or Unscaler()
+        self.rank_groups: tuple[RankGroup, ...] = ()
         self.momentum_of: object = None
         self._names: dict[int, str] = {}
         self._listed: list[Tensor] = []
@@ -73,7 +76,26 @@ class OptimizerGradients:
         self.params = tuple({id(param): param for param in listed}.values())
         self.parameter_list = ParameterList(self.params)
         self.plain, self.shared, self.momentum_of = True, None, None
+        self.rank_groups = rank_groups(self.params)
+        if self.rank_groups:  # a flat buffer has no DTensor as its part
+            self.combined, self.unscaler = None, Unscaler()
         return True
+
+    def agreed(self, verdicts: FoundInf, none_here: Tensor) -> FoundInf:
+        """Return found_inf after all ranks with shards have agreed; ``verdicts`` itself if nothing is sharded.
+
+        Args:
+            verdicts: found_inf of each device of this rank.
+            none_here: ``()`` float32, 0.0; what a rank without gradients contributes. It is not modified.
+
+        Sync: none; one on the CPU.
+        """
+        if not self.rank_groups:
+            return verdicts
+        first, *others = list(verdicts.values()) or [none_here.clone()]
+        for each in others:
+            first.copy_(torch.maximum(first, each.to(first.device, non_blocking=True)))
+        return {first.device: agree_on_found_inf(first, self.rank_groups)}
 
     @property
     def may_be_shared(self) -> Sequence[Tensor]:
@@ -86,8 +108,8 @@ class OptimizerGradients:
         return f"the gradient of {self._names.get(id(param), f'parameter {place}')}"
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients that are not None. Sync: none."""
-        return [grad for param in self.params if (grad := param.grad) is not None]
+        """Return the gradients that are not None, of sharded ones the shards of this rank. Sync: none."""
+        return [local_shard(grad) for param in self.params if (grad := param.grad) is not None]
 
 
 class _Unscaled(NamedTuple):
@@ -116,12 +138,12 @@ class UnscaledGradients:
         for param in params:
             grad = param.grad
             if grad is not None:
-                self._seen[id(grad)] = _Unscaled(grad, grad._version, unless)
+                self._seen[id(grad)] = _Unscaled(grad, local_shard(grad)._version, unless)
 
     def find(self, grad: Tensor) -> _Unscaled | None:
         """Return the record of ``grad``; None if it is still scaled."""
         seen = self._seen.get(id(grad))
-        return seen if seen is not None and seen.version == grad._version else None
+        return seen if seen is not None and seen.version == local_shard(grad)._version else None
 
     def holds_any(self, params: Iterable[Tensor]) -> bool:
         """Whether a gradient of ``params`` is unscaled already."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from amplab.amp.backward.records import ScaleRecord, StepOutcome
+from amplab.scalers import is_sharded, local_shard
 
 __all__ = ["NO_STEP_YET", "STEPPED", "ScaleSubscribers", "StepReport"]
 
@@ -49,6 +50,8 @@ class StepReport:
             return STEPPED
         first = self._first_nonfinite()
         where = f", first in the gradient of {first}" if first else ""
+        if first is None and any(map(is_sharded, self._params)):
+            where = ", in a shard of another rank"
         return StepOutcome(False, f"gradient overflow at loss scale {self._scale.item()}{where}", first)
 
     def _first_nonfinite(self) -> str | None:
@@ -68,12 +71,12 @@ class _Witness:
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._param = next((param for param in reversed(params) if param.grad is not None), None)
         self._grad = None if self._param is None else self._param.grad
-        self._version = -1 if self._grad is None else self._grad._version
+        self._version = -1 if self._grad is None else local_shard(self._grad)._version
 
     def is_there(self) -> bool:
         if self._param is None or self._grad is None:
             return False
-        return self._param.grad is self._grad and self._grad._version == self._version
+        return self._param.grad is self._grad and local_shard(self._grad)._version == self._version
 
 
 @torch.no_grad()
@@ -89,7 +92,7 @@ def _nonfinite_flags(params: Sequence[Tensor]) -> Tensor | None:
 def _zero_unless_nonfinite(grad: Tensor | None) -> Tensor:
     if grad is None:
         return torch.zeros(())
-    values = grad._values() if grad.is_sparse else grad
+    values = grad._values() if grad.is_sparse else local_shard(grad)
     return values.mul(0).sum(dtype=torch.float32)
 
 

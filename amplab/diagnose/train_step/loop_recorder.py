@@ -427,8 +427,9 @@ class LoopRecorder:
                 misused["early"] += [(name, state.added_after)] * (state.added_after > 0)
                 misused["by_two"] += [(name, state.unscaled)] * (state.unscaled > 1)
                 self._rewritten |= state.gradient is not None and parameter.grad is not state.gradient and not master
-                if self._scaler is not None and not math.isfinite(state.delivered):
-                    # A scaler skips the step of a gradient that is not finite, unless the loop replaced the values.
+                if self._scaler is not None and state.backwards and not math.isfinite(state.delivered):
+                    # That backward delivered since the last step. A scaler skips the step of a gradient that is not
+                    # finite, unless the loop replaced the values.
                     was_replaced = math.isfinite(norm_of(parameter.grad))
                     misused["hidden"] += [(name, 1)] * was_replaced
                     misused["unguarded"] += [(name, 1)] * (not was_replaced and not inside)

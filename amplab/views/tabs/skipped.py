@@ -14,7 +14,7 @@ PERIOD = 0.5
 
 
 class SkippedTab(Tab):
-    """The table of skipped steps. A row without a reason has a button while its step can still run again."""
+    """The table of skipped steps. While a step can run again, its row has buttons to explain it and to step through."""
 
     name = "skipped"
     label = "Skipped steps"
@@ -35,7 +35,7 @@ class SkippedTab(Tab):
     def tick(self) -> None:
         """Draw the rows if there are other ones."""
         history = self.trainer.history
-        explainable = self.trainer.explainable
-        present = (history.skip_count, len(history.explanations), is_broken(history), explainable)
+        explainable, walkable = self.trainer.explainable, self.trainer.walkable
+        present = (history.skip_count, len(history.explanations), is_broken(history), explainable[:1], explainable[-1:])
         if self._pace.is_due(present):
-            self.show(skipped_payload(history, explainable=explainable))
+            self.show(skipped_payload(history, explainable=explainable, walkable=walkable))

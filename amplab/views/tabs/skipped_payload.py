@@ -6,7 +6,8 @@ The first skip of the run comes first and stays there; the others follow, the ne
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -28,28 +29,37 @@ KINDS = {
     "injected": "injected",
     "weights": "weights",
     "float32": "float32 too",
+    "other-rank": "another rank",
     "once": "not repeated",
     "open": "not explained",
 }
 """What the page calls each kind of reason."""
 
-GONE = "Not explained: explanations had used up their 5 % of the time, and the weights have changed since."
-OPEN = "Not explained yet: explanations had used up their 5 % of the time."
+GONE = "Not explained: explanations had used up their 5 % of the time, and the step cannot run again any more."
+OPEN = "Not explained yet: explanations had used up their 5 % of the time. A pause explains the newest ones."
 
 
-def skipped_payload(history: History, *, explainable: int | None = None, limit: int = LIMIT) -> dict[str, Any]:
+def skipped_payload(
+    history: History, *, explainable: Sequence[int] = (), walkable: Sequence[int] = (), limit: int = LIMIT
+) -> dict[str, Any]:
     """Return the rows, the sentence above the table, and the number of skipped steps.
 
     Args:
         history: The run.
-        explainable: Step that can still run again, None for none.
+        explainable: Steps that can still run again, in order.
+        walkable: Those of them that can be shown in their stages.
         limit: Largest number of rows.
     """
     total, explanations = history.skip_count, history.explanations
     groups = history.skip_groups()
     shown = [*reversed(groups[max(1, len(groups) - limit + 1) :].tolist()), *groups[:1].tolist()]
-    rows = [row for first, last in shown for row in _rows(history, first, last, explanations, explainable)]
+    rows = [row for first, last in shown for row in _rows(history, first, last, explanations)]
     for row in rows:
+        can_explain, can_walk = (_first_in(row, steps) for steps in (explainable, walkable))
+        if row["kind"] == "open":
+            row["explain"] = can_explain
+            row["why"] = _unexplained(row["why"], can_explain)
+        row["walk"] = can_walk
         row["is_first"] = bool(row["step"] == groups[0][0])  # a step of an array: NumPy's bool is not JSON
     rows.sort(key=lambda row: not row["is_first"])  # stable: only the first skip of the run moves
     return {
@@ -65,8 +75,15 @@ def is_broken(history: History) -> bool:
     return last is not None and not last.skipped and not math.isfinite(last.loss)
 
 
+def _first_in(row: Mapping[str, Any], steps: Sequence[int]) -> int | None:
+    """The first of some steps in order that a row holds: the explained one if it is among them; None for none."""
+    low, high = bisect_left(steps, row["step"]), bisect_right(steps, row["last"])
+    within = steps[low:high]
+    return row["explained"] if row["explained"] in within else next(iter(within), None)
+
+
 def _rows(
-    history: History, first: int, last: int, explanations: Mapping[int, SkipExplanation], explainable: int | None
+    history: History, first: int, last: int, explanations: Mapping[int, SkipExplanation]
 ) -> Iterator[dict[str, Any]]:
     """Yield one row for skips that follow one another; the newest first, and one more wherever the reason changes."""
     found = [each for step, each in sorted(explanations.items()) if first <= step <= last]
@@ -75,13 +92,10 @@ def _rows(
     ends = [*(step - 1 for step in begins[1:]), last]
     whys: list[SkipExplanation | None] = [*starts] or [None]
     for begin, end, why in reversed(list(zip(begins, ends, whys, strict=True))):
-        open_step = explainable if explainable is not None and begin <= explainable <= end else None
-        yield _row(history, begin, end, why, open_step)
+        yield _row(history, begin, end, why)
 
 
-def _row(
-    history: History, first: int, last: int, why: SkipExplanation | None, explainable: int | None
-) -> dict[str, Any]:
+def _row(history: History, first: int, last: int, why: SkipExplanation | None) -> dict[str, Any]:
     began, ended = history.record(first), history.record(last)
     kind = "open" if why is None else why.kind
     return {
@@ -94,9 +108,10 @@ def _row(
         "level": began.opt_level,
         "kind": kind,
         "label": KINDS[kind],
-        "why": _unexplained(began.first_nonfinite, explainable) if why is None else _sentence_of(why, first, last),
+        "why": began.first_nonfinite if why is None else _sentence_of(why, first, last),
         "line": "" if why is None else why.line,
-        "explain": explainable if why is None else None,
+        "explained": None if why is None else why.step,
+        "explain": None,
     }
 
 

@@ -1,6 +1,7 @@
 """The tab that walks through one training step in its stages: it takes a real step, keeps its record, and draws it.
 
-Messages of the page: {"type": "step"} trains one step, {"type": "parameter", "name"} and {"type": "element", "value"}
+Messages of the page: {"type": "step"} trains one step, {"type": "again", "step"} takes a skipped one again beside the
+run, {"type": "parameter", "name"} and {"type": "element", "value"}
 choose what is shown of the record. Which stage is shown is known to the page alone.
 """
 
@@ -42,6 +43,9 @@ class StepThroughTab(Tab):
         """Take a step, or show another parameter or element of the recorded one."""
         if message["type"] == "step":
             self._step()
+            return
+        if message["type"] == "again":
+            self.trainer.request_stages(message["step"], self._chosen.parameter)
             return
         if message["type"] == "parameter":
             self._chosen = Chosen(message["name"], self._rule)

@@ -8,7 +8,26 @@ const DRAG = 4; // px from which a press is a drag
 export const KEYS_HELP = "Left and Right read a step, Page Up and Page Down move the range, + and − zoom, 0 shows the whole run, "
   + "N and P go to the next and the previous skipped step, Enter selects the step, Escape ends.";
 
-/** Listen on the canvas of a chart; `actions` are setRange, select and changed, and `view` is the state that is drawn. */
+/** The steps that a view selected and the kernel has not answered; while it is busy, a double click has three on the way. */
+export class OwnSelections {
+  #asked = [];
+
+  /** Note a selection; false where the kernel, which has `current` selected, would answer nothing. */
+  asks(step, current) {
+    if (step === (this.#asked.length ? this.#asked.at(-1) : current)) return false;
+    this.#asked.push(step);
+    return true;
+  }
+
+  /** Whether the kernel selects what the view had asked for. */
+  answers(step) {
+    const place = this.#asked.indexOf(step);
+    this.#asked.splice(0, place + 1);
+    return place >= 0;
+  }
+}
+
+/** Listen on the canvas of a chart; `actions` are setRange, zoomOut, select, changed and speak, and `view` is the state that is drawn. */
 export function listenToChart(chart, view, actions) {
   listenToPointer(chart, view, actions);
   listenToKeys(chart.canvas, view, actions);
@@ -54,7 +73,7 @@ function listenToPointer(chart, view, { setRange, select, changed }) {
   canvas.addEventListener("blur", leave);
 }
 
-function listenToKeys(canvas, view, { setRange, select, changed, speak }) {
+function listenToKeys(canvas, view, { setRange, zoomOut, select, changed, speak }) {
   const span = () => {
     const { low, high } = windowOf(view.range, view.count);
     return high - low;
@@ -66,7 +85,7 @@ function listenToKeys(canvas, view, { setRange, select, changed, speak }) {
     const rows = view.shown.filter((row) => row[3] & SKIPPED && sign * (row[0] - from()) > 0);
     if (rows.length) read(rows.at(sign > 0 ? 0 : -1)[0]);
   };
-  const zoom = (factor) => setRange(zoomed(view.range, factor, from(), view.count));
+  const zoomIn = () => setRange(zoomed(view.range, 0.5, from(), view.count));
   const keys = {
     ArrowLeft: () => move(-1),
     ArrowRight: () => move(1),
@@ -76,9 +95,9 @@ function listenToKeys(canvas, view, { setRange, select, changed, speak }) {
     p: () => skip(-1),
     PageUp: () => setRange(panned(view.range, -0.5, view.count)),
     PageDown: () => setRange(panned(view.range, 0.5, view.count)),
-    "+": () => zoom(0.5),
-    "=": () => zoom(0.5),
-    "-": () => zoom(2),
+    "+": zoomIn,
+    "=": zoomIn,
+    "-": () => zoomOut(from()),
     0: () => setRange(null),
     Enter: () => select(from()),
     Escape: () => { read(null); select(null); },

@@ -3,7 +3,7 @@
 // Nothing is polled, and no frame depends on an earlier one.
 
 import { drawSoon, palette } from "./canvas.js";
-import { KEYS_HELP, listenToChart } from "./chart_input.js";
+import { KEYS_HELP, listenToChart, OwnSelections } from "./chart_input.js";
 import { lossSummary, scaleSummary, stepLines } from "./chart_words.js";
 import { LossChart, nearest, rowsWithin, ScaleChart, unpack } from "./charts.js";
 import { h, write } from "./elements.js";
@@ -12,7 +12,7 @@ import { bytes, decimal, integer, power } from "./numbers.js";
 import { overlaidSteps, unpackOverlays } from "./overlays.js";
 import { attend, endWithKernel, onTheme, ownKeys } from "./page.js";
 import { drawnAsSvg, svgPage, TAKE_CHARTS } from "./svg_pen.js";
-import { showing, windowOf, zoomed } from "./ranges.js";
+import { beyond, showing, stepsToShow, windowOf, zoomed } from "./ranges.js";
 
 const LAST = 500;
 const WORDS_EVERY = 2000; // ms between two summaries of a running chart
@@ -57,7 +57,7 @@ function chartBox(title, label, ...extras) {
 }
 
 /** The buttons that choose the range, and how the axes are divided. */
-function rangeButtons(view, { setRange, changed }) {
+function rangeButtons(view, { setRange, zoomOut, changed }) {
   const button = (text, title, act, pressed = null) => h("button", {
     type: "button", class: "amp-mini", title, "aria-label": title, "aria-pressed": pressed, onclick: () => { act(); changed(); },
   }, text);
@@ -73,7 +73,7 @@ function rangeButtons(view, { setRange, changed }) {
     all: button("All", "Show the whole run", () => setRange(null), "true"),
     last: button(`Last ${LAST}`, `Show the last ${LAST} steps and follow the run`, () => setRange({ last: LAST }), "false"),
     follow: button("Follow", "Keep the newest step in view", follow, "false"),
-    out: button("−", "Zoom out", () => setRange(zoomed(view.range, 2, middle(), view.count))),
+    out: button("−", "Zoom out", () => zoomOut(middle())),
     in: button("+", "Zoom in", () => setRange(zoomed(view.range, 0.5, middle(), view.count))),
     loss: button("log", "Draw the loss on a logarithmic axis", () => { view.logarithmic = !view.logarithmic; }, "false"),
     steps: button("log steps", "Draw the steps on a logarithmic axis", () => { view.logarithmicSteps = !view.logarithmicSteps; }, "false"),
@@ -85,7 +85,7 @@ function rangeButtons(view, { setRange, changed }) {
     };
     for (const [name, on] of Object.entries(pressed)) made[name].setAttribute("aria-pressed", on);
     made.follow.disabled = view.range === null;
-    made.out.disabled = view.range === null;
+    made.out.disabled = view.range === null && beyond(view.count, overlaidSteps(view.overlays)) === null;
   };
   return { group: h("span", { class: "amp-range", role: "group", "aria-label": "Range and axes" }, Object.values(made)), show };
 }
@@ -107,10 +107,14 @@ function tip() {
   return { box, show };
 }
 
-/** What the charts draw now: the steps of the range, from the detailed rows if they have come, else from the frame. */
+/**
+ * What the charts draw now: the steps of the range, from the detailed rows if they have come, else from the frame; the
+ * other runs up to its end, at which their names stand.
+ */
 function prepare(view) {
-  const count = view.range === null ? Math.max(view.count, overlaidSteps(view.overlays)) : view.count;
+  const count = view.range === null ? stepsToShow(view.count, overlaidSteps(view.overlays)) : view.count;
   Object.assign(view, windowOf(view.range, count));
+  view.behind = view.overlays.map((overlay) => ({ ...overlay, rows: overlay.rows.filter(([step]) => step <= view.high) }));
   const isNear = ({ low, high }) => low < view.high && high > view.low && high - low <= 2 * (view.high - view.low);
   const rows = view.range !== null && view.detail !== null && isNear(view.detail) ? view.detail.rows : view.rows;
   view.shown = rowsWithin(rows, view.low, view.high);
@@ -119,7 +123,7 @@ function prepare(view) {
 function render({ model, el }) {
   const key = Math.random().toString(36).slice(2);
   const view = {
-    rows: [], detail: null, shown: [], changes: [], overlays: [], count: 0, range: null, low: 0, high: 100, scale: 0,
+    rows: [], detail: null, shown: [], changes: [], overlays: [], behind: [], count: 0, range: null, low: 0, high: 100, scale: 0,
     logarithmic: false, logarithmicSteps: false, reading: null, selected: model.get("selected"), drag: null, pointer: null, palette: null,
   };
   const numbers = figures();
@@ -128,12 +132,12 @@ function render({ model, el }) {
     model.send({ type: "range", view: key, ...(range ?? { low: null }) });
     soon();
   };
-  let chosen = null; // what this view selected itself: its range stays
-  const select = (step) => {
-    chosen = step;
-    model.send({ type: "select", step });
-  };
-  const buttons = rangeButtons(view, { setRange, changed: () => soon() });
+  // From a part to the whole present run, and from there to the longest of the runs behind it.
+  const zoomOut = (around) => setRange(view.range === null
+    ? beyond(view.count, overlaidSteps(view.overlays)) : zoomed(view.range, 2, around, view.count));
+  const own = new OwnSelections(); // those of this view leave its range as it is
+  const select = (step) => own.asks(step, model.get("selected")) && model.send({ type: "select", step });
+  const buttons = rangeButtons(view, { setRange, zoomOut, changed: () => soon() });
   const loss = chartBox("Training loss", "Training loss over steps", buttons.group);
   const scale = chartBox("Loss scale, log₂", "Loss scale over steps, as a power of two",
     h("span", { class: "amp-key" }, h("i", { class: "amp-tri" }), "skipped step"),
@@ -154,7 +158,7 @@ function render({ model, el }) {
   const { soon, cancel } = drawSoon(loss.canvas, () => {
     prepare(view);
     view.palette = palette(root); // the style sheet arrives after the first render
-    for (const chart of charts) chart.draw({ ...view, rows: view.shown });
+    for (const chart of charts) chart.draw({ ...view, rows: view.shown, overlays: view.behind });
     buttons.show();
     readout(view, loss.now, scale.now);
     hover.show(root, view, charts.find(({ canvas }) => canvas === view.pointer?.canvas), view.pointer && !view.drag ? readLines() : []);
@@ -193,19 +197,18 @@ function render({ model, el }) {
   model.on("msg:custom", receive);
   const follow = () => {
     view.selected = model.get("selected");
-    if (view.selected !== null && view.selected !== chosen) {
+    if (!own.answers(view.selected) && view.selected !== null) {
       const range = showing(view.range, view.selected, view.count);
       if (range !== view.range) setRange(range);
     }
-    chosen = null;
     soon();
   };
   model.on("change:selected", follow);
-  for (const chart of charts) listenToChart(chart, view, { setRange, select, changed: soon, speak });
+  for (const chart of charts) listenToChart(chart, view, { setRange, zoomOut, select, changed: soon, speak });
   const give = ({ detail }) => {
     if (!detail.within.contains(root)) return;
     prepare(view);
-    const still = { ...view, rows: view.shown, palette: palette(root), reading: null, drag: null };
+    const still = { ...view, rows: view.shown, overlays: view.behind, palette: palette(root), reading: null, drag: null };
     const drawn = charts.map((chart, index) => {
       const elements = drawnAsSvg(chart, () => chart.draw(still), `chart-${index}`);
       return { title: index ? "Loss scale" : "Training loss", width: chart.width, height: chart.height, elements };

@@ -1,6 +1,7 @@
-// The tabs below the charts. Each tab's own file builds its panel from { send, select }: `send` sends a message to the
-// tab's side in the kernel, `select` selects a step everywhere. A panel is { box, show(payload), open?(), select?(step),
-// end?() }: `open` is called when the tab opens, `select` when a step was selected, null for none.
+// The tabs below the charts. Each tab's own file builds its panel from { send, select, walk }: `send` sends a message to
+// the tab's side in the kernel, `select` selects a step everywhere, `walk` steps through a skipped one. A panel is
+// { box, show(payload), open?(), select?(step), end?() }: `open` is called when the tab opens, `select` when a step was
+// selected, null for none.
 
 import { h, moveByArrows, write } from "./elements.js";
 import { endWithKernel, ownKeys } from "./page.js";
@@ -40,14 +41,18 @@ function tabStrip(model) {
       button.tabIndex = on ? 0 : -1;
     }
   };
-  return { strip, show, counts };
+  return { strip, show, counts, open };
 }
 
 function render({ model, el }) {
   const tabs = tabStrip(model);
   const select = (step) => model.send({ type: "select", step });
+  const walk = (step) => {
+    tabs.open("step_through");
+    model.send({ type: "again", step, tab: "step_through" });
+  };
   const panels = model.get("tabs").map(([name]) => {
-    const panel = PANELS[name]({ select, send: (message) => model.send({ ...message, tab: name }) });
+    const panel = PANELS[name]({ select, walk, send: (message) => model.send({ ...message, tab: name }) });
     return { name, ...panel };
   });
   const root = h("section", { class: "amplab amp-panels", "aria-label": "Details" }, tabs.strip, panels.map((panel) => panel.box));

@@ -5,6 +5,8 @@ import { decades, ticks } from "./numbers.js";
 
 const FEWEST = 4; // steps, so that a zoom ends where single steps are far apart
 const LEAST_AXIS = 100; // a run that begins does not fill its axis with its first steps
+const LEAST_BESIDE = 300; // of other runs behind one that begins
+const BESIDE = 2; // times its own steps
 const FAR = 1000; // a longer range hides the steps around a selected one
 const NEAR = 100;
 
@@ -37,8 +39,25 @@ export function panned(range, share, count) {
   return within(Math.round((low + high) / 2 + share * (high - low)), high - low, count);
 }
 
-/** The range in which a selected step is seen: the same if it is in it and not too long, else one around the step. */
+/**
+ * How many steps the axis shows of a whole run of `count` steps, behind which others of up to `overlaid` steps lie: it
+ * follows the present run, so that a far longer one does not press it into a corner.
+ */
+export function stepsToShow(count, overlaid) {
+  return count === 0 ? overlaid : Math.max(count, Math.min(overlaid, Math.max(BESIDE * count, LEAST_BESIDE)));
+}
+
+/** The range after zooming out of the whole present run: that of the longest one behind it, if it is longer. */
+export function beyond(count, overlaid) {
+  return overlaid > stepsToShow(count, overlaid) ? { low: 0, high: overlaid - 1 } : null;
+}
+
+/**
+ * The range in which a selected step is seen: the same if it is in it and not too long, else one around the step. The
+ * newest step, as one taken on its own is, moves nothing where the chart shows the end of the run.
+ */
 export function showing(range, step, count) {
+  if (step >= count - 1 && (range === null || range.last !== undefined)) return range;
   const { low, high } = windowOf(range, count);
   if (low <= step && step <= high && high - low <= FAR) return range;
   return within(step, Math.min(high - low, NEAR), count);

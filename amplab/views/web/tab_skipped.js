@@ -4,7 +4,7 @@ import { h, write } from "./elements.js";
 import { integer, power } from "./numbers.js";
 import { emptyRow, table } from "./tables.js";
 
-const SKIP_SIGNS = { scale: "▲", format: "◆", data: "✕", divergence: "↗", injected: "△", weights: "✕", float32: "∞", once: "?", open: "…" };
+const SKIP_SIGNS = { scale: "▲", format: "◆", data: "✕", divergence: "↗", injected: "△", weights: "✕", float32: "∞", "other-rank": "⇄", once: "?", open: "…" };
 
 /** Whether a row of skips holds a step. */
 export const holdsStep = (row, step) => step !== null && row.step <= step && step <= row.last;
@@ -15,7 +15,7 @@ export function skipWords(row) {
   return `${row.is_first ? "First skip. " : ""}${steps}: show in the charts`;
 }
 
-export function skippedPanel({ send, select }) {
+export function skippedPanel({ send, select, walk }) {
   const made = table("Skipped steps: the first one, then the newest first",
     [["Step"], ["Loss scale"], ["Reason"], [""]]);
   made.box.classList.add("amp-skips");
@@ -30,8 +30,11 @@ export function skippedPanel({ send, select }) {
   const badge = (row) => h("span", { class: "amp-skip-kind", "data-kind": row.kind },
     h("span", { "aria-hidden": "true" }, `${SKIP_SIGNS[row.kind]} `), row.label);
   const reason = (row) => h("td", { class: "amp-skip-why" }, badge(row), " ", row.why, row.line ? h("code", {}, ` ${row.line}`) : null);
-  const action = (row) => h("td", {}, row.explain === null ? null
-    : h("button", { type: "button", class: "amp-mini", onclick: () => send({ type: "explain", step: row.explain }) }, "Explain"));
+  const button = (step, text, does) => (step === null ? null
+    : h("button", { type: "button", class: "amp-mini", "aria-label": `${text} step ${integer(step)}`, onclick: () => does(step) }, text));
+  const action = (row) => h("td", { class: "amp-skip-actions" },
+    button(row.explain, "Explain", (step) => send({ type: "explain", step })),
+    button(row.walk, "Step through", walk));
   const line = (row) => h("tr", { class: row.is_first ? "amp-skip-pinned" : "", "aria-current": holdsStep(row, selected) && "true", "data-step": row.step },
     stepCell(row),
     h("td", { class: "amp-skip-scale" }, power(row.before), h("span", { class: "amp-arrow" }, " → "), power(row.after)),

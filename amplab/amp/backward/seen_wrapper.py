@@ -1,0 +1,40 @@
+"""What other ranks of torch.distributed change for one backward.
+
+one backward        DistributedDataParallel averages the gradients while the backward runs: each rank unscales the
+                    same averages and finds the same inf or NaN, so scales and skips agree at no cost
+under no_sync       nothing is averaged; the next backward without it averages all that ``.grad`` holds. Until then
+                    gradients stay in ``.grad``, scaled, and unchecked
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+from torch.utils.hooks import RemovableHandle
+
+from amplab.parallel.ranks import has_other_ranks
+
+__all__ = ["SeenWrapper"]
+
+
+class SeenWrapper:
+    """Sees in each forward of a model whether its DistributedDataParallel will average the gradients.
+
+    Attributes:
+        averages: False if the last forward with gradients ran under ``no_sync``. True without a wrapper.
+    """
+
+    def __init__(self) -> None:
+        self.averages = True
+
+    def register(self, model: nn.Module) -> list[RemovableHandle]:
+        """Register a hook on ``model``; none if there are no other ranks."""
+        return [model.register_forward_pre_hook(self._see)] if has_other_ranks() else []
+
+    def _see(self, _model: nn.Module, _args: tuple[Any, ...]) -> None:
+        if is_dynamo_compiling() or not torch.is_grad_enabled():
+            return
+        wrapper = nn.parallel.DistributedDataParallel._get_active_ddp_module()  # the one whose forward is running
+        # Read here and not after the backward: DDP decides in its forward, too.
+        self.averages = wrapper is None or wrapper.require_backward_grad_sync

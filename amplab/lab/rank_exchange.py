@@ -1,0 +1,89 @@
+"""What the ranks of one experiment exchange in each step: averaged gradients, the buffers of rank 0, and requests.
+
+    gradient <- sum over ranks (gradient / world_size)
+
+as DistributedDataParallel computes it: divided before the sum, in the gradients' own dtype. All ranks therefore see the
+same inf or NaN, and skip the same steps. The requests of every rank, such as to stop, travel in the same buffer, so
+that all ranks act on them after the same step at no further cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from amplab.parallel.ranks import Rank
+
+__all__ = ["RankExchange", "RankLost"]
+
+_REQUESTS = ("stop", "checkpoint")
+
+
+class RankLost(RuntimeError):
+    """An exchange failed: another rank has ended, or did not answer within the timeout of the process group."""
+
+
+class RankExchange:
+    """The exchange of one rank with the others; every rank makes the same calls in the same order.
+
+    Args:
+        place: this rank.
+
+    Attributes:
+        place: this rank.
+        agreed: what some rank has requested, as of the last `average_`; equal on every rank.
+        is_over: whether this rank takes part no longer, as after a failure.
+    """
+
+    def __init__(self, place: Rank) -> None:
+        self.place = place
+        self.agreed: frozenset[str] = frozenset()
+        self.is_over = False
+        self._requested: set[str] = set()
+
+    def request(self, what: str) -> None:
+        """Request "stop" or "checkpoint" of all ranks, with the next `average_`; callable from any thread."""
+        if what not in _REQUESTS:
+            raise ValueError(f"{what!r}: expected one of {', '.join(_REQUESTS)}.")
+        self._requested.add(what)
+
+    def begin_step(self, buffers: Sequence[Tensor]) -> None:
+        """Give every rank the buffers of rank 0, in place, as DistributedDataParallel does before a forward."""
+        self.agreed = frozenset()
+        for buffer in buffers:
+            self._wait_for(dist.broadcast(buffer, 0, async_op=True))
+
+    def average_(self, grads: Sequence[Tensor]) -> None:
+        """Average gradients over the ranks in place, one all-reduce for each dtype. Sync: one.
+
+        Raises:
+            RankLost: another rank has ended or does not answer.
+        """
+        requests = sorted(self._requested)
+        for dtype in dict.fromkeys(grad.dtype for grad in grads):
+            own = [grad for grad in grads if grad.dtype is dtype]
+            flags = torch.tensor([float(name in requests) for name in _REQUESTS]).to(dtype)
+            flat = torch.cat([*(grad.reshape(-1) for grad in own), flags])
+            self._wait_for(dist.all_reduce(flat.div_(self.place.world_size), async_op=True))
+            *averaged, flags = flat.split([*(grad.numel() for grad in own), len(_REQUESTS)])
+            for grad, mean in zip(own, averaged, strict=True):
+                grad.copy_(mean.view_as(grad))
+            self.agreed |= {name for name, count in zip(_REQUESTS, flags.tolist(), strict=True) if count > 0}
+        self._requested -= set(requests)
+
+    def meet(self) -> None:
+        """Wait until every rank is here. Raises RankLost."""
+        self._wait_for(dist.barrier(async_op=True))
+
+    def _wait_for(self, work: dist.Work | None) -> None:
+        try:
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            raise RankLost(
+                f"rank {self.place.rank} of {self.place.world_size} stopped: another rank has ended, or did not answer "
+                f"in time ({str(error).partition(chr(10))[0]})."
+            ) from error

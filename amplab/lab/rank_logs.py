@@ -1,0 +1,203 @@
+"""The run logs of processes that train together: where they are, and the one run that they are.
+
+    20261122-140512-Net-apex/rank-0.jsonl      each rank writes a log of its own, as one process does
+    20261122-140512-Net-apex/rank-1.jsonl
+
+=======================  ====================================================================================
+in the joined run        from the ranks
+=======================  ====================================================================================
+loss                     the mean: each rank has the loss of its own share of the batch
+skipped                  whether one of them skipped
+first_nonfinite          "rank 1: fc.weight" if it is known on which rank the gradient was not finite
+seconds                  of the slowest
+explanations             those of the ranks that were not finite, with the rank
+everything else          of the first rank that has the step
+=======================  ====================================================================================
+
+`loss_scale`, `next_loss_scale`, `skipped` and `opt_level` must be equal on every rank; `rank_differences` says where
+they are not.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from amplab.display.numbers import count, number, power
+from amplab.display.table import Column, Table
+from amplab.lab.events import StepRecord, StepRow
+from amplab.lab.history import History, row_of
+from amplab.lab.skip_explanation import SkipExplanation
+
+__all__ = ["EQUAL_COLUMNS", "RankDifference", "joined", "rank_differences", "rank_log", "rank_logs", "rank_table"]
+
+EQUAL_COLUMNS = ("loss_scale", "next_loss_scale", "skipped", "opt_level")
+"""The columns that are equal on every rank in a run that goes well."""
+
+_NAME = re.compile(r"rank-(\d+)\.jsonl")
+_ELSEWHERE = ("other-rank", "once")  # kinds of explanations of a rank that was finite
+
+
+@dataclass(frozen=True)
+class RankDifference:
+    """Ranks that differ where they must be equal.
+
+    Attributes:
+        column: One of `EQUAL_COLUMNS`, or "steps" if some ranks have more steps than others.
+        step: The first step in which they differ.
+        steps: The number of such steps.
+        values: Rank -> value in that step; for "steps" the number of steps.
+
+    >>> print(RankDifference("loss_scale", 12, 3, {0: 1024.0, 1: 2048.0}))
+    loss_scale differs in 3 steps, first in step 12: 2^10 on rank 0, 2^11 on rank 1
+    """
+
+    column: str
+    step: int
+    steps: int
+    values: Mapping[int, Any]
+
+    def __str__(self) -> str:
+        each = ", ".join(f"{_text(value)} on rank {rank}" for rank, value in self.values.items())
+        if self.column == "steps":
+            return f"the numbers of steps differ: {each}"
+        return f"{self.column} differs in {count(self.steps, 'step')}, first in step {self.step}: {each}"
+
+
+def rank_log(folder: Path, rank: int) -> Path:
+    """Return the log of one rank in the folder of a run."""
+    return folder / f"rank-{rank}.jsonl"
+
+
+def rank_logs(folder: Path) -> dict[int, Path]:
+    """Return the logs in a folder by rank, in order."""
+    found = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
+    return dict(sorted((int(match[1]), path) for match, path in found if match))
+
+
+def joined(histories: Mapping[int, History]) -> History:
+    """Return the histories of several ranks, by rank, as that of one run."""
+    records = {rank: history.records() for rank, history in histories.items()}
+    missing = {rank: history.missing_losses() for rank, history in histories.items()}
+    blamed = dict(_blamed(histories))
+    first = next(iter(histories.values()))
+    run = History()
+    run.keep_changes(*first.changes)
+    for step in range(max(map(len, records.values()))):
+        here = {rank: own[step] for rank, own in records.items() if step < len(own)}
+        losses = {rank: record.loss for rank, record in here.items() if step not in missing[rank]}
+        ranks = blamed[step].ranks if step in blamed else _ranks_of(losses)
+        run.append_row(_joined_row([*here.values()], [*losses.values()], ranks))
+    for each in blamed.values():
+        run.explain(each.explanation)
+    for sample in first.gradient_samples:
+        run.keep(sample)
+    for mixed in first.mixed_scales:
+        run.keep_scales(mixed)
+    for step, memory in first.memory:
+        run.keep_memory(step, memory)
+    return run
+
+
+@dataclass(frozen=True)
+class _Blamed:
+    """Which ranks were not finite in a step, in words, and what the first of them says."""
+
+    ranks: str
+    explanation: SkipExplanation
+
+
+def _blamed(histories: Mapping[int, History]) -> Iterator[tuple[int, _Blamed]]:
+    """Yield each explained step with the explanation of the first rank that was not finite itself."""
+    explained = [history.explanations for history in histories.values()]
+    for step in sorted(set().union(*explained)):
+        said = [each[step] for each in explained if step in each]
+        guilty = [each for each in said if each.kind not in _ELSEWHERE]
+        first = (guilty or said)[0]
+        words = _words([each.rank for each in guilty if each.rank is not None])
+        sentence = f"{words}: {first.sentence}" if words else first.sentence
+        yield step, _Blamed(words, replace(first, sentence=sentence))
+
+
+def _ranks_of(losses: Mapping[int, float]) -> str:
+    """The ranks whose own loss is not finite, in words, if those of others are."""
+    bad = [rank for rank, loss in losses.items() if not math.isfinite(loss)]
+    return _words(bad) if len(bad) < len(losses) else ""
+
+
+def _words(ranks: list[int]) -> str:
+    if len(ranks) < 2:
+        return f"rank {ranks[0]}" if ranks else ""
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def _joined_row(records: list[StepRecord], losses: list[float], ranks: str) -> StepRow:
+    first = records[0]
+    name = next((each.first_nonfinite for each in records if each.first_nonfinite), None)
+    injected = [each.injected for each in records if each.injected]
+    row = replace(
+        first,
+        skipped=any(each.skipped for each in records),
+        first_nonfinite=f"{ranks}: {name}" if name and ranks else name,
+        score=next((each.score for each in records if each.score is not None), None),
+        seconds=max(each.seconds for each in records),
+        injected=injected[0] if injected else None,
+    )
+    known = row_of(row)
+    return (known[0], sum(losses) / len(losses) if losses else None, *known[2:])
+
+
+def rank_differences(histories: Mapping[int, History]) -> tuple[RankDifference, ...]:
+    """Return where ranks differ that must be equal, one difference for each column; empty if they agree."""
+    lengths = {rank: len(history) for rank, history in histories.items()}
+    both = min(lengths.values())
+    found = []
+    for column in EQUAL_COLUMNS:
+        values = {rank: history.column(column)[:both].tolist() for rank, history in histories.items()}
+        steps = [step for step, each in enumerate(zip(*values.values(), strict=True)) if len({*each}) > 1]
+        if steps:
+            at = {rank: own[steps[0]] for rank, own in values.items()}
+            found.append(RankDifference(column, steps[0], len(steps), at))
+    if (longest := max(lengths.values())) > both:
+        found.append(RankDifference("steps", both, longest - both, lengths))
+    return tuple(found)
+
+
+def rank_table(histories: Mapping[int, History]) -> Table:
+    """Return one line for each rank; ≠ marks a value that must be equal on all ranks and is not."""
+    differing = {each.column for each in rank_differences(histories)}
+
+    def line(rank: int, history: History) -> list[str]:
+        last = history.last
+        own = [each for each in history.explanations.values() if each.kind not in _ELSEWHERE]
+        return [
+            str(rank),
+            f"{len(history):,}{_mark('steps' in differing)}",
+            f"{history.skip_count:,}{_mark('skipped' in differing)}",
+            "" if last is None else number(last.loss),
+            "" if last is None else f"{power(last.next_loss_scale)}{_mark('next_loss_scale' in differing)}",
+            "" if not own else f"step {own[0].step:,}: {own[0].sentence}",
+        ]
+
+    heads = (
+        Column("rank", right=True), Column("steps", right=True), Column("skipped", right=True),
+        Column("last loss", right=True), Column("loss scale", right=True), "first overflow of its own",
+    )  # fmt: skip
+    lines = [line(rank, history) for rank, history in histories.items()]
+    return Table(heads, lines, caption="Ranks")
+
+
+def _mark(differs: bool) -> str:
+    return " ≠" if differs else ""
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "skipped" if value else "taken"
+    if isinstance(value, float):
+        return power(value)
+    return f"{value:,}" if isinstance(value, int) else str(value)

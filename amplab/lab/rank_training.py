@@ -1,0 +1,123 @@
+"""`amplab train` on several ranks: torchrun starts the processes, and each of them calls `train_on_ranks`.
+
+    torchrun --nproc-per-node 2 --max-restarts 3 -m amplab train --steps 300
+
+Rank 0 prints. If a rank dies, the others stop with a message, and torchrun starts all of them again if it may: they
+continue from the last checkpoint, to the same result as a run without a restart.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from os import PathLike
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from amplab.lab.checkpoints import Checkpoint, checkpoint_of_launch
+from amplab.lab.config import ExperimentConfig
+from amplab.lab.console import TrainSummary, train
+from amplab.lab.rank_exchange import RankExchange
+from amplab.lab.run_log import load_run, runs_directory
+from amplab.parallel.ranks import Rank, this_rank
+
+__all__ = ["is_one_of_several", "train_on_ranks"]
+
+TIMEOUT = timedelta(seconds=120)
+"""How long a rank waits for the others in an exchange; one that has died is noticed at once."""
+
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+
+
+def is_one_of_several() -> bool:
+    """Return whether torchrun, or another launcher that sets its variables, started this process among several."""
+    return os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
+
+
+def train_on_ranks(
+    config: ExperimentConfig, *, steps: int, log_path: str | PathLike[str] | None = None
+) -> TrainSummary:
+    """Train one experiment together with the other ranks; the arguments are those of `console.train`.
+
+    Each rank trains batches of its own, and gradients are averaged: n ranks train what one process trains that
+    accumulates n times as many batches.
+
+    Raises:
+        ImportError, ValueError: As `console.train`; and the run to continue had another number of ranks.
+    """
+    _init_process_group()
+    try:
+        place = this_rank() or Rank(0, 1)
+        exchange = RankExchange(place)
+        checkpoint = _checkpoint(place, log_path)
+        exchange.meet()  # every rank has read the logs, which continue now
+        with _interrupted_once():
+            summary = train(
+                config,
+                steps=steps,
+                log_path=log_path,
+                stream=io.StringIO() if place.rank else sys.stdout,
+                exchange=exchange,
+                checkpoint=checkpoint,
+            )
+            _report(summary, exchange)
+        return summary
+    finally:
+        dist.destroy_process_group()
+
+
+def _init_process_group() -> None:
+    """Initialize gloo from the variables of torchrun, with keys of its own for each restart.
+
+    torchrun keeps its store over a restart, so under the same keys a rank may read addresses of ranks that have ended.
+    """
+    store, rank, world_size = next(rendezvous("env://", timeout=TIMEOUT))
+    own = PrefixStore(f"attempt {os.environ.get(_RESTARTS, '0')}", store)
+    dist.init_process_group("gloo", store=own, rank=rank, world_size=world_size, timeout=TIMEOUT)
+
+
+def _checkpoint(place: Rank, log_path: str | PathLike[str] | None) -> Checkpoint | None:
+    """Return where to continue if torchrun has started the ranks again; None if this is the first start."""
+    if os.environ.get(_RESTARTS, "0") == "0":
+        return None
+    folder = runs_directory() if log_path is None else Path(log_path)
+    return checkpoint_of_launch(folder.with_suffix("") if folder.suffix == ".jsonl" else folder, place)
+
+
+@contextmanager
+def _interrupted_once() -> Iterator[None]:
+    """Take the first SIGINT or SIGTERM as an interrupt, and ignore the others: torchrun passes on what it gets.
+
+    torchrun ends the other ranks by SIGTERM when one has died; they then say so and close their logs.
+    """
+
+    def interrupt(*_: object) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {each: signal.signal(each, interrupt) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def _report(summary: TrainSummary, exchange: RankExchange) -> None:
+    """Print what became of the ranks: each prints its failure, and rank 0 prints one line for each rank."""
+    if summary.failure:
+        sys.stderr.write(f"amplab train: {summary.failure}\n")
+        return
+    exchange.meet()  # every log is closed
+    if exchange.place.rank == 0 and summary.log_path is not None:
+        run = load_run(summary.log_path)
+        sys.stdout.write("\n".join(["", *map(str, (run.rank_table(), *run.differences)), ""]))

@@ -1,0 +1,101 @@
+"""Which of the processes that train together this one is, and text that they agree on without a collective.
+
+A collective waits for every rank. What is here uses the key-value store of the process group instead, so that a tool
+that runs on one rank only, such as a watch on rank 0, never waits for the others.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["Rank", "agreed_text", "has_other_ranks", "texts_of_ranks", "this_rank"]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One process of several that train together.
+
+    Attributes:
+        rank: its number in the default process group, from 0.
+        world_size: number of processes.
+        launch: the name of their launch; processes that torchrun restarts have that of the first ones.
+    """
+
+    rank: int
+    world_size: int
+    launch: str = ""
+
+
+def has_other_ranks() -> bool:
+    """Return whether several processes train together. Sync: none."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def this_rank() -> Rank | None:
+    """Return the rank of this process; None if it trains alone. Sync: none."""
+    if not has_other_ranks():
+        return None
+    return Rank(dist.get_rank(), dist.get_world_size(), _launch())
+
+
+def agreed_text(name: str, own: str) -> str:
+    """Return the same text on every rank: what the first one to call this gave. It waits for no other rank.
+
+    Each call of a rank under one name has a number: its n-th call agrees with the n-th call of the others.
+
+    Args:
+        name: what the ranks agree on.
+        own: what this rank would choose.
+
+    Raises:
+        RuntimeError: there is no process group.
+
+    Reference: ``torch.distributed.Store.compare_set``.
+    """
+    store = _store()
+    number = store.add(f"amplab/{name}/calls of rank {dist.get_rank()}", 1)
+    return str(store.compare_set(f"amplab/{name}/{number}", "", own).decode())
+
+
+def texts_of_ranks(name: str, own: str, *, timeout: float) -> Sequence[str | None]:
+    """Return what every rank gave in its n-th call under one name, by rank; None of a rank that did not call in time.
+
+    Args:
+        name: what is exchanged.
+        own: the text of this rank.
+        timeout: seconds to wait for the others.
+
+    Raises:
+        RuntimeError: there is no process group.
+    """
+    store, rank = _store(), dist.get_rank()
+    number = store.add(f"amplab/{name}/calls of rank {rank}", 1)
+    keys = [f"amplab/{name}/{number}/rank {each}" for each in range(dist.get_world_size())]
+    store.set(keys[rank], own)
+    with suppress(dist.DistError):  # those that are there are returned
+        store.wait(keys, timedelta(seconds=timeout))
+    return [store.get(key).decode() if store.check([key]) else None for key in keys]
+
+
+def _store() -> Any:
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("no process group: expected a call after torch.distributed.init_process_group.")
+    return group.get_group_store()
+
+
+def _launch() -> str:
+    """Name the launch of all ranks; a restart by torchrun has the same name.
+
+    A run id of "none" is torchrun's default, which other launches have too; the process of torchrun tells them apart.
+    """
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return run_id if run_id != "none" else f"process {os.getppid()} of {platform.node()}"

@@ -1,0 +1,170 @@
+"""Both APIs of amp under torch's DistributedDataParallel, against gradients that are averaged by hand, bitwise.
+
+By hand: each rank has the bare model, and after its backward ``gradient / 2`` is summed over the two ranks.
+"""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import amplab
+from amplab import amp
+
+LEVELS = ("O0", "O1", "O2", "O3")
+STEPS = 6
+OVERFLOW_AT = 3  # on rank 1 alone
+
+
+class Net(nn.Module):
+    """Layers, and arguments of forward of both kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 2))
+
+    def forward(self, inputs, *, times=1.0):
+        return self.layers(inputs) * times
+
+
+class Decorated(Net):
+    """Each replica casts in its own forward, whatever wraps it."""
+
+    @amplab.autocast("cpu", dtype=torch.float16)
+    def forward(self, inputs, *, times=1.0):
+        return super().forward(inputs, times=times)
+
+
+class Within(Net):
+    def forward(self, inputs, *, times=1.0):
+        with amplab.autocast("cpu", dtype=torch.float16):
+            return super().forward(inputs, times=times)
+
+
+def batches(rank, micro):
+    """The inputs of each step, and the factor of its loss."""
+    drawn = torch.Generator().manual_seed(10 + rank)
+    for step in range(STEPS):
+        factor = float("inf") if rank == 1 and step == OVERFLOW_AT else 1.0
+        yield [torch.randn(4, 8, generator=drawn) for _ in range(micro)], factor
+
+
+def averaged_by_hand(params):
+    for param in params:
+        dist.all_reduce(param.grad.div_(2))
+
+
+def without_sync(net, last):
+    return contextlib.nullcontext() if last or not isinstance(net, DistributedDataParallel) else net.no_sync()
+
+
+def through_apex(rank, level, wrapped, micro=1, delay=True, **settings):
+    """Weights after some steps, and what happened at each."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    session = amp.Session()
+    scale = {"loss_scale": "dynamic", "dynamic_init_scale": 1024.0}
+    session.initialize(model, optimizer, opt_level=level, verbosity=0, **scale)
+    net = DistributedDataParallel(model, **settings) if wrapped else model
+    happened = []
+    for inputs, factor in batches(rank, micro):
+        optimizer.zero_grad()
+        for index, one in enumerate(inputs):
+            last = index == micro - 1
+            with without_sync(net, last), session.casting():
+                loss = net(one, times=0.5).float().square().mean() * factor
+                with session.scale_loss(loss / micro, optimizer, delay_unscale=delay and not last) as scaled:
+                    scaled.backward()
+                    if last and not wrapped:
+                        averaged_by_hand(model.parameters())
+        optimizer.step()
+        happened.append((session.loss_scale(), session.last_step(optimizer).stepped))
+    return [param.detach().clone() for param in session.master_params(optimizer)], happened
+
+
+def through_torch(rank, kind, wrapped, micro=1, *, in_blocks=False, **settings):
+    """The same with autocast and GradScaler; ``in_blocks``: each backward in a block of `GradScaler.scale_loss`."""
+    torch.manual_seed(0)
+    model = kind()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = amplab.GradScaler("cpu", init_scale=1024.0)
+    net = DistributedDataParallel(model, **settings) if wrapped else model
+    around = amplab.autocast("cpu", dtype=torch.float16, enabled=kind is Net)
+    happened = []
+    for inputs, factor in batches(rank, micro):
+        optimizer.zero_grad()
+        for index, one in enumerate(inputs):
+            last = index == micro - 1
+            with without_sync(net, last):
+                with around:
+                    output = net(one, times=0.5)
+                loss = output.float().square().mean() * factor / micro
+                with contextlib.ExitStack() as block:
+                    scaled = (
+                        block.enter_context(scaler.scale_loss(loss, optimizer)) if in_blocks else scaler.scale(loss)
+                    )
+                    scaled.backward()
+        if not wrapped:
+            averaged_by_hand(model.parameters())
+        scaler.step(optimizer)
+        scaler.update()
+        happened.append((scaler.get_scale(), scaler.last_step.stepped))
+    assert output.dtype is torch.float16
+    return [param.detach().clone() for param in model.parameters()], happened
+
+
+def every_run(rank):
+    """What each call of the two functions returns: one start of the ranks for all."""
+    runs = {}
+    for level in LEVELS:
+        for micro in (1, 2):
+            runs[level, micro] = [through_apex(rank, level, wrapped, micro) for wrapped in (True, False)]
+        runs[level, "not delayed"] = through_apex(rank, level, True, 2, delay=False)
+    for kind in (Net, Decorated, Within):
+        for micro in (1, 2):
+            runs[kind.__name__, micro] = [through_torch(rank, kind, wrapped, micro) for wrapped in (True, False)]
+    runs["in blocks"] = through_torch(rank, Net, True, 2, in_blocks=True)
+    return runs
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(every_run)
+
+
+def same(one, other):
+    return len(one) == len(other) > 0 and all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("way", [*LEVELS, "Net", "Decorated", "Within"])
+def test_training_is_that_of_gradients_averaged_by_hand(ranks, way, micro):
+    """Also with accumulation under no_sync: weights, scales and skips, on both ranks."""
+    (weights, happened), by_hand = ranks[0][way, micro]
+    assert all(weight.isfinite().all() for weight in weights)
+    assert [stepped for _, stepped in happened] == [step != OVERFLOW_AT for step in range(STEPS)]
+    assert happened[-1][0] == 512.0
+    for other, told in (by_hand, *ranks[1][way, micro]):
+        assert same(weights, other)
+        assert happened == told
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_scale_loss_under_no_sync_waits_for_the_average(ranks, level):
+    """Unscaled at once, the gradients of the first half would never be averaged, and the ranks would differ."""
+    (weights, happened), _ = ranks[0][level, 2]
+    for rank in ranks:
+        assert same(weights, rank[level, "not delayed"][0])
+        assert happened == rank[level, "not delayed"][1]
+
+
+def test_scale_loss_of_grad_scaler_under_no_sync(ranks):
+    (weights, happened), _ = ranks[0]["Net", 2]
+    for rank in ranks:
+        assert same(weights, rank["in blocks"][0])
+        assert happened == rank["in blocks"][1]
