@@ -93,6 +93,11 @@ class StepRecord:
     injected: str | None
     grad_exponent: float | None = None
 
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether NaN or an overflow was injected into it; an injected underflow skips no step."""
+        return self.injected is not None and self.injected != "underflow"
+
 
 StepRow = tuple[int, float | None, float, float, bool, str | None, str, float | None, float, str | None, float | None]
 """The values of a `StepRecord` in its order; the loss is None if it is missing.
