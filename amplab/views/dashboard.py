@@ -13,6 +13,7 @@ import ipywidgets
 
 from amplab.lab import ConfigChanged, Event, ExperimentConfig, StateChanged, StepRecord, Trainer
 from amplab.lab.checkpoints import Checkpoint
+from amplab.views.parts import close_inside
 from amplab.views.presenter import Presenter
 from amplab.views.run_report import RunReport, run_report
 
@@ -92,6 +93,7 @@ class Dashboard(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no typ
     def close(self) -> None:
         """Remove the widgets from the page; the experiment continues."""
         self._presenter.close()
+        close_inside(self)
         super().close()
 
     def _repr_mimebundle_(self, **settings: object) -> dict[str, object]:

@@ -17,7 +17,7 @@ from amplab.lab import History
 from amplab.views.assets import WEB, module, stylesheet
 from amplab.views.live_payload import change_marks, frame_rows
 
-__all__ = ["Controls", "Gallery", "LiveView", "Message", "Notices", "Panels", "TakeAway", "StatusLine"]
+__all__ = ["Controls", "Gallery", "LiveView", "Message", "Notices", "Panels", "TakeAway", "StatusLine", "close_inside"]
 
 Message = dict[str, Any]
 """A message of the page, decoded from JSON."""
@@ -33,6 +33,16 @@ class Part(anywidget.AnyWidget):
     def __repr__(self) -> str:
         """Return the name alone, which is the same in every kernel."""
         return f"<amplab {type(self).__name__}>"
+
+
+def close_inside(box: Any) -> None:
+    """Close every widget in a box, layouts and styles too: ipywidgets keeps each until it is closed itself."""
+    for child in getattr(box, "children", ()):
+        close_inside(child)
+        child.close()
+    for own in ("layout", "style"):
+        if hasattr(box, own):
+            getattr(box, own).close()
 
 
 class Controls(Part):

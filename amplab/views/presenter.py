@@ -101,11 +101,9 @@ class Presenter:
         self._ticker.call(lambda: self._put(saved_offer(saved.name, str(saved.config), saved.step)))
 
     def close(self) -> None:
-        """End the ticker and the widgets; the trainer continues."""
+        """End the ticker; the trainer continues. The widgets are closed by the box that they are in."""
         self._ticker.call(self._end)
         self._ticker.close()
-        for part in vars(self.parts).values():
-            part.close()
 
     # For the tabs
 

@@ -26,7 +26,7 @@ from amplab.lab.tasks import score_named
 from amplab.lab.watched_run import NO_LEVEL
 from amplab.policies import cpu_half_mode
 from amplab.views.live_payload import modes_line, summary
-from amplab.views.parts import LiveView, Message, Panels, TakeAway
+from amplab.views.parts import LiveView, Message, Panels, TakeAway, close_inside
 from amplab.views.tabs.dtypes import DtypesTab
 from amplab.views.tabs.dtypes_payload import TracedLevel, dtypes_payload
 from amplab.views.tabs.findings import FindingsTab
@@ -140,6 +140,7 @@ class RunView(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         if self._unsubscribe is not None:
             self._unsubscribe()
         self._ticker.close()
+        close_inside(self)
         super().close()
 
     def __repr__(self) -> str:
