@@ -19,7 +19,7 @@ import copy
 import itertools
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,7 +37,7 @@ from amplab.lab.tasks import OWN_TASK, TASKS, MakeOptimizer, Score, Task, TaskCh
 from amplab.trace.handed_step import Loss, ModelGroup, as_model, handed_step
 from amplab.trace.random_states import random_states_kept
 
-__all__ = ["OwnCode", "OwnTask", "forget_own", "register_own"]
+__all__ = ["OwnCode", "OwnTask", "check_devices", "forget_own", "register_own"]
 
 _TOOL = "lab.open"
 _CALL = "amplab.lab.open(model=model, data=loader, loss=criterion, optimizer=lambda weights: Adam(weights, lr=1e-3))"
@@ -161,6 +161,7 @@ def register_own(
     check_data(data)
     code = _checked(model, data, loss, step, optimizer, evaluate)
     first = code.make_model()
+    check_devices({each.device.type for each in first.parameters()})
     for number in itertools.count(1):
         name = OWN if number == 1 else f"{OWN}-{number}"
         if name not in TASKS:
@@ -225,6 +226,18 @@ def _checked(model: Any, data: Any, loss: Any, step: Any, optimizer: Any, evalua
     )
     _check_names(code, make())
     return code
+
+
+def check_devices(kinds: Set[str]) -> None:
+    """Raise a ValueError if the lab cannot train on one of these kinds of device.
+
+    >>> check_devices({"cpu", "cuda"})
+    """
+    if "mps" in kinds:
+        raise ValueError(
+            "the model is on mps, which has no float64, and the lab measures in float64; expected a model on the CPU, "
+            "as model.to('cpu') returns it, and batches there."
+        )
 
 
 def _model_maker(

@@ -27,7 +27,7 @@ from amplab.lab import (
     load_run,
     report,
 )
-from amplab.lab.own_task import forget_own, register_own
+from amplab.lab.own_task import check_devices, forget_own, register_own
 
 
 class Block(nn.Module):
@@ -383,6 +383,11 @@ def kernel(monkeypatch: pytest.MonkeyPatch):
     if kernel.trainer is not None:
         kernel.trainer.stop()
         assert kernel.trainer.wait(10)
+
+
+def test_a_model_on_mps_is_refused_with_what_to_do():
+    with pytest.raises(ValueError, match=r"on mps, which has no float64.*model\.to\('cpu'\)"):
+        check_devices({"cpu", "mps"})
 
 
 def test_open_shows_ones_own_model_and_finds_it_again(kernel):
