@@ -216,7 +216,9 @@ class Trainer:
         history = store.history
         interval = config.growth_interval if config.is_dynamic else None
         found = run_findings(observed_run(history, config, growth_interval=interval))
-        since = max((each.step for each in history.changes if each.field not in ("start", "fault")), default=0)
+        since = max(
+            (each.step for each in history.changes if each.field not in ("start", "fault", "restart")), default=0
+        )
         of_steps = [(step, each) for step, each in (*store.found, *store.examined) if step >= since]
         ranked = with_explained(found, of_steps, history.skipped_steps())
         return replace(ranked, looked_at=(f"looked at {count(len(history), 'step')}",))
