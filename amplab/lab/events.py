@@ -93,6 +93,11 @@ class StepRecord:
     injected: str | None
     grad_exponent: float | None = None
 
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether NaN or an overflow was injected into it; an injected underflow skips no step."""
+        return self.injected is not None and self.injected != "underflow"
+
 
 StepRow = tuple[int, float | None, float, float, bool, str | None, str, float | None, float, str | None, float | None]
 """The values of a `StepRecord` in its order; the loss is None if it is missing.
@@ -277,17 +282,19 @@ class Failed:
     """Something went wrong: ``text`` is a sentence, followed by the traceback if there is one.
 
     ``fatal`` is True if training cannot continue without a reset, False if the run continues (a callback that raised, a
-    log that cannot be written). ``damaged`` is True if it continues with NaN or inf in the model.
+    log that cannot be written). ``damaged`` is True if it continues with NaN or inf in the model, ``attempted`` if
+    something that does not change the run failed, such as a trace.
     """
 
     text: str
     fatal: bool = False
     damaged: bool = False
+    attempted: bool = False
 
     @property
     def of_run(self) -> bool:
         """Whether a reset removes the cause."""
-        return self.fatal or self.damaged
+        return self.fatal or self.damaged or self.attempted
 
 
 Event = (

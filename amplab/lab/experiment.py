@@ -125,6 +125,7 @@ class Experiment:
         self._task = load_task(config.task, config.seed)
         self._task.check_batch_size(config.batch_size)
         self._model = build_model(config.model, config.hidden, config.seed)
+        self._nonfinite_at_start = frozenset(_nonfinite_buffers(self._model))
         self._build_optimizers(config)
         self._session = Session()
         self._scaled: list[ScaleRecord] = []  # of the present step
@@ -544,9 +545,11 @@ class Experiment:
             )
 
     def nonfinite_buffers(self) -> tuple[str, ...]:
-        """Return the names of the model's buffers that hold NaN or inf, which a skipped step keeps. Sync: one."""
-        buffers = [(name, buffer) for name, buffer in self._model.named_buffers() if buffer.is_floating_point()]
-        return tuple(name for name, buffer in buffers if not torch.isfinite(buffer).all())
+        """Return the names of the model's buffers that hold NaN or inf, which a skipped step keeps. Sync: one.
+
+        Those that did from the start, as a mask of attention does, are left out.
+        """
+        return tuple(name for name in _nonfinite_buffers(self._model) if name not in self._nonfinite_at_start)
 
     def memory(self) -> MemoryUse:
         """Return the last measured bytes of parameters, gradients, masters and optimizer state.
@@ -752,6 +755,11 @@ def _check_modules(config: ExperimentConfig, names: tuple[str, ...]) -> None:
                 f"float32_modules={pattern}: matches no module of the model; the closest are {near}.",
                 shown=f"{FIELDS['float32_modules'].label}: there is no {pattern}; choose from {near}.",
             )
+
+
+def _nonfinite_buffers(model: nn.Module) -> tuple[str, ...]:
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if buffer.is_floating_point()]
+    return tuple(name for name, buffer in buffers if not torch.isfinite(buffer).all())
 
 
 def _names_of(model: nn.Module) -> tuple[str, ...]:

@@ -42,10 +42,18 @@ def observed_run(
         growth_interval: steps without overflow until the scale grows, None if unknown.
         dynamic: whether the scale changes; None takes it from the config.
         norms, rates: gradient norm and learning rate by step, as far as they are known.
+
+    Skipped steps into which NaN or an overflow was injected are left out: they say nothing about the run.
     """
-    records = history.records(max(0, len(history) - LOOK_BACK))
+    records = [
+        record
+        for record in history.records(max(0, len(history) - LOOK_BACK))
+        if not (record.skipped and record.is_disturbed)
+    ]
     lost = {taken.step: taken.histogram.lost_share(taken.loss_scale, FLOAT16) for taken in history.gradient_samples}
-    mixed = {each.step: each.scales for each in history.mixed_scales}
+    # The lab unscales the gradients of each loss before it adds them, so different scales do no harm there.
+    own = isinstance(config, ExperimentConfig)
+    mixed = {} if own else {each.step: each.scales for each in history.mixed_scales}
     missing = history.missing_losses()
     norms, rates = norms or {}, rates or {}
 

@@ -234,8 +234,14 @@ class KeptRuns:
 
 
 def last_losses(history: History) -> list[float]:
-    """Return the losses of the last `LAST_STEPS` steps, or of fewer."""
-    return [record.loss for record in history.records(max(0, len(history) - LAST_STEPS))]
+    """Return the losses of the last `LAST_STEPS` steps, or of fewer.
+
+    Skipped steps into which a fault was injected are left out, because their losses are not the run's own.
+    """
+    last = history.records(max(0, len(history) - LAST_STEPS))
+    return [record.loss for record in last if not (record.skipped and record.is_disturbed)] or [
+        each.loss for each in last
+    ]
 
 
 def _candidates(name: str) -> Iterator[str]:

@@ -1,4 +1,8 @@
-"""How a run is, in one sentence: ready, healthy, stuck, searching for a scale, diverged, or damaged."""
+"""How a run is, in one sentence: ready, healthy, stuck, searching for a scale, diverged, or damaged.
+
+`verdict` is the one owner of whether a run has learned: the status line and the table of runs both read it. Steps that
+a person disturbed, by an injected overflow or NaN, and that were skipped, say nothing about the run.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,24 @@ import numpy as np
 from amplab.display.numbers import count, power, short_text
 from amplab.lab.changes import RunChange
 from amplab.lab.history import History
+from amplab.lab.tasks import TaskChoice
 
-__all__ = ["RunStatus", "StatusKind", "run_status"]
+__all__ = ["Measured", "RunStatus", "StatusKind", "run_status", "verdict"]
 
-StatusKind = Literal["ready", "healthy", "unknown", "stuck", "searching", "floor", "skipping", "diverged", "damaged"]
+StatusKind = Literal[
+    "ready",
+    "healthy",
+    "slow",
+    "opposed",
+    "unknown",
+    "stuck",
+    "searching",
+    "floor",
+    "skipping",
+    "diverged",
+    "damaged",
+    "evaluation",
+]
 
 EXPLODED = 100.0
 """A loss this many times the first one means that the run has diverged, as in `rules.run`."""
@@ -24,6 +42,9 @@ LEARNED = 0.8
 
 STUCK = 100
 """Steps from which a loss that has not fallen is reported."""
+
+GUESSED = 50
+"""Steps from which it is reported if the held-out score is no better than chance, too."""
 
 IN_A_ROW = 5
 """Skips in a row from which a scale that settles is no longer the likely reason."""
@@ -36,6 +57,21 @@ AFTER = 200
 
 
 @dataclass(frozen=True)
+class Measured:
+    """What is known of a run beside its steps.
+
+    Attributes:
+        task: What it trains; None if unknown.
+        held_out: Its score at the end; None for the last one in its history.
+        nonfinite_buffers: Names of buffers that hold inf or NaN, and did not when it began.
+    """
+
+    task: TaskChoice | None = None
+    held_out: float | None = None
+    nonfinite_buffers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class RunStatus:
     """One sentence about a run.
 
@@ -44,29 +80,44 @@ class RunStatus:
         text: The sentence.
         step: Where it began, None if that is no single step.
         change: The change of a person before it, None for none.
+        why: What the sentence ends with if the run is bad.
     """
 
     kind: StatusKind
     text: str
     step: int | None = None
     change: RunChange | None = None
+    why: str = ""
 
     @property
     def is_bad(self) -> bool:
         """Whether the run does not learn any more."""
-        return self.kind in ("skipping", "diverged", "damaged")
+        return self.kind in ("skipping", "diverged", "damaged", "evaluation")
+
+    @property
+    def has_learned(self) -> bool | None:
+        """Whether the run has learned; None if that cannot be told yet."""
+        if self.kind in ("healthy", "slow"):
+            return True
+        return False if self.is_bad or self.kind == "stuck" else None
 
 
-def run_status(history: History, *, floor: float | None = None, learning_rate: float | None = None) -> RunStatus:
+def run_status(
+    history: History,
+    *,
+    floor: float | None = None,
+    learning_rate: float | None = None,
+    measured: Measured | None = None,
+) -> RunStatus:
     """Return how a run is.
 
     Args:
         history: The run.
         floor: The least loss scale that its rule allows, None for none.
         learning_rate: The present one, None if unknown.
+        measured: What else is known.
     """
-    last = history.last
-    if last is None:
+    if history.last is None:
         return RunStatus("ready", "Ready: no step yet.")
     losses = history.column("loss")
     return (
@@ -74,8 +125,22 @@ def run_status(history: History, *, floor: float | None = None, learning_rate: f
         or _diverged(history, losses, learning_rate)
         or _skipping(history, floor)
         or _at_floor(history, floor)
-        or _learning(history, losses)
+        or _learning(history, losses, measured or Measured())
     )
+
+
+def verdict(
+    history: History,
+    *,
+    floor: float | None = None,
+    learning_rate: float | None = None,
+    measured: Measured | None = None,
+) -> RunStatus:
+    """Return how a run has ended: as `run_status`, but a search for a loss scale does not hide what was learned."""
+    status = run_status(history, floor=floor, learning_rate=learning_rate, measured=measured)
+    if status.kind in ("searching", "floor"):
+        return _learning(history, history.column("loss"), measured or Measured())
+    return status
 
 
 def _damaged(history: History, losses: np.ndarray) -> RunStatus | None:
@@ -142,29 +207,73 @@ def _at_floor(history: History, floor: float | None) -> RunStatus | None:
     return RunStatus("floor", text)
 
 
-def _learning(history: History, losses: np.ndarray) -> RunStatus:
-    last = history.last
+def _learning(history: History, losses: np.ndarray, measured: Measured) -> RunStatus:
     finite = losses[np.isfinite(losses)]
+    last = history.last
     if last is None or not len(finite):
         return RunStatus("unknown", f"No loss is known. {_skips(history)}.")
     early, now = float(np.median(finite[:RECENT])), float(np.median(finite[-RECENT:]))
-    scale = f"loss scale {power(last.next_loss_scale, raised=True)}"
+    rest = f"loss scale {power(last.next_loss_scale, raised=True)}, {_skips(history)}"
     was, present = short_text(float(finite[0])), short_text(now)
-    if now < LEARNED * early or now < LEARNED * finite[0]:
-        return RunStatus("healthy", f"Healthy: the loss fell from {was} to {present}, {scale}, {_skips(history)}.")
-    if len(finite) < STUCK:
-        return RunStatus("unknown", f"Just begun: loss {present}, {scale}, {_skips(history)}.")
-    return RunStatus("stuck", f"Not learning: the loss is {present}, and was {was}; {scale}, {_skips(history)}.", 0)
+    if measured.task is not None and measured.task.has_opposed_losses:
+        return RunStatus(
+            "opposed", f"In training: loss {present}, {rest}. The losses oppose each other: none must fall."
+        )
+    has_fallen = now < LEARNED * early or now < LEARNED * float(finite[0])
+    is_guessing, score = _guesses(history, measured), _score_text(history, measured)
+    if has_fallen and (wrong := _evaluation(history, measured, is_guessing=is_guessing)) is not None:
+        fell = f"the training loss fell from {was} to {present}"
+        return _bad(history, "evaluation", 0, f"Evaluation fails although {fell}", wrong)
+    if has_fallen:
+        return RunStatus("healthy", f"Healthy: the loss fell from {was} to {present}, {rest}.")
+    if len(finite) < (GUESSED if is_guessing else STUCK):
+        return RunStatus("unknown", f"Just begun: loss {present}, {rest}.")
+    if is_guessing is False and now < early:
+        return RunStatus("slow", f"Learning slowly: {score}, the loss is {present}, and was {was}; {rest}.")
+    return RunStatus("stuck", f"Not learning: the loss is {present}, and was {was}; {rest}.", 0)
+
+
+def _guesses(history: History, measured: Measured) -> bool | None:
+    """Return whether the held-out score is no better than chance; None if that is unknown."""
+    measure = None if measured.task is None else measured.task.score
+    score = history.last_score if measured.held_out is None else measured.held_out
+    return None if measure is None or score is None else measure.is_chance(score)
+
+
+def _score_text(history: History, measured: Measured) -> str:
+    measure = None if measured.task is None else measured.task.score
+    score = history.last_score if measured.held_out is None else measured.held_out
+    return "" if measure is None else f"held-out {measure.name} {measure.text(score)}"
+
+
+def _evaluation(history: History, measured: Measured, *, is_guessing: bool | None) -> str | None:
+    """Return why held-out data are scored wrongly while the training loss falls; None if they are not."""
+    names = measured.nonfinite_buffers
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    buffers = f"{names[0]}{more} {'hold' if more else 'holds'} inf or NaN" if names else ""
+    if is_guessing and (buffers or len(history) >= STUCK):
+        score = f"{_score_text(history, measured)} is no better than chance"
+        return f"{score}, since {buffers}" if buffers else score
+    return f"{buffers}, which evaluation uses" if buffers and is_guessing is None else None
 
 
 def _skips_at_the_end(history: History) -> int | None:
-    """The first of the skips that the last step ends, None if it was not skipped."""
+    """The first of the skips that the last step ends, None if it was not skipped; injected ones do not count."""
     if history.last is None or not history.last.skipped:
         return None
     skipped = history.column("skipped")
-    taken = np.flatnonzero(~skipped)
+    own = np.flatnonzero(~(skipped & _is_disturbed(history)[: len(skipped)]))
+    if not len(own) or not skipped[own[-1]]:
+        return None
+    taken = np.flatnonzero(~skipped[own])
     first = int(taken[-1]) + 1 if len(taken) else 0
-    return history.record(first).step if first < len(skipped) else None  # a step may have been added meanwhile
+    return history.record(int(own[first])).step
+
+
+def _is_disturbed(history: History) -> np.ndarray:
+    """Return which steps got an injected overflow or NaN, `(steps,)`; an injected underflow is none that skips."""
+    injected = history.column("injected")
+    return np.array([each is not None and each != "underflow" for each in injected], dtype=np.bool_)
 
 
 def _bad(history: History, kind: StatusKind, step: int, what: str, why: str, otherwise: str = "") -> RunStatus:
@@ -172,7 +281,7 @@ def _bad(history: History, kind: StatusKind, step: int, what: str, why: str, oth
     near = [each for each in history.changes if max(1, step - AFTER) <= each.step <= step]  # step 0 is the start
     change = near[-1] if near else None
     after = f", after {change.text[:1].lower()}{change.text[1:]}" if change else otherwise
-    return RunStatus(kind, f"{what}{after}: {why}.", step, change)
+    return RunStatus(kind, f"{what}{after}: {why}.", step, change, why)
 
 
 def _skips(history: History) -> str:

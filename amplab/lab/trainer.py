@@ -49,7 +49,7 @@ from amplab.lab.events import (
     Undone,
 )
 from amplab.lab.experiment import Experiment, check_fault, samples_gradients
-from amplab.lab.findings import diverged, observed_run, with_explained
+from amplab.lab.findings import LOOK_BACK, diverged, observed_run, with_explained
 from amplab.lab.history import History
 from amplab.lab.kept_runs import KeptRun, KeptRuns
 from amplab.lab.memory_count import level_memory
@@ -134,6 +134,7 @@ class Trainer:
         self._speed: float | None = None
         self._due = 0.0  # when the next step may begin, by time.monotonic()
         self._has_reported_kernels = self._has_reported_buffers = False
+        self._nonfinite_buffers: tuple[str, ...] = ()
         self._is_to_examine = True
         self._beside: Experiment | None = None  # of the steps that run again, while they do
         kernels.ensure(on_report=_no_warning)
@@ -168,6 +169,11 @@ class Trainer:
     def shrinking(self) -> bool:
         """Whether an injected underflow is on."""
         return self._experiment.shrinking
+
+    @property
+    def nonfinite_buffers(self) -> tuple[str, ...]:
+        """Names of buffers that hold inf or NaN, and did not at first, as seen with the last score or bad loss."""
+        return self._nonfinite_buffers
 
     @property
     def armed(self) -> frozenset[str]:
@@ -210,18 +216,21 @@ class Trainer:
 
         They read the last steps, the skipped steps that were explained, and an examination by `amplab.doctor` of the
         step after the first one and after each change, without its notes. What was found in single steps before the
-        latest change of the config is left out.
+        latest change of the config is left out, and so are steps that were skipped because of an injected fault.
         """
         store, config = self._store, self.config
         history = store.history
         interval = config.growth_interval if config.is_dynamic else None
-        found = run_findings(observed_run(history, config, growth_interval=interval))
-        since = max(
-            (each.step for each in history.changes if each.field not in ("start", "fault", "restart")), default=0
-        )
+        observed = observed_run(history, config, growth_interval=interval)
+        left_out = min(len(history), LOOK_BACK) - len(observed)
+        changes = (each.step for each in history.changes if each.field not in ("start", "fault", "restart"))
+        since = max(changes, default=0)
         of_steps = [(step, each) for step, each in (*store.found, *store.examined) if step >= since]
-        ranked = with_explained(found, of_steps, history.skipped_steps())
-        return replace(ranked, looked_at=(f"looked at {count(len(history), 'step')}",))
+        ranked = with_explained(run_findings(observed), of_steps, history.skipped_steps())
+        looked_at = [f"looked at {count(len(history), 'step')}"]
+        if left_out:
+            looked_at.append(f"left out {count(left_out, 'step')} that an injected fault made skip")
+        return replace(ranked, looked_at=tuple(looked_at))
 
     def memory(self) -> MemoryUse:
         """Return the bytes of parameters, gradients, masters and optimizer state; see `Experiment.memory`."""
@@ -584,6 +593,8 @@ class Trainer:
             self._examine()
         if record.score is not None:
             self._report_kernels()
+        if record.score is not None or not math.isfinite(record.loss):
+            self._nonfinite_buffers = self._experiment.nonfinite_buffers()
         if not math.isfinite(record.loss):
             self._report_buffers(record.step)
         self._save_if(lambda checkpoints: checkpoints.is_due)
@@ -761,6 +772,7 @@ class Trainer:
         """Train another experiment from now on."""
         self._name, self._experiment, self._store = name, experiment, store
         self._has_reported_buffers, self._is_to_examine = False, True
+        self._nonfinite_buffers = experiment.nonfinite_buffers()
         self._publisher.forget_run()
         self._memory = None
         self._publisher.publish(ConfigChanged(experiment.config, previous, len(store.history), reset=True))
@@ -918,7 +930,7 @@ class Trainer:
 
     def _report_buffers(self, step: int) -> None:
         """Report once that a bad batch has changed the model although its step was skipped."""
-        if self._has_reported_buffers or not (names := self._experiment.nonfinite_buffers()):
+        if self._has_reported_buffers or not (names := self._nonfinite_buffers):
             return
         self._has_reported_buffers = True
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -939,7 +951,7 @@ class Trainer:
         try:
             act()
         except Exception:  # noqa: BLE001 - a trace that fails does not end the run
-            self._publisher.publish(Failed(f"{what}\n{traceback.format_exc()}"))
+            self._publisher.publish(Failed(f"{what}\n{traceback.format_exc()}", attempted=True))
 
     def _fail(self, text: str) -> None:
         if self._exchange is not None:

@@ -32,11 +32,13 @@ class ScalePath:
         scales: float64 ``(steps,)``.
         found_infs: bool ``(steps,)``: whether the gradients of the step overflow under this scale.
         skips: whether the rule skips these steps; one that does not loses the run at the first of them.
+        next_scale: the scale that the step after the last would use.
     """
 
     scales: np.ndarray
     found_infs: np.ndarray
     skips: bool
+    next_scale: float
 
     @property
     def lost_from(self) -> int | None:
@@ -130,9 +132,9 @@ def scale_path(rule: ScaleRule, limits: np.ndarray) -> ScalePath:
                 known[transition] = rule.next(_counted(rule, state, last - step), bad is not None)
             state = known[transition]
         except LossScaleAtMinimumError:
-            return ScalePath(scales[: last + 1], found[: last + 1], rule.skips_on_overflow)
+            return ScalePath(scales[: last + 1], found[: last + 1], rule.skips_on_overflow, state.scale)
         step = last + 1
-    return ScalePath(scales, found, rule.skips_on_overflow)
+    return ScalePath(scales, found, rule.skips_on_overflow, state.scale)
 
 
 def _first_overflow(limits: np.ndarray, scale: float, *, lost: bool) -> int | None:

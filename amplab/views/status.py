@@ -20,6 +20,8 @@ from amplab.lab import (
     taken_back,
 )
 from amplab.lab.config import ExperimentConfig
+from amplab.lab.run_status import Measured
+from amplab.lab.tasks import task_choice
 from amplab.views.ticker import Pace
 
 __all__ = ["Status", "status_payload"]
@@ -44,7 +46,7 @@ def status_payload(status: RunStatus, *, state: str = "running", button: str | N
     ready = status.kind == "ready"
     return {
         "kind": status.kind,
-        "tone": "bad" if status.is_bad else "odd" if status.kind in ("stuck", "floor", "searching") else "good",
+        "tone": "bad" if status.is_bad else "odd" if status.kind in ("stuck", "slow", "floor", "searching") else "good",
         "text": "Ready: press Start." if ready else status.text,
         "state": "" if ready else STATES.get(state, ""),
         "step": status.step,
@@ -86,12 +88,13 @@ class Status:
     def tick(self) -> None:
         """Write the line if the run has changed."""
         trainer, history = self._trainer, self._trainer.history
-        present = (len(history), len(history.explanations), trainer.state, trainer.config)
+        present = (len(history), len(history.explanations), trainer.state, trainer.config, trainer.nonfinite_buffers)
         if not self._pace.is_due(present):
             return
         config = trainer.config
         floor = config.min_loss_scale if config.is_dynamic else None
-        status = run_status(history, floor=floor, learning_rate=config.learning_rate)
+        measured = Measured(task_choice(config.task), nonfinite_buffers=trainer.nonfinite_buffers)
+        status = run_status(history, floor=floor, learning_rate=config.learning_rate, measured=measured)
         button = self._button(status)
         self._show(status_payload(status, state=trainer.state, button=button))
 

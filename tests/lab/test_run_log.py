@@ -141,7 +141,7 @@ def test_the_scales_of_a_step_come_back_in_a_line_of_their_own(tmp_path):
     run = load_run(log.path)
     assert run.history.mixed_scales == (mixed,)
     assert run.events == ()
-    assert [finding.name for finding in run.findings()] == ["accumulation-across-scales"]
+    assert [finding.name for finding in run.findings()] == []  # the lab unscales the gradients before it adds them
     damaged = lines[1].replace("65536.0", '"x"')
     log.path.write_text("\n".join([lines[0], damaged, *lines[2:]]) + "\n", encoding="utf-8")
     with pytest.raises(ValueError, match="line 2 is damaged"):

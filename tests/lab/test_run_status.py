@@ -19,8 +19,18 @@ from amplab.lab import (
 from amplab.lab.changes import config_changes
 from amplab.lab.config import LEVELS
 from amplab.lab.config_remedies import taken_back
+from amplab.lab.run_status import Measured, verdict
+from amplab.lab.tasks import HELD_OUT, ImageTask, load_task, task_choice
+from amplab.lab.tasks.text import ALPHABET
 
 SMALL = ExperimentConfig(hidden=16)
+
+
+@pytest.fixture
+def trainer():
+    made = Trainer(SMALL)
+    yield made
+    made.stop()
 
 
 def run(losses, skips=(), scale=2.0**16):
@@ -106,6 +116,93 @@ def test_a_diverged_run_whose_steps_are_all_skipped_is_told_from_a_scale_that_is
     assert run_status(history, learning_rate=1e9).text == (
         "Diverged at step 1 at learning rate 1e9: every step since is skipped."
     )
+
+
+# Whether it has learned
+
+
+def scored(losses, score):
+    history = run(losses[:-1])
+    history.append(replace(run(losses).last, score=score))
+    return history
+
+
+DIGITS = Measured(task_choice("digits"))
+
+
+def test_a_score_no_better_than_chance_is_named_although_the_training_loss_fell():
+    buffers = replace(DIGITS, nonfinite_buffers=("norm1.running_var",))
+    status = run_status(scored(falling(100), 0.111), measured=buffers)
+    assert (status.kind, status.is_bad, status.has_learned) == ("evaluation", True, False)
+    assert status.text == (
+        "Evaluation fails although the training loss fell from 2.3 to 0.936: held-out accuracy 11.1% is no better than "
+        "chance, since norm1.running_var holds inf or NaN."
+    )
+    assert "no better than chance." in run_status(scored(falling(100), 0.111), measured=DIGITS).text
+    assert run_status(scored(falling(100), 0.93), measured=buffers).kind == "healthy"
+    assert (
+        "running_var holds inf or NaN, which evaluation uses"
+        in run_status(run(falling(100)), measured=replace(buffers, task=None)).text
+    )
+
+
+def test_a_run_whose_loss_hardly_fell_has_learned_if_its_score_is_better_than_chance():
+    slowly = [2.36 - 0.0005 * step for step in range(300)]
+    status = run_status(scored(slowly, 0.336), measured=DIGITS)
+    assert (status.kind, status.has_learned) == ("slow", True)
+    assert status.text.startswith("Learning slowly: held-out accuracy 33.6%, the loss is 2.22, and was 2.36;")
+    status = run_status(scored(slowly, 0.125), measured=DIGITS)
+    assert (status.kind, status.has_learned) == ("stuck", False)
+    assert run_status(scored(slowly[:30], 0.336), measured=DIGITS).has_learned is None
+
+
+def test_losses_that_oppose_each_other_do_not_say_that_a_run_is_stuck():
+    status = run_status(run([1.4] * 300), measured=Measured(task_choice("gan")))
+    assert (status.kind, status.has_learned, status.is_bad) == ("opposed", None, False)
+
+
+def test_the_verdict_looks_behind_a_search_for_a_loss_scale():
+    history = run(falling(100), skips={99})
+    assert run_status(history).kind == "searching"
+    assert verdict(history).has_learned
+
+
+@pytest.mark.parametrize("task", ["digits", "even-logits", "text", "small-targets", "pressure"])
+def test_constant_answers_score_no_better_than_chance(task):
+    for seed in range(3):
+        loaded = load_task(task, seed)
+        if isinstance(loaded, ImageTask):
+            best = loaded.held_out_labels.unique(return_counts=True)[1].max().item() / HELD_OUT
+            assert best < loaded.score.chance < best + 0.13
+        elif task == "text":
+            assert loaded.score.chance == len(ALPHABET)
+            assert not loaded.score.is_chance(28.0)
+        else:
+            assert loaded.score.is_chance(0.0)
+        assert loaded.score.is_chance(math.nan)
+        assert loaded.score == task_choice(task).score
+
+
+def test_a_step_that_was_skipped_because_of_a_fault_is_no_fault_of_the_run(trainer):
+    trainer.run(100)
+    trainer.inject("nan")
+    last = trainer.run(1).last
+    assert (last.skipped, last.injected) == (True, "nan")
+    status = run_status(trainer.history, measured=DIGITS)
+    assert status.kind == "healthy"
+    assert status.text.endswith(" in 101 steps.")
+    assert not {"nonfinite-loss", "nonfinite-in-data"} & {each.name for each in trainer.findings()}
+    assert trainer.findings().looked_at[-1] == "left out 1 step that an injected fault made skip"
+
+
+def test_a_gan_adds_gradients_that_are_unscaled():
+    trainer = Trainer(ExperimentConfig(task="gan", hidden=16))
+    trainer.run(3)
+    trainer.inject("overflow")
+    history = trainer.run(4)
+    assert history.mixed_scales
+    assert "accumulation-across-scales" not in [each.name for each in trainer.findings()]
+    trainer.stop()
 
 
 # Remedies

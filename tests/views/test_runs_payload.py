@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from amplab.diagnose import twin
-from amplab.lab import ExperimentConfig, Trainer
+from amplab.lab import ExperimentConfig, Trainer, run_status
+from amplab.lab.run_status import Measured
+from amplab.lab.tasks import task_choice
 from amplab.views import Dashboard
 from amplab.views.tabs.runs_payload import overlays, runs_payload, styles, twin_payload
 
@@ -81,6 +83,38 @@ def test_one_reads_which_run_failed_and_why(trainer: Trainer) -> None:
     assert "not finite from step" in outcomes[3]
     assert "Failed: O1 (2)" in shown["summary"]
     assert "Best held-out score: O1" in shown["summary"]
+
+
+def test_the_table_and_the_status_line_agree_on_what_was_learned(trainer: Trainer) -> None:
+    small_updates = ExperimentConfig(task="digits-16", opt_level="O3", loss_scale=128.0, lr=2e-5)
+    trainer.compare([small_updates, small_updates.changed(opt_level="O0", loss_scale=None)], steps=300)
+    trainer.wait()
+    outcomes = {row["name"]: row["outcome"] for row in runs_payload(trainer)["rows"]}
+    assert outcomes["O3"] == "did not learn"
+    assert outcomes["O0"] == ""
+    assert "Failed: O3 (did not learn)." in runs_payload(trainer)["summary"]
+    measured = Measured(task_choice("digits-16"))
+    o3, o0 = trainer.kept.runs
+    assert run_status(o3.history, measured=measured).text.startswith("Not learning: ")
+    assert run_status(o0.history, measured=measured).text.startswith("Learning slowly: ")
+
+
+def test_runs_too_short_to_tell_are_not_said_to_have_learned(trainer: Trainer) -> None:
+    trainer.compare([trainer.config, trainer.config.changed(opt_level="O0")], steps=3)
+    trainer.wait()
+    assert "Cannot be told yet whether it learned: O1, O0." in runs_payload(trainer)["summary"]
+
+
+def test_a_run_that_ends_in_an_injected_skip_has_not_failed(trainer: Trainer) -> None:
+    trainer.run(100)
+    trainer.inject("nan")
+    assert math.isnan(trainer.run(1).last.loss)
+    trainer.reset()
+    trainer.wait()
+    kept = rows(trainer)["Run 1"]
+    assert kept["outcome"] == ""
+    assert float(kept["loss"]) < 1
+    assert "Failed" not in runs_payload(trainer)["summary"]
 
 
 def test_lines_differ_in_more_than_color(trainer: Trainer) -> None:

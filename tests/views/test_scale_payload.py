@@ -93,6 +93,17 @@ def test_each_rule_has_the_skips_and_the_lost_steps_of_the_replay(run: History) 
     assert runs["recorded"]["skips"] == [record.step for record in run.skips()]
 
 
+def test_the_last_scale_of_each_rule_is_the_one_that_the_next_step_would_use() -> None:
+    trainer = Trainer(SMALL)
+    trainer.inject("overflow")
+    history = trainer.run(1)  # the scale fell after its only step
+    runs = {each["name"]: each for each in what_if_payload(history, DynamicScale(init_scale=2.0**10))["runs"]}
+    assert trainer.loss_scale == 2.0**15
+    assert runs["recorded"]["last"] == "2¹⁵"
+    assert runs[OWN]["last"] == "2⁹"
+    trainer.stop()
+
+
 def test_a_run_of_20000_steps_is_replayed_without_holding_up_the_view(record) -> None:
     history = History()
     exponents = np.floor(np.random.default_rng(0).normal(-4, 1, 20_000))

@@ -73,3 +73,13 @@ def test_a_pace_postpones_a_drawing_and_skips_what_is_drawn() -> None:
     pace.forget()
     time.sleep(0.25)
     assert pace.is_due("b")
+
+
+def test_what_is_in_a_hurry_is_drawn_at_once() -> None:
+    pace = Pace(100.0, lambda: None)
+    assert pace.is_due(1)
+    assert not pace.is_due(2)
+    pace.forget()
+    assert not pace.is_due(2)
+    pace.hurry()
+    assert pace.is_due(2)

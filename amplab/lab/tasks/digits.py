@@ -17,7 +17,7 @@ even-logits   0 to 1             the same from logits, which works
 from __future__ import annotations
 
 import gzip
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,10 +31,16 @@ from torch import Tensor, nn
 from amplab.lab.models import MLP, register_model
 from amplab.lab.tasks.task import ACCURACY, Task, TaskChoice, TaskLoss, rows_of_step
 
-__all__ = ["DIGITS_CHOICES", "HELD_OUT", "EvenTask", "ImageBatch", "ImageTask", "digit_images"]
+__all__ = ["DIGITS_CHOICES", "HELD_OUT", "OF_TEN", "OF_TWO", "EvenTask", "ImageBatch", "ImageTask", "digit_images"]
 
 HELD_OUT = 360
 """Images kept for measuring accuracy, a fifth of the digits."""
+
+OF_TEN = replace(ACCURACY, chance=0.18)
+"""Ten digits: one is at most 12.5 % of the held-out images, and three standard errors are 5 %."""
+
+OF_TWO = replace(ACCURACY, chance=0.63)
+"""Even or odd: one is at most 55 % of the held-out images, and three standard errors are 8 %."""
 
 _GRAY_LEVELS = 16
 
@@ -71,7 +77,7 @@ class ImageTask(Task):
     held_out_labels: Tensor
     seed: int
     losses: tuple[TaskLoss, ...] = (TaskLoss("cross-entropy", _cross_entropy),)
-    score = ACCURACY
+    score = OF_TEN
 
     def batches_per_epoch(self, batch_size: int) -> int:
         """Return how many whole batches an epoch has.
@@ -126,6 +132,7 @@ class EvenTask(ImageTask):
     """
 
     losses: tuple[TaskLoss, ...] = (_BCE,)
+    score = OF_TWO
 
     def measure(self, model: nn.Module) -> float:
         """Return the share of held-out images that are called even or odd correctly. Sync: one."""
@@ -192,10 +199,12 @@ def _load_even(name: str, loss: TaskLoss, seed: int) -> EvenTask:
 
 
 DIGITS_CHOICES = {
-    "digits": TaskChoice("digits", partial(_load, "digits", 1.0)),
-    "digits-16": TaskChoice("digits, gray levels to 16", partial(_load, "digits-16", 16.0)),
-    "digits-1023": TaskChoice("digits, gray levels to 1023", partial(_load, "digits-1023", 1023.0)),
-    "even-bce": TaskChoice("even or odd, BCE", partial(_load_even, "even-bce", _BCE)),
-    "even-logits": TaskChoice("even or odd, BCE with logits", partial(_load_even, "even-logits", _BCE_WITH_LOGITS)),
+    "digits": TaskChoice("digits", partial(_load, "digits", 1.0), score=OF_TEN),
+    "digits-16": TaskChoice("digits, gray levels to 16", partial(_load, "digits-16", 16.0), score=OF_TEN),
+    "digits-1023": TaskChoice("digits, gray levels to 1023", partial(_load, "digits-1023", 1023.0), score=OF_TEN),
+    "even-bce": TaskChoice("even or odd, BCE", partial(_load_even, "even-bce", _BCE), score=OF_TWO),
+    "even-logits": TaskChoice(
+        "even or odd, BCE with logits", partial(_load_even, "even-logits", _BCE_WITH_LOGITS), score=OF_TWO
+    ),
 }
 """The tasks of this file, each by the name that a config gives it."""

@@ -105,7 +105,12 @@ def _load(seed: int) -> GanTask:
 
 
 GAN_CHOICE = TaskChoice(
-    "GAN on digits", _load, score=None, optimizer="adam", learning_rates={"adam": 0.001, "adamw": 0.001, "sgd": 0.02}
+    "GAN on digits",
+    _load,
+    score=None,
+    optimizer="adam",
+    learning_rates={"adam": 0.001, "adamw": 0.001, "sgd": 0.02},
+    has_opposed_losses=True,
 )
 
 

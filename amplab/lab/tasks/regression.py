@@ -43,7 +43,7 @@ _OUTPUTS = 64
 _TRAIN, _HELD_OUT = 1536, 512
 _PASCALS, _PASCALS_DEVIATION = 101_325.0, 800.0
 
-R_SQUARED = Score("R²", higher_is_better=True)
+R_SQUARED = Score("R²", higher_is_better=True, chance=0.0)
 """1 - error² / variance: 1 is perfect, 0 is as good as the mean of the targets."""
 
 

@@ -45,11 +45,24 @@ class Score:
         name: In field terms, such as "accuracy" or "perplexity".
         higher_is_better: Its direction.
         is_share: Whether it is a share in [0, 1], which is shown in percent.
+        chance: The best score that is explained by guessing, three standard errors included; None if unknown.
     """
 
     name: str
     higher_is_better: bool = False
     is_share: bool = False
+    chance: float | None = None
+
+    def is_chance(self, value: float) -> bool | None:
+        """Return whether a score is no better than chance, as NaN is; None if that is unknown.
+
+        >>> digits = Score("accuracy", higher_is_better=True, is_share=True, chance=0.17)
+        >>> digits.is_chance(0.125), digits.is_chance(0.336), ACCURACY.is_chance(0.1)
+        (True, False, None)
+        """
+        if self.chance is None:
+            return None
+        return not (value > self.chance if self.higher_is_better else value < self.chance)
 
     def text(self, value: float | None) -> str:
         """Return a value as text.
@@ -168,6 +181,7 @@ class TaskChoice:
         learning_rates: Learning rate of lr=None by optimizer, where it differs from that of the optimizer.
         has_own_optimizer: Whether the task makes optimizers itself, as "own".
         has_batch_size: Whether batch_size has an effect.
+        has_opposed_losses: Whether a loss falls as another one rises, so that they do not say whether it learns.
     """
 
     label: str
@@ -177,3 +191,4 @@ class TaskChoice:
     learning_rates: Mapping[str, float] = field(default_factory=dict)
     has_own_optimizer: bool = False
     has_batch_size: bool = True
+    has_opposed_losses: bool = False

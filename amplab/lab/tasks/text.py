@@ -32,8 +32,8 @@ _LENGTH = 200_000
 _HELD_OUT = 40_000
 _MEASURED = 128  # examples of the held-out text
 
-PERPLEXITY = Score("perplexity")
-"""exp of the mean cross-entropy: as many characters seem equally likely at each place."""
+PERPLEXITY = Score("perplexity", chance=float(len(ALPHABET)))
+"""exp of the mean cross-entropy: as many characters seem equally likely at each place; by chance, all of them."""
 
 
 class TextBatch(NamedTuple):

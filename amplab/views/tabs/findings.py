@@ -30,15 +30,18 @@ class FindingsTab(Tab):
 
     def on_event(self, event: Event) -> None:
         """Examine at once after a change, a pause, and the explanation of a skipped step."""
-        if isinstance(event, ConfigChanged | StateChanged | SkipExplained):
+        if isinstance(event, ConfigChanged | SkipExplained):
             self._open.forget()
+        if isinstance(event, StateChanged):
+            self._open.hurry()
+            self._closed.hurry()
         if isinstance(event, ConfigChanged):
             self._closed.forget()
             self._refusal = ""
 
     def on_open(self) -> None:
         """Examine at once."""
-        self._open.forget()
+        self._open.hurry()
 
     def on_message(self, message: Message) -> None:
         """Apply the remedy of a card: {"type": "apply", "key"}."""

@@ -72,5 +72,5 @@ def _summary(found: Findings, steps: int) -> str:
         return (
             "Findings appear while the run goes: rules examine the losses, the loss scale, skipped steps and one step."
         )
-    looked = f"examined: {count(steps, 'step')}"
+    looked = " · ".join((f"examined: {count(steps, 'step')}", *found.looked_at[1:]))
     return f"{found.sentence[:1].upper()}{found.sentence[1:]} · {looked}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from amplab.lab import ActivationsReady, ConfigChanged, Event, ExperimentConfig, Failed, TwinReady
+from amplab.lab import ActivationsReady, ConfigChanged, Event, ExperimentConfig, Failed, StateChanged, TwinReady
 from amplab.views.parts import Message
 from amplab.views.tabs.runs_payload import runs_payload, twin_payload
 from amplab.views.tabs.tab import Desk, Tab
@@ -48,6 +48,8 @@ class RunsTab(Tab):
             isinstance(event, ConfigChanged) and event.reset
         ):
             self._pace.forget()
+        if isinstance(event, StateChanged):
+            self._pace.hurry()
 
     def on_message(self, message: Message) -> None:
         """Do what a button says; a refusal is shown in place of the summary."""
@@ -65,14 +67,14 @@ class RunsTab(Tab):
         if self.is_shown and self._counted != trainer.config:
             self._counted = trainer.config
             trainer.request_activations()
-        steps = len(trainer.history) if self.is_shown else 0
+        steps = len(trainer.history) if self.is_shown or trainer.state != "running" else 0
         if self._pace.is_due((trainer.kept.version, trainer.comparison, self.is_shown, steps, self._answers)):
             shown = runs_payload(trainer, refusal=self._refusal, activations=self._activations)
             self.show({**shown, "twin": self._twin, "answers": self._answers})
 
     def on_open(self) -> None:
         """Draw at once."""
-        self._pace.forget()
+        self._pace.hurry()
 
     def ask_twin(self) -> None:
         """Request the twin, and say that it is on its way."""

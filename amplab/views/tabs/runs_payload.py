@@ -14,20 +14,18 @@ import numpy as np
 
 from amplab.amp import MemoryUse
 from amplab.diagnose import TwinReport
-from amplab.display.numbers import count, percent, short_text, size
+from amplab.display.numbers import percent, short_text, size
 from amplab.lab import ExperimentConfig, History, KeptRun, Progress, Trainer
 from amplab.lab.changes import config_changes
 from amplab.lab.kept_runs import MOST_RUNS, last_losses
-from amplab.lab.tasks import score_named
+from amplab.lab.run_status import Measured, RunStatus, verdict
+from amplab.lab.tasks import score_named, task_choice
 from amplab.views.live_payload import frame_rows
 
 __all__ = ["Style", "outcome", "overlays", "runs_payload", "styles", "twin_payload"]
 
 OVERLAY_ROWS = 240
 """Rows of one overlay: a line behind the present one."""
-
-NOT_LEARNED = 0.95
-"""A run whose last losses are above this share of its first ones has learned nothing."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,10 @@ def summary(runs: Sequence[KeptRun]) -> str:
         parts.append(f"Best held-out score: {best.name}, {_score_text(best.held_out or 0, best.config)}.")
     if failed:
         parts.append("Failed: " + "; ".join(f"{run.name} ({outcome(run)})" for run in failed) + ".")
-    elif len(done) > 1:
+    untold = [run for run in done if run not in failed and not _has_learned(run)]
+    if untold and len(done) > 1:
+        parts.append(f"Cannot be told yet whether it learned: {', '.join(run.name for run in untold)}.")
+    elif len(done) > 1 and not failed:
         parts.append("All of them learned.")
     if len(runs) == MOST_RUNS:
         parts.append(f"{MOST_RUNS} runs are kept: a new one replaces the oldest, whose log stays.")
@@ -130,23 +131,34 @@ def outcome(run: KeptRun) -> str:
     """Return why a run failed, in a few words; "" if it did not."""
     if run.error:
         return run.error.splitlines()[0]
-    history = run.history
-    steps = len(history)
-    if run.is_training or not steps:
+    status = _verdict(run)
+    if status is None or status.has_learned is not False:
         return ""
-    last = last_losses(history)
-    if not all(math.isfinite(loss) for loss in last):
-        finite = np.isfinite(history.column("loss"))
-        first = int(np.argmin(finite))
-        return (
-            f"loss is not finite from step {first:,}" if not finite[first:].any() else "loss is not finite at the end"
-        )
-    if 2 * history.skip_count > steps:
-        return f"skipped {history.skip_count:,} of {count(steps, 'step')}"
-    first_losses = [history.record(step).loss for step in range(min(5, steps))]
-    if steps >= 50 and np.mean(last) > NOT_LEARNED * np.mean(first_losses):
-        return "did not learn"
-    return ""
+    if status.kind == "damaged":
+        return f"loss is not finite from step {status.step:,}"
+    if status.kind == "skipping":
+        return f"every step is skipped since step {status.step:,}"
+    if status.kind == "diverged":
+        return f"diverged at step {status.step:,}"
+    return "did not learn" if status.kind == "stuck" else status.why
+
+
+def _has_learned(run: KeptRun) -> bool:
+    status = _verdict(run)
+    return status is not None and status.has_learned is True
+
+
+def _verdict(run: KeptRun) -> RunStatus | None:
+    """Return how a run has ended; None while it is in training and before its first step."""
+    if run.is_training or not len(run.history):
+        return None
+    config = run.config
+    return verdict(
+        run.history,
+        floor=config.min_loss_scale if config.is_dynamic else None,
+        learning_rate=config.learning_rate,
+        measured=Measured(task_choice(config.task), run.held_out),
+    )
 
 
 def twin_payload(report: TwinReport, level: str, step: int) -> dict[str, object]:

@@ -6,7 +6,7 @@ import math
 import time
 from typing import Any
 
-from amplab.lab import ConfigChanged, Event
+from amplab.lab import ConfigChanged, Event, StateChanged
 from amplab.views.parts import Message
 from amplab.views.tabs.scale_payload import dynamics, own_rule, what_if_payload
 from amplab.views.tabs.tab import Desk, Tab
@@ -36,7 +36,10 @@ class ScaleTab(Tab):
         self._begin_with_config()
 
     def on_event(self, event: Event) -> None:
-        """Begin again with the rule of a new experiment."""
+        """Begin again with the rule of a new experiment; draw at once what a pause leaves."""
+        if isinstance(event, StateChanged):
+            self._pace.hurry()
+            self._slow.hurry()
         if isinstance(event, ConfigChanged) and event.reset:
             self._begin_with_config()
             self._pace.forget()

@@ -170,7 +170,8 @@ def what_if_payload(history: History, own: DynamicScale) -> dict[str, Any]:
     rules = {OWN: own, **PUBLISHED_RULES}
     paths = history.scale_paths(rules)
     used, skipped = history.column("loss_scale"), history.column("skipped")
-    recorded = ScalePath(used, skipped, skips=True)
+    last = history.last
+    recorded = ScalePath(used, skipped, skips=True, next_scale=1.0 if last is None else last.next_loss_scale)
     samples = _spread_samples(history)
     runs = [
         _run("recorded", recorded, skipped, samples),
@@ -190,7 +191,7 @@ def _run(name: str, path: ScalePath, recorded_skips: np.ndarray, samples: list[G
         "skipped": f"{len(over):,}" if path.lost_from is None else "none",
         "lost": "–" if lost is None else _signed(lost),
         "gradients": "–" if share is None else percent(share),
-        "last": power(float(path.scales[-1]), raised=True) if len(path.scales) else "–",
+        "last": power(path.next_scale, raised=True) if len(path.scales) else "–",
         "ended": None if len(path.scales) == len(recorded_skips) else len(path.scales) - 1,
     }
 

@@ -25,8 +25,10 @@ class SkippedTab(Tab):
 
     def on_event(self, event: Event) -> None:
         """Draw at once what was requested, and what a pause or a reset changes."""
-        if isinstance(event, SkipExplained | StateChanged) or (isinstance(event, ConfigChanged) and event.reset):
+        if isinstance(event, SkipExplained) or (isinstance(event, ConfigChanged) and event.reset):
             self._pace.forget()
+        if isinstance(event, StateChanged):
+            self._pace.hurry()
 
     def on_message(self, message: Message) -> None:
         """Explain a step: {"type": "explain", "step"}."""
