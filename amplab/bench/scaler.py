@@ -1,8 +1,9 @@
 """Suite "scaler": the whole call of unscale_, also with clipping, against torch's GradScaler."""
 
+import math
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -17,8 +18,24 @@ __all__ = ["Gradients", "clipping_against_torch", "iteration", "scaler_against_t
 _SCALE = 2.0**16
 _MAX_NORM = 1.0
 _THEIRS = "torch.amp.GradScaler.unscale_"
-_COMBINED_GOALS = (("kept", 2.5), ("fresh", 7.0), ("clip", 3.0))
 _Scaler = TypeVar("_Scaler", bound=torch.amp.GradScaler)
+
+
+class _Combined(NamedTuple):
+    """A comparison with and without ``combine_grad``: the call, on which gradients, and the most it may take."""
+
+    call: str
+    gradients: str
+    goal: float
+
+
+_COMBINED = (
+    _Combined("unscale_", "kept", 1.1),
+    _Combined("unscale_", "fresh", 1.1),
+    _Combined("unscale_and_clip_", "kept", 1.0),
+    _Combined("unscale_and_clip_ by the largest", "kept", 0.8),
+    _Combined("unscale_and_clip_ by the largest", "fresh", 1.1),  # new gradients move into the buffer
+)
 
 
 class Gradients:
@@ -75,33 +92,38 @@ def scaler_cases(many: int = 2000, few: int = 200, elements: int = 1000) -> list
         Goal("at least", 5.0),
         lambda: clipping_against_torch(few, elements),
     )
-    combined = [_combined_case(many, kind, goal, elements) for kind, goal in _COMBINED_GOALS]
+    combined = [_combined_case(many, elements, each) for each in _COMBINED]
     return [*whole, clipping, *combined]
 
 
-def combined_against_separate(count: int, elements: int, *, fresh: bool, clip: bool) -> Pair:
-    """Return the whole call of unscale_ (and clip) with ``combine_grad=True`` and without."""
-    ours, theirs = (
-        _with_buffers(Gradients(count, elements, fresh=fresh), combine=combine, clip=clip) for combine in (True, False)
-    )
+def combined_against_separate(count: int, elements: int, call: str, *, fresh: bool) -> Pair:
+    """Return a call of the scaler with ``combine_grad=True`` and without.
+
+    Args:
+        count: the number of gradients.
+        elements: the elements of each.
+        call: "unscale_", "unscale_and_clip_", or "unscale_and_clip_ by the largest" for the norm of infinite order.
+        fresh: as for `Gradients`.
+    """
+    ours, theirs = (_called(Gradients(count, elements, fresh=fresh), call, combine=each) for each in (True, False))
     return Pair(ours, theirs, {"tensors": count, "elements": count * elements})
 
 
-def _with_buffers(gradients: Gradients, *, combine: bool, clip: bool) -> Contestant:
+def _called(gradients: Gradients, call: str, *, combine: bool) -> Contestant:
     scaler = GradScaler("cpu", init_scale=_SCALE, growth_interval=2**30, combine_grad=combine)
-    if clip:
-        return iteration(scaler, gradients, lambda scaler: scaler.unscale_and_clip_(gradients.optimizer, _MAX_NORM))
-    return iteration(scaler, gradients, lambda scaler: scaler.unscale_(gradients.optimizer))
+    optimizer = gradients.optimizer
+    if call == "unscale_":
+        return iteration(scaler, gradients, lambda scaler: scaler.unscale_(optimizer))
+    order = math.inf if call.endswith("largest") else 2.0
+    return iteration(scaler, gradients, lambda scaler: scaler.unscale_and_clip_(optimizer, _MAX_NORM, order))
 
 
-def _combined_case(count: int, kind: str, goal: float, elements: int) -> Case:
-    call = "unscale_and_clip_" if kind == "clip" else "unscale_"
-    gradients = "fresh" if kind == "fresh" else "kept"
+def _combined_case(count: int, elements: int, case: _Combined) -> Case:
     return Case(
-        f"GradScaler(combine_grad=True).{call}, {count} × {elements}, {gradients}",
+        f"GradScaler(combine_grad=True).{case.call}, {count} × {elements}, {case.gradients}",
         "the same without combine_grad",
-        Goal("at most", goal),
-        lambda: combined_against_separate(count, elements, fresh=kind == "fresh", clip=kind == "clip"),
+        Goal("at most", case.goal),
+        lambda: combined_against_separate(count, elements, case.call, fresh=case.gradients == "fresh"),
     )
 
 

@@ -3,6 +3,7 @@
 from amplab.kernels.adaptive_steps import adadelta_, adagrad_, rmsprop_
 from amplab.kernels.builder import BuildReport, ensure, report
 from amplab.kernels.dispatch_casts import DispatchCasts
+from amplab.kernels.gradient_places import GradientPlaces, Whereabouts
 from amplab.kernels.layerwise_steps import lamb_, novograd_
 from amplab.kernels.list_checks import refusal_naming
 from amplab.kernels.steps import adam_, sgd_
@@ -14,10 +15,12 @@ from amplab.kernels.update_scale import update_scale_
 __all__ = [
     "BuildReport",
     "DispatchCasts",
+    "GradientPlaces",
     "ParameterList",
     "StatsTable",
     "TensorStats",
     "TensorTable",
+    "Whereabouts",
     "adadelta_",
     "adagrad_",
     "adam_",

@@ -54,6 +54,8 @@ class TensorTable {
   }
 
   size_t size() const { return tensors_.size(); }
+  c10::TensorImpl* tensor(size_t index) const { return tensors_[index]; }
+  const TensorPointer& held(size_t index) const { return held_[index].pointer(); }
 
   // Returns the spans of the tensors, or of their current gradients, with the index of each tensor. nullptr if the
   // kernels cannot take one directly: it must be on the list's device, strided without gaps, of a floating dtype
@@ -93,7 +95,7 @@ class TensorTable {
     return &spans_;
   }
 
- private:
+  // The tensor, or its gradient; those that follow are prefetched.
   c10::TensorImpl* find(size_t index, bool gradients) const {
     constexpr size_t kAhead = 4;
     const auto ahead = [this](size_t place) { return tensors_[std::min(place, size() - 1)]; };
@@ -106,6 +108,14 @@ class TensorTable {
     return gradient(tensors_[index]);
   }
 
+  // Whether the kernels can take it directly: strided without gaps, and on the list's device.
+  bool is_plain(const c10::TensorImpl& tensor) const {
+    constexpr c10::DispatchKeySet kLazy({c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor});
+    return tensor.layout() == c10::kStrided && tensor.device() == device_ && !tensor.is_python_dispatch() &&
+           tensor.has_storage() && !tensor.key_set().has_any(kLazy) && tensor.is_non_overlapping_and_dense();
+  }
+
+ private:
   static c10::TensorImpl* gradient(const c10::TensorImpl* tensor) {
     return reinterpret_cast<const TensorPointer&>(tensor->grad()).get();
   }
@@ -113,12 +123,6 @@ class TensorTable {
   static bool same(const TypedSpan& a, const TypedSpan& b) {
     return a.span.output == b.span.output && a.span.numel == b.span.numel && a.output_dtype == b.output_dtype &&
            a.index == b.index;
-  }
-
-  bool is_plain(const c10::TensorImpl& tensor) const {
-    constexpr c10::DispatchKeySet kLazy({c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor});
-    return tensor.layout() == c10::kStrided && tensor.device() == device_ && !tensor.is_python_dispatch() &&
-           tensor.has_storage() && !tensor.key_set().has_any(kLazy) && tensor.is_non_overlapping_and_dense();
   }
 
   bool share_memory() {

@@ -282,12 +282,14 @@ class Failed:
     """Something went wrong: ``text`` is a sentence, followed by the traceback if there is one.
 
     ``fatal`` is True if training cannot continue without a reset, False if the run continues (a callback that raised, a
-    log that cannot be written). ``damaged`` is True if it continues with NaN or inf in the model.
+    log that cannot be written). ``damaged`` is True if it continues with NaN or inf in the model, ``attempted`` if
+    something that does not change the run failed, such as a trace.
     """
 
     text: str
     fatal: bool = False
     damaged: bool = False
+    attempted: bool = False
 
     @property
     def error(self) -> str:
@@ -299,7 +301,7 @@ class Failed:
     @property
     def of_run(self) -> bool:
         """Whether a reset removes the cause."""
-        return self.fatal or self.damaged
+        return self.fatal or self.damaged or self.attempted
 
 
 Event = (

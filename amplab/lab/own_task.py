@@ -294,7 +294,18 @@ def _try_one_step(task: OwnTask, model: nn.Module) -> None:
 
 
 def _loss_of(loss: Loss | None, step: Loss | None) -> Callable[[nn.Module, Any], Tensor]:
-    return lambda model, batch: handed_step(_TOOL, model, batch, loss=loss, step=step)()
+    def computed(model: nn.Module, batch: Any) -> Tensor:
+        handed = handed_step(_TOOL, model, batch, loss=loss, step=step)
+        value = handed()
+        if handed.loss_is_made_up:
+            raise TypeError(
+                f"no loss: {type(model).__name__} returns none of its own, and training on the sum of its output has "
+                "no meaning. Pass loss=, a function of the output and the rest of the batch, such as "
+                "torch.nn.functional.cross_entropy, or step=, a function that returns the loss."
+            )
+        return value
+
+    return computed
 
 
 def _name_of_loss(model: str, number: int, code: OwnCode) -> str:

@@ -952,7 +952,7 @@ class Trainer:
         try:
             act()
         except Exception:  # noqa: BLE001 - a trace that fails does not end the run
-            self._publisher.publish(Failed(f"{what}\n{traceback.format_exc()}"))
+            self._publisher.publish(Failed(f"{what}\n{traceback.format_exc()}", attempted=True))
 
     def _fail(self, text: str) -> None:
         if self._exchange is not None:

@@ -4,6 +4,9 @@
     unscale_          part <- round(gradient / scale)    in one pass, which also moves new gradients in
     settle            called after it: combines gradients that are new, were converted or were replaced
 
+A copy costs more than unscaling in place. So new gradients stay where backward made them, and the buffers are dropped,
+until `take` or `flat_grads` is called; from then on every new gradient moves in.
+
 A parameter without a gradient keeps None, so that an optimizer skips it as it does without buffers. The values are
 bitwise those of `Unscaler`. Sparse gradients and those of tensor subclasses stay outside of the buffers.
 """
@@ -41,8 +44,11 @@ class CombinedUnscaler(Unscaler):
         super().__init__()
         self._announce = announce
         self._flat: FlatGradients | None = None
-        self._listed: list[Tensor] = []
+        self._listed: tuple[Tensor, ...] = ()
+        self._all_combined = False  # every parameter listed is one of the flat gradients
         self._left_new = False  # new gradients of the last backward are not in the buffers
+        self._taken = announce is not None  # the buffers are in use, so that new gradients move in
+        self._stays_new = False  # gradients are new in each backward, and nobody takes the buffers
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
@@ -51,7 +57,7 @@ class CombinedUnscaler(Unscaler):
 
     def unscale_(self, params: Iterable[Tensor], scale: float | Tensor, *, found_inf: Tensor | None = None) -> Tensor:
         """Divide every ``param.grad`` by ``scale``; see `Unscaler.unscale_`."""
-        params = list(params)
+        params = tuple(params)
         found = self.bring_in_(params, lambda device: inverse_scale(scale, device))
         if found is None:
             self._left_new = self._flat is not None and bool(params)
@@ -78,11 +84,22 @@ class CombinedUnscaler(Unscaler):
         """
         if self._flat is None or not params:
             return None
-        if _same(params, self._flat.params):
-            return self._flat.bring_in_(inverse, found_inf)
+        if (params is self._listed and self._all_combined) or _same(params, self._flat.params):
+            found = self._flat.bring_in_(inverse, found_inf, moves=self._taken)
+            if found is None and not self._taken:
+                self._flat, self._stays_new = None, True
+            return found
         known = {id(param) for param in self._flat.params}
         inside = all(id(param) in known or param.grad is None for param in params)
         return self._flat.bring_in_(inverse, found_inf, params) if inside else None
+
+    def take(self) -> None:
+        """Move new gradients into the buffers in every `unscale_` from now on. Sync: none."""
+        self._taken, self._stays_new = True, False
+
+    def clip_(self, norm: Tensor, max_norm: float) -> bool:
+        """Clip float32 gradients that are all in one buffer as one tensor; see `GradientPlaces.clip_`. Sync: none."""
+        return self._flat is not None and self._all_combined and self._flat.clip_(norm, max_norm)
 
     def adopt(self, params: Iterable[Tensor], flat: FlatGradients) -> None:
         """Use the buffers of ``flat``, into which other code has moved the gradients of ``params``. Sync: none.
@@ -91,7 +108,8 @@ class CombinedUnscaler(Unscaler):
             params: every parameter whose gradients are combined here, as for `settle`.
             flat: the combined gradients of the same parameters.
         """
-        self._flat, self._listed, self._left_new = flat, list(params), True
+        self._flat, self._listed, self._left_new, self._all_combined = flat, tuple(params), True, True
+        self.take()
 
     def place(self, param: Tensor) -> Tensor:
         """Return the memory for a new gradient of ``param``. Sync: none."""
@@ -106,10 +124,12 @@ class CombinedUnscaler(Unscaler):
 
         Sync: none.
         """
-        params = list(params)
+        params = tuple(params)
+        if self._stays_new:
+            return
         if self._flat is not None and _same(params, self._listed) and self._flat.settle(again=again):
             return
-        combined = [param for param in params if param.grad is None or _can_be_combined(param.grad)]
+        combined = tuple(param for param in params if param.grad is None or _can_be_combined(param.grad))
         if self._flat is None:
             if any(param.grad is not None for param in combined):
                 self._flat = FlatGradients(combined)
@@ -120,17 +140,19 @@ class CombinedUnscaler(Unscaler):
             self._report(combined, self._flat)
             self._flat = FlatGradients(combined)
         self._listed, self._left_new = params, False
+        self._all_combined = self._flat is not None and _same(params, self._flat.params)
 
     def flat_grads(self, params: Iterable[Tensor]) -> FlatGrads:
         """The gradients of ``params``, after `settle`; see `Unscaler.flat_grads`. Sync: none."""
-        params = list(params)
+        params = tuple(params)
+        self.take()
         self.settle(params, again=True)
         inside = set() if self._flat is None else {id(param) for param in self._flat.params}
         outside = [strided_grad(param) for param in params if param.grad is not None and id(param) not in inside]
         parts = [] if self._flat is None else self._flat.parts()
         return FlatGrads([*self.buffers, *outside], [*parts, *outside])
 
-    def _report(self, params: list[Tensor], flat: FlatGradients) -> None:
+    def _report(self, params: Sequence[Tensor], flat: FlatGradients) -> None:
         """Announce which gradients have left their buffers, and how."""
         if self._announce is None:
             return
@@ -150,4 +172,4 @@ def _can_be_combined(grad: Tensor) -> bool:
 
 
 def _same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
-    return len(left) == len(right) and all(map(operator.is_, left, right))
+    return left is right or (len(left) == len(right) and all(map(operator.is_, left, right)))

@@ -17,7 +17,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from amplab.kernels import unscale_, unscale_copy
+from amplab.kernels import GradientPlaces, Whereabouts, unscale_, unscale_copy
 
 __all__ = ["Arrivals", "FlatBuffer", "aligned_size"]
 
@@ -81,9 +81,34 @@ class FlatBuffer:
         self._shapes = [param.shape for param in params]
         self._addresses = [view.data_ptr() for view in self.views]
         self._lent = [view.detach() for view in self.views]
+        starts = [end - size for end, size in zip(self.ends, sizes, strict=True)]
+        self._places = GradientPlaces(params, self.tensor, starts, self._lent)
         self._kind = (first.dtype, first.is_cpu, False)
         self._start = self.tensor.data_ptr()
         self._end = self._start + self.tensor.nbytes
+
+    def find(self) -> Whereabouts | None:
+        """Return where the gradients are; None if the kernels are not built or cannot take them. Sync: none."""
+        return self._places.find()
+
+    def bring_in_(self, found_inf: Tensor, inverse: Tensor, *, moves: bool) -> Whereabouts | None:
+        """Do `unscale_` for all gradients by the kernels.
+
+        Args:
+            found_inf: as for `unscale_`.
+            inverse: as for `unscale_`.
+            moves: whether new gradients move into this buffer; False: if there is a new one, nothing is written.
+
+        Returns:
+            Where the gradients were; None, with nothing written, if the kernels are not built or cannot take them.
+
+        Sync: none.
+        """
+        return self._places.unscale_(found_inf, inverse, moves=moves)
+
+    def clip_(self, norm: Tensor, max_norm: float) -> bool:
+        """Clip the gradients as one tensor; see `GradientPlaces.clip_`. Sync: none."""
+        return self._places.clip_(norm, max_norm)
 
     def arrivals(self, only: Collection[int] | None = None) -> Arrivals | None:
         """Sort the gradients into those inside this buffer and those stored elsewhere.
@@ -143,11 +168,14 @@ class FlatBuffer:
         tensor = self._lent[index]
         if tensor.data_ptr() != self._addresses[index] or tensor.requires_grad:
             tensor = self._lent[index] = self.views[index].detach()
+            self._places = self._places.lending(self._lent)
         return tensor
 
     @torch.no_grad()
     def settle(self) -> bool:
         """Clear the parts of gradients that are None; return whether all others are in their places. Sync: none."""
+        if self.find() == Whereabouts.KEPT:
+            return True
         arrivals = self.arrivals()
         if arrivals is None or arrivals.new:
             return False

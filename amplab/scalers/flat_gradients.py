@@ -16,6 +16,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from amplab.kernels import Whereabouts
 from amplab.scalers.flat_buffer import Arrivals, FlatBuffer
 from amplab.scalers.unscaler import inverse_scale, tensors_of
 
@@ -194,6 +195,8 @@ class FlatGradients:
         inverse: Callable[[torch.device], Tensor],
         found_inf: Callable[[torch.device], Tensor],
         params: Iterable[Tensor] | None = None,
+        *,
+        moves: bool = True,
     ) -> dict[torch.device, Tensor] | None:
         """Multiply gradients by ``inverse``: in place in their buffers, the others while they are copied in.
 
@@ -203,9 +206,11 @@ class FlatGradients:
             inverse: returns ``(1,)`` or ``()`` float32 for a device.
             found_inf: as ``inverse``; set to 1.0 if anything is not finite.
             params: the parameters of these gradients, each of them in ``params`` of this object; None for all.
+            moves: False: new gradients do not move in.
 
         Returns:
-            ``found_inf`` of each device with gradients; None, with nothing written, if a gradient does not fit.
+            ``found_inf`` of each device with gradients; None, with nothing written, if a gradient does not fit, or is
+            new and does not move.
 
         Sync: none.
         """
@@ -213,10 +218,12 @@ class FlatGradients:
         only = None if params is None else {id(param) for param in params}
         if any(param.grad is not None and (only is None or id(param) in only) for param in self._outside):
             return None
+        if only is None and (brought := self._bring_in_by_kernels(inverse, found_inf, moves=moves)) is not None:
+            return brought
         arrived: list[tuple[FlatBuffer, Arrivals]] = []
         for buffer in self._buffers:
             arrivals = buffer.arrivals(only)
-            if arrivals is None:
+            if arrivals is None or (arrivals.new and not moves):
                 return None
             arrived.append((buffer, arrivals))
         found: dict[torch.device, Tensor] = {}
@@ -229,6 +236,32 @@ class FlatGradients:
                 device = buffer.tensor.device
                 here = found[device] = found[device] if device in found else found_inf(device)
                 buffer.unscale_(arrivals, here, inverse(device))
+        return found
+
+    def clip_(self, norm: Tensor, max_norm: float) -> bool:
+        """Clip float32 gradients in one buffer as one tensor; see `GradientPlaces.clip_`. Sync: none."""
+        return len(self._buffers) == 1 and not self._outside and self._buffers[0].clip_(norm, max_norm)
+
+    def _bring_in_by_kernels(
+        self, inverse: Callable[[torch.device], Tensor], found_inf: Callable[[torch.device], Tensor], *, moves: bool
+    ) -> dict[torch.device, Tensor] | None:
+        """Do `bring_in_` by the kernels; None, with nothing written, if a gradient does not fit."""
+        if len(self._buffers) > 1:
+            found_now = [buffer.find() for buffer in self._buffers]
+            if any(each is None or (Whereabouts.NEW in each and not moves) for each in found_now):
+                return None
+        found: dict[torch.device, Tensor] = {}
+        complete = True
+        for buffer in self._buffers:
+            device = buffer.tensor.device
+            here = found[device] if device in found else found_inf(device)
+            whereabouts = buffer.bring_in_(here, inverse(device), moves=moves)
+            if whereabouts is None or (Whereabouts.NEW in whereabouts and not moves):
+                return None
+            if whereabouts != Whereabouts.MISSING:
+                found[device] = here
+            complete = complete and Whereabouts.MISSING not in whereabouts
+        self._settled = complete
         return found
 
     def place(self, param: Tensor) -> Tensor:

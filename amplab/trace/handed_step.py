@@ -153,6 +153,11 @@ class HandedStep:
     loss: str = ""
     of_copies: bool = False
 
+    @property
+    def loss_is_made_up(self) -> bool:
+        """Whether the last call returned the sum of the output, since there is no loss."""
+        return self.loss == _SUM
+
     def __call__(self) -> Tensor:
         """Return the loss of one forward.
 
@@ -488,6 +493,9 @@ def _known_names(model: nn.Module) -> set[str] | None:
     return {each.name for each in parameters}
 
 
+_SUM = "the sum of the output, as no loss is given"
+
+
 def _loss_in(output: Any) -> tuple[Tensor, str]:
     """Return the loss in a model's output, and where it was."""
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -499,7 +507,7 @@ def _loss_in(output: Any) -> tuple[Tensor, str]:
             f"the model returned {_described(output)} without a floating-point tensor: expected one to start backward "
             "from; pass loss=, a function of the output."
         )
-    return cast(Tensor, sum(tensor.float().sum() for tensor in tensors)), "the sum of the output, as no loss is given"
+    return cast(Tensor, sum(tensor.float().sum() for tensor in tensors)), _SUM
 
 
 def _name_of(func: Callable[..., Any]) -> str:

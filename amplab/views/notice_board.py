@@ -36,10 +36,11 @@ class Notice:
     of_run: bool = False
 
 
-def failure(text: str, *, fatal: bool = False, damaged: bool = False) -> Notice:
+def failure(text: str, *, fatal: bool = False, damaged: bool = False, attempted: bool = False) -> Notice:
     """Return the notice of a failure, given as a sentence or as a traceback.
 
-    A failure that ends the run (`fatal`), or leaves NaN in the model (`damaged`), offers a reset.
+    A failure that ends the run (`fatal`), or leaves NaN in the model (`damaged`), offers a reset. What failed without a
+    change of the run (`attempted`) is over with the run, too.
 
     >>> failure("Traceback (most recent call last):\\n  File …\\nValueError: no").text
     'ValueError: no'
@@ -51,7 +52,7 @@ def failure(text: str, *, fatal: bool = False, damaged: bool = False) -> Notice:
     if fatal or damaged:
         title = "Training has failed" if fatal else "The run continues with a damaged model"
     choices = (("reset", "Reset the run"), DISMISS) if fatal or damaged else (DISMISS,)
-    return Notice("error", title, first, rest.strip(), choices, of_run=fatal or damaged)
+    return Notice("error", title, first, rest.strip(), choices, of_run=fatal or damaged or attempted)
 
 
 def offer(running: str, steps: int, state: str, wanted: str | None) -> Notice:

@@ -153,7 +153,7 @@ class Presenter:
     def _begin(self) -> None:
         self._unsubscribe = self._trainer.subscribe(self._hear)
         for past in self._trainer.failures:
-            self._put(failure(past.text, fatal=past.fatal, damaged=past.damaged))
+            self._put_failure(past)
         self._show_controls()
         for tab in self._tabs.values():
             tab.begin()
@@ -172,7 +172,7 @@ class Presenter:
                 self._armed &= self._trainer.armed
                 self._shrinking_asked = None
             case Failed() if not self._gallery.expects(event.text):
-                self._put(failure(event.text, fatal=event.fatal, damaged=event.damaged))
+                self._put_failure(event)
             case StateChanged():
                 self._on_state(event)
         self._status.on_event(event)
@@ -307,6 +307,9 @@ class Presenter:
         if trainer.comparison is None or self._overlaying.is_due(trainer.kept.version):
             task = trainer.config.task
             self.parts.live.overlay((trainer.kept.version, task), lambda: overlays(trainer.kept.runs, task))
+
+    def _put_failure(self, failed: Failed) -> None:
+        self._put(failure(failed.text, fatal=failed.fatal, damaged=failed.damaged, attempted=failed.attempted))
 
     def _put(self, notice: Notice) -> None:
         self._board.put(notice)

@@ -304,6 +304,12 @@ def test_what_does_not_fit_is_refused_before_anything_trains(parts, words):
     assert "own" not in TASKS
 
 
+def test_a_model_without_a_loss_is_refused():
+    with pytest.raises(TypeError, match=r"Linear returns none of its own.*Pass loss="):
+        register_own(nn.Linear(4, 2), [(torch.ones(3, 4), torch.zeros(3, dtype=torch.long))])
+    assert "own" not in TASKS
+
+
 # -- the door ------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 
-from amplab.lab import Failed, Trainer
+from amplab.lab import ExperimentConfig, Failed, Trainer
 from amplab.views.notice_board import KEPT, Notice, NoticeBoard, failure, offer
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\nValueError: no\n'
@@ -68,6 +68,17 @@ def test_a_new_run_removes_notices_about_the_old_one() -> None:
     board.put(failure("callback f raised ValueError"))
     board.remove_of_run()
     assert [notice["text"] for notice in board.payload()] == ["callback f raised ValueError"]
+
+
+def test_a_trace_that_failed_is_no_failure_of_the_next_run(trainer: Trainer) -> None:
+    trainer.reset(replace(trainer.config, task="even-bce", model="even-mlp", opt_level="O1"))
+    trainer.request_trace()
+    trainer.wait(10)
+    assert [(each.attempted, each.fatal) for each in trainer.failures] == [(True, False)]
+    assert failure(trainer.failures[0].text, attempted=True).of_run
+    trainer.reset(ExperimentConfig(hidden=16))
+    trainer.wait(10)
+    assert trainer.failures == ()
 
 
 def test_the_trainer_says_that_a_run_is_damaged_until_it_is_reset(trainer: Trainer) -> None:

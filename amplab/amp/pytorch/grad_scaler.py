@@ -293,9 +293,11 @@ class GradScaler(torch.amp.GradScaler):
         """
         self.unscale_(optimizer)
         known = self._known.of(optimizer)
-        if known.combined is None:
+        if norm_type == 2.0:
             norm = torch.zeros((), device=known.parameter_list.device)
-            if norm_type == 2.0 and known.parameter_list.clip_grads_(norm, max_norm) is not None:
+            if known.combined is not None and max_norm > 0 and known.combined.clip_(norm, max_norm):
+                return norm
+            if known.parameter_list.clip_grads_(norm, max_norm) is not None:
                 return norm
         if known.rank_groups:
             return clip_shards_by_norm_(known.params, max_norm, norm_type)
@@ -772,7 +774,7 @@ def _unscale_new(aside: list[tuple[_Reached, list[SetAside]]], scale: Tensor) ->
     return found
 
 
-def _refuse_half(params: list[Tensor]) -> None:
+def _refuse_half(params: Iterable[Tensor]) -> None:
     if torch.float16 in {param.dtype for param in params if param.requires_grad}:
         raise ValueError(
             "Attempting to unscale FP16 gradients. Keep the parameters in float32 and run the forward pass under "

@@ -43,10 +43,10 @@ class OptimizerGradients:
     """
 
     def __init__(self, *, combine: bool = False) -> None:
-        self.params: list[Tensor] = []
+        self.params: tuple[Tensor, ...] = ()
         self.parameter_list = ParameterList([])
         self.plain = True
-        self.shared: list[Tensor] | None = None
+        self.shared: Sequence[Tensor] | None = None
         self.combined = CombinedUnscaler() if combine else None
         self.unscaler = self.combined or Unscaler()
         self.rank_groups: tuple[RankGroup, ...] = ()
@@ -73,7 +73,7 @@ class OptimizerGradients:
                 )
         self._listed = list(listed)
         self._names = _names(groups)
-        self.params = list({id(param): param for param in listed}.values())
+        self.params = tuple({id(param): param for param in listed}.values())
         self.parameter_list = ParameterList(self.params)
         self.plain, self.shared, self.momentum_of = True, None, None
         self.rank_groups = rank_groups(self.params)
@@ -98,7 +98,7 @@ class OptimizerGradients:
         return {first.device: agree_on_found_inf(first, self.rank_groups)}
 
     @property
-    def may_be_shared(self) -> list[Tensor]:
+    def may_be_shared(self) -> Sequence[Tensor]:
         """The parameters whose gradients another optimizer may use again in this iteration."""
         return self.params if self.shared is None else self.shared
 

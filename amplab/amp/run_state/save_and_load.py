@@ -16,6 +16,8 @@ extra          everything else that the run needs: a scheduler's state_dict, a g
 
 Gradients are not saved: save between steps, not between two backwards of one step. Under torch.distributed each rank
 has its own generators, so each rank saves to its own path. The file itself is written in `file_format`.
+
+A run with sharded parameters (FSDP2) is saved as a folder, by all ranks together: see `sharded_folder`.
 """
 
 import os
@@ -35,6 +37,14 @@ from amplab.amp.arguments import as_list
 from amplab.amp.run_state.checks import model_problems, optimizer_entry, optimizer_problems, scaler_problems
 from amplab.amp.run_state.file_format import RunStateError, read_run_state, write_run_state
 from amplab.amp.run_state.rng_state import capture_rng, checked_rng, restore_rng
+from amplab.amp.run_state.sharded_folder import (
+    has_shards,
+    is_run_folder,
+    on_every_rank,
+    rank_file,
+    read_shards,
+    write_run_folder,
+)
 
 __all__ = ["RunState", "load_run_state", "save_run_state"]
 
@@ -66,6 +76,9 @@ def save_run_state(
 ) -> None:
     """Save a run between two steps. If that fails, a file that was at ``path`` is unchanged.
 
+    Sharded parameters (DTensors of ``fully_shard``) are saved by ``torch.distributed.checkpoint``. Then every rank
+    calls this with the same ``path``, which becomes a folder. It loads on any number of ranks, also without shards.
+
     >>> import tempfile, torch
     >>> path = Path(tempfile.mkdtemp()) / "run.pt"
     >>> model = torch.nn.Linear(2, 1)
@@ -74,7 +87,7 @@ def save_run_state(
     {'epoch': 1, 'batch': 30}
 
     Args:
-        path: the file; its folder must exist.
+        path: the file, or the folder of a sharded run; the folder that contains it must exist.
         model: a module or a list of them.
         optimizer: an optimizer or a list of them.
         amp: the `Session` that initialized them, or the module ``amplab.amp`` for its default session.
@@ -83,7 +96,8 @@ def save_run_state(
         extra: everything else that the run needs, made of the same types.
 
     Raises:
-        RunStateError: a value that the file cannot hold; the message names its place.
+        RunStateError: a value that the file cannot hold; the message names its place. Of a sharded run on every rank
+            if one rank fails.
         RuntimeError: ``amp`` before its ``initialize``.
         TypeError: an argument of another type, or both ``amp`` and ``scaler``.
         RuntimeError: the scaler is between ``unscale_`` or ``step`` and ``update``.
@@ -110,7 +124,10 @@ def save_run_state(
         "position": position,
         "extra": extra,
     }
-    write_run_state(Path(path), state)
+    if has_shards(state):
+        write_run_folder(Path(path), state)
+    else:
+        write_run_state(Path(path), state)
 
 
 def load_run_state(
@@ -129,14 +146,15 @@ def load_run_state(
     AMP). Models and optimizers that are not passed are ignored, too.
 
     Args:
-        path: a file of `save_run_state`.
+        path: a file of `save_run_state`, or a folder, which all ranks load together.
         model: as for `save_run_state`, after ``amp.initialize``.
         optimizer: as for `save_run_state`.
         amp: the `Session` that initialized them, or the module ``amplab.amp`` for its default session.
         scaler: a GradScaler, instead of ``amp``.
 
     Returns:
-        The position, the extra values, and notes about ignored parts. The global random number generators are restored.
+        The position, the extra values, and notes about ignored parts. The global random number generators are
+        restored, except on a rank that had no part in the saved run.
 
     Raises:
         RunStateError: the file is truncated, damaged, of another format, or of another run; the message has the
@@ -148,9 +166,10 @@ def load_run_state(
     Sync: none.
     """
     models, optimizers, session = _checked(model, optimizer, amp, scaler)
-    state = read_run_state(Path(path))
-    generators = _refuse_other_run(path, state, models, optimizers)
+    state, own = _read(Path(path), models, optimizers)
     notes = _left_out(state, models, optimizers, session, scaler)
+    if not own:
+        notes = (*notes, "saved by fewer ranks: the random states of this rank are not restored")
     if session is not None and session.properties.enabled and state["amp"] is not None:
         session.load_state_dict(state["amp"])
     if scaler is not None and state["scaler"] is not None:
@@ -159,7 +178,8 @@ def load_run_state(
         one.load_state_dict(saved)
     for each, entry in zip(optimizers, state["optimizers"], strict=False):
         each.load_state_dict(entry["state"])
-    restore_rng(generators)
+    if own:
+        restore_rng(state["rng"])
     return RunState(state["position"], state["extra"], notes)
 
 
@@ -183,10 +203,24 @@ def _checked(model: Any, optimizer: Any, amp: Any, scaler: Any) -> tuple[list[Mo
     return models, optimizers, session
 
 
-def _refuse_other_run(
-    path: Any, state: dict[str, Any], models: list[Module], optimizers: list[Optimizer]
-) -> dict[str, Any]:
-    """Raise an error with all mismatches; return the state of the generators."""
+def _read(path: Path, models: list[Module], optimizers: list[Optimizer]) -> tuple[dict[str, Any], bool]:
+    """Return a state that matches the models and optimizers, and whether it is the state of this rank."""
+    if not is_run_folder(path):
+        state = read_run_state(path)
+        _refuse_other_run(path, state, models, optimizers)
+        return state, True
+
+    def checked() -> tuple[dict[str, Any], bool]:
+        state, own = rank_file(path)
+        _refuse_other_run(path, state, models, optimizers)
+        return state, own
+
+    state, own = on_every_rank(checked)
+    return read_shards(path, state, models, optimizers), own
+
+
+def _refuse_other_run(path: Any, state: dict[str, Any], models: list[Module], optimizers: list[Optimizer]) -> None:
+    """Raise an error with all mismatches."""
     problems = [
         *model_problems(models, state["models"]),
         *optimizer_problems(optimizers, state["optimizers"]),
@@ -201,8 +235,6 @@ def _refuse_other_run(
             f"{path} does not match the arguments, and nothing was loaded: {'; '.join(problems)}. Create models and "
             "optimizers as in the saved run, or read parts of the file with torch.load."
         )
-    generators: dict[str, Any] = state["rng"]
-    return generators
 
 
 def _load_scaler(path: Any, scaler: GradScaler, saved: dict[str, Any]) -> None:

@@ -27,3 +27,15 @@ export function largestBatch(level, bytes) {
 /** The slider goes by powers of two from 1; a batch between two of them has a position between them. */
 export const sliderOf = (batch) => Math.log2(Math.max(1, batch));
 export const batchAt = (position) => Math.max(1, Math.round(2 ** position));
+
+/** A typed batch size: {value}, or {refused}, a sentence. */
+export function typedBatch(text) {
+  const value = Number(text);
+  return text !== "" && Number.isInteger(value) && value >= 1 ? { value } : { refused: `Batch size: ${text || "nothing"} is not allowed; enter a whole number above 0.` };
+}
+
+/** A typed size of a card in GB, as `typedBatch`. */
+export function typedCard(text) {
+  const value = Number(text);
+  return text !== "" && Number.isFinite(value) && value > 0 ? { value } : { refused: `GPU memory: ${text || "nothing"} is not allowed; enter a number above 0.` };
+}

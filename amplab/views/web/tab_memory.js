@@ -1,7 +1,7 @@
 // The tab of memory: a bar of bytes for each level, for the batch size and the card that are chosen here.
 
 import { h, write } from "./elements.js";
-import { batchAt, GB, largestBatch, partsOf, sliderOf, totalOf } from "./memory_sums.js";
+import { batchAt, GB, largestBatch, partsOf, sliderOf, totalOf, typedBatch, typedCard } from "./memory_sums.js";
 import { bytes, integer } from "./numbers.js";
 import { emptyRow, table } from "./tables.js";
 
@@ -29,20 +29,29 @@ function largest(level, card) {
 export function memoryPanel() {
   let payload = { levels: [], kinds: [], cards: [] };
   let batch = null;
+  let gigabytes = 16;
+  let said = ""; // above the table, unless a value is refused
   const slider = h("input", { type: "range", class: "amp-speed", min: "0", max: String(LARGEST), step: "0.25", "aria-label": "Batch size, as a power of two",
     oninput: () => { batch = batchAt(Number(slider.value)); fill(); } });
   const field = h("input", { type: "number", min: "1", step: "1", class: "amp-mem-batch", "aria-label": "Batch size",
-    oninput: () => { batch = Math.max(1, Math.round(Number(field.value) || 1)); fill(); } });
-  const cards = h("select", { "aria-label": "GPU", onchange: () => { if (cards.value) memory.value = cards.value; fill(); } });
-  const memory = h("input", { type: "number", min: "0.1", step: "any", value: "16", class: "amp-mem-batch", "aria-label": "GPU memory in GB", oninput: () => { cards.value = ""; fill(); } });
+    oninput: () => { const typed = typedBatch(field.value); batch = typed.value ?? batch; refuse(typed.refused); },
+    onblur: () => { field.value = String(batch ?? 1); refuse(); } });
+  const cards = h("select", { "aria-label": "GPU", onchange: () => { if (cards.value) { memory.value = cards.value; gigabytes = Number(cards.value); } fill(); } });
+  const memory = h("input", { type: "number", min: "0.1", step: "any", value: String(gigabytes), class: "amp-mem-batch", "aria-label": "GPU memory in GB", 
+    oninput: () => { const typed = typedCard(memory.value); gigabytes = typed.value ?? gigabytes; cards.value = ""; refuse(typed.refused); },
+    onblur: () => { memory.value = String(gigabytes); refuse(); } });
   const summary = h("span", { class: "amp-summary", role: "status" });
   const key = h("div", { class: "amp-mem-key" });
   const note = h("p", { class: "amp-mem-note" });
   const made = table("Bytes of one training step at each opt_level", [["opt_level"], ["Bytes of one step"], ["Total", "amp-num"], ["On this card"], ["Largest batch", "amp-num"]]);
 
+  const refuse = (sentence = "") => {
+    write(summary, sentence || said);
+    if (!sentence) fill();
+  };
   const fill = () => {
     const { levels, kinds } = payload;
-    const card = (Number(memory.value) || 0) * GB;
+    const card = gigabytes * GB;
     if (document.activeElement !== slider) slider.value = String(sliderOf(batch ?? 1));
     if (document.activeElement !== field) field.value = String(batch ?? 1);
     const longest = Math.max(1, ...levels.map((level) => totalOf(level, batch)));
@@ -65,7 +74,8 @@ export function memoryPanel() {
       cards.value = memory.value;
     }
     const isUncounted = payload.levels.some((level) => level.activations === null);
-    write(summary, payload.summary || (isUncounted ? "Activations cannot be counted in this model: it calls torch.func." : ""));
+    said = payload.summary || (isUncounted ? "Activations cannot be counted in this model: it calls torch.func." : "");
+    write(summary, said);
     const occurs = (kind) => payload.levels.some((level) => kind === "activations" || level.fixed[kind]);
     key.replaceChildren(...payload.kinds.filter(([kind]) => occurs(kind)).map(([kind, name]) => h("span", {}, h("i", { "data-kind": kind }), name)));
     write(note, payload.note ?? "");

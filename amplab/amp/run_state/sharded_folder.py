@@ -1,0 +1,203 @@
+"""A run with sharded parameters (FSDP2) as a folder: shards by torch.distributed.checkpoint, the rest by rank.
+
+    PATH/.metadata, PATH/*.distcp     every DTensor of the run; they load on any number of ranks
+    PATH/rank_0.pt, rank_1.pt, …      a file of `file_format` with everything else, such as generators and loss scales;
+                                      an empty tensor on the meta device has the place of each DTensor
+
+A folder is written beside its place and renamed. A process that is killed leaves PATH as it was, or, between two
+renames, PATH.previous, which is then read.
+"""
+
+import os
+import shutil
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from amplab.amp.run_state.file_format import RunStateError, read_run_state, write_run_state
+from amplab.scalers import is_sharded
+
+__all__ = ["has_shards", "is_run_folder", "on_every_rank", "rank_file", "read_shards", "write_run_folder"]
+
+Value = TypeVar("Value")
+_Place = tuple[Any, ...]
+"""The keys and indices that lead to a tensor: ("optimizers", 0, "state", "state", 3, "exp_avg")."""
+
+
+def has_shards(state: Any) -> bool:
+    """Return whether a state of `save_run_state` holds a DTensor."""
+    return any(is_sharded(tensor) for _, tensor in _tensors(state))
+
+
+def is_run_folder(path: Path) -> bool:
+    """Return whether a sharded run was saved to ``path``."""
+    return _present(path).is_dir()
+
+
+def write_run_folder(path: Path, state: dict[str, Any]) -> None:
+    """Write a state with DTensors. Every rank calls it, each with its own state.
+
+    Raises:
+        RunStateError: a value that a file cannot hold, on any rank.
+        OSError: the folder cannot be written, or ``path`` is a file. A folder at ``path`` is unchanged.
+
+    Sync: many.
+    """
+    import torch.distributed.checkpoint as dcp  # takes a second, which only sharded runs need
+
+    partial = path.with_name(f".{path.name}.partial")
+    first = dist.get_rank() == 0
+    on_every_rank(lambda: _make_folder(path, partial) if first else None)
+    shards = {_key(place): tensor for place, tensor in _tensors(state) if is_sharded(tensor)}
+    on_every_rank(lambda: write_run_state(partial / _name(dist.get_rank()), _without_shards(state)))
+    dcp.state_dict_saver.save(shards, checkpoint_id=partial)
+    on_every_rank(lambda: _put_in_place(path, partial) if first else None)
+
+
+def rank_file(path: Path) -> tuple[dict[str, Any], bool]:
+    """Read the file of this rank in a folder; that of rank 0 if fewer ranks have saved.
+
+    Returns:
+        The state, with meta tensors for DTensors; and whether it is the state of this rank.
+
+    Raises:
+        As `read_run_state`.
+    """
+    folder = _present(path)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    own = folder / _name(rank)
+    return read_run_state(own if own.exists() else folder / _name(0)), own.exists()
+
+
+def read_shards(
+    path: Path, state: dict[str, Any], models: Sequence[Module], optimizers: Sequence[Optimizer]
+) -> dict[str, Any]:
+    """Return the ``state`` of `rank_file` with values in place of meta tensors, sharded as the models are now.
+
+    Args:
+        path: the folder.
+        state: checked against ``models`` and ``optimizers``.
+        models: sharded over any number of ranks, or not sharded.
+        optimizers: of their parameters.
+
+    Sync: many.
+    """
+    import torch.distributed.checkpoint as dcp  # takes a second, which only sharded runs need
+
+    model_states = [model.state_dict() for model in models]
+    params = [[param for group in each.param_groups for param in group["params"]] for each in optimizers]
+    targets = {
+        _key(place): torch.empty_like(like, dtype=tensor.dtype, requires_grad=False)
+        for place, tensor in _tensors(state)
+        if tensor.is_meta and (like := _like(place, model_states, params)) is not None
+    }
+    if targets:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+            dcp.state_dict_loader.load(targets, checkpoint_id=_present(path))
+    filled: dict[str, Any] = _replaced(state, (), lambda place, tensor: targets.get(_key(place), tensor))
+    return filled
+
+
+def on_every_rank(action: Callable[[], Value]) -> Value:
+    """Call ``action`` and wait for the other ranks to do so; raise on every rank if it raises on one.
+
+    Raises:
+        RunStateError: it raised on another rank; the message has the rank and the reason.
+    """
+    error: Exception | None = None
+    try:
+        value = action()
+    except Exception as raised:  # noqa: BLE001  raised below, after the others know
+        error = raised
+    if dist.is_initialized():
+        reasons: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(reasons, None if error is None else f"{type(error).__name__}: {error}")
+        failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
+        if error is None and failed:
+            raise RunStateError(f"Another rank failed, so nothing was done here. {failed[0]}")
+    if error is not None:
+        raise error
+    return value
+
+
+def _name(rank: int) -> str:
+    return f"rank_{rank}.pt"
+
+
+def _previous(path: Path) -> Path:
+    return path.with_name(f"{path.name}.previous")
+
+
+def _present(path: Path) -> Path:
+    return path if path.exists() or not _previous(path).exists() else _previous(path)
+
+
+def _make_folder(path: Path, partial: Path) -> None:
+    if path.exists() and not path.is_dir():
+        raise OSError(f"{path} is a file, and a sharded run is saved as a folder; give the path of a folder.")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+
+
+def _put_in_place(path: Path, partial: Path) -> None:
+    shutil.rmtree(_previous(path), ignore_errors=True)
+    if path.exists():
+        path.rename(_previous(path))
+    os.replace(partial, path)
+    shutil.rmtree(_previous(path), ignore_errors=True)
+
+
+def _without_shards(state: dict[str, Any]) -> dict[str, Any]:
+    def empty(_place: _Place, tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if is_sharded(tensor) else tensor
+
+    plain: dict[str, Any] = _replaced(state, (), empty)
+    return plain
+
+
+def _like(place: _Place, models: Sequence[Mapping[str, Any]], optimizers: Sequence[Sequence[Tensor]]) -> Tensor | None:
+    """Return the tensor whose sharding the tensor at ``place`` gets; None if its model or optimizer was not passed."""
+    match place:
+        case ("models", int(index), str(name)) if index < len(models):
+            value: Tensor = models[index][name]
+            return value
+        case ("optimizers", int(index), "state", "state", int(number), *_) if index < len(optimizers):
+            return optimizers[index][number]
+    return None
+
+
+def _tensors(value: Any, place: _Place = ()) -> Iterator[tuple[_Place, Tensor]]:
+    """Yield every tensor of a state with its place."""
+    if isinstance(value, Tensor):
+        yield place, value
+    for key, child in _items(value):
+        yield from _tensors(child, (*place, key))
+
+
+def _replaced(value: Any, place: _Place, change: Callable[[_Place, Tensor], Tensor]) -> Any:
+    """Return a state with ``change(place, tensor)`` for every tensor; containers of other types stay as they are."""
+    if isinstance(value, Tensor):
+        return change(place, value)
+    items = [(key, _replaced(child, (*place, key), change)) for key, child in _items(value)]
+    if type(value) in (dict, OrderedDict):
+        return type(value)(items)
+    return type(value)(child for _, child in items) if type(value) in (list, tuple) else value
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    if type(value) in (dict, OrderedDict):
+        return list(value.items())
+    return list(enumerate(value)) if type(value) in (list, tuple) else []
+
+
+def _key(place: _Place) -> str:
+    return ".".join(map(str, place))

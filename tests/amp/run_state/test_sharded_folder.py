@@ -1,0 +1,192 @@
+"""A sharded run saved by two ranks: it continues bitwise on two ranks, and loads bitwise on one and on three."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from amplab import GradScaler, amp, autocast, optimizers
+
+SAVED_AT, ALL = 3, 6
+CASES = {
+    "SGD": (torch.optim.SGD, {"momentum": 0.9}),
+    "Adam": (torch.optim.Adam, {}),
+    "FusedAdam": (optimizers.FusedAdam, {}),
+}
+
+
+def new_run(name):
+    """A model whose last layer is frozen, so that it has no state; its optimizer and its scaler."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.BatchNorm1d(16), nn.Linear(16, 3), nn.Linear(3, 3))
+    if dist.is_initialized():
+        for part in model:
+            fully_shard(part)
+        fully_shard(model)
+    model[4].requires_grad_(False)
+    kind, options = CASES[name]
+    return model, kind(model.parameters(), lr=0.01, **options), GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+
+
+def train(rank, model, optimizer, scaler, steps):
+    for step in steps:
+        optimizer.zero_grad()
+        inputs = torch.randn(8, 8) + step + rank
+        with autocast("cpu", dtype=torch.float16):
+            loss = model(inputs).float().square().mean() * (float("inf") if step == 0 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def bits(model, optimizer, scaler):
+    """Every value of a run, whole: weights, buffers, optimizer state by parameter, the scale."""
+    state = optimizer.state_dict()["state"]
+    tensors = {
+        **model.state_dict(),
+        **{f"{n}.{key}": value for n, each in state.items() for key, value in each.items()},
+    }
+    whole = {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
+        for name, value in tensors.items()
+        if isinstance(value, torch.Tensor)
+    }
+    return whole, scaler.state_dict()
+
+
+def equal(left, right):
+    same = left[0].keys() == right[0].keys() and all(torch.equal(left[0][name], right[0][name]) for name in left[0])
+    return same and left[1] == right[1]
+
+
+def saves_and_continues(rank, folder):
+    found = {}
+    for name in CASES:
+        run = new_run(name)
+        torch.manual_seed(rank)
+        train(rank, *run, range(SAVED_AT))
+        model, optimizer, scaler = run
+        for position in (0, SAVED_AT) if name == "SGD" else (SAVED_AT,):  # the second replaces the first
+            amp.save_run_state(folder / name, model=model, optimizer=optimizer, scaler=scaler, position=position)
+        saved = bits(*run)
+        train(rank, *run, range(SAVED_AT, ALL))
+        other = model, optimizer, scaler = new_run(name)
+        state = amp.load_run_state(folder / name, model=model, optimizer=optimizer, scaler=scaler)
+        loaded = equal(bits(*other), saved)
+        train(rank, *other, range(state.position, ALL))
+        found[name] = loaded, equal(bits(*other), bits(*run)), state.notes
+        torch.save(saved, folder / f"{name}_{rank}.pt")
+    found["apex"] = apex(folder / "apex", rank)
+    found["refused"] = refused(folder)
+    return found
+
+
+def apex(path, rank):
+    """The same at O1."""
+
+    def prepared():
+        model, optimizer, _ = new_run("Adam")
+        session = amp.Session()
+        session.initialize(model, optimizer, opt_level="O1", verbosity=0, dynamic_init_scale=1024.0)
+        return model, optimizer, session
+
+    def train(model, optimizer, session, steps):
+        for step in steps:
+            with (
+                session.casting(),
+                session.scale_loss(model(torch.randn(8, 8) + step).square().mean(), optimizer) as loss,
+            ):
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    run, other = prepared(), prepared()
+    torch.manual_seed(rank)
+    train(*run, range(2))
+    amp.save_run_state(path, model=run[0], optimizer=run[1], amp=run[2])
+    train(*run, range(2, 4))
+    amp.load_run_state(path, model=other[0], optimizer=other[1], amp=other[2])
+    train(*other, range(2, 4))
+    return equal(bits(*run), bits(*other))
+
+
+def refused(folder):
+    """What does not fit is refused on every rank, with nothing loaded; a value that one rank cannot save, too."""
+    model, optimizer, scaler = new_run("SGD")
+    before = bits(model, optimizer, scaler)
+    larger = fully_shard(nn.Linear(9, 3))
+    messages = []
+    for call in (
+        lambda: amp.load_run_state(folder / "Adam", model=larger),
+        lambda: amp.load_run_state(folder / "missing", model=model),
+        lambda: amp.save_run_state(folder / "bad", model=model, extra=object() if dist.get_rank() else 1),
+    ):
+        try:
+            call()
+        except (amp.RunStateError, OSError) as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    return messages, equal(before, bits(model, optimizer, scaler)), (folder / "bad").exists()
+
+
+def loads(rank, folder):
+    return {name: loaded(folder, name, rank if rank < 2 else 0) for name in CASES}
+
+
+def loaded(folder, name, rank=0):
+    """Load, and compare with what this rank saved: each has its own statistics of BatchNorm. A third takes 0's."""
+    run = model, optimizer, scaler = new_run(name)
+    state = amp.load_run_state(folder / name, model=model, optimizer=optimizer, scaler=scaler)
+    return equal(bits(*run), torch.load(folder / f"{name}_{rank}.pt")), state.position, state.notes
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("sharded")
+
+
+@pytest.fixture(scope="module")
+def saved(folder):
+    return run_ranks(saves_and_continues, folder)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_continue_bitwise(saved, name):
+    assert [each[name] for each in saved] == [(True, True, ())] * 2
+
+
+def test_O1_continues_bitwise(saved):
+    assert [each["apex"] for each in saved] == [True, True]
+
+
+def test_what_does_not_fit_is_refused_on_every_rank(saved):
+    for rank, each in enumerate(saved):
+        (shapes, missing, bad), unchanged, exists = each["refused"]
+        assert "nothing was loaded" in shapes
+        assert missing.startswith("FileNotFoundError")
+        assert "object" in bad
+        assert ("rank 1" in bad) == (rank == 0)
+        assert unchanged
+        assert not exists
+
+
+@pytest.mark.usefixtures("saved")
+def test_loads_bitwise_on_three_ranks(folder):
+    for rank, each in enumerate(run_ranks(loads, folder, world_size=3)):
+        for same, position, notes in each.values():
+            assert (same, position, len(notes)) == (True, SAVED_AT, int(rank == 2))
+
+
+@pytest.mark.usefixtures("saved")
+@pytest.mark.parametrize("name", CASES)
+def test_loads_bitwise_in_one_process(folder, name):
+    assert loaded(folder, name) == (True, SAVED_AT, ())
+
+
+@pytest.mark.usefixtures("saved")
+def test_a_rename_that_was_interrupted_loses_nothing(folder):
+    (folder / "SGD").rename(folder / "SGD.previous")
+    try:
+        assert loaded(folder, "SGD")[0]
+    finally:
+        (folder / "SGD.previous").rename(folder / "SGD")
