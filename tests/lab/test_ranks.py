@@ -123,7 +123,7 @@ def several_runs(rank: int, folder: Path) -> list[list[list[float]]]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     folder = tmp_path_factory.mktemp("ranks")
     first, second = run_ranks(several_runs, folder)
     assert first == second  # the weights of every rank are the same bits
@@ -131,8 +131,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
 
 
 @pytest.mark.parametrize("name", ["wrapped", "inner", "O2"])
-def test_every_rank_skips_what_one_of_them_overflows(runs, name):
-    run = runs[name]
+def test_every_rank_skips_what_one_of_them_overflows(opened, name):
+    run = opened[name]
     assert [each.history.skipped_steps() for each in run.ranks] == [[BAD_STEP], [BAD_STEP]]
     assert run.differences == ()
 
@@ -140,8 +140,8 @@ def test_every_rank_skips_what_one_of_them_overflows(runs, name):
 @pytest.mark.parametrize(
     ("name", "module", "op"), [("wrapped", "module.0", "cast"), ("inner", "0", "cast"), ("O2", "module", "cast")]
 )
-def test_the_run_says_which_rank_module_and_tensor_overflowed(runs, name, module, op):
-    run = runs[name]
+def test_the_run_says_which_rank_module_and_tensor_overflowed(opened, name, module, op):
+    run = opened[name]
     (record,) = run.history.skips()
     assert record.first_nonfinite.startswith("rank 1: ")
     why = run.history.explanations[BAD_STEP]
