@@ -163,7 +163,8 @@ def examine(options: argparse.Namespace) -> int:
     if options.target is None:
         print(doctor())
         return 0
-    look = findings_in_log if options.target.endswith(".jsonl") else findings_in_step
+    is_log = options.target.endswith(".jsonl") or Path(options.target).is_dir()
+    look = findings_in_log if is_log else findings_in_step
     try:
         found = look(options.target)
     except TargetError as error:
@@ -189,6 +190,8 @@ def findings_in_log(path: str) -> "Findings":
     except ValueError as error:
         raise TargetError(str(error)) from None
     print(run)
+    if run.ranks:
+        print(run.rank_table())
     return run.findings()
 
 
@@ -206,8 +209,9 @@ def findings_in_step(target: str) -> "Findings":
     path, _, name = target.rpartition(":")
     if not name.isidentifier() or not Path(path).is_file():
         raise TargetError(
-            f"{target!r}: expected a run log (.jsonl), or FILE.py:FUNCTION, where the function returns a model and a "
-            "function of no arguments that returns its loss, or the arguments of amplab.doctor as a dict."
+            f"{target!r}: expected a run log (.jsonl), a folder of those of several ranks, or FILE.py:FUNCTION, where "
+            "the function returns a model and a function of no arguments that returns its loss, or the arguments of "
+            "amplab.doctor as a dict."
         )
     returned = function_in(path, name)()
     given = dict(zip(("model", "step"), returned, strict=False)) if isinstance(returned, tuple) else returned
@@ -369,8 +373,9 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
         "Without a target, report what this machine has for mixed precision and what is missing. With a target, report "
         "what is wrong with a run or with a training step."
     )
-    text = "a run log; or a function that returns (model, step) or a dict of amplab.doctor's arguments"
-    parser.add_argument("target", nargs="?", metavar="RUN.jsonl|FILE.py:FUNCTION", help=text)
+    text = "a run log, or the folder of those of several ranks; or a function that returns (model, step) or a dict of "
+    text += "amplab.doctor's arguments"
+    parser.add_argument("target", nargs="?", metavar="RUN.jsonl|FOLDER|FILE.py:FUNCTION", help=text)
     parser.set_defaults(run=examine)
 
 

@@ -196,6 +196,7 @@ _DYNAMIC_SCALE = by_casting(
     half='model, optimizer = amp.initialize(model.float(), optimizer, opt_level="O2")  # dynamic loss scale, masters',
 )
 _SCALER_STEP = "scaler.step(optimizer)\nscaler.update()"
+_WRAPPED = "model = torch.nn.parallel.DistributedDataParallel(model)  # averages gradients in backward"
 _SCALED_LOSS = by_scaling(
     "with amp.scale_loss(loss, optimizer) as scaled_loss:\n    scaled_loss.backward()\noptimizer.step()",
     scaler=f"scaler.scale(loss).backward()  # instead of loss.backward()\n{_SCALER_STEP}",
@@ -1570,5 +1571,80 @@ _RAISING = (
     ),
 )
 
-CATALOGUE = Catalogue((*_RUN, *_GRADIENTS, *_PARAMETERS, *_NONFINITE, *_VALUES, *_SPEED, *_RAISING))
+_RANKS = (
+    CatalogueEntry(
+        "ranks-skip-differently",
+        "Some ranks skip a step that others take",
+        ("error",),
+        {
+            "": Case(
+                "Step {first_step} was skipped on {skipping} and taken on {taking}; {steps} of {all_steps} steps "
+                "differ.",
+                "Each rank checked gradients of its own, before they were averaged. From this step on the weights and "
+                "the loss scales of the ranks differ.",
+                _WRAPPED,
+            )
+        },
+        supersedes=("scale-differs-by-rank",),
+    ),
+    CatalogueEntry(
+        "scale-differs-by-rank",
+        "The loss scales of the ranks differ",
+        ("error",),
+        {
+            "": Case(
+                "The ranks skipped the same steps, but from step {first_step} on their loss scales differ: {scales}.",
+                "The gradients of the ranks are averaged while they are scaled, so they must have one scale. A scaler "
+                "is updated or restored on some ranks only.",
+                by_scaling(
+                    "scaler.load_state_dict(saved['scaler'])  # on every rank, not only where rank == 0",
+                    apex="amp.load_state_dict(saved['amp'])  # on every rank, not only where rank == 0",
+                ),
+            )
+        },
+    ),
+    CatalogueEntry(
+        "gradient-missing-on-a-rank",
+        "Parameters get a gradient on some ranks only",
+        ("error",),
+        {
+            "": Case(
+                "On rank {rank} the backward did not reach {missing}, first {tensor}; on other ranks it did.",
+                "DistributedDataParallel waits until every rank has a gradient of every parameter: training stops in "
+                "this step, or fails in the next one.",
+                "model = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)",
+            )
+        },
+    ),
+    CatalogueEntry(
+        "wrapped-before-initialize",
+        "DistributedDataParallel wrapped the model before amp.initialize",
+        ("error",),
+        {
+            "": Case(
+                "{changed} had the dtype {before} when DistributedDataParallel wrapped the model, first {tensor}, and "
+                "now {now}.",
+                "The wrapper averages gradients by hooks that PyTorch drops when the dtype of a parameter changes: "
+                "each rank now trains on its own gradients.",
+                'model, optimizer = amp.initialize(model, optimizer, opt_level="{level}")  # first\n' + _WRAPPED,
+            )
+        },
+    ),
+    CatalogueEntry(
+        "batchnorm-not-synchronized",
+        "Each rank normalizes with statistics of its own",
+        ("note", "warning"),
+        {
+            "": Case(
+                "{counted} normalize with the statistics of one rank, each with {samples}; the first is {module}.",
+                "The statistics of {ranks} ranks differ, and with few samples they are noisy. The running statistics "
+                "are those of rank 0.",
+                "model = amplab.parallel.convert_syncbn_model(model)\n"
+                "model = amplab.parallel.DistributedDataParallel(model)  # torch's refuses SyncBatchNorm on the CPU",
+            )
+        },
+    ),
+)
+
+CATALOGUE = Catalogue((*_RUN, *_RANKS, *_GRADIENTS, *_PARAMETERS, *_NONFINITE, *_VALUES, *_SPEED, *_RAISING))
 """Every finding of amplab by its id."""

@@ -10,9 +10,10 @@ This file applies the rules and ranks what they find; each rule is in the file o
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -39,6 +40,7 @@ from amplab.diagnose.rules.lost_gradients import gradients_lost_downstream
 from amplab.diagnose.rules.nonfinite import api_in_use, finding_of
 from amplab.diagnose.rules.parameters import nonfinite_buffers, parameter_findings
 from amplab.diagnose.rules.raised import Raised, finding_of_error
+from amplab.diagnose.rules.ranks import gradients_missing_on_a_rank, model_of_a_rank_findings
 from amplab.diagnose.rules.run import run_findings
 from amplab.diagnose.rules.scaled_loss import loss_depends_on_scale
 from amplab.diagnose.rules.schedule import schedule_findings
@@ -54,7 +56,9 @@ from amplab.diagnose.rules.values import value_findings
 from amplab.diagnose.train_step.rehearse_loop import RecordingError, rehearse_loop
 from amplab.diagnose.train_step.schedules import schedulers_of
 from amplab.display.numbers import count, power
+from amplab.parallel.ranks import exchanges_in_forward, on_this_rank_alone, texts_of_ranks, this_rank
 from amplab.policies import PrecisionPolicy
+from amplab.policies.nested_tensors import floating_tensors_in
 from amplab.trace.argument_checks import check_loss_scale
 from amplab.trace.engines import compiled_functions_eagerly
 from amplab.trace.handed_step import (
@@ -71,6 +75,9 @@ from amplab.trace.handed_step import (
 )
 
 __all__ = ["doctor"]
+
+_RANKS_WAIT = 30.0
+"""Seconds that the doctor on one rank waits for the others."""
 
 
 @shows_calls(
@@ -101,6 +108,9 @@ def doctor(
     `step` and `train_step` differ. A step runs the forward and returns the loss; the doctor runs the backward and
     examines every value. A train step is one whole iteration with its own backward and ``optimizer.step()``; the doctor
     runs it and follows the gradients from the backward to the optimizer.
+
+    Of several ranks call it on every one. A step runs on each rank without the others, and the doctor compares them; it
+    waits up to 30 seconds for a rank that does not call it. A train step is run as it is, with its exchange.
 
     Args:
         model: the model; several in a list or dict if `step` runs them all. Not compiled if a step is given.
@@ -157,13 +167,40 @@ def doctor(
         model, scaler, opt_level=opt_level, policy=policy, autocast=autocast, loss_scale=loss_scale
     ) as setting:
         if handed is not None:
-            observed, of_step = _examine_step(model, setting.of_step(handed), setting, batch, optimizers, in_use)
+            with nullcontext() if exchanges_in_forward(model) else on_this_rank_alone(model):
+                observed, of_step = _examine_step(model, setting.of_step(handed), setting, batch, optimizers, in_use)
             found = [*found, *(of_step if run is None else _with_skips(of_step, run))]
     found += (*parameter_findings(model, optimizers, observed), *nonfinite_buffers(model))
     found += updates_bound_to_be_lost(model, optimizers, observed)
+    found += model_of_a_rank_findings(model, _samples(batch), in_use.opt_level if isinstance(in_use, Session) else None)
+    of_ranks, silent = _compare_ranks(model, observed)
+    found += of_ranks
     if train_step is not None:
         found += _examine_loop(model, train_step, optimizers, in_use, stateful)
-    return replace(ranked(found), looked_at=tuple(_looked_at(observed, model, optimizers, run, train_step)))
+    looked_at = (*_looked_at(observed, model, optimizers, run, train_step), *silent)
+    return replace(ranked(found), looked_at=looked_at)
+
+
+def _samples(batch: Any) -> int | None:
+    """Return the number of samples in a batch, None if it is unknown."""
+    tensors = floating_tensors_in(batch)
+    return next((len(each) for each in tensors if each.dim()), None)
+
+
+def _compare_ranks(model: nn.Module, observed: ObservedStep | None) -> tuple[list[Finding], list[str]]:
+    """Compare which parameters have a gradient on each rank; also return which ranks were not compared.
+
+    Every rank waits at most `_RANKS_WAIT` seconds for the others to call the doctor.
+    """
+    if observed is None or this_rank() is None:
+        return [], []
+    reached = {name for name, _ in observed.gradients}
+    own = [name for name, each in model.named_parameters() if each.requires_grad and name not in reached]
+    texts = texts_of_ranks("gradients", json.dumps(own), timeout=_RANKS_WAIT)
+    missing = {rank: json.loads(text) for rank, text in enumerate(texts) if text is not None}
+    silent = [f"rank {rank}" for rank, text in enumerate(texts) if text is None]
+    said = f"not looked at: {', '.join(silent)}; call amplab.doctor on every rank" if silent else ""
+    return [*gradients_missing_on_a_rank(missing, model)], [said] if said else []
 
 
 def _looked_at(

@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -19,16 +20,21 @@ from amplab.lab.history import COLUMNS, History
 __all__ = ["run_csv", "run_json"]
 
 
-def run_csv(history: History) -> str:
+def run_csv(history: History | Mapping[int, History]) -> str:
     """Return every step as a line of comma-separated values, below a line with the names of the columns.
 
     A value that was not measured is empty; NaN and infinities are `nan`, `inf` and `-inf`.
+
+    Args:
+        history: The run; or those of several ranks by rank, as `Run.by_rank`, for a first column "rank".
     """
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for record in history.records():
-        writer.writerow([getattr(record, name) for name in COLUMNS])
+    writer.writerow([*(["rank"] if isinstance(history, Mapping) else []), *COLUMNS])
+    for rank, each in [(None, history)] if isinstance(history, History) else [*history.items()]:
+        first = [] if rank is None else [rank]
+        for record in each.records():
+            writer.writerow([*first, *(getattr(record, name) for name in COLUMNS)])
     return file.getvalue()
 
 

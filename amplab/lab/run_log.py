@@ -33,6 +33,7 @@ import numpy as np
 from amplab import __version__
 from amplab.amp import MemoryUse
 from amplab.diagnose import Findings, WhatIf, WhatIfs, run_findings
+from amplab.diagnose.rules.ranks import ranks_findings
 from amplab.display.table import Table
 from amplab.formats import ExponentHistogram
 from amplab.lab.changes import config_changes, fault_change, restart_change, start_change
@@ -238,12 +239,14 @@ class Run:
         events = [event for event in self.events if event["event"] == "finding"]
         explained = [(event["step"], finding_from_log(event["finding"])) for event in events]
         found = run_findings(observed_run(self.history, self.last_config))
+        if self.ranks:
+            found += ranks_findings({r: observed_run(each, self.last_config) for r, each in self.by_rank.items()})
         return with_explained(found, explained, [record.step for record in self.history.skips()])
 
     @property
     def differences(self) -> tuple[RankDifference, ...]:
         """Where the ranks differ although they must be equal; empty if they agree, and for one process."""
-        return rank_differences(self._histories) if self.ranks else ()
+        return rank_differences(self.by_rank) if self.ranks else ()
 
     def rank_table(self) -> Table:
         """Return one line for each rank; ≠ marks a value that must be equal on all ranks and is not.
@@ -253,10 +256,11 @@ class Run:
         """
         if not self.ranks:
             raise ValueError(f"{self.path}: the log of one process; expected the folder of a run on several ranks.")
-        return rank_table(self._histories)
+        return rank_table(self.by_rank)
 
     @property
-    def _histories(self) -> dict[int, History]:
+    def by_rank(self) -> dict[int, History]:
+        """The history of each rank; empty for one process."""
         return {each.rank or 0: each.history for each in self.ranks}
 
     def replay(self, rule: ScaleRule | str | None = None) -> WhatIf | WhatIfs:

@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from amplab.amp import Session, is_autocast_enabled
 from amplab.diagnose import FirstNonfinite, first_nonfinite
+from amplab.parallel.ranks import data_parallel, on_this_rank_alone, this_rank
 from amplab.policies.nested_tensors import tensors_in
 from amplab.trace.handed_step import Loss, Scaler
 
@@ -79,7 +81,8 @@ class StepRerun:
         self.at_work = False
         self._loop_in_autocast: bool | None = None  # around the model's forward, as far as it is known
         casts_itself = isinstance(scaler, Session)  # a session casts when a step runs again too
-        sees = self._runs_again and not casts_itself
+        sees = self._runs_again and (not casts_itself or this_rank() is not None)
+        self._wrappers: list[DistributedDataParallel] = []  # around the model that the watch got
         self._hook = model.register_forward_pre_hook(self._see_loop) if sees else None
 
     def end(self) -> None:
@@ -117,24 +120,28 @@ class StepRerun:
     def first_nonfinite(self, loss_scale: float) -> FirstNonfinite | None:
         """Run the kept step again at its scale, batch by batch; return None if every batch is finite.
 
-        It takes as long as 3 to 6 steps, or 25 if a step takes microseconds.
+        Of several ranks each runs its own batches, without the others. It takes as long as 3 to 6 steps, or 25 if a
+        step takes microseconds.
 
         Raises:
             OutsideAutocast: The loop calls the model in an autocast region, and this run did not.
+            RuntimeError: Its forward exchanges values with other ranks.
 
         Sync: as many as several steps, for each batch up to the first that is not finite.
         """
         for begun in tuple(self._begun):
-            with self._as_it_began(begun.random), self._inside_autocast_as_the_loop():
+            alone = on_this_rank_alone(self._model, self._wrappers)
+            with self._as_it_began(begun.random), alone, self._inside_autocast_as_the_loop():
                 found = self._first_nonfinite(begun.batch, loss_scale)
             if found is not None:
                 return found
         return None
 
     def _see_loop(self, model: nn.Module, _args: object) -> None:
-        """Note once whether the loop calls the model in an autocast region."""
+        """Note once whether the loop calls the model in an autocast region, and by which wrapper."""
         if not self.at_work and model.training and torch.is_grad_enabled():
-            self._loop_in_autocast = _in_autocast(model)
+            self._loop_in_autocast = not isinstance(self._scaler, Session) and _in_autocast(model)
+            self._wrappers = data_parallel(model)
             self.end()
 
     @contextmanager

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -91,7 +92,8 @@ class Watch:
     ) -> None:
         self._model, self._optimizers = model, optimizers
         self._probe = probe_of(scaler, optimizers[0])
-        names = type(model).__name__, type(optimizers[0]).__name__
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        names = type(inner).__name__, type(optimizers[0]).__name__
         self.config = WatchedRun(*names, self._probe.kind, self._probe.opt_level)
         self._store = RunStore(self.config, log=log, on_failure=self._fail)
         self._every = every

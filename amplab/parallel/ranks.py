@@ -1,22 +1,34 @@
-"""Which of the processes that train together this one is, and text that they agree on without a collective.
+"""Which of the processes that train together this one is, and how a tool runs on one of them without the others.
 
-A collective waits for every rank. What is here uses the key-value store of the process group instead, so that a tool
-that runs on one rank only, such as a watch on rank 0, never waits for the others.
+A collective waits for every rank, so a tool that runs on one rank only, such as a watch on rank 0, must not call one.
+`agreed_text` and `texts_of_ranks` use the key-value store of the process group instead; `on_this_rank_alone` runs a
+step without the exchange of DistributedDataParallel.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Rank", "agreed_text", "has_other_ranks", "texts_of_ranks", "this_rank"]
+__all__ = [
+    "Rank",
+    "agreed_text",
+    "data_parallel",
+    "exchanges_in_forward",
+    "has_other_ranks",
+    "on_this_rank_alone",
+    "texts_of_ranks",
+    "this_rank",
+]
 
 
 @dataclass(frozen=True)
@@ -83,6 +95,56 @@ def texts_of_ranks(name: str, own: str, *, timeout: float) -> Sequence[str | Non
     with suppress(dist.DistError):  # those that are there are returned
         store.wait(keys, timedelta(seconds=timeout))
     return [store.get(key).decode() if store.check([key]) else None for key in keys]
+
+
+def data_parallel(model: nn.Module) -> list[DistributedDataParallel]:
+    """Return the DistributedDataParallel wrappers of a model: among its modules, and around a forward that runs now."""
+    around = DistributedDataParallel._get_active_ddp_module()
+    inside = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
+    return inside if around is None or around in inside else [around, *inside]
+
+
+@contextmanager
+def on_this_rank_alone(model: nn.Module, wrappers: Sequence[DistributedDataParallel] = ()) -> Iterator[None]:
+    """In the block, forwards and backwards of a model do not wait for other ranks; gradients are those of this rank.
+
+    Args:
+        model: the model, wrapped or not.
+        wrappers: DistributedDataParallel around it, as `data_parallel` returns them.
+
+    Raises:
+        RuntimeError: a module exchanges values with the other ranks in its own forward.
+    """
+    if this_rank() is None:
+        yield
+        return
+    if exchanging := exchanges_in_forward(model):
+        raise RuntimeError(
+            f"{exchanging} exchanges values with the other ranks in its forward: a step cannot run alone."
+        )
+    found = dict.fromkeys([*wrappers, *data_parallel(model)])
+    sync_buffers = {each: each.require_forward_param_sync for each in found}
+    with ExitStack() as stack:
+        for each in found:
+            stack.enter_context(each.no_sync())
+            each.require_forward_param_sync = False  # no_sync leaves the broadcast of buffers to the next forward
+        try:
+            yield
+        finally:
+            for each, value in sync_buffers.items():
+                each.require_forward_param_sync = value
+
+
+def exchanges_in_forward(model: nn.Module) -> str:
+    """Return the module whose forward waits for the other ranks, such as a SyncBatchNorm, in words; "" for none."""
+    if this_rank() is None:
+        return ""
+    for name, module in model.named_modules():
+        # By name: torch and amplab have a SyncBatchNorm each, and importing FSDP takes long
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        if kinds & {"SyncBatchNorm", "FSDPModule", "FullyShardedDataParallel"}:
+            return f"{name or 'the model'}, a {type(module).__name__},"
+    return ""
 
 
 def _store() -> Any:

@@ -157,7 +157,19 @@ def field_value(name: str, value: object) -> object:
 
 def _change(trainer: Trainer, message: Mapping[str, Any]) -> None:
     """Change one field. A field that needs new weights resets the run, which then continues if it was running."""
-    _set(trainer, message["field"], field_value(message["field"], message["value"]))
+    name, value = message["field"], field_value(message["field"], message["value"])
+    _set(trainer, name, _rate(trainer.config, value) if name == "lr" else value)
+
+
+def _rate(config: ExperimentConfig, typed: object) -> object:
+    """Return the learning rate for what was typed: None, the default, if it is that of the optimizer.
+
+    Raises:
+        SettingRefused: The field was emptied; it shows a number also where the config has none.
+    """
+    if typed is None:
+        raise FIELDS["lr"].refusal("none")
+    return None if typed == config.usual_learning_rate else typed
 
 
 def _set(trainer: Trainer, name: str, value: object) -> None:

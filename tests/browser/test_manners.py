@@ -2,9 +2,10 @@
 
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
-from dashboard_page import ACCENT_LIGHT, HISTOGRAM, SCALE, DashboardPage, exponent
+from dashboard_page import ACCENT_LIGHT, HISTOGRAM, LOSS, SCALE, DashboardPage, exponent
 from lab_page import NOTEBOOKS, sound_page
 from lab_server import LabServer
 from playwright.sync_api import Browser, expect
@@ -13,8 +14,14 @@ WIDEST, HIGHEST = 1000, 760  # px: one screen of a laptop
 SEEN = 10  # pixel columns: a histogram of few exponents has few bars
 ACCENT_DARK = [0x56, 0xB4, 0xE9]
 STICKING_OUT = """root => [...root.querySelectorAll("*")].filter(element =>
-  element.offsetParent && !element.closest(".amp-sr, .amp-scroll, svg") &&
+  element.offsetParent && !element.closest(".amp-sr, .amp-scroll, .amp-tabs, svg") &&
   element.getBoundingClientRect().right > root.getBoundingClientRect().right + 1).map(element => element.className)"""
+TRUNCATED = """root => [...root.querySelectorAll("[data-panel=dtypes] select")].filter(select => {
+  const style = getComputedStyle(select), pen = document.createElement("canvas").getContext("2d");
+  pen.font = style.font;
+  const room = select.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
+  return pen.measureText(select.selectedOptions[0].text).width > room;
+}).map(select => select.title)"""
 RAISING = """
 def mine(event):
     raise ValueError('a callback of my own')
@@ -39,6 +46,45 @@ def test_it_fits_one_screen(dashboard: DashboardPage) -> None:
     assert box["width"] <= WIDEST
     assert box["height"] <= HIGHEST
     assert dashboard.root.evaluate(STICKING_OUT) == []
+    assert dashboard.root.evaluate(TRUNCATED) == []
+    lefts = [figure.bounding_box()["x"] for figure in dashboard.root.locator("[data-figure]").all()]
+    gaps = [right - left for left, right in pairwise(lefts)]
+    assert max(gaps) - min(gaps) < 1, "columns of one width"
+
+
+@pytest.mark.parametrize("width", [700, 420])
+def test_in_a_narrow_window_the_charts_are_below_start_and_then_come_the_settings(
+    dashboard: DashboardPage, width: int
+) -> None:
+    """700 px is a window of 1400 at 200 % zoom."""
+    page = dashboard.lab.page
+    usual = page.viewport_size
+    page.set_viewport_size({"width": width, "height": usual["height"]})
+    start, loss, scale, level, tabs = (
+        each.bounding_box()
+        for each in (
+            *(dashboard.button("Start"), dashboard.root.locator(LOSS), dashboard.root.locator(SCALE)),
+            *(dashboard.button("O1"), dashboard.root.get_by_role("tablist")),
+        )
+    )
+    sticking_out = dashboard.root.evaluate(STICKING_OUT)
+    page.set_viewport_size(usual)
+    assert start["y"] < loss["y"] < start["y"] + 300
+    assert loss["y"] < scale["y"] < level["y"] < tabs["y"]
+    assert sticking_out == []
+
+
+def test_the_configuration_is_shown_whole(dashboard: DashboardPage) -> None:
+    code = dashboard.root.locator(".amp-config")
+    dashboard.press("dynamic")
+    dashboard.root.get_by_label("floor, exponent of two").fill("2")
+    dashboard.root.get_by_label("floor, exponent of two").press("Enter")
+    dashboard.root.get_by_label("Optimizer", exact=True).select_option("adam")
+    expect(code).to_contain_text("optimizer=adam")
+    expect(code).to_contain_text("min_loss_scale")
+    assert code.evaluate("code => code.scrollHeight <= code.clientHeight")
+    dashboard.press("Defaults")
+    expect(code).not_to_contain_text("optimizer=adam")
 
 
 def test_everything_that_can_be_used_has_a_name(dashboard: DashboardPage) -> None:

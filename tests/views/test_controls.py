@@ -162,6 +162,7 @@ def test_a_fault_goes_into_the_next_step(trainer: Trainer) -> None:
     ("message", "said"),
     [
         (change("lr", -1), "Learning rate: -1 is not allowed; enter a number above 0."),
+        (change("lr", None), "Learning rate: no value is not allowed; enter a number above 0."),
         (change("growth_interval", 2.5), "window: 2.5 is not allowed"),
         (change("min_loss_scale", 2.0**30), "floor 2³⁰ is above ceiling 2²⁴"),
         (change("max_loss_scale", 2.0**10), "init 2¹⁶ is above ceiling 2¹⁰; lower init or raise ceiling first."),
@@ -208,6 +209,14 @@ def test_a_field_goes_back_to_its_default_and_undo_restores_the_exact_config(tra
     act(trainer, {"type": "undo"})
     trainer.wait(10)
     assert trainer.config == changed
+
+
+def test_the_default_rate_as_it_is_typed_is_the_default(trainer: Trainer) -> None:
+    for typed, named in ((0.05, True), (0.1, False)):
+        act(trainer, change("lr", typed))
+        trainer.wait(10)
+        assert trainer.config.learning_rate == typed
+        assert ("lr=" in payload(trainer.config)["text"]) == named
 
 
 def test_a_reset_starts_from_the_values_that_are_shown(trainer: Trainer) -> None:

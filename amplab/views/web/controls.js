@@ -169,7 +169,8 @@ function changeRow(send) {
     undo.title = change === null ? "Nothing to undo" : `Undo: ${change}`;
     defaults.disabled = !differs;
   };
-  return { row: h("div", { class: "amp-change" }, h("div", { class: "amp-said", tabindex: "0", role: "group", "aria-label": "Last change" }, last, error), undo, defaults), show };
+  const said = h("div", { class: "amp-said", tabindex: "0", role: "group", "aria-label": "Last change" }, last, error);
+  return { row: h("div", { class: "amp-change" }, undo, defaults, said), show };
 }
 
 /** The sentence beside Undo. */
@@ -277,7 +278,7 @@ function configLine() {
     if (navigator.clipboard) navigator.clipboard.writeText(text.textContent).then(copied);
     else getSelection().selectAllChildren(text);
   });
-  return { box: block("Configuration", h("div", { class: "amp-config-row" }, text, copy)), show: (value) => { write(text, value); text.title = value; } };
+  return { box: block("Configuration", text, null, copy), show: (value) => { write(text, value); text.title = value; } };
 }
 
 function render({ model, el }) {
@@ -297,14 +298,16 @@ function render({ model, el }) {
   const changes = changeRow(send);
   const [task, network, optimizer] = lists.map(([name, list]) => narrow(fields[name], list.input, backs[name].button));
   const root = h("section", { class: "amplab amp-controls", "aria-label": "Controls" },
-    run.row, pace.row, changes.row,
-    h("div", { class: "amp-fields" }, task, network),
-    level.box,
-    overrides.box,
-    scale.box,
-    h("div", { class: "amp-fields" }, optimizer, narrow(fields.lr, rate.input, backs.lr.button)),
-    inject.box,
-    config.box);
+    h("div", { class: "amp-go" }, run.row, pace.row),
+    h("div", { class: "amp-settings" },
+      changes.row,
+      h("div", { class: "amp-fields" }, task, network),
+      level.box,
+      overrides.box,
+      scale.box,
+      h("div", { class: "amp-fields" }, optimizer, narrow(fields.lr, rate.input, backs.lr.button)),
+      inject.box,
+      config.box));
   el.append(root);
 
   const show = () => {

@@ -110,7 +110,7 @@ function render({ model, el }) {
     open(false);
     toggle.focus();
   };
-  const toggle = h("button", { type: "button", class: "amp-button amp-gallery-toggle", "aria-expanded": "false", onclick: () => open(grid.box.hidden) }, "Scenarios");
+  const toggle = h("button", { type: "button", class: "amp-button amp-gallery-toggle", "aria-expanded": "false", title: `${scenarios.length} effects, each in under 30 seconds`, onclick: () => open(grid.box.hidden) }, "Scenarios");
   const grid = scenarioGrid(scenarios, choose, () => { open(false); toggle.focus(); });
   toggle.setAttribute("aria-controls", grid.box.id);
   const open = (is) => {
@@ -118,7 +118,7 @@ function render({ model, el }) {
     toggle.setAttribute("aria-expanded", is);
     if (is) grid.focus();
   };
-  const lead = h("span", { class: "amp-lead" }, `${scenarios.length} effects, each in under 30 seconds. Try`);
+  const lead = h("span", { class: "amp-lead" }, `${scenarios.length} effects, 30 s each. Try`);
   const suggested = ["underflow", "first-overflow"].flatMap((name) => scenarios.filter((each) => each.name === name))
     .map(({ name, title }) => h("button", { type: "button", class: "amp-suggested", onclick: () => choose(name) }, title));
   const title = h("strong");

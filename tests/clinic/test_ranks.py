@@ -1,0 +1,174 @@
+"""Two real ranks with a fault in how they train together: the doctor names it first, and the mended twin has none.
+
+Each case runs with ``broken`` True and False. What differs is the line that the remedy prints.
+"""
+
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from amplab import GradScaler, amp, doctor, watch
+from amplab.cli import main
+from amplab.lab import load_run
+from amplab.parallel import DistributedDataParallel as ApexDDP
+from amplab.parallel import convert_syncbn_model
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
+from ranks import run_ranks
+
+STEPS = 6
+
+
+def data(rank: int, samples: int = 32) -> list[Tensor]:
+    torch.manual_seed(rank)
+    return [torch.randn(samples, 8) for _ in range(STEPS)]
+
+
+def mlp(*layers: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), *layers, nn.ReLU(), nn.Linear(16, 1))
+
+
+def averaged(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        torch.distributed.all_reduce(parameter.grad.div_(torch.distributed.get_world_size()))
+
+
+def skips_that_differ(rank: int, folder: Path, *, broken: bool) -> None:
+    """The scaler of each rank checks the gradients of that rank, and only then they are averaged by hand."""
+    model = mlp()
+    wrapped = model if broken else DistributedDataParallel(model)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), torch.amp.GradScaler("cpu", init_scale=256.0)
+    with watch(model, optimizer, scaler=scaler, log=folder) as w:
+        for step, batch in enumerate(data(rank)):
+            optimizer.zero_grad()
+            loss = w.loss(wrapped(batch).square().mean() * (3e37 if (rank, step) == (1, 2) else 1.0))
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            if broken:
+                averaged(model)
+            scaler.step(optimizer)
+            scaler.update()
+
+
+def a_scaler_restored_on_one_rank(rank: int, folder: Path, *, broken: bool) -> None:
+    model = mlp()
+    wrapped = DistributedDataParallel(model)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), GradScaler("cpu", init_scale=256.0)
+    saved = {"scaler": GradScaler("cpu", init_scale=1024.0).state_dict()}
+    if rank == 0 or not broken:
+        scaler.load_state_dict(saved["scaler"])
+    with watch(model, optimizer, scaler=scaler, log=folder) as w:
+        for batch in data(rank):
+            optimizer.zero_grad()
+            scaler.scale(w.loss(wrapped(batch).square().mean())).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+
+class TwoHeads(nn.Module):
+    """One of two heads by the rank, as a data-dependent branch chooses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 1), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor, second: bool) -> Tensor:
+        return (self.second if second else self.first)(torch.relu(self.body(x)))
+
+
+def a_parameter_of_one_rank(rank: int, _folder: Path, *, broken: bool) -> list[str]:
+    model = DistributedDataParallel(TwoHeads())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    second = broken and rank == 1
+    return found_by_doctor(model, data(rank)[0], optimizer, lambda x: model(x, second).square().mean())
+
+
+def wrapped_too_early(rank: int, _folder: Path, *, broken: bool) -> list[str]:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    early = DistributedDataParallel(model) if broken else None
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    wrapped = early or DistributedDataParallel(model)
+    try:
+        return found_by_doctor(wrapped, data(rank)[0], optimizer, lambda x: wrapped(x).float().square().mean())
+    finally:
+        amp.reset()
+
+
+def statistics_of_one_rank(rank: int, _folder: Path, *, broken: bool) -> list[str]:
+    model = mlp(nn.BatchNorm1d(16))
+    wrapped = DistributedDataParallel(model) if broken else ApexDDP(convert_syncbn_model(model))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return found_by_doctor(wrapped, data(rank, samples=4)[0], optimizer, lambda x: wrapped(x).square().mean())
+
+
+def found_by_doctor(model, batch, optimizer, loss_of) -> list[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = doctor(model, batch, step=loss_of, optimizer=optimizer)
+    return [f"{each.name}: {each.symptom}\n{each.remedy}" for each in found.harmful]
+
+
+WATCHED = {"ranks-skip-differently": skips_that_differ, "scale-differs-by-rank": a_scaler_restored_on_one_rank}
+EXAMINED = {
+    "gradient-missing-on-a-rank": a_parameter_of_one_rank,
+    "wrapped-before-initialize": wrapped_too_early,
+    "batchnorm-not-synchronized": statistics_of_one_rank,
+}
+
+
+def every_case(rank: int, folder: Path) -> dict[tuple[str, bool], list[str]]:
+    cases = {**WATCHED, **EXAMINED}
+    return {
+        (name, broken): case(rank, folder / f"{name}-{broken}", broken=broken) or []
+        for name, case in cases.items()
+        for broken in (True, False)
+    }
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
+    folder = tmp_path_factory.mktemp("clinic")
+    return folder, run_ranks(every_case, folder)
+
+
+@pytest.mark.parametrize("name", EXAMINED)
+def test_every_rank_is_told_what_its_model_has(trained, name):
+    for told in trained[1]:
+        assert [each.partition(":")[0] for each in told[name, True]] == [name]
+        assert told[name, False] == []
+
+
+def test_the_sentences_name_the_rank_the_parameters_and_the_layers(trained):
+    told = trained[1][0]
+    (missing,) = told["gradient-missing-on-a-rank", True]
+    assert "On rank 0 the backward did not reach 2 parameters, first module.second.weight" in missing
+    (early,) = told["wrapped-before-initialize", True]
+    assert "4 parameters had the dtype float32" in early
+    assert "float16" in early
+    (alone,) = told["batchnorm-not-synchronized", True]
+    assert "1 BatchNorm layer" in alone
+    assert "4 samples" in alone
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_the_logs_of_all_ranks_say_what_the_run_has(trained, name, capsys):
+    broken, healthy = (next((trained[0] / f"{name}-{which}").iterdir()) for which in (True, False))
+    run = load_run(broken)
+    found = run.findings()
+    assert found[0].name == name, str(found)
+    assert run.differences
+    assert "≠" in str(run.rank_table())
+    assert not load_run(healthy).findings().harmful
+    assert load_run(healthy).differences == ()
+    assert main(["doctor", str(broken)]) == 1
+    printed = capsys.readouterr().out
+    assert found[0].symptom.split(";")[0][:60] in " ".join(printed.split())
+    assert main(["doctor", str(healthy)]) == 0
