@@ -165,7 +165,7 @@ export function gradientsPanel({ select }) {
     histogram.show(payload);
     heat.show(payload.heat);
   };
-  const pictures = { histogram: [histogram, () => summary.textContent], heat: [heat, () => "The share of each gradient that float16 loses, over the run"] };
+  const pictures = { histogram: [histogram, () => `Gradients, ${summary.textContent.split(":")[0].toLowerCase()}`], heat: [heat, () => "The share of each gradient that float16 loses, over the run"] };
   const give = ({ detail }) => {
     const [drawn, title] = pictures[detail.which] ?? [];
     if (!drawn || !detail.within.contains(box) || !isReady || !drawn.chart.canvas.clientWidth) return;
