@@ -41,7 +41,7 @@ def config_remedy(finding: Finding, config: ExperimentConfig) -> ConfigRemedy | 
     """Return the change to make for a finding; None if no field of the config helps, or another finding explains it."""
     remedy = _REMEDIES.get(finding.name)
     changes = None if remedy is None else remedy(finding, config)
-    if not changes or finding.certainty == "possible":
+    if not changes or finding.certainty == "possible" or "injected_in_step" in finding.evidence:
         return None
     try:
         changed = config.changed(**changes)

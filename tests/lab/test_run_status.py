@@ -195,6 +195,31 @@ def test_a_step_that_was_skipped_because_of_a_fault_is_no_fault_of_the_run(train
     assert trainer.findings().looked_at[-1] == "left out 1 step that an injected fault made skip"
 
 
+def test_damage_by_a_fault_that_was_injected_is_said_to_be_so_and_nothing_is_offered():
+    trainer = Trainer(replace(SMALL, opt_level="O0"))
+    trainer.run(10)
+    trainer.inject("nan")
+    trainer.run(5)
+    assert run_status(trainer.history).text.startswith("Damaged since step 10, after injected NaN: ")
+    (found,) = (each for each in trainer.findings() if each.name == "nonfinite-loss")
+    assert found.symptom.endswith("A fault was injected in step 10, and the step was not skipped.")
+    assert config_remedy(found, trainer.config) is None
+    trainer.stop()
+
+
+@pytest.mark.filterwarnings("ignore:Loss scaler 0 has skipped:UserWarning")
+def test_a_rate_that_was_put_back_is_not_blamed_for_a_divergence(trainer):
+    trainer.run(20)
+    trainer.change(lr=1e9)
+    trainer.run(10)
+    assert "diverging" in [each.name for each in trainer.findings()]
+    trainer.change(lr=0.1)
+    for _ in range(3):
+        trainer.step()
+    assert trainer.wait(20)
+    assert "diverging" not in [each.name for each in trainer.findings()]
+
+
 def test_a_gan_adds_gradients_that_are_unscaled():
     trainer = Trainer(ExperimentConfig(task="gan", hidden=16))
     trainer.run(3)
