@@ -185,6 +185,9 @@ def _skipping(history: History, floor: float | None) -> RunStatus | None:
         below = "" if fits is None else f", and gradients fit at {power(fits, raised=True)}"
         why = f"the loss scale is at its floor, {power(floor, raised=True)}{below}"
     elif last.step - began + 1 < IN_A_ROW or (fits is not None and fits < last.loss_scale > last.next_loss_scale):
+        if fits is not None and last.next_loss_scale <= fits:
+            text = f"Loss scale found: {skips} skipped, and the gradients fit at the next one, {now}."
+            return RunStatus("searching", text, began)
         goal = "" if fits is None else f"; gradients fit at {power(fits, raised=True)}"
         return RunStatus("searching", f"Searching for a loss scale that fits: {skips} skipped, now {now}{goal}.", began)
     else:

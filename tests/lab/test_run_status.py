@@ -78,6 +78,11 @@ def test_a_long_search_is_told_from_skips_that_no_scale_mends():
     status = run_status(history)
     assert (status.kind, status.step, status.is_bad) == ("searching", 30, False)
     assert status.text == ("Searching for a loss scale that fits: 20 steps skipped, now 2²⁰; gradients fit at 2¹⁷.")
+    history.explain(SkipExplanation(49, "scale", "too large", fits=2.0**20))
+    assert run_status(history).text == (
+        "Loss scale found: 20 steps skipped, and the gradients fit at the next one, 2²⁰."
+    )
+    history.explain(SkipExplanation(49, "scale", "too large", fits=2.0**17))
     assert run_status(history, floor=2.0**20).text == (
         "Every step is skipped since step 30: the loss scale is at its floor, 2²⁰, and gradients fit at 2¹⁷."
     )
