@@ -24,8 +24,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     Args:
         module: on the device of this process.
-        message_size: elements of a bucket, counted as float32.
-        delay_allreduce: some parameters may get no gradient.
+        message_size: elements of a bucket, counted as float32; a bucket has at least 1 MiB.
+        delay_allreduce: some parameters may get no gradient in a backward. (apex then sends all at its end; here those
+            that have arrived are sent meanwhile.)
         shared_param, allreduce_trigger_params, allreduce_communicators, gradient_average_split_factor: not supported.
         retain_allreduce_buffers: must be False.
         allreduce_always_fp32: send 16-bit gradients as float32.
@@ -75,6 +76,14 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             options = (gradient_predivide_factor, after, allreduce_always_fp32)
             self.register_comm_hook(options, _allreduce)
 
+    def disable_allreduce(self) -> None:
+        """Leave the gradients of the following backwards on this rank, to accumulate: ``no_sync`` until enabled."""
+        self.require_backward_grad_sync = False
+
+    def enable_allreduce(self) -> None:
+        """Average again: the next backward averages what was accumulated, too."""
+        self.require_backward_grad_sync = True
+
     def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
         """Accept SyncBatchNorm on the CPU, which amplab's supports; torch's own raises in its forward."""
 
@@ -92,20 +101,17 @@ class Reducer:
         if isinstance(module_or_grads_list, nn.Module):
             self.module: nn.Module | None = module_or_grads_list
             self.grads: list[Tensor] = []
-            for param in module_or_grads_list.parameters():
-                dist.broadcast(param.data, 0)
+            flat_dist_call([param.data for param in module_or_grads_list.parameters()], dist.broadcast, (0,))
         else:
             self.module = None
             self.grads = list(module_or_grads_list)
 
     def reduce(self) -> None:
-        """Average the gradients of the module, or the tensors, in place."""
+        """Average the gradients of the module, or the tensors, in place: one all_reduce for each dtype and device."""
         grads = self.grads
         if self.module is not None:
             grads = [param.grad for param in self.module.parameters() if param.grad is not None]
-        for grad in grads:
-            dist.all_reduce(grad)
-            grad.div_(dist.get_world_size())
+        flat_dist_call(grads, dist.all_reduce)
 
 
 @torch.no_grad()

@@ -1,9 +1,11 @@
 """Two processes that train under apex's names get the gradients that one process computes for both."""
 
+import contextlib
 import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
 
@@ -144,6 +146,50 @@ def in_buckets_and_not(rank):
     return trained_in_buckets(rank), trained_in_buckets(rank, gradient_as_bucket_view=True)
 
 
+def averaged_by_apex(rank, **settings):
+    """Half gradients after one backward, and their bits if each rank averages by hand."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).half()
+    bare = copy.deepcopy(model)
+    inputs = torch.randn(6, 4, generator=torch.Generator().manual_seed(rank)).half()
+    for net in (DistributedDataParallel(model, **settings), bare):
+        net(inputs).float().square().mean().backward()
+    before = settings.get("gradient_predivide_factor", 1.0)
+    after = before / 2 if settings.get("gradient_average", True) else 1.0
+    for param in bare.parameters():
+        sent = param.grad.float() if settings.get("allreduce_always_fp32") else param.grad
+        dist.all_reduce(sent.div_(before))
+        param.grad.copy_(sent.mul_(after))
+    return [[param.grad for param in net.parameters()] for net in (model, bare)]
+
+
+def half_gradients(rank):
+    settings = [
+        {},
+        {"allreduce_always_fp32": True},
+        {"gradient_predivide_factor": 3.0},
+        {"allreduce_always_fp32": True, "gradient_average": False, "gradient_predivide_factor": 3.0},
+        {"delay_allreduce": True, "message_size": 1, "num_allreduce_streams": 2, "prof": True},
+    ]
+    return [averaged_by_apex(rank, **chosen) for chosen in settings]
+
+
+def accumulated(rank):
+    """apex's own way to accumulate, and no_sync."""
+    gradients = []
+    for by_methods in (True, False):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Linear(3, 2))
+        with contextlib.nullcontext() if by_methods else model.no_sync():
+            if by_methods:
+                model.disable_allreduce()
+            model(torch.full((1, 3), 1.0 + rank)).sum().backward()
+        model.enable_allreduce()
+        model(torch.full((1, 3), 3.0 + rank)).sum().backward()
+        gradients.append(model.module.weight.grad)
+    return gradients
+
+
 def same(one, other):
     return len(one) == len(other) > 0 and all(map(torch.equal, one, other))
 
@@ -151,7 +197,7 @@ def same(one, other):
 def all_of_them(rank):
     functions = (gradients_by_setting, reduced, overflows_on_rank_1, resumed_after_unequal_seeds, combined_and_not)
     results = {}
-    for function in (*functions, in_buckets_and_not):
+    for function in (*functions, in_buckets_and_not, half_gradients, accumulated):
         results[function] = function(rank)
         amp.reset()
     return results
@@ -166,6 +212,20 @@ def ranks():
 def test_gradients_are_averaged_as_the_settings_say(ranks):
     for rank in ranks:
         assert rank[gradients_by_setting] == [2.0, 2.0, 4.0, 2.0, 2.0]
+
+
+def test_half_gradients_are_averaged_as_apex_does(ranks):
+    """Divided before and after the sum, in the dtype of the wire, and rounded to half once."""
+    for (found, by_hand), (found_on_second, _) in zip(*(rank[half_gradients] for rank in ranks), strict=True):
+        assert same(found, by_hand)
+        assert same(found, found_on_second)
+
+
+def test_disabled_allreduce_accumulates(ranks):
+    for rank in ranks:
+        by_methods, by_no_sync = rank[accumulated]
+        assert torch.equal(by_methods, by_no_sync)
+        assert by_methods[0, 0] == 5.0  # the mean of 1 + 3 and 2 + 4
 
 
 def test_reducer_averages_and_broadcasts(ranks):

@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 
 class Decorated(Net):
-    """Each replica casts in its own forward, whatever wraps it."""
+    """A decorated forward gets ``self`` and its arguments of both kinds from the wrapper."""
 
     @amplab.autocast("cpu", dtype=torch.float16)
     def forward(self, inputs, *, times=1.0):
@@ -118,6 +118,37 @@ def through_torch(rank, kind, wrapped, micro=1, *, in_blocks=False, **settings):
     return [param.detach().clone() for param in model.parameters()], happened
 
 
+def on_joined_batches(level):
+    """One process on the batches of both ranks."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    session = amp.Session()
+    scale = {"loss_scale": "dynamic", "dynamic_init_scale": 1024.0}
+    session.initialize(model, optimizer, opt_level=level, verbosity=0, **scale)
+    happened = []
+    for ((first,), _), ((second,), factor) in zip(batches(0, 1), batches(1, 1), strict=True):
+        optimizer.zero_grad()
+        with session.casting():
+            loss = model(torch.cat([first, second]), times=0.5).float().square().mean() * factor
+            with session.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+        optimizer.step()
+        happened.append((session.loss_scale(), session.last_step(optimizer).stepped))
+    return [param.detach().clone() for param in session.master_params(optimizer)], happened
+
+
+def wrapped_before_initialize():
+    """What initialize says of a wrapper, and of a model that contains one."""
+    told = []
+    for model in (DistributedDataParallel(Net()), nn.Sequential(DistributedDataParallel(Net()))):
+        try:
+            amp.Session().initialize(model, verbosity=0)
+        except RuntimeError as error:
+            told.append(str(error))
+    return told
+
+
 def every_run(rank):
     """What each call of the two functions returns: one start of the ranks for all."""
     runs = {}
@@ -128,6 +159,7 @@ def every_run(rank):
     for kind in (Net, Decorated, Within):
         for micro in (1, 2):
             runs[kind.__name__, micro] = [through_torch(rank, kind, wrapped, micro) for wrapped in (True, False)]
+    runs["refused"] = wrapped_before_initialize()
     runs["in blocks"] = through_torch(rank, Net, True, 2, in_blocks=True)
     return runs
 
@@ -154,6 +186,13 @@ def test_training_is_that_of_gradients_averaged_by_hand(ranks, way, micro):
         assert happened == told
 
 
+def test_a_wrapper_is_refused_before_initialize(ranks):
+    wrapper, within = ranks[0]["refused"]
+    assert "is an instance of <class 'torch.nn.parallel.distributed.DistributedDataParallel'>" in wrapper
+    assert "submodule '0'" in within
+    assert "then wrap it" in within
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_scale_loss_under_no_sync_waits_for_the_average(ranks, level):
     """Unscaled at once, the gradients of the first half would never be averaged, and the ranks would differ."""
@@ -168,3 +207,14 @@ def test_scale_loss_of_grad_scaler_under_no_sync(ranks):
     for rank in ranks:
         assert same(weights, rank["in blocks"][0])
         assert happened == rank["in blocks"][1]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_training_is_that_of_one_process_on_the_joined_batch(ranks, level):
+    """Up to the rounding of sums in another order."""
+    (weights, happened), _ = ranks[0][level, 1]
+    joined, happened_to_joined = on_joined_batches(level)
+    assert happened == happened_to_joined
+    for weight, other in zip(weights, joined, strict=True):
+        tolerance = 1e-6 if level == "O0" else 1e-3
+        torch.testing.assert_close(weight, other, rtol=10 * tolerance, atol=tolerance)

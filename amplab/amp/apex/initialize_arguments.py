@@ -76,12 +76,20 @@ def checked_models(models: Any) -> list[nn.Module]:
                 f"models must be either a single model or a list of models. Found {_kind(model, models)}; "
                 "pass torch.nn.Module."
             )
-        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            raise RuntimeError(
-                f"Incoming model is an instance of {type(model)}. Parallel wrappers should only be applied to the "
-                "model(s) AFTER the model(s) have been returned from amp.initialize."
-            )
+        _refuse_wrapped(model)
     return chosen
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    """Refuse a parallel wrapper, which has planned its buckets for gradients of the dtypes before `initialize`."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            found = f"has the submodule {name!r}," if name else "is"
+            raise RuntimeError(
+                f"Incoming model {found} an instance of {type(module)}. Parallel wrappers should only be applied to "
+                "the model(s) AFTER the model(s) have been returned from amp.initialize: pass the bare model, then "
+                "wrap it."
+            )
 
 
 def checked_optimizers(optimizers: Any) -> list[Optimizer]:

@@ -4,15 +4,11 @@ import asyncio
 import copy
 import functools
 import inspect
-import os
 import pickle
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 import amplab
 from amplab import amp
@@ -248,57 +244,3 @@ def test_an_initialized_model_casts_in_the_threads_of_data_parallel():
     amp.reset()
     assert expected.dtype is HALF
     assert all(torch.equal(output, expected) for output in outputs)
-
-
-RANK = """
-import sys
-import torch, amplab
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-
-    @amplab.autocast("cpu", torch.bfloat16)
-    def forward(self, x, target):
-        output = self.layers(x)
-        assert output.dtype is torch.bfloat16
-        return torch.nn.functional.mse_loss(output, target)
-
-rank, path = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{path}/rendezvous", rank=rank, world_size=2)
-torch.manual_seed(0)
-model, x, target = Model(), torch.randn(6, 4), torch.randn(6, 2)
-parallel = DistributedDataParallel(model)
-parallel(x[rank::2], target[rank::2]).backward()
-torch.save([param.grad for param in model.parameters()], f"{path}/grads{rank}")
-dist.destroy_process_group()
-"""
-
-
-def test_a_decorated_forward_under_ddp(tmp_path):
-    script = tmp_path / "rank.py"
-    script.write_text(RANK)
-    environment = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(amplab.__file__))}
-    ranks = [
-        subprocess.Popen([sys.executable, script, str(rank), tmp_path], env=environment, stderr=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        _, errors = rank.communicate(timeout=120)
-        assert rank.returncode == 0, errors.decode()
-
-    torch.manual_seed(0)
-    layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-    x, target = torch.randn(6, 4), torch.randn(6, 2)
-    expected = []
-    for rank in range(2):
-        layers.zero_grad()
-        with amplab.autocast("cpu", torch.bfloat16):
-            F.mse_loss(layers(x[rank::2]), target[rank::2]).backward()
-        expected.append([param.grad.clone() for param in layers.parameters()])
-    for rank in range(2):
-        for grad, *parts in zip(torch.load(tmp_path / f"grads{rank}"), *expected, strict=True):
-            assert torch.allclose(grad, sum(parts) / 2, rtol=1e-6, atol=0)
