@@ -142,8 +142,8 @@ def test_a_reset_that_changes_nothing_is_not_offered_for_undo(lab: Dashboard, un
     controls = parts(lab).controls
     tell(controls, type="change", field="task", value="even-logits")
     until(lambda: (controls.shown.get("last_change") or "").startswith("Task digits → even or odd"))
-    tell(controls, type="reset")
-    lab.trainer.wait(10)
+    lab.trainer.reset()
+    assert lab.trainer.wait(10)
     assert lab.trainer.last_change.startswith("Task digits → even or odd")
 
 
