@@ -89,6 +89,7 @@ def report_html(run: Trainer | Watch | Run, trace: Trace | None = None, *, sourc
     history = run.history
     parts = [
         figures(_figures(history, config)),
+        *(_section("Ranks", run.rank_table().html()) if isinstance(run, Run) and run.ranks else ()),
         *_section("Charts", _charts(history)),
         *_section("Findings", _findings(run.findings(), source_lines=source_lines)),
         *_section("Skipped steps", _skips(history, source_lines=source_lines)),

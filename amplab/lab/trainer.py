@@ -223,7 +223,8 @@ class Trainer:
         interval = config.growth_interval if config.is_dynamic else None
         observed = observed_run(history, config, growth_interval=interval)
         left_out = min(len(history), LOOK_BACK) - len(observed)
-        since = max((each.step for each in history.changes if each.field not in ("start", "fault")), default=0)
+        changes = (each.step for each in history.changes if each.field not in ("start", "fault", "restart"))
+        since = max(changes, default=0)
         of_steps = [(step, each) for step, each in (*store.found, *store.examined) if step >= since]
         ranked = with_explained(run_findings(observed), of_steps, history.skipped_steps())
         ranked = with_injected(ranked, history)
