@@ -128,12 +128,13 @@ def bench(options: argparse.Namespace) -> int:
     if options.suite == "gpu":
         return bench_gpu(options)
     from amplab.amp.run_state.file_format import write_atomically
-    from amplab.bench import as_json, as_text, run_suite
+    from amplab.bench import as_json, as_text, run_ddp, run_suite
 
     if options.json is not None and not may_write(options.json):
         return refuse(options, OSError(f"--json {options.json}: expected the path of a file in a writable folder."))
     try:
-        results = run_suite(options.suite, rounds=options.rounds)
+        rounds = options.rounds
+        results = run_ddp(rounds=rounds) if options.suite == "ddp" else run_suite(options.suite, rounds=rounds)
         print(as_text(results))
         if options.json is not None:
             write_atomically(options.json, lambda file: file.write(as_json(results).encode()))
@@ -356,8 +357,8 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         "Measure amplab and torch in alternation, with one thread, and print the ratios of their times."
     )
     parser.epilog = "Close other programs first: they widen the spread of the ratios."
-    suites = (*BENCH_SUITES, "gpu")
-    text = "what to measure; gpu needs a CUDA device"
+    suites = (*BENCH_SUITES, "ddp", "gpu")
+    text = "what to measure; ddp starts 2 and 4 processes, gpu needs a CUDA device"
     parser.add_argument("suite", choices=suites, metavar="|".join(suites), help=text)
     text = "measurements of each figure (default: 30)"
     parser.add_argument("--rounds", type=parse_count, default=30, metavar="30", help=text)
