@@ -62,9 +62,15 @@ class Dashboard(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no typ
         running, the cell waits for its next `steps` steps (fewer if it is paused) and leaves it running.
 
         Raises:
-            RuntimeError: The experiment has failed or was stopped, or it was running and stopped before a step.
+            RuntimeError: The experiment has failed or was stopped, or it was running and stopped before a step; or
+                another config was asked for, and the page waits for the choice between the two.
             ValueError: `steps` is not a whole number > 0.
         """
+        if (other := self._presenter.unanswered) is not None:
+            raise RuntimeError(
+                f"this lab shows {self.config()} at step {len(self.trainer.history)}, but {other} was asked for: "
+                f"choose one above the charts, or call lab.trainer.reset(config) or lab.trainer.run({steps})."
+            )
         if self.trainer.state == "running":
             steps = wait_for_steps(self.trainer, steps)
         else:

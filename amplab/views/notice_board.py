@@ -104,6 +104,10 @@ class NoticeBoard:
         """Remove a notice, if it is still shown."""
         self._notices.pop(number, None)
 
+    def has_kind(self, kind: str) -> bool:
+        """Return whether a notice of this kind is up."""
+        return any(notice.kind == kind for notice in self._notices.values())
+
     def remove_kind(self, kind: str) -> None:
         """Remove all notices of one kind."""
         self._notices = {number: notice for number, notice in self._notices.items() if notice.kind != kind}

@@ -55,10 +55,12 @@ class Presenter:
 
     Attributes:
         parts: The widgets.
+        unanswered: The config that was offered instead of the present one, until the person chooses; None for none.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self.unanswered: ExperimentConfig | None = None
         self._board = NoticeBoard()
         self._saved: Checkpoint | None = None  # what "Continue it" continues
         self._wanted: ExperimentConfig | None = None  # what "Start new" in the offer begins
@@ -90,6 +92,7 @@ class Presenter:
 
     def offer(self, wanted: ExperimentConfig | None) -> None:
         """Ask whether to continue this experiment or to begin `wanted` (None: the present config)."""
+        self.unanswered = None if wanted in (None, self._trainer.config) else wanted
         self._ticker.call(lambda: self._offer(wanted))
 
     def offer_saved(self, saved: Checkpoint) -> None:
@@ -142,7 +145,8 @@ class Presenter:
             if self._armed and event.injected is not None:
                 done = event.injected.split("+")
                 self._ticker.call(lambda: self._armed.difference_update(done))
-            self._ticker.wake()
+            if self.parts.live.is_open:
+                self._ticker.wake()
         else:
             # Read here, between two steps: during a change of level a session has no scale.
             self._scale = self._trainer.loss_scale
@@ -182,7 +186,7 @@ class Presenter:
     def _on_state(self, event: StateChanged) -> None:
         """Withdraw the offer of a run instead of the present one when the present one goes on."""
         if event.state == "running" or (event.state == "paused" and self._saved is not None):
-            self._saved = None
+            self._saved = self.unanswered = None
             self._board.remove_kind("offer")
             self.parts.notices.notices = self._board.payload()
         if event.note:
@@ -190,6 +194,7 @@ class Presenter:
 
     def _on_config(self, event: ConfigChanged) -> None:
         if event.reset:
+            self.unanswered = None
             self._armed, self._shrinking_asked = set(), None
             self._board.remove_of_run()
             self.parts.notices.notices = self._board.payload()
@@ -220,6 +225,8 @@ class Presenter:
 
     def _on_notice(self, message: Message) -> None:
         self._board.remove(message["id"])
+        if not self._board.has_kind("offer"):
+            self.unanswered = None
         if message["type"] == "new":
             self._trainer.reset(self._wanted)
         elif message["type"] == "reset":

@@ -13,6 +13,7 @@ from amplab.lab import (
     ConfigChanged,
     ConfigRemedy,
     Event,
+    Progress,
     RunStatus,
     Trainer,
     config_remedy,
@@ -33,14 +34,21 @@ STATES = {"paused": "Paused", "stopped": "Stopped", "failed": "Failed"}
 FAILED = "Training has failed; the message above says why. Reset to start again."
 
 
-def status_payload(status: RunStatus, *, state: str = "running", button: str | None = None) -> dict[str, Any]:
+def status_payload(
+    status: RunStatus, *, state: str = "running", button: str | None = None, comparison: Progress | None = None
+) -> dict[str, Any]:
     """Return what the line shows.
 
     Args:
         status: How the run is.
         state: State of the trainer.
         button: Text of the button, None for none.
+        comparison: How far the runs are that train before this one goes on, None for none.
     """
+    if state == "running" and comparison is not None:
+        other = f"{comparison.name} trains, run {comparison.run} of {comparison.runs}"
+        text = f"This run waits: {other}. Stop is in the tab Runs."
+        return {"kind": "waiting", "tone": "odd", "text": text, "state": "", "step": None, "button": None}
     if state == "failed":
         status = replace(status, kind="damaged", text=FAILED)
     ready = status.kind == "ready"
@@ -89,14 +97,15 @@ class Status:
         """Write the line if the run has changed."""
         trainer, history = self._trainer, self._trainer.history
         present = (len(history), len(history.explanations), trainer.state, trainer.config, trainer.nonfinite_buffers)
-        if not self._pace.is_due(present):
+        comparison = trainer.comparison
+        if not self._pace.is_due((*present, comparison and comparison.name)):
             return
         config = trainer.config
         floor = config.min_loss_scale if config.is_dynamic else None
         measured = Measured(task_choice(config.task), nonfinite_buffers=trainer.nonfinite_buffers)
         status = run_status(history, floor=floor, learning_rate=config.learning_rate, measured=measured)
         button = self._button(status)
-        self._show(status_payload(status, state=trainer.state, button=button))
+        self._show(status_payload(status, state=trainer.state, button=button, comparison=comparison))
 
     def _button(self, status: RunStatus) -> str | None:
         """Choose the remedy once for each bad status: to take back the change before it, or that of a finding."""

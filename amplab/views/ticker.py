@@ -1,7 +1,8 @@
 """The thread that changes the widgets: it runs jobs in order, and a tick at most ten times a second.
 
 The trainer's thread only reports that something changed (`wake`). The kernel's thread receives the page's messages and
-queues them (`call`). Both calls return at once. Without jobs and changes the thread sleeps; it does not poll.
+queues them (`call`). Both calls return at once. Without jobs and changes for a second the thread ends, and the next one
+starts another: a cell that runs again leaves its widgets behind, which must not keep a thread.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ __all__ = ["PERIOD", "Pace", "Ticker"]
 
 PERIOD = 0.1
 """Seconds between two ticks."""
+
+IDLE = 1.0
+"""Seconds without a job after which the thread ends."""
 
 Job = Callable[[], None]
 
@@ -36,37 +40,55 @@ class Ticker:
     def __init__(self, tick: Job, *, on_failure: Callable[[str], None], period: float = PERIOD) -> None:
         self._tick, self._on_failure, self._period = tick, on_failure, period
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self._awake = False
-        self._thread = threading.Thread(target=self._loop, name="amplab-ticker", daemon=True)
-        self._thread.start()
+        self._awake = self._closed = False
+        self._lock = threading.Lock()  # guards the thread
+        self._thread: threading.Thread | None = None
 
     def wake(self) -> None:
         """Request a tick; cheap enough to be called at every step."""
         if not self._awake:
             self._awake = True
-            self._jobs.put(_nothing)
+            self.call(_nothing)
 
     def call(self, job: Job) -> None:
         """Run `job` in the ticker's thread as soon as it is free."""
-        self._jobs.put(job)
+        with self._lock:
+            if not self._closed:
+                self._put(job)
 
     def close(self, *, wait: float = 1.0) -> None:
         """End the thread after the jobs queued so far; wait for it at most `wait` seconds, unless called from it."""
-        self._jobs.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(wait)
+        with self._lock:
+            thread, self._closed = self._thread, True
+            self._jobs.put(None)
+        if thread is not None and threading.current_thread() is not thread:
+            thread.join(wait)
+
+    def _put(self, job: Job) -> None:
+        self._jobs.put(job)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="amplab-ticker", daemon=True)
+            self._thread.start()
 
     def _loop(self) -> None:
         due = 0.0
         while True:
             try:
-                job = self._jobs.get(timeout=max(0.0, due - time.monotonic()) if self._awake else None)
+                job = self._jobs.get(timeout=max(0.0, due - time.monotonic()) if self._awake else IDLE)
             except Empty:
+                if not self._awake:
+                    with self._lock:
+                        if self._jobs.empty():
+                            self._thread = None
+                            return
+                    continue
                 # Before the tick: a change during the drawing must cause another tick.
                 self._awake = False
                 job = self._tick
                 due = time.monotonic() + self._period
             if job is None:
+                with self._lock:
+                    self._thread = None
                 return
             self._guard(job)
 

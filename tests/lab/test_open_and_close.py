@@ -4,6 +4,7 @@ import gc
 import resource
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,25 @@ def test_fifty_openings_leave_no_thread_and_little_memory(runs: Path, monkeypatc
     assert kernel.trainer.wait(10)
     assert len(now) <= threads, now
     assert grown < MOST_BYTES, f"{grown / 1e6:.1f} MB"
+
+
+def test_a_cell_that_runs_again_leaves_no_thread(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its old dashboards are never closed; no page shows them."""
+    kernel = _Kernel()
+    monkeypatch.setattr(sys.modules["amplab.lab.open"], "_kernel", kernel)
+    shown = [amplab.lab.open(SMALL)]
+    shown[0].trainer.run(2)
+    time.sleep(1.5)
+    threads = threading.active_count()
+    for _ in range(10):
+        shown.append(amplab.lab.open(SMALL))
+        shown[-1].trainer.run(2)
+    end = time.monotonic() + 20
+    while threading.active_count() > threads and time.monotonic() < end:
+        time.sleep(0.1)
+    now = [thread.name for thread in threading.enumerate()]
+    kernel.trainer.stop()
+    assert kernel.trainer.wait(10)
+    for each in shown:
+        each.close()
+    assert len(now) <= threads, now

@@ -263,9 +263,25 @@ def test_an_offer_is_answered(lab: Dashboard, until) -> None:
     until(lambda: parts(lab).notices.notices)
     notice = parts(lab).notices.notices[0]
     assert str(wanted) in notice["text"]
+    with pytest.raises(RuntimeError, match=r"at step 3, but .*O3.* was asked for: choose one above the charts"):
+        lab.run(steps=3)
     tell(parts(lab).notices, type="new", id=notice["id"])
     until(lambda: lab.trainer.config == wanted and len(lab.trainer.history) == 0)
     until(lambda: not parts(lab).notices.notices)
+    lab.run(steps=3)
+
+
+@pytest.mark.parametrize("answer", ["dismiss", "reset"])
+def test_code_trains_the_present_run_once_that_was_chosen(lab: Dashboard, until, answer: str) -> None:
+    lab.run(steps=3)
+    lab.offer(ExperimentConfig(opt_level="O3", hidden=16))
+    until(lambda: parts(lab).notices.notices)
+    if answer == "dismiss":
+        tell(parts(lab).notices, type="dismiss", id=parts(lab).notices.notices[0]["id"])
+    else:
+        lab.trainer.reset(ExperimentConfig(opt_level="O2", hidden=16))
+    until(lambda: not parts(lab).notices.notices)
+    lab.run(steps=3)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,18 @@ def test_what_the_line_shows() -> None:
     assert (failed["tone"], failed["text"][:20]) == ("bad", "Training has failed;")
 
 
+def test_a_run_that_waits_for_a_comparison_says_so(trainer: Trainer, until) -> None:
+    shown: list[dict] = []
+    status = Status(trainer, lambda: None, shown.append)
+    trainer.compare(steps=400)
+    trainer.start()
+    until(lambda: (status.tick(), shown and shown[-1]["kind"] == "waiting")[1])
+    assert shown[-1]["text"].startswith("This run waits: O")
+    trainer.stop_comparison()
+    until(lambda: (status.tick(), shown[-1]["kind"] != "waiting")[1])
+    wait_idle(trainer)
+
+
 def wait_idle(trainer: Trainer) -> None:
     trainer.pause()
     assert trainer.wait(20)

@@ -37,7 +37,8 @@ def test_jobs_run_in_order_in_the_one_thread(until) -> None:
         ticker.call(lambda number=number: (order.append(number), threads.add(threading.current_thread())))
     until(lambda: len(order) == 20)
     assert order == list(range(20))
-    assert threads == {ticker._thread}
+    assert len(threads) == 1
+    assert threads != {threading.current_thread()}
     ticker.close()
 
 
@@ -52,12 +53,14 @@ def test_a_failing_job_is_reported_and_the_next_one_runs(until) -> None:
 
 
 def test_closing_ends_the_thread_even_from_within(until) -> None:
+    before = threading.active_count()
     outside = Ticker(lambda: None, on_failure=print)
+    outside.call(lambda: None)
     outside.close()
-    assert not outside._thread.is_alive()
+    assert threading.active_count() == before
     inside = Ticker(lambda: None, on_failure=print)
     inside.call(inside.close)
-    until(lambda: not inside._thread.is_alive())
+    until(lambda: threading.active_count() == before)
 
 
 def test_a_pace_postpones_a_drawing_and_skips_what_is_drawn() -> None:
@@ -73,6 +76,21 @@ def test_a_pace_postpones_a_drawing_and_skips_what_is_drawn() -> None:
     pace.forget()
     time.sleep(0.25)
     assert pace.is_due("b")
+
+
+def test_its_thread_ends_when_nothing_happens_and_starts_again(until, monkeypatch) -> None:
+    monkeypatch.setattr("amplab.views.ticker.IDLE", 0.05)
+    before, ticks = threading.active_count(), []
+    ticker = Ticker(lambda: ticks.append(1), on_failure=ticks.append, period=0.01)
+    assert threading.active_count() == before
+    for times in (1, 2):
+        ticker.wake()
+        until(lambda times=times: len(ticks) == times)
+        until(lambda: threading.active_count() == before)
+    ticker.close()
+    ticker.call(lambda: ticks.append(2))
+    assert threading.active_count() == before
+    assert ticks == [1, 1]
 
 
 def test_what_is_in_a_hurry_is_drawn_at_once() -> None:

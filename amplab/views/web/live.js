@@ -230,14 +230,20 @@ function render({ model, el }) {
   };
 }
 
+/** The row whose values stand above the charts: the one that is read, else the newest; undefined for none. */
+export function readRow({ shown, rows, reading }) {
+  if (!shown.length || !rows.length) return undefined; // the rows of a range may come after a reset
+  return reading === null ? rows.at(-1) : nearest(shown, reading);
+}
+
 function readout(view, lossNow, scaleNow) {
-  if (!view.shown.length) {
+  const row = readRow(view);
+  if (row === undefined) {
     write(lossNow, "");
     write(scaleNow, "");
     return;
   }
   const isRead = view.reading !== null;
-  const row = isRead ? nearest(view.shown, view.reading) : view.rows.at(-1);
   const at = isRead ? `step ${integer(row[0])}: ` : "";
   const [, , , skipped] = isRead ? [...stepLines(row, []), ""] : [];
   write(lossNow, at + decimal(row[1], 3));
