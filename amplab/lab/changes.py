@@ -20,7 +20,7 @@ class RunChange:
     Attributes:
         step: first step with it.
         field: the field of the config, "fault" for an injected fault, "start" for what the run begins with, "restart"
-            if its processes were started again.
+            if its processes were started again, "ranks" where ranks begin to differ.
         label: the new value in a few letters, for a mark on a chart.
         text: what changed, from and to.
     """

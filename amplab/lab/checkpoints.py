@@ -30,7 +30,7 @@ from amplab.lab.config import ExperimentConfig
 from amplab.lab.experiment import Experiment
 from amplab.lab.rank_exchange import RankExchange
 from amplab.lab.rank_logs import rank_log
-from amplab.lab.run_log import free_path, load_run
+from amplab.lab.run_log import free_path, launch_of
 from amplab.parallel.ranks import Rank
 
 try:
@@ -161,16 +161,15 @@ def checkpoint_of_launch(folder: Path, place: Rank) -> Checkpoint | None:
     """
     paths = [*folder.glob(f"rank-0{SUFFIX}"), *folder.glob(f"*/rank-0{SUFFIX}")]
     for path in sorted(paths, key=lambda each: each.stat().st_mtime, reverse=True):
-        saved = _read(path)
-        run = load_run(saved.log)
-        if run.launch != place.launch:
+        launch, world_size = launch_of(path.with_suffix(".jsonl"))
+        if launch != place.launch:
             continue
-        if run.world_size != place.world_size:
+        if world_size != place.world_size:
             raise ValueError(
-                f"{path}: a run on {run.world_size} ranks, and there are {place.world_size} now; expected as many, as "
+                f"{path}: a run on {world_size} ranks, and there are {place.world_size} now; expected as many, as "
                 "each trains its own share of the data. Start torchrun with the same --nproc-per-node and --nnodes."
             )
-        return saved
+        return _read(path)
     return None
 
 

@@ -292,6 +292,13 @@ class Failed:
     attempted: bool = False
 
     @property
+    def error(self) -> str:
+        """The error of its traceback, which may have several lines, as one line; its text if it has none."""
+        lines = self.text.strip().splitlines()
+        starts = [number for number, line in enumerate(lines) if line[:1].strip() and not line.startswith("Traceback")]
+        return " ".join(line.strip() for line in lines[starts[-1] if starts else 0 :])
+
+    @property
     def of_run(self) -> bool:
         """Whether a reset removes the cause."""
         return self.fatal or self.damaged or self.attempted

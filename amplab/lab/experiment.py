@@ -281,8 +281,9 @@ class Experiment:
     def switch(self, config: ExperimentConfig) -> None:
         """Use another config from the next step on, with weights and optimizer state kept.
 
-        The loss scale is also kept if it was and stays dynamic, unless init_scale changed. A new optimizer starts
-        without state.
+        The loss scale is also kept if it was and stays dynamic, unless init_scale changed. A new level does not keep a
+        scale below 1, to which an overflow that no scale mends has driven it: it starts at init_scale. A new optimizer
+        starts without state.
 
         Raises:
             ValueError: A changed field needs new weights, or the batch is larger than the training set.
@@ -298,6 +299,8 @@ class Experiment:
                 self._build_optimizers(config)
             self._initialize(config)
             if kept is not None:
+                if old.opt_level != config.opt_level:
+                    kept = _without_collapsed(kept, config.init_scale)
                 self._session.load_state_dict(_with_upper_limit(kept, config.max_loss_scale))
             self._loss_scale = self._lowest_scale()
             self._measure_memory_until = self._step + 2
@@ -845,6 +848,11 @@ def _refuse_new_weights(old: ExperimentConfig, new: ExperimentConfig) -> None:
                 f"weights; call reset() with the new config. At a step boundary these can change: "
                 f"{', '.join(LIVE_FIELDS)}."
             )
+
+
+def _without_collapsed(state: dict[str, Any], start: float) -> dict[str, Any]:
+    """Return a session's state in which scales below 1 are those of a start."""
+    return {name: {**each, "loss_scale": start} if each["loss_scale"] < 1 else each for name, each in state.items()}
 
 
 def _with_upper_limit(state: dict[str, Any], limit: float) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """`report`: one HTML file about a run that opens anywhere: no kernel, no network, no script.
 
 It holds the charts as SVG, the figures, the findings, the skipped steps with their reasons, the changes, the op dtypes
-of one step, and the config that repeats the run. It holds no path of this machine, and lines of code only if they are
-asked for.
+of one step, and the config that repeats the run, all of it unfolded and without scroll boxes, so that it prints. It
+holds no path of this machine, and lines of code only if they are asked for.
 """
 
 from __future__ import annotations
@@ -45,7 +45,13 @@ _FRAME = """<!doctype html>
 body {{ margin: 24px auto; max-width: 1000px; padding: 0 16px; font-family: system-ui, sans-serif; }}
 :root {{ color-scheme: light dark; background: Canvas; color: CanvasText; }}
 h1 {{ font-size: 20px; }}
-h2 {{ font-size: 15px; margin: 26px 0 6px; }}
+h2 {{ font-size: 15px; margin: 26px 0 6px; break-after: avoid; }}
+main .amplab-plain :is(.scroll, .folds) {{ max-height: none; }}
+@media print {{
+  body {{ margin: 0; max-width: none; }}
+  main .amplab-plain :is(.scroll, .folds) {{ overflow: visible; }}
+  tr, svg, pre {{ break-inside: avoid; }}
+}}
 </style></head>
 <body><main><h1>{title}</h1>{body}</main></body></html>
 """
@@ -89,6 +95,7 @@ def report_html(run: Trainer | Watch | Run, trace: Trace | None = None, *, sourc
     history = run.history
     parts = [
         figures(_figures(history, config)),
+        *(_section("Ranks", run.rank_table().html()) if isinstance(run, Run) and run.ranks else ()),
         *_section("Charts", _charts(history)),
         *_section("Findings", _findings(run.findings(), source_lines=source_lines)),
         *_section("Skipped steps", _skips(history, source_lines=source_lines)),
@@ -145,7 +152,7 @@ def _findings(found: Findings, *, source_lines: bool) -> str:
     if not found:
         return '<p><span class="good">✓</span> nothing found</p>'
     shown = found if source_lines else [_without_line(each) for each in found]
-    return "".join(finding_html(each, is_open=place == 0) for place, each in enumerate(shown))
+    return "".join(finding_html(each, is_open=True) for each in shown)
 
 
 def _without_line(finding: Finding) -> Finding:

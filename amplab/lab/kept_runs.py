@@ -20,7 +20,7 @@ from amplab.lab.history import History
 from amplab.lab.run_store import RunStore
 from amplab.lab.undo import UndoList
 
-__all__ = ["MOST_BYTES", "MOST_RUNS", "MOST_SHOWN", "KeptRun", "KeptRuns", "last_losses"]
+__all__ = ["LONGEST_NAME", "MOST_BYTES", "MOST_RUNS", "MOST_SHOWN", "KeptRun", "KeptRuns", "last_losses"]
 
 MOST_RUNS = 12
 """Kept runs; the oldest is dropped for a new one. Its log stays."""

@@ -26,7 +26,7 @@ from amplab.amp.apex.opt_levels import OptProperties
 from amplab.formats import BFLOAT16, FLOAT16, FLOAT32, FloatFormat
 from amplab.policies import PrecisionPolicy
 
-__all__ = ["LEVELS", "Level", "why_no_override"]
+__all__ = ["LEVELS", "Level", "explained", "why_no_override"]
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,27 @@ LEVELS: dict[str, Level] = {
 }
 """Each level by the name that a config gives it."""
 
+
+def explained(name: str, *, keep_batchnorm_fp32: bool | None, master_weights: bool | None) -> str:
+    """Return the explanation of a level with these overrides; None for what the level prescribes.
+
+    >>> explained("O3", keep_batchnorm_fp32=None, master_weights=True)
+    'The model in float16, BatchNorm too; the optimizer steps float32 master weights.'
+    """
+    level = LEVELS[name]
+    prescribed = level.properties
+    kept = prescribed.keep_batchnorm_fp32 if keep_batchnorm_fp32 is None else keep_batchnorm_fp32
+    masters = prescribed.master_weights if master_weights is None else master_weights
+    is_as_prescribed = (kept, masters) == (prescribed.keep_batchnorm_fp32, prescribed.master_weights)
+    if is_as_prescribed or prescribed.cast_model_type is not torch.float16:
+        return level.explanation
+    batchnorm = " except BatchNorm" if kept else ", BatchNorm too"
+    stepped = "float32 master weights" if masters else "the float16 weights, without masters"
+    return f"The model in float16{batchnorm}; the optimizer steps {stepped}."
+
+
 _NO_CASTS_OF_WEIGHTS = {
-    "keep_batchnorm_fp32": "Autocast does not cast weights, so BatchNorm is float32 already.",
+    "keep_batchnorm_fp32": "With autocast BatchNorm's weights and statistics are float32, also if its input is not.",
     "master_weights": "With autocast the model's weights are float32 and need no masters.",
 }
 

@@ -11,6 +11,7 @@ skipped                  whether one of them skipped
 first_nonfinite          "rank 1: fc.weight" if it is known on which rank the gradient was not finite
 seconds                  of the slowest
 explanations             those of the ranks that were not finite, with the rank
+changes                  also where ranks begin to differ that must be equal, so that charts mark it
 everything else          of the first rank that has the step
 =======================  ====================================================================================
 
@@ -24,11 +25,13 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from amplab.display.numbers import count, number, power
 from amplab.display.table import Column, Table
+from amplab.lab.changes import RunChange
 from amplab.lab.events import StepRecord, StepRow
 from amplab.lab.history import History, row_of
 from amplab.lab.skip_explanation import SkipExplanation
@@ -86,7 +89,8 @@ def joined(histories: Mapping[int, History]) -> History:
     blamed = dict(_blamed(histories))
     first = next(iter(histories.values()))
     run = History()
-    run.keep_changes(*first.changes)
+    marks = [RunChange(each.step, "ranks", "ranks differ", str(each)) for each in rank_differences(histories)]
+    run.keep_changes(*sorted([*first.changes, *marks], key=attrgetter("step")))
     for step in range(max(map(len, records.values()))):
         here = {rank: own[step] for rank, own in records.items() if step < len(own)}
         losses = {rank: record.loss for rank, record in here.items() if step not in missing[rank]}

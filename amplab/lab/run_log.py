@@ -54,6 +54,7 @@ __all__ = [
     "RunLog",
     "check_writable",
     "free_path",
+    "launch_of",
     "load_run",
     "new_path",
     "runs_directory",
@@ -217,7 +218,6 @@ class Run:
         version: The version of amplab that wrote the log.
         rank: Of the process that wrote the log; None for one process, and for the joined run of several.
         world_size: The number of processes that trained together.
-        launch: The name of the launch of these processes, which a restart by torchrun keeps.
         ranks: The runs of the single ranks, in order, if this is the run that they are together; see `rank_logs`.
     """
 
@@ -231,7 +231,6 @@ class Run:
     version: str
     rank: int | None = None
     world_size: int = 1
-    launch: str = ""
     ranks: tuple[Run, ...] = ()
 
     def findings(self) -> Findings:
@@ -313,8 +312,18 @@ def load_run(path: str | os.PathLike[str]) -> Run:
         version=str(header.get("amplab", "")),
         rank=header.get("rank"),
         world_size=header.get("world_size", 1),
-        launch=header.get("launch", ""),
     )
+
+
+def launch_of(path: Path) -> tuple[str, int]:
+    """Return the launch of the processes of which one wrote a log, and their number; ("", 1) of a single process.
+
+    Raises:
+        OSError, ValueError: As `load_run`.
+    """
+    with path.open("rb") as file:
+        header = _read_header(path, file.readline(_LONGEST_HEADER))
+    return header.get("launch", ""), header.get("world_size", 1)
 
 
 def _load_ranks(folder: Path) -> Run:

@@ -223,7 +223,8 @@ class Trainer:
         interval = config.growth_interval if config.is_dynamic else None
         observed = observed_run(history, config, growth_interval=interval)
         left_out = min(len(history), LOOK_BACK) - len(observed)
-        since = max((each.step for each in history.changes if each.field not in ("start", "fault")), default=0)
+        changes = (each.step for each in history.changes if each.field not in ("start", "fault", "restart"))
+        since = max(changes, default=0)
         of_steps = [(step, each) for step, each in (*store.found, *store.examined) if step >= since]
         ranked = with_explained(run_findings(observed), of_steps, history.skipped_steps())
         looked_at = [f"looked at {count(len(history), 'step')}"]
@@ -332,15 +333,16 @@ class Trainer:
             self._enter("stopped")
             self._worker.post(lambda: self._store.close())  # noqa: PLW0108  a reset replaces the store
 
-    def reset(self, config: ExperimentConfig | None = None) -> None:
+    def reset(self, config: ExperimentConfig | None = None, *, name: str | None = None) -> None:
         """Start again from the seed: new weights, an empty history, a new log. The present run is kept in `kept`.
 
         Args:
             config: The new experiment; None for the current one.
+            name: Name of the new run among the kept ones; None for the next number.
         """
         with self._lock:
             self._wanted = config or self._wanted
-            self._worker.post(partial(self._rebuild, self._wanted))
+            self._worker.post(partial(self._rebuild, self._wanted, name))
             self._enter("ready", again=True)
 
     def change(self, **fields: object) -> None:
@@ -747,15 +749,16 @@ class Trainer:
         self._store.change(config, previous, step=step)
         self._publisher.publish(ConfigChanged(config, previous, step))
 
-    def _rebuild(self, config: ExperimentConfig, *, is_undo: bool = False) -> None:
+    def _rebuild(self, config: ExperimentConfig, name: str | None = None, *, is_undo: bool = False) -> None:
         previous, steps = self.config, len(self.history)
         experiment = Experiment(config, exchange=self._exchange)
         replaced = self._retire()
         if not is_undo:
             text = ", ".join(filter(None, [f"Reset at step {steps:,}" if steps else "", _in_words(previous, config)]))
-            self._record_replacing(text, replaced, previous)
+            if text:  # a run without a step and with the same config is the same run
+                self._record_replacing(text, replaced, previous)
         self._runs_begun += 1
-        self._present(f"Run {self._runs_begun}", experiment, self._new_store(config), previous)
+        self._present(name or f"Run {self._runs_begun}", experiment, self._new_store(config), previous)
         if is_undo:
             self._wanted = config
 

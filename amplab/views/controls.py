@@ -16,7 +16,7 @@ from typing import Any
 
 from amplab.lab import FIELDS, LIVE_FIELDS, ExperimentConfig, Trainer, field_named
 from amplab.lab.config import Change, ConfigField, SettingRefused
-from amplab.lab.levels import LEVELS, why_no_override
+from amplab.lab.levels import LEVELS, Level, explained, why_no_override
 
 __all__ = ["act", "controls_payload", "field_value"]
 
@@ -53,7 +53,7 @@ def controls_payload(
     return {
         "fields": {name: _field(each, config) for name, each in FIELDS.items()},
         "levels": [
-            {"name": level.name, "label": level.label, "brief": level.brief, "line": level.explanation}
+            {"name": level.name, "label": level.label, "brief": level.brief, "line": _line(level, config)}
             for level in LEVELS.values()
         ],
         "scale": _scale(config),
@@ -67,6 +67,13 @@ def controls_payload(
         "undone": undone,
         "differs": config.defaults() != config,
     }
+
+
+def _line(level: Level, config: ExperimentConfig) -> str:
+    """What a level does: the present one with its overrides."""
+    if level.name != config.opt_level:
+        return level.explanation
+    return explained(level.name, keep_batchnorm_fp32=config.keep_batchnorm_fp32, master_weights=config.master_weights)
 
 
 def _field(field: ConfigField, config: ExperimentConfig) -> dict[str, object]:

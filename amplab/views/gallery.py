@@ -118,7 +118,7 @@ class GalleryDesk:
         part.chosen = chosen_payload(
             player.scenario,
             play,
-            step=max(0, len(self._trainer.history) - play.begin),
+            step=player.steps_done,
             steps=player.steps,
             refusal=self._refusal,
         )

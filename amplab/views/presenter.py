@@ -169,6 +169,7 @@ class Presenter:
     def _on_event(self, event: Event) -> None:
         match event:
             case ConfigChanged():
+                self._undone = None  # an `Undone` follows the change that takes something back
                 self._on_config(event)
             case Undone(text):
                 self._undone, self._refusal = text, None

@@ -1,5 +1,7 @@
 """A run that the lab does not control, on the lab's charts and tabs: a watch of a loop, or a log that was read back.
 
+A run of several ranks has a table of them above the charts, and the charts mark where they differ.
+
     tab              a watch                                         a log
     Op dtypes        the last step that `w.batches` let it look at   absent: a log holds no ops
     Gradients        measured nearest the selected step, or last     the same
@@ -17,6 +19,7 @@ from html import escape
 import ipywidgets
 
 from amplab import kernels
+from amplab.display.html import page
 from amplab.lab import ExperimentConfig, Run, Watch
 from amplab.lab.tasks import score_named
 from amplab.lab.watched_run import NO_LEVEL
@@ -70,7 +73,8 @@ class RunView(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self._measured: tuple[int | None, int] | None = None  # the selected step and the samples that are drawn
         self._notice = ipywidgets.HTML()
         head = ipywidgets.HTML(f"<code>{escape(str(run.config))}</code>")
-        super().__init__([head, self._notice, self._live, self.panels])
+        ranks = [ipywidgets.HTML(page("", run.rank_table().html()))] if isinstance(run, Run) and run.ranks else []
+        super().__init__([head, *ranks, self._notice, self._live, self.panels])
         self.add_class("amp-side")
         self._unsubscribe = run.subscribe(lambda _: self._ticker.wake()) if isinstance(run, Watch) else None
         self._ticker.call(self._draw_tabs)

@@ -35,6 +35,13 @@ COLORED = """async (picture) => {
   }
   return [colored, dark].map((count) => (4 * count) / data.length);
 }"""
+WATCH_PICTURE = """const look = () => {
+  const picture = document.querySelector(".jp-RenderedImage img");
+  window.hadPicture ||= Boolean(picture);
+  window.sawPicture ||= Boolean(picture?.checkVisibility({ visibilityProperty: true }));
+  requestAnimationFrame(look);
+};
+look();"""
 PID = "import os; print(os.getpid())"
 
 
@@ -53,8 +60,10 @@ def lesson(lessons: LabServer, browser: Browser) -> Iterator[LabPage]:
 
 
 def test_the_lab_opens_by_itself_and_the_run_survives_run_all_a_reload_and_the_kernels_death(lesson: LabPage) -> None:
+    lesson.page.add_init_script(WATCH_PICTURE)
     lesson.page.goto(lesson.server.url(LESSON))
     lesson.page.locator(".amp-dashboard").wait_for(timeout=90_000)  # a cold start, on a busy machine
+    assert lesson.page.evaluate("[hadPicture, sawPicture]") == [True, False], "the picture says: press Shift+Enter"
     dashboard = DashboardPage(lesson)
     lesson.wait_until_idle()
     lesson.run_all()

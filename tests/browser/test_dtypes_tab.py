@@ -17,7 +17,9 @@ def test_op_dtypes_answer_in_which_dtype_and_why(lab: LabPage) -> None:
     expect(softmax).to_have_attribute("data-dtype", "float32")
     softmax.focus()
     lab.page.keyboard.press("Enter")
-    expect(chosen).to_contain_text("fp32 list, cross_entropy: computes a softmax, and exp overflows float16")
+    expect(chosen).to_contain_text(
+        "fp32 list, cross_entropy: computes a log_softmax, the log of a sum of exp; from 8 up float16 has"
+    )
     chosen.get_by_role("button", name="Measure in the next step").click()
     expect(chosen.locator("table")).to_contain_text("float32[64, 10]")
 

@@ -8,6 +8,9 @@ from dashboard_page import DashboardPage
 from lab_page import LabPage
 from playwright.sync_api import Locator, expect
 
+CUT = """() => [...document.querySelectorAll("main :not(.unseen)")]
+  .filter(each => each.scrollHeight > each.clientHeight + 1 && getComputedStyle(each).overflowY !== "visible")
+  .map(each => each.className)"""
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -21,8 +24,11 @@ def test_a_run_is_taken_along_and_a_setting_restored(lab: LabPage, tmp_path: Pat
     assert "task=digits" in texts["svg"]
     assert len(texts["csv"].splitlines()) == 1 + len(json.loads(texts["json"])["steps"]) == 71
     assert "Op dtypes of one step" in texts["report"]
-    taken(lab, dashboard, "png", tmp_path)
-    assert (tmp_path / "png").read_bytes().startswith(PNG)
+    read_the_report(lab, texts["report"])
+    for kind in ("png", "histogram", "heat"):
+        taken(lab, dashboard, kind, tmp_path)
+        assert (tmp_path / kind).read_bytes().startswith(PNG)
+        assert len((tmp_path / kind).read_bytes()) > 10_000
 
     setting = dashboard.root.get_by_label("A copied configuration")
     opened(dashboard)
@@ -34,6 +40,17 @@ def test_a_run_is_taken_along_and_a_setting_restored(lab: LabPage, tmp_path: Pat
     expect(dashboard.root.locator(".amp-config")).to_contain_text("model=cnn opt_level=O3 hidden=32")
     expect(dashboard.root.locator(".amp-take-menu")).to_be_hidden()
     ask_what_fits(dashboard)
+
+
+def read_the_report(lab: LabPage, text: str) -> None:
+    """On the screen and on paper, nothing is cut."""
+    page = lab.page.context.new_page()
+    page.set_content(text)
+    for medium in ("screen", "print"):
+        page.emulate_media(media=medium)
+        expect(page.get_by_role("rowheader", name="backward")).to_be_visible()
+        assert page.evaluate(CUT) == []
+    page.close()
 
 
 def ask_what_fits(dashboard: DashboardPage) -> None:
@@ -60,4 +77,4 @@ def taken(lab: LabPage, dashboard: DashboardPage, kind: str, folder: Path) -> st
     with lab.page.expect_download() as download:
         opened(dashboard).locator(f"[data-take={kind}]").click()
     download.value.save_as(folder / kind)
-    return "" if kind == "png" else (folder / kind).read_text(encoding="utf-8")
+    return "" if kind in ("png", "histogram", "heat") else (folder / kind).read_text(encoding="utf-8")

@@ -14,9 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amplab import GradScaler, amp, doctor, watch
 from amplab.cli import main
-from amplab.lab import load_run
+from amplab.lab import load_run, run_csv
+from amplab.lab.html_report import report_html
 from amplab.parallel import DistributedDataParallel as ApexDDP
 from amplab.parallel import convert_syncbn_model
+from amplab.views.live_payload import change_marks
+from amplab.views.run_view import RunView
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 from ranks import run_ranks
@@ -172,3 +175,17 @@ def test_the_logs_of_all_ranks_say_what_the_run_has(trained, name, capsys):
     printed = capsys.readouterr().out
     assert found[0].symptom.split(";")[0][:60] in " ".join(printed.split())
     assert main(["doctor", str(healthy)]) == 0
+
+
+def test_pages_and_tables_show_a_line_for_each_rank_and_mark_where_they_differ(trained):
+    run = load_run(next((trained[0] / "ranks-skip-differently-True").iterdir()))
+    assert str(run).count("differs in") == len(run.differences)
+    (mark,) = (each for each in change_marks(run.history) if each[2] == "ranks differ" and "skipped" in each[3])
+    assert mark[0] == run.findings()[0].evidence["first_step"] == 2
+    view = RunView(run)
+    assert "≠" in view.children[1].value
+    view.close()
+    assert "<h2>Ranks</h2>" in report_html(run)
+    head, *lines = run_csv(run.by_rank).splitlines()
+    assert head.startswith("rank,step,loss")
+    assert [line.partition(",")[0] for line in lines] == ["0"] * STEPS + ["1"] * STEPS

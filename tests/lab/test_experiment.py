@@ -207,6 +207,19 @@ def test_a_dynamic_scale_goes_on_unless_its_start_changes():
     assert experiment.loss_scale == 2.0**16  # the static scale dropped the start of the dynamic one
 
 
+@pytest.mark.filterwarnings("ignore:Loss scaler 0 has skipped:UserWarning")
+def test_a_new_level_does_not_keep_a_scale_that_has_collapsed():
+    """At 2^-10 nearly every gradient is lost in float16, and 26 growths take 1,300 steps."""
+    experiment = Experiment(ExperimentConfig(task="pressure", opt_level="O2", hidden=16))
+    steps(experiment, 26)
+    assert experiment.loss_scale == 2.0**-10
+    experiment.switch(experiment.config.changed(growth_interval=20))
+    assert experiment.loss_scale == 2.0**-10
+    experiment.switch(experiment.config.changed(opt_level="O1"))
+    assert experiment.loss_scale == 2.0**16
+    assert not steps(experiment, 20)[-1].skipped
+
+
 def test_a_shorter_window_than_the_clean_steps_still_grows():
     experiment = Experiment(replace(SMALL, growth_interval=100))
     steps(experiment, 20)

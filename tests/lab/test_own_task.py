@@ -139,6 +139,24 @@ def registered(model, data, **parts) -> ExperimentConfig:
     return ExperimentConfig(task=register_own(model, data, **parts))
 
 
+def test_a_mask_that_holds_inf_from_the_start_is_no_damage():
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.out = nn.BatchNorm1d(4), nn.Linear(4, 2)
+            self.register_buffer("mask", torch.full((4,), -math.inf))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.norm(x))
+
+    data = [(torch.randn(8, 4, generator=DRAWN), torch.zeros(8, dtype=torch.long))]
+    experiment = Experiment(registered(Masked, data, loss=F.cross_entropy))
+    assert experiment.nonfinite_buffers() == ()
+    experiment.inject("nan")
+    experiment.step()
+    assert experiment.nonfinite_buffers() == ("norm.running_mean", "norm.running_var")
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "autocast-bf16"])
 @pytest.mark.parametrize("name", OWN)
 @pytest.mark.filterwarnings("ignore:Adam on half parameters")

@@ -1,7 +1,12 @@
 """Two ranks under DistributedDataParallel, watched: what their logs say as one run."""
 
+import os
+import signal
 import sys
+import time
 import warnings
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -9,11 +14,14 @@ import torch
 from torch import nn
 
 from amplab import GradScaler, amp, autocast, watch
-from amplab.lab import Run, load_run
+from amplab.lab import ExperimentConfig, Run, Trainer, load_run
+from amplab.lab.rank_exchange import RankExchange
+from amplab.lab.run_log import FLUSH_SECONDS
 from amplab.parallel import convert_syncbn_model
+from amplab.parallel.ranks import this_rank
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
-from ranks import run_ranks
+from ranks import rank_outcomes, run_ranks
 
 STEPS, BAD_STEP = 6, 3
 
@@ -122,3 +130,60 @@ def test_the_run_says_which_rank_module_and_tensor_overflowed(runs, name, module
     assert why.sentence.startswith("rank 1: ")
     kinds = [each.history.explanations[BAD_STEP].kind for each in run.ranks]
     assert kinds[0] == "other-rank" != kinds[1]
+
+
+def dies_in_its_loop(rank: int, folder: Path) -> None:
+    """Train as one does; rank 1 is killed in the middle, after a checkpoint of each rank."""
+    model = net()
+    parallel = nn.parallel.DistributedDataParallel(model)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), GradScaler("cpu", init_scale=1024.0)
+    with watch(parallel, optimizer, scaler=scaler, log=folder / "run.jsonl") as w:
+        for step, batch in enumerate(batches(0)):
+            optimizer.zero_grad()
+            time.sleep(1.5 * FLUSH_SECONDS * (step == BAD_STEP))  # the lines of a shorter time may be lost
+            scaler.scale(w.loss(parallel(batch).square().mean())).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            path = folder / f"rank-{rank}.pt"
+            amp.save_run_state(path, model=model, optimizer=optimizer, scaler=scaler, position=step + 1)
+            if (rank, step) == (1, BAD_STEP):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stops_answering(rank: int, folder: Path) -> str:
+    """Train an experiment of the lab whose rank 1 does not take part in the second step."""
+    store = torch.distributed.FileStore(str(folder / "store"), 2)
+    timeout = timedelta(seconds=2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
+    trainer = Trainer(ExperimentConfig(hidden=16), log=folder / "hung.jsonl", exchange=RankExchange(this_rank()))
+    trainer.run(1)
+    if rank == 1:
+        time.sleep(3.5)
+        return ""
+    with suppress(RuntimeError):
+        trainer.run(1)
+    trainer.stop()
+    trainer.wait()
+    return trainer.failures[-1].text
+
+
+def test_the_log_and_the_checkpoint_of_a_rank_that_dies_load(tmp_path):
+    began = time.monotonic()
+    alive, killed = rank_outcomes(dies_in_its_loop, tmp_path, limit=40)
+    assert time.monotonic() - began < 40
+    assert killed.exitcode == -signal.SIGKILL
+    assert "Connection" in alive.error  # of gloo, at once: not after the timeout of the process group
+    run = load_run(tmp_path / "run")
+    assert [len(each.history) for each in run.ranks] == [BAD_STEP + 1, BAD_STEP + 1]
+    for rank in range(2):
+        model = net()
+        state = amp.load_run_state(tmp_path / f"rank-{rank}.pt", model=model)
+        assert state.position == BAD_STEP + 1
+
+
+def test_a_rank_that_waits_in_vain_stops_with_a_message_after_the_timeout(tmp_path):
+    waited, _ = run_ranks(stops_answering, tmp_path, backend=None)
+    assert waited.startswith(
+        "The run failed at step 1.\nrank 0 of 2 stopped: another rank has ended, or did not answer"
+    )
+    assert [len(each.history) for each in load_run(tmp_path / "hung").ranks] == [1, 1]

@@ -224,3 +224,45 @@ def test_a_closed_player_hears_nothing(trainer: Trainer) -> None:
     trainer.pause()
     assert trainer.wait(60)
     assert player.play.stage == "playing"
+
+
+def test_a_fix_that_is_undone_can_be_made_again(trainer: Trainer) -> None:
+    player = play(trainer, "overflow-spiral")
+    seen = player.play
+    player.fix()
+    assert trainer.wait(60)
+    trainer.undo()
+    assert trainer.wait(60)
+    assert trainer.config.opt_level == "O2"
+    assert player.play == seen
+    player.fix()
+    assert trainer.wait(60)
+    assert player.play.stage == "mended"
+
+
+def test_a_fix_that_started_over_and_is_undone_can_be_made_again(trainer: Trainer) -> None:
+    player = play(trainer, "static-scale")
+    seen = player.play
+    player.fix()
+    assert trainer.wait(60)
+    assert [run.name for run in trainer.kept.runs] == ["A static scale that is…"]
+    assert trainer.present_name.endswith(", fixed")
+    trainer.undo()
+    assert trainer.wait(60)
+    assert player.play == seen
+    assert trainer.config == SCENARIOS["static-scale"].config
+    trainer.reset()
+    assert trainer.wait(60)
+    assert player.play.stage == "left"
+
+
+def test_a_scenario_begins_at_step_0_whatever_was_trained_before(trainer: Trainer) -> None:
+    trainer.run(30)
+    player = Player(trainer, SCENARIOS["first-overflow"])
+    steps = []
+    trainer.subscribe(lambda _: steps.append(player.steps_done))
+    player.start()
+    assert player.steps_done < 30
+    assert trainer.wait(60)
+    assert steps[0] == 0
+    assert steps == sorted(steps)

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from amplab import GradScaler, amp, autocast, optimizers
+from amplab.policies import PrecisionPolicy, apply_policy
 
 STEPS = 4
 OVERFLOW_AT = 1
@@ -152,6 +153,8 @@ def two_ranks(rank):
     found["apex"] = with_apex(rank)
     found["in one region"] = in_one_region()
     found["late"] = late_shards()
+    for half in (False, True):
+        found["rules", half] = with_rules(rank, half=half)
     return found
 
 
@@ -167,6 +170,35 @@ def averages(rank):
         dist.reduce_scatter_tensor(scattered, both[rank].clone(), op=dist.ReduceOp.AVG)
         right[dtype] = torch.equal(reduced, mean), torch.equal(scattered, mean.chunk(2)[rank])
     return right
+
+
+RULES = PrecisionPolicy(module_rules={"1": "float32"})
+
+
+def with_rules(rank, *, half):
+    """Train with one module in float32 by a rule; with ``half``, FSDP2 gathers the weights of the others in float16."""
+    model, alone = new_model(), new_model()
+    for index, part in enumerate(model):
+        dtype = torch.float32 if index == 1 else torch.float16
+        policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False) if half else None
+        fully_shard(part, **({"mp_policy": policy} if half else {}))
+    fully_shard(model)
+    optimizer, lone_optimizer = (torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, alone))
+    scaler, lone_scaler, seen = new_scaler(), new_scaler(), []
+    with apply_policy(RULES, model), apply_policy(RULES, alone):
+        for part in (model[0], model[1][0]):
+            part.register_forward_pre_hook(lambda module, _args: seen.append(module.weight.dtype))
+            part.register_forward_hook(lambda _module, _args, output: seen.append(output.dtype))
+        for step in range(STEPS):
+            for each in (optimizer, lone_optimizer):
+                each.zero_grad()
+            scaler.scale(loss_of(model, batch(step, rank), region=False)).backward()
+            for part in range(2):
+                (lone_scaler.scale(loss_of(alone, batch(step, part), region=False)) / 2).backward()
+            for each, its in ((scaler, optimizer), (lone_scaler, lone_optimizer)):
+                each.step(its)
+                each.update()
+    return equal(weights(model), weights(alone)), seen[:4]
 
 
 def accumulated(rank):
@@ -295,6 +327,13 @@ def test_clips_by_the_norm_of_all_shards(found, place):
 @pytest.mark.parametrize("name", ["half weights", "half weights in a region"])
 def test_same_bits_as_torchs_sharded_scaler(found, name):
     assert [each[name] for each in found] == [(True, True)] * 2
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_module_rules_are_bitwise_those_of_one_process(found, half):
+    gathered = torch.float16 if half else torch.float32
+    expected = True, [gathered, torch.float16, torch.float32, torch.float32]
+    assert [each["rules", half] for each in found] == [expected] * 2
 
 
 def test_accumulates_without_communication(found):

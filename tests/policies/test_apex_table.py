@@ -149,7 +149,8 @@ def says(op, *numbers):
 @pytest.mark.parametrize(
     ("op", "number", "func", "largest_finite"),
     [
-        ("softmax", "11.09", math.exp, 11.09),
+        ("poisson_nll_loss", "11.09", math.exp, 11.09),
+        ("soft_margin_loss", "11.09", math.exp, 11.09),
         ("exp", "11.09", math.exp, 11.09),
         ("expm1", "11.09", math.expm1, 11.09),
         ("cosh", "11.78", math.cosh, 11.78),
@@ -183,9 +184,37 @@ def test_numbers_of_the_pointwise_rows():
     above = torch.nextafter(below, half(2.0))
     assert above - below == 2.0**-10
     assert [round(math.tan(angle.item()), 1) for angle in (below, above)] == [2066.9, -2029.5]
-    assert says("gelu", "6.33e-05", "x = -4")
-    assert f"{1 + math.erf(-4 / math.sqrt(2)):.2e}" == "6.33e-05"
-    assert half(1.0) - half(1 - 6.33e-5) == 0
+    assert says("gelu", "-5.92e-09", "x = -6")
+    assert f"{F.gelu(torch.tensor(-6.0, dtype=torch.float64)).item():.2e}" == "-5.92e-09"
+    assert F.gelu(half(-6.0)) == 0
+
+
+def test_ops_that_torch_guards_against_overflow_are_not_said_to_overflow():
+    """Compared with torch's own ops in half: what the reason says happens, and no exp overflows."""
+    large = half([20.0, 60000.0, 0.0])
+    for op in (torch.softmax, F.softmin, torch.log_softmax, torch.logsumexp, torch.logcumsumexp):
+        assert not op(large, 0).isnan().any()
+        assert not says(op.__name__, "overflows")
+    assert says("softmax", "2^-25")
+    assert says("softmin", "2^-25")
+    assert torch.softmax(half([0.0, -17.3]), 0)[1] > 0 == torch.softmax(half([0.0, -17.4]), 0)[1]
+    assert all(says(op, "from 8 up", "2^-7") for op in ("log_softmax", "logsumexp", "logcumsumexp", "cross_entropy"))
+    assert torch.nextafter(half(8.0), half(9.0)) - half(8.0) == 2.0**-7
+    assert F.cross_entropy(half([[20.0, 0.0, 60000.0]]), torch.tensor([1])) == 60000
+    assert says("softplus", "-17.33")
+    assert F.softplus(half(60000.0)) == 60000
+    assert F.softplus(half(-17.3)) > 0 == F.softplus(half(-17.4))
+    assert says("binary_cross_entropy_with_logits", "17.33")
+    assert says("multilabel_soft_margin_loss", "17.33")
+    assert F.binary_cross_entropy_with_logits(half([-60000.0, -17.4]), half([0.0, 0.0])) == 0
+    assert F.logsigmoid(half(17.4)) == 0 == F.logsigmoid(half(60000.0))
+    assert F.smooth_l1_loss(half([300.0]), half([0.0])) == F.huber_loss(half([300.0]), half([0.0])) == 299.5
+    assert torch.isfinite(torch.std(half([300.0, -300.0])))
+    assert torch.linalg.vector_norm(half([300.0, 400.0])) == 500
+    assert all(says(op, "would overflow") for op in ("norm", "layer_norm", "std", "dist"))
+    assert torch.isinf(F.mse_loss(half([300.0]), half([0.0])))
+    assert torch.isinf(torch.var(half([300.0, -300.0])))
+    assert torch.isinf(F.soft_margin_loss(half([20.0]), half([-1.0])))
 
 
 @pytest.mark.parametrize(
@@ -225,8 +254,9 @@ def test_numbers_of_the_epsilons_and_the_rest():
     assert half(1e-8) == 0
     assert says("eq", "0.09998")
     assert round(half(0.1).item(), 5) == 0.09998
-    assert says("log1p", "2^-11")
-    assert half(1.0) + half(2.0**-11) == 1
+    assert says("log1p", "11.09", "2^-7")
+    assert round(math.log1p(65504), 2) == 11.09
+    assert torch.nextafter(half(11.09), half(12.0)) - half(11.09) == 2.0**-7
     assert says("binary_cross_entropy", "8.32")
     sigmoid = [torch.sigmoid(torch.tensor(logit)).half() for logit in (8.31, 8.32)]
     assert sigmoid[0] < 1 == sigmoid[1]

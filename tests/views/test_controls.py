@@ -47,6 +47,38 @@ def test_every_payload_is_json_and_offers_each_level_with_one_line(level: str) -
     assert all(each["line"] and "\n" not in each["line"] + each["brief"] for each in shown["levels"])
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"opt_level": "O3"}, "without master weights"),
+        ({"opt_level": "O3", "master_weights": True}, "BatchNorm too; the optimizer steps float32 master weights"),
+        ({"opt_level": "O3", "keep_batchnorm_fp32": True}, "except BatchNorm; the optimizer steps the float16 weights"),
+        ({"opt_level": "O2", "keep_batchnorm_fp32": False}, "BatchNorm too; the optimizer steps float32 master"),
+        ({"opt_level": "O2", "master_weights": False}, "except BatchNorm; the optimizer steps the float16 weights"),
+        ({"opt_level": "O2", "master_weights": True}, "except BatchNorm; the optimizer steps float32 master weights"),
+    ],
+)
+def test_the_line_of_a_level_says_what_its_overrides_make_of_it(changes: dict, said: str) -> None:
+    shown = payload(ExperimentConfig(**changes))
+    lines = {each["name"]: each["line"] for each in shown["levels"]}
+    assert said in lines[changes["opt_level"]]
+    others = {each["name"]: each["line"] for each in payload(ExperimentConfig())["levels"]}
+    assert all(lines[name] == others[name] for name in lines if name != changes["opt_level"])
+
+
+@pytest.mark.parametrize("level", ["O1", "autocast-fp16"])
+def test_what_is_said_of_batchnorm_is_what_its_op_does(level: str) -> None:
+    reason = payload(ExperimentConfig(opt_level=level))["fields"]["keep_batchnorm_fp32"]["reason"]
+    assert "weights and statistics are float32, also if its input is" in reason
+    experiment = lab.Experiment(ExperimentConfig(model="cnn", opt_level=level, hidden=16))
+    norm = next(each for each in experiment.trace().records if each.op == "batch_norm" and each.inputs)
+    assert str(norm.inputs[0].dtype) == "torch.float16"
+    assert {str(value.dtype) for name, value in experiment.model.state_dict().items() if "norm" in name} <= {
+        "torch.float32",
+        "torch.int64",
+    }
+
+
 def test_the_text_is_the_config_that_can_be_parsed_back() -> None:
     config = ExperimentConfig(opt_level="O2", master_weights=False, init_scale=2.0**20)
     shown = payload(config)

@@ -129,9 +129,22 @@ def test_undo_is_offered_with_what_it_takes_back_and_says_what_it_took_back(lab:
     until(lambda: controls.shown["undone"] == "Learning rate 0.1 → 1e9")
     assert controls.shown["fields"]["lr"]["value"] == 0.1
     assert controls.shown["last_change"] is None
+    tell(parts(lab).gallery, type="choose", name="first-overflow")
+    until(lambda: controls.shown["undone"] is None)
+    until(lambda: parts(lab).gallery.chosen["stage"] == "seen")
     tell(controls, type="change", field="opt_level", value="O2")
     until(lambda: controls.shown["last_change"] == "opt_level O1 → O2")
     assert controls.shown["undone"] is None
+
+
+def test_a_reset_that_changes_nothing_is_not_offered_for_undo(lab: Dashboard, until) -> None:
+    tell(parts(lab).live, type="hello", view="a")
+    controls = parts(lab).controls
+    tell(controls, type="change", field="task", value="even-logits")
+    until(lambda: (controls.shown.get("last_change") or "").startswith("Task digits → even or odd"))
+    tell(controls, type="reset")
+    lab.trainer.wait(10)
+    assert lab.trainer.last_change.startswith("Task digits → even or odd")
 
 
 def test_an_armed_fault_shows_until_its_step_is_made(lab: Dashboard, until) -> None:
@@ -155,6 +168,23 @@ def test_the_dtypes_follow_the_level_and_mark_what_changed(lab: Dashboard, until
     tell(parts(lab).controls, type="change", field="model", value="cnn")
     until(lambda: any(row["module"] == "conv1" for row in panels.shown("dtypes")["rows"]))
     assert not any(row["changed"] for row in panels.shown("dtypes")["rows"]), "another model has no level before"
+
+
+def test_the_dtypes_say_when_the_present_step_cannot_be_traced(lab: Dashboard, until) -> None:
+    panels = parts(lab).panels
+    lab.trainer.reset(lab.trainer.config.changed(task="even-bce", opt_level="O0"))
+    until(lambda: panels.shown("dtypes").get("summary", "").startswith("O0"))
+    tell(parts(lab).controls, type="change", field="opt_level", value="O1")
+    until(lambda: panels.shown("dtypes")["problem"])
+    said = panels.shown("dtypes")["problem"]
+    assert said.startswith("Shown is a step at O0, before the change. The present step fails: NotImplementedError: ")
+    assert "binary_cross_entropy" in said
+    tell(parts(lab).controls, type="change", field="opt_level", value="O0")
+    until(lambda: panels.shown("dtypes")["problem"] == "")
+    lab.trainer.reset(lab.trainer.config.changed(task="digits", opt_level="O1"))
+    lab.trainer.reset(lab.trainer.config.changed(task="even-bce", opt_level="O1"))
+    until(lambda: panels.shown("dtypes")["problem"].startswith("This step cannot be traced: NotImplementedError: "))
+    assert panels.shown("dtypes")["rows"] == []
 
 
 def test_gradients_are_drawn_when_their_tab_is_opened(lab: Dashboard, until) -> None:

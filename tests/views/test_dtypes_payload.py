@@ -97,7 +97,11 @@ def test_what_decided_is_a_value_to_filter_by(traces: dict[str, Trace]) -> None:
 @pytest.mark.parametrize(
     ("level", "dtype", "why"),
     [
-        ("O1", "float32", "fp32 list, softmax: exp overflows float16 above 11.09"),
+        (
+            "O1",
+            "float32",
+            "fp32 list, softmax: probabilities below 2^-25 are zero in float16",
+        ),
         ("O2", "float16", "; the weights of block1.attention.qkv are float16"),
     ],
 )

@@ -162,7 +162,10 @@ _SENSELESS = {
     ("O0", "keep_batchnorm_fp32"): "At O0 BatchNorm is float32 already.",
     ("O0", "master_weights"): "At O0 the weights are float32, so masters would be plain copies.",
     ("O1", "cast_model_type"): "O1 casts around functions and keeps the weights float32; O2 and O3 cast the model.",
-    ("O1", "keep_batchnorm_fp32"): "At O1 weights are not cast, so BatchNorm is float32 already.",
+    (
+        "O1",
+        "keep_batchnorm_fp32",
+    ): "At O1 BatchNorm's weights and statistics are float32, also if its input is float16.",
     ("O1", "master_weights"): "At O1 the model's weights are float32 and need no masters.",
     ("O2", "patch_torch_functions"): "O2 casts the model; O1 casts around functions.",
     ("O3", "patch_torch_functions"): "O3 casts the model; O1 casts around functions.",

@@ -101,6 +101,7 @@ class GradScaler(torch.amp.GradScaler):
     * An overflow caused by unscaling is detected. A parameter that two optimizers share is unscaled once.
     * A fused SGD whose first step is skipped keeps no uninitialized momentum.
     * A closure is refused as a positional argument, too.
+    * The ranks that hold shards of the parameters (FSDP2) agree on found_inf; on the CPU `unscale_` waits for them.
 
     Args:
         device: device type of the losses, such as "cuda" or "cpu".

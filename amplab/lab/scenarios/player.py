@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import ConfigChanged, Event, Failed, StepRecord
+from amplab.lab.kept_runs import LONGEST_NAME
 from amplab.lab.scenarios.conditions import Condition, Observed
 from amplab.lab.scenarios.scenario import Scenario
 from amplab.lab.tasks import score_named
@@ -72,6 +74,7 @@ class Player:
         self.play = Play()
         self._tell = tell
         self._awaits_reset = self._awaits_change = False
+        self._before_fix: tuple[Play, ExperimentConfig] | None = None
         self._unsubscribe: Callable[[], None] = lambda: None
 
     def start(self) -> None:
@@ -79,7 +82,7 @@ class Player:
         self._unsubscribe()
         self.play, self._awaits_reset, self._awaits_change = Play(), True, False
         self._unsubscribe = self.trainer.subscribe(self._hear)
-        self.trainer.reset(self.scenario.config)
+        self.trainer.reset(self.scenario.config, name=_run_name(self.scenario.title))
         self._arm(0)
         self.trainer.start()
 
@@ -94,17 +97,25 @@ class Player:
         if fix is None:
             raise ValueError(f"scenario {self.scenario.name}: has no fix, because nothing is wrong.")
         before, config = self.play, self.trainer.config.changed(**fix.changes)
+        self._before_fix = (before, self.trainer.config)
         self._awaits_reset, self._awaits_change = fix.resets, not fix.resets and config != self.trainer.config
         self.play = replace(before, stage="mending", begin=0 if fix.resets else len(self.trainer.history))
         try:
             if fix.resets:
-                self.trainer.reset(config)
+                self.trainer.reset(config, name=_run_name(self.scenario.title, ", fixed"))
             else:
                 self.trainer.change(**fix.changes)
             self.trainer.start()
         except BaseException:
             self.play, self._awaits_reset, self._awaits_change = before, False, False
             raise
+
+    @property
+    def steps_done(self) -> int:
+        """Steps since the present stage began; 0 until its reset or its change has taken effect."""
+        if self._awaits_reset or self._awaits_change:
+            return 0
+        return max(0, len(self.trainer.history) - self.play.begin)
 
     def close(self) -> None:
         """Stop watching the run, which goes on."""
@@ -120,6 +131,8 @@ class Player:
 
     def _hear(self, event: Event) -> None:
         match event:
+            case ConfigChanged(config=config, reset=reset) if self._is_fix_undone(config, reset=reset):
+                self._take_fix_back()
             case ConfigChanged(reset=True):
                 if not self._awaits_reset:
                     self._unsubscribe()
@@ -132,7 +145,24 @@ class Player:
                 self._arm(event.step + 1)
                 self._check(None)
             case Failed(fatal=True) if self.play.is_going:
-                self._check(_last_line(event.text))
+                self._check(event.error)
+
+    def _is_fix_undone(self, config: ExperimentConfig, *, reset: bool) -> bool:
+        """Whether a change took back the fix: its fields, or the run that it replaced is back."""
+        fix = self.scenario.fix
+        if fix is None or self._before_fix is None or self.play.stage not in ("mending", "mended"):
+            return False
+        if self._awaits_reset or self._awaits_change:
+            return False
+        if reset:
+            return fix.resets and config == self._before_fix[1]
+        return any(getattr(config, name) != value for name, value in fix.changes.items())
+
+    def _take_fix_back(self) -> None:
+        """Be where the fix began, so that it can be made again."""
+        if self._before_fix is not None:
+            self.play = self._before_fix[0]
+        self._tell()
 
     @property
     def _is_watching(self) -> bool:
@@ -165,8 +195,11 @@ class Player:
         self._tell()
 
 
-def _last_line(text: str) -> str:
-    """Return the error of a traceback, which may have several lines, as one line."""
-    lines = text.strip().splitlines()
-    starts = [number for number, line in enumerate(lines) if line[:1].strip() and not line.startswith("Traceback")]
-    return " ".join(line.strip() for line in lines[starts[-1] if starts else 0 :])
+def _run_name(title: str, ending: str = "") -> str:
+    """Return the name of a scenario's run among the kept ones.
+
+    >>> _run_name("Updates too small for float16 weights", ", fixed")
+    'Updates too smal…, fixed'
+    """
+    room = LONGEST_NAME - len(ending)
+    return (title if len(title) <= room else f"{title[: room - 1].rstrip()}…") + ending

@@ -142,7 +142,7 @@ class PrecisionPolicy:
         """Return the row that applies to `func`: the user's rule, else the row of the table, else a fall_through row.
 
         >>> print(PrecisionPolicy().explain(torch.nn.functional.softmax))
-        softmax [fp32] softmax: exp overflows float16 above 11.09
+        softmax [fp32] softmax: probabilities below 2^-25 are zero in float16
         >>> print(PrecisionPolicy().explain(torch.relu))
         relu [fall_through] relu: on no list of apex/float16; runs in the dtype of its arguments
         >>> print(PrecisionPolicy(op_rules={"softmax": "bfloat16"}).explain(torch.nn.functional.softmax))

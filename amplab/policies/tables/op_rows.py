@@ -14,13 +14,36 @@ from typing import Any
 
 from amplab.policies.tables.op_table import CastPolicy, OpRule
 
-__all__ = ["EXP", "GEMM", "INSIDE", "RECURRENT", "SQUARE", "SUM", "WIDEST", "c", "f", "m", "recast", "rows", "t"]
+__all__ = [
+    "EXP",
+    "GEMM",
+    "INSIDE",
+    "LOG_SIGMOID",
+    "LOG_SUM",
+    "NORM",
+    "RECURRENT",
+    "SOFTMAX",
+    "SQUARE",
+    "SUM",
+    "WIDEST",
+    "c",
+    "f",
+    "m",
+    "recast",
+    "rows",
+    "t",
+]
 
 GEMM = "products of two float16 values are exact in float32 (11 + 11 bits fit in 24); only the sum is rounded, by 2^-11"
 RECURRENT = "its gates are products that are exact in float32 (11 + 11 bits fit in 24), and its output is in [-1, 1]"
 SQUARE = "squares its elements, and 256 squared is 65536, above the float16 maximum of 65504"
 SUM = "sums its elements, and a float16 sum overflows at 65520 and cannot grow by 1 above 2048"
+NORM = "adds squares, which in float16 would overflow from 256 up: 256 squared is 65536, above 65504"
+# torch.softmax and its kin subtract the largest element, so exp does not overflow in them.
 EXP = "exp overflows float16 above 11.09"
+SOFTMAX = "probabilities below 2^-25 are zero in float16"
+LOG_SUM = "the log of a sum of exp; from 8 up float16 has a spacing of 2^-7"
+LOG_SIGMOID = "log(1 + exp(-|x|)) is zero in float16 for |x| above 17.33"
 INSIDE = "the ops inside it follow their own rows"
 WIDEST = "the wider dtype (float32: 24 significant bits) represents a float16 argument (11 bits) exactly"
 

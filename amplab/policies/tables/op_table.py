@@ -60,7 +60,7 @@ class OpRule:
     Attributes:
         op: the op's bare name, e.g. "softmax"; in-place ops end in an underscore.
         cast: the kind of cast.
-        reason: the op, then one clause with a number, e.g. "softmax: exp overflows float16 above 11.09".
+        reason: the op, then one clause with a number, e.g. "exp: overflows float16 above 11.09".
         spellings: every public path of the op.
         added: those of `spellings` that the original list does not name.
         aten: the ATen ops that it calls, without overloads, e.g. ("nll_loss", "nll_loss2d").

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from amplab.lab import FIELDS, ConfigChanged, Event, InputsReady, LevelTraced, TraceReady
+from amplab.lab import FIELDS, ConfigChanged, Event, Failed, InputsReady, LevelTraced, TraceReady
 from amplab.lab.config import SettingRefused, listed
 from amplab.lab.levels import LEVELS
 from amplab.policies import PrecisionPolicy
@@ -39,6 +39,7 @@ class DtypesTab(Tab):
         self._compared: str | None = None
         self._measured: dict[str, Any] | None = None
         self._problem = ""
+        self._untraced = ""  # why the present step could not be traced
 
     def begin(self) -> None:
         """Request the first trace."""
@@ -49,7 +50,10 @@ class DtypesTab(Tab):
         match event:
             case TraceReady():
                 self._before, self._now = self._now, TracedLevel(event.opt_level, event.trace)
-                self._measured = None
+                self._measured, self._untraced = None, ""
+                self._draw()
+            case Failed(text=text) if text.startswith("trace failed"):
+                self._untraced = event.error
                 self._draw()
             case LevelTraced() if event.opt_level == self._compared:
                 self._other = TracedLevel(event.opt_level, event.trace)
@@ -89,6 +93,12 @@ class DtypesTab(Tab):
             self._problem = str(refusal)
         self._draw()
 
+    def _stale(self) -> str:
+        """Say that the picture is that of another setting; "" if it is not."""
+        if not self._untraced or self._now is None:
+            return ""
+        return f"Shown is a step at {self._now.level}, before the change. The present step fails: {self._untraced}"
+
     def _request(self) -> None:
         self.trainer.request_trace()
         if self._compared is not None:
@@ -97,6 +107,9 @@ class DtypesTab(Tab):
 
     def _draw(self) -> None:
         if self._now is None:
+            if self._untraced:
+                why = f"This step cannot be traced: {self._untraced}"
+                self.show({"rows": [], "modules": [], "problem": why, "empty": "No step was traced."})
             return
         config = self.trainer.config
         has_lists = config.level.opt_level == "O1"
@@ -108,7 +121,7 @@ class DtypesTab(Tab):
             | {
                 "measured": self._measured,
                 "levels": [[name, each.label] for name, each in LEVELS.items() if name != config.opt_level],
-                "problem": self._problem,
+                "problem": self._problem or self._stale(),
                 "overrides": [
                     {"kind": kind, "name": name}
                     for kind, field in OVERRIDES.items()

@@ -206,7 +206,7 @@ function render({ model, el }) {
   model.on("change:selected", follow);
   for (const chart of charts) listenToChart(chart, view, { setRange, zoomOut, select, changed: soon, speak });
   const give = ({ detail }) => {
-    if (!detail.within.contains(root)) return;
+    if (detail.which !== "charts" || !detail.within.contains(root)) return;
     prepare(view);
     const still = { ...view, rows: view.shown, overlays: view.behind, palette: palette(root), reading: null, drag: null };
     const drawn = charts.map((chart, index) => {

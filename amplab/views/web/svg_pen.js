@@ -1,6 +1,6 @@
 // A pen with the calls of a canvas that the charts use, which writes SVG instead.
 
-/** The event that asks the charts of a dashboard for their SVG: detail is {within: its element, give: takes the text}. */
+/** The event that asks a dashboard for a picture as SVG: detail is {within: its element, which, give: takes the text}. */
 export const TAKE_CHARTS = "amp-take-charts";
 
 const escaped = (text) => String(text).replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll('"', "&quot;");

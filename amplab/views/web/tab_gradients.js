@@ -6,6 +6,7 @@ import { heatText, HeatMap, shade } from "./heat_map.js";
 import { binAt, GradientHistogram, lostAt, nextBin, readingText } from "./histogram.js";
 import { percent, power } from "./numbers.js";
 import { onTheme } from "./page.js";
+import { drawnAsSvg, svgPage, TAKE_CHARTS } from "./svg_pen.js";
 import { table } from "./tables.js";
 
 const SLIDE_MS = 250; // ms in which the ranges move to a new scale
@@ -72,7 +73,8 @@ function histogramBox() {
     canvas.setAttribute("aria-label", payload.description);
     soon();
   };
-  return { box, show, soon, end: () => { for (const cleanup of cleanups) cleanup(); } };
+  const draw = (colors) => curves && chart.draw(curves, colors, null, target());
+  return { box, show, soon, chart, draw, end: () => { for (const cleanup of cleanups) cleanup(); } };
 }
 
 /** The heat map, with the cell under the pointer or the arrow keys in words; a click selects its step. */
@@ -115,7 +117,8 @@ function heatBox(select) {
     write(note, heat.left_out ? `the ${heat.layers.length} layers that lose most` : "");
     soon();
   };
-  return { box, show, soon, select: (step) => { selected = step; soon(); }, ends };
+  const draw = (colors) => map && chart.draw(map, colors, { reading: null, selected: null });
+  return { box, show, soon, chart, draw, select: (step) => { selected = step; soon(); }, ends };
 }
 
 /** The cell that an arrow key moves to; from the last column of the left map to the right one and back. */
@@ -162,7 +165,18 @@ export function gradientsPanel({ select }) {
     histogram.show(payload);
     heat.show(payload.heat);
   };
+  const pictures = { histogram: [histogram, () => `Gradients, ${summary.textContent.split(":")[0].toLowerCase()}`], heat: [heat, () => "The share of each gradient that float16 loses, over the run"] };
+  const give = ({ detail }) => {
+    const [drawn, title] = pictures[detail.which] ?? [];
+    if (!drawn || !detail.within.contains(box) || !isReady || !drawn.chart.canvas.clientWidth) return;
+    const colors = palette(box);
+    const elements = drawnAsSvg(drawn.chart, () => drawn.draw(colors), detail.which);
+    const { width, height } = drawn.chart;
+    detail.give(svgPage([{ title: title(), width, height, elements }], colors, detail.within.querySelector(".amp-config")?.textContent ?? ""));
+  };
+  document.addEventListener(TAKE_CHARTS, give);
   const end = () => {
+    document.removeEventListener(TAKE_CHARTS, give);
     histogram.end();
     for (const each of heat.ends) each();
   };

@@ -1,12 +1,16 @@
-// The menu "Export" beside the charts: pictures of the charts, the run as a file, a report, and the whole setting.
+// The menu "Export" beside the charts: pictures of the charts and of the gradients, the run as a file, a report, and the whole setting.
 
 import { h, write } from "./elements.js";
 import { TAKE_CHARTS } from "./svg_pen.js";
 import { endWithKernel, ownKeys } from "./page.js";
 
 const ITEMS = [
-  ["png", "Charts as PNG"], ["svg", "Charts as SVG"], ["csv", "Run as CSV"], ["json", "Run as JSON"], ["report", "Report as one HTML file"],
+  ["png", "Charts as PNG"], ["svg", "Charts as SVG"],
+  ["histogram", "Gradients of one step as PNG"], ["heat", "Gradients over the run as PNG"],
+  ["csv", "Run as CSV"], ["json", "Run as JSON"], ["report", "Report as one HTML file"],
 ];
+
+const PICTURES = ["png", "svg", "histogram", "heat"];
 
 /** Offer a text or a blob as a download. */
 function saveFile(name, content, mime) {
@@ -18,12 +22,29 @@ function saveFile(name, content, mime) {
   setTimeout(() => URL.revokeObjectURL(url), 10_000);
 }
 
-/** The charts of this dashboard as one SVG, at the range that they show. */
-function chartsOf(root) {
+const dashboardOf = (root) => root.closest(".amp-dashboard") ?? document.body;
+
+/** A picture of this dashboard as SVG, as it is shown, or null if it is not drawn: "charts", "histogram" or "heat". */
+function pictureOf(root, which) {
   let given = null;
-  const within = root.closest(".amp-dashboard") ?? document.body;
-  document.dispatchEvent(new CustomEvent(TAKE_CHARTS, { detail: { within, give: (svg) => { given = svg; } } }));
+  document.dispatchEvent(new CustomEvent(TAKE_CHARTS, { detail: { within: dashboardOf(root), which, give: (svg) => { given = svg; } } }));
   return given;
+}
+
+const GRADIENTS = { histogram: "now", heat: "run" }; // the view of the tab that draws it
+const DRAWN_MS = 5000; // within which the kernel has measured the gradients
+
+/** Bring a picture of the gradients to the front, as only what is shown is drawn; returns its SVG, or null. */
+async function gradientsOf(root, which) {
+  const [within, end] = [dashboardOf(root), Date.now() + DRAWN_MS];
+  within.querySelector("[data-tab=gradients]").click();
+  within.querySelector(`[data-panel=gradients] [data-value=${GRADIENTS[which]}]`).click();
+  let svg = null;
+  while (svg === null && Date.now() < end) {
+    await new Promise((resolve) => { setTimeout(resolve, 50); });
+    svg = pictureOf(root, which);
+  }
+  return svg;
 }
 
 async function asPng(svg) {
@@ -35,8 +56,13 @@ async function asPng(svg) {
   return new Promise((resolve) => { canvas.toBlob(resolve, "image/png"); });
 }
 
-async function takeCharts(root, kind) {
-  const svg = chartsOf(root);
+async function takePicture(root, kind) {
+  if (kind in GRADIENTS) {
+    const svg = await gradientsOf(root, kind);
+    if (svg) saveFile(kind === "heat" ? "gradients-over-the-run.png" : "gradients.png", await asPng(svg));
+    return;
+  }
+  const svg = pictureOf(root, "charts");
   if (svg) saveFile(`charts.${kind}`, kind === "svg" ? svg : await asPng(svg), "image/svg+xml");
 }
 
@@ -47,7 +73,7 @@ function render({ model, el }) {
   const start = h("button", { type: "button", class: "amp-mini" }, "Start it");
   const form = h("div", { class: "amp-take-setting" }, setting, start);
   const take = (kind) => {
-    if (kind === "png" || kind === "svg") takeCharts(root, kind);
+    if (PICTURES.includes(kind)) takePicture(root, kind);
     else model.send({ type: "file", kind });
     toggle(false);
     opens.focus();

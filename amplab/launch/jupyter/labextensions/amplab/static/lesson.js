@@ -9,6 +9,7 @@
   const SOURCE = "import amplab.lab\n\nlab = amplab.lab.open()\nlab";
   const WIDGET = "application/vnd.jupyter.widget-view+json";
   const HAS_LAB = "'amplab.lab' in __import__('sys').modules and __import__('amplab.lab').lab.active() is not None";
+  const OPENING = "amplab-opening"; // class of a notebook in which the lab may open by itself
   const REDRAWN_MS = 4000; // within which the widgets of a reloaded page are there again
 
   /** What the server says about the page: the names of the lessons, and whether the sources are hidden. */
@@ -47,8 +48,19 @@
     return Array.from({ length: outputs.length }, (_, index) => outputs.get(index)).some((each) => WIDGET in each.data);
   };
 
+  /** Open the lab if it may; until then its stored picture, which says what to press, is not shown. */
   async function openLab(panel, execute) {
-    await Promise.all([panel.context.ready, panel.sessionContext.ready, panel.revealed]);
+    panel.addClass(OPENING);
+    try {
+      await Promise.all([panel.context.ready, panel.revealed]);
+      if (labCell(panel.content)) await openTrusted(panel, execute);
+    } finally {
+      panel.removeClass(OPENING);
+    }
+  }
+
+  async function openTrusted(panel, execute) {
+    await panel.sessionContext.ready;
     const kernel = panel.sessionContext.session?.kernel;
     const cell = kernel && labCell(panel.content);
     if (!cell) return;
@@ -90,13 +102,18 @@
         },
       });
       showAfterBatches(NotebookActions, (notebook) => opened.has(notebook));
-      if (hides) hideSources();
+      addStyle();
     },
   });
 
-  function hideSources() {
+  function addStyle() {
     const style = document.createElement("style");
-    style.textContent = ".amplab-sources-hidden .jp-CodeCell .jp-Cell-inputWrapper { display: none; }";
+    const picture = `.${OPENING} .jp-OutputArea-child:has(> .jp-RenderedImage)`;
+    style.textContent = `
+      .amplab-sources-hidden .jp-CodeCell .jp-Cell-inputWrapper { display: none; }
+      ${picture} > .jp-RenderedImage { visibility: hidden; }
+      ${picture} { position: relative; }
+      ${picture}::after { content: "Starting the lab: waiting for the kernel."; position: absolute; top: 14px; left: 84px; color: var(--jp-ui-font-color1); }`;
     document.head.append(style);
   }
 
