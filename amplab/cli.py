@@ -108,12 +108,21 @@ def train_in_terminal(options: argparse.Namespace) -> int:
     words = {name: word for name in FIELDS if (word := getattr(options, name)) is not None}
     try:
         config = ExperimentConfig(**{name: FIELDS[name].read(word) for name, word in words.items()})
+        _check_launch(options.nproc, options.max_restarts, is_rank=is_one_of_several())
         if options.nproc is not None:
-            return launch_ranks(options.nproc, _train_words(options, words), restarts=options.max_restarts or 0)
+            launch_ranks(options.nproc, _train_words(options, words), restarts=options.max_restarts or 0)
         run = train_on_ranks if is_one_of_several() else train
         return run(config, steps=options.steps, log_path=options.log).exit_status
     except (ValueError, ImportError, RuntimeError) as error:  # the last if kernels are required and cannot be built
         return refuse(options, error)
+
+
+def _check_launch(nproc: int | None, max_restarts: int | None, *, is_rank: bool) -> None:
+    """Raise a ValueError if the options of a launch do not fit together."""
+    if max_restarts is not None and nproc is None:
+        raise ValueError("--max-restarts: expected --nproc too; under torchrun it is an option of torchrun.")
+    if nproc is not None and is_rank:
+        raise ValueError(f"--nproc {nproc}: torchrun has started several processes already; leave --nproc out.")
 
 
 def _train_words(options: argparse.Namespace, fields: Mapping[str, str]) -> list[str]:
@@ -128,12 +137,13 @@ def bench(options: argparse.Namespace) -> int:
     if options.suite == "gpu":
         return bench_gpu(options)
     from amplab.amp.run_state.file_format import write_atomically
-    from amplab.bench import as_json, as_text, run_suite
+    from amplab.bench import as_json, as_text, run_ddp, run_suite
 
     if options.json is not None and not may_write(options.json):
         return refuse(options, OSError(f"--json {options.json}: expected the path of a file in a writable folder."))
     try:
-        results = run_suite(options.suite, rounds=options.rounds)
+        rounds = options.rounds
+        results = run_ddp(rounds=rounds) if options.suite == "ddp" else run_suite(options.suite, rounds=rounds)
         print(as_text(results))
         if options.json is not None:
             write_atomically(options.json, lambda file: file.write(as_json(results).encode()))
@@ -356,8 +366,8 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         "Measure amplab and torch in alternation, with one thread, and print the ratios of their times."
     )
     parser.epilog = "Close other programs first: they widen the spread of the ratios."
-    suites = (*BENCH_SUITES, "gpu")
-    text = "what to measure; gpu needs a CUDA device"
+    suites = (*BENCH_SUITES, "ddp", "gpu")
+    text = "what to measure; ddp starts 2 and 4 processes, gpu needs a CUDA device"
     parser.add_argument("suite", choices=suites, metavar="|".join(suites), help=text)
     text = "measurements of each figure (default: 30)"
     parser.add_argument("--rounds", type=parse_count, default=30, metavar="30", help=text)

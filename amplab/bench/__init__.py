@@ -4,6 +4,7 @@ Reading order: Goal and Row (a result), Case and measure (how it is measured), S
 ``amplab bench`` measures), as_text and as_json (what it prints).
 """
 
+from amplab.bench.ddp import run_ddp
 from amplab.bench.interleaved import Case, Contestant, Pair, measure
 from amplab.bench.rows import BenchResults, Goal, Row, as_json, as_text
 from amplab.bench.suites import SUITES, machine_facts, run_cases, run_suite
@@ -21,5 +22,6 @@ __all__ = [
     "machine_facts",
     "measure",
     "run_cases",
+    "run_ddp",
     "run_suite",
 ]

@@ -20,7 +20,11 @@ FORMAT = 1
 """Version of the JSON, the value of "amplab_bench"."""
 
 _HEADS = ("what", "against", "ratio", "quartiles", "goal", "")
-_EXTRA_COLUMNS = {"python_ms": "python", "bound_ms": "of bound"}  # columns of the tables that have them
+_EXTRA_COLUMNS = {
+    "python_ms": "python",
+    "bound_ms": "of bound",
+    "wire_mib": "each rank sends",
+}  # columns of the tables that have them
 _WIDTH = 120
 
 
@@ -132,9 +136,11 @@ def _cells(row: Row, extra: Sequence[str]) -> tuple[str, ...]:
 
 
 def _extra_cell(row: Row, key: str) -> str:
-    """Return how many times as fast as plain Python, or which part of the bound; empty if it was not measured."""
+    """Return how many times as fast as plain Python, which part of the bound, or MiB; empty if it was not measured."""
     if key not in row.details:
         return ""
+    if key == "wire_mib":
+        return f"{float(row.details[key]):.1f} MiB"
     times = float(row.details[key]) / float(row.details["ours_ms"])
     return f"{times:.0%}" if key == "bound_ms" else f"{times:.1f} ×"
 

@@ -25,7 +25,9 @@ _SCHEMAS = {
     "make_gradient_places": "(int params, int lent, int[] offsets, Tensor here) -> int",
     "delete_gradient_places": "(int places, Tensor here) -> ()",
     "find_gradients": "(int places, Tensor flat) -> int",
-    "bring_in_gradients_": "(int places, Tensor(a!) flat, Tensor(b!) found_inf, Tensor inv_scale, bool moves) -> int",
+    "bring_in_gradients_": "(int places, Tensor(a!) flat, Tensor(b!) found_inf, Tensor inv_scale, bool moves, "
+    "bool lends) -> int",
+    "lend_gradients": "(int places, Tensor flat) -> int",
     "clip_gradients_": "(int places, Tensor(a!) flat, Tensor(b!) norm, float max_norm) -> int",
 }
 for _name, _schema in _SCHEMAS.items():
@@ -68,13 +70,16 @@ class GradientPlaces:
         seen = self._call(lambda places: _OPS.find_gradients.default(places, self._flat))
         return None if seen is None else Whereabouts(seen)
 
-    def unscale_(self, found_inf: Tensor, inv_scale: Tensor, *, moves: bool = True) -> Whereabouts | None:
+    def unscale_(
+        self, found_inf: Tensor, inv_scale: Tensor, *, moves: bool = True, lends: bool = True
+    ) -> Whereabouts | None:
         """Multiply the gradients by ``inv_scale``, rounded once, into their places, which become the gradients.
 
         Args:
             found_inf: ``()`` or ``(1,)`` float32; becomes 1.0 if a gradient or its product is inf or NaN.
             inv_scale: ``()`` or ``(1,)`` float32.
             moves: bring new gradients in; False: if there is a new one, write nothing.
+            lends: make the parts the gradients; False: every gradient becomes None, until `lend`.
 
         Returns:
             Where the gradients were; None if the kernels cannot take them, and nothing was written.
@@ -84,9 +89,13 @@ class GradientPlaces:
         if not (self._params.takes(found_inf) and self._params.takes(inv_scale)):
             return None
         seen = self._call(
-            lambda places: _OPS.bring_in_gradients_.default(places, self._flat, found_inf, inv_scale, moves)
+            lambda places: _OPS.bring_in_gradients_.default(places, self._flat, found_inf, inv_scale, moves, lends)
         )
         return None if seen is None else Whereabouts(seen)
+
+    def lend(self) -> bool:
+        """Make every part the gradient of its parameter; return whether it was done. Sync: none."""
+        return self._call(lambda places: _OPS.lend_gradients.default(places, self._flat)) is not None
 
     def clip_(self, norm: Tensor, max_norm: float) -> bool:
         """Scale float32 gradients down, as one tensor, until their 2-norm is at most ``max_norm``.

@@ -2,6 +2,8 @@
 //
 // `bring_in` reads each new gradient once and writes it once, into its part; then the part becomes the gradient. The
 // parts do not overlap, and a new gradient is outside of the flat tensor, so no overlap has to be searched.
+#include <numeric>
+
 #include "tensor_table.h"
 
 #include "unscale_spans.h"
@@ -65,11 +67,18 @@ class Places {
            });
   }
 
-  void lend(int index) const {
-    reinterpret_cast<TensorPointer&>(params_->tensor(index)->mutable_grad()) = lent_->held(index);
-  }
+  size_t size() const { return params_->size(); }
+  bool is_current() const { return params_->is_current(); }
+
+  void lend(int index) const { gradient(index) = lent_->held(index); }
+
+  void clear(int index) const { gradient(index).reset(); }
 
  private:
+  TensorPointer& gradient(int index) const {
+    return reinterpret_cast<TensorPointer&>(params_->tensor(index)->mutable_grad());
+  }
+
   TensorTable* params_;
   TensorTable* lent_;
   std::vector<int64_t> offsets_;  // in elements
@@ -105,6 +114,7 @@ void bring_in_gradients(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*out
   const Handle found_inf(stack[2]);
   const Handle inv_scale(stack[3]);
   const bool moves = torch::stable::detail::to<bool>(stack[4]);
+  const bool lends = torch::stable::detail::to<bool>(stack[5]);
   std::vector<TypedSpan>& spans = scratch<TypedSpan>();
   std::vector<int>& fresh = scratch<int>();
   int64_t seen = places.sort(flat, spans, fresh);
@@ -121,9 +131,27 @@ void bring_in_gradients(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*out
     Findings findings(spans.size(), task);
     unscale_spans(spans, task, findings);
     findings.write(static_cast<float*>(found_inf.mutable_data()), nullptr, nullptr, nullptr);
-    for (const int index : fresh) {
-      places.lend(index);
+    if (lends) {
+      std::for_each(fresh.begin(), fresh.end(), [&](int index) { places.lend(index); });
+    } else {
+      for (size_t index = 0; index < places.size(); ++index) {
+        places.clear(static_cast<int>(index));
+      }
     }
+  }
+  stack[0] = torch::stable::detail::from(seen);
+}
+
+// Makes every part the gradient of its parameter.
+void lend_gradients(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
+  const Places& places = places_of(stack[0]);
+  const Handle flat(stack[1]);
+  std::vector<int>& all = scratch<int>();
+  all.resize(places.size());
+  std::iota(all.begin(), all.end(), 0);
+  const int64_t seen = !places.is_current() ? kSwapped : places.can_lend(flat, all) ? kKept : kMisfit;
+  if (seen == kKept) {
+    std::for_each(all.begin(), all.end(), [&](int index) { places.lend(index); });
   }
   stack[0] = torch::stable::detail::from(seen);
 }
@@ -162,6 +190,7 @@ STABLE_TORCH_LIBRARY_IMPL(amplab, CPU, m) {
   m.impl("delete_gradient_places", &delete_gradient_places);
   m.impl("find_gradients", &find_gradients);
   m.impl("bring_in_gradients_", &bring_in_gradients);
+  m.impl("lend_gradients", &lend_gradients);
   m.impl("clip_gradients_", &clip_gradients);
 }
 

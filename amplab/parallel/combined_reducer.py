@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amplab.kernels import unscale_copy
+from amplab.kernels import GradientPlaces, Whereabouts, unscale_copy
 from amplab.parallel.agreement import first_rank, refuse_disagreement
 from amplab.scalers import FlatGradients
 from amplab.scalers.flat_buffer import FlatBuffer
@@ -79,15 +79,22 @@ class Bucket:
         starts = [start, *buffer.ends[first : last - 1]]
         flags = [begin - start + param.numel() for begin, param in zip(starts, self.params, strict=True)]
         self._flags = torch.tensor(flags, device=buffer.tensor.device)
+        lent = [buffer.lent(index) for index in range(first, last)]
+        self._places = GradientPlaces(self.params, self.tensor, [begin - start for begin in starts], lent)
         self._all_here = False
         self._found_inf = torch.zeros(1, device=buffer.tensor.device)
 
     def is_complete(self) -> bool:
         """Return whether every parameter has a gradient. Sync: none."""
+        seen = self._places.find()
+        if seen is not None:
+            return Whereabouts.MISSING not in seen
         return all(param.grad is not None for param in self.params)
 
     def misfit(self) -> Tensor | None:
         """Return the first parameter whose gradient cannot be stored in its part; None if all can. Sync: none."""
+        if self._places.find() is not None:
+            return None
         for param, view in zip(self.params, self._views, strict=True):
             grad = param.grad
             if grad is not None and (
@@ -99,6 +106,10 @@ class Bucket:
     @torch.no_grad()
     def fill(self, factor: Tensor) -> None:
         """Move the gradients of this rank, times ``factor``, to the slice; each ``.grad`` becomes None. Sync: none."""
+        if self.is_complete() and self._places.unscale_(self._found_inf, factor, lends=False) is not None:
+            self._all_here = True
+            self.tensor.index_fill_(0, self._flags, 1.0)
+            return
         grads = [param.grad for param in self.params]
         here = [index for index, grad in enumerate(grads) if grad is not None]
         self._all_here = len(here) == len(grads)
@@ -126,7 +137,8 @@ class Bucket:
             reached = (self.tensor[self._flags] > 0).tolist()
             indices = [index for index, is_reached in zip(indices, reached, strict=True) if is_reached]
         self.tensor.index_fill_(0, self._flags, 0.0)
-        self._buffer.lend(indices)
+        if not (self._all_here and self._places.lend()):
+            self._buffer.lend(indices)
 
 
 class CombinedReducer:

@@ -7,6 +7,19 @@ from lab_page import LabPage
 from playwright.sync_api import Locator, expect
 
 RUNS = 60_000  # ms for one scenario on a busy machine
+RIGHT = r"9\d\.\d ?% of the held-out digits are"
+OTHERS = {
+    "Healthy training at O1": (RIGHT, None),
+    "A static scale that is too high": (r"The loss is NaN from step \d+ on", RIGHT),
+    "Overflow that no scale can mend": (r"skip.*, all since step \d", r"R² is 0\.[789]"),
+    "Updates too small for float16 weights": (r"only [1-3]?\d\.\d ?% of", r"[6-9]\d\.\d ?% of"),
+    "A softmax that overflows": (r"From step \d+ on every step is skipped", r"the loss is \d.*perplexity"),
+    "BatchNorm in float16": ("as if by chance", RIGHT),
+    "A GAN with three loss scales": (r"Step \d+ was skipped by the first loss alone", None),
+    "Gradient accumulation": (r"Step \d+ was skipped as a whole", None),
+    "bfloat16 needs no loss scale": (r"R² is 0\.[6-9]", None),
+}
+"""The other scenarios: what is seen, and what after the fix."""
 
 
 def strip(dashboard: DashboardPage) -> Locator:
@@ -27,6 +40,8 @@ def test_scenarios_are_chosen_seen_and_mended(lab: LabPage) -> None:
     find_where_o3_fails_and_mend_it(dashboard)
     read_why_o1_refuses_a_loss(dashboard)
     see_the_first_overflow_by_keyboard(dashboard)
+    for name, (seen, fixed) in OTHERS.items():
+        see_and_mend(dashboard, name, seen, fixed)
     close_it(dashboard)
 
 
@@ -76,6 +91,17 @@ def see_the_first_overflow_by_keyboard(dashboard: DashboardPage) -> None:
     expect(part(dashboard, "The fix")).to_contain_text("nothing to fix")
     dashboard.wait_for_state("paused")
     assert int(dashboard.figure("skipped")) == 1
+
+
+def see_and_mend(dashboard: DashboardPage, name: str, seen: str, fixed: str | None) -> None:
+    dashboard.press("Scenarios")
+    part(dashboard, "All scenarios").get_by_role("button", name=name).click()
+    expect(part(dashboard, "What you saw")).to_contain_text(re.compile(seen), timeout=RUNS)
+    expect(stage(dashboard)).to_have_text("Seen")
+    if fixed is not None:
+        part(dashboard, "The fix").get_by_role("button").click()
+        expect(stage(dashboard)).to_have_text("Fixed", timeout=RUNS)
+        expect(part(dashboard, "The fix")).to_contain_text(re.compile(fixed))
 
 
 def close_it(dashboard: DashboardPage) -> None:
